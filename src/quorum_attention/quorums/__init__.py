@@ -1,0 +1,21 @@
+"""Interest sets: perfect cyclic difference sets. Plain integers, no torch."""
+
+from quorum_attention.quorums.interest import (
+    chunk_count,
+    has_interest_set,
+    interest_set,
+    is_interest_set,
+    paired_interest_set,
+    quorum_size,
+    quorum_sizes,
+)
+
+__all__ = [
+    "chunk_count",
+    "has_interest_set",
+    "interest_set",
+    "is_interest_set",
+    "paired_interest_set",
+    "quorum_size",
+    "quorum_sizes",
+]

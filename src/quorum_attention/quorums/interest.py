@@ -1,0 +1,122 @@
+"""Interest sets: which chunks a subsequence takes (paper, Section 3 and Appendix C)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+
+from quorum_attention.quorums.fields import prime_power
+from quorum_attention.quorums.singer import singer_set
+
+# The paper's Table of example interest sets; l = 1 and 2 are its trivial cases.
+_PAPER = {
+    1: (0,),
+    2: (0, 1),
+    3: (0, 1, 3),
+    4: (0, 1, 3, 9),
+    5: (0, 1, 4, 14, 16),
+    6: (0, 1, 3, 8, 12, 18),
+    8: (0, 1, 3, 13, 32, 36, 43, 52),
+    9: (0, 1, 3, 7, 15, 31, 36, 54, 63),
+    10: (0, 1, 3, 9, 27, 49, 56, 61, 77, 81),
+    12: (0, 1, 3, 12, 20, 34, 38, 81, 88, 94, 104, 109),
+}
+
+
+def chunk_count(l: int) -> int:  # noqa: E741 - the paper's letter
+    """c = l (l - 1) + 1, the chunks that quorum size ``l`` covers exactly."""
+    return l * (l - 1) + 1
+
+
+def has_interest_set(l: int) -> bool:  # noqa: E741
+    """Whether an interest set of size ``l`` is known: l - 1 a prime power, or l <= 2."""
+    return l in (1, 2) or (l > 2 and prime_power(l - 1) is not None)
+
+
+def quorum_sizes(max_l: int) -> tuple[int, ...]:
+    """All quorum sizes up to ``max_l`` for which there is an interest set."""
+    _check_whole("max_l", max_l)
+    return tuple(l for l in range(1, max_l + 1) if has_interest_set(l))  # noqa: E741
+
+
+def quorum_size(c: int) -> int:
+    """The quorum size whose chunk count is ``c``.
+
+    Raises:
+        ValueError: no interest set has that chunk count; names the nearest that work.
+    """
+    _check_whole("c", c)
+    l = max(1, round((1 + (max(0, 4 * c - 3)) ** 0.5) / 2))  # noqa: E741
+    if chunk_count(l) == c and has_interest_set(l):
+        return l
+    below, above = _neighbours(l if chunk_count(l) > c else l + 1)
+    names = " and ".join(str(chunk_count(n)) for n in (below, above) if n is not None)
+    raise ValueError(f"no interest set has {c} chunks; the nearest chunk counts are {names}")
+
+
+@cache
+def interest_set(l: int) -> tuple[int, ...]:  # noqa: E741
+    """The interest set of quorum size ``l``: ascending residues modulo c = l (l - 1) + 1.
+
+    Every nonzero residue modulo c is the difference of exactly one ordered pair of it. The
+    paper's sets for the sizes in its table, Singer's construction for the others.
+
+    Raises:
+        ValueError: no set of that size is known (7 and 11 have none); names the nearest sizes.
+        TypeError: ``l`` is no whole number.
+    """
+    _check_whole("l", l)
+    if l in _PAPER:
+        return _PAPER[l]
+    if not has_interest_set(l):
+        below, above = _neighbours(l)
+        names = " and ".join(str(n) for n in (below, above) if n is not None)
+        raise ValueError(
+            f"l must be 1, 2 or one more than a prime power; there is no interest set of size "
+            f"{l}, the nearest sizes are {names}"
+        )
+    return singer_set(l - 1)
+
+
+def paired_interest_set(interest: Iterable[int]) -> tuple[int, ...]:
+    """The mirror image of an interest set that contains 0 and 1 (paper, Appendix C).
+
+    (0, 1, a_2, ..., a_{l-1}) becomes (0, 1, c+1-a_{l-1}, ..., c+1-a_2), an interest set as well.
+    """
+    members = tuple(interest)
+    if not is_interest_set(members):
+        raise ValueError(f"interest must be an interest set, got {members}")
+    c = chunk_count(len(members))
+    if len(members) < 2:
+        return members
+    if members[:2] != (0, 1):
+        raise ValueError(f"interest must begin with 0, 1, got {members}")
+    return (0, 1, *sorted(c + 1 - a for a in members[2:]))
+
+
+def is_interest_set(interest: Iterable[int], c: int | None = None) -> bool:
+    """Whether every nonzero residue modulo ``c`` is exactly one difference of ``interest``.
+
+    ``c`` defaults to l (l - 1) + 1, the only modulus at which that can be so.
+    """
+    members = tuple(interest)
+    modulus = chunk_count(len(members)) if c is None else c
+    if modulus < 1 or any(not 0 <= a < modulus for a in members):
+        return False
+    differences = [(a - b) % modulus for a in members for b in members if a != b]
+    return sorted(differences) == list(range(1, modulus)) and len(set(members)) == len(members)
+
+
+def _neighbours(l: int) -> tuple[int | None, int | None]:  # noqa: E741
+    below = next((n for n in range(l - 1, 0, -1) if has_interest_set(n)), None)
+    above = max(l, 1)
+    while not has_interest_set(above):
+        above += 1
+    return below, above
+
+
+def _check_whole(name: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a whole number, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
