@@ -1,0 +1,189 @@
+"""Cover the kept pairs of a task with few, large rectangles.
+
+A pair of spans is kept when their group bits are disjoint. Where everything off the diagonal is
+kept (depth 1), the lower triangle splits by halving:
+
+    queries          keys ->        the upper half of the queries against the lower half of the
+      |     [C             ]        keys is one plain call, then each half again; owned diagonals
+      v     [1  C          ]        are causal squares (C).
+            [2  2  C       ]
+            [2  2  3  C    ]
+
+At deeper levels the same halving takes, at each step, whatever keys all queries of that part
+keep, so cuts happen only where the mask forces them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """A plain attention call inside a task, in task-local token positions.
+
+    ``causal`` rectangles are squares on the diagonal (query_start == key_start) of which the
+    lower triangle, diagonal included, is kept.
+    """
+
+    query_start: int
+    query_stop: int
+    key_start: int
+    key_stop: int
+    causal: bool = False
+
+    @property
+    def n_queries(self) -> int:
+        """Rows."""
+        return self.query_stop - self.query_start
+
+    @property
+    def n_keys(self) -> int:
+        """Columns."""
+        return self.key_stop - self.key_start
+
+    @property
+    def pairs(self) -> int:
+        """Kept query-key pairs."""
+        if self.causal:
+            return self.n_queries * (self.n_queries + 1) // 2
+        return self.n_queries * self.n_keys
+
+
+def cover(starts: Sequence[int], bits: Sequence[int], is_causal: bool) -> list[Rectangle]:
+    """A partition of the kept pairs.
+
+    Args:
+        starts: local start of every span, and the end of the last one.
+        bits: group bits of every span.
+        is_causal: keep only pairs with key position <= query position.
+    """
+    if is_causal:
+        diagonal = [
+            Rectangle(starts[i], starts[i + 1], starts[i], starts[i + 1], causal=True)
+            for i, b in enumerate(bits)
+            if b == 0
+        ]
+        return [*_halved(starts, bits, _kept(bits, below=True)), *diagonal]
+    apart = _kept(bits, below=False)
+    together = [row | (1 << i if bits[i] == 0 else 0) for i, row in enumerate(apart)]
+    diagonal = [
+        Rectangle(starts[i], starts[i + 1], starts[i], starts[i + 1])
+        for i, b in enumerate(bits)
+        if b == 0
+    ]
+    first = _joined([*_halved(starts, bits, apart), *diagonal])
+    second = _joined(_halved(starts, bits, together))
+    return min(first, second, key=len)
+
+
+def _kept(bits: Sequence[int], *, below: bool) -> list[int]:
+    """For every span, the spans it keeps (not itself) as a bit mask."""
+    rows = []
+    for i, own in enumerate(bits):
+        row = 0
+        for j in range(i if below else len(bits)):
+            if j != i and own & bits[j] == 0:
+                row |= 1 << j
+        rows.append(row)
+    return rows
+
+
+def _halved(starts: Sequence[int], bits: Sequence[int], rows: list[int]) -> list[Rectangle]:
+    found: list[Rectangle] = []
+
+    def descend(low: int, high: int, wanted: int) -> None:
+        every, some = wanted, 0
+        for row in rows[low:high]:
+            every &= row
+            some |= row
+        for first, last in _runs(every):
+            found.append(Rectangle(starts[low], starts[high], starts[first], starts[last]))
+        rest = wanted & some & ~every
+        if rest and high - low > 1:
+            middle = _middle(starts, low, high)
+            descend(low, middle, rest)
+            descend(middle, high, rest)
+
+    if rows:
+        descend(0, len(rows), (1 << len(rows)) - 1)
+    return found
+
+
+def _middle(starts: Sequence[int], low: int, high: int) -> int:
+    """The span boundary nearest to the middle token of spans [low, high)."""
+    centre = starts[low] + starts[high]
+    return min(range(low + 1, high), key=lambda i: abs(2 * starts[i] - centre))
+
+
+def _runs(mask: int) -> Iterator[tuple[int, int]]:
+    """[first, last) of every run of set bits."""
+    position = 0
+    while mask:
+        skip = (mask & -mask).bit_length() - 1
+        position += skip
+        mask >>= skip
+        length = (~mask & (mask + 1)).bit_length() - 1
+        yield position, position + length
+        position += length
+        mask >>= length
+
+
+def _joined(rectangles: Iterable[Rectangle]) -> list[Rectangle]:
+    """Plain rectangles with the same queries and touching keys as one."""
+    joined: list[Rectangle] = []
+    for r in sorted(rectangles, key=lambda r: (r.query_start, r.query_stop, r.key_start)):
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and (last.query_start, last.query_stop) == (r.query_start, r.query_stop)
+            and last.key_stop == r.key_start
+        ):
+            joined[-1] = replace(last, key_stop=r.key_stop)
+        else:
+            joined.append(r)
+    return joined
+
+
+def clip(rectangles: Iterable[Rectangle], n_queries: int, n_keys: int) -> Iterator[Rectangle]:
+    """Only the first ``n_queries`` rows and ``n_keys`` columns; causal ones stay square."""
+    for r in rectangles:
+        query_stop, key_stop = min(r.query_stop, n_queries), min(r.key_stop, n_keys)
+        if query_stop <= r.query_start or key_stop <= r.key_start:
+            continue
+        if not r.causal:
+            yield replace(r, query_stop=query_stop, key_stop=key_stop)
+            continue
+        corner = min(query_stop, key_stop)
+        yield replace(r, query_stop=corner, key_stop=corner)
+        if query_stop > corner:
+            yield Rectangle(corner, query_stop, r.key_start, corner)
+
+
+def cut(rectangles: Iterable[Rectangle], max_queries: int, max_keys: int) -> Iterator[Rectangle]:
+    """None larger than the limits; a causal square becomes smaller ones and plain rectangles."""
+    for r in rectangles:
+        if r.causal:
+            yield from _cut_square(r, max_queries, max_keys)
+        else:
+            yield from _cut_plain(r, max_queries, max_keys)
+
+
+def _cut_plain(r: Rectangle, max_queries: int, max_keys: int) -> Iterator[Rectangle]:
+    for q in range(r.query_start, r.query_stop, max_queries):
+        for k in range(r.key_start, r.key_stop, max_keys):
+            query_stop, key_stop = min(q + max_queries, r.query_stop), min(k + max_keys, r.key_stop)
+            yield Rectangle(q, query_stop, k, key_stop)
+
+
+def _cut_square(r: Rectangle, max_queries: int, max_keys: int) -> Iterator[Rectangle]:
+    side = min(max_queries, max_keys)
+    if r.n_queries <= side:
+        yield r
+        return
+    for start in range(r.query_start, r.query_stop, side):
+        stop = min(start + side, r.query_stop)
+        yield Rectangle(start, stop, start, stop, causal=True)
+        if stop < r.query_stop:
+            yield from _cut_plain(Rectangle(stop, r.query_stop, start, stop), max_queries, max_keys)

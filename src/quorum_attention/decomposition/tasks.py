@@ -1,0 +1,131 @@
+"""A task: the tokens of one subsequence, as spans with group bits (paper, Section 3.3)."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from quorum_attention.decomposition.rectangles import Rectangle, clip, cover, cut
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A maximal run of consecutive tokens of a task with the same group bits.
+
+    Attributes:
+        start, stop: global token positions, [start, stop).
+        bits: one bit for each non-owner chunk it lies in, over all levels; a pair (q, k) is kept
+            where bits[q] & bits[k] == 0.
+    """
+
+    start: int
+    stop: int
+    bits: int
+
+
+@dataclass(frozen=True)
+class Task:
+    """One subsequence task; its tokens in ascending order are its local positions.
+
+    Attributes:
+        path: owner chunk at each level, () for the monolithic task.
+        spans: ascending, disjoint.
+    """
+
+    path: tuple[int, ...]
+    spans: tuple[Span, ...]
+
+    @cached_property
+    def local_starts(self) -> tuple[int, ...]:
+        """Local start of every span, and the number of tokens at the end."""
+        starts = [0]
+        for span in self.spans:
+            starts.append(starts[-1] + span.stop - span.start)
+        return tuple(starts)
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of the task."""
+        return self.local_starts[-1]
+
+    @cached_property
+    def runs(self) -> tuple[tuple[int, int, int], ...]:
+        """(global start, global stop, local start) of neighbouring tokens, whatever their bits."""
+        return tuple(self._pieces(0, self.n_tokens))
+
+    def count_below(self, n: int) -> int:
+        """Tokens at global positions below ``n``: the first that many local positions."""
+        return sum(max(0, min(span.stop, n) - span.start) for span in self.spans)
+
+    def segments(self, local_start: int, local_stop: int) -> list[tuple[int, int, int]]:
+        """(global start, global stop, local start) of the pieces of a local range."""
+        return self._pieces(local_start, local_stop)
+
+    def _pieces(self, local_start: int, local_stop: int) -> list[tuple[int, int, int]]:
+        pieces: list[tuple[int, int, int]] = []
+        first = max(0, bisect_right(self.local_starts, local_start) - 1)
+        for index in range(first, len(self.spans)):
+            low = max(self.local_starts[index], local_start)
+            high = min(self.local_starts[index + 1], local_stop)
+            if low >= local_stop:
+                break
+            if low >= high:
+                continue
+            offset = self.spans[index].start - self.local_starts[index]
+            if pieces and pieces[-1][1] == low + offset:
+                pieces[-1] = (pieces[-1][0], high + offset, pieces[-1][2])
+            else:
+                pieces.append((low + offset, high + offset, low))
+        return pieces
+
+    def rectangles(
+        self,
+        is_causal: bool,
+        n_queries: int | None = None,
+        n_keys: int | None = None,
+        max_queries: int | None = None,
+        max_keys: int | None = None,
+    ) -> tuple[Rectangle, ...]:
+        """The kept pairs as plain attention calls, in local positions; each pair in exactly one.
+
+        Args:
+            is_causal: keep only keys at or before the query (global positions, top-left).
+            n_queries, n_keys: queries and keys there are, by global position; None is no limit.
+            max_queries, max_keys: no rectangle is larger; None is no limit.
+        """
+        causal = bool(is_causal)
+        if causal not in self._covers:
+            bits = [span.bits for span in self.spans]
+            self._covers[causal] = tuple(cover(self.local_starts, bits, causal))
+        found = self._covers[causal]
+        if n_queries is not None or n_keys is not None:
+            tokens = self.n_tokens
+            rows = tokens if n_queries is None else self.count_below(n_queries)
+            columns = tokens if n_keys is None else self.count_below(n_keys)
+            if rows < tokens or columns < tokens:
+                found = tuple(clip(found, rows, columns))
+        if max_queries is not None or max_keys is not None:
+            limit = max(1, self.n_tokens)
+            found = tuple(cut(found, max_queries or limit, max_keys or limit))
+        return found
+
+    @cached_property
+    def _covers(self) -> dict[bool, tuple[Rectangle, ...]]:
+        """Covers by causality, filled on first use."""
+        return {}
+
+    def mask(self) -> NDArray[np.bool_]:
+        """The CQS mask over the task's tokens, (n_tokens, n_tokens) bool, True is kept; dense,
+        for small tasks. Causality is not part of it."""
+        import numpy as np
+
+        lengths = [span.stop - span.start for span in self.spans]
+        kept = [[a.bits & b.bits == 0 for b in self.spans] for a in self.spans]
+        small = np.array(kept, dtype=bool).reshape(len(self.spans), len(self.spans))
+        return np.repeat(np.repeat(small, lengths, axis=0), lengths, axis=1)
