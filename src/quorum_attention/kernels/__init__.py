@@ -1,0 +1,54 @@
+"""Inner kernels: what computes one task, behind one protocol, and the merge of statistics."""
+
+from quorum_attention.kernels.cpu import CpuKernel
+from quorum_attention.kernels.cudnn import CudnnKernel
+from quorum_attention.kernels.dense import DenseKernel
+from quorum_attention.kernels.efficient import EfficientKernel
+from quorum_attention.kernels.flash import FlashKernel
+from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, add_, empty_, merge_
+from quorum_attention.kernels.probe import probe
+from quorum_attention.kernels.protocol import (
+    Bias,
+    CallShape,
+    Extent,
+    Gradients,
+    InnerKernel,
+    MaskShape,
+    Statistics,
+    TaskTensors,
+)
+from quorum_attention.kernels.rectangles import RectangleKernel
+from quorum_attention.kernels.registry import (
+    candidates,
+    get_kernel,
+    kernels,
+    register_kernel,
+    why_not,
+)
+
+__all__ = [
+    "MERGE_WORKSPACE_BYTES",
+    "Bias",
+    "CallShape",
+    "CpuKernel",
+    "CudnnKernel",
+    "DenseKernel",
+    "EfficientKernel",
+    "Extent",
+    "FlashKernel",
+    "Gradients",
+    "InnerKernel",
+    "MaskShape",
+    "RectangleKernel",
+    "Statistics",
+    "TaskTensors",
+    "add_",
+    "candidates",
+    "empty_",
+    "get_kernel",
+    "kernels",
+    "merge_",
+    "probe",
+    "register_kernel",
+    "why_not",
+]

@@ -1,0 +1,64 @@
+"""Which rows of a rectangle an additive mask leaves without any key."""
+
+from __future__ import annotations
+
+import torch
+
+from quorum_attention.kernels.blocks import BLOCK_BYTES, row_blocks
+
+
+def dead_rows(bias: torch.Tensor, n_rows: int, causal: bool) -> torch.Tensor:
+    """Rows that ``bias`` (together with the causal mask, if any) leaves no key.
+
+    Args:
+        bias: additive mask (b or 1, h or 1, n_rows or 1, n_keys or 1), at least one key; -inf
+            masks a pair.
+        n_rows: query rows of the rectangle.
+        causal: the rectangle is a causal square.
+
+    Returns:
+        bool tensor broadcastable to (b, h, n_rows), True where a row has no key.
+    """
+    if not causal:
+        # NaN is not -inf: a mask that holds NaN keeps its rows, and shows.
+        return bias.amax(dim=-1) == -torch.inf
+    return _first_key(bias) > torch.arange(n_rows, device=bias.device)
+
+
+def dead_rows_bytes(batch: int, heads: int, rows: int, causal: bool) -> int:
+    """Upper bound of the bytes of ``dead_rows``, its answer and its temporaries, for fp64."""
+    return batch * heads * rows * 9 + (rows * 8 + 2 * BLOCK_BYTES if causal else 0)
+
+
+def _first_key(bias: torch.Tensor) -> torch.Tensor:
+    """Index of the first key a row keeps (int64, (b, h, rows)); past every row if it keeps none."""
+    batch, heads, rows, keys = bias.shape
+    never = torch.iinfo(torch.int64).max
+    first = torch.empty((batch, heads, rows), dtype=torch.int64, device=bias.device)
+    for block in row_blocks(batch, heads, rows, keys):
+        alive = bias[block] != -torch.inf
+        # argmax of zeros and ones is the first one.
+        first[block] = alive.view(torch.uint8).argmax(dim=-1)
+        first[block].masked_fill_(~alive.any(dim=-1), never)
+    return first
+
+
+def aligned_bias(bias: torch.Tensor, n_keys: int) -> torch.Tensor:
+    """``bias`` in a form that operators with vector loads take.
+
+    All ``n_keys`` columns, the last dimension contiguous, the address and every other stride a
+    multiple of 16 bytes, strides that fit 32 bits. Copied only where it is not so already.
+    """
+    step = max(1, 16 // bias.element_size())
+    strides = [s for s, n in zip(bias.stride()[:-1], bias.shape[:-1], strict=True) if n > 1]
+    if (
+        bias.shape[-1] == n_keys
+        and bias.stride(-1) == 1
+        and bias.data_ptr() % 16 == 0
+        and all(s % step == 0 and s < 2**31 for s in strides)
+    ):
+        return bias
+    rows = bias.shape[:-1]
+    padded = torch.empty((*rows, -(-n_keys // step) * step), dtype=bias.dtype, device=bias.device)
+    padded[..., :n_keys].copy_(bias.expand(*rows, n_keys))
+    return padded[..., :n_keys]

@@ -1,0 +1,141 @@
+"""Rectangles on torch's flash attention for the CPU."""
+
+from __future__ import annotations
+
+import torch
+
+from quorum_attention.kernels.operators import operator_reason
+from quorum_attention.kernels.padding import pad_last
+from quorum_attention.kernels.protocol import CallShape, Extent
+from quorum_attention.kernels.rectangles import RectangleKernel
+from quorum_attention.kernels.workspace import (
+    RectangleSizes,
+    backward_bytes,
+    forward_bytes,
+    round_up,
+)
+
+_FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
+_BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+# The operator works on tiles of at most this many queries and keys, one set a thread.
+_TILE_QUERIES = 256
+_TILE_KEYS = 512
+
+
+class CpuKernel(RectangleKernel):
+    """torch's tiled CPU attention: fp16, bf16, fp32 and fp64, any head size, masks."""
+
+    name = "cpu"
+
+    def refusal(self, call: CallShape) -> str | None:
+        """Why this kernel cannot run such a call, in words for the user; None if it can."""
+        if call.device_type != "cpu":
+            return f"it runs on the CPU, not on {call.device_type}"
+        if call.dtype not in _DTYPES:
+            return f"it takes float16, bfloat16, float32 and float64, not {call.dtype}"
+        if call.head_dim == 0 or call.value_dim == 0:
+            return "it takes no head dimension of 0"
+        return operator_reason(_FORWARD, *([_BACKWARD] if call.needs_grad else []))
+
+    def rectangle_forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        causal: bool,
+        scale: float,
+        bias: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``RectangleKernel.rectangle_forward``."""
+        width = max(query.shape[-1], value.shape[-1])
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            pad_last(query, width),
+            pad_last(key, width),
+            pad_last(value, width),
+            0.0,
+            causal,
+            attn_mask=bias,
+            scale=scale,
+        )
+        return out[..., : value.shape[-1]], lse
+
+    def rectangle_backward(
+        self,
+        grad_out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        causal: bool,
+        scale: float,
+        bias: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See ``RectangleKernel.rectangle_backward``."""
+        head_dim, value_dim = query.shape[-1], value.shape[-1]
+        width = max(head_dim, value_dim)
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            pad_last(grad_out, width),
+            pad_last(query, width),
+            pad_last(key, width),
+            pad_last(value, width),
+            pad_last(out, width),
+            lse,
+            0.0,
+            causal,
+            attn_mask=bias,
+            scale=scale,
+        )
+        return dq[..., :head_dim], dk[..., :head_dim], dv[..., :value_dim]
+
+    def backward_parts(self, batch_and_heads: int) -> int:
+        """One run of rows a thread that would otherwise have no head to work on."""
+        return -(-torch.get_num_threads() // max(1, batch_and_heads))
+
+    def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+        """Upper bound of the bytes ``forward`` allocates at any one time."""
+        sizes = RectangleSizes.of(call, extent, self.grouped)
+        width = max(call.head_dim, call.value_dim)
+        tile_queries, tile_keys = _tile(sizes)
+        # Scores, row maximum and sum, and output of one tile a thread; 16-bit ones again reduced.
+        tiles = tile_queries * (tile_keys + 2 + width) * sizes.work
+        packed = 0
+        if sizes.item == 2:
+            tiles += tile_queries * tile_keys * 2
+            if "AVX512" in torch.backends.cpu.get_cpu_capability():
+                # There torch may repack keys and values as a whole for its matrix units.
+                packed = 2 * sizes.batch * sizes.key_heads * round_up(sizes.keys, _TILE_KEYS)
+                packed *= round_up(width, 64) * 2
+        inside = torch.get_num_threads() * tiles + packed
+        if call.head_dim < width:
+            inside += (sizes.rows + sizes.key_rows) * width * sizes.item
+        if call.value_dim < width:
+            inside += sizes.key_rows * width * sizes.item
+        return forward_bytes(sizes, width, inside)
+
+    def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+        """Upper bound of the bytes ``backward`` allocates at any one time."""
+        sizes = RectangleSizes.of(call, extent, self.grouped)
+        width = max(call.head_dim, call.value_dim)
+        tile_queries, tile_keys = _tile(sizes)
+        tiles = tile_queries * (2 * tile_keys + 1) * sizes.work
+        if sizes.item == 2:
+            # Probabilities and their gradients again in 16 bits, and the reordered operands of
+            # a matrix product.
+            tiles += 4 * tile_queries * tile_keys * 2
+            tiles += (tile_queries + tile_keys) * width * 8
+        parts = 1 if call.mask is not None else self.backward_parts(sizes.batch * sizes.heads)
+        gradients = (sizes.rows + 2 * parts * sizes.key_rows) * width * sizes.item
+        # The operator copies a grad_out that is not token-major.
+        inside = torch.get_num_threads() * tiles + sizes.rows * width * sizes.item
+        if call.head_dim < width:
+            inside += (sizes.rows + sizes.key_rows) * width * sizes.item
+        if call.value_dim < width:
+            inside += (2 * sizes.rows + sizes.key_rows) * width * sizes.item
+        return backward_bytes(sizes, gradients, inside)
+
+
+def _tile(sizes: RectangleSizes) -> tuple[int, int]:
+    return min(_TILE_QUERIES, sizes.queries), min(_TILE_KEYS, sizes.keys)

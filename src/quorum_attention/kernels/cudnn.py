@@ -1,0 +1,143 @@
+"""Rectangles on torch's cuDNN attention."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from quorum_attention.kernels.bias import aligned_bias
+from quorum_attention.kernels.layouts import in_layout_of
+from quorum_attention.kernels.operators import operator_reason
+from quorum_attention.kernels.protocol import CallShape, Extent
+from quorum_attention.kernels.rectangles import RectangleKernel
+from quorum_attention.kernels.workspace import (
+    RectangleSizes,
+    backward_bytes,
+    forward_bytes,
+    round_up,
+)
+
+_FORWARD = "_scaled_dot_product_cudnn_attention"
+_BACKWARD = "_scaled_dot_product_cudnn_attention_backward"
+# What cuDNN asks for on the side, whatever the shape (measured, with room).
+_INTERNAL_BYTES = 4 * 1024 * 1024
+
+
+class CudnnKernel(RectangleKernel):
+    """cuDNN's fused attention: 16-bit, grouped heads and broadcast masks as they are."""
+
+    name = "cudnn"
+    grouped = True
+
+    def refusal(self, call: CallShape) -> str | None:
+        """Why this kernel cannot run such a call, in words for the user; None if it can."""
+        if call.device_type != "cuda":
+            return f"it runs on NVIDIA GPUs, not on {call.device_type}"
+        if call.dtype not in (torch.float16, torch.bfloat16):
+            return f"it takes float16 and bfloat16; it answers {call.dtype} with NaN"
+        limit = 256 if call.needs_grad else 512
+        for what, width in (("head", call.head_dim), ("value", call.value_dim)):
+            if width % 8 or not 8 <= width <= limit:
+                return (
+                    f"it takes {what} dimensions that are multiples of 8 up to {limit}, not {width}"
+                )
+        if not torch.backends.cudnn.is_available():  # type: ignore[no-untyped-call]
+            return "this torch has no cuDNN"
+        return operator_reason(_FORWARD, *([_BACKWARD] if call.needs_grad else []))
+
+    def rectangle_forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        causal: bool,
+        scale: float,
+        bias: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``RectangleKernel.rectangle_forward``."""
+        out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            query,
+            key,
+            value,
+            None if bias is None else aligned_bias(bias, key.shape[2]),
+            True,
+            0.0,
+            causal,
+            False,
+            scale=scale,
+        )[:2]
+        return out, lse.reshape(query.shape[:3])
+
+    def rectangle_backward(
+        self,
+        grad_out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        causal: bool,
+        scale: float,
+        bias: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See ``RectangleKernel.rectangle_backward``."""
+        lse_dims, seed_dtype = _forward_template(query.device, query.dtype)
+        lse = lse.contiguous()
+        seed = torch.zeros((), dtype=seed_dtype, device=query.device)
+        gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (
+            torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+                # torch remembers cuDNN's plans by the strides of query, key and value alone; a
+                # plan made for other strides of these two would read the wrong elements.
+                in_layout_of(grad_out, query),
+                query,
+                key,
+                value,
+                in_layout_of(out, query),
+                lse.unsqueeze(-1) if lse_dims == 4 else lse,
+                seed,
+                seed,
+                None if bias is None else aligned_bias(bias, key.shape[2]),
+                None,
+                None,
+                query.shape[2],
+                key.shape[2],
+                0.0,
+                causal,
+                scale=scale,
+            )
+        )
+        return gradients
+
+    def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+        """Upper bound of the bytes ``forward`` allocates at any one time."""
+        sizes = RectangleSizes.of(call, extent, self.grouped)
+        return forward_bytes(sizes, call.value_dim, _INTERNAL_BYTES + sizes.aligned_bias_bytes)
+
+    def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+        """Upper bound of the bytes ``backward`` allocates at any one time."""
+        sizes = RectangleSizes.of(call, extent, self.grouped)
+        widths = call.head_dim + call.value_dim
+        gradients = (sizes.rows * call.head_dim + sizes.key_rows * widths) * sizes.item
+        copies = 2 * sizes.rows * call.value_dim * sizes.item
+        # dQ is summed in fp32 over padded rows, delta and a copy of lse with it; gradients of
+        # grouped keys are made for every query head first.
+        padded_rows = sizes.batch * sizes.heads * round_up(sizes.queries, 128)
+        internal = padded_rows * (round_up(call.head_dim, 32) + 2) * 4 + _INTERNAL_BYTES
+        if sizes.heads != sizes.key_heads:
+            internal += sizes.shared_key_rows * widths * sizes.item
+        inside = copies + internal + sizes.aligned_bias_bytes
+        return backward_bytes(sizes, gradients, inside)
+
+
+@functools.cache
+def _forward_template(device: torch.device, dtype: torch.dtype) -> tuple[int, torch.dtype]:
+    """How many dimensions this torch gives cuDNN's lse, and the dtype of its random state.
+
+    Both changed between releases, and the backward insists on what the forward returned.
+    """
+    tiny = torch.zeros((1, 1, 64, 64), dtype=dtype, device=device)
+    results = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        tiny, tiny, tiny, None, True, 0.0, False, False
+    )
+    return results[1].dim(), results[6].dtype

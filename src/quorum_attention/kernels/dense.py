@@ -1,0 +1,181 @@
+"""The reference: materialised scores under the CQS mask, as the paper writes it (section 3).
+
+With S = scale Q K^T + bias, -inf where the task does not keep a pair,
+
+    lse = logsumexp(S),   P = exp(S - lse),   O = P V,
+
+and with the global lse and D = rowsum(dO * O),
+
+    dV = P^T dO,   dS = P * (dO V^T - D),   dQ = scale dS K,   dK = scale dS^T Q.
+
+Quadratic in memory. Everything else is tested against this.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from quorum_attention.decomposition import Rectangle
+from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, merge_
+from quorum_attention.kernels.protocol import (
+    CallShape,
+    Extent,
+    Gradients,
+    Statistics,
+    TaskTensors,
+)
+
+
+class DenseKernel:
+    """Materialised attention of a whole task, any device, any floating dtype, fp32 or fp64 inside.
+
+    16-bit inputs are computed in fp32, so its results are the exact ones up to fp32 rounding.
+    """
+
+    name = "dense"
+
+    def refusal(self, call: CallShape) -> str | None:
+        """Why this kernel cannot run such a call, in words for the user; None if it can."""
+        if not call.dtype.is_floating_point:
+            return f"it takes floating-point tensors, not {call.dtype}"
+        return None
+
+    def forward(self, task: TaskTensors, state: Statistics) -> None:
+        """Merge the task's kept pairs into ``state``, in place."""
+        kept = _kept(task)
+        for group in _groups(task):
+            _forward_group(group, kept, state)
+
+    def backward(self, task: TaskTensors, grads: Gradients) -> None:
+        """Add the task's gradients into ``grads``, in place.
+
+        ``grads.shift`` guards 16-bit probabilities; here they are never 16-bit, and it is ignored.
+        """
+        kept = _kept(task)
+        for group in _groups(task):
+            _backward_group(group, kept, grads)
+
+    def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+        """Upper bound of the bytes ``forward`` allocates at any one time; quadratic in tokens."""
+        return _pair_bytes(call, extent) + _row_bytes(call, extent) + MERGE_WORKSPACE_BYTES
+
+    def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+        """Upper bound of the bytes ``backward`` allocates at any one time; quadratic in tokens."""
+        return _pair_bytes(call, extent) + 2 * _row_bytes(call, extent)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """The query heads of one batch entry that share a key head: (g, nq, d), (nk, d), (nk, dv)."""
+
+    batch: int
+    heads: slice
+    key_head: int
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scale: float
+    bias: torch.Tensor | None
+
+
+def _forward_group(group: _Group, kept: torch.Tensor, state: Statistics) -> None:
+    at = (slice(group.batch, group.batch + 1), group.heads)
+    dtype = state.out.dtype
+    scores = _scores(group, kept, dtype)
+    lse = torch.logsumexp(scores, dim=-1)
+    out = _probabilities(scores, lse) @ group.value.to(dtype)
+    merge_(state.out[at], state.lse[at], out.unsqueeze(0), lse.unsqueeze(0))
+
+
+def _backward_group(group: _Group, kept: torch.Tensor, grads: Gradients) -> None:
+    at, at_key = (group.batch, group.heads), (group.batch, group.key_head)
+    dtype = grads.grad_query.dtype
+    query, key, value = (t.to(dtype) for t in (group.query, group.key, group.value))
+    grad_out = grads.grad_out[at].to(dtype)
+    delta = (grad_out * grads.out[at].to(dtype)).sum(dim=-1, keepdim=True)
+
+    p = _probabilities(_scores(group, kept, dtype), grads.lse[at])
+    grads.grad_value[at_key].add_(_over_rows(p, grad_out))
+    ds = p.mul_((grad_out @ value.mT).sub_(delta))
+    grads.grad_query[at].add_(ds @ key, alpha=group.scale)
+    grads.grad_key[at_key].add_(_over_rows(ds, query), alpha=group.scale)
+
+
+def _groups(task: TaskTensors) -> Iterator[_Group]:
+    n_batch, query_heads, n_queries, _ = task.query.shape
+    key_heads, n_keys = task.key.shape[1:3]
+    if n_queries == 0 or n_keys == 0 or key_heads == 0:
+        return
+    size = query_heads // key_heads
+    bias = task.bias(Rectangle(0, n_queries, 0, n_keys))
+    if bias is not None:
+        bias = bias.expand(n_batch, query_heads, *bias.shape[-2:])
+    for batch in range(n_batch):
+        for key_head in range(key_heads):
+            heads = slice(key_head * size, (key_head + 1) * size)
+            yield _Group(
+                batch,
+                heads,
+                key_head,
+                task.query[batch, heads],
+                task.key[batch, key_head],
+                task.value[batch, key_head],
+                task.scale,
+                None if bias is None else bias[batch, heads],
+            )
+
+
+def _scores(group: _Group, kept: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Scores (g, nq, nk), -inf where the task does not keep the pair."""
+    scores = (group.query.to(dtype) @ group.key.to(dtype).mT).mul_(group.scale)
+    if group.bias is not None:
+        scores += group.bias
+    return scores.masked_fill_(~kept, -torch.inf)
+
+
+def _over_rows(pairs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Sum over the query rows of every head of a group: (g, nq, nk), (g, nq, d) -> (nk, d)."""
+    return pairs.flatten(0, 1).mT @ rows.flatten(0, 1)
+
+
+def _kept(task: TaskTensors) -> torch.Tensor:
+    """The CQS mask (nq, nk), True where a pair is kept, with the causal mask where there is one."""
+    n_queries, n_keys = task.query.shape[2], task.key.shape[2]
+    kept = torch.from_numpy(task.task.mask())[:n_queries, :n_keys].to(task.query.device)
+    # The tokens of a task are in ascending order, so local positions order them as global ones do.
+    return kept.tril() if task.is_causal else kept
+
+
+def _probabilities(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """P = exp(S - lse) in the place of S; rows without keys (lse -inf) are 0, not NaN."""
+    finite = lse.masked_fill(lse == -math.inf, 0.0)
+    return scores.sub_(finite.unsqueeze(-1)).exp_()
+
+
+def _pair_bytes(call: CallShape, extent: Extent) -> int:
+    """Scores and one more matrix like them, full precision; boolean masks; the bias."""
+    group = extent.query_heads // max(1, extent.key_heads)
+    matrices = 2 if call.mask is None else 3
+    pairs = extent.n_tokens * extent.n_tokens
+    bias = 0
+    if call.mask is not None:
+        copies = (extent.batch if call.mask.batch else 1) * (
+            extent.query_heads if call.mask.heads else 1
+        )
+        bias = copies * pairs * torch.empty((), dtype=call.dtype).element_size()
+    return pairs * (matrices * group * _work_size(call.dtype) + 4) + bias
+
+
+def _row_bytes(call: CallShape, extent: Extent) -> int:
+    """Inputs and results of one group at full precision."""
+    group = extent.query_heads // max(1, extent.key_heads)
+    rows = extent.n_tokens * (group + 1)
+    return rows * (2 * (call.head_dim + call.value_dim) + 8) * _work_size(call.dtype)
+
+
+def _work_size(dtype: torch.dtype) -> int:
+    return 8 if dtype == torch.float64 else 4

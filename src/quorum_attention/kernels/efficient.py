@@ -1,0 +1,165 @@
+"""Rectangles on torch's memory-efficient (CUTLASS) attention."""
+
+from __future__ import annotations
+
+import torch
+
+from quorum_attention.kernels.bias import aligned_bias
+from quorum_attention.kernels.layouts import token_major, zero_unit_strides
+from quorum_attention.kernels.operators import operator_reason
+from quorum_attention.kernels.padding import pad_last
+from quorum_attention.kernels.protocol import CallShape, Extent
+from quorum_attention.kernels.rectangles import RectangleKernel
+from quorum_attention.kernels.workspace import (
+    RectangleSizes,
+    backward_bytes,
+    forward_bytes,
+    round_up,
+)
+
+_FORWARD = "_scaled_dot_product_efficient_attention"
+_BACKWARD = "_scaled_dot_product_efficient_attention_backward"
+_LSE_ROWS = 32
+
+
+class EfficientKernel(RectangleKernel):
+    """torch's memory-efficient attention: 16-bit and fp32, masks, any head dimension.
+
+    Head dimensions that are no multiple of 16 bytes are padded with zero columns.
+    """
+
+    name = "efficient"
+    # Releases before mid-2026 answered wrongly, without an error, for masks longer than 65,536.
+    masked_limit = 32_768
+
+    def refusal(self, call: CallShape) -> str | None:
+        """Why this kernel cannot run such a call, in words for the user; None if it can."""
+        if call.device_type != "cuda":
+            return f"it runs on NVIDIA GPUs, not on {call.device_type}"
+        if call.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            return f"it takes float16, bfloat16 and float32, not {call.dtype}"
+        if call.head_dim == 0 or call.value_dim == 0:
+            return "it takes no head dimension of 0"
+        return operator_reason(_FORWARD, *([_BACKWARD] if call.needs_grad else []))
+
+    def rectangle_forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        causal: bool,
+        scale: float,
+        bias: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``RectangleKernel.rectangle_forward``."""
+        rows = query.shape[2]
+        out, lse = torch.ops.aten._scaled_dot_product_efficient_attention(
+            _fit(query),
+            _fit(key),
+            _fit(value),
+            _expanded(bias, query, key),
+            True,
+            0.0,
+            causal,
+            scale=scale,
+        )[:2]
+        return out[..., : value.shape[-1]], lse[..., :rows]
+
+    def rectangle_backward(
+        self,
+        grad_out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        causal: bool,
+        scale: float,
+        bias: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See ``RectangleKernel.rectangle_backward``."""
+        head_dim, value_dim = query.shape[-1], value.shape[-1]
+        # Rows past the end get lse +inf, as the operator's forward leaves them: exp(s - inf) = 0.
+        padded_lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % _LSE_ROWS), value=torch.inf)
+        seed = torch.zeros((), dtype=torch.int64, device=query.device)
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            _fit(grad_out),
+            _fit(query),
+            _fit(key),
+            _fit(value),
+            _expanded(bias, query, key),
+            # It computes delta with a row stride of heads x dimension, whatever the stride is.
+            token_major(pad_last(out, _aligned(value_dim, out.element_size()))),
+            padded_lse.contiguous(),
+            seed,
+            seed,
+            0.0,
+            [True, True, True, False],
+            causal,
+            scale=scale,
+        )[:3]
+        return dq[..., :head_dim], dk[..., :head_dim], dv[..., :value_dim]
+
+    def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+        """Upper bound of the bytes ``forward`` allocates at any one time."""
+        sizes = RectangleSizes.of(call, extent, self.grouped)
+        value_dim = _aligned(call.value_dim, sizes.item)
+        inside = sizes.aligned_bias_bytes + _pad_bytes(call, sizes, backward=False)
+        if sizes.item == 2 and value_dim > 64:
+            inside += sizes.rows * value_dim * 4  # the output is summed in fp32
+        inside += sizes.batch * sizes.heads * _LSE_ROWS * 4
+        return forward_bytes(sizes, value_dim, inside)
+
+    def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+        """Upper bound of the bytes ``backward`` allocates at any one time."""
+        sizes = RectangleSizes.of(call, extent, self.grouped)
+        head_dim, value_dim = (_aligned(n, sizes.item) for n in (call.head_dim, call.value_dim))
+        widths = head_dim + value_dim
+        gradients = (sizes.rows * head_dim + sizes.key_rows * widths) * sizes.item
+        # grad_out and out token-major; lse padded.
+        inside = sizes.aligned_bias_bytes + _pad_bytes(call, sizes, backward=True)
+        inside += 2 * sizes.rows * value_dim * sizes.item
+        inside += sizes.batch * sizes.heads * round_up(sizes.queries, _LSE_ROWS) * 8
+        if sizes.item == 4:
+            inside += sizes.rows * (value_dim + 2) * 4  # delta is made by torch, out of place
+        # dQ of every tile of queries, in fp32.
+        batch_heads = max(1, sizes.batch * sizes.heads)
+        workspace = round_up(sizes.queries, 128) * round_up(head_dim, 128)
+        if sizes.item == 2 and max(head_dim, value_dim) > 128:
+            # dK and dV too wide for registers: fp32 copies, one a split of the keys.
+            splits = max(1, min(-(-sizes.keys // 64), 200 // batch_heads))
+            if torch.are_deterministic_algorithms_enabled():
+                splits = 1
+            padded = round_up(head_dim, 128) + round_up(value_dim, 128)
+            workspace += splits * round_up(sizes.keys, 128) * padded
+        inside += batch_heads * (workspace + 4096) * 4
+        return backward_bytes(sizes, gradients, inside)
+
+
+def _fit(tensor: torch.Tensor) -> torch.Tensor:
+    """Columns a multiple of 16 bytes, and no useless stride that would not fit 32 bits."""
+    padded = pad_last(tensor, _aligned(tensor.shape[-1], tensor.element_size()))
+    return zero_unit_strides(padded)
+
+
+def _aligned(width: int, item: int) -> int:
+    return round_up(width, 16 // item)
+
+
+def _expanded(
+    bias: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
+) -> torch.Tensor | None:
+    if bias is None:
+        return None
+    aligned = zero_unit_strides(aligned_bias(bias, key.shape[2]))
+    return aligned.expand(*query.shape[:3], key.shape[2])
+
+
+def _pad_bytes(call: CallShape, sizes: RectangleSizes, backward: bool) -> int:
+    head_dim, value_dim = (_aligned(n, sizes.item) for n in (call.head_dim, call.value_dim))
+    padded = 0
+    if head_dim != call.head_dim:
+        padded += (sizes.rows + sizes.key_rows) * head_dim
+    if value_dim != call.value_dim:
+        padded += ((2 * sizes.rows if backward else 0) + sizes.key_rows) * value_dim
+    return padded * sizes.item

@@ -1,0 +1,124 @@
+"""Rectangles on torch's FlashAttention-2."""
+
+from __future__ import annotations
+
+import torch
+
+from quorum_attention.kernels.operators import operator_reason
+from quorum_attention.kernels.protocol import CallShape, Extent
+from quorum_attention.kernels.rectangles import RectangleKernel
+from quorum_attention.kernels.workspace import (
+    RectangleSizes,
+    backward_bytes,
+    forward_bytes,
+    multiprocessors,
+    round_up,
+)
+
+_FORWARD = "_scaled_dot_product_flash_attention"
+_BACKWARD = "_scaled_dot_product_flash_attention_backward"
+
+
+class FlashKernel(RectangleKernel):
+    """torch's FlashAttention-2: 16-bit, grouped heads as they are, no mask."""
+
+    name = "flash"
+    grouped = True
+
+    def refusal(self, call: CallShape) -> str | None:
+        """Why this kernel cannot run such a call, in words for the user; None if it can."""
+        if call.device_type != "cuda":
+            return f"it runs on NVIDIA GPUs, not on {call.device_type}"
+        if call.dtype not in (torch.float16, torch.bfloat16):
+            return f"it takes float16 and bfloat16, not {call.dtype}"
+        if call.mask is not None:
+            return "it takes no attention mask"
+        if call.value_dim != call.head_dim:
+            return f"it takes equal head dimensions, not {call.head_dim} and {call.value_dim}"
+        if call.head_dim % 8 or not 8 <= call.head_dim <= 256:
+            return (
+                f"it takes head dimensions that are multiples of 8 up to 256, not {call.head_dim}"
+            )
+        return operator_reason(_FORWARD, *([_BACKWARD] if call.needs_grad else []))
+
+    def rectangle_forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        causal: bool,
+        scale: float,
+        bias: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``RectangleKernel.rectangle_forward``."""
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, causal, False, scale=scale
+        )[:2]
+        return out, lse
+
+    def rectangle_backward(
+        self,
+        grad_out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        causal: bool,
+        scale: float,
+        bias: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See ``RectangleKernel.rectangle_backward``."""
+        # Random state and its offset: read only with dropout.
+        state = torch.zeros(2, dtype=torch.int64, device=query.device).view(torch.uint64)
+        gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (
+            torch.ops.aten._scaled_dot_product_flash_attention_backward(
+                grad_out,
+                query,
+                key,
+                value,
+                out,
+                # The operator takes its address alone and assumes it dense.
+                lse.contiguous(),
+                None,
+                None,
+                query.shape[2],
+                key.shape[2],
+                0.0,
+                causal,
+                state,
+                state[0],
+                scale=scale,
+            )
+        )
+        return gradients
+
+    def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+        """Upper bound of the bytes ``forward`` allocates at any one time."""
+        sizes = RectangleSizes.of(call, extent, self.grouped)
+        # With too few tiles of queries for the GPU the keys are split, and each split has fp32
+        # statistics of its own. Splits stop at about two waves of 128-row tiles.
+        split_rows = 2 * 2 * multiprocessors() * 128
+        inside = split_rows * (_padded_dim(call.head_dim) + 1) * 4
+        return forward_bytes(sizes, call.value_dim, inside)
+
+    def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+        """Upper bound of the bytes ``backward`` allocates at any one time."""
+        sizes = RectangleSizes.of(call, extent, self.grouped)
+        dim = call.head_dim
+        gradients = (sizes.rows + 2 * sizes.key_rows) * dim * sizes.item
+        # grad_out and out again, token-major; dQ summed in fp32 over padded rows, delta; the
+        # gradients of grouped keys for every query head.
+        inside = 2 * sizes.rows * dim * sizes.item
+        padded_rows = sizes.batch * sizes.heads * round_up(sizes.queries, 128)
+        copies = 1
+        if torch.are_deterministic_algorithms_enabled():
+            copies = -(-multiprocessors() // max(1, sizes.batch * sizes.heads))
+        inside += padded_rows * (copies * _padded_dim(dim) + 1) * 4
+        if sizes.heads != sizes.key_heads:
+            inside += 2 * sizes.shared_key_rows * dim * sizes.item
+        return backward_bytes(sizes, gradients, inside)
+
+
+def _padded_dim(head_dim: int) -> int:
+    return round_up(head_dim, 32) if head_dim <= 192 else 256

@@ -1,0 +1,103 @@
+"""Merge softmax statistics of disjoint key sets, in place and in any order (paper, section 3).
+
+With ``(out, lse)`` of two disjoint key sets, ``lse' = logaddexp(lse, lse_i)`` and
+``out' = out + w (out_i - out)`` where ``w = exp(lse_i - lse') = sigmoid(lse_i - lse)``. No
+exponential of an lse alone is ever formed, so scores of any size are safe.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import torch
+
+from quorum_attention.kernels.blocks import BLOCK_BYTES, row_blocks
+
+MERGE_WORKSPACE_BYTES = 3 * BLOCK_BYTES
+"""Upper bound of the bytes ``merge_`` and ``add_`` allocate at any one time."""
+
+
+def empty_(out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Make statistics those of an empty key set: ``out`` 0 and ``lse`` -inf, in place."""
+    out.zero_()
+    lse.fill_(-torch.inf)
+
+
+def merge_(out: torch.Tensor, lse: torch.Tensor, out_i: torch.Tensor, lse_i: torch.Tensor) -> None:
+    """Merge the statistics of more keys into running ones, in place.
+
+    Args:
+        out: running output (b, h, rows, dv), fp32 or fp64; any strides.
+        lse: running natural-log log-sum-exp (b, h, rows), fp32 or fp64.
+        out_i: normalised output over the new keys, same shape, any floating dtype.
+        lse_i: its log-sum-exp, same shape as ``lse``; -inf (with ``out_i`` 0) in rows that have
+            no keys.
+
+    Raises:
+        ValueError: the shapes do not fit each other.
+    """
+    if out.shape != out_i.shape or lse.shape != lse_i.shape or out.shape[:3] != lse.shape:
+        raise ValueError(
+            f"statistics of shapes {tuple(out_i.shape)}, {tuple(lse_i.shape)} cannot be merged "
+            f"into {tuple(out.shape)}, {tuple(lse.shape)}"
+        )
+    if out.is_cuda and _triton_can_merge(out, out_i):
+        from quorum_attention.kernels.merge_triton import merge_triton_
+
+        merge_triton_(out, lse, out_i, lse_i)
+        return
+    # Row statistics in blocks of their own size: many rows a call keep every thread busy.
+    batch, heads, rows = lse.shape
+    for block in row_blocks(batch, heads, rows, lse.element_size()):
+        weight = _update_lse_(lse[block], lse_i[block]).to(out.dtype)
+        _lerp_(out[block], out_i[block], weight.unsqueeze(-1))
+
+
+def add_(target: torch.Tensor, source: torch.Tensor, alpha: float = 1.0) -> None:
+    """``target += alpha * source`` for (b, h, rows, d) tensors of different dtypes, in place.
+
+    On a CPU torch upcasts a 16-bit ``source`` as a whole first; here it does so block by block.
+    """
+    if source.dtype == target.dtype or source.is_cuda:
+        target.add_(source, alpha=alpha)
+        return
+    batch, heads, rows, width = target.shape
+    for block in row_blocks(batch, heads, rows, max(1, width) * target.element_size()):
+        target[block].add_(source[block], alpha=alpha)
+
+
+def _update_lse_(lse: torch.Tensor, lse_i: torch.Tensor) -> torch.Tensor:
+    """Merge ``lse_i`` into ``lse`` in place; returns the weight of the new keys, in [0, 1]."""
+    lse_i = lse_i.to(lse.dtype)
+    weight = (lse_i - lse).sigmoid_()
+    # Two empty rows give sigmoid(-inf + inf) = NaN; an empty addend weighs nothing in any case.
+    weight.masked_fill_(lse_i == -torch.inf, 0.0)
+    torch.logaddexp(lse, lse_i, out=lse)
+    return weight
+
+
+def _lerp_(out: torch.Tensor, out_i: torch.Tensor, weight: torch.Tensor) -> None:
+    """``out += weight * (out_i - out)`` in place, with an ``out_i`` of any dtype."""
+    if out_i.dtype == out.dtype:
+        out.lerp_(out_i, weight)
+        return
+    batch, heads, rows, width = out.shape
+    for block in row_blocks(batch, heads, rows, max(1, width) * out.element_size()):
+        out[block].lerp_(out_i[block].to(out.dtype), weight[block])
+
+
+def _triton_can_merge(out: torch.Tensor, out_i: torch.Tensor) -> bool:
+    # The fused kernel wants the head dimension contiguous; everything torch hands out has it so.
+    return (
+        triton_available()
+        and (out.stride(-1) == 1 or out.shape[-1] <= 1)
+        and (out_i.stride(-1) == 1 or out_i.shape[-1] <= 1)
+        and out.dtype == torch.float32
+    )
+
+
+@functools.cache
+def triton_available() -> bool:
+    """Whether Triton can be imported (it is optional, and looked for only when needed)."""
+    return importlib.util.find_spec("triton") is not None

@@ -1,0 +1,221 @@
+"""Ask a kernel once whether it really works here, with numbers.
+
+An operator can answer and be wrong: a small rectangle and a small causal square are compared
+with the float64 reference, forward and, if gradients are wanted, backward.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+
+from quorum_attention.decomposition import Decomposition, Rectangle
+from quorum_attention.kernels.dense import DenseKernel
+from quorum_attention.kernels.merge import empty_
+from quorum_attention.kernels.protocol import (
+    CallShape,
+    Gradients,
+    InnerKernel,
+    MaskShape,
+    Statistics,
+    TaskTensors,
+)
+
+_QUERIES = 256
+_KEYS = 384
+# Largest error accepted, as a share of the largest element: this finds what is wrong, not what
+# is merely imprecise (fp32 operators may use TF32).
+_TOLERANCES = {
+    torch.float16: 2e-2,
+    torch.bfloat16: 1e-1,
+    torch.float32: 2e-2,
+    torch.float64: 1e-9,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    kernel: InnerKernel
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    value_dim: int
+    grouped: bool
+    mask: MaskShape | None
+    needs_grad: bool
+
+
+def probe(kernel: InnerKernel, call: CallShape, device: torch.device | None = None) -> str | None:
+    """Why ``kernel`` does not work for such calls on ``device``, or None; found out once.
+
+    Args:
+        kernel: a kernel that does not refuse the call by itself.
+        call: what is wanted of it.
+        device: where; by default the current device of the call's type.
+
+    Raises:
+        torch.OutOfMemoryError: the device has not even room for this (some MiB).
+    """
+    if device is None:
+        device = torch.device(call.device_type)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return _answer(
+        _Question(
+            kernel,
+            device,
+            call.dtype,
+            call.head_dim,
+            call.value_dim,
+            call.query_heads != call.key_heads,
+            call.mask,
+            call.needs_grad,
+        )
+    )
+
+
+@functools.cache
+def _answer(question: _Question) -> str | None:
+    for is_causal in (False, True):
+        try:
+            wrong = _compare(question, is_causal)
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+                raise
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            return f"it failed a test on {question.device}: {lines[0]}"
+        if wrong is not None:
+            kind = "causal" if is_causal else "plain"
+            dtype = str(question.dtype).removeprefix("torch.")
+            return f"it returned {wrong} for a {kind} {dtype} test on {question.device}"
+    return None
+
+
+def _compare(question: _Question, is_causal: bool) -> str | None:
+    """Run the kernel and the reference; what is wrong with the kernel's results, or None."""
+    n_keys = _QUERIES if is_causal else _KEYS
+    inputs = _Inputs.random(question, n_keys)
+    exact = _run(DenseKernel(), inputs.to(dtype=torch.float64), is_causal, question.needs_grad)
+    found = _run(question.kernel, inputs.to(device=question.device), is_causal, question.needs_grad)
+    tolerance = _TOLERANCES.get(question.dtype, 1e-1)
+    for name, reference in exact.items():
+        result = found[name].to("cpu", torch.float64)
+        if result.isnan().any():
+            return f"NaN in {name}"
+        # Equal infinities (the lse of rows without keys) differ by nothing.
+        difference = torch.where(result == reference, 0.0, (result - reference).abs())
+        size = reference[reference.isfinite()].abs().max()
+        error = (difference.max() / size.clamp_min(1e-6)).item()
+        if not error <= tolerance:
+            return f"{name} off by {error:.1e} of its size"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    grad_out: torch.Tensor
+    mask: torch.Tensor | None
+
+    @classmethod
+    def random(cls, question: _Question, n_keys: int) -> _Inputs:
+        generator = torch.Generator().manual_seed(0)
+        heads = 4 if question.grouped else 2
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).to(question.dtype)
+
+        mask = _random_mask(question.mask, heads, n_keys, generator)
+        return cls(
+            query=random(1, heads, _QUERIES, question.head_dim),
+            key=random(1, 2, n_keys, question.head_dim),
+            value=random(1, 2, n_keys, question.value_dim),
+            grad_out=random(1, heads, _QUERIES, question.value_dim),
+            mask=None if mask is None else mask.to(question.dtype),
+        )
+
+    def to(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> _Inputs:
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(device=device or tensor.device, dtype=dtype or tensor.dtype)
+
+        return _Inputs(
+            move(self.query),
+            move(self.key),
+            move(self.value),
+            move(self.grad_out),
+            None if self.mask is None else move(self.mask),
+        )
+
+    def bias(self, r: Rectangle) -> torch.Tensor | None:
+        """The mask of a rectangle, broadcast dimensions as they are."""
+        if self.mask is None:
+            return None
+        rows = slice(r.query_start, r.query_stop) if self.mask.shape[2] > 1 else slice(None)
+        columns = slice(r.key_start, r.key_stop) if self.mask.shape[3] > 1 else slice(None)
+        return self.mask[:, :, rows, columns]
+
+
+def _run(
+    kernel: InnerKernel, inputs: _Inputs, is_causal: bool, needs_grad: bool
+) -> dict[str, torch.Tensor]:
+    """The kernel's statistics, and gradients if wanted, of one task that is everything."""
+    query, key, value, grad_out = inputs.query, inputs.key, inputs.value, inputs.grad_out
+    n_queries, n_keys = query.shape[2], key.shape[2]
+    whole = next(iter(Decomposition(max(n_queries, n_keys), ()).tasks()))
+    task = TaskTensors(
+        task=whole,
+        rectangles=tuple(whole.rectangles(is_causal, n_queries=n_queries, n_keys=n_keys)),
+        query=query,
+        key=key,
+        value=value,
+        scale=1.0 / math.sqrt(max(1, query.shape[-1])),
+        is_causal=is_causal,
+        bias=inputs.bias,
+    )
+    work = torch.float64 if query.dtype == torch.float64 else torch.float32
+
+    def full_precision(like: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(like.shape, dtype=work, device=like.device)
+
+    out = full_precision(grad_out)
+    state = Statistics(out, out[..., 0].clone())
+    empty_(state.out, state.lse)
+    kernel.forward(task, state)
+    results = {"out": state.out, "lse": state.lse}
+    if needs_grad:
+        grads = Gradients(
+            grad_out=grad_out,
+            out=state.out.to(query.dtype),
+            lse=state.lse,
+            grad_query=full_precision(query),
+            grad_key=full_precision(key),
+            grad_value=full_precision(value),
+        )
+        kernel.backward(task, grads)
+        results |= {
+            "the gradient of query": grads.grad_query,
+            "the gradient of key": grads.grad_key,
+            "the gradient of value": grads.grad_value,
+        }
+    return results
+
+
+def _random_mask(
+    mask: MaskShape | None, heads: int, n_keys: int, generator: torch.Generator
+) -> torch.Tensor | None:
+    """A mask that spans the dimensions asked for, some of it -inf, one row wholly so."""
+    if mask is None:
+        return None
+    shape = (1, heads if mask.heads else 1, _QUERIES if mask.rows else 1, n_keys)
+    shape = shape if mask.columns else (*shape[:3], 1)
+    values = torch.randn(shape, generator=generator)
+    if mask.columns:
+        values.masked_fill_(torch.rand(shape, generator=generator) < 0.2, -torch.inf)
+    if mask.rows:
+        values[:, :, _QUERIES // 3] = -torch.inf
+    return values

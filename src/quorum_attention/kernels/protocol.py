@@ -1,0 +1,146 @@
+"""What an inner kernel is: it computes one task's statistics, or one task's gradients.
+
+A kernel sees one task in *local* coordinates (the task's tokens, gathered into contiguous
+slots in ascending order) and never a plan, a device queue or a budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from quorum_attention.decomposition import Rectangle, Task
+
+Bias = Callable[[Rectangle], torch.Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class MaskShape:
+    """What a kernel needs to know of an attention mask: its kind, and which dimensions it spans.
+
+    A dimension the mask broadcasts over is False.
+    """
+
+    boolean: bool
+    batch: bool
+    heads: bool
+    rows: bool
+    columns: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class CallShape:
+    """The shape of an attention call, as far as a kernel's yes or no depends on it."""
+
+    device_type: str
+    dtype: torch.dtype
+    query_heads: int
+    key_heads: int
+    head_dim: int
+    value_dim: int
+    is_causal: bool = False
+    needs_grad: bool = False
+    mask: MaskShape | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """The size of the largest piece of work a kernel will be handed (counts, not bytes).
+
+    ``max_queries`` and ``max_keys`` bound every rectangle; ``n_tokens`` bounds the task.
+    """
+
+    batch: int
+    query_heads: int
+    key_heads: int
+    n_tokens: int
+    max_queries: int
+    max_keys: int
+
+
+@dataclass(slots=True)
+class TaskTensors:
+    """One task's inputs, gathered.
+
+    Shapes: query (b, hq, nq, d), key (b, hk, nk, d), value (b, hk, nk, dv), where nq and nk count
+    the task's tokens below the number of queries and of keys. ``rectangles`` are in local
+    coordinates. ``bias(rectangle)`` is the additive mask of a rectangle in the compute dtype,
+    broadcastable to (b, hq, lq, lk), or None.
+    """
+
+    task: Task
+    rectangles: Sequence[Rectangle]
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scale: float
+    is_causal: bool
+    bias: Bias
+
+
+@dataclass(slots=True)
+class Statistics:
+    """Running softmax statistics of a task's rows, updated in place.
+
+    out (b, hq, nq, dv) is the normalised output so far, lse (b, hq, nq) its natural-log
+    log-sum-exp; fp32, or fp64 for fp64 inputs. Rows without keys so far: out 0, lse -inf.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+@dataclass(slots=True)
+class Gradients:
+    """What a backward reads (grad_out, out, lse) and accumulates into (the three gradients).
+
+    grad_out, out (b, hq, nq, dv) in the input dtype; lse (b, hq, nq) the *global* log-sum-exp in
+    fp32 (fp64 for fp64 inputs), with -inf for rows that have no key at all. grad_query
+    (b, hq, nq, d), grad_key (b, hk, nk, d), grad_value (b, hk, nk, dv) in fp32 (or fp64), added to
+    in place.
+
+    ``shift``: a kernel computes 2**shift times the probabilities (by passing lse - shift ln 2 on)
+    and undoes it in fp32, which keeps 16-bit probabilities out of the subnormal range
+    (docs/kernels.md).
+    """
+
+    grad_out: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    grad_query: torch.Tensor
+    grad_key: torch.Tensor
+    grad_value: torch.Tensor
+    shift: int = 0
+
+
+@runtime_checkable
+class InnerKernel(Protocol):
+    """What computes a task. Register one with ``quorum_attention.register_kernel``."""
+
+    @property
+    def name(self) -> str:
+        """Short, unique, what users write as ``kernel=``."""
+        ...
+
+    def refusal(self, call: CallShape) -> str | None:
+        """Why this kernel cannot run such a call, in words for the user; None if it can."""
+        ...
+
+    def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+        """Upper bound of the device bytes ``forward`` allocates at any one time."""
+        ...
+
+    def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+        """Upper bound of the device bytes ``backward`` allocates at any one time."""
+        ...
+
+    def forward(self, task: TaskTensors, state: Statistics) -> None:
+        """Merge the task's kept pairs into ``state``, in place."""
+        ...
+
+    def backward(self, task: TaskTensors, grads: Gradients) -> None:
+        """Add the task's gradients into ``grads``, in place."""
+        ...

@@ -1,0 +1,294 @@
+"""Turn a plain attention operator into an inner kernel: one call per rectangle.
+
+The kept pairs of a task are a short list of rectangles, each plain or causal and with no mask
+inside (paper, section 4), so an operator that returns ``(out, lse)`` and whose backward takes an
+lse from outside needs no conversion at all.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from quorum_attention.decomposition import Rectangle
+from quorum_attention.kernels.bias import dead_rows
+from quorum_attention.kernels.cuts import cut_rectangle
+from quorum_attention.kernels.merge import add_, merge_
+from quorum_attention.kernels.protocol import (
+    CallShape,
+    Extent,
+    Gradients,
+    Statistics,
+    TaskTensors,
+)
+
+Pick = Callable[[torch.Tensor], torch.Tensor]
+"""Selects some heads of a tensor with all its query heads in dimension 1, as a view."""
+
+
+class RectangleKernel(ABC):
+    """Base class: implement the two ``rectangle_`` methods, ``refusal`` and the two bounds.
+
+    Attributes:
+        name: what users write as ``kernel=``.
+        grouped: the operator takes fewer key/value heads than query heads as they are. Where it
+            does not, the query heads of a group are run one after the other on views.
+        masked_limit: most queries or keys of one call under a mask; None for no limit.
+    """
+
+    name: str
+    grouped: bool = False
+    masked_limit: int | None = None
+
+    @abstractmethod
+    def refusal(self, call: CallShape) -> str | None:
+        """Why this kernel cannot run such a call, in words for the user; None if it can."""
+
+    @abstractmethod
+    def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+        """Upper bound of the device bytes ``forward`` allocates at any one time."""
+
+    @abstractmethod
+    def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+        """Upper bound of the device bytes ``backward`` allocates at any one time."""
+
+    @abstractmethod
+    def rectangle_forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        causal: bool,
+        scale: float,
+        bias: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention over one rectangle.
+
+        Args:
+            query: (b, h, lq, d); strided, the last dimension contiguous.
+            key: (b, hk, lk, d).
+            value: (b, hk, lk, dv).
+            causal: mask keys after the query; the rectangle is then a square.
+            scale: factor of the scores.
+            bias: additive mask broadcastable to (b, h, lq, lk), or None.
+
+        Returns:
+            out (b, h, lq, dv), normalised, in any floating dtype, and its natural-log lse
+            (b, h, lq). Rows that the bias leaves no key may hold anything.
+        """
+
+    @abstractmethod
+    def rectangle_backward(
+        self,
+        grad_out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        causal: bool,
+        scale: float,
+        bias: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of one rectangle, given the *global* out and lse of its rows.
+
+        ``lse`` is finite everywhere. Returns the gradients of query, key and value.
+        """
+
+    def backward_parts(self, batch_and_heads: int) -> int:
+        """Into how many equal runs of query rows a plain rectangle is cut in backward.
+
+        The runs go to the operator as extra batch entries, which helps one that is parallel
+        over batch and heads only.
+        """
+        return 1
+
+    def forward(self, task: TaskTensors, state: Statistics) -> None:
+        """Merge the task's kept pairs into ``state``, in place."""
+        for rectangle in self._rectangles(task):
+            rows, keys = _slices(rectangle)
+            bias = _four_dims(task.bias(rectangle))
+            for pick in self._head_views(task):
+                self._merge_rectangle(
+                    pick(task.query)[:, :, rows],
+                    task.key[:, :, keys],
+                    task.value[:, :, keys],
+                    rectangle.causal,
+                    task.scale,
+                    None if bias is None else _pick_bias(pick, bias, task.query.shape[1]),
+                    Statistics(pick(state.out)[:, :, rows], pick(state.lse)[:, :, rows]),
+                )
+
+    def backward(self, task: TaskTensors, grads: Gradients) -> None:
+        """Add the task's gradients into ``grads``, in place."""
+        for rectangle in self._rectangles(task):
+            rows, keys = _slices(rectangle)
+            bias = _four_dims(task.bias(rectangle))
+            for pick in self._head_views(task):
+                piece = _BackwardPiece(
+                    query=pick(task.query)[:, :, rows],
+                    key=task.key[:, :, keys],
+                    value=task.value[:, :, keys],
+                    grad_out=pick(grads.grad_out)[:, :, rows],
+                    out=pick(grads.out)[:, :, rows],
+                    lse=_shifted_lse(pick(grads.lse)[:, :, rows], grads.shift),
+                    grad_query=pick(grads.grad_query)[:, :, rows],
+                    grad_key=grads.grad_key[:, :, keys],
+                    grad_value=grads.grad_value[:, :, keys],
+                    bias=None if bias is None else _pick_bias(pick, bias, task.query.shape[1]),
+                )
+                for part in self._parts(piece, rectangle.causal):
+                    self._add_gradients(part, rectangle.causal, task.scale, grads.shift)
+
+    def _rectangles(self, task: TaskTensors) -> Iterator[Rectangle]:
+        if 0 in task.query.shape[:2]:
+            return
+        rectangles = [r for r in task.rectangles if _n_pairs(r) > 0]
+        limit = self.masked_limit
+        # Whether there is a mask at all is asked of a single pair, which costs next to nothing.
+        if limit is None or not rectangles or task.bias(_first_pair(rectangles[0])) is None:
+            yield from rectangles
+            return
+        for rectangle in rectangles:
+            yield from cut_rectangle(rectangle, limit)
+
+    def _merge_rectangle(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        causal: bool,
+        scale: float,
+        bias: torch.Tensor | None,
+        state: Statistics,
+    ) -> None:
+        out, lse = self.rectangle_forward(query, key, value, causal, scale, bias)
+        if bias is not None:
+            # Operators differ on rows without keys (0 with lse 0, NaN); only those rows are mended.
+            dead = dead_rows(bias, query.shape[2], causal)
+            out.masked_fill_(dead.unsqueeze(-1), 0.0)
+            lse.masked_fill_(dead, -torch.inf)
+        merge_(state.out, state.lse, out, lse)
+
+    def _add_gradients(self, p: _BackwardPiece, causal: bool, scale: float, shift: int) -> None:
+        grad_query, grad_key, grad_value = self.rectangle_backward(
+            p.grad_out, p.query, p.key, p.value, p.out, p.lse, causal, scale, p.bias
+        )
+        alpha = 2.0**-shift
+        add_(p.grad_query, grad_query, alpha)
+        # Row runs that went in as batch entries each return a share of the key gradients.
+        n_shares = grad_key.shape[0] // p.grad_key.shape[0]
+        for share in grad_key.chunk(n_shares):
+            add_(p.grad_key, share, alpha)
+        for share in grad_value.chunk(n_shares):
+            add_(p.grad_value, share, alpha)
+
+    def _parts(self, piece: _BackwardPiece, causal: bool) -> Iterator[_BackwardPiece]:
+        batch, heads, rows = piece.query.shape[:3]
+        n_parts = self.backward_parts(batch * heads)
+        even = rows - rows % n_parts
+        # A batch of several cannot take row runs as a view; a mask would need cutting as well.
+        if n_parts == 1 or even == 0 or causal or batch > 1 or piece.bias is not None:
+            yield piece
+            return
+        yield piece.rows(slice(0, even)).stacked(n_parts)
+        if even < rows:
+            yield piece.rows(slice(even, rows))
+
+    def _head_views(self, task: TaskTensors) -> Iterator[Pick]:
+        query_heads, key_heads = task.query.shape[1], task.key.shape[1]
+        if self.grouped or query_heads == key_heads:
+            yield lambda tensor: tensor
+            return
+        for j in range(query_heads // key_heads if key_heads else 0):
+            yield partial(_jth_of_group, key_heads, j)
+
+
+@dataclass(slots=True)
+class _BackwardPiece:
+    """Views of everything the backward of (a part of) one rectangle reads and adds to."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    grad_out: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    grad_query: torch.Tensor
+    grad_key: torch.Tensor
+    grad_value: torch.Tensor
+    bias: torch.Tensor | None
+
+    def rows(self, rows: slice) -> _BackwardPiece:
+        """The same keys for some of the query rows (no bias)."""
+        return self._map_rows(lambda tensor: tensor[:, :, rows], lambda tensor: tensor)
+
+    def stacked(self, parts: int) -> _BackwardPiece:
+        """Equal runs of rows as batch entries that share their keys (batch 1, no bias)."""
+        return self._map_rows(
+            partial(_runs_as_batch, parts),
+            lambda tensor: tensor.expand(parts, -1, -1, -1),
+        )
+
+    def _map_rows(self, on_rows: Pick, on_keys: Pick) -> _BackwardPiece:
+        return _BackwardPiece(
+            query=on_rows(self.query),
+            key=on_keys(self.key),
+            value=on_keys(self.value),
+            grad_out=on_rows(self.grad_out),
+            out=on_rows(self.out),
+            lse=on_rows(self.lse),
+            grad_query=on_rows(self.grad_query),
+            grad_key=self.grad_key,
+            grad_value=self.grad_value,
+            bias=None,
+        )
+
+
+def _jth_of_group(key_heads: int, j: int, tensor: torch.Tensor) -> torch.Tensor:
+    """The j-th query head of every key head, a view."""
+    batch, heads, *rest = tensor.shape
+    return tensor.view(batch, key_heads, heads // key_heads, *rest)[:, :, j]
+
+
+def _runs_as_batch(parts: int, tensor: torch.Tensor) -> torch.Tensor:
+    """(1, h, rows, ...) as (parts, h, rows / parts, ...), a view."""
+    _, heads, rows, *rest = tensor.shape
+    return tensor[0].view(heads, parts, rows // parts, *rest).transpose(0, 1)
+
+
+def _n_pairs(rectangle: Rectangle) -> int:
+    """Pairs of a rectangle, its causal mask aside; some operators divide by the number of keys."""
+    n_queries: int = rectangle.query_stop - rectangle.query_start
+    n_keys: int = rectangle.key_stop - rectangle.key_start
+    return n_queries * n_keys
+
+
+def _first_pair(rectangle: Rectangle) -> Rectangle:
+    q, k = rectangle.query_start, rectangle.key_start
+    return Rectangle(q, q + 1, k, k + 1)
+
+
+def _slices(rectangle: Rectangle) -> tuple[slice, slice]:
+    return (
+        slice(rectangle.query_start, rectangle.query_stop),
+        slice(rectangle.key_start, rectangle.key_stop),
+    )
+
+
+def _four_dims(bias: torch.Tensor | None) -> torch.Tensor | None:
+    return None if bias is None else bias[(None,) * (4 - bias.dim())]
+
+
+def _pick_bias(pick: Pick, bias: torch.Tensor, query_heads: int) -> torch.Tensor:
+    return pick(bias) if bias.shape[1] == query_heads and query_heads > 1 else bias
+
+
+def _shifted_lse(lse: torch.Tensor, shift: int) -> torch.Tensor:
+    """``lse - shift ln 2``, with 0 for rows without keys: exp(-inf - 0) = 0, where -inf is NaN."""
+    return (lse - shift * math.log(2.0)).masked_fill_(lse == -torch.inf, 0.0)

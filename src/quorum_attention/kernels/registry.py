@@ -1,0 +1,91 @@
+"""The kernels there are, by name, and which come first when the choice is free."""
+
+from __future__ import annotations
+
+import torch
+
+from quorum_attention.kernels.cpu import CpuKernel
+from quorum_attention.kernels.cudnn import CudnnKernel
+from quorum_attention.kernels.dense import DenseKernel
+from quorum_attention.kernels.efficient import EfficientKernel
+from quorum_attention.kernels.flash import FlashKernel
+from quorum_attention.kernels.probe import probe
+from quorum_attention.kernels.protocol import CallShape, InnerKernel
+
+_KERNELS: dict[str, InnerKernel] = {}
+
+# Fastest first (measured on an H200); kernels not named here, registered by users, come after
+# these in the order of registration, and the reference last of all.
+_PREFERENCE = ("cudnn", "flash", "efficient", "cpu")
+_LAST = "dense"
+
+
+def register_kernel(kernel: InnerKernel) -> None:
+    """Make a kernel known under its name, replacing one of the same name.
+
+    Raises:
+        TypeError: it lacks a part of the ``InnerKernel`` protocol.
+        ValueError: its name is empty or "auto".
+    """
+    if not isinstance(kernel, InnerKernel):
+        parts = ("name", "refusal", "forward_workspace_bytes", "backward_workspace_bytes")
+        missing = [p for p in (*parts, "forward", "backward") if not hasattr(kernel, p)]
+        raise TypeError(f"{kernel!r} is no inner kernel: it lacks {', '.join(missing)}")
+    if not kernel.name or kernel.name == "auto":
+        raise ValueError(f"a kernel cannot be named {kernel.name!r}")
+    _KERNELS[kernel.name] = kernel
+
+
+def kernels() -> dict[str, InnerKernel]:
+    """Every registered kernel by name, the preferred ones first (a copy)."""
+    return {kernel.name: kernel for kernel in _in_order()}
+
+
+def get_kernel(kernel: str | InnerKernel) -> InnerKernel:
+    """The kernel of that name, or the kernel given.
+
+    Raises:
+        ValueError: no kernel has that name.
+        TypeError: neither a name nor a kernel.
+    """
+    if isinstance(kernel, str):
+        if kernel not in _KERNELS:
+            known = ", ".join(kernels())
+            raise ValueError(f"no kernel is named {kernel!r}; there are: {known}")
+        return _KERNELS[kernel]
+    if isinstance(kernel, InnerKernel):
+        return kernel
+    raise TypeError(f"kernel must be a name or an InnerKernel, not {type(kernel).__name__}")
+
+
+def candidates(
+    call: CallShape, device: torch.device | None = None
+) -> list[tuple[InnerKernel, str | None]]:
+    """Every kernel in order of preference, each with why it cannot run the call, or None.
+
+    The first with None is what "auto" means. Kernels that take the call are tried on ``device``
+    (once, see ``probe``) before they are believed.
+    """
+    return [(kernel, why_not(kernel, call, device)) for kernel in _in_order()]
+
+
+def why_not(kernel: InnerKernel, call: CallShape, device: torch.device | None = None) -> str | None:
+    """Why a kernel cannot run the call, by its own word or by a test on ``device``; or None."""
+    reason = kernel.refusal(call)
+    # The reference is what others are tested against; testing it against itself says nothing.
+    if reason is not None or kernel.name == _LAST:
+        return reason
+    return probe(kernel, call, device)
+
+
+def _in_order() -> list[InnerKernel]:
+    def rank(name: str) -> int:
+        if name in _PREFERENCE:
+            return _PREFERENCE.index(name)
+        return len(_PREFERENCE) + (name == _LAST)
+
+    return [_KERNELS[name] for name in sorted(_KERNELS, key=rank)]
+
+
+for _kernel in (CudnnKernel(), FlashKernel(), EfficientKernel(), CpuKernel(), DenseKernel()):
+    register_kernel(_kernel)

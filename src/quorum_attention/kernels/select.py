@@ -1,0 +1,39 @@
+"""The kernel a call runs on: the one asked for, or the best that can."""
+
+from __future__ import annotations
+
+import torch
+
+from quorum_attention.kernels.protocol import CallShape, InnerKernel
+from quorum_attention.kernels.registry import candidates, get_kernel, kernels, why_not
+
+
+def select_kernel(
+    wanted: str | InnerKernel, call: CallShape, device: torch.device
+) -> InnerKernel:
+    """The kernel for ``call`` on ``device``.
+
+    A kernel asked for by name is never replaced by another. "auto" takes the first in order of
+    preference that can run the call; on a machine without such a device (planning for one), the
+    first that says it could.
+
+    Raises:
+        NotImplementedError: no kernel, or not the one asked for, can run the call; says why.
+        ValueError, TypeError: there is no such kernel.
+    """
+    present = device.type != "cuda" or torch.cuda.is_available()
+    if wanted != "auto":
+        kernel = get_kernel(wanted)
+        reason = why_not(kernel, call, device) if present else kernel.refusal(call)
+        if reason is not None:
+            raise NotImplementedError(f"kernel {kernel.name!r} cannot run this call: {reason}")
+        return kernel
+    if present:
+        found = candidates(call, device)
+    else:
+        found = [(kernel, kernel.refusal(call)) for kernel in kernels().values()]
+    for kernel, reason in found:
+        if reason is None:
+            return kernel
+    reasons = "; ".join(f"{kernel.name}: {reason}" for kernel, reason in found)
+    raise NotImplementedError(f"no kernel can run this call ({reasons})")

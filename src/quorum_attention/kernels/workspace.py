@@ -1,0 +1,129 @@
+"""Sizes of one rectangle call, from which kernels add up their workspace bounds (bytes)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from quorum_attention.kernels.bias import dead_rows_bytes
+from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
+from quorum_attention.kernels.protocol import CallShape, Extent
+
+SLACK_BYTES = 64 * 1024
+"""Allocator rounding of the handful of tensors alive at once."""
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is not less than ``number``."""
+    return -(-number // multiple) * multiple
+
+
+def multiprocessors() -> int:
+    """Multiprocessors of the largest GPU here; those of today's largest where there is none."""
+    if not torch.cuda.is_available():
+        return 160
+    counts = [
+        torch.cuda.get_device_properties(index).multi_processor_count
+        for index in range(torch.cuda.device_count())
+    ]
+    return max(counts, default=160)
+
+
+@dataclass(frozen=True, slots=True)
+class RectangleSizes:
+    """Counts of the largest operator call a kernel makes.
+
+    Attributes:
+        heads: query heads of one call.
+        item: bytes of an element of the inputs.
+        bias_bytes: the mask of one rectangle, as the task hands it over.
+        aligned_bias_bytes: a copy of it with all its columns.
+        dead_bytes: what finding rows without keys takes.
+        work: bytes of an element of the statistics (4, or 8 for float64).
+    """
+
+    batch: int
+    heads: int
+    key_heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    value_dim: int
+    item: int
+    work: int
+    bias_bytes: int
+    aligned_bias_bytes: int
+    dead_bytes: int
+
+    @classmethod
+    def of(cls, call: CallShape, extent: Extent, grouped: bool) -> RectangleSizes:
+        """Sizes for a kernel whose operator takes grouped heads as they are, or does not."""
+        heads = extent.query_heads if grouped else extent.key_heads
+        item = torch.empty((), dtype=call.dtype).element_size()
+        bias = aligned = dead = 0
+        if call.mask is not None:
+            bias_batch = extent.batch if call.mask.batch else 1
+            bias_heads = extent.query_heads if call.mask.heads else 1
+            bias_rows = extent.max_queries if call.mask.rows else 1
+            bias_columns = extent.max_keys if call.mask.columns else 1
+            bias = bias_batch * bias_heads * bias_rows * bias_columns * item
+            columns = round_up(extent.max_keys, max(1, 16 // item))
+            aligned = bias_batch * bias_heads * bias_rows * columns * item
+            dead = dead_rows_bytes(bias_batch, heads, extent.max_queries, call.is_causal)
+        return cls(
+            batch=extent.batch,
+            heads=heads,
+            key_heads=extent.key_heads,
+            queries=extent.max_queries,
+            keys=extent.max_keys,
+            head_dim=call.head_dim,
+            value_dim=call.value_dim,
+            item=item,
+            work=8 if call.dtype == torch.float64 else 4,
+            bias_bytes=bias,
+            aligned_bias_bytes=aligned,
+            dead_bytes=dead,
+        )
+
+    @property
+    def rows(self) -> int:
+        """Query rows of one call."""
+        return self.batch * self.heads * self.queries
+
+    @property
+    def key_rows(self) -> int:
+        """Key rows of one call."""
+        return self.batch * self.key_heads * self.keys
+
+    @property
+    def shared_key_rows(self) -> int:
+        """Key rows of one call, expanded to its query heads."""
+        return self.batch * self.heads * self.keys
+
+    @property
+    def lse_bytes(self) -> int:
+        """A row statistic of one call."""
+        return self.rows * self.work
+
+    @property
+    def shifted_lse_bytes(self) -> int:
+        """The shifted lse handed to a backward, with the copy and the flags made on the way."""
+        return self.rows * (2 * self.work + 1)
+
+    @property
+    def after_bytes(self) -> int:
+        """Temporaries once the operator has returned: rows without keys, merge."""
+        return max(self.dead_bytes, MERGE_WORKSPACE_BYTES) + self.dead_bytes
+
+
+def forward_bytes(sizes: RectangleSizes, out_width: int, inside: int) -> int:
+    """Bound of a forward whose operator holds ``inside`` bytes until it returns (out, lse)."""
+    results = sizes.rows * out_width * sizes.item + sizes.lse_bytes
+    return sizes.bias_bytes + results + max(inside, sizes.after_bytes) + SLACK_BYTES
+
+
+def backward_bytes(sizes: RectangleSizes, gradients: int, inside: int) -> int:
+    """Bound of a backward that returns ``gradients`` bytes and holds ``inside`` until it does."""
+    held = sizes.bias_bytes + sizes.shifted_lse_bytes + gradients
+    return held + max(inside, MERGE_WORKSPACE_BYTES) + SLACK_BYTES

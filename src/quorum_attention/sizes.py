@@ -1,0 +1,60 @@
+"""Bytes as people write them: "2GiB" in, "1.50 GiB" out."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "k": 1024,
+    "kib": 1024,
+    "kb": 1000,
+    "m": 1024**2,
+    "mib": 1024**2,
+    "mb": 1000**2,
+    "g": 1024**3,
+    "gib": 1024**3,
+    "gb": 1000**3,
+    "t": 1024**4,
+    "tib": 1024**4,
+    "tb": 1000**4,
+}
+_PATTERN = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*")
+
+
+def parse_bytes(value: int | str, name: str = "budget") -> int:
+    """Bytes of ``value``: a whole number of bytes, or text such as "512MiB", "2 GiB", "1.5GB".
+
+    Binary units (KiB, MiB, GiB, TiB; also K, M, G, T) are powers of 1024, decimal ones (KB, MB,
+    GB, TB) powers of 1000; case does not matter.
+
+    Raises:
+        TypeError: ``value`` is neither an int nor a str.
+        ValueError: it is negative or not of that form; ``name`` says which argument it was.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise TypeError(
+            f"{name} must be a number of bytes or text such as '2GiB', got {type(value).__name__}"
+        )
+    if isinstance(value, int):
+        if value < 0:
+            raise ValueError(f"{name} must not be negative, got {value}")
+        return value
+    match = _PATTERN.fullmatch(value)
+    if match is None or match[2].lower() not in _UNITS:
+        raise ValueError(
+            f"{name} must be a number of bytes or text such as '512MiB', '2GiB' or '1.5GB', "
+            f"got {value!r}"
+        )
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def format_bytes(n_bytes: int | float) -> str:
+    """``n_bytes`` in the largest binary unit that keeps it at least one: "1.50 GiB"."""
+    size = float(n_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"
