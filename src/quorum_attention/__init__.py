@@ -1,0 +1,77 @@
+"""Quorum Attention: scaled dot-product attention that never runs out of memory.
+
+An attention call that does not fit is cut by a cyclic quorum set into independent subsequence
+tasks that do; each runs on an ordinary attention kernel, and their softmax statistics recombine
+exactly, forward and backward. See ``attention``.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quorum_attention.api import attention, attention_backward, attention_with_lse
+    from quorum_attention.errors import BudgetError, OutOfMemoryError
+    from quorum_attention.execution.report import Report
+    from quorum_attention.kernels import InnerKernel, kernels, register_kernel
+    from quorum_attention.planner import Plan, estimate, plan
+    from quorum_attention.quorums import (
+        interest_set,
+        is_interest_set,
+        paired_interest_set,
+        quorum_sizes,
+    )
+
+__version__ = "0.1.0"
+
+# Loaded on first use, so that quorums and decomposition can be imported without torch.
+_HOMES = {
+    "attention": "api",
+    "attention_backward": "api",
+    "attention_with_lse": "api",
+    "BudgetError": "errors",
+    "OutOfMemoryError": "errors",
+    "Report": "execution.report",
+    "InnerKernel": "kernels",
+    "kernels": "kernels",
+    "register_kernel": "kernels",
+    "Plan": "planner",
+    "estimate": "planner",
+    "plan": "planner",
+    "interest_set": "quorums",
+    "is_interest_set": "quorums",
+    "paired_interest_set": "quorums",
+    "quorum_sizes": "quorums",
+}
+
+__all__ = [
+    "BudgetError",
+    "InnerKernel",
+    "OutOfMemoryError",
+    "Plan",
+    "Report",
+    "attention",
+    "attention_backward",
+    "attention_with_lse",
+    "estimate",
+    "interest_set",
+    "is_interest_set",
+    "kernels",
+    "paired_interest_set",
+    "plan",
+    "quorum_sizes",
+    "register_kernel",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

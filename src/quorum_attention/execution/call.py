@@ -1,0 +1,73 @@
+"""One attention call with its tensors, as the executor sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from quorum_attention.errors import OutOfMemoryError
+from quorum_attention.execution.masks import MaskView
+from quorum_attention.execution.memory import available_bytes
+from quorum_attention.execution.workload import Workload
+from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.sizes import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Checked inputs and what to run them with.
+
+    query (*batch, heads, n_queries, head_dim), key (*batch, kv_heads, n_keys, head_dim), value
+    (*batch, kv_heads, n_keys, value_dim), on ``device`` or on the host; ``device`` computes.
+    """
+
+    work: Workload
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: MaskView | None
+    scale: float
+    device: torch.device
+    kernel: InnerKernel
+
+    @property
+    def resident(self) -> bool:
+        """Whether the inputs already lie where they are computed."""
+        return self.query.device == self.device
+
+
+def empty_result(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, what: str
+) -> torch.Tensor:
+    """An uninitialised tensor that the call returns.
+
+    Raises:
+        OutOfMemoryError: host memory cannot hold it; says how much is missing.
+    """
+    if device.type == "cpu":
+        needed = dtype.itemsize
+        for n in shape:
+            needed *= n
+        free = available_bytes(device)
+        if needed > free:
+            raise OutOfMemoryError(
+                f"{what} takes {format_bytes(needed)} of host memory and "
+                f"{format_bytes(needed - free)} of that is missing; pass a preallocated "
+                f"tensor instead (out=, or grads= of attention_backward), which may be "
+                f"memory-mapped"
+            )
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def flat_batch(tensor: torch.Tensor) -> torch.Tensor | None:
+    """``tensor`` (*batch, heads, n, d) as (b, heads, n, d) without a copy; None if it has no such
+    view."""
+    if tensor.dim() == 4:
+        return tensor
+    if tensor.dim() == 3:
+        return tensor.unsqueeze(0)
+    try:
+        return tensor.view(-1, *tensor.shape[-3:])
+    except RuntimeError:
+        return None

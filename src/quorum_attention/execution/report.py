@@ -1,0 +1,88 @@
+"""What a call did: plan, recoveries, bytes, memory, time."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from quorum_attention.sizes import format_bytes
+
+
+@dataclass(slots=True)
+class PassReport:
+    """One pass, forward or backward.
+
+    Attributes:
+        kernel: the inner kernel's name.
+        levels: chunk counts per level at the end of the pass (deeper than planned after a
+            recovery); () is monolithic.
+        planned_levels: as planned.
+        n_groups, heads_per_group: head groups, and query heads in each.
+        n_cap: slots at the end of the pass.
+        accumulator: "device", "host", or "none" where nothing had to be merged.
+        units: (head group, task) units computed.
+        seconds: host wall-clock time of the pass (on CUDA up to the end of its work where the
+            results are in host memory; else the time to enqueue it).
+        loaded_bytes, stored_bytes: moved into and out of slots.
+        planned_peak_bytes: what the plan said the pass would take at most.
+        peak_bytes: measured by the device's allocator beyond what was allocated before; None on
+            the CPU, whose allocator does not count.
+        recoveries: one line for every out-of-memory failure that was recovered from.
+    """
+
+    kernel: str
+    levels: tuple[int, ...]
+    planned_levels: tuple[int, ...]
+    n_groups: int
+    heads_per_group: int
+    n_cap: int
+    accumulator: str
+    units: int = 0
+    seconds: float = 0.0
+    loaded_bytes: int = 0
+    stored_bytes: int = 0
+    planned_peak_bytes: int = 0
+    peak_bytes: int | None = None
+    recoveries: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """The same for people."""
+        levels = " x ".join(map(str, self.levels)) or "none (monolithic)"
+        peak = f"planned peak {format_bytes(self.planned_peak_bytes)}"
+        if self.peak_bytes is not None:
+            peak += f", measured {format_bytes(self.peak_bytes)}"
+        moved = f"{format_bytes(self.loaded_bytes)} in, {format_bytes(self.stored_bytes)} out"
+        return [
+            f"kernel {self.kernel}; levels {levels}; {self.n_groups} head group(s) of "
+            f"{self.heads_per_group}; {self.units} unit(s); n_cap {self.n_cap}; "
+            f"accumulators: {self.accumulator}",
+            f"{self.seconds:.3f} s; {peak}; moved {moved}",
+            *(f"recovered: {line}" for line in self.recoveries),
+        ]
+
+
+@dataclass(slots=True)
+class Report:
+    """Pass an empty one as ``report=`` and read it afterwards.
+
+    ``forward`` is filled by the call, ``backward`` when its gradients have been computed.
+    On CUDA, measuring the peak resets torch's peak-memory counter of the device.
+    """
+
+    forward: PassReport | None = None
+    backward: PassReport | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types, for JSON."""
+        return {
+            name: None if part is None else asdict(part)
+            for name, part in (("forward", self.forward), ("backward", self.backward))
+        }
+
+    def __str__(self) -> str:
+        parts = []
+        for name, part in (("forward", self.forward), ("backward", self.backward)):
+            if part is not None:
+                first, *rest = part.lines()
+                parts.append("\n".join([f"{name}: {first}", *(f"  {line}" for line in rest)]))
+        return "\n".join(parts) or "nothing has run yet"

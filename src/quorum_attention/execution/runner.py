@@ -1,0 +1,223 @@
+"""Runs a pass to its end: arena, units, and the guardrail's instructions.
+
+The only places that can run out of memory are the arena and an inner kernel's workspace. Either
+failure lands here; the guardrail decides, this file obeys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from quorum_attention.decomposition import Decomposition, Task
+from quorum_attention.errors import OutOfMemoryError
+from quorum_attention.execution.engine import Engine, Pass, Unit
+from quorum_attention.execution.guardrail import Coarsen, Deepen, Event, GiveUp, Guardrail
+from quorum_attention.execution.memory import (
+    PageLocks,
+    allocate,
+    available_bytes,
+    give_back_cached,
+    is_out_of_memory,
+)
+from quorum_attention.execution.report import PassReport
+from quorum_attention.execution.schedule import DEEPEN_BY, Schedule
+from quorum_attention.execution.transfers import CudaMover, HostMover, Mover
+from quorum_attention.execution.visits import Visit, touched_rows, visits
+from quorum_attention.execution.workload import Group, Workload, groups
+
+Progress = Callable[[int, int, str], None]
+MakePass = Callable[[Schedule], Pass]
+
+
+@dataclass(slots=True)
+class _Queue:
+    """What is left: the groups, and within the first of them the tasks."""
+
+    groups: list[Group]
+    tasks: list[Task]
+    completed: list[Task]
+
+    def turns(
+        self, every: Decomposition, carry: bool, stop: Callable[[], bool]
+    ) -> Iterator[tuple[Group, Visit]]:
+        """Every remaining unit in order; later groups run all tasks of ``every``.
+
+        Ends early before a group where ``stop`` says so.
+        """
+        rows = touched_rows(self.completed)
+        for visit in visits(list(self.tasks), touched=rows, carry=carry):
+            yield self.groups[0], visit
+        if len(self.groups) > 1:
+            planned = list(visits(list(every.tasks()), carry=carry))
+            for group in self.groups[1:]:
+                if stop():
+                    return
+                for visit in planned:
+                    yield group, visit
+
+
+def run(
+    make_pass: MakePass,
+    schedule: Schedule,
+    work: Workload,
+    device: torch.device,
+    host_tensors: list[torch.Tensor],
+    report: PassReport,
+    progress: Progress | None = None,
+    label: str = "attention",
+) -> None:
+    """Run a pass under ``schedule``, recovering from out-of-memory failures unless pinned.
+
+    Args:
+        make_pass: builds the pass for a schedule (its slots depend on the task size).
+        host_tensors: tensors copied from or to; pageable ones are page-locked meanwhile.
+
+    Raises:
+        OutOfMemoryError: nothing finer is left, or the schedule is pinned; completed work is
+            lost with the call, nothing stays allocated.
+    """
+    every = schedule.decomposition
+    guard = Guardrail(
+        n_cap=schedule.n_cap,
+        depth=every.depth,
+        floor_depth=every.depth,
+        max_depth=_deepest(every),
+        pinned=schedule.pinned,
+        deepened_n_cap=1,
+    )
+    queue = _Queue(list(groups(work, schedule.group)), list(every.tasks()), [])
+    total = len(queue.groups) * len(queue.tasks)
+    counted = 0
+    locks = PageLocks(host_tensors if device.type == "cuda" else [])
+    with locks:
+        while queue.groups:
+            failure: tuple[str, str] | None = None
+            room = _RoomForCoarser(schedule, guard, make_pass, device)
+            try:
+                counted = _attempt(
+                    make_pass(schedule), schedule, queue, device, locks, report, progress,
+                    (counted, total, label), room,
+                )  # fmt: skip
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                # Only the text is kept: the traceback holds the failed attempt's tensors.
+                failure = (str(error).split("\n")[0], _place(queue))
+            if failure is not None:
+                give_back_cached(device)
+                text, where = failure
+                guard, order = guard.on(Event.OUT_OF_MEMORY, where=where)
+                if isinstance(order, GiveUp):
+                    raise OutOfMemoryError(
+                        f"out of memory in {where} and no recovery: {order.reason}. "
+                        f"The allocator said: {text}" + _told(guard)
+                    )
+            elif queue.groups:
+                guard, order = guard.on(Event.HEADROOM)
+            else:
+                break
+            report.recoveries.append(guard.history[-1])
+            schedule = replace(schedule, n_cap=guard.n_cap)
+            if isinstance(order, Deepen):
+                schedule = schedule.deeper(work)
+                queue.tasks = _children(queue.tasks, schedule.decomposition)
+            elif isinstance(order, Coarsen):
+                schedule = schedule.coarser(work)
+                queue.tasks = list(schedule.decomposition.tasks())
+            later = (len(queue.groups) - 1) * schedule.decomposition.n_tasks
+            counted = report.units
+            total = counted + len(queue.tasks) + later
+    report.levels = schedule.decomposition.levels
+    report.n_cap = schedule.n_cap
+
+
+def _attempt(
+    job: Pass,
+    schedule: Schedule,
+    queue: _Queue,
+    device: torch.device,
+    locks: PageLocks,
+    report: PassReport,
+    progress: Progress | None,
+    count: tuple[int, int, str],
+    room: _RoomForCoarser,
+) -> int:
+    """Run until everything is done or something fails; the queue keeps what is left."""
+    counted, total, label = count
+    n_slots = min(schedule.n_cap, max(1, len(queue.tasks) * len(queue.groups)))
+    mover: Mover | None = None
+    try:
+        arena = allocate(n_slots * job.layout.slot_bytes, device)
+        mover = CudaMover(device, n_slots, locks) if device.type == "cuda" else HostMover()
+        engine = Engine(job, arena, n_slots, mover)
+
+        def done(unit: Unit) -> None:
+            nonlocal counted
+            if unit.group != queue.groups[0]:
+                queue.groups.pop(0)
+                queue.completed.clear()
+                queue.tasks[:] = list(schedule.decomposition.tasks())
+            queue.tasks.pop(0)
+            queue.completed.append(unit.visit.task)
+            report.units += 1
+            counted += 1
+            if progress is not None:
+                progress(counted, total, label)
+
+        engine.run(queue.turns(schedule.decomposition, n_slots > 1, room), done)
+        # Either that was all, or the turns ended early, after a whole group.
+        queue.groups.pop(0)
+        queue.completed.clear()
+        queue.tasks[:] = list(schedule.decomposition.tasks()) if queue.groups else []
+    finally:
+        if mover is not None:
+            # Also after a failure: nothing may be in flight when the arena is let go, and
+            # whatever was reported done has to have arrived.
+            mover.finish(wait=True)
+            report.loaded_bytes += mover.loaded_bytes
+            report.stored_bytes += mover.stored_bytes
+    return counted
+
+
+def _place(queue: _Queue) -> str:
+    path = queue.tasks[0].path if queue.tasks else ()
+    return f"task {path or '()'} ({len(queue.groups)} head group(s) to go)"
+
+
+def _told(guard: Guardrail) -> str:
+    return "".join(f"\n  before that: {line}" for line in guard.history)
+
+
+def _children(tasks: list[Task], deeper: Decomposition) -> list[Task]:
+    return [deeper.task((*task.path, i)) for task in tasks for i in range(DEEPEN_BY)]
+
+
+def _deepest(shape: Decomposition) -> int:
+    """Levels until a task is down to about a tile: beyond that nothing gets smaller."""
+    smallest = shape.tile if shape.layout == "aligned" else 1
+    deeper = shape
+    while deeper.max_task_tokens > 2 * smallest and deeper.depth < shape.depth + 8:
+        finer = deeper.deeper(DEEPEN_BY)
+        if finer.max_task_tokens >= deeper.max_task_tokens:
+            break
+        deeper = finer
+    return deeper.depth
+
+
+class _RoomForCoarser:
+    """Whether memory has become free enough to undo a deepening."""
+
+    def __init__(
+        self, schedule: Schedule, guard: Guardrail, make_pass: MakePass, device: torch.device
+    ) -> None:
+        self.device = device
+        self.needed: int | None = None
+        if guard.may_coarsen:
+            coarser = schedule.coarser(make_pass(schedule).work)
+            self.needed = 2 * coarser.n_cap * make_pass(coarser).layout.slot_bytes
+
+    def __call__(self) -> bool:
+        return self.needed is not None and available_bytes(self.device) >= self.needed

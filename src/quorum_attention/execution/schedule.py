@@ -1,0 +1,89 @@
+"""What an execution needs to be told: the decomposition, the cuts, the slots, the residency."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from quorum_attention.decomposition import Decomposition
+from quorum_attention.execution.workload import GroupSize, Workload
+from quorum_attention.kernels.protocol import Extent
+
+Home = Literal["device", "host"]
+
+# A finer level than the plan's is cut by the smallest quorum set that divides anything.
+DEEPEN_BY = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Orders for one pass of one call.
+
+    Attributes:
+        decomposition: tokens into tasks.
+        group: batch entries and heads of a unit of work.
+        n_cap: slots, i.e. tasks resident at once.
+        accumulator: where the travelling state lives between visits.
+        max_queries, max_keys: no rectangle is larger, so a kernel's workspace has a bound.
+        pinned: the user chose the depth; a failure is reported, not recovered from.
+    """
+
+    decomposition: Decomposition
+    group: GroupSize
+    n_cap: int
+    accumulator: Home
+    max_queries: int
+    max_keys: int
+    pinned: bool = False
+
+    def extent(self, work: Workload) -> Extent:
+        """The largest piece of work a kernel gets."""
+        return Extent(
+            batch=self.group.batch,
+            query_heads=self.group.kv_heads * work.queries_per_key_head,
+            key_heads=self.group.kv_heads,
+            n_tokens=self.decomposition.max_task_tokens,
+            max_queries=self.max_queries,
+            max_keys=self.max_keys,
+        )
+
+    def deeper(self, work: Workload) -> Schedule:
+        """One level more, with rectangles to match."""
+        return with_limits(
+            replace(self, decomposition=self.decomposition.deeper(DEEPEN_BY)), work
+        )
+
+    def coarser(self, work: Workload) -> Schedule:
+        """One level less, with rectangles to match."""
+        shape = self.decomposition
+        shorter = replace(shape, levels=shape.levels[:-1])
+        return with_limits(replace(self, decomposition=shorter), work)
+
+
+def with_limits(schedule: Schedule, work: Workload, max_pairs: int | None = None) -> Schedule:
+    """``schedule`` with rectangle limits that fit its tasks.
+
+    Halving a task's tokens gives rectangles of at most half of them on each side, up to a chunk;
+    a monolithic task is one rectangle. ``max_pairs`` bounds rows x columns (for a mask that spans
+    both), by halving whichever side is longer.
+    """
+    shape = schedule.decomposition
+    tokens = shape.max_task_tokens
+    unit = shape.tile if shape.layout == "aligned" else 1
+    if shape.depth == 0:
+        queries, keys = work.n_queries, work.n_keys
+    else:
+        from quorum_attention.quorums import quorum_size
+
+        # The larger half of l chunks: an odd number of chunks does not halve evenly.
+        chunks = quorum_size(shape.levels[-1])
+        half = -(-tokens * -(-chunks // 2) // chunks)
+        half = -(-half // unit) * unit
+        queries, keys = min(half, work.n_queries), min(half, work.n_keys)
+    queries, keys = max(queries, 1), max(keys, 1)
+    while max_pairs is not None and queries * keys > max_pairs and max(queries, keys) > 1:
+        if queries >= keys:
+            queries = max(1, -(-queries // 2 // unit) * unit if queries > unit else queries // 2)
+        else:
+            keys = max(1, -(-keys // 2 // unit) * unit if keys > unit else keys // 2)
+    return replace(schedule, max_queries=queries, max_keys=keys)

@@ -1,0 +1,151 @@
+"""The sizes of one attention call, and the head groups it is cut into."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+
+from quorum_attention.kernels.protocol import CallShape, MaskShape
+
+ELEMENT_BYTES = {
+    torch.float16: 2,
+    torch.bfloat16: 2,
+    torch.float32: 4,
+    torch.float64: 8,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What one call computes, in counts; hashable, without tensors.
+
+    ``batch_shape`` is everything before the head dimension, () for 3-D inputs.
+    """
+
+    batch_shape: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    n_queries: int
+    n_keys: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    is_causal: bool
+    mask: MaskShape | None = None
+
+    @property
+    def batch(self) -> int:
+        """Batch entries, all batch dimensions together."""
+        return math.prod(self.batch_shape)
+
+    @property
+    def n_tokens(self) -> int:
+        """Positions that are decomposed: the larger of queries and keys."""
+        return max(self.n_queries, self.n_keys)
+
+    @property
+    def queries_per_key_head(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.heads // self.kv_heads if self.kv_heads else 0
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one input element."""
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """What statistics and gradients accumulate in: fp32, or fp64 for fp64 inputs."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @property
+    def pairs(self) -> int:
+        """Query-key pairs of one head that are computed (a mask does not count)."""
+        if not self.is_causal:
+            return self.n_queries * self.n_keys
+        square = min(self.n_queries, self.n_keys)
+        below = max(0, self.n_queries - self.n_keys)
+        return square * (square + 1) // 2 + below * self.n_keys
+
+    def call_shape(self, device_type: str, needs_grad: bool) -> CallShape:
+        """The part of this workload that inner kernels ask about."""
+        return CallShape(
+            device_type=device_type,
+            dtype=self.dtype,
+            query_heads=self.heads,
+            key_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            value_dim=self.value_dim,
+            is_causal=self.is_causal,
+            needs_grad=needs_grad,
+            mask=self.mask,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSize:
+    """How much of batch x heads one unit of work holds.
+
+    Heads never meet, so cutting here costs nothing. A group is either some key/value heads of
+    one batch entry (``batch`` == 1), or several whole batch entries.
+    """
+
+    batch: int
+    kv_heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One head group: batch entries by index, and a range of key/value heads."""
+
+    entries: tuple[tuple[int, ...], ...]
+    kv_start: int
+    kv_stop: int
+    queries_per_key_head: int
+
+    @property
+    def query_heads(self) -> slice:
+        """The query heads that go with the key/value heads."""
+        g = self.queries_per_key_head
+        return slice(self.kv_start * g, self.kv_stop * g)
+
+    @property
+    def key_heads(self) -> slice:
+        """The key/value heads."""
+        return slice(self.kv_start, self.kv_stop)
+
+
+def group_sizes(work: Workload) -> list[GroupSize]:
+    """Sensible group sizes, largest first: whole batch entries halved, then heads halved."""
+    if work.batch == 0 or work.kv_heads == 0:
+        return []
+    sizes = []
+    entries = work.batch
+    while entries > 1:
+        sizes.append(GroupSize(entries, work.kv_heads))
+        entries = -(-entries // 2)
+    heads = work.kv_heads
+    while heads > 1:
+        sizes.append(GroupSize(1, heads))
+        heads = -(-heads // 2)
+    sizes.append(GroupSize(1, 1))
+    return sizes
+
+
+def groups(work: Workload, size: GroupSize) -> Iterator[Group]:
+    """The call's head groups, none larger than ``size``; together they are all of it."""
+    entries = list(product(*(range(n) for n in work.batch_shape)))
+    shared = work.queries_per_key_head
+    for first in range(0, len(entries), size.batch):
+        chosen = tuple(entries[first : first + size.batch])
+        for head in range(0, work.kv_heads, size.kv_heads):
+            yield Group(chosen, head, min(head + size.kv_heads, work.kv_heads), shared)
+
+
+def count_groups(work: Workload, size: GroupSize) -> int:
+    """How many groups ``groups`` yields."""
+    return -(-work.batch // size.batch) * -(-work.kv_heads // size.kv_heads)

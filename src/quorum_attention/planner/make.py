@@ -1,0 +1,236 @@
+"""``plan()`` and ``estimate()``: what a call would do, without tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from quorum_attention.execution.memory import available_bytes
+from quorum_attention.execution.workload import ELEMENT_BYTES, GroupSize, Workload
+from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.select import select_kernel
+from quorum_attention.planner.footprint import Placement
+from quorum_attention.planner.machine import assumed
+from quorum_attention.planner.plan import Plan
+from quorum_attention.planner.search import Request, choose
+from quorum_attention.quorums import quorum_size
+from quorum_attention.sizes import format_bytes, parse_bytes
+
+# What is assumed of a CUDA device that is not there to be asked.
+_ASSUMED_DEVICE_BYTES = 80 << 30
+
+
+def plan(
+    n_tokens: int,
+    *,
+    heads: int = 8,
+    kv_heads: int | None = None,
+    head_dim: int = 64,
+    value_dim: int | None = None,
+    batch: int = 1,
+    n_keys: int | None = None,
+    dtype: torch.dtype = torch.float16,
+    is_causal: bool = False,
+    budget: int | str | None = None,
+    levels: tuple[int, ...] | None = None,
+    depth: int | None = None,
+    layout: Literal["aligned", "balanced"] = "aligned",
+    tile: int = 128,
+    device: str | torch.device | None = None,
+    inputs: Literal["device", "host"] | None = None,
+    accumulator: Literal["device", "host"] | None = None,
+    heads_per_group: int | None = None,
+    n_cap: int | None = None,
+    kernel: str | InnerKernel = "auto",
+    backward: bool = False,
+) -> Plan:
+    """Plan an attention call of ``n_tokens`` queries.
+
+    Args:
+        n_tokens: queries (and keys, unless ``n_keys`` is given).
+        heads, kv_heads, head_dim, value_dim, batch, dtype, is_causal: sizes of the call;
+            ``kv_heads`` and ``value_dim`` default to ``heads`` and ``head_dim``.
+        budget: device bytes, as a number or "2GiB"; None is what is free now.
+        levels: chunk counts per level, e.g. (7, 7) or (57,); () is monolithic; None is the
+            planner's choice.
+        depth: number of levels, their chunk counts left to the planner.
+        layout: "aligned" puts chunk boundaries on multiples of ``tile``; "balanced" is the
+            paper's.
+        device: what computes; None is CUDA where there is one, else the CPU.
+        inputs: where the call's tensors are; None is "host" for CUDA, "device" for the CPU.
+        accumulator, heads_per_group (query heads), n_cap: pin these choices.
+        kernel: name of an inner kernel, or one.
+        backward: plan the backward pass instead of the forward.
+
+    Raises:
+        BudgetError: the budget is too small; names the smallest that works.
+        ValueError, TypeError: arguments that do not fit.
+    """
+    work = _workload(
+        n_tokens, n_keys, heads, kv_heads, head_dim, value_dim, batch, dtype, is_causal
+    )
+    if levels is not None:
+        levels = tuple(levels)
+        for c in levels:
+            quorum_size(c)
+        if depth is not None and depth != len(levels):
+            raise ValueError(f"depth is {depth} but levels {levels} has {len(levels)}")
+    where = _device(device)
+    resident = where.type == "cpu" if inputs is None else inputs == "device"
+    if where.type == "cpu" and not resident:
+        raise ValueError("inputs must be 'device' when the CPU computes")
+    chosen = select_kernel(kernel, work.call_shape(where.type, backward), where)
+    place = Placement(where.type, resident, False, dtype)
+    bytes_given = None if budget is None else parse_bytes(budget)
+    request = Request(
+        budget_bytes=_free(where) if bytes_given is None else bytes_given,
+        levels=levels,
+        depth=depth,
+        layout=layout,
+        tile=tile,
+        accumulator=accumulator,
+        group=_group(work, heads_per_group),
+        n_cap=n_cap,
+        pinned=levels is not None or depth is not None,
+        enforce_budget=bytes_given is not None or (levels is None and depth is None),
+    )
+    found = choose(work, request, chosen, place, assumed(where.type, dtype), backward=backward)
+    return Plan(work, found, place, chosen.name, bytes_given, backward)
+
+
+def _workload(
+    n_tokens: int,
+    n_keys: int | None,
+    heads: int,
+    kv_heads: int | None,
+    head_dim: int,
+    value_dim: int | None,
+    batch: int,
+    dtype: torch.dtype,
+    is_causal: bool,
+) -> Workload:
+    counts = {
+        "n_tokens": n_tokens,
+        "n_keys": n_tokens if n_keys is None else n_keys,
+        "heads": heads,
+        "kv_heads": heads if kv_heads is None else kv_heads,
+        "head_dim": head_dim,
+        "value_dim": head_dim if value_dim is None else value_dim,
+        "batch": batch,
+    }
+    for name, count in counts.items():
+        if not isinstance(count, int) or isinstance(count, bool):
+            raise TypeError(f"{name} must be a whole number, got {count!r}")
+        if count < (0 if name in ("n_tokens", "n_keys") else 1):
+            raise ValueError(f"{name} must be positive, got {count}")
+    if counts["heads"] % counts["kv_heads"]:
+        raise ValueError(
+            f"heads must be a multiple of kv_heads, got {counts['heads']} and {counts['kv_heads']}"
+        )
+    if dtype not in ELEMENT_BYTES:
+        raise TypeError(f"dtype must be one of {list(ELEMENT_BYTES)}, got {dtype}")
+    return Workload(
+        (batch,),
+        heads,
+        counts["kv_heads"],
+        n_tokens,
+        counts["n_keys"],
+        head_dim,
+        counts["value_dim"],
+        dtype,
+        is_causal,
+    )
+
+
+def _group(work: Workload, heads_per_group: int | None) -> GroupSize | None:
+    if heads_per_group is None:
+        return None
+    shared = work.queries_per_key_head
+    if heads_per_group < shared or heads_per_group > work.heads or heads_per_group % shared:
+        raise ValueError(
+            f"heads_per_group must be a multiple of {shared} (query heads that share a key/value "
+            f"head) up to {work.heads}, got {heads_per_group}"
+        )
+    return GroupSize(1, heads_per_group // shared)
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = torch.device(device)
+    if chosen.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"device must be 'cpu' or 'cuda', got {chosen.type!r}")
+    return chosen
+
+
+def _free(device: torch.device) -> int:
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return _ASSUMED_DEVICE_BYTES
+    return int(available_bytes(device) * 0.9)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A dry run: what a call would take and do.
+
+    Attributes:
+        fits_monolithic: whether the undecomposed call fits the budget.
+        monolithic_bytes: device bytes of the undecomposed call.
+        forward, backward: the plans.
+        alternatives: other forward plans by name: one level with n quorum chunks, their peak and
+            predicted seconds.
+    """
+
+    budget_bytes: int | None
+    fits_monolithic: bool
+    monolithic_bytes: int
+    forward: Plan
+    backward: Plan
+    alternatives: tuple[Plan, ...]
+
+    def describe(self) -> str:
+        """The estimate in words."""
+        fits = "fits" if self.fits_monolithic else "does not fit"
+        lines = [
+            f"monolithic call: {format_bytes(self.monolithic_bytes)}, {fits}",
+            self.forward.describe(),
+            self.backward.describe(),
+            "alternatives (forward):",
+        ]
+        for other in self.alternatives:
+            levels = " x ".join(map(str, other.levels)) or "monolithic"
+            lines.append(
+                f"  {levels:>12}: peak {format_bytes(other.peak_bytes)}, "
+                f"predicted {other.predicted_seconds:.3g} s"
+            )
+        return "\n".join(lines)
+
+
+def estimate(
+    n_tokens: int, *, budget: int | str | None = None, **call: object
+) -> Estimate:
+    """Whether a call fits, which plan it would run, memory, time and alternatives.
+
+    Takes the arguments of ``plan`` (less ``levels``, ``depth`` and ``backward``).
+
+    Raises:
+        BudgetError: nothing fits the budget.
+    """
+    for name in ("levels", "depth", "backward"):
+        if name in call:
+            raise TypeError(f"estimate does not take {name}: it chooses, and plans both passes")
+    options: dict[str, object] = dict(call)
+    forward = plan(n_tokens, budget=budget, **options)  # type: ignore[arg-type]
+    backward = plan(n_tokens, budget=budget, backward=True, **options)  # type: ignore[arg-type]
+    whole = plan(n_tokens, levels=(), **options)  # type: ignore[arg-type]
+    limit = None if budget is None else parse_bytes(budget)
+    others = [whole]
+    for levels in ((7,), (13,), (31,), (57,), (7, 7)):
+        if levels != forward.levels and n_tokens >= 128 * levels[-1]:
+            others.append(plan(n_tokens, levels=levels, **options))  # type: ignore[arg-type]
+    room = limit if limit is not None else _free(torch.device(forward.place.device_type))
+    return Estimate(
+        limit, whole.peak_bytes <= room, whole.peak_bytes, forward, backward, tuple(others)
+    )

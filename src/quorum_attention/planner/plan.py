@@ -1,0 +1,147 @@
+"""A plan: what will be done, how much memory and time it should take, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from os import PathLike
+
+from quorum_attention.decomposition import Census, Decomposition, Task
+from quorum_attention.execution.schedule import Schedule
+from quorum_attention.execution.workload import Workload, count_groups
+from quorum_attention.planner.footprint import Placement
+from quorum_attention.planner.search import Candidate
+from quorum_attention.sizes import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How one pass of one call will be run; made by ``quorum_attention.plan``.
+
+    Attributes:
+        work: the call's sizes.
+        candidate: the schedule with its bytes and seconds.
+        place: where the call's tensors are assumed to live.
+        kernel: name of the inner kernel.
+        budget_bytes: what the plan was made for.
+        backward: whether it is the plan of a backward pass.
+    """
+
+    work: Workload
+    candidate: Candidate
+    place: Placement
+    kernel: str
+    budget_bytes: int | None
+    backward: bool
+
+    @property
+    def schedule(self) -> Schedule:
+        """The orders for the executor."""
+        return self.candidate.schedule
+
+    @property
+    def decomposition(self) -> Decomposition:
+        """Tokens into tasks."""
+        return self.schedule.decomposition
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Chunk counts per level; () is monolithic."""
+        return self.decomposition.levels
+
+    @property
+    def depth(self) -> int:
+        """Levels of recursion."""
+        return self.decomposition.depth
+
+    @property
+    def n_tasks(self) -> int:
+        """Tasks of one head group."""
+        return self.decomposition.n_tasks
+
+    @property
+    def n_groups(self) -> int:
+        """Head groups; units of work are groups x tasks."""
+        return count_groups(self.work, self.schedule.group)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Device bytes at most, beyond what is allocated when the pass begins."""
+        return self.candidate.footprint.total
+
+    @property
+    def predicted_seconds(self) -> float:
+        """By the cost model, with assumed rates: good for comparing plans."""
+        return self.candidate.cost.seconds
+
+    def tasks(self) -> Iterator[Task]:
+        """All tasks of a head group, lazily, in the order they run."""
+        return self.decomposition.tasks()
+
+    def task(self, path: tuple[int, ...]) -> Task:
+        """The task with this path."""
+        return self.decomposition.task(path)
+
+    def census(self, is_causal: bool | None = None, tile: int = 128) -> Census:
+        """Shares of masked, clear and mixed tiles (paper, Appendix A.2)."""
+        causal = self.work.is_causal if is_causal is None else is_causal
+        return self.decomposition.census(causal, tile)
+
+    def draw(self, path: str | PathLike[str]) -> None:
+        """Write a picture of the coverage to ``path`` (needs matplotlib: the ``draw`` extra)."""
+        from quorum_attention.pictures import draw_coverage
+
+        draw_coverage(self.decomposition, self.work.is_causal, path)
+
+    def describe(self) -> str:
+        """The plan in words, with the reasons."""
+        work, schedule, footprint = self.work, self.schedule, self.candidate.footprint
+        shape = self.decomposition
+        cost = self.candidate.cost
+        name = "backward" if self.backward else "forward"
+        queries = f"{work.n_queries} queries x {work.n_keys} keys"
+        heads = f"{work.batch} x {work.heads} heads ({work.kv_heads} key/value)"
+        lines = [
+            f"{name} of {queries}, {heads}, head_dim {work.head_dim}, "
+            f"{str(work.dtype).removeprefix('torch.')}{', causal' if work.is_causal else ''}",
+        ]
+        if not shape.levels:
+            lines.append("levels: none, one monolithic task for each head group")
+        else:
+            lines.append(
+                f"levels: {' x '.join(map(str, shape.levels))} chunks ({shape.layout}), "
+                f"{shape.n_tasks} tasks of at most {shape.max_task_tokens} tokens "
+                f"({shape.max_task_tokens / max(1, shape.n_tokens):.1%} of the sequence)"
+            )
+        lines.append(
+            f"units: {self.n_groups} head group(s) of {schedule.group.batch} x "
+            f"{schedule.group.kv_heads} key/value heads x {shape.n_tasks} task(s), "
+            f"{schedule.n_cap} resident at once"
+        )
+        where = "inputs in place" if self.candidate.direct else "through slots"
+        home = "nothing to merge" if self.candidate.direct else f"accumulators: {schedule.accumulator}"
+        lines.append(f"kernel: {self.kernel} on {self.place.device_type}, {where}, {home}")
+        parts = [
+            f"{label} {format_bytes(n)}"
+            for label, n in (
+                ("slots", footprint.slots),
+                ("workspace", footprint.workspace),
+                ("accumulators", footprint.accumulators),
+                ("results", footprint.results),
+            )
+            if n
+        ]
+        within = f" of {format_bytes(self.budget_bytes)}" if self.budget_bytes is not None else ""
+        lines.append(f"peak memory: {format_bytes(self.peak_bytes)}{within} ({', '.join(parts)})")
+        lines.append(
+            f"predicted: {cost.seconds:.3g} s (arithmetic {cost.arithmetic:.3g}, calls "
+            f"{cost.calls:.3g}, merge {cost.merge:.3g}, up {cost.up:.3g}, down {cost.down:.3g}, "
+            f"{'overlapped' if cost.overlaps else 'one after the other'})"
+        )
+        if self.candidate.direct:
+            lines.append("why: the monolithic call fits the budget")
+        elif not shape.levels:
+            lines.append("why: cutting heads is enough, and costs nothing")
+        else:
+            lines.append("why: the fastest by prediction of the schedules that fit")
+        return "\n".join(lines)

@@ -1,0 +1,226 @@
+"""Chooses a schedule: of those that fit the budget, the one that should be fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+
+from quorum_attention.decomposition import Decomposition
+from quorum_attention.errors import BudgetError
+from quorum_attention.execution.schedule import Home, Schedule, with_limits
+from quorum_attention.execution.workload import GroupSize, Workload, group_sizes
+from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.planner.cost import Cost, cost
+from quorum_attention.planner.footprint import (
+    Footprint,
+    Placement,
+    backward_footprint,
+    forward_footprint,
+    goes_direct,
+)
+from quorum_attention.planner.machine import Machine
+from quorum_attention.quorums import chunk_count, quorum_sizes
+from quorum_attention.sizes import format_bytes
+
+# Single levels up to this quorum size; every pair and a few triples of small ones.
+_LARGEST_SINGLE = 50
+_PAIRED = (3, 4, 5, 6, 8)
+_TRIPLES = ((7, 7, 7), (13, 7, 7), (13, 13, 7), (13, 13, 13))
+# The bias of one rectangle under a mask that spans rows and columns, in pairs.
+_MASKED_PAIRS = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is asked of the planner; None leaves a choice to it.
+
+    Attributes:
+        budget_bytes: device bytes the pass may take.
+        levels: chunk counts per level.
+        depth: number of levels; with ``levels`` None the planner picks their chunk counts.
+        pinned: report an out-of-memory failure instead of recovering from it.
+    """
+
+    budget_bytes: int
+    levels: tuple[int, ...] | None = None
+    depth: int | None = None
+    layout: str = "aligned"
+    tile: int = 128
+    accumulator: Home | None = None
+    group: GroupSize | None = None
+    n_cap: int | None = None
+    pinned: bool = False
+    enforce_budget: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A schedule with its price."""
+
+    schedule: Schedule
+    footprint: Footprint
+    cost: Cost
+    direct: bool
+
+
+def price(
+    work: Workload,
+    schedule: Schedule,
+    kernel: InnerKernel,
+    place: Placement,
+    machine: Machine,
+    *,
+    backward: bool,
+) -> Candidate:
+    """Bytes and seconds of one schedule."""
+    count = backward_footprint if backward else forward_footprint
+    footprint = count(work, schedule, kernel, place)
+    direct = goes_direct(work, schedule, kernel, place)
+    return Candidate(
+        schedule,
+        footprint,
+        cost(work, schedule, machine, backward=backward, direct=direct),
+        direct,
+    )
+
+
+def choose(
+    work: Workload,
+    request: Request,
+    kernel: InnerKernel,
+    place: Placement,
+    machine: Machine,
+    *,
+    backward: bool,
+) -> Candidate:
+    """The fastest schedule that fits; the monolithic call wherever it fits as it is.
+
+    Raises:
+        BudgetError: nothing fits; names the smallest budget that would do.
+    """
+    smallest: Candidate | None = None
+    best: Candidate | None = None
+    for schedule in _schedules(work, request, place):
+        found = price(work, schedule, kernel, place, machine, backward=backward)
+        if smallest is None or found.footprint.total < smallest.footprint.total:
+            smallest = found
+        if found.footprint.total > request.budget_bytes:
+            continue
+        whole = found.schedule.group == GroupSize(work.batch, work.kv_heads)
+        if found.direct and whole:
+            return found
+        if best is None or found.cost.seconds < best.cost.seconds:
+            best = found
+    if best is not None:
+        return best
+    assert smallest is not None, "the search always has a candidate"
+    if not request.enforce_budget:
+        return smallest
+    needed = smallest.footprint.total
+    raise BudgetError(
+        f"a budget of {format_bytes(request.budget_bytes)} ({request.budget_bytes} bytes) is too "
+        f"small for this call; the smallest that works is {format_bytes(needed)} ({needed} bytes)"
+        f"{_pinned_words(request)}: {_breakdown(smallest.footprint)}",
+        smallest_bytes=needed,
+    )
+
+
+def _pinned_words(request: Request) -> str:
+    if request.levels is not None:
+        return f" at levels {request.levels}"
+    if request.depth is not None:
+        return f" at depth {request.depth}"
+    return ""
+
+
+def _breakdown(footprint: Footprint) -> str:
+    parts = {
+        "slots": footprint.slots,
+        "kernel workspace": footprint.workspace,
+        "accumulators": footprint.accumulators,
+        "results": footprint.results,
+    }
+    return ", ".join(f"{name} {format_bytes(n)}" for name, n in parts.items() if n)
+
+
+def _schedules(work: Workload, request: Request, place: Placement) -> Iterator[Schedule]:
+    sizes = [request.group] if request.group is not None else group_sizes(work)
+    sizes = sizes or [GroupSize(max(1, work.batch), max(1, work.kv_heads))]
+    n_caps = [request.n_cap] if request.n_cap is not None else [2, 1]
+    if place.device_type == "cpu" and request.n_cap is None:
+        n_caps = [1]
+    homes: list[Home] = [request.accumulator] if request.accumulator else ["device", "host"]
+    if place.device_type == "cpu" and request.accumulator is None:
+        homes = ["host"]
+    max_pairs = None
+    if work.mask is not None and work.mask.rows and work.mask.columns:
+        max_pairs = _MASKED_PAIRS
+    for shape in _decompositions(work, request):
+        for size, n_cap, home in product(sizes, n_caps, homes):
+            schedule = Schedule(shape, size, n_cap, home, 1, 1, request.pinned)
+            # Under a mask a monolithic call is one rectangle as well: torch's own does the same.
+            limit = max_pairs if shape.depth else None
+            yield with_limits(schedule, work, limit)
+
+
+def _decompositions(work: Workload, request: Request) -> tuple[Decomposition, ...]:
+    if request.levels is not None:
+        levels = [request.levels]
+    else:
+        levels = [
+            chosen
+            for chosen in _level_choices()
+            if request.depth is None or len(chosen) == request.depth
+        ]
+        if request.depth is not None and request.depth > 3:
+            levels = [(7,) * request.depth]
+        useful = [chosen for chosen in levels if _is_useful(chosen, work.n_tokens, request)]
+        levels = useful or levels[:1]
+    return tuple(
+        _decomposition(work.n_tokens, chosen, request.layout, request.tile) for chosen in levels
+    )
+
+
+@lru_cache(maxsize=1024)
+def _decomposition(n_tokens: int, levels: tuple[int, ...], layout: str, tile: int) -> Decomposition:
+    return Decomposition(n_tokens, levels, layout, tile)  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=1)
+def _level_choices() -> tuple[tuple[int, ...], ...]:
+    single = [(chunk_count(l),) for l in quorum_sizes(_LARGEST_SINGLE) if l >= 3]
+    pairs = [(chunk_count(a), chunk_count(b)) for a, b in product(_PAIRED, _PAIRED) if a >= b]
+    return ((), *single, *pairs, *_TRIPLES)
+
+
+def _is_useful(levels: tuple[int, ...], n_tokens: int, request: Request) -> bool:
+    """Whether the finest chunks still hold a tile."""
+    if not levels:
+        return True
+    chunks = 1
+    for c in levels:
+        chunks *= c
+    smallest = request.tile if request.layout == "aligned" else 1
+    # At deeper levels a chunk is a part of a task, not of the sequence.
+    tokens = float(n_tokens)
+    for c in levels[:-1]:
+        tokens *= _kept_share(c)
+    return tokens / levels[-1] >= smallest
+
+
+def _kept_share(c: int) -> float:
+    quorum = round((1 + (4 * c - 3) ** 0.5) / 2)
+    return quorum / c
+
+
+def pinned(request: Request, schedule: Schedule) -> Request:
+    """``request`` with everything fixed as in ``schedule`` (for a plan the user passed)."""
+    return replace(
+        request,
+        levels=schedule.decomposition.levels,
+        layout=schedule.decomposition.layout,
+        tile=schedule.decomposition.tile,
+        pinned=True,
+    )
