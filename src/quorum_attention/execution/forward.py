@@ -18,7 +18,7 @@ from quorum_attention.execution.runner import Progress, run
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.slots import forward_layout
 from quorum_attention.execution.workload import GroupSize, Workload, groups
-from quorum_attention.kernels.protocol import Statistics, TaskTensors
+from quorum_attention.kernels.protocol import InnerKernel, Statistics, TaskTensors
 from quorum_attention.kernels.rectangles import RectangleKernel
 
 
@@ -53,11 +53,17 @@ def forward(
 
 def runs_directly(call: Call, schedule: Schedule) -> bool:
     """Whether the inner kernel can take the inputs as they lie: no slots, nothing to merge."""
+    return call.resident and runs_whole(call.work, schedule, call.kernel)
+
+
+def runs_whole(work: Workload, schedule: Schedule, kernel: InnerKernel) -> bool:
+    """Whether ``kernel`` can take all of a head group in one call of its operator."""
+    masked = work.mask is not None
     return (
         schedule.decomposition.depth == 0
-        and call.resident
-        and isinstance(call.kernel, RectangleKernel)
-        and whole_rectangle(call.work, schedule) is not None
+        and isinstance(kernel, RectangleKernel)
+        and kernel.takes_whole(work.heads, work.kv_heads, work.n_tokens, masked)
+        and whole_rectangle(work, schedule) is not None
     )
 
 
@@ -108,7 +114,7 @@ def _direct(
             key = call.key[entry][group.key_heads].unsqueeze(0)
             value = call.value[entry][group.key_heads].unsqueeze(0)
         bias = call.mask.bias(group, task, work.dtype, call.device) if call.mask else no_bias
-        part, part_lse = kernel.rectangle_forward(
+        part, part_lse = kernel.whole_forward(
             query, key, value, rectangle.causal, call.scale, bias(rectangle)
         )
         report.units += 1

@@ -50,6 +50,8 @@ def available_bytes(device: torch.device) -> int:
     process's memory fraction; on the CPU ``MemAvailable``.
     """
     if device.type == "cuda":
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         free, total = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         limit = total

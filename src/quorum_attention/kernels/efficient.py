@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from quorum_attention.kernels.bias import aligned_bias
@@ -30,7 +32,7 @@ class EfficientKernel(RectangleKernel):
 
     name = "efficient"
     # Releases before mid-2026 answered wrongly, without an error, for masks longer than 65,536.
-    masked_limit = 32_768
+    masked_limit: int = 32_768
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
@@ -102,7 +104,7 @@ class EfficientKernel(RectangleKernel):
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``forward`` allocates at any one time."""
-        sizes = RectangleSizes.of(call, extent, self.grouped)
+        sizes = RectangleSizes.of(call, self._limited(call, extent), self.grouped)
         value_dim = _aligned(call.value_dim, sizes.item)
         inside = sizes.aligned_bias_bytes + _pad_bytes(call, sizes, backward=False)
         if sizes.item == 2 and value_dim > 64:
@@ -112,7 +114,7 @@ class EfficientKernel(RectangleKernel):
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
-        sizes = RectangleSizes.of(call, extent, self.grouped)
+        sizes = RectangleSizes.of(call, self._limited(call, extent), self.grouped)
         head_dim, value_dim = (_aligned(n, sizes.item) for n in (call.head_dim, call.value_dim))
         widths = head_dim + value_dim
         gradients = (sizes.rows * head_dim + sizes.key_rows * widths) * sizes.item
@@ -134,6 +136,15 @@ class EfficientKernel(RectangleKernel):
             workspace += splits * round_up(sizes.keys, 128) * padded
         inside += batch_heads * (workspace + 4096) * 4
         return backward_bytes(sizes, gradients, inside)
+
+    def _limited(self, call: CallShape, extent: Extent) -> Extent:
+        if call.mask is None:
+            return extent
+        return replace(
+            extent,
+            max_queries=min(extent.max_queries, self.masked_limit),
+            max_keys=min(extent.max_keys, self.masked_limit),
+        )
 
 
 def _fit(tensor: torch.Tensor) -> torch.Tensor:

@@ -89,8 +89,6 @@ def _merge_kernel(
     weight = tl.where(no_new, 0.0, 1.0 / (1.0 + tl.exp(old - new)))
     larger = tl.where(old > new, old, new)
     merged = larger + tl.log(1.0 + tl.exp(-tl.abs(old - new)))
-    tl.store(lse_at, tl.where(no_old & no_new, float("-inf"), merged), mask=live)
-
     column = tl.arange(0, BLOCK_WIDTH)
     cells = live[:, None] & (column < WIDTH)[None, :]
     out_at = out + (b * out_b + h * out_h + row * out_r)[:, None] + column[None, :]
@@ -100,3 +98,6 @@ def _merge_kernel(
     w = weight[:, None]
     # As torch.lerp: exact at both ends.
     tl.store(out_at, tl.where(w < 0.5, a + w * step, a + step - step * (1.0 - w)), mask=cells)
+    # Warps share rows: all of them must have read the old lse before one of them replaces it.
+    tl.debug_barrier()
+    tl.store(lse_at, tl.where(no_old & no_new, float("-inf"), merged), mask=live)

@@ -16,8 +16,8 @@ from functools import partial
 import torch
 
 from quorum_attention.decomposition import Rectangle
+from quorum_attention.decomposition.rectangles import cut
 from quorum_attention.kernels.bias import dead_rows
-from quorum_attention.kernels.cuts import cut_rectangle
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.kernels.protocol import (
     CallShape,
@@ -100,6 +100,34 @@ class RectangleKernel(ABC):
         ``lse`` is finite everywhere. Returns the gradients of query, key and value.
         """
 
+    def takes_whole(self, query_heads: int, key_heads: int, tokens: int, masked: bool) -> bool:
+        """Whether a monolithic call can be handed to the operator as it is.
+
+        Args:
+            tokens: the larger of queries and keys.
+            masked: whether the call has a mask.
+        """
+        heads_fit = self.grouped or query_heads == key_heads
+        return heads_fit and (not masked or self.masked_limit is None or tokens <= self.masked_limit)
+
+    def whole_forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        causal: bool,
+        scale: float,
+        bias: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``rectangle_forward`` with rows that have no key mended: out 0, lse -inf."""
+        out, lse = self.rectangle_forward(query, key, value, causal, scale, bias)
+        if bias is not None:
+            # Operators differ on rows without keys (0 with lse 0, NaN); only those rows are mended.
+            dead = dead_rows(_four_dims(bias), query.shape[2], causal)
+            out.masked_fill_(dead.unsqueeze(-1), 0.0)
+            lse.masked_fill_(dead, -torch.inf)
+        return out, lse
+
     def backward_parts(self, batch_and_heads: int) -> int:
         """Into how many equal runs of query rows a plain rectangle is cut in backward.
 
@@ -112,7 +140,8 @@ class RectangleKernel(ABC):
         """Merge the task's kept pairs into ``state``, in place."""
         for rectangle in self._rectangles(task):
             rows, keys = _slices(rectangle)
-            bias = _four_dims(task.bias(rectangle))
+            given = task.bias(rectangle)
+            bias = None if given is None else _four_dims(given)
             for pick in self._head_views(task):
                 self._merge_rectangle(
                     pick(task.query)[:, :, rows],
@@ -128,7 +157,8 @@ class RectangleKernel(ABC):
         """Add the task's gradients into ``grads``, in place."""
         for rectangle in self._rectangles(task):
             rows, keys = _slices(rectangle)
-            bias = _four_dims(task.bias(rectangle))
+            given = task.bias(rectangle)
+            bias = None if given is None else _four_dims(given)
             for pick in self._head_views(task):
                 piece = _BackwardPiece(
                     query=pick(task.query)[:, :, rows],
@@ -148,14 +178,14 @@ class RectangleKernel(ABC):
     def _rectangles(self, task: TaskTensors) -> Iterator[Rectangle]:
         if 0 in task.query.shape[:2]:
             return
-        rectangles = [r for r in task.rectangles if _n_pairs(r) > 0]
+        # Some operators divide by the number of keys.
+        rectangles = [r for r in task.rectangles if r.n_queries > 0 and r.n_keys > 0]
         limit = self.masked_limit
         # Whether there is a mask at all is asked of a single pair, which costs next to nothing.
         if limit is None or not rectangles or task.bias(_first_pair(rectangles[0])) is None:
             yield from rectangles
             return
-        for rectangle in rectangles:
-            yield from cut_rectangle(rectangle, limit)
+        yield from cut(rectangles, limit, limit)
 
     def _merge_rectangle(
         self,
@@ -167,12 +197,7 @@ class RectangleKernel(ABC):
         bias: torch.Tensor | None,
         state: Statistics,
     ) -> None:
-        out, lse = self.rectangle_forward(query, key, value, causal, scale, bias)
-        if bias is not None:
-            # Operators differ on rows without keys (0 with lse 0, NaN); only those rows are mended.
-            dead = dead_rows(bias, query.shape[2], causal)
-            out.masked_fill_(dead.unsqueeze(-1), 0.0)
-            lse.masked_fill_(dead, -torch.inf)
+        out, lse = self.whole_forward(query, key, value, causal, scale, bias)
         merge_(state.out, state.lse, out, lse)
 
     def _add_gradients(self, p: _BackwardPiece, causal: bool, scale: float, shift: int) -> None:
@@ -262,13 +287,6 @@ def _runs_as_batch(parts: int, tensor: torch.Tensor) -> torch.Tensor:
     return tensor[0].view(heads, parts, rows // parts, *rest).transpose(0, 1)
 
 
-def _n_pairs(rectangle: Rectangle) -> int:
-    """Pairs of a rectangle, its causal mask aside; some operators divide by the number of keys."""
-    n_queries: int = rectangle.query_stop - rectangle.query_start
-    n_keys: int = rectangle.key_stop - rectangle.key_start
-    return n_queries * n_keys
-
-
 def _first_pair(rectangle: Rectangle) -> Rectangle:
     q, k = rectangle.query_start, rectangle.key_start
     return Rectangle(q, q + 1, k, k + 1)
@@ -281,8 +299,8 @@ def _slices(rectangle: Rectangle) -> tuple[slice, slice]:
     )
 
 
-def _four_dims(bias: torch.Tensor | None) -> torch.Tensor | None:
-    return None if bias is None else bias[(None,) * (4 - bias.dim())]
+def _four_dims(bias: torch.Tensor) -> torch.Tensor:
+    return bias[(None,) * (4 - bias.dim())]
 
 
 def _pick_bias(pick: Pick, bias: torch.Tensor, query_heads: int) -> torch.Tensor:

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from quorum_attention.execution.forward import whole_rectangle
+from quorum_attention.execution.forward import runs_whole
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.slots import aligned, backward_layout, forward_layout
 from quorum_attention.execution.workload import GroupSize, Workload
 from quorum_attention.kernels.protocol import InnerKernel
-from quorum_attention.kernels.rectangles import RectangleKernel
 
 # torch's CUDA caching allocator hands out memory in blocks of at least this size.
 _ROUNDING = 512
@@ -53,12 +52,7 @@ class Footprint:
 
 def goes_direct(work: Workload, schedule: Schedule, kernel: InnerKernel, place: Placement) -> bool:
     """Whether the kernel runs on the inputs as they lie (see ``execution.forward``)."""
-    return (
-        schedule.decomposition.depth == 0
-        and place.resident
-        and isinstance(kernel, RectangleKernel)
-        and whole_rectangle(work, schedule) is not None
-    )
+    return place.resident and runs_whole(work, schedule, kernel)
 
 
 def forward_footprint(

@@ -1,0 +1,228 @@
+"""Every kernel that runs here, task by task, against float64: forward and all gradients."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_harness import Case, errors, exact, rms_errors, run
+
+from quorum_attention.kernels import CpuKernel, get_kernel, why_not
+
+CPU_KERNELS = ("cpu", "dense")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+CUDA_KERNELS = ("cudnn", "flash", "efficient", "dense")
+KERNELS = [pytest.param(name, "cpu", id=f"{name}-cpu") for name in CPU_KERNELS] + [
+    pytest.param(
+        name,
+        "cuda",
+        id=f"{name}-cuda",
+        marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    )
+    for name in CUDA_KERNELS
+]
+# Share of the largest element. GPUs may compute fp32 products in TF32.
+TOLERANCE = {("cpu", torch.float32): 1e-5, ("cuda", torch.float32): 5e-3}
+
+
+def check(name: str, device: str, case: Case, slack: float = 1.3) -> None:
+    """fp32 and fp64 against fixed bounds; 16-bit against the same kernel's undivided call."""
+    kernel = get_kernel(name)
+    reason = why_not(kernel, case.call(device))
+    if reason is not None:
+        pytest.skip(f"{name}: {reason}")
+    reference = exact(case)
+    result = run(kernel, case, device)
+    if case.dtype in (torch.float32, torch.float64):
+        tolerance = 1e-12 if case.dtype == torch.float64 else TOLERANCE[device, case.dtype]
+        tolerance *= max(1.0, case.spread)
+        for what, error in errors(result, reference).items():
+            assert error < tolerance, (what, error)
+        return
+    errors(result, reference)  # for what it says of NaN and infinities
+    whole = Case(**{**settings_of(case), "levels": ()})
+    yardstick = rms_errors(run(kernel, whole, device), reference)
+    for what, error in rms_errors(result, reference).items():
+        assert error <= slack * yardstick[what] + 1e-4, (what, error, yardstick[what])
+
+
+def settings_of(case: Case) -> dict:
+    return {f.name: getattr(case, f.name) for f in fields(case) if f.init}
+
+
+@pytest.mark.parametrize(("name", "device"), KERNELS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["plain", "causal"])
+def test_every_dtype(name: str, device: str, dtype: torch.dtype, causal: bool) -> None:
+    n = 96 if (dtype, device) == (torch.float16, "cpu") else 257
+    check(name, device, Case(n, dtype=dtype, causal=causal, tile=8, head_dim=32))
+
+
+@pytest.mark.parametrize(("name", "device"), KERNELS)
+@pytest.mark.parametrize("causal", [False, True], ids=["plain", "causal"])
+@pytest.mark.parametrize("levels", [(), (3,), (7,), (7, 3), (3, 7), (3, 3, 3)], ids=str)
+@pytest.mark.parametrize("layout", ["aligned", "balanced"])
+def test_depths_and_layouts(
+    name: str, device: str, causal: bool, levels: tuple[int, ...], layout: str
+) -> None:
+    dtype = torch.float32 if device == "cpu" or name == "dense" else torch.bfloat16
+    check(name, device, Case(341, dtype=dtype, causal=causal, levels=levels, layout=layout))
+
+
+@pytest.mark.parametrize(("name", "device"), KERNELS)
+@pytest.mark.parametrize("n", [0, 1, 2, 6, 7, 8, 48, 49, 50, 1000, 1021])
+def test_lengths(name: str, device: str, n: int) -> None:
+    dtype = torch.float64 if device == "cpu" else torch.float16
+    levels = (7, 7) if n < 1000 else (7,)
+    case = Case(n, dtype=dtype, causal=n % 2 == 1, levels=levels, layout="balanced", heads=1)
+    check(name, device, case)
+
+
+@pytest.mark.parametrize(("name", "device"), KERNELS)
+@pytest.mark.parametrize(("heads", "key_heads"), [(4, 2), (6, 1), (3, 3)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_grouped_heads(
+    name: str, device: str, heads: int, key_heads: int, dtype: torch.dtype
+) -> None:
+    case = Case(150, heads=heads, key_heads=key_heads, batch=2, causal=True, dtype=dtype)
+    check(name, device, case)
+
+
+@pytest.mark.parametrize(("name", "device"), KERNELS)
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(16, 32), (32, 16), (8, 24), (5, 3), (3, 5)])
+def test_head_dims(name: str, device: str, head_dim: int, value_dim: int) -> None:
+    case = Case(133, head_dim=head_dim, value_dim=value_dim, heads=4, key_heads=2)
+    check(name, device, case)
+    case = Case(133, head_dim=head_dim, value_dim=value_dim, dtype=torch.bfloat16)
+    check(name, device, case)
+
+
+@pytest.mark.parametrize(("name", "device"), KERNELS)
+@pytest.mark.parametrize(("n_queries", "n_keys"), [(40, 200), (200, 40), (1, 77), (77, 1)])
+@pytest.mark.parametrize("causal", [False, True], ids=["plain", "causal"])
+def test_queries_unlike_keys(
+    name: str, device: str, n_queries: int, n_keys: int, causal: bool
+) -> None:
+    check(name, device, Case(n_queries, n_keys, causal=causal, layout="balanced"))
+
+
+def random_mask(kind: str, shape: tuple[int, ...], dead_rows: bool) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    kept = torch.rand(shape, generator=generator) < 0.7
+    if dead_rows and shape[2] > 1:
+        kept[:, :, [0, shape[2] // 2, shape[2] - 1]] = False
+    if kind == "boolean":
+        return kept
+    values = torch.randn(shape, generator=generator)
+    return values.masked_fill_(~kept, -torch.inf)
+
+
+@pytest.mark.parametrize(("name", "device"), KERNELS)
+@pytest.mark.parametrize("kind", ["boolean", "additive"])
+@pytest.mark.parametrize(
+    "spans", [(b, h, r, c) for b in (0, 1) for h in (0, 1) for r in (0, 1) for c in (0, 1)], ids=str
+)
+@pytest.mark.parametrize("causal", [False, True], ids=["plain", "causal"])
+def test_masks(name: str, device: str, kind: str, spans: tuple[int, ...], causal: bool) -> None:
+    n = 71
+    sizes = (2, 4, n, n)
+    shape = tuple(size if span else 1 for size, span in zip(sizes, spans, strict=True))
+    mask = random_mask(kind, shape, dead_rows=True)
+    case = Case(n, batch=2, heads=4, key_heads=2, mask=mask, causal=causal, layout="balanced")
+    check(name, device, case)
+
+
+@pytest.mark.parametrize(("name", "device"), KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_sixteen_bit_masks(name: str, device: str, dtype: torch.dtype) -> None:
+    mask = random_mask("additive", (1, 1, 90, 90), dead_rows=True)
+    check(name, device, Case(90, dtype=dtype, mask=mask, causal=True))
+
+
+@pytest.mark.parametrize(("name", "device"), KERNELS)
+@pytest.mark.parametrize("dead_keys", [range(0, 40), range(0, 97)], ids=["some", "all"])
+def test_masked_keys_leave_whole_rectangles_empty(name: str, device: str, dead_keys: range) -> None:
+    mask = torch.ones(1, 1, 97, 97, dtype=torch.bool)
+    mask[..., list(dead_keys)] = False
+    check(name, device, Case(97, mask=mask, causal=True))
+
+
+@pytest.mark.parametrize(("name", "device"), KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scores_of_several_hundred(name: str, device: str, dtype: torch.dtype) -> None:
+    # Nearly one-hot rows: dS is what two nearly equal terms leave, most of it rounding.
+    check(name, device, Case(160, spread=200.0, dtype=dtype, causal=True), slack=2.0)
+
+
+@pytest.mark.parametrize(("name", "device"), KERNELS)
+@pytest.mark.parametrize("shift", [0, 6, 10])
+def test_shift_changes_nothing_but_rounding(name: str, device: str, shift: int) -> None:
+    dtype = torch.float64 if device == "cpu" else torch.float16
+    check(name, device, Case(130, shift=shift, dtype=dtype))
+
+
+def test_shift_rescues_small_half_precision_probabilities() -> None:
+    # Gradients so small that fp16 loses them, as the true ones are at long sequences.
+    case = Case(64, dtype=torch.float16, levels=(3,), tile=8)
+    case.grad_out = case.grad_out * 2.0**-18
+    reference = exact(case)
+    plain = rms_errors(run(get_kernel("cpu"), case), reference)
+    case.shift = 10
+    shifted = rms_errors(run(get_kernel("cpu"), case), reference)
+    assert shifted["grad_value"] < 0.2 * plain["grad_value"]
+
+
+@pytest.mark.parametrize("threads", [1, 3, 8])
+@pytest.mark.parametrize("n", [5, 64, 131])
+def test_cpu_row_runs(threads: int, n: int) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        check("cpu", "cpu", Case(n, heads=1, dtype=torch.float64, causal=True))
+        check("cpu", "cpu", Case(n, heads=4, key_heads=1, value_dim=24))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", CPU_KERNELS)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_call(name: str, data: st.DataObject) -> None:
+    draw = data.draw
+    key_heads = draw(st.integers(1, 2))
+    case = Case(
+        draw(st.integers(0, 90)),
+        draw(st.integers(0, 90)),
+        dtype=torch.float64,
+        batch=draw(st.integers(0, 2)),
+        heads=key_heads * draw(st.integers(1, 3)),
+        key_heads=key_heads,
+        head_dim=draw(st.integers(1, 9)),
+        value_dim=draw(st.integers(1, 9)),
+        causal=draw(st.booleans()),
+        levels=draw(st.sampled_from([(), (1,), (3,), (7,), (3, 3), (7, 3), (13,)])),
+        layout=draw(st.sampled_from(["aligned", "balanced"])),
+        tile=draw(st.sampled_from([1, 4, 16])),
+        seed=draw(st.integers(0, 2**16)),
+    )
+    check(name, "cpu", case)
+
+
+@pytest.mark.parametrize("limit", [1, 10, 33, 500])
+@pytest.mark.parametrize("causal", [False, True], ids=["plain", "causal"])
+def test_masked_rectangles_are_cut_where_the_operator_needs_it(limit: int, causal: bool) -> None:
+    class Limited(CpuKernel):
+        name = f"limited-{limit}"
+        masked_limit = limit
+
+        def rectangle_forward(self, query, key, *more):
+            assert max(query.shape[2], key.shape[2]) <= limit
+            return super().rectangle_forward(query, key, *more)
+
+    mask = random_mask("additive", (1, 1, 60, 60), dead_rows=True)
+    case = Case(60, mask=mask, causal=causal, layout="balanced")
+    for what, error in errors(run(Limited(), case, check=False), exact(case)).items():
+        assert error < 1e-5, what

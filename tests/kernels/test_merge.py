@@ -1,0 +1,105 @@
+"""The merge of statistics: any order, empty rows, extreme lse, block edges, every dtype."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from quorum_attention.kernels import blocks
+from quorum_attention.kernels.merge import add_, empty_, merge_
+
+
+def statistics(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    lse = torch.logsumexp(scores, dim=-1)
+    p = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
+    return p @ values, lse
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("size", [1.0, 300.0], ids=["usual", "hundreds"])
+def test_any_order_gives_the_whole(dtype: torch.dtype, size: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(1, 2, 9, 12, generator=generator, dtype=torch.float64) * size
+    scores[:, :, 3] = -torch.inf
+    scores[:, 0, 4, :8] = -torch.inf
+    values = torch.randn(1, 2, 12, 5, generator=generator, dtype=torch.float64)
+    expected_out, expected_lse = statistics(scores, values)
+    parts = [
+        statistics(s, v)
+        for s, v in zip(scores.split(3, dim=-1), values.split(3, dim=-2), strict=True)
+    ]
+    for order in itertools.permutations(range(4)):
+        out = torch.empty(1, 2, 9, 5, dtype=dtype)
+        lse = torch.empty(1, 2, 9, dtype=dtype)
+        empty_(out, lse)
+        for i in order:
+            merge_(out, lse, parts[i][0].to(dtype), parts[i][1].to(dtype))
+        tolerance = 1e-6 * size if dtype == torch.float32 else 1e-13 * size
+        torch.testing.assert_close(out.double(), expected_out, atol=tolerance, rtol=0)
+        torch.testing.assert_close(lse.double(), expected_lse, atol=tolerance, rtol=1e-6)
+
+
+def test_empty_rows_stay_empty_and_weigh_nothing() -> None:
+    out, lse = torch.empty(1, 1, 3, 2), torch.empty(1, 1, 3)
+    empty_(out, lse)
+    merge_(out, lse, torch.zeros(1, 1, 3, 2), torch.full((1, 1, 3), -torch.inf))
+    assert torch.equal(out, torch.zeros(1, 1, 3, 2))
+    assert torch.equal(lse, torch.full((1, 1, 3), -torch.inf))
+    some = torch.tensor([[[[1.0, 2.0], [3.0, 4.0], [0.0, 0.0]]]])
+    some_lse = torch.tensor([[[700.0, -700.0, -torch.inf]]])
+    merge_(out, lse, some, some_lse)
+    assert torch.equal(out, some)
+    assert torch.equal(lse, some_lse)
+    merge_(out, lse, torch.zeros(1, 1, 3, 2), torch.full((1, 1, 3), -torch.inf))
+    assert torch.equal(out, some)
+    assert torch.equal(lse, some_lse)
+
+
+def test_nan_is_not_hidden() -> None:
+    out, lse = torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 2)
+    merge_(out, lse, torch.full((1, 1, 2, 2), torch.nan), torch.zeros(1, 1, 2))
+    assert out.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("block_bytes", [1, 64, 1000, 10**7])
+@pytest.mark.parametrize("shape", [(2, 3, 37, 5), (1, 1, 1, 1), (3, 1, 8, 4), (0, 2, 3, 4)])
+def test_blocks_cover_every_row_once(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, block_bytes: int, shape: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    b, h, n, d = shape
+    out, lse = torch.randn(b, h, n + 3, d)[:, :, 1 : n + 1], torch.randn(b, n, h).transpose(1, 2)
+    out_i, lse_i = torch.randn(b, n, h, d).transpose(1, 2).to(dtype), torch.randn(b, h, n)
+    w = torch.sigmoid(lse_i - lse).unsqueeze(-1)
+    expected = out + w * (out_i.float() - out)
+    expected_lse = torch.logaddexp(lse, lse_i)
+    grad = torch.randn(shape)
+    expected_grad = grad + 0.25 * out_i.float()
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", block_bytes)
+    merge_(out, lse, out_i, lse_i)
+    add_(grad, out_i, 0.25)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse)
+    torch.testing.assert_close(grad, expected_grad)
+
+
+def test_row_blocks_partition() -> None:
+    for batch, heads, rows, row_bytes in itertools.product((1, 3), (1, 4), (1, 700), (1, 9000)):
+        seen = torch.zeros(batch, heads, rows)
+        for block in blocks.row_blocks(batch, heads, rows, row_bytes):
+            seen[block] += 1
+            assert seen[block].numel() * row_bytes <= blocks.BLOCK_BYTES
+        assert (seen == 1).all()
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="cannot be merged"):
+        merge_(
+            torch.zeros(1, 1, 2, 4),
+            torch.zeros(1, 1, 2),
+            torch.zeros(1, 1, 3, 4),
+            torch.zeros(1, 1, 3),
+        )

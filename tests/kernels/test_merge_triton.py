@@ -1,0 +1,84 @@
+"""The fused merge kernel: on a GPU where there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
+
+SCRIPT = """
+import sys
+import torch
+from quorum_attention.kernels.merge import _lerp_, _update_lse_
+from quorum_attention.kernels.merge_triton import merge_triton_
+
+device = sys.argv[1]
+torch.manual_seed(0)
+shapes = [(1, 1, 1, 1), (2, 3, 37, 40), (1, 2, 130, 64), (2, 2, 65, 80)]
+shapes += [(1, 1, 5, 257), (1, 0, 4, 8)]
+if device == "cuda":
+    shapes.append((1, 1, 70_000 * 64, 64))  # more than 65,535 programs
+for shape in shapes:
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        b, h, n, d = shape
+        base = torch.randn(b, h, n + 7, d, device=device)
+        out = base[:, :, 3 : 3 + n]
+        lse = (torch.randn(b, h, n + 2, device=device) * 100)[:, :, 1 : 1 + n]
+        out_i = torch.randn(b, n, h, d, device=device).to(dtype).transpose(1, 2)
+        lse_i = (torch.randn(b, n, h, device=device) * 100).transpose(1, 2)
+        lse[..., ::3] = -torch.inf
+        out[:, :, ::3] = 0
+        lse_i[..., ::2] = -torch.inf
+        out_i[:, :, ::2] = 0
+        expected, expected_lse, before = out.clone(), lse.clone(), base.clone()
+        _lerp_(expected, out_i, _update_lse_(expected_lse, lse_i).unsqueeze(-1))
+        merge_triton_(out, lse, out_i, lse_i)
+        torch.testing.assert_close(out, expected, atol=2e-6, rtol=2e-6)
+        torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-6)
+        assert torch.equal(base[:, :, :3], before[:, :, :3])
+        assert torch.equal(base[:, :, 3 + n :], before[:, :, 3 + n :])
+print("merged")
+"""
+
+
+def run_script(device: str, **environment: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT, device],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "merged" in done.stdout
+
+
+@needs_triton
+def test_in_the_interpreter() -> None:
+    # In a process of its own: Triton reads the variable when it is imported.
+    run_script("cpu", TRITON_INTERPRET="1")
+
+
+@needs_triton
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_on_the_gpu() -> None:
+    run_script("cuda")
+
+
+def test_the_package_imports_without_triton() -> None:
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import quorum_attention.kernels\n"
+        "assert 'quorum_attention.kernels.merge_triton' not in sys.modules"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)

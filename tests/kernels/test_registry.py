@@ -1,0 +1,135 @@
+"""Names, order of preference, refusals in words, and the numerical probe."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import quorum_attention.kernels.registry as registry
+from quorum_attention.kernels import (
+    CallShape,
+    CpuKernel,
+    MaskShape,
+    candidates,
+    get_kernel,
+    kernels,
+    probe,
+    register_kernel,
+)
+
+
+@pytest.fixture
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_KERNELS", dict(registry._KERNELS))
+
+
+def call(device: str = "cpu", dtype: torch.dtype = torch.float32, **more) -> CallShape:
+    return CallShape(device, dtype, 4, 2, 16, 16, **more)
+
+
+def test_order_of_preference() -> None:
+    assert list(kernels()) == ["cudnn", "flash", "efficient", "cpu", "dense"]
+    usable = [kernel.name for kernel, reason in candidates(call(needs_grad=True)) if reason is None]
+    assert usable == ["cpu", "dense"]
+
+
+def test_unknown_names_list_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="no kernel is named 'fast'.*cudnn, flash"):
+        get_kernel("fast")
+    with pytest.raises(TypeError, match="name or an InnerKernel"):
+        get_kernel(3)
+    assert get_kernel("cpu").name == "cpu"
+    assert get_kernel(get_kernel("cpu")) is get_kernel("cpu")
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_registering() -> None:
+    class Mine(CpuKernel):
+        name = "mine"
+
+    register_kernel(Mine())
+    assert list(kernels())[-2:] == ["mine", "dense"]
+    with pytest.raises(TypeError, match="lacks.*refusal"):
+        register_kernel(object())
+    Mine.name = "auto"
+    with pytest.raises(ValueError, match="cannot be named"):
+        register_kernel(Mine())
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "word"),
+    [
+        ("cudnn", call("cuda"), "NaN"),
+        ("cudnn", call(), "cpu"),
+        ("cudnn", CallShape("cuda", torch.float16, 4, 2, 20, 16), "multiples of 8"),
+        ("cudnn", CallShape("cuda", torch.float16, 4, 4, 512, 512, needs_grad=True), "256"),
+        ("flash", call("cuda"), "float16"),
+        ("flash", call("cuda", torch.float16, mask=MaskShape(True, False, False, True)), "mask"),
+        ("flash", CallShape("cuda", torch.float16, 4, 2, 16, 32), "equal"),
+        ("efficient", call("cuda", torch.float64), "float64"),
+        ("cpu", call("cuda"), "cuda"),
+        ("cpu", call(dtype=torch.int32), "int32"),
+        ("dense", call(dtype=torch.int32), "int32"),
+    ],
+)
+def test_refusals_say_why(name: str, shape: CallShape, word: str) -> None:
+    reason = get_kernel(name).refusal(shape)
+    assert reason is not None
+    assert word in reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mask", [None, MaskShape(False, True, True, True)], ids=["", "masked"])
+def test_probe_accepts_what_works(dtype: torch.dtype, mask: MaskShape | None) -> None:
+    assert probe(CpuKernel(), call(dtype=dtype, needs_grad=True, mask=mask)) is None
+
+
+class Broken(CpuKernel):
+    name = "broken"
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def rectangle_forward(self, query, key, value, causal, scale, bias):
+        if self.how == "raises":
+            raise RuntimeError("no plan for this shape\nlots of detail")
+        if self.how == "exhausted":
+            raise torch.OutOfMemoryError("out of memory")
+        out, lse = super().rectangle_forward(query, key, value, causal, scale, bias)
+        if self.how == "nan":
+            out[..., 3, :] = torch.nan
+        if self.how == "lse":
+            lse = lse + 1.0
+        return out, lse
+
+    def rectangle_backward(self, *args):
+        dq, dk, dv = super().rectangle_backward(*args)
+        return dq, dk * (2.0 if self.how == "gradient" else 1.0), dv
+
+
+@pytest.mark.parametrize(
+    ("how", "word"),
+    [
+        ("raises", "no plan for this shape"),
+        ("nan", "NaN"),
+        ("lse", "lse"),
+        ("gradient", "gradient of key"),
+    ],
+)
+def test_probe_finds_what_is_wrong(how: str, word: str) -> None:
+    reason = probe(Broken(how), call(needs_grad=True))
+    assert reason is not None
+    assert word in reason
+    assert "\n" not in reason
+
+
+def test_probe_lets_out_of_memory_through() -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        probe(Broken("exhausted"), call())
+
+
+def test_probe_asks_once() -> None:
+    kernel = Broken("fine")
+    assert probe(kernel, call()) is None
+    kernel.how = "raises"
+    assert probe(kernel, call()) is None
