@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import torch
 
 from quorum_attention.kernels.bias import aligned_bias
 from quorum_attention.kernels.layouts import in_layout_of
 from quorum_attention.kernels.operators import operator_reason
+from quorum_attention.kernels.padding import bias_for_padding, pad_last, pad_rows
 from quorum_attention.kernels.protocol import CallShape, Extent
 from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.workspace import (
@@ -22,6 +24,9 @@ _FORWARD = "_scaled_dot_product_cudnn_attention"
 _BACKWARD = "_scaled_dot_product_cudnn_attention_backward"
 # What cuDNN asks for on the side, whatever the shape (measured, with room).
 _INTERNAL_BYTES = 4 * 1024 * 1024
+# Its backward answers wrongly, or crashes the process, for a handful of queries or keys (seen with
+# cuDNN 9.19 on lengths of 1 to 7): shorter rectangles are padded up to this.
+_SHORTEST = 64
 
 
 class CudnnKernel(RectangleKernel):
@@ -56,6 +61,10 @@ class CudnnKernel(RectangleKernel):
         bias: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``RectangleKernel.rectangle_forward``."""
+        rows = query.shape[2]
+        if min(rows, key.shape[2]) < _SHORTEST:
+            bias = bias_for_padding(bias, query, key.shape[2], _SHORTEST, causal)
+            query, key, value = (pad_rows(t, _SHORTEST) for t in (query, key, value))
         out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(
             query,
             key,
@@ -67,7 +76,7 @@ class CudnnKernel(RectangleKernel):
             False,
             scale=scale,
         )[:2]
-        return out, lse.reshape(query.shape[:3])
+        return out[:, :, :rows], lse.reshape(query.shape[:3])[:, :, :rows]
 
     def rectangle_backward(
         self,
@@ -82,6 +91,13 @@ class CudnnKernel(RectangleKernel):
         bias: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See ``RectangleKernel.rectangle_backward``."""
+        rows, keys = query.shape[2], key.shape[2]
+        if min(rows, keys) < _SHORTEST:
+            bias = bias_for_padding(bias, query, keys, _SHORTEST, causal)
+            query, key, value, out, grad_out = (
+                pad_rows(t, _SHORTEST) for t in (query, key, value, out, grad_out)
+            )
+            lse = pad_last(lse, query.shape[2])
         lse_dims, seed_dtype = _forward_template(query.device, query.dtype)
         lse = lse.contiguous()
         seed = torch.zeros((), dtype=seed_dtype, device=query.device)
@@ -107,16 +123,17 @@ class CudnnKernel(RectangleKernel):
                 scale=scale,
             )
         )
-        return gradients
+        grad_query, grad_key, grad_value = gradients
+        return grad_query[:, :, :rows], grad_key[:, :, :keys], grad_value[:, :, :keys]
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``forward`` allocates at any one time."""
-        sizes = RectangleSizes.of(call, extent, self.grouped)
+        sizes = RectangleSizes.of(call, _padded(extent), self.grouped)
         return forward_bytes(sizes, call.value_dim, _INTERNAL_BYTES + sizes.aligned_bias_bytes)
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
-        sizes = RectangleSizes.of(call, extent, self.grouped)
+        sizes = RectangleSizes.of(call, _padded(extent), self.grouped)
         widths = call.head_dim + call.value_dim
         gradients = (sizes.rows * call.head_dim + sizes.key_rows * widths) * sizes.item
         copies = 2 * sizes.rows * call.value_dim * sizes.item
@@ -128,6 +145,14 @@ class CudnnKernel(RectangleKernel):
             internal += sizes.shared_key_rows * widths * sizes.item
         inside = copies + internal + sizes.aligned_bias_bytes
         return backward_bytes(sizes, gradients, inside)
+
+
+def _padded(extent: Extent) -> Extent:
+    return replace(
+        extent,
+        max_queries=max(_SHORTEST, extent.max_queries),
+        max_keys=max(_SHORTEST, extent.max_keys),
+    )
 
 
 @functools.cache

@@ -1,7 +1,8 @@
-"""Zero columns that make a head dimension what an operator insists on.
+"""Zeros that make a head dimension, or a number of rows, what an operator insists on.
 
 Zero columns of query and key change no score, and those of value only add columns to the output
-that are cut off again.
+that are cut off again. Zero queries have no gradient to hand on, and their outputs are cut off;
+added keys have to be masked.
 """
 
 from __future__ import annotations
@@ -13,3 +14,31 @@ def pad_last(tensor: torch.Tensor, width: int) -> torch.Tensor:
     """``tensor`` with zero columns up to ``width``; as it is, uncopied, where it has as many."""
     missing = width - tensor.shape[-1]
     return tensor if missing <= 0 else torch.nn.functional.pad(tensor, (0, missing))
+
+
+def pad_rows(tensor: torch.Tensor, rows: int, value: float = 0.0) -> torch.Tensor:
+    """``tensor`` (..., n, d) with rows of ``value`` up to ``rows``; uncopied where it has as many."""
+    missing = rows - tensor.shape[-2]
+    return tensor if missing <= 0 else torch.nn.functional.pad(tensor, (0, 0, 0, missing), value=value)
+
+
+def bias_for_padding(
+    bias: torch.Tensor | None, query: torch.Tensor, n_keys: int, least: int, causal: bool
+) -> torch.Tensor | None:
+    """The additive mask of a rectangle whose rows and keys are padded up to ``least``.
+
+    Added keys are masked; under a causal mask they lie after every query, and need none.
+
+    Args:
+        bias: (b or 1, h or 1, lq or 1, lk or 1), or None.
+        query: (b, h, lq, d), before padding.
+    """
+    missing_keys = max(0, least - n_keys)
+    if bias is None:
+        if causal or not missing_keys:
+            return None
+        bias = query.new_zeros((1, 1, 1, n_keys))
+    bias = bias.expand(*bias.shape[:-1], n_keys)
+    missing_rows = max(0, least - query.shape[2]) if bias.shape[2] > 1 else 0
+    bias = torch.nn.functional.pad(bias, (0, missing_keys), value=-torch.inf)
+    return torch.nn.functional.pad(bias, (0, 0, 0, missing_rows))
