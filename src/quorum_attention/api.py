@@ -226,7 +226,8 @@ def attention_backward(
         (grad_query, grad_key, grad_value), or ``grads``.
     """
     query, key, value = as_tensor(query, "query"), as_tensor(key, "key"), as_tensor(value, "value")
-    grad_out, out, lse = as_tensor(grad_out, "grad_out"), as_tensor(out, "out"), as_tensor(lse, "lse")
+    grad_out, out = as_tensor(grad_out, "grad_out"), as_tensor(out, "out")
+    lse = as_tensor(lse, "lse")
     mask = None if attn_mask is None else as_tensor(attn_mask, "attn_mask")
     check_options(0.0, depth, accumulator, None)
     work = check_inputs(query, key, value, mask, is_causal=is_causal, enable_gqa=enable_gqa)

@@ -12,7 +12,7 @@ from quorum_attention.validation import check_inputs
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -35,7 +35,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         query, key, value, out, lse = ctx.saved_tensors
-        grads = _Gradients.apply(grad_outputs[0], query, key, value, out, lse, ctx.options)
+        grads = _Gradients.apply(  # type: ignore[no-untyped-call]
+            grad_outputs[0], query, key, value, out, lse, ctx.options
+        )
         needed = ctx.needs_input_grad[:3]
         return (*(g if n else None for g, n in zip(grads, needed, strict=True)), None, None, None)
 
@@ -44,7 +46,7 @@ class _Gradients(torch.autograd.Function):
     """The backward as a function of its own, so that a second derivative meets a clear error."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         grad_out: torch.Tensor,
         query: torch.Tensor,
@@ -87,7 +89,7 @@ def differentiable(
     out_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) with a gradient with respect to query, key and value."""
-    result: tuple[torch.Tensor, torch.Tensor] = _Attention.apply(
+    result: tuple[torch.Tensor, torch.Tensor] = _Attention.apply(  # type: ignore[no-untyped-call]
         query, key, value, options, (out,), out_dtype
     )
     return result

@@ -11,27 +11,22 @@ from dataclasses import replace
 
 import torch
 
-from quorum_attention.execution.call import Call, empty_result, flat_batch
+from quorum_attention.execution.call import Call, empty_result
+from quorum_attention.execution.direct import pieces, runs_directly
 from quorum_attention.execution.engine import Input, Pass, State, Unit
-from quorum_attention.execution.forward import (
-    accumulator,
-    gathered,
-    inputs,
-    runs_directly,
-    whole_rectangle,
-)
-from quorum_attention.execution.masks import no_bias
+from quorum_attention.execution.forward import accumulator, gathered, inputs
 from quorum_attention.execution.memory import give_back_cached, is_out_of_memory
 from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.rows import Axis, GroupBuffer, RowTensor
 from quorum_attention.execution.runner import Progress, run
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.slots import backward_layout
-from quorum_attention.execution.workload import GroupSize, groups
 from quorum_attention.kernels.protocol import Gradients
 from quorum_attention.kernels.rectangles import RectangleKernel
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+_AXES: tuple[Axis, Axis, Axis] = ("query", "key", "key")
 
 
 def backward(
@@ -88,65 +83,37 @@ def _direct(
     report: PassReport,
     progress: Progress | None,
 ) -> Three:
-    work, kernel = call.work, call.kernel
+    kernel = call.kernel
     assert isinstance(kernel, RectangleKernel)
-    rectangle = whole_rectangle(work, schedule)
-    assert rectangle is not None
-    task = schedule.decomposition.task(())
+    report.accumulator = "none"
     lse = lse.to(call.device)
     # A row without a key has lse -inf; with 0 in its place exp(-inf - 0) is 0, not NaN.
     lse = torch.where(lse == float("-inf"), torch.zeros_like(lse), lse)
-    tensors = (grad_out, call.query, call.key, call.value, out)
-    flat = [flat_batch(t) for t in tensors]
-    every = GroupSize(work.batch, work.kv_heads)
-    whole = schedule.group == every and all(t is not None for t in flat)
-    parts = list(groups(work, every if whole else replace(schedule.group, batch=1)))
-    report.accumulator = "none"
-    if not whole and grads is None:
-        grads = _empty_gradients(call)
-    for count, group in enumerate(parts):
-        if whole:
-            pieces = [t for t in flat if t is not None]
-            piece_lse = lse.reshape(work.batch, work.heads, work.n_queries)
-        else:
-            entry = group.entries[0]
-            of_query = (True, True, False, False, True)
-            pieces = [
-                t[entry][group.query_heads if q else group.key_heads].unsqueeze(0)
-                for t, q in zip(tensors, of_query, strict=True)
-            ]
-            piece_lse = lse[entry][group.query_heads].unsqueeze(0)
-        bias = call.mask.bias(group, task, work.dtype, call.device) if call.mask else no_bias
-        piece_grad, query, key, value, piece_out = pieces
+    inputs_of = (call.query, call.key, call.value)
+    parts = list(pieces(call, schedule, (grad_out, *inputs_of, out)))
+    for done, piece in enumerate(parts, start=1):
         got = kernel.rectangle_backward(
-            piece_grad,
-            query,
-            key,
-            value,
-            piece_out,
-            piece_lse,
-            rectangle.causal,
+            piece.take(grad_out, "query"),
+            piece.take(call.query, "query"),
+            piece.take(call.key, "key"),
+            piece.take(call.value, "key"),
+            piece.take(out, "query"),
+            piece.take(lse, "query"),
+            piece.rectangle.causal,
             call.scale,
-            bias(rectangle),
+            piece.bias(piece.rectangle),
         )
         report.units += 1
         if progress is not None:
-            progress(count + 1, len(parts), "backward")
-        if whole:
-            shaped = tuple(
-                g.reshape(t.shape).to(t.dtype)
-                for g, t in zip(got, (call.query, call.key, call.value), strict=True)
+            progress(done, len(parts), "backward")
+        if piece.whole and grads is None:
+            query, key, value = (
+                g.reshape(t.shape).to(t.dtype) for g, t in zip(got, inputs_of, strict=True)
             )
-            if grads is None:
-                return shaped[0], shaped[1], shaped[2]
-            for target, part in zip(grads, shaped, strict=True):
-                target.copy_(part)
-            return grads
-        assert grads is not None
-        entry = group.entries[0]
-        heads = (group.query_heads, group.key_heads, group.key_heads)
-        for target, part, which in zip(grads, got, heads, strict=True):
-            target[entry][which] = part[0].to(target.dtype)
+            return query, key, value
+        grads = _empty_gradients(call) if grads is None else grads
+        for target, axis, part in zip(grads, _AXES, got, strict=True):
+            piece.put(target, axis, part)
     assert grads is not None
     return grads
 
@@ -166,12 +133,11 @@ def _through_slots(
         grads = _empty_gradients(call)
     home_device = call.device if schedule.accumulator == "device" else torch.device("cpu")
     report.accumulator = schedule.accumulator
-    axes: tuple[Axis, Axis, Axis] = ("query", "key", "key")
     names = ("query", "key", "value")
     homes: list[RowTensor | GroupBuffer] = []
-    finals = [RowTensor(g, axis) for g, axis in zip(grads, axes, strict=True)]
+    finals = [RowTensor(g, axis) for g, axis in zip(grads, _AXES, strict=True)]
     dtype = grads[0].dtype
-    for final, axis in zip(finals, axes, strict=True):
+    for final, axis in zip(finals, _AXES, strict=True):
         if dtype == work.state_dtype:
             homes.append(final)
         else:

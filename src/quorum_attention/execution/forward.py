@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from quorum_attention.decomposition import Decomposition, Rectangle
-from quorum_attention.execution.call import Call, empty_result, flat_batch
+from quorum_attention.execution.call import Call, empty_result
+from quorum_attention.execution.direct import pieces, runs_directly
 from quorum_attention.execution.engine import Input, Pass, State, Unit
 from quorum_attention.execution.masks import no_bias
 from quorum_attention.execution.memory import give_back_cached, is_out_of_memory
@@ -17,8 +17,8 @@ from quorum_attention.execution.rows import GroupBuffer, RowTensor
 from quorum_attention.execution.runner import Progress, run
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.slots import forward_layout
-from quorum_attention.execution.workload import GroupSize, Workload, groups
-from quorum_attention.kernels.protocol import InnerKernel, Statistics, TaskTensors
+from quorum_attention.execution.workload import Workload
+from quorum_attention.kernels.protocol import Statistics, TaskTensors
 from quorum_attention.kernels.rectangles import RectangleKernel
 
 
@@ -51,36 +51,6 @@ def forward(
         report.seconds = time.perf_counter() - started
 
 
-def runs_directly(call: Call, schedule: Schedule) -> bool:
-    """Whether the inner kernel can take the inputs as they lie: no slots, nothing to merge."""
-    return call.resident and runs_whole(call.work, schedule, call.kernel)
-
-
-def runs_whole(work: Workload, schedule: Schedule, kernel: InnerKernel) -> bool:
-    """Whether ``kernel`` can take all of a head group in one call of its operator."""
-    masked = work.mask is not None
-    return (
-        schedule.decomposition.depth == 0
-        and isinstance(kernel, RectangleKernel)
-        and kernel.takes_whole(work.heads, work.kv_heads, work.n_tokens, masked)
-        and whole_rectangle(work, schedule) is not None
-    )
-
-
-def whole_rectangle(work: Workload, schedule: Schedule) -> Rectangle | None:
-    """The rectangle that is the whole call, None where it takes more than one."""
-    rectangles = _rectangles(work, schedule, schedule.decomposition)
-    return rectangles[0] if len(rectangles) == 1 else None
-
-
-def _rectangles(
-    work: Workload, schedule: Schedule, decomposition: Decomposition
-) -> tuple[Rectangle, ...]:
-    return decomposition.task(()).rectangles(
-        work.is_causal, work.n_queries, work.n_keys, schedule.max_queries, schedule.max_keys
-    )
-
-
 def _direct(
     call: Call,
     schedule: Schedule,
@@ -91,48 +61,41 @@ def _direct(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     work, kernel = call.work, call.kernel
     assert isinstance(kernel, RectangleKernel)
-    rectangle = whole_rectangle(work, schedule)
-    assert rectangle is not None
-    task = schedule.decomposition.task(())
-    flat = [flat_batch(t) for t in (call.query, call.key, call.value)]
-    every = GroupSize(work.batch, work.kv_heads)
-    whole = schedule.group == every and all(t is not None for t in flat)
-    parts = list(groups(work, every if whole else replace(schedule.group, batch=1)))
     report.accumulator = "none"
-    lse = None
-    if not whole:
-        shape = (*work.batch_shape, work.heads, work.n_queries)
-        if out is None:
-            out = empty_result((*shape, work.value_dim), out_dtype, call.query.device, "the output")
-        lse = empty_result(shape, work.state_dtype, call.query.device, "the log-sum-exp")
-    for count, group in enumerate(parts):
-        if whole:
-            query, key, value = (t for t in flat if t is not None)
-        else:
-            entry = group.entries[0]
-            query = call.query[entry][group.query_heads].unsqueeze(0)
-            key = call.key[entry][group.key_heads].unsqueeze(0)
-            value = call.value[entry][group.key_heads].unsqueeze(0)
-        bias = call.mask.bias(group, task, work.dtype, call.device) if call.mask else no_bias
+    rows = (*work.batch_shape, work.heads, work.n_queries)
+    lse: torch.Tensor | None = None
+    parts = list(pieces(call, schedule, (call.query, call.key, call.value)))
+    for done, piece in enumerate(parts, start=1):
         part, part_lse = kernel.whole_forward(
-            query, key, value, rectangle.causal, call.scale, bias(rectangle)
+            piece.take(call.query, "query"),
+            piece.take(call.key, "key"),
+            piece.take(call.value, "key"),
+            piece.rectangle.causal,
+            call.scale,
+            piece.bias(piece.rectangle),
         )
         report.units += 1
+        if piece.whole and out is None:
+            out = part.reshape(*rows, work.value_dim).to(out_dtype)
+        else:
+            out = _or_empty(out, (*rows, work.value_dim), out_dtype, call, "the output")
+            piece.put(out, "query", part)
+        if piece.whole:
+            lse = part_lse.reshape(rows)
+        else:
+            lse = _or_empty(lse, rows, work.state_dtype, call, "the log-sum-exp")
+            piece.put(lse, "query", part_lse)
         if progress is not None:
-            progress(count + 1, len(parts), "forward")
-        if whole:
-            lse = part_lse.reshape(*work.batch_shape, work.heads, work.n_queries)
-            part = part.reshape(*work.batch_shape, work.heads, work.n_queries, work.value_dim)
-            if out is None:
-                return part.to(out_dtype), lse
-            out.copy_(part)
-            return out, lse
-        assert out is not None and lse is not None
-        entry = group.entries[0]
-        out[entry][group.query_heads] = part[0].to(out_dtype)
-        lse[entry][group.query_heads] = part_lse[0]
-    assert out is not None and lse is not None
+            progress(done, len(parts), "forward")
+    assert out is not None
+    assert lse is not None
     return out, lse
+
+
+def _or_empty(
+    tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, call: Call, what: str
+) -> torch.Tensor:
+    return empty_result(shape, dtype, call.query.device, what) if tensor is None else tensor
 
 
 def _through_slots(
@@ -153,7 +116,8 @@ def _through_slots(
     final = RowTensor(out, "query")
     home: RowTensor | GroupBuffer = final
     if out_dtype != state:
-        home = GroupBuffer(accumulator(schedule, work, work.value_dim, home_device, "query"), "query")
+        buffer = accumulator(schedule, work, work.value_dim, home_device, "query")
+        home = GroupBuffer(buffer, "query")
     report.accumulator = schedule.accumulator
     lse_rows = RowTensor(lse.unsqueeze(-1), "query")
 

@@ -40,13 +40,11 @@ class MaskView:
         def of(rectangle: Rectangle) -> torch.Tensor:
             rows = task.segments(rectangle.query_start, rectangle.query_stop)
             columns = task.segments(rectangle.key_start, rectangle.key_stop)
-            pieces = [_gather(_gather(block, 1, rows), 2, columns) for block in blocks]
-            part = pieces[0].unsqueeze(0) if len(pieces) == 1 else torch.stack(pieces)
-            part = part.to(device)
-            if part.dtype != torch.bool:
-                return part.to(dtype)
-            bias = torch.zeros(part.shape, dtype=dtype, device=device)
-            return bias.masked_fill_(part.logical_not(), float("-inf"))
+            if self.mask.dtype == dtype and len(blocks) == 1:
+                view = _view(blocks[0], rows, columns)
+                if view is not None:
+                    return view.unsqueeze(0).to(device)
+            return _gathered(blocks, rows, columns, dtype).to(device)
 
         return of
 
@@ -64,11 +62,45 @@ class MaskView:
         return blocks
 
 
-def _gather(block: torch.Tensor, dim: int, segments: list[tuple[int, int, int]]) -> torch.Tensor:
-    if block.shape[dim] == 1:
-        return block
-    parts = [block.narrow(dim, start, stop - start) for start, stop, _ in segments]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+Segments = list[tuple[int, int, int]]
+
+
+def _pieces(block: torch.Tensor, dim: int, segments: Segments) -> Segments:
+    """``segments``, or the one position of a dimension that the mask broadcasts over."""
+    return segments if block.shape[dim] > 1 else [(0, 1, segments[0][2])]
+
+
+def _view(block: torch.Tensor, rows: Segments, columns: Segments) -> torch.Tensor | None:
+    """The rectangle of a block, None where it does not lie in one piece."""
+    rows, columns = _pieces(block, 1, rows), _pieces(block, 2, columns)
+    if len(rows) > 1 or len(columns) > 1:
+        return None
+    return block[:, slice(*rows[0][:2]), slice(*columns[0][:2])]
+
+
+def _gathered(
+    blocks: list[torch.Tensor], rows: Segments, columns: Segments, dtype: torch.dtype
+) -> torch.Tensor:
+    """The rectangle of every block, additive; takes no memory beside the result."""
+    first = blocks[0]
+    rows, columns = _pieces(first, 1, rows), _pieces(first, 2, columns)
+    heights, widths = ([stop - start for start, stop, _ in part] for part in (rows, columns))
+    shape = (len(blocks), first.shape[0], sum(heights), sum(widths))
+    bias = torch.empty(shape, dtype=dtype, device=first.device)
+    kept = torch.zeros((), dtype=dtype, device=first.device)
+    masked = torch.full((), float("-inf"), dtype=dtype, device=first.device)
+    for target, block in zip(bias, blocks, strict=True):
+        for (top, bottom, local), height in zip(rows, heights, strict=True):
+            down = local - rows[0][2]
+            for (left, right, local_column), width in zip(columns, widths, strict=True):
+                across = local_column - columns[0][2]
+                source = block[:, top:bottom, left:right]
+                piece = target[:, down : down + height, across : across + width]
+                if source.dtype == torch.bool:
+                    torch.where(source, kept, masked, out=piece)
+                else:
+                    piece.copy_(source)
+    return bias
 
 
 def no_bias(rectangle: Rectangle) -> None:

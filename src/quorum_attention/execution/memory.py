@@ -9,7 +9,10 @@ from types import TracebackType
 import torch
 
 # What torch's CPU allocator says; it has no type of its own for it (a plain RuntimeError).
-_CPU_ALLOCATOR_SAYS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+_CPU_ALLOCATOR_SAYS = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+)
 _BAD_ALLOC = "std::bad_alloc"
 _CUDA_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 
@@ -137,7 +140,7 @@ class PageLocks:
 
 
 def _clear_last_cuda_error() -> None:
-    """A refused registration leaves an error behind that the next launch would report as its own."""
+    """A refused registration leaves an error behind that the next launch would report."""
     try:
         torch.zeros(1, device="cuda")
         torch.cuda.synchronize()

@@ -55,7 +55,7 @@ class SlotLayout:
     def carve(
         self, slot: torch.Tensor, name: str, entries: int, kv_heads: int, rows: int
     ) -> torch.Tensor:
-        """The field ``name`` of a slot (uint8, slot_bytes) as a dense (entries, heads, rows, width).
+        """The field ``name`` of a slot (uint8) as a dense (entries, heads, rows, width).
 
         Dense for the sizes at hand, so that a kernel always gets contiguous rows.
         """

@@ -103,7 +103,7 @@ class CpuKernel(RectangleKernel):
         tiles = tile_queries * (tile_keys + 2 + width) * sizes.work
         packed = 0
         if sizes.item == 2:
-            tiles += tile_queries * tile_keys * 2
+            tiles += (tile_queries * tile_keys + (tile_queries + tile_keys) * width) * 2
             if "AVX512" in torch.backends.cpu.get_cpu_capability():
                 # There torch may repack keys and values as a whole for its matrix units.
                 packed = 2 * sizes.batch * sizes.key_heads * round_up(sizes.keys, _TILE_KEYS)

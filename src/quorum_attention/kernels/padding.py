@@ -17,9 +17,11 @@ def pad_last(tensor: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def pad_rows(tensor: torch.Tensor, rows: int, value: float = 0.0) -> torch.Tensor:
-    """``tensor`` (..., n, d) with rows of ``value`` up to ``rows``; uncopied where it has as many."""
+    """``tensor`` (..., n, d) with rows of ``value`` up to ``rows``; uncopied where it has them."""
     missing = rows - tensor.shape[-2]
-    return tensor if missing <= 0 else torch.nn.functional.pad(tensor, (0, 0, 0, missing), value=value)
+    if missing <= 0:
+        return tensor
+    return torch.nn.functional.pad(tensor, (0, 0, 0, missing), value=value)
 
 
 def bias_for_padding(

@@ -108,7 +108,8 @@ class RectangleKernel(ABC):
             masked: whether the call has a mask.
         """
         heads_fit = self.grouped or query_heads == key_heads
-        return heads_fit and (not masked or self.masked_limit is None or tokens <= self.masked_limit)
+        unlimited = not masked or self.masked_limit is None
+        return heads_fit and (unlimited or tokens <= (self.masked_limit or 0))
 
     def whole_forward(
         self,
@@ -139,41 +140,53 @@ class RectangleKernel(ABC):
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
         for rectangle in self._rectangles(task):
-            rows, keys = _slices(rectangle)
-            given = task.bias(rectangle)
-            bias = None if given is None else _four_dims(given)
-            for pick in self._head_views(task):
-                self._merge_rectangle(
-                    pick(task.query)[:, :, rows],
-                    task.key[:, :, keys],
-                    task.value[:, :, keys],
-                    rectangle.causal,
-                    task.scale,
-                    None if bias is None else _pick_bias(pick, bias, task.query.shape[1]),
-                    Statistics(pick(state.out)[:, :, rows], pick(state.lse)[:, :, rows]),
-                )
+            self._forward_rectangle(task, rectangle, state)
 
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
         for rectangle in self._rectangles(task):
-            rows, keys = _slices(rectangle)
-            given = task.bias(rectangle)
-            bias = None if given is None else _four_dims(given)
-            for pick in self._head_views(task):
-                piece = _BackwardPiece(
-                    query=pick(task.query)[:, :, rows],
-                    key=task.key[:, :, keys],
-                    value=task.value[:, :, keys],
-                    grad_out=pick(grads.grad_out)[:, :, rows],
-                    out=pick(grads.out)[:, :, rows],
-                    lse=_shifted_lse(pick(grads.lse)[:, :, rows], grads.shift),
-                    grad_query=pick(grads.grad_query)[:, :, rows],
-                    grad_key=grads.grad_key[:, :, keys],
-                    grad_value=grads.grad_value[:, :, keys],
-                    bias=None if bias is None else _pick_bias(pick, bias, task.query.shape[1]),
-                )
-                for part in self._parts(piece, rectangle.causal):
-                    self._add_gradients(part, rectangle.causal, task.scale, grads.shift)
+            self._backward_rectangle(task, rectangle, grads)
+
+    # One rectangle a call, so that its mask is let go before the next one is made.
+
+    def _forward_rectangle(
+        self, task: TaskTensors, rectangle: Rectangle, state: Statistics
+    ) -> None:
+        rows, keys = _slices(rectangle)
+        given = task.bias(rectangle)
+        bias = None if given is None else _four_dims(given)
+        for pick in self._head_views(task):
+            self._merge_rectangle(
+                pick(task.query)[:, :, rows],
+                task.key[:, :, keys],
+                task.value[:, :, keys],
+                rectangle.causal,
+                task.scale,
+                None if bias is None else _pick_bias(pick, bias, task.query.shape[1]),
+                Statistics(pick(state.out)[:, :, rows], pick(state.lse)[:, :, rows]),
+            )
+
+    def _backward_rectangle(
+        self, task: TaskTensors, rectangle: Rectangle, grads: Gradients
+    ) -> None:
+        rows, keys = _slices(rectangle)
+        given = task.bias(rectangle)
+        bias = None if given is None else _four_dims(given)
+        for pick in self._head_views(task):
+            piece = _BackwardPiece(
+                query=pick(task.query)[:, :, rows],
+                key=task.key[:, :, keys],
+                value=task.value[:, :, keys],
+                grad_out=pick(grads.grad_out)[:, :, rows],
+                out=pick(grads.out)[:, :, rows],
+                lse=_shifted_lse(pick(grads.lse)[:, :, rows], grads.shift),
+                grad_query=pick(grads.grad_query)[:, :, rows],
+                grad_key=grads.grad_key[:, :, keys],
+                grad_value=grads.grad_value[:, :, keys],
+                bias=None if bias is None else _pick_bias(pick, bias, task.query.shape[1]),
+            )
+            for part in self._parts(piece, rectangle.causal):
+                self._add_gradients(part, rectangle.causal, task.scale, grads.shift)
 
     def _rectangles(self, task: TaskTensors) -> Iterator[Rectangle]:
         if 0 in task.query.shape[:2]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quorum_attention.execution.forward import runs_whole
+from quorum_attention.execution.direct import runs_whole
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.slots import aligned, backward_layout, forward_layout
 from quorum_attention.execution.workload import GroupSize, Workload
@@ -79,7 +79,8 @@ def forward_footprint(
     if counts_home:
         home += aligned(lse)
         if place.result_dtype != work.state_dtype:
-            home += _group_rows(work, schedule, "query") * work.value_dim * work.state_dtype.itemsize
+            width = work.value_dim * work.state_dtype.itemsize
+            home += _group_rows(work, schedule, "query") * width
     return Footprint(
         schedule.n_cap * layout.slot_bytes, workspace, home, out if counts_results else 0
     )

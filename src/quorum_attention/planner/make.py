@@ -226,10 +226,11 @@ def estimate(
     backward = plan(n_tokens, budget=budget, backward=True, **options)  # type: ignore[arg-type]
     whole = plan(n_tokens, levels=(), **options)  # type: ignore[arg-type]
     limit = None if budget is None else parse_bytes(budget)
-    others = [whole]
-    for levels in ((7,), (13,), (31,), (57,), (7, 7)):
-        if levels != forward.levels and n_tokens >= 128 * levels[-1]:
-            others.append(plan(n_tokens, levels=levels, **options))  # type: ignore[arg-type]
+    others = [
+        plan(n_tokens, levels=levels, **options)  # type: ignore[arg-type]
+        for levels in ((), (7,), (13,), (31,), (57,), (7, 7))
+        if levels != forward.levels and n_tokens >= 128 * max(levels, default=0)
+    ]
     room = limit if limit is not None else _free(torch.device(forward.place.device_type))
     return Estimate(
         limit, whole.peak_bytes <= room, whole.peak_bytes, forward, backward, tuple(others)

@@ -118,9 +118,10 @@ class Plan:
             f"{schedule.group.kv_heads} key/value heads x {shape.n_tasks} task(s), "
             f"{schedule.n_cap} resident at once"
         )
-        where = "inputs in place" if self.candidate.direct else "through slots"
-        home = "nothing to merge" if self.candidate.direct else f"accumulators: {schedule.accumulator}"
-        lines.append(f"kernel: {self.kernel} on {self.place.device_type}, {where}, {home}")
+        how = f"through slots, accumulators: {schedule.accumulator}"
+        if self.candidate.direct:
+            how = "inputs in place, nothing to merge"
+        lines.append(f"kernel: {self.kernel} on {self.place.device_type}, {how}")
         parts = [
             f"{label} {format_bytes(n)}"
             for label, n in (

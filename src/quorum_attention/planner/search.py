@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 
@@ -21,7 +21,7 @@ from quorum_attention.planner.footprint import (
     goes_direct,
 )
 from quorum_attention.planner.machine import Machine
-from quorum_attention.quorums import chunk_count, quorum_sizes
+from quorum_attention.quorums import chunk_count, quorum_size, quorum_sizes
 from quorum_attention.sizes import format_bytes
 
 # Single levels up to this quorum size; every pair and a few triples of small ones.
@@ -199,28 +199,9 @@ def _is_useful(levels: tuple[int, ...], n_tokens: int, request: Request) -> bool
     """Whether the finest chunks still hold a tile."""
     if not levels:
         return True
-    chunks = 1
-    for c in levels:
-        chunks *= c
     smallest = request.tile if request.layout == "aligned" else 1
     # At deeper levels a chunk is a part of a task, not of the sequence.
     tokens = float(n_tokens)
     for c in levels[:-1]:
-        tokens *= _kept_share(c)
+        tokens *= quorum_size(c) / c
     return tokens / levels[-1] >= smallest
-
-
-def _kept_share(c: int) -> float:
-    quorum = round((1 + (4 * c - 3) ** 0.5) / 2)
-    return quorum / c
-
-
-def pinned(request: Request, schedule: Schedule) -> Request:
-    """``request`` with everything fixed as in ``schedule`` (for a plan the user passed)."""
-    return replace(
-        request,
-        levels=schedule.decomposition.levels,
-        layout=schedule.decomposition.layout,
-        tile=schedule.decomposition.tile,
-        pinned=True,
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from functools import cache
 
@@ -23,12 +24,12 @@ _PAPER = {
 }
 
 
-def chunk_count(l: int) -> int:  # noqa: E741 - the paper's letter
-    """c = l (l - 1) + 1, the chunks that quorum size ``l`` covers exactly."""
+def chunk_count(l: int) -> int:
+    """C = l (l - 1) + 1, the chunks that quorum size ``l`` covers exactly."""
     return l * (l - 1) + 1
 
 
-def has_interest_set(l: int) -> bool:  # noqa: E741
+def has_interest_set(l: int) -> bool:
     """Whether an interest set of size ``l`` is known: l - 1 a prime power, or l <= 2."""
     return l in (1, 2) or (l > 2 and prime_power(l - 1) is not None)
 
@@ -36,7 +37,7 @@ def has_interest_set(l: int) -> bool:  # noqa: E741
 def quorum_sizes(max_l: int) -> tuple[int, ...]:
     """All quorum sizes up to ``max_l`` for which there is an interest set."""
     _check_whole("max_l", max_l)
-    return tuple(l for l in range(1, max_l + 1) if has_interest_set(l))  # noqa: E741
+    return tuple(l for l in range(1, max_l + 1) if has_interest_set(l))
 
 
 def quorum_size(c: int) -> int:
@@ -46,7 +47,7 @@ def quorum_size(c: int) -> int:
         ValueError: no interest set has that chunk count; names the nearest that work.
     """
     _check_whole("c", c)
-    l = max(1, round((1 + (max(0, 4 * c - 3)) ** 0.5) / 2))  # noqa: E741
+    l = max(1, (1 + math.isqrt(max(0, 4 * c - 3))) // 2)
     if chunk_count(l) == c and has_interest_set(l):
         return l
     below, above = _neighbours(l if chunk_count(l) > c else l + 1)
@@ -55,7 +56,7 @@ def quorum_size(c: int) -> int:
 
 
 @cache
-def interest_set(l: int) -> tuple[int, ...]:  # noqa: E741
+def interest_set(l: int) -> tuple[int, ...]:
     """The interest set of quorum size ``l``: ascending residues modulo c = l (l - 1) + 1.
 
     Every nonzero residue modulo c is the difference of exactly one ordered pair of it. The
@@ -107,7 +108,7 @@ def is_interest_set(interest: Iterable[int], c: int | None = None) -> bool:
     return sorted(differences) == list(range(1, modulus)) and len(set(members)) == len(members)
 
 
-def _neighbours(l: int) -> tuple[int | None, int | None]:  # noqa: E741
+def _neighbours(l: int) -> tuple[int | None, int | None]:
     below = next((n for n in range(l - 1, 0, -1) if has_interest_set(n)), None)
     above = max(l, 1)
     while not has_interest_set(above):
