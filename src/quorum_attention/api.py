@@ -9,11 +9,12 @@ from typing import Any, Literal
 
 import torch
 
+from quorum_attention.errors import BudgetError
 from quorum_attention.execution.backward import Three, backward
-from quorum_attention.execution.call import Call
+from quorum_attention.execution.call import Call, rows_are_dense
 from quorum_attention.execution.forward import forward
 from quorum_attention.execution.masks import MaskView
-from quorum_attention.execution.memory import available_bytes
+from quorum_attention.execution.memory import available_bytes, named_out_of_memory
 from quorum_attention.execution.report import PassReport, Report
 from quorum_attention.execution.runner import Progress
 from quorum_attention.execution.workload import Workload
@@ -23,8 +24,7 @@ from quorum_attention.planner.footprint import Placement
 from quorum_attention.planner.machine import assumed
 from quorum_attention.planner.plan import Plan
 from quorum_attention.planner.search import Request, choose
-from quorum_attention.progress import progress_bar
-from quorum_attention.sizes import parse_bytes
+from quorum_attention.sizes import format_bytes, parse_bytes
 from quorum_attention.validation import as_tensor, check_inputs, check_options, check_result
 
 Device = str | torch.device
@@ -337,6 +337,16 @@ def _budget(options: Options) -> int:
     return int(available_bytes(options.device) * (1 - _MARGIN))
 
 
+def _check_budget(plan: Plan, budget: int | None) -> None:
+    """A plan pins everything, but a budget given beside it still holds."""
+    if budget is not None and plan.peak_bytes > budget:
+        raise BudgetError(
+            f"a budget of {format_bytes(budget)} ({budget} bytes) is too small for the plan given, "
+            f"which takes {format_bytes(plan.peak_bytes)} ({plan.peak_bytes} bytes)",
+            smallest_bytes=plan.peak_bytes,
+        )
+
+
 def make_plan(
     work: Workload,
     options: Options,
@@ -347,6 +357,7 @@ def make_plan(
 ) -> Plan:
     """The plan of one pass under the call's options."""
     if options.plan is not None and options.plan.backward == backward:
+        _check_budget(options.plan, options.budget_bytes)
         return options.plan
     budget = _budget(options)
     given = options.plan
@@ -402,6 +413,8 @@ def _progress(options: Options) -> AbstractContextManager[Progress | None]:
     if options.progress is None or options.progress is False:
         return nullcontext(None)
     if options.progress is True:
+        from quorum_attention.progress import progress_bar  # rich, only where it is shown
+
         return progress_bar()
     if not callable(options.progress):
         raise TypeError(
@@ -436,7 +449,11 @@ def run_forward(
     shape = work.call_shape(options.device.type, needs_grad)
     kernel = select_kernel(options.kernel, shape, options.device)
     place = Placement(
-        options.device.type, query.device == options.device, out is not None, out_dtype
+        options.device.type,
+        query.device == options.device,
+        out is not None,
+        out_dtype,
+        rows_are_dense(query, key, value),
     )
     plan = make_plan(work, options, kernel, place, backward=False)
     call = _call(query, key, value, work, options, kernel)
@@ -448,6 +465,7 @@ def run_forward(
         _PeakMemory(options.device, report, options.report is not None),
         _progress(options) as progress,
         torch.no_grad(),
+        named_out_of_memory(),
     ):
         return forward(
             call, plan.schedule, out=out, out_dtype=out_dtype, report=report, progress=progress
@@ -473,7 +491,13 @@ def run_backward(
     shape = work.call_shape(options.device.type, needs_grad=True)
     kernel = select_kernel(options.kernel, shape, options.device)
     dtype = work.dtype if grads is None else grads[0].dtype
-    place = Placement(options.device.type, query.device == options.device, grads is not None, dtype)
+    place = Placement(
+        options.device.type,
+        query.device == options.device,
+        grads is not None,
+        dtype,
+        rows_are_dense(query, key, value),
+    )
     plan = make_plan(work, options, kernel, place, backward=True)
     call = _call(query, key, value, work, options, kernel)
     report = _pass_report(plan)
@@ -484,12 +508,13 @@ def run_backward(
         _PeakMemory(options.device, report, options.report is not None),
         _progress(options) as progress,
         torch.no_grad(),
+        named_out_of_memory(),
     ):
         return backward(
             call,
             plan.schedule,
             _dense_rows(grad_out.to(work.dtype)),
-            out.to(work.dtype),
+            _dense_rows(out.to(work.dtype)),
             lse,
             grads=grads,
             report=report,

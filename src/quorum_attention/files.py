@@ -40,10 +40,11 @@ _ALIGNMENT = 64
 _LARGEST_HEADER = 100 << 20  # the format's own limit
 
 
-def open_tensors(path: Path_) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file by name, mapped read-only: nothing is read yet.
+def open_tensors(path: Path_, *, writable: bool = False) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file by name, mapped: nothing is read yet.
 
-    Writing to one of them crashes the process; torch cannot know that they are read-only.
+    With ``writable`` what is written to them goes to the file; without, writing to one of them
+    crashes the process (torch cannot know that they are read-only).
 
     Raises:
         OSError: the file cannot be opened.
@@ -59,6 +60,7 @@ def open_tensors(path: Path_) -> dict[str, torch.Tensor]:
             header = json.loads(file.read(length))
         except ValueError as error:
             raise ValueError(f"{path} is not a safetensors file: its header is no JSON") from error
+    mode = "r+" if writable else "r"
     tensors = {}
     for name, entry in header.items():
         if name == "__metadata__":
@@ -68,7 +70,7 @@ def open_tensors(path: Path_) -> dict[str, torch.Tensor]:
         start, stop = (8 + length + offset for offset in entry["data_offsets"])
         if stop > size:
             raise ValueError(f"{path} is truncated: {name} ends at byte {stop} of {size}")
-        tensors[name] = _mapped(path, "r", start, tuple(entry["shape"]), _DTYPES[entry["dtype"]])
+        tensors[name] = _mapped(path, mode, start, tuple(entry["shape"]), _DTYPES[entry["dtype"]])
     return tensors
 
 

@@ -33,7 +33,7 @@ def warm_up() -> None:
     """Start torch's thread pools, whose stacks count as data, before a limit is set."""
     small = torch.randn(1, 2, 256, 16, requires_grad=True)
     out = torch.nn.functional.scaled_dot_product_attention(small, small, small)
-    out.sum().backward()  # type: ignore[no-untyped-call]
+    out.sum().backward()
 
 
 def limit_cuda_memory(extra_bytes: int, device: torch.device) -> None:

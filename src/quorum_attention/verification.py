@@ -7,12 +7,15 @@ the result's own lse, which has been checked on the sampled rows by then.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import product
 
 import torch
 
-_BLOCK_ELEMENTS = 1 << 22
+_BLOCK_ELEMENTS = 1 << 20
+
+Index = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +23,7 @@ class Sampled:
     """Relative errors (root of summed squares over the sampled rows), None where not checked.
 
     Attributes:
-        lse_is_exact: every row's log-sum-exp was computed in float64; otherwise the returned one
+        lse_is_exact: every row's log-sum-exp was computed in float64; otherwise a returned one
             was used for dK and dV.
     """
 
@@ -34,8 +37,7 @@ class Sampled:
     def worst(self) -> float:
         """The largest of them; infinite where one is not a number."""
         errors = (self.out, self.lse, self.grad_query, self.grad_key, self.grad_value)
-        known = [float("inf") if e != e else e for e in errors if e is not None]
-        return max(known)
+        return max(float("inf") if e != e else e for e in errors if e is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class Problem:
     is_causal: bool
     scale: float
 
-    def heads(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    def heads(self) -> list[tuple[Index, Index]]:
         """(query index, key index) of every head."""
         *batch, heads = self.query.shape[:-2]
         shared = heads // self.key.shape[-3]
@@ -57,12 +59,13 @@ class Problem:
             indices.append(((*entry, head), (*entry, head // shared)))
         return indices
 
-    def scores(self, at: tuple[int, ...], key_at: tuple[int, ...], rows: torch.Tensor) -> torch.Tensor:
-        """Scores (rows, n_keys) of some query rows of one head, float64, causal mask applied."""
-        scores = self.query[at][rows].double() @ self.key[key_at].double().mT * self.scale
+    def scores(self, at: Index, key_at: Index, rows: torch.Tensor) -> torch.Tensor:
+        """Scores (rows, n_keys) of some query rows of a head, float64, causal mask applied."""
+        query, key = self.query[at][rows].double(), self.key[key_at].double()
+        scores = torch.matmul(query, key.mT).mul_(self.scale)
         if self.is_causal:
             after = torch.arange(scores.shape[1]) > rows.unsqueeze(1)
-            scores.masked_fill_(after, float("-inf"))
+            scores = scores.masked_fill_(after, float("-inf"))
         return scores
 
 
@@ -74,30 +77,42 @@ def sample(n: int, count: int, generator: torch.Generator) -> torch.Tensor:
     return torch.unique(torch.cat([torch.tensor([0, n - 1]), inner]))
 
 
-def verify(
+@dataclass(slots=True)
+class Expected:
+    """The right answer on sampled rows, float64: by head for rows of queries and of keys."""
+
+    query_rows: torch.Tensor
+    key_rows: torch.Tensor
+    lse_is_exact: bool
+    out: dict[Index, torch.Tensor]
+    lse: dict[Index, torch.Tensor]
+    grad_query: dict[Index, torch.Tensor]
+    grad_key: dict[Index, torch.Tensor]
+    grad_value: dict[Index, torch.Tensor]
+
+
+def expect(
     problem: Problem,
-    out: torch.Tensor,
-    lse: torch.Tensor | None = None,
     grad_out: torch.Tensor | None = None,
-    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
     *,
     rows: int = 32,
     keys: int = 8,
-    exact_lse_pairs: int = 1 << 31,
+    exact_lse_pairs: int = 1 << 29,
     seed: int = 0,
-) -> Sampled:
-    """Compare a result with float64 on sampled rows of every head.
+) -> Expected:
+    """The right answer on sampled rows of every head.
 
     Args:
         problem: the inputs.
-        out: (*batch, heads, n_queries, value_dim), to be checked.
-        lse: (*batch, heads, n_queries), to be checked; may be needed for dK and dV.
-        grad_out: the upstream gradient, and ``grads`` the three gradients to be checked.
+        grad_out: the upstream gradient; None leaves the gradients out.
+        out, lse: a result whose rows stand in for float64 ones in dK and dV, on problems of more
+            than ``exact_lse_pairs`` query-key pairs.
         rows, keys: how many query rows and key rows are sampled.
-        exact_lse_pairs: up to this many query-key pairs every lse is computed in float64.
 
     Raises:
-        ValueError: gradients are to be checked on a problem too large for that, without an lse.
+        ValueError: a problem too large for exact gradients came without ``out`` and ``lse``.
     """
     generator = torch.Generator().manual_seed(seed)
     query_rows = sample(problem.query.shape[-2], rows, generator)
@@ -105,74 +120,87 @@ def verify(
     indices = problem.heads()
     n_pairs = problem.query.shape[-2] * problem.key.shape[-2] * len(indices)
     exact = n_pairs <= exact_lse_pairs
-    if grads is not None and not exact and lse is None:
-        raise ValueError("lse is needed to check gradients of a problem of this size")
-    sums = {name: _Error() for name in ("out", "lse", "grad_query", "grad_key", "grad_value")}
-    grad_key: dict[tuple[int, ...], torch.Tensor] = {}
-    grad_value: dict[tuple[int, ...], torch.Tensor] = {}
+    if grad_out is not None and not exact and (lse is None or out is None):
+        raise ValueError("out and lse are needed to check gradients of a problem of this size")
+    found = Expected(query_rows, key_rows, exact, {}, {}, {}, {}, {})
     for at, key_at in indices:
         scores = problem.scores(at, key_at, query_rows)
         row_lse = torch.logsumexp(scores, dim=1)
         p = torch.exp(scores - row_lse.unsqueeze(1))
         value = problem.value[key_at].double()
-        row_out = p @ value
-        sums["out"].add(out[at][query_rows], row_out)
-        if lse is not None:
-            sums["lse"].add(lse[at][query_rows], row_lse)
-        if grad_out is None or grads is None:
+        found.lse[at] = row_lse
+        found.out[at] = row_out = p @ value
+        if grad_out is None:
             continue
         row_grad = grad_out[at][query_rows].double()
         delta = (row_grad * row_out).sum(dim=1, keepdim=True)
         ds = p * (row_grad @ value.mT - delta)
-        row_grad_query = ds @ problem.key[key_at].double() * problem.scale
-        sums["grad_query"].add(grads[0][at][query_rows], row_grad_query)
-        dk, dv = _key_gradients(problem, at, key_at, key_rows, out, None if exact else lse, grad_out)
-        grad_key[key_at] = grad_key.get(key_at, 0) + dk
-        grad_value[key_at] = grad_value.get(key_at, 0) + dv
-    if grads is not None:
-        for key_at, expected in grad_key.items():
-            sums["grad_key"].add(grads[1][key_at][key_rows], expected)
-            sums["grad_value"].add(grads[2][key_at][key_rows], grad_value[key_at])
+        found.grad_query[at] = ds @ problem.key[key_at].double() * problem.scale
+        given = None if exact or out is None or lse is None else (out, lse)
+        dk, dv = _key_gradients(problem, at, key_at, key_rows, grad_out, given)
+        # Query heads that share a key head add up.
+        found.grad_key[key_at] = found.grad_key.get(key_at, torch.zeros_like(dk)) + dk
+        found.grad_value[key_at] = found.grad_value.get(key_at, torch.zeros_like(dv)) + dv
+    return found
+
+
+def compare(
+    expected: Expected,
+    out: torch.Tensor,
+    lse: torch.Tensor | None = None,
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+) -> Sampled:
+    """The errors of a result: out (*batch, heads, n, dv), lse (*batch, heads, n), gradients."""
+    rows, keys = expected.query_rows, expected.key_rows
     return Sampled(
-        out=sums["out"].relative(),
-        lse=sums["lse"].relative() if lse is not None else None,
-        grad_query=sums["grad_query"].relative() if grads is not None else None,
-        grad_key=sums["grad_key"].relative() if grads is not None else None,
-        grad_value=sums["grad_value"].relative() if grads is not None else None,
-        lse_is_exact=exact,
+        out=_relative(expected.out, out, rows),
+        lse=None if lse is None else _relative(expected.lse, lse, rows),
+        grad_query=None if grads is None else _relative(expected.grad_query, grads[0], rows),
+        grad_key=None if grads is None else _relative(expected.grad_key, grads[1], keys),
+        grad_value=None if grads is None else _relative(expected.grad_value, grads[2], keys),
+        lse_is_exact=expected.lse_is_exact,
     )
+
+
+def _relative(
+    expected: dict[Index, torch.Tensor], got: torch.Tensor, rows: torch.Tensor
+) -> float:
+    difference = size = 0.0
+    for at, right in expected.items():
+        difference += float((got[at][rows].double() - right).square().sum())
+        size += float(right.square().sum())
+    return math.sqrt(difference / size) if size else math.sqrt(difference)
 
 
 def _key_gradients(
     problem: Problem,
-    at: tuple[int, ...],
-    key_at: tuple[int, ...],
+    at: Index,
+    key_at: Index,
     key_rows: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
     grad_out: torch.Tensor,
+    given: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One query head's share of dK and dV at ``key_rows``, over all query rows, in blocks.
 
-    With ``lse`` None everything is float64 from the inputs alone; otherwise the given lse and
-    output of each row are used.
+    With ``given`` None everything is float64 from the inputs alone; otherwise each row's output
+    and log-sum-exp are taken from it.
     """
     n_queries, n_keys = problem.query.shape[-2], problem.key.shape[-2]
     keys = problem.key[key_at][key_rows].double()
     values = problem.value[key_at][key_rows].double()
     dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
-    step = max(1, _BLOCK_ELEMENTS // (n_keys if lse is None else 1024))
+    step = max(1, _BLOCK_ELEMENTS // (n_keys if given is None else 1024))
     for start in range(0, n_queries, step):
         rows = torch.arange(start, min(start + step, n_queries))
         grad = grad_out[at][rows].double()
-        if lse is None:
+        if given is None:
             scores = problem.scores(at, key_at, rows)
             row_lse = torch.logsumexp(scores, dim=1, keepdim=True)
             row_out = torch.exp(scores - row_lse) @ problem.value[key_at].double()
             scores = scores[:, key_rows]
         else:
-            row_lse = lse[at][rows].double().unsqueeze(1)
-            row_out = out[at][rows].double()
+            row_out = given[0][at][rows].double()
+            row_lse = given[1][at][rows].double().unsqueeze(1)
             scores = problem.query[at][rows].double() @ keys.mT * problem.scale
             if problem.is_causal:
                 scores.masked_fill_(key_rows > rows.unsqueeze(1), float("-inf"))
@@ -181,18 +209,3 @@ def _key_gradients(
         dv += p.mT @ grad
         dk += (p * (grad @ values.mT - delta)).mT @ problem.query[at][rows].double()
     return dk * problem.scale, dv
-
-
-class _Error:
-    """Sums of squares of a difference and of what it should have been."""
-
-    def __init__(self) -> None:
-        self.difference = 0.0
-        self.size = 0.0
-
-    def add(self, got: torch.Tensor, expected: torch.Tensor) -> None:
-        self.difference += float((got.double() - expected).square().sum())
-        self.size += float(expected.square().sum())
-
-    def relative(self) -> float:
-        return (self.difference / self.size) ** 0.5 if self.size else self.difference**0.5

@@ -36,6 +36,16 @@ class Call:
         """Whether the inputs already lie where they are computed."""
         return self.query.device == self.device
 
+    @property
+    def in_place(self) -> bool:
+        """Whether an operator can take the inputs as they lie."""
+        return self.resident and rows_are_dense(self.query, self.key, self.value)
+
+
+def rows_are_dense(*tensors: torch.Tensor) -> bool:
+    """Whether the last dimension is contiguous: operators take nothing else."""
+    return all(t.stride(-1) == 1 or t.shape[-1] <= 1 for t in tensors)
+
 
 def empty_result(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, what: str

@@ -19,7 +19,7 @@ from quorum_attention.kernels.rectangles import RectangleKernel
 
 def runs_directly(call: Call, schedule: Schedule) -> bool:
     """Whether the inner kernel can take the inputs as they lie: no slots, nothing to merge."""
-    return call.resident and runs_whole(call.work, schedule, call.kernel)
+    return call.in_place and runs_whole(call.work, schedule, call.kernel)
 
 
 def runs_whole(work: Workload, schedule: Schedule, kernel: InnerKernel) -> bool:
@@ -29,8 +29,15 @@ def runs_whole(work: Workload, schedule: Schedule, kernel: InnerKernel) -> bool:
         schedule.decomposition.depth == 0
         and isinstance(kernel, RectangleKernel)
         and kernel.takes_whole(work.heads, work.kv_heads, work.n_tokens, masked)
-        and len(_rectangles(work, schedule)) == 1
+        and _is_everything(_rectangles(work, schedule), work)
     )
+
+
+def _is_everything(rectangles: tuple[Rectangle, ...], work: Workload) -> bool:
+    """Whether there is one rectangle, of all queries and all keys. (With more keys than queries a
+    causal one leaves keys out, and operators differ on what they make of the rest.)"""
+    sizes = [(r.n_queries, r.n_keys) for r in rectangles]
+    return sizes == [(work.n_queries, work.n_keys)]
 
 
 def _rectangles(work: Workload, schedule: Schedule) -> tuple[Rectangle, ...]:

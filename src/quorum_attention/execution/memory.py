@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 import torch
+
+from quorum_attention.errors import OutOfMemoryError
 
 # What torch's CPU allocator says; it has no type of its own for it (a plain RuntimeError).
 _CPU_ALLOCATOR_SAYS = (
@@ -32,6 +35,18 @@ def is_out_of_memory(error: BaseException) -> bool:
         text = str(error)
         return text == _BAD_ALLOC or any(said in text for said in _CPU_ALLOCATOR_SAYS)
     return False
+
+
+@contextmanager
+def named_out_of_memory() -> Iterator[None]:
+    """The CPU allocator's failure leaves the block as an OutOfMemoryError, like everybody's."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, torch.OutOfMemoryError) or not is_out_of_memory(error):
+            raise
+        text = str(error).split("\n")[0] or type(error).__name__
+        raise OutOfMemoryError(f"out of memory: {text}") from error
 
 
 def allocate(n_bytes: int, device: torch.device) -> torch.Tensor:

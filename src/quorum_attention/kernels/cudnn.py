@@ -47,7 +47,7 @@ class CudnnKernel(RectangleKernel):
                 return (
                     f"it takes {what} dimensions that are multiples of 8 up to {limit}, not {width}"
                 )
-        if not torch.backends.cudnn.is_available():
+        if torch.cuda.is_available() and not torch.backends.cudnn.is_available():
             return "this torch has no cuDNN"
         return operator_reason(_FORWARD, *([_BACKWARD] if call.needs_grad else []))
 

@@ -26,12 +26,14 @@ class Placement:
         resident: the inputs are on the computing device.
         results_given: the caller passed preallocated results, which the budget does not count.
         result_dtype: of the output (forward) or of the gradients (backward).
+        dense_rows: the inputs' last dimension is contiguous, so a kernel can take them in place.
     """
 
     device_type: str
     resident: bool
     results_given: bool
     result_dtype: torch.dtype
+    dense_rows: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class Footprint:
 
 def goes_direct(work: Workload, schedule: Schedule, kernel: InnerKernel, place: Placement) -> bool:
     """Whether the kernel runs on the inputs as they lie (see ``execution.forward``)."""
-    return place.resident and runs_whole(work, schedule, kernel)
+    return place.resident and place.dense_rows and runs_whole(work, schedule, kernel)
 
 
 def forward_footprint(

@@ -1,0 +1,411 @@
+"""``recover``: an attention call that runs out of memory comes back, exact.
+
+The monolithic call runs under a real memory limit and fails; the same inputs go through
+quorum attention under the same limit; output and gradients are checked against float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from quorum_attention.cli import options as shared
+from quorum_attention.cli.child import Answer, Spec
+from quorum_attention.cli.output import console, print_json
+from quorum_attention.cli.run import read_qkv
+from quorum_attention.decomposition import Decomposition
+from quorum_attention.execution.memory import available_bytes
+from quorum_attention.files import create_tensors, open_tensors
+from quorum_attention.planner import plan
+from quorum_attention.sizes import format_bytes
+from quorum_attention.verification import Problem, Sampled, compare, expect
+
+# What a Python process allocates beside the call while it runs, on the CPU.
+_PROCESS_BYTES = 4 << 20
+_BLOCK_TOKENS = 1 << 16
+# The unlimited monolithic call is only for comparison: not if it would take longer than this.
+_PATIENCE_SECONDS = 45.0
+_ACCEPTED = {
+    torch.float16: 5e-3,
+    torch.bfloat16: 4e-2,
+    torch.float32: 1e-4,
+    torch.float64: 1e-10,
+}
+
+
+def add_to(commands: Any) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "recover",
+        help="watch a call that runs out of memory come back with the exact answer",
+        description=__doc__,
+    )
+    shared.add_sizes(parser, tokens_required=False)
+    shared.add_budget(parser, "the memory limit for both methods, e.g. 64MiB")
+    shared.add_device(parser)
+    parser.add_argument("--qkv", metavar="FILE", help="safetensors file with your own tensors")
+    parser.add_argument("--forward-only", action="store_true", help="no gradients")
+    parser.add_argument(
+        "--picture", default="quorum-attention-out/recover.png", help="where to draw (PNG)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of random inputs")
+    shared.add_json(parser)
+    parser.set_defaults(run=_run)
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """The call that is made, and where its files are."""
+
+    folder: Path
+    inputs: str
+    device: torch.device
+    budget_bytes: int
+    is_causal: bool
+    backward: bool
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    grad_out: torch.Tensor | None
+
+
+@dataclass
+class _Outcome:
+    """One method: what its process answered, and how far its results are from float64."""
+
+    label: str
+    answer: Answer
+    results: str
+    errors: Sampled | None = None
+
+    @property
+    def ran(self) -> bool:
+        """Whether it returned a result."""
+        return self.answer.result == "ok"
+
+
+def _run(options: argparse.Namespace) -> int:
+    with tempfile.TemporaryDirectory(prefix="quorum-attention-") as folder:
+        setting = _setting(options, Path(folder))
+        quiet = options.json
+        budget = format_bytes(setting.budget_bytes)
+        if not quiet:
+            console().print(_headline(setting), highlight=False)
+        limited = _measure(setting, f"torch SDPA within {budget}", "sdpa", True, quiet)
+        ours = _measure(setting, f"Quorum Attention within {budget}", "quorum", True, quiet)
+        outcomes = [limited, ours]
+        if _affordable(setting):
+            outcomes.append(_measure(setting, "torch SDPA, no limit", "sdpa", False, quiet))
+        if ours.ran:
+            _check(setting, outcomes)
+        recovered = _is_recovered(setting, ours)
+        picture = _draw(setting, outcomes, options.picture)
+        if options.json:
+            print_json(_as_json(setting, outcomes, recovered, picture))
+        else:
+            _print(setting, outcomes, recovered, picture)
+    return 0 if recovered else 1
+
+
+def _setting(options: argparse.Namespace, folder: Path) -> _Setting:
+    device = shared.default_device(options.device)
+    if options.qkv:
+        given = {"--tokens": options.tokens, "--heads": options.heads, "--dtype": options.dtype}
+        named = [name for name, value in given.items() if value is not None]
+        if named:
+            raise ValueError(f"{named[0]} cannot be combined with --qkv, whose tensors have sizes")
+        inputs = options.qkv
+    else:
+        inputs = str(folder / "inputs.safetensors")
+        _random_inputs(options, device, inputs)
+    query, key, value = read_qkv(inputs)
+    grad_out = None
+    if not options.forward_only:
+        shape = (*query.shape[:-1], value.shape[-1])
+        path = str(folder / "gradient.safetensors")
+        grad_out = create_tensors(path, {"grad_out": (shape, query.dtype)})["grad_out"]
+        _fill(grad_out, torch.Generator().manual_seed(options.seed + 1))
+    budget = options.budget or _default_budget(query, value, device)
+    return _Setting(
+        folder, inputs, device, budget, options.causal, not options.forward_only, query, key,
+        value, grad_out,
+    )  # fmt: skip
+
+
+def _random_inputs(options: argparse.Namespace, device: torch.device, path: str) -> None:
+    large = device.type == "cuda"
+    tokens = options.tokens or (262_144 if large else 16_384)
+    heads = options.heads or 8
+    dtype = options.dtype or (torch.float16 if large else torch.float32)
+    kv_heads = options.kv_heads or heads
+    if heads % kv_heads:
+        raise ValueError(f"--heads must be a multiple of --kv-heads, got {heads} and {kv_heads}")
+    shapes = {
+        "query": ((1, heads, tokens, options.head_dim), dtype),
+        "key": ((1, kv_heads, tokens, options.head_dim), dtype),
+        "value": ((1, kv_heads, tokens, options.head_dim), dtype),
+    }
+    generator = torch.Generator().manual_seed(options.seed)
+    for tensor in create_tensors(path, shapes).values():
+        _fill(tensor, generator)
+
+
+def _fill(tensor: torch.Tensor, generator: torch.Generator) -> None:
+    """Standard normal numbers, a block of tokens at a time."""
+    flat = tensor.view(-1, *tensor.shape[-2:])
+    for head in flat:
+        for start in range(0, head.shape[0], _BLOCK_TOKENS):
+            block = head[start : start + _BLOCK_TOKENS]
+            block.copy_(torch.randn(block.shape, generator=generator))
+
+
+def _default_budget(query: torch.Tensor, value: torch.Tensor, device: torch.device) -> int:
+    """Less than the monolithic call's output alone on a CPU, than its inputs on a GPU."""
+    result = query.numel() // query.shape[-1] * value.shape[-1] * query.element_size()
+    return max(24 << 20, int(0.75 * result)) if device.type == "cpu" else max(64 << 20, result)
+
+
+def _headline(setting: _Setting) -> str:
+    *batch, heads, tokens, width = setting.query.shape
+    many = f"{' x '.join(map(str, batch))} x " if batch and batch != [1] else ""
+    kv = "" if setting.key.shape[-3] == heads else f" over {setting.key.shape[-3]} key/value heads"
+    dtype = str(setting.query.dtype).removeprefix("torch.")
+    return (
+        f"{tokens:,} tokens, {many}{heads} heads{kv} of {width}, {dtype}, "
+        f"{'causal' if setting.is_causal else 'not causal'}, "
+        f"{'forward and backward' if setting.backward else 'forward'}, on {setting.device}; "
+        f"each method in a process that may take {format_bytes(setting.budget_bytes)} "
+        f"beyond its start"
+    )
+
+
+def _measure(setting: _Setting, label: str, method: str, limited: bool, quiet: bool) -> _Outcome:
+    """Run a method in a child process and check what it returned."""
+    name = f"{method}-{'limited' if limited else 'free'}"
+    results = str(setting.folder / f"{name}.safetensors")
+    rows = tuple(setting.query.shape[:-1])
+    state = torch.float64 if setting.query.dtype == torch.float64 else torch.float32
+    wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "out": ((*rows, setting.value.shape[-1]), setting.query.dtype),
+        "lse": (rows, state),
+    }
+    if setting.backward:
+        for what in ("query", "key", "value"):
+            tensor: torch.Tensor = getattr(setting, what)
+            wanted[f"grad_{what}"] = (tuple(tensor.shape), tensor.dtype)
+    create_tensors(results, wanted)
+    on_cpu = setting.device.type == "cpu"
+    spec = Spec(
+        method=method,
+        inputs=setting.inputs,
+        gradient=str(setting.folder / "gradient.safetensors") if setting.backward else None,
+        results=results,
+        device=str(setting.device),
+        is_causal=setting.is_causal,
+        limit_bytes=setting.budget_bytes if limited else None,
+        budget_bytes=setting.budget_bytes - (_PROCESS_BYTES if on_cpu else 0),
+        answer=str(setting.folder / f"{name}.json"),
+        progress=not quiet,
+    )
+    return _Outcome(label, _child(spec, setting.folder / f"{name}-spec.json"), results)
+
+
+def _check(setting: _Setting, outcomes: list[_Outcome]) -> None:
+    """Fill in the errors of every method that returned a result."""
+    ours = open_tensors(outcomes[1].results)
+    scale = setting.query.shape[-1] ** -0.5
+    problem = Problem(setting.query, setting.key, setting.value, setting.is_causal, scale)
+    expected = expect(problem, setting.grad_out, ours["out"], ours["lse"])
+    for outcome in outcomes:
+        if not outcome.ran:
+            continue
+        found = open_tensors(outcome.results)
+        grads = None
+        if setting.backward:
+            grads = (found["grad_query"], found["grad_key"], found["grad_value"])
+        # torch's call returns no log-sum-exp.
+        lse = found["lse"] if outcome is outcomes[1] else None
+        outcome.errors = compare(expected, found["out"], lse, grads)
+
+
+def _child(spec: Spec, path: Path) -> Answer:
+    path.write_text(json.dumps(asdict(spec)))
+    # glibc keeps freed memory unless told to map large blocks on their own.
+    environment = {
+        **os.environ,
+        "MALLOC_ARENA_MAX": "1",
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 20),
+    }
+    start = "import sys; from quorum_attention.cli.child import main; main(sys.argv[1])"
+    command = [sys.executable, "-c", start, str(path)]
+    # A Ctrl-C reaches the child as well; run() waits for it and kills it if it does not go.
+    finished = subprocess.run(command, env=environment, stderr=None, check=False)
+    answer = Path(spec.answer)
+    if finished.returncode != 0 or not answer.exists():
+        raise OSError(
+            f"the process of method {spec.method!r} ended with status {finished.returncode} "
+            f"and no answer"
+        )
+    return Answer(**json.loads(answer.read_text()))
+
+
+def _monolithic(setting: _Setting, *, backward: bool) -> Any:
+    *batch, heads, tokens, width = setting.query.shape
+    return plan(
+        tokens,
+        n_keys=setting.key.shape[-2],
+        heads=heads,
+        kv_heads=setting.key.shape[-3],
+        head_dim=width,
+        value_dim=setting.value.shape[-1],
+        batch=max(1, torch.Size(batch).numel()),
+        dtype=setting.query.dtype,
+        is_causal=setting.is_causal,
+        levels=(),
+        device=setting.device,
+        inputs="device",
+        backward=backward,
+    )
+
+
+def _needed_bytes(setting: _Setting) -> int:
+    """What the monolithic call takes: results and workspace, and on a GPU its inputs."""
+    result = setting.query.numel() // setting.query.shape[-1] * setting.value.shape[-1]
+    item = setting.query.element_size()
+    inputs = sum(t.numel() for t in (setting.query, setting.key, setting.value)) * item
+    moved = inputs if setting.device.type == "cuda" else 0
+    forward: int = _monolithic(setting, backward=False).peak_bytes
+    if not setting.backward:
+        return forward + moved
+    backward: int = _monolithic(setting, backward=True).peak_bytes
+    kept = result * item + (result * item if moved else 0)  # the output; the upstream gradient
+    return max(forward, backward + kept) + moved
+
+
+def _affordable(setting: _Setting) -> bool:
+    seconds = _monolithic(setting, backward=False).predicted_seconds
+    if setting.backward:
+        seconds += _monolithic(setting, backward=True).predicted_seconds
+    fits = 2 * _needed_bytes(setting) < available_bytes(setting.device)
+    return bool(fits and seconds < _PATIENCE_SECONDS)
+
+
+def _is_recovered(setting: _Setting, ours: _Outcome) -> bool:
+    return ours.errors is not None and ours.errors.worst() < _ACCEPTED[setting.query.dtype]
+
+
+def _draw(setting: _Setting, outcomes: list[_Outcome], path: str) -> str | None:
+    try:
+        from quorum_attention.pictures import Bar, draw_recovery
+
+        limited, ours, *free = outcomes
+        needed = free[0].answer.peak_bytes if free and free[0].ran else _needed_bytes(setting)
+        bars = [
+            Bar(limited.label, needed, f"needed; {limited.answer.result}", limited.ran),
+            Bar(ours.label, ours.answer.peak_bytes, ours.answer.result, ours.ran),
+        ]
+        report = ours.answer.report.get("backward") or ours.answer.report.get("forward") or {}
+        tokens = max(setting.query.shape[-2], setting.key.shape[-2])
+        shape = Decomposition(tokens, tuple(report.get("levels", ())))
+        draw_recovery(shape, setting.is_causal, bars, setting.budget_bytes, path)
+    except ImportError:
+        return None
+    return path
+
+
+def _as_json(
+    setting: _Setting, outcomes: list[_Outcome], recovered: bool, picture: str | None
+) -> dict[str, Any]:
+    return {
+        "call": _headline(setting),
+        "budget_bytes": setting.budget_bytes,
+        "recovered": recovered,
+        "methods": [
+            {
+                "method": outcome.label,
+                **asdict(outcome.answer),
+                "errors": asdict(outcome.errors) if outcome.errors else None,
+            }
+            for outcome in outcomes
+        ],
+        "picture": picture,
+    }
+
+
+def _print(
+    setting: _Setting, outcomes: list[_Outcome], recovered: bool, picture: str | None
+) -> None:
+    table = Table(title_justify="left")
+    columns = ["method", "result", "forward", "backward", "peak memory", "error: out"]
+    columns += ["dQ", "dK", "dV"] if setting.backward else []
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("method", "result") else "right")
+    for outcome in outcomes:
+        table.add_row(*_cells(setting, outcome), style=None if outcome.ran else "red")
+    out = console()
+    out.print(table)
+    limited, ours = outcomes[:2]
+    if limited.ran:
+        out.print(
+            f"The budget was enough for the monolithic call: nothing to recover. "
+            f"It needs {format_bytes(_needed_bytes(setting))}; try a smaller --budget.",
+            highlight=False,
+        )
+    else:
+        out.print(f"torch, in its {limited.answer.stage}: {limited.answer.error}", highlight=False)
+    if not ours.ran:
+        out.print(f"Quorum Attention failed: {ours.answer.error}", highlight=False)
+    for name, part in ours.answer.report.items():
+        if part:
+            levels = " x ".join(map(str, part["levels"])) or "none"
+            out.print(
+                f"{name}: levels {levels}, {part['units']} units of {part['heads_per_group']} "
+                f"head(s), kernel {part['kernel']}, planned peak "
+                f"{format_bytes(part['planned_peak_bytes'])}",
+                highlight=False,
+            )
+    if ours.errors is not None:
+        how = "every row's" if ours.errors.lse_is_exact else "sampled rows'"
+        out.print(
+            f"Errors are relative to float64 on sampled rows (log-sum-exp in float64: {how}): "
+            f"{'right' if recovered else 'WRONG'}.",
+            highlight=False,
+        )
+    drawn = picture or 'none; pip install "quorum-attention[draw]"'
+    out.print(f"picture: {drawn}", highlight=False)
+
+
+def _cells(setting: _Setting, outcome: _Outcome) -> list[str]:
+    answer, errors = outcome.answer, outcome.errors
+
+    def seconds(value: float | None) -> str:
+        return "-" if value is None else f"{value:.2f} s"
+
+    def error(value: float | None) -> str:
+        return "-" if value is None else f"{value:.1e}"
+
+    cells = [
+        outcome.label,
+        answer.result,
+        seconds(answer.forward_seconds),
+        seconds(answer.backward_seconds),
+        format_bytes(answer.peak_bytes) if outcome.ran else "-",
+        error(errors.out if errors else None),
+    ]
+    if setting.backward:
+        cells += [
+            error(getattr(errors, name) if errors else None)
+            for name in ("grad_query", "grad_key", "grad_value")
+        ]
+    return cells
