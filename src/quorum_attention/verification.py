@@ -74,7 +74,8 @@ def sample(n: int, count: int, generator: torch.Generator) -> torch.Tensor:
     if n <= count:
         return torch.arange(n)
     inner = torch.randint(0, n, (count - 2,), generator=generator)
-    return torch.unique(torch.cat([torch.tensor([0, n - 1]), inner]))
+    chosen: torch.Tensor = torch.unique(torch.cat([torch.tensor([0, n - 1]), inner]))
+    return chosen
 
 
 @dataclass(slots=True)

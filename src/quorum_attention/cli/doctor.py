@@ -77,7 +77,8 @@ def _run(options: argparse.Namespace) -> int:
         print_json({"versions": versions, "devices": devices})
         return 0
     out = console()
-    out.print(", ".join(f"{k} {v or 'not installed'}" for k, v in versions.items()), highlight=False)
+    known = (f"{name} {version or 'not installed'}" for name, version in versions.items())
+    out.print(", ".join(known), highlight=False)
     for entry in devices:
         table = Table(
             title=f"{entry['device']}: {entry['name']}, {format_bytes(entry['free_bytes'])} free",

@@ -51,11 +51,15 @@ def levels_of(text: str) -> tuple[int, ...]:
 
 def add_sizes(parser: argparse.ArgumentParser, *, tokens_required: bool) -> None:
     """The sizes of a call."""
-    parser.add_argument("--tokens", type=count_of, required=tokens_required, help="queries and keys")
+    parser.add_argument(
+        "--tokens", type=count_of, required=tokens_required, help="number of queries and of keys"
+    )
     parser.add_argument("--heads", type=count_of, help="query heads")
     parser.add_argument("--kv-heads", type=count_of, help="key/value heads (default: as --heads)")
     parser.add_argument("--head-dim", type=count_of, default=64, help="default 64")
-    parser.add_argument("--dtype", type=dtype_of, metavar="DTYPE", help=f"one of {', '.join(DTYPES)}")
+    parser.add_argument(
+        "--dtype", type=dtype_of, metavar="DTYPE", help=f"one of {', '.join(DTYPES)}"
+    )
     parser.add_argument(
         "--causal", action=argparse.BooleanOptionalAction, default=True, help="default: causal"
     )

@@ -110,7 +110,8 @@ def _plan(options: argparse.Namespace) -> int:
     out = console()
     out.print(made.describe(), highlight=False)
     if options.census:
-        shares = " / ".join(f"{100 * result['census'][k]:.2f}" for k in ("masked", "clear", "mixed"))
+        found = result["census"]
+        shares = " / ".join(f"{100 * found[k]:.2f}" for k in ("masked", "clear", "mixed"))
         out.print(f"tiles of 128 x 128: {shares} % masked / clear / mixed", highlight=False)
     if options.draw:
         out.print(f"picture: {options.draw}", highlight=False)

@@ -307,18 +307,25 @@ def _is_recovered(setting: _Setting, ours: _Outcome) -> bool:
 
 def _draw(setting: _Setting, outcomes: list[_Outcome], path: str) -> str | None:
     try:
-        from quorum_attention.pictures import Bar, draw_recovery
+        from quorum_attention.pictures import draw_recovery
 
         limited, ours, *free = outcomes
         needed = free[0].answer.peak_bytes if free and free[0].ran else _needed_bytes(setting)
         bars = [
-            Bar(limited.label, needed, f"needed; {limited.answer.result}", limited.ran),
-            Bar(ours.label, ours.answer.peak_bytes, ours.answer.result, ours.ran),
+            (limited.label, needed, f"what it needs; here: {limited.answer.result}"),
+            (ours.label, ours.answer.peak_bytes, f"what it took; here: {ours.answer.result}"),
         ]
         report = ours.answer.report.get("backward") or ours.answer.report.get("forward") or {}
         tokens = max(setting.query.shape[-2], setting.key.shape[-2])
         shape = Decomposition(tokens, tuple(report.get("levels", ())))
-        draw_recovery(shape, setting.is_causal, bars, setting.budget_bytes, path)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        draw_recovery(
+            path,
+            decomposition=shape,
+            is_causal=setting.is_causal,
+            budget_bytes=setting.budget_bytes,
+            bars=bars,
+        )
     except ImportError:
         return None
     return path

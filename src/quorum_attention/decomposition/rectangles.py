@@ -18,6 +18,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+# What kernels work on at a time; parts of a rectangle keep to multiples of it where they can.
+_TILE = 128
+
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
@@ -171,10 +174,21 @@ def cut(rectangles: Iterable[Rectangle], max_queries: int, max_keys: int) -> Ite
 
 
 def _cut_plain(r: Rectangle, max_queries: int, max_keys: int) -> Iterator[Rectangle]:
-    for q in range(r.query_start, r.query_stop, max_queries):
-        for k in range(r.key_start, r.key_stop, max_keys):
-            query_stop, key_stop = min(q + max_queries, r.query_stop), min(k + max_keys, r.key_stop)
+    height, width = even_part(r.n_queries, max_queries), even_part(r.n_keys, max_keys)
+    for q in range(r.query_start, r.query_stop, height):
+        for k in range(r.key_start, r.key_stop, width):
+            query_stop, key_stop = min(q + height, r.query_stop), min(k + width, r.key_stop)
             yield Rectangle(q, query_stop, k, key_stop)
+
+
+def even_part(n: int, limit: int) -> int:
+    """The size of equal parts of ``n``, none above ``limit``: few shapes, and no sliver left over.
+
+    A limit in whole tiles gives parts in whole tiles.
+    """
+    part = -(-n // -(-n // limit))
+    unit = _TILE if limit % _TILE == 0 else 1
+    return -(-part // unit) * unit
 
 
 def _cut_square(r: Rectangle, max_queries: int, max_keys: int) -> Iterator[Rectangle]:

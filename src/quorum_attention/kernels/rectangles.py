@@ -129,6 +129,17 @@ class RectangleKernel(ABC):
             lse.masked_fill_(dead, -torch.inf)
         return out, lse
 
+    def preferred_sizes(
+        self, query: torch.Tensor, value: torch.Tensor, r: Rectangle, backward: bool
+    ) -> tuple[int, int]:
+        """Most (queries, keys) in one plain call, for speed alone; as they are unless overridden.
+
+        Args:
+            query: (b, h, n, d) of the task, and ``value`` (b, hk, n, dv): heads, widths, dtype.
+            r: the rectangle at hand.
+        """
+        return r.n_queries, r.n_keys
+
     def backward_parts(self, batch_and_heads: int) -> int:
         """Into how many equal runs of query rows a plain rectangle is cut in backward.
 
@@ -139,12 +150,12 @@ class RectangleKernel(ABC):
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
-        for rectangle in self._rectangles(task):
+        for rectangle in self._rectangles(task, backward=False):
             self._forward_rectangle(task, rectangle, state)
 
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
-        for rectangle in self._rectangles(task):
+        for rectangle in self._rectangles(task, backward=True):
             self._backward_rectangle(task, rectangle, grads)
 
     # One rectangle a call, so that its mask is let go before the next one is made.
@@ -188,7 +199,7 @@ class RectangleKernel(ABC):
             for part in self._parts(piece, rectangle.causal):
                 self._add_gradients(part, rectangle.causal, task.scale, grads.shift)
 
-    def _rectangles(self, task: TaskTensors) -> Iterator[Rectangle]:
+    def _rectangles(self, task: TaskTensors, *, backward: bool) -> Iterator[Rectangle]:
         if 0 in task.query.shape[:2]:
             return
         # Some operators divide by the number of keys.
@@ -196,9 +207,14 @@ class RectangleKernel(ABC):
         limit = self.masked_limit
         # Whether there is a mask at all is asked of a single pair, which costs next to nothing.
         if limit is None or not rectangles or task.bias(_first_pair(rectangles[0])) is None:
-            yield from rectangles
+            for r in rectangles:
+                yield from [r] if r.causal else self._preferred(task, r, backward)
             return
         yield from cut(rectangles, limit, limit)
+
+    def _preferred(self, task: TaskTensors, r: Rectangle, backward: bool) -> Iterator[Rectangle]:
+        """A plain rectangle in the sizes the operator is fastest at."""
+        yield from cut([r], *self.preferred_sizes(task.query, task.value, r, backward))
 
     def _merge_rectangle(
         self,

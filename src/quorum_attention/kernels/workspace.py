@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,7 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
+@functools.cache
 def multiprocessors() -> int:
     """Multiprocessors of the largest GPU here; those of today's largest where there is none."""
     if not torch.cuda.is_available():

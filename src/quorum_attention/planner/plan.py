@@ -135,8 +135,8 @@ class Plan:
         within = f" of {format_bytes(self.budget_bytes)}" if self.budget_bytes is not None else ""
         lines.append(f"peak memory: {format_bytes(self.peak_bytes)}{within} ({', '.join(parts)})")
         lines.append(
-            f"predicted: {cost.seconds:.3g} s (arithmetic {cost.arithmetic:.3g}, calls "
-            f"{cost.calls:.3g}, merge {cost.merge:.3g}, up {cost.up:.3g}, down {cost.down:.3g}, "
+            f"predicted: {cost.seconds:.3g} s (arithmetic {cost.arithmetic:.3g}, merge "
+            f"{cost.merge:.3g}, up {cost.up:.3g}, down {cost.down:.3g}, host {cost.issue:.3g}, "
             f"{'overlapped' if cost.overlaps else 'one after the other'})"
         )
         if self.candidate.direct:

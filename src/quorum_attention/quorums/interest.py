@@ -102,7 +102,7 @@ def is_interest_set(interest: Iterable[int], c: int | None = None) -> bool:
     """
     members = tuple(interest)
     modulus = chunk_count(len(members)) if c is None else c
-    if modulus < 1 or any(not 0 <= a < modulus for a in members):
+    if not members or modulus < 1 or any(not 0 <= a < modulus for a in members):
         return False
     differences = [(a - b) % modulus for a in members for b in members if a != b]
     return sorted(differences) == list(range(1, modulus)) and len(set(members)) == len(members)

@@ -1,0 +1,91 @@
+"""Kept pairs as polygons over (key, query) positions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from quorum_attention.decomposition import Decomposition, Task
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A kept block in global positions; ``causal``: its lower triangle only."""
+
+    query_start: int
+    query_stop: int
+    key_start: int
+    key_stop: int
+    causal: bool
+
+    def corners(self) -> list[Point]:
+        """As a polygon, x the keys and y the queries."""
+        points: list[Point] = [
+            (self.key_start, self.query_start),
+            (self.key_stop, self.query_stop),
+            (self.key_start, self.query_stop),
+        ]
+        if not self.causal:
+            points.insert(1, (self.key_stop, self.query_start))
+        return points
+
+    def centre(self) -> Point:
+        """Where a label goes."""
+        width, height = self.key_stop - self.key_start, self.query_stop - self.query_start
+        if self.causal:
+            return self.key_start + width / 3, self.query_start + height * 2 / 3
+        return self.key_start + width / 2, self.query_start + height / 2
+
+
+def blocks(
+    task: Task, is_causal: bool, n_queries: int | None = None, n_keys: int | None = None
+) -> Iterator[Block]:
+    """What ``task`` keeps, in global positions: its rectangles cut where its tokens have gaps."""
+    for r in task.rectangles(is_causal, n_queries, n_keys):
+        for query_start, query_stop, _ in task.segments(r.query_start, r.query_stop):
+            for key_start, key_stop, _ in task.segments(r.key_start, r.key_stop):
+                yield Block(query_start, query_stop, key_start, key_stop, r.causal)
+
+
+def shallow(shape: Decomposition, limit: int, is_causal: bool) -> Decomposition:
+    """``shape`` with as many levels as can be drawn in about ``limit`` blocks.
+
+    Deeper levels only divide further what the first ones own.
+    """
+    while shape.depth > 1:
+        last = shape.task(tuple(c - 1 for c in shape.levels))
+        first = shape.task((0,) * shape.depth)
+        each = max(sum(1 for _ in blocks(t, is_causal)) for t in (first, last))
+        if each * shape.n_tasks <= limit:
+            break
+        shape = replace(shape, levels=shape.levels[:-1])
+    return shape
+
+
+def chunk_edges(shape: Decomposition) -> list[int]:
+    """Boundaries of the first level's chunks, 0 and the number of tokens included."""
+    if not shape.levels:
+        return [0, shape.n_tokens]
+    top = replace(shape, levels=shape.levels[:1])
+    stops = [0]
+    for task in top.tasks():
+        owned = [span.stop for span in task.spans if span.bits == 0]
+        stops.append(owned[0] if owned else stops[-1])
+    return stops
+
+
+def split(block: Block, edges: list[int]) -> Iterator[Block]:
+    """A plain block cut along ``edges``, both ways."""
+    if block.causal:
+        yield block
+        return
+    for query_start, query_stop in zip(edges, edges[1:], strict=False):
+        low, high = max(query_start, block.query_start), min(query_stop, block.query_stop)
+        if low >= high:
+            continue
+        for key_start, key_stop in zip(edges, edges[1:], strict=False):
+            left, right = max(key_start, block.key_start), min(key_stop, block.key_stop)
+            if left < right:
+                yield Block(low, high, left, right, False)

@@ -1,0 +1,77 @@
+"""A call that does not fit and what was done about it: coverage, and memory against the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+from typing import Any
+
+from quorum_attention.decomposition import Decomposition
+from quorum_attention.pictures.canvas import INK, SOFT, bare, new_figure, save
+from quorum_attention.pictures.colours import oklch
+from quorum_attention.pictures.coverage import summary
+from quorum_attention.pictures.square import draw_square
+from quorum_attention.sizes import format_bytes
+
+_FITS = oklch(0.72, 0.125, 2.75)
+_OVER = oklch(0.68, 0.15, 0.5)
+
+
+def draw_recovery(
+    path: str | PathLike[str],
+    *,
+    decomposition: Decomposition,
+    is_causal: bool,
+    budget_bytes: int,
+    bars: Sequence[tuple[str, int, str]],
+) -> None:
+    """Write a picture of a recovery: left the coverage, right memory by bar.
+
+    Args:
+        path: where to; its ending names the format (.png, .svg, .pdf).
+        budget_bytes: drawn as a line across the bars.
+        bars: (label, bytes, note), from top to bottom; a bar beyond the budget is red.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    figure = new_figure(12.4, 6.9)
+    left = figure.add_axes((0.055, 0.11, 0.415, 0.73))
+    right = figure.add_axes((0.545, 0.11, 0.42, 0.73))
+    figure.text(0.055, 0.948, summary(decomposition, is_causal), color=INK, size=15, weight="bold")
+    note = draw_square(left, decomposition, is_causal)
+    _above(left, 13, note, 10, SOFT, "normal")
+    _above(left, 30, "The score square, task by task", 12, INK, "bold")
+    _draw_bars(right, budget_bytes, bars)
+    _above(right, 30, "Memory", 12, INK, "bold")
+    save(figure, path)
+
+
+def _above(axes: Any, points: int, text: str, size: int, colour: str, weight: str) -> None:
+    axes.annotate(
+        text, (0, 1), (0, points), xycoords="axes fraction", textcoords="offset points",
+        size=size, color=colour, weight=weight,
+    )  # fmt: skip
+
+
+def _draw_bars(axes: Any, budget_bytes: int, bars: Sequence[tuple[str, int, str]]) -> None:
+    bare(axes)
+    largest = max([budget_bytes, 1, *(size for _, size, _ in bars)])
+    axes.set_xlim(0, largest * 1.02)
+    axes.set_ylim(max(3, len(bars)) - 0.4, -0.6)
+    for place, (label, size, note) in enumerate(bars):
+        colour = _OVER if size > budget_bytes else _FITS
+        axes.barh(place, size, height=0.34, color=[colour], zorder=2)
+        text = f"{label}: {format_bytes(size)}"
+        for offset, words, tint, height in ((-0.24, text, INK, 11.5), (0.32, note, SOFT, 9.5)):
+            axes.text(
+                0, place + offset, words, color=tint, size=height, zorder=4,
+                va="bottom" if offset < 0 else "center",
+            )  # fmt: skip
+    axes.axvline(budget_bytes, color=INK, linewidth=1.4, linestyle=(0, (4, 3)), zorder=3)
+    far = budget_bytes > 0.6 * largest
+    axes.annotate(
+        f"budget {format_bytes(budget_bytes)}", (budget_bytes, 1), (-4 if far else 4, 2),
+        xycoords=axes.get_xaxis_transform(), textcoords="offset points", color=INK, size=10.5,
+        ha="right" if far else "left", va="bottom",
+    )  # fmt: skip
