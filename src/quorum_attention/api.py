@@ -334,7 +334,10 @@ def _check_plan(plan: Plan | None, work: Workload) -> None:
 def _budget(options: Options) -> int:
     if options.budget_bytes is not None:
         return options.budget_bytes
-    return int(available_bytes(options.device) * (1 - _MARGIN))
+    free = int(available_bytes(options.device) * (1 - _MARGIN))
+    # In steps of a few per cent, so that a plan is found again when a little more is free.
+    step = 1 << max(0, free.bit_length() - 6)
+    return free // step * step
 
 
 def _check_budget(plan: Plan, budget: int | None) -> None:

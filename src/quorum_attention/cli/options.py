@@ -87,11 +87,13 @@ def default_device(named: str | None) -> torch.device:
         ValueError: there is no such device here.
     """
     if named is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        named = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(named)
     except RuntimeError as error:
         raise ValueError(f"--device must be cpu or cuda, got {named!r}") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device is cuda, but there is no CUDA device here")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     return device

@@ -142,7 +142,7 @@ def _through_slots(
             homes.append(final)
         else:
             width = final.tensor.shape[-1]
-            buffer = accumulator(schedule, work, width, home_device, axis)
+            buffer = accumulator(call, schedule, width, home_device, axis)
             homes.append(GroupBuffer(buffer, axis))
     extra = (
         Input("out", RowTensor(out, "query")),

@@ -7,17 +7,16 @@ from dataclasses import replace
 
 import torch
 
-from quorum_attention.execution.call import Call, empty_result
+from quorum_attention.execution.call import Call, empty_result, travelling_home
 from quorum_attention.execution.direct import pieces, runs_directly
 from quorum_attention.execution.engine import Input, Pass, State, Unit
 from quorum_attention.execution.masks import no_bias
 from quorum_attention.execution.memory import give_back_cached, is_out_of_memory
 from quorum_attention.execution.report import PassReport
-from quorum_attention.execution.rows import GroupBuffer, RowTensor
+from quorum_attention.execution.rows import Axis, GroupBuffer, RowTensor
 from quorum_attention.execution.runner import Progress, run
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.slots import forward_layout
-from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.protocol import Statistics, TaskTensors
 from quorum_attention.kernels.rectangles import RectangleKernel
 
@@ -116,7 +115,7 @@ def _through_slots(
     final = RowTensor(out, "query")
     home: RowTensor | GroupBuffer = final
     if out_dtype != state:
-        buffer = accumulator(schedule, work, work.value_dim, home_device, "query")
+        buffer = accumulator(call, schedule, work.value_dim, home_device, "query")
         home = GroupBuffer(buffer, "query")
     report.accumulator = schedule.accumulator
     lse_rows = RowTensor(lse.unsqueeze(-1), "query")
@@ -178,15 +177,15 @@ def gathered(call: Call, schedule: Schedule, unit: Unit) -> TaskTensors:
 
 
 def accumulator(
-    schedule: Schedule, work: Workload, width: int, device: torch.device, axis: str
+    call: Call, schedule: Schedule, width: int, home: torch.device, axis: Axis
 ) -> torch.Tensor:
     """Where the state of one head group waits: (entries, heads, n, width) in the state dtype."""
-    heads = schedule.group.kv_heads
+    work, heads = call.work, schedule.group.kv_heads
     n = work.n_keys
     if axis == "query":
         heads *= work.queries_per_key_head
         n = work.n_queries
     shape = (schedule.group.batch, heads, n, width)
-    return empty_result(shape, work.state_dtype, device, "the accumulator")
+    return travelling_home(shape, work.state_dtype, home, call.device)
 
 

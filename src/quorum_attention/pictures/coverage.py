@@ -32,9 +32,7 @@ def draw_coverage(
     figure = new_figure(12.4, 6.9)
     left = figure.add_axes((0.055, 0.11, 0.415, 0.73))
     right = figure.add_axes((0.555, 0.11, 0.415, 0.73))
-    figure.text(
-        0.055, 0.948, summary(decomposition, is_causal), color=INK, size=15, weight="bold"
-    )
+    figure.text(0.055, 0.948, summary(decomposition, is_causal), color=INK, size=15, weight="bold")
     note = draw_square(left, decomposition, is_causal, n_queries, n_keys)
     _caption(left, "The whole score square", note)
     note = draw_task_mask(right, decomposition, is_causal)

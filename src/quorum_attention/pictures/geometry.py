@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from quorum_attention.decomposition import Decomposition, Task
 
@@ -81,11 +82,11 @@ def split(block: Block, edges: list[int]) -> Iterator[Block]:
     if block.causal:
         yield block
         return
-    for query_start, query_stop in zip(edges, edges[1:], strict=False):
+    for query_start, query_stop in pairwise(edges):
         low, high = max(query_start, block.query_start), min(query_stop, block.query_stop)
         if low >= high:
             continue
-        for key_start, key_stop in zip(edges, edges[1:], strict=False):
+        for key_start, key_stop in pairwise(edges):
             left, right = max(key_start, block.key_start), min(key_stop, block.key_stop)
             if left < right:
                 yield Block(low, high, left, right, False)

@@ -7,7 +7,7 @@ from os import PathLike
 from typing import Any
 
 from quorum_attention.decomposition import Decomposition
-from quorum_attention.pictures.canvas import INK, SOFT, bare, new_figure, save
+from quorum_attention.pictures.canvas import INK, PAPER, SOFT, bare, new_figure, save
 from quorum_attention.pictures.colours import oklch
 from quorum_attention.pictures.coverage import summary
 from quorum_attention.pictures.square import draw_square
@@ -30,7 +30,7 @@ def draw_recovery(
     Args:
         path: where to; its ending names the format (.png, .svg, .pdf).
         budget_bytes: drawn as a line across the bars.
-        bars: (label, bytes, note), from top to bottom; a bar beyond the budget is red.
+        bars: (label, bytes, note), from top to bottom; those beyond the budget are red.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -62,16 +62,20 @@ def _draw_bars(axes: Any, budget_bytes: int, bars: Sequence[tuple[str, int, str]
     for place, (label, size, note) in enumerate(bars):
         colour = _OVER if size > budget_bytes else _FITS
         axes.barh(place, size, height=0.34, color=[colour], zorder=2)
-        text = f"{label}: {format_bytes(size)}"
-        for offset, words, tint, height in ((-0.24, text, INK, 11.5), (0.32, note, SOFT, 9.5)):
-            axes.text(
-                0, place + offset, words, color=tint, size=height, zorder=4,
-                va="bottom" if offset < 0 else "center",
-            )  # fmt: skip
+        _words(axes, place - 0.31, f"{label}: {format_bytes(size)}", INK, 11.5)
+        _words(axes, place + 0.29, note, SOFT, 9.5)
     axes.axvline(budget_bytes, color=INK, linewidth=1.4, linestyle=(0, (4, 3)), zorder=3)
     far = budget_bytes > 0.6 * largest
     axes.annotate(
         f"budget {format_bytes(budget_bytes)}", (budget_bytes, 1), (-4 if far else 4, 2),
         xycoords=axes.get_xaxis_transform(), textcoords="offset points", color=INK, size=10.5,
         ha="right" if far else "left", va="bottom",
+    )  # fmt: skip
+
+
+def _words(axes: Any, place: float, text: str, colour: str, size: float) -> None:
+    """Text at the left, on a patch that interrupts the budget's line."""
+    axes.text(
+        0, place, text, color=colour, size=size, va="center", zorder=4,
+        bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1.5},
     )  # fmt: skip

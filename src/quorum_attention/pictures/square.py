@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from quorum_attention.decomposition import Decomposition
@@ -37,12 +38,15 @@ def draw_square(
             colours.append(colour)
             if numbered:
                 for cell in split(block, edges):
-                    _number(axes, cell.centre(), task.path[0])
+                    if (cell.query_stop - cell.query_start) * 30 > max(rows, columns):
+                        _number(axes, cell.centre(), task.path[0])
     axes.add_collection(
         PolyCollection(
-            polygons, facecolors=colours, edgecolors=colours if not numbered else "none",
+            polygons,
+            facecolors=colours,
+            edgecolors=colours if not numbered else "none",
             linewidths=0.15,
-        )  # fmt: skip
+        )
     )
     _grid(axes, edges, rows, columns, is_causal)
     _frame(axes, rows, columns)
@@ -91,7 +95,7 @@ def _chunk_numbers(axes: Any, edges: list[int], rows: int, columns: int) -> None
     step = 1 if len(edges) <= 20 else max(1, (len(edges) - 1) // 8)
     for limit, axis in ((columns, axes.xaxis), (rows, axes.yaxis)):
         places, names = [], []
-        for chunk, (start, stop) in enumerate(zip(edges, edges[1:], strict=False)):
+        for chunk, (start, stop) in enumerate(pairwise(edges)):
             stop = min(stop, limit)
             if start < stop and chunk % step == 0 and len(edges) > 2:
                 places.append((start + stop) / 2)

@@ -6,7 +6,7 @@ from typing import Any
 
 from quorum_attention.decomposition import Decomposition, Task
 from quorum_attention.pictures.canvas import INK, MASKED, PAPER, SOFT, bare
-from quorum_attention.pictures.colours import task_colour
+from quorum_attention.pictures.colours import Colour, task_colour
 from quorum_attention.pictures.geometry import Point, chunk_edges
 
 _LABELLED_SPANS = 9
@@ -23,13 +23,16 @@ def draw_task_mask(axes: Any, shape: Decomposition, is_causal: bool) -> str:
     bare(axes)
     kept, masked, owned = _cells(task, is_causal)
     colour = task_colour(task.path, shape.levels)
-    quiet = {"edgecolors": PAPER, "linewidths": 1.2 if len(task.spans) <= 16 else 0.3}
+    quiet: dict[str, Any] = {
+        "edgecolors": PAPER,
+        "linewidths": 1.2 if len(task.spans) <= 16 else 0.3,
+    }
     axes.add_collection(PolyCollection(masked, facecolors=MASKED, **quiet))
     axes.add_collection(PolyCollection(kept, facecolors=[colour], **quiet))
     axes.add_collection(
         PolyCollection(owned, facecolors="none", edgecolors=INK, linewidths=1.6, zorder=4)
     )
-    calls = _number_calls(axes, task, is_causal)
+    calls = _number_calls(axes, task, is_causal, colour)
     _name_spans(axes, task, shape)
     _legend(axes, colour, bool(masked))
     share = task.n_tokens / shape.n_tokens if shape.n_tokens else 0.0
@@ -67,7 +70,7 @@ def _cells(task: Task, is_causal: bool) -> tuple[Cells, Cells, Cells]:
     return kept, masked, owned
 
 
-def _number_calls(axes: Any, task: Task, is_causal: bool) -> int:
+def _number_calls(axes: Any, task: Task, is_causal: bool, colour: Colour) -> int:
     """Outline the rectangles, each one plain attention call."""
     from matplotlib.patches import Rectangle
 
@@ -77,9 +80,15 @@ def _number_calls(axes: Any, task: Task, is_causal: bool) -> int:
         if not r.causal:
             axes.add_patch(
                 Rectangle(
-                    (r.key_start, r.query_start), r.n_keys, r.n_queries, fill=False,
-                    edgecolor=INK, linewidth=0.9 if few else 0.4, linestyle=(0, (3, 2)), zorder=5,
-                )  # fmt: skip
+                    (r.key_start, r.query_start),
+                    r.n_keys,
+                    r.n_queries,
+                    fill=False,
+                    edgecolor=INK,
+                    linewidth=0.9 if few else 0.4,
+                    linestyle=(0, (3, 2)),
+                    zorder=5,
+                )
             )
         if few and min(r.n_keys, r.n_queries) * 24 > task.n_tokens:
             shift = 3 if r.causal else 2
@@ -88,6 +97,7 @@ def _number_calls(axes: Any, task: Task, is_causal: bool) -> int:
                 r.query_stop - r.n_queries / shift,
                 str(number),
                 ha="center", va="center", size=11, color=INK, zorder=6,
+                bbox={"boxstyle": "circle,pad=0.25", "facecolor": colour, "edgecolor": "none"},
             )  # fmt: skip
     return len(calls)
 
@@ -111,7 +121,7 @@ def _name_spans(axes: Any, task: Task, shape: Decomposition) -> None:
     axes.set_ylabel("the task's queries, by chunk", color=SOFT, size=10.5)
 
 
-def _legend(axes: Any, colour: tuple[float, float, float], any_masked: bool) -> None:
+def _legend(axes: Any, colour: Colour, any_masked: bool) -> None:
     from matplotlib.patches import Patch
 
     handles = [Patch(facecolor=colour, label="kept")]

@@ -86,6 +86,7 @@ def price(
     )
 
 
+@lru_cache(maxsize=256)
 def choose(
     work: Workload,
     request: Request,
@@ -96,6 +97,8 @@ def choose(
     backward: bool,
 ) -> Candidate:
     """The fastest schedule that fits; the monolithic call wherever it fits as it is.
+
+    Remembered: a model calls attention many times over with the same sizes.
 
     Raises:
         BudgetError: nothing fits; names the smallest budget that would do.
