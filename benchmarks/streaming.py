@@ -33,7 +33,9 @@ def timed(run: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
-def monolithic(name: str, tensors: list[torch.Tensor], scale: float) -> dict[str, Callable[[], Any]]:
+def monolithic(
+    name: str, tensors: list[torch.Tensor], scale: float
+) -> dict[str, Callable[[], Any]]:
     """Forward, and forward+backward, of torch's operator on the device."""
     kernel: Any = kernels()[name]
     query, key, value, grad = tensors
@@ -43,15 +45,16 @@ def monolithic(name: str, tensors: list[torch.Tensor], scale: float) -> dict[str
 
     def both() -> Any:
         out, lse = forward()
-        return kernel.rectangle_backward(
-            grad, query, key, value, out, lse, True, scale, None
-        )
+        return kernel.rectangle_backward(grad, query, key, value, out, lse, True, scale, None)
 
     return {"forward": forward, "forward+backward": both}
 
 
 def streamed(
-    tensors: list[torch.Tensor], budget: int | None, plans: dict[bool, Any], reports: list[qa.Report]
+    tensors: list[torch.Tensor],
+    budget: int | None,
+    plans: dict[bool, Any],
+    reports: list[qa.Report],
 ) -> dict[str, Callable[[], Any]]:
     """The same by quorum attention, host to host."""
     query, key, value, grad = tensors

@@ -296,9 +296,7 @@ def _options(
     )
 
 
-def compute_device(
-    inputs: torch.device, devices: Device | Sequence[Device] | None
-) -> torch.device:
+def compute_device(inputs: torch.device, devices: Device | Sequence[Device] | None) -> torch.device:
     """Where a call computes."""
     if devices is None:
         if inputs.type == "cpu" and torch.cuda.is_available():

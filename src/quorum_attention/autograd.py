@@ -67,9 +67,7 @@ class _Gradients(torch.autograd.Function):
         )
 
 
-def _work(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options
-) -> Any:
+def _work(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options) -> Any:
     return check_inputs(
         query,
         key,

@@ -163,9 +163,7 @@ def compare(
     )
 
 
-def _relative(
-    expected: dict[Index, torch.Tensor], got: torch.Tensor, rows: torch.Tensor
-) -> float:
+def _relative(expected: dict[Index, torch.Tensor], got: torch.Tensor, rows: torch.Tensor) -> float:
     difference = size = 0.0
     for at, right in expected.items():
         difference += float((got[at][rows].double() - right).square().sum())

@@ -78,7 +78,8 @@ def test_lengths(name: str, device: str, n: int) -> None:
     dtype = torch.float64 if device == "cpu" else torch.float16
     levels = (7, 7) if n < 1000 else (7,)
     case = Case(n, dtype=dtype, causal=n % 2 == 1, levels=levels, layout="balanced", heads=1)
-    check(name, device, case)
+    # With a handful of rows the yardstick is a draw of a few roundings.
+    check(name, device, case, slack=1.3 if n > 8 else 3)
 
 
 @pytest.mark.parametrize(("name", "device"), KERNELS)
@@ -143,7 +144,7 @@ def test_sixteen_bit_masks(name: str, device: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("name", "device"), KERNELS)
-@pytest.mark.parametrize("dead_keys", [range(0, 40), range(0, 97)], ids=["some", "all"])
+@pytest.mark.parametrize("dead_keys", [range(40), range(97)], ids=["some", "all"])
 def test_masked_keys_leave_whole_rectangles_empty(name: str, device: str, dead_keys: range) -> None:
     mask = torch.ones(1, 1, 97, 97, dtype=torch.bool)
     mask[..., list(dead_keys)] = False

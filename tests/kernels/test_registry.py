@@ -34,7 +34,7 @@ def test_order_of_preference() -> None:
 
 
 def test_unknown_names_list_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="no kernel is named 'fast'.*cudnn, flash"):
+    with pytest.raises(ValueError, match=r"no kernel is named 'fast'.*cudnn, flash"):
         get_kernel("fast")
     with pytest.raises(TypeError, match="name or an InnerKernel"):
         get_kernel(3)
@@ -49,7 +49,7 @@ def test_registering() -> None:
 
     register_kernel(Mine())
     assert list(kernels())[-2:] == ["mine", "dense"]
-    with pytest.raises(TypeError, match="lacks.*refusal"):
+    with pytest.raises(TypeError, match=r"lacks.*refusal"):
         register_kernel(object())
     Mine.name = "auto"
     with pytest.raises(ValueError, match="cannot be named"):

@@ -77,6 +77,8 @@ def test_bounds_hold_and_are_close(kernel_name: str, case: Case) -> None:
     }
     # The reference's boolean mask comes from NumPy, whose allocations are not recorded.
     unseen = 4 * nq * nq if kernel_name == "dense" else 0
+    # Tiles of every thread, whether a small case gives it work or not.
+    unseen += 3 * 2**20 * max(0, torch.get_num_threads() - 2)
     for direction, bound in bounds.items():
         assert used[direction] <= bound, (direction, used, bounds)
         # A constant of a few MiB apart, no more than half as much again.

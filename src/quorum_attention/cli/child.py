@@ -169,4 +169,3 @@ def _quorum(spec: Spec, device: torch.device, answer: Answer, progress: Any) -> 
 def open_results(path: str) -> dict[str, torch.Tensor]:
     """The tensors of a results file, mapped for writing."""
     return open_tensors(path, writable=True)
-

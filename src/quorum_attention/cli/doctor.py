@@ -22,9 +22,7 @@ _OPTIONAL = ("triton", "matplotlib", "cuda-bindings", "safetensors", "numpy")
 
 def add_to(commands: Any) -> None:
     """Add the command."""
-    parser = commands.add_parser(
-        "doctor", help="what this machine can run", description=__doc__
-    )
+    parser = commands.add_parser("doctor", help="what this machine can run", description=__doc__)
     shared.add_json(parser)
     parser.set_defaults(run=_run)
 

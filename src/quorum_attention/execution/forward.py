@@ -187,5 +187,3 @@ def accumulator(
         n = work.n_queries
     shape = (schedule.group.batch, heads, n, width)
     return travelling_home(shape, work.state_dtype, home, call.device)
-
-

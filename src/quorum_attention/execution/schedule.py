@@ -49,9 +49,7 @@ class Schedule:
 
     def deeper(self, work: Workload) -> Schedule:
         """One level more, with rectangles to match."""
-        return with_limits(
-            replace(self, decomposition=self.decomposition.deeper(DEEPEN_BY)), work
-        )
+        return with_limits(replace(self, decomposition=self.decomposition.deeper(DEEPEN_BY)), work)
 
     def coarser(self, work: Workload) -> Schedule:
         """One level less, with rectangles to match."""

@@ -125,6 +125,10 @@ class InnerKernel(Protocol):
         """Short, unique, what users write as ``kernel=``."""
         ...
 
+    def __hash__(self) -> int:
+        """Plans are remembered by kernel."""
+        ...
+
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
         ...

@@ -9,19 +9,19 @@ from quorum_attention.kernels.registry import candidates, get_kernel, kernels, w
 
 
 def select_kernel(
-    wanted: str | InnerKernel, call: CallShape, device: torch.device
+    wanted: str | InnerKernel, call: CallShape, device: torch.device, *, tried: bool = True
 ) -> InnerKernel:
     """The kernel for ``call`` on ``device``.
 
     A kernel asked for by name is never replaced by another. "auto" takes the first in order of
-    preference that can run the call; on a machine without such a device (planning for one), the
-    first that says it could.
+    preference that can run the call. With ``tried`` a kernel is believed only once a small call
+    of it came out right; planning takes its word (and may plan for a device that is not here).
 
     Raises:
         NotImplementedError: no kernel, or not the one asked for, can run the call; says why.
         ValueError, TypeError: there is no such kernel.
     """
-    present = device.type != "cuda" or torch.cuda.is_available()
+    present = tried and (device.type != "cuda" or torch.cuda.is_available())
     if wanted != "auto":
         kernel = get_kernel(wanted)
         reason = why_not(kernel, call, device) if present else kernel.refusal(call)

@@ -81,7 +81,8 @@ def plan(
     resident = where.type == "cpu" if inputs is None else inputs == "device"
     if where.type == "cpu" and not resident:
         raise ValueError("inputs must be 'device' when the CPU computes")
-    chosen = select_kernel(kernel, work.call_shape(where.type, backward), where)
+    shape = work.call_shape(where.type, backward)
+    chosen = select_kernel(kernel, shape, where, tried=False)
     place = Placement(where.type, resident, False, dtype)
     bytes_given = None if budget is None else parse_bytes(budget)
     request = Request(
@@ -208,9 +209,7 @@ class Estimate:
         return "\n".join(lines)
 
 
-def estimate(
-    n_tokens: int, *, budget: int | str | None = None, **call: object
-) -> Estimate:
+def estimate(n_tokens: int, *, budget: int | str | None = None, **call: object) -> Estimate:
     """Whether a call fits, which plan it would run, memory, time and alternatives.
 
     Takes the arguments of ``plan`` (less ``levels``, ``depth`` and ``backward``).

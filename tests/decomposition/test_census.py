@@ -1,0 +1,93 @@
+"""The tile census: the paper's figures, and a dense count at small lengths."""
+
+import numpy as np
+import pytest
+from helpers_decomposition import bits, decompositions
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quorum_attention.decomposition import Census, Decomposition
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "depth", "masked", "clear", "mixed"),
+    [(65_536, 1, 22.0, 77.2, 0.82), (65_536, 2, 38.8, 58.9, 2.30)],
+)
+def test_the_papers_census(n_tokens, depth, masked, clear, mixed):
+    """Appendix A.2: balanced, c = 7, causal, 128 x 128 tiles, pooled over all tasks."""
+    found = Decomposition(n_tokens, (7,) * depth, "balanced").census(True, 128)
+    assert round(100 * found.masked, 1) == masked
+    assert round(100 * found.clear, 1) == clear
+    assert round(100 * found.mixed, 2) == mixed
+
+
+@pytest.mark.parametrize(("n_tokens", "mixed"), [(262_144, 0.58), (1_048_576, 0.15)])
+def test_mixed_tiles_vanish_with_length(n_tokens, mixed):
+    """The paper's mixed shares at depth 2."""
+    found = Decomposition(n_tokens, (7, 7), "balanced").census(True, 128)
+    assert round(100 * found.mixed, 2) == mixed
+
+
+@pytest.mark.parametrize("levels", [(7,), (13,), (7, 7), (3, 13), (7, 7, 7)])
+@pytest.mark.parametrize("n_tokens", [128 * 49, 128 * 512, 128 * 343 + 128 * 5])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_aligned_chunks_leave_no_mixed_tile(levels, n_tokens, is_causal):
+    """The aligned layout's promise, for any multiple of the tile."""
+    found = Decomposition(n_tokens, levels).census(is_causal, 128)
+    assert found.mixed_tiles == 0
+    assert found.clear_tiles > 0
+
+
+@settings(max_examples=80, deadline=None)
+@given(decompositions(), st.booleans(), st.sampled_from([1, 3, 8, 32]))
+def test_census_agrees_with_a_dense_count(decomposition, is_causal, tile):
+    """By tile and token, with the paper's OR and AND tests spelled out."""
+    masked = clear = mixed = 0
+    for task in decomposition.tasks():
+        own = bits(task)
+        lines = [own[i : i + tile] for i in range(0, len(own), tile)]
+        some = [np.bitwise_or.reduce(line) for line in lines]
+        every = [np.bitwise_and.reduce(line) for line in lines]
+        for row in range(len(lines)):
+            for column in range(row + 1 if is_causal else len(lines)):
+                if some[row] & some[column] == 0:
+                    clear += 1
+                elif every[row] & every[column]:
+                    masked += 1
+                else:
+                    mixed += 1
+    assert decomposition.census(is_causal, tile) == Census(masked, clear, mixed)
+
+
+@settings(max_examples=40, deadline=None)
+@given(decompositions(100), st.sampled_from([2, 5, 16]))
+def test_verdicts_are_never_wrong(decomposition, tile):
+    """Tiles called clear or masked really are: at least so many exist by the mask itself."""
+    found = decomposition.census(False, tile)
+    all_kept = none_kept = tiles = 0
+    for task in decomposition.tasks():
+        mask = task.mask()
+        for i in range(0, len(mask), tile):
+            for j in range(0, len(mask), tile):
+                part = mask[i : i + tile, j : j + tile]
+                all_kept += part.all()
+                none_kept += not part.any()
+                tiles += 1
+    assert found.tiles == tiles
+    assert found.clear_tiles == all_kept
+    assert found.masked_tiles <= none_kept
+
+
+def test_shares_add_up_and_survive_no_tiles():
+    """Fractions of one; an empty sequence has none."""
+    found = Census(1, 2, 5)
+    assert (found.masked, found.clear, found.mixed) == (0.125, 0.25, 0.625)
+    assert Decomposition(0, (7,)).census(True) == Census(0, 0, 0)
+    assert Census(0, 0, 0).mixed == 0.0
+
+
+@pytest.mark.parametrize("tile", [0, -1, 1.5, True, "128"])
+def test_tiles_are_whole_numbers_from_one(tile):
+    """Zero would never end."""
+    with pytest.raises(ValueError, match="tile must be a whole number"):
+        Decomposition(10).census(True, tile)

@@ -1,0 +1,73 @@
+"""Spans, runs, segments and counts of a task against dense arrays."""
+
+import itertools
+
+import numpy as np
+from helpers_decomposition import decompositions, positions
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+@settings(max_examples=300, deadline=None)
+@given(decompositions())
+def test_spans_ascend_and_do_not_touch_needlessly(decomposition):
+    """Ascending, disjoint, not empty, inside the sequence, and maximal: one span per label run."""
+    for task in decomposition.tasks():
+        spans = task.spans
+        assert all(0 <= s.start < s.stop <= decomposition.n_tokens for s in spans)
+        for a, b in itertools.pairwise(spans):
+            assert a.stop <= b.start
+            assert a.stop < b.start or a.bits != b.bits
+
+
+@settings(max_examples=300, deadline=None)
+@given(decompositions())
+def test_no_task_exceeds_the_bound(decomposition):
+    """Slots are allocated by max_task_tokens before any task is made."""
+    for task in decomposition.tasks():
+        assert task.n_tokens == len(positions(task)) <= decomposition.max_task_tokens
+    assert decomposition.max_task_tokens <= decomposition.n_tokens
+
+
+@settings(max_examples=100, deadline=None)
+@given(decompositions(), st.data())
+def test_segments_are_the_positions_of_a_local_range(decomposition, data):
+    """Copies follow segments: exactly the range's tokens, in order, in as few pieces as can be."""
+    path = tuple(data.draw(st.integers(0, c - 1)) for c in decomposition.levels)
+    task = decomposition.task(path)
+    where = positions(task)
+    start = data.draw(st.integers(0, task.n_tokens))
+    stop = data.draw(st.integers(start, task.n_tokens))
+    for pieces, low, high in (
+        (task.segments(start, stop), start, stop),
+        (task.runs, 0, task.n_tokens),
+    ):
+        local = low
+        for global_start, global_stop, local_start in pieces:
+            assert local_start == local
+            assert global_start < global_stop
+            piece = where[local : local + global_stop - global_start]
+            np.testing.assert_array_equal(piece, np.arange(global_start, global_stop))
+            local += global_stop - global_start
+        assert local == high
+        breaks = np.count_nonzero(np.diff(where[low:high]) != 1)
+        assert len(pieces) == (breaks + 1 if high > low else 0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(decompositions(), st.data())
+def test_count_below_counts_positions(decomposition, data):
+    """Fewer queries or keys than tokens are cut by this count."""
+    path = tuple(data.draw(st.integers(0, c - 1)) for c in decomposition.levels)
+    task = decomposition.task(path)
+    n = data.draw(st.integers(0, decomposition.n_tokens + 5))
+    assert task.count_below(n) == np.count_nonzero(positions(task) < n)
+
+
+@settings(max_examples=60, deadline=None)
+@given(decompositions())
+def test_local_starts_are_running_lengths(decomposition):
+    """Local coordinates of every rectangle hang on these."""
+    for task in decomposition.tasks():
+        lengths = [s.stop - s.start for s in task.spans]
+        assert list(task.local_starts) == [0, *np.cumsum(lengths, dtype=int)]

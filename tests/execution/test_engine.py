@@ -1,0 +1,82 @@
+"""The same results with any number of slots, and what moves is what the visits say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers_attention import TOLERANCE, assert_close, exact, inputs
+
+import quorum_attention as qa
+
+
+def planned(n: int, n_cap: int, *, backward: bool, levels: tuple[int, ...], **more) -> qa.Plan:
+    return qa.plan(
+        n, heads=4, kv_heads=2, head_dim=8, value_dim=6, dtype=more.pop("dtype"),
+        is_causal=True, levels=levels, layout="balanced", n_cap=n_cap, heads_per_group=2,
+        backward=backward, **more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("levels", [(7,), (7, 3)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("home", ["device", "host"])
+def test_results_do_not_depend_on_the_number_of_slots(levels, dtype, home) -> None:
+    """Bit for bit: a carried state and a stored and loaded one are the same numbers."""
+    given = inputs(101, heads=4, kv_heads=2, head_dim=8, value_dim=6, dtype=dtype)
+    common = {"is_causal": True, "enable_gqa": True}
+    results = []
+    for n_cap in (1, 2, 3, 5):
+        more = {"levels": levels, "dtype": dtype, "accumulator": home}
+        report = qa.Report()
+        out, lse = qa.attention_with_lse(
+            *given.three, **common, plan=planned(101, n_cap, backward=False, **more), report=report
+        )
+        grads = qa.attention_backward(
+            given.grad_out, *given.three, out, lse, **common,
+            plan=planned(101, n_cap, backward=True, **more), report=report,
+        )  # fmt: skip
+        assert report.forward is not None
+        assert report.forward.n_cap == n_cap
+        assert report.forward.n_groups == 2
+        results.append((out, lse, *grads))
+    for other in results[1:]:
+        for first, second in zip(results[0], other, strict=True):
+            assert torch.equal(first, second)
+    reference = exact(given, is_causal=True)
+    assert_close(results[0][0], reference.out, TOLERANCE[dtype])
+
+
+def test_more_slots_move_fewer_bytes() -> None:
+    """Carrying shared chunks from slot to slot is what the second slot is for."""
+    given = inputs(210, heads=2, dtype=torch.float32)
+    moved = []
+    for n_cap in (1, 2):
+        plan = qa.plan(
+            210, heads=2, head_dim=8, dtype=torch.float32, levels=(7,), layout="balanced",
+            n_cap=n_cap,
+        )  # fmt: skip
+        report = qa.Report()
+        qa.attention(*given.three, plan=plan, report=report)
+        assert report.forward is not None
+        moved.append((report.forward.loaded_bytes, report.forward.stored_bytes))
+    rows, tasks, quorum = 30 * 2, 7, 3
+    in_bytes = tasks * quorum * rows * 3 * 8 * 4
+    state = rows * (8 + 1) * 4
+    # One slot: every visit but the first of each of the 7 chunks loads its state.
+    assert moved[0][0] == in_bytes + (tasks * quorum - 7) * state
+    assert moved[1][0] < moved[0][0]
+    assert moved[0][1] == moved[1][1] == tasks * quorum * state
+
+
+@pytest.mark.parametrize(("n_queries", "n_keys"), [(40, 101), (101, 40), (1, 101), (101, 1)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_queries_and_keys_of_different_lengths(n_queries, n_keys, is_causal) -> None:
+    given = inputs(n_queries, n_keys, heads=2)
+    plan = qa.plan(
+        n_queries, n_keys=n_keys, heads=2, head_dim=8, dtype=torch.float32, is_causal=is_causal,
+        levels=(7,), layout="balanced", n_cap=2,
+    )  # fmt: skip
+    out, lse = qa.attention_with_lse(*given.three, is_causal=is_causal, plan=plan)
+    reference = exact(given, is_causal=is_causal)
+    assert_close(out, reference.out, TOLERANCE[torch.float32])
+    assert_close(lse, reference.lse, TOLERANCE[torch.float32])

@@ -1,0 +1,90 @@
+"""A rectangle's mask is what dense indexing gives, for every way a mask can broadcast."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from helpers_attention import fresh_generator
+from helpers_memory import usage
+
+from quorum_attention.decomposition import Decomposition, Rectangle
+from quorum_attention.execution.masks import MaskView, mask_shape
+from quorum_attention.execution.workload import GroupSize, Workload, groups
+
+BATCH, HEADS, QUERIES, KEYS = (2, 3), 4, 40, 55
+SPANS = list(product([False, True], repeat=5))
+
+
+def make(spans: tuple[bool, ...], kind: torch.dtype) -> torch.Tensor:
+    whole = (*BATCH, HEADS, QUERIES, KEYS)
+    shape = tuple(n if s else 1 for n, s in zip(whole, spans, strict=True))
+    values = torch.randn(shape, generator=fresh_generator())
+    return values > 0 if kind == torch.bool else values.to(kind)
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32, torch.float16])
+@pytest.mark.parametrize("spans", SPANS, ids=["".join("01"[s] for s in each) for each in SPANS])
+def test_bias_of_every_rectangle_equals_dense_indexing(
+    spans: tuple[bool, ...], kind: torch.dtype
+) -> None:
+    mask = make(spans, kind)
+    whole = mask.expand(*BATCH, HEADS, QUERIES, KEYS)
+    if kind == torch.bool:
+        dense = torch.zeros(whole.shape).masked_fill(~whole, -torch.inf)
+    else:
+        dense = whole.float()
+    work = Workload(BATCH, HEADS, 2, QUERIES, KEYS, 8, 8, torch.float32, False)
+    tasks = list(Decomposition(55, (7,), "balanced").tasks())[::3]
+    for group in [*groups(work, GroupSize(1, 1)), *groups(work, GroupSize(3, 2))]:
+        for task in tasks:
+            tokens = torch.tensor([t for a, b, _ in task.runs for t in range(a, b)])
+            bias = MaskView(mask, len(BATCH)).bias(group, task, torch.float32, torch.device("cpu"))
+            for r in task.rectangles(False, QUERIES, KEYS)[:3]:
+                part = bias(r)
+                rows = tokens[r.query_start : r.query_stop]
+                columns = tokens[r.key_start : r.key_stop]
+                expected = torch.stack(
+                    [dense[e][group.query_heads][:, rows][:, :, columns] for e in group.entries]
+                )
+                assert part is not None
+                assert part.dtype == torch.float32
+                assert torch.equal(part.expand(expected.shape), expected)
+
+
+@pytest.mark.parametrize("shape", [(55,), (40, 55), (4, 1, 55), (3, 1, 1, 1)])
+def test_a_mask_of_fewer_dimensions_broadcasts_from_the_right(shape: tuple[int, ...]) -> None:
+    mask = torch.randn(shape, generator=fresh_generator())
+    work = Workload(BATCH, HEADS, HEADS, QUERIES, KEYS, 8, 8, torch.float32, False)
+    task = Decomposition(55, ()).task(())
+    dense = mask.expand(*BATCH, HEADS, QUERIES, KEYS)
+    for group in groups(work, GroupSize(1, HEADS)):
+        bias = MaskView(mask, 2).bias(group, task, torch.float32, torch.device("cpu"))
+        part = bias(Rectangle(0, QUERIES, 0, KEYS))
+        assert part is not None
+        assert torch.equal(part.expand(1, HEADS, QUERIES, KEYS)[0], dense[group.entries[0]])
+
+
+@pytest.mark.parametrize("spans", SPANS[::3])
+def test_mask_shape_names_what_is_spanned(spans: tuple[bool, ...]) -> None:
+    shape = mask_shape(make(spans, torch.bool), len(BATCH))
+    assert shape.boolean
+    assert shape.batch == any(spans[:2])
+    assert (shape.heads, shape.rows, shape.columns) == spans[2:]
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32, torch.float16])
+def test_gathering_takes_no_more_memory_than_its_result(kind: torch.dtype) -> None:
+    """Once, all columns of the rows were gathered first."""
+    n = 700
+    mask = torch.randn(1, 4, n, n, generator=fresh_generator())
+    mask = mask > 0 if kind == torch.bool else mask.to(kind)
+    work = Workload((1,), 4, 4, n, n, 8, 8, torch.float16, False)
+    task = Decomposition(n, (7,), "balanced").task((2,))
+    assert len(task.runs) > 1
+    group = next(groups(work, GroupSize(1, 4)))
+    bias = MaskView(mask, 1).bias(group, task, torch.float16, torch.device("cpu"))
+    rectangle = Rectangle(0, task.n_tokens, 0, task.n_tokens // 2)
+    result = 4 * rectangle.n_queries * rectangle.n_keys * 2
+    assert usage(lambda: bias(rectangle)).peak <= result + 4096

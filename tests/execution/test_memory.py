@@ -1,0 +1,68 @@
+"""Out of memory is told from every other failure, by what allocators really raise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quorum_attention import BudgetError, OutOfMemoryError
+from quorum_attention.execution.memory import allocate, available_bytes, is_out_of_memory
+
+
+def test_the_cpu_allocators_own_failure_is_recognised() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+
+
+def test_an_arena_that_cannot_be_had_fails_in_a_way_that_is_recognised() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        allocate(1 << 60, torch.device("cpu"))
+    assert is_out_of_memory(caught.value)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        OutOfMemoryError("ours"),
+        BudgetError("ours"),
+        RuntimeError("std::bad_alloc"),
+    ],
+)
+def test_other_ways_to_say_it_are_recognised(error: BaseException) -> None:
+    assert is_out_of_memory(error)
+
+
+class DerivedError(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("out of memory"),
+        RuntimeError("std::bad_alloc was mentioned"),
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"),
+        DerivedError("std::bad_alloc"),
+        ValueError("DefaultCPUAllocator: can't allocate memory"),
+        KeyboardInterrupt(),
+        OSError(12, "Cannot allocate memory"),
+    ],
+)
+def test_nothing_else_is_taken_for_it(error: BaseException) -> None:
+    assert not is_out_of_memory(error)
+
+
+def test_an_arena_has_exactly_the_bytes_asked_for() -> None:
+    arena = allocate(12_345, torch.device("cpu"))
+    assert (arena.numel(), arena.dtype) == (12_345, torch.uint8)
+
+
+def test_available_bytes_is_what_the_system_says() -> None:
+    """A plausible number: not the default for unknown systems, and not more than there is."""
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        total = int(next(lines).split()[1]) * 1024
+    assert 0 < available_bytes(torch.device("cpu")) <= total

@@ -1,0 +1,208 @@
+"""attention() on a GPU against float64; the yardstick is the same kernel's undivided call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers_attention import Exact, Inputs, exact, inputs
+
+import quorum_attention as qa
+from quorum_attention.kernels import CallShape, get_kernel, why_not
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+KERNELS = ("cudnn", "flash", "efficient", "dense")
+# What is added to 1.5 times the undivided call's error: a few last places of the dtype.
+TINY = {torch.float16: 2e-4, torch.bfloat16: 2e-3, torch.float32: 2e-6}
+
+
+def cuda_inputs(n: int, **sizes) -> Inputs:  # type: ignore[no-untyped-def]
+    return inputs(n, device="cuda", **{"heads": 4, "head_dim": 64, **sizes})
+
+
+def skip_unless(kernel: str, given: Inputs, **call) -> None:  # type: ignore[no-untyped-def]
+    q, k, v = given.three
+    mask = call.get("mask")
+    shape = CallShape(
+        "cuda", q.dtype, q.shape[1], k.shape[1], q.shape[-1], v.shape[-1],
+        call.get("is_causal", False), True,
+    )  # fmt: skip
+    if mask is not None:
+        from dataclasses import replace
+
+        from quorum_attention.execution.masks import mask_shape
+
+        shape = replace(shape, mask=mask_shape(mask, q.dim() - 3))
+    reason = why_not(get_kernel(kernel), shape)
+    if reason is not None:
+        pytest.skip(f"{kernel}: {reason}")
+
+
+def both(given: Inputs, kernel: str, *, mask=None, is_causal: bool = False, **more):  # type: ignore[no-untyped-def]
+    call = {
+        "attn_mask": mask, "is_causal": is_causal, "enable_gqa": True, "kernel": kernel,
+        "devices": "cuda", **more,
+    }  # fmt: skip
+    out, lse = qa.attention_with_lse(*given.three, **call)
+    grads = qa.attention_backward(given.grad_out, *given.three, out, lse, **call)
+    return {"out": out, "query": grads[0], "key": grads[1], "value": grads[2]}
+
+
+def rms(results, reference: Exact) -> dict[str, float]:  # type: ignore[no-untyped-def]
+    assert reference.grads is not None
+    wanted = dict(zip(("query", "key", "value"), reference.grads, strict=True))
+    wanted["out"] = reference.out
+    found = {}
+    for name, result in results.items():
+        assert bool(result.isfinite().all()), name
+        expected = wanted[name]
+        difference = result.to(expected.device).double() - expected
+        found[name] = (difference.norm() / expected.norm().clamp_min(1e-30)).item()
+    return found
+
+
+def compare(given: Inputs, kernel: str, depth: int, **call) -> None:  # type: ignore[no-untyped-def]
+    skip_unless(kernel, given, **call)
+    reference = exact(given, gradients=True, **call)
+    whole = rms(both(given, kernel, depth=0, **call), reference)
+    cut = rms(both(given, kernel, depth=depth, **call), reference)
+    for name, error in cut.items():
+        limit = 1.5 * whole[name] + TINY[given.query.dtype]
+        assert error <= limit, f"{name}: {error:.2e}, undivided {whole[name]:.2e}"
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", list(TINY))
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_kernels_and_dtypes(kernel, dtype, is_causal, depth) -> None:
+    compare(cuda_inputs(1000, dtype=dtype), kernel, depth, is_causal=is_causal)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"kv_heads": 2},
+        {"kv_heads": 1, "batch": (2,)},
+        {"value_dim": 32},
+        {"head_dim": 80},
+        {"head_dim": 128},
+        {"head_dim": 256},
+    ],
+    ids=str,
+)
+def test_heads_and_widths(kernel, sizes) -> None:
+    compare(cuda_inputs(1000, dtype=torch.float16, **sizes), kernel, 1, is_causal=True)
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "efficient", "dense"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("kind", ["boolean", "additive", "padding", "heads"])
+@pytest.mark.parametrize("where", ["cuda", "cpu"])
+def test_masks(kernel, kind, is_causal, where) -> None:
+    n = 1000
+    given = cuda_inputs(n, dtype=torch.float16)
+    mask = {
+        "boolean": torch.rand(n, n) > 0.3,
+        "additive": torch.randn(n, n),
+        "padding": (torch.arange(n) < 700).reshape(1, 1, 1, n),
+        "heads": torch.randn(1, 4, n, n),
+    }[kind].to("cuda")
+    if where == "cuda":
+        compare(given, kernel, 1, mask=mask, is_causal=is_causal)
+        return
+    skip_unless(kernel, given, mask=mask, is_causal=is_causal)
+    reference = exact(given, mask=mask, is_causal=is_causal).out
+    out = qa.attention(*given.three, mask.cpu(), is_causal=is_causal, depth=1, kernel=kernel)
+    assert (out.double() - reference).abs().max() < 5e-3
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(("n_queries", "n_keys"), [(300, 1000), (1000, 300), (1, 1000), (3, 5)])
+def test_queries_and_keys_of_different_lengths(kernel, depth, n_queries, n_keys) -> None:
+    """Causal is top-left, whatever the operator's own opinion."""
+    given = cuda_inputs(n_queries, n_keys=n_keys, dtype=torch.float16)
+    skip_unless(kernel, given, is_causal=True)
+    found = rms(both(given, kernel, is_causal=True, depth=depth),
+                exact(given, is_causal=True, gradients=True))  # fmt: skip
+    assert max(found.values()) < 3e-3, found
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_rows_without_keys_are_zero(kernel, depth, is_causal) -> None:
+    n = 600
+    given = cuda_inputs(n, dtype=torch.float16)
+    mask = (torch.rand(n, n, device="cuda") > 0.3).index_fill(
+        0, torch.arange(0, n, 3, device="cuda"), False
+    )
+    skip_unless(kernel, given, mask=mask, is_causal=is_causal)
+    results = both(given, kernel, mask=mask, is_causal=is_causal, depth=depth)
+    assert not results["out"][:, :, ::3].any()
+    assert not results["query"][:, :, ::3].any()
+    reference = exact(given, mask=mask, is_causal=is_causal, gradients=True)
+    assert max(rms(results, reference).values()) < 5e-3
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_inputs_whose_rows_are_strided(depth: int) -> None:
+    given = cuda_inputs(500, dtype=torch.float16)
+    q, k, v = (t.mT.contiguous().mT for t in given.three)
+    reference = exact(given, gradients=True)
+    results = both(Inputs(q, k, v, given.grad_out), "auto", depth=depth)
+    assert max(rms(results, reference).values()) < 3e-3
+
+
+def placed(given: Inputs, kind: str, folder: Path) -> Inputs:
+    if kind == "device":
+        return given
+    four = [t.cpu() for t in (*given.three, given.grad_out)]
+    if kind == "pinned":
+        return Inputs(*(t.pin_memory() for t in four))
+    if kind == "mapped":
+        for i, tensor in enumerate(four):
+            tensor.numpy().tofile(folder / str(i))
+        return Inputs(*(
+            torch.from_numpy(np.memmap(folder / str(i), np.float16, "r+", shape=tuple(t.shape)))
+            for i, t in enumerate(four)
+        ))  # fmt: skip
+    if kind == "token-major":
+        return Inputs(*(t.transpose(1, 2).contiguous().transpose(1, 2) for t in four))
+    return Inputs(*four)
+
+
+@pytest.mark.parametrize("kind", ["device", "pinned", "pageable", "mapped", "token-major"])
+@pytest.mark.parametrize("accumulator", ["device", "host"])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_residencies(kind, accumulator, depth, tmp_path) -> None:
+    on_device = cuda_inputs(2000, dtype=torch.float16, kv_heads=2)
+    reference = exact(on_device, is_causal=True, gradients=True)
+    given = placed(on_device, kind, tmp_path)
+    results = both(given, "auto", is_causal=True, depth=depth, accumulator=accumulator)
+    for result in results.values():
+        assert result.device.type == given.query.device.type
+    assert max(rms(results, reference).values()) < 2e-3
+
+
+@pytest.mark.parametrize("kernel", ["flash", "dense"])
+@pytest.mark.parametrize("accumulator", ["device", "host"])
+def test_the_number_of_slots_changes_nothing(kernel, accumulator) -> None:
+    """Bit for bit: streams and events keep the order of one slot. Inputs on the host, several
+    head groups, so that everything that can overlap does."""
+    given = Inputs(*(t.cpu() for t in (*cuda_inputs(3000, dtype=torch.float16).three,
+                                       torch.zeros(1))))  # fmt: skip
+    results = []
+    for n_cap in (1, 2, 3):
+        plan = qa.plan(
+            3000, heads=4, levels=(13,), n_cap=n_cap, accumulator=accumulator, kernel=kernel,
+            heads_per_group=2, is_causal=True, device="cuda", inputs="host",
+        )  # fmt: skip
+        for _ in range(2):
+            results.append(qa.attention(*given.three, is_causal=True, plan=plan, devices="cuda"))
+    for other in results[1:]:
+        assert torch.equal(results[0], other)

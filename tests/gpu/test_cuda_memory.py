@@ -1,0 +1,199 @@
+"""Memory on a GPU: budgets kept, nothing left behind, real failures recovered from."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from helpers_attention import Inputs, exact, inputs
+from helpers_memory import FailingAllocations
+from helpers_plans import unpinned
+
+import quorum_attention as qa
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+N = 4000
+
+
+@pytest.fixture(autouse=True)
+def clean():  # type: ignore[no-untyped-def]
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def made(where: str, n: int = N, **sizes) -> Inputs:  # type: ignore[no-untyped-def]
+    given = inputs(n, dtype=torch.float16, **{"heads": 4, "head_dim": 64, **sizes})
+    return Inputs(*(t.to(where) for t in (*given.three, given.grad_out)))
+
+
+def forward_and_backward(given: Inputs, **call):  # type: ignore[no-untyped-def]
+    call = {"devices": "cuda", "enable_gqa": True, **call}
+    out, lse = qa.attention_with_lse(*given.three, **call)
+    grads = qa.attention_backward(given.grad_out, *given.three, out, lse, **call)
+    return out, lse, *grads
+
+
+def check(given: Inputs, results, is_causal: bool = False) -> None:  # type: ignore[no-untyped-def]
+    on_device = Inputs(*(t.cuda() for t in (*given.three, given.grad_out)))
+    reference = exact(on_device, is_causal=is_causal, gradients=True)
+    wanted = (reference.out, reference.lse, *reference.grads)
+    for actual, expected in zip(results, wanted, strict=True):
+        difference = (actual.cuda().double() - expected).norm() / expected.norm()
+        assert difference < 3e-3
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "flash", "efficient", "dense"])
+@pytest.mark.parametrize("where", ["cuda", "cpu"])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("accumulator", ["device", "host"])
+def test_measured_peak_within_the_plan(kernel, where, depth, accumulator) -> None:
+    """A second call, so that what an operator sets up once does not count as the call's."""
+    given = made(where)
+    call = {"depth": depth, "kernel": kernel, "accumulator": accumulator, "is_causal": True}
+    forward_and_backward(given, **call)
+    report = qa.Report()
+    forward_and_backward(given, report=report, **call)
+    for part in (report.forward, report.backward):
+        assert part.peak_bytes is not None
+        assert 0 < part.peak_bytes <= part.planned_peak_bytes
+
+
+@pytest.mark.parametrize("where", ["cuda", "cpu"])
+@pytest.mark.parametrize("mask", ["none", "rows", "heads"])
+def test_a_budget_is_kept(where, mask) -> None:
+    """The smallest that works, found from its own error message."""
+    given = made(where, kv_heads=2)
+    tensor = {
+        "none": None,
+        "rows": torch.rand(N, N, device=where) > 0.2,
+        "heads": torch.rand(4, 1, N, device=where),
+    }[mask]
+    call = {"attn_mask": tensor, "devices": "cuda", "enable_gqa": True}
+    with pytest.raises(qa.BudgetError) as refused:
+        qa.attention(*given.three, **call, budget=1000)
+    budget = refused.value.smallest_bytes
+    report = qa.Report()
+    for _ in range(2):
+        out = qa.attention(*given.three, **call, budget=budget, report=report)
+    assert report.forward.peak_bytes <= budget
+    reference = exact(Inputs(*(t.cuda() for t in (*given.three, given.grad_out))),
+                      mask=None if tensor is None else tensor.cuda())  # fmt: skip
+    assert (out.cuda().double() - reference.out).norm() / reference.out.norm() < 2e-3
+
+
+def test_a_long_sequence_in_64_mib() -> None:
+    """Exact on sampled rows, forward, from host memory."""
+    n = 65_536
+    given = made("cpu", n)
+    report = qa.Report()
+    out = qa.attention(*given.three, is_causal=True, budget="64MiB", devices="cuda", report=report)
+    assert report.forward.peak_bytes <= 64 << 20
+    assert report.forward.recoveries == []
+    for row in (0, 1, 127, 128, 30_000, n - 1):
+        q = given.query[:, :, row : row + 1].cuda().double()
+        k, v = (t[:, :, : row + 1].cuda().double() for t in (given.key, given.value))
+        expected = torch.softmax(q @ k.mT / 8.0, dim=-1) @ v
+        assert (out[:, :, row : row + 1].cuda().double() - expected).abs().max() < 2e-3
+
+
+@pytest.mark.parametrize("where", ["cuda", "cpu"])
+@pytest.mark.parametrize("end", ["success", "failure"])
+def test_nothing_stays_allocated_or_page_locked(where, end) -> None:
+    given = made(where, 40_000)  # 20 MiB a tensor: worth locking
+    forward_and_backward(made(where, 500), depth=1)
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    if end == "success":
+        results = forward_and_backward(given, depth=1)
+        del results
+    else:
+        with FailingAllocations(12, 10_000), pytest.raises(torch.OutOfMemoryError):
+            qa.attention(*given.three, devices="cuda", depth=1)
+    gc.collect()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
+    if where == "cpu":
+        assert not any(t.is_pinned() for t in given.three)
+
+
+@pytest.mark.parametrize("where", ["cuda", "cpu"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_any_failing_allocation(where, backward) -> None:
+    """Every seventh n: right, or an honest error, and nothing left."""
+    n = 600
+    given = made(where, n)
+    plan = unpinned(
+        qa.plan(n, heads=4, levels=(7,), tile=16, n_cap=2, device="cuda", heads_per_group=2,
+                inputs="device" if where == "cuda" else "host", backward=backward)
+    )  # fmt: skip
+    call = {"plan": plan, "devices": "cuda"}
+    out, lse = qa.attention_with_lse(*given.three, devices="cuda", depth=0)
+    on_device = Inputs(*(t.cuda() for t in (*given.three, given.grad_out)))
+    reference = exact(on_device, gradients=True)
+    wanted = reference.grads if backward else (reference.out,)
+    results = before = None
+    said = ""
+    outcomes = []
+    for number in [*range(1, 12), *range(12, 400, 7)]:
+        results = None
+        gc.collect()
+        before = before or torch.cuda.memory_allocated()
+        assert torch.cuda.memory_allocated() == before
+        with FailingAllocations(number) as failing:
+            try:
+                if backward:
+                    results = qa.attention_backward(given.grad_out, *given.three, out, lse, **call)
+                else:
+                    results = (qa.attention(*given.three, **call),)
+            except torch.OutOfMemoryError as error:
+                said = str(error)
+        assert results is not None or "sabotaged" in said
+        if failing.seen < number:
+            break
+        outcomes.append(results is not None)
+        for actual, expected in zip(results or (), wanted, strict=bool(results)):
+            difference = actual.cuda().double() - expected
+            assert difference.norm() / expected.norm() < 3e-3
+    assert any(outcomes)
+
+
+def test_recovery_when_somebody_else_has_the_memory() -> None:
+    """A plan made for memory that is then taken away: real failures of the allocator, fewer
+    slots, a deeper decomposition, and the right result."""
+    given = made("cpu", 32_768)
+    total = torch.cuda.get_device_properties(0).total_memory
+    qa.attention(*made("cpu", 2000).three, devices="cuda", depth=1)  # what is set up once
+    plan = qa.plan(32_768, heads=4, levels=(3,), n_cap=2, heads_per_group=4, device="cuda",
+                   inputs="host", is_causal=True)  # fmt: skip
+    gc.collect()
+    torch.cuda.empty_cache()
+    room = plan.peak_bytes // 4 + (8 << 20)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + room) / total)
+    report = qa.Report()
+    out = qa.attention(
+        *given.three, is_causal=True, plan=unpinned(plan), devices="cuda", report=report
+    )
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    assert report.forward.recoveries
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(t.cuda() for t in given.three), is_causal=True
+    )
+    assert (out.cuda().float() - expected.float()).norm() / expected.float().norm() < 2e-3
+
+
+def test_a_pinned_depth_reports_a_real_failure() -> None:
+    given = made("cpu", 32_768)
+    total = torch.cuda.get_device_properties(0).total_memory
+    plan = qa.plan(32_768, heads=4, levels=(3,), device="cuda", inputs="host")
+    gc.collect()
+    torch.cuda.empty_cache()
+    room = plan.candidate.footprint.slots // 4
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + room) / total)
+    with pytest.raises(qa.OutOfMemoryError, match="pinned"):
+        qa.attention(*given.three, plan=plan, devices="cuda")

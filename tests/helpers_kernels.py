@@ -1,0 +1,61 @@
+"""An inner kernel that watches, and fails when told to."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+
+from quorum_attention.kernels import DenseKernel, Gradients, Statistics, TaskTensors
+
+
+class WatchedKernel(DenseKernel):
+    """The reference kernel; notes the path of every task it completes and can run out of memory.
+
+    Attributes:
+        started, completed: paths in order.
+        fail_at: numbers of the calls (from 0) that raise, before or after doing their work.
+        late: raise after the state has been changed, not before.
+    """
+
+    def __init__(self, fail_at: set[int] | None = None, *, late: bool = False) -> None:
+        self.name = "watched"
+        self.fail_at = fail_at or set()
+        self.late = late
+        self.started: list[tuple[int, ...]] = []
+        self.completed: list[tuple[int, ...]] = []
+        self.pairs: Counter[tuple[int, int]] = Counter()
+        self.armed = False
+
+    def arm(self) -> None:
+        """Start counting: the trial that every new kernel is put to does not count."""
+        self.armed = True
+        self.started.clear()
+        self.completed.clear()
+
+    def forward(self, task: TaskTensors, state: Statistics) -> None:
+        self._watch(task, lambda: super(WatchedKernel, self).forward(task, state))
+
+    def backward(self, task: TaskTensors, grads: Gradients) -> None:
+        self._watch(task, lambda: super(WatchedKernel, self).backward(task, grads))
+
+    def _watch(self, task: TaskTensors, work) -> None:  # type: ignore[no-untyped-def]
+        if not self.armed:
+            work()
+            return
+        number = len(self.started)
+        self.started.append(task.task.path)
+        fails = number in self.fail_at
+        if fails and not self.late:
+            raise torch.OutOfMemoryError(f"sabotaged call {number}")
+        work()
+        if fails:
+            raise torch.OutOfMemoryError(f"sabotaged call {number}")
+        self.completed.append(task.task.path)
+        tokens = [t for a, b, _ in task.task.runs for t in range(a, b)]
+        queries, keys = tokens[: task.query.shape[2]], tokens[: task.key.shape[2]]
+        for r in task.rectangles:
+            for i in range(r.query_start, r.query_stop):
+                stop = min(i + 1, r.key_stop) if r.causal else r.key_stop
+                for j in range(r.key_start, stop):
+                    self.pairs[queries[i], keys[j]] += 1

@@ -1,0 +1,146 @@
+"""``plan()``: within its budget, honest about what it needs, quick at any length."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+import torch
+
+import quorum_attention as qa
+
+CALL = {"heads": 4, "head_dim": 16, "dtype": torch.float32, "device": "cpu"}
+
+
+@pytest.mark.parametrize("n", [1000, 20_000, 1_000_000])
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_smaller_budget_gives_a_plan_with_a_smaller_peak(n, backward, device) -> None:
+    """And every plan is within its budget, down to the smallest that works."""
+    common = {**CALL, "backward": backward, "is_causal": True, "device": device}
+    peak = qa.plan(n, budget="1TiB", **common).peak_bytes
+    with pytest.raises(qa.BudgetError) as refused:
+        qa.plan(n, budget=1, **common)
+    smallest = refused.value.smallest_bytes
+    assert smallest is not None
+    assert smallest <= peak
+    peaks = []
+    for budget in (peak, (peak + smallest) // 2, smallest):
+        plan = qa.plan(n, budget=budget, **common)
+        assert plan.peak_bytes <= budget
+        assert plan.budget_bytes == budget
+        peaks.append(plan.peak_bytes)
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[-1] == smallest
+    with pytest.raises(qa.BudgetError):
+        qa.plan(n, budget=smallest - 1, **common)
+
+
+def test_what_fits_runs_as_one_call() -> None:
+    plan = qa.plan(2000, budget="1GiB", **CALL)
+    assert (plan.levels, plan.depth, plan.n_tasks, plan.n_groups) == ((), 0, 1, 1)
+    assert "the monolithic call fits" in plan.describe()
+
+
+def test_given_levels_are_kept() -> None:
+    plan = qa.plan(5000, levels=(7, 3), **CALL)
+    assert (plan.levels, plan.depth, plan.n_tasks) == ((7, 3), 2, 21)
+    assert [task.path for task in plan.tasks()][:4] == [(0, 0), (0, 1), (0, 2), (1, 0)]
+    assert plan.task((6, 2)).path == (6, 2)
+    assert qa.plan(5000, levels=(), **CALL).depth == 0
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 3, 4])
+def test_a_given_depth_is_kept(depth: int) -> None:
+    assert qa.plan(200_000, depth=depth, **CALL).depth == depth
+
+
+def test_pins_are_kept() -> None:
+    plan = qa.plan(
+        4000, levels=(7,), layout="balanced", n_cap=3, heads_per_group=2, accumulator="device",
+        kernel="dense", **CALL,
+    )  # fmt: skip
+    schedule = plan.schedule
+    assert (schedule.n_cap, schedule.accumulator, plan.n_groups) == (3, "device", 2)
+    assert plan.kernel == "dense"
+    assert plan.decomposition.layout == "balanced"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_plan_for_a_billion_tokens_is_symbolic(device: str) -> None:
+    """No array over tokens anywhere: it takes milliseconds, and its tasks are as quick."""
+    began = time.perf_counter()
+    plan = qa.plan(10**9, heads=8, head_dim=64, device=device, is_causal=True,
+                   budget="64GiB" if device == "cuda" else "4TiB",
+                   levels=None if device == "cuda" else (57,))  # fmt: skip
+    task = plan.task(tuple(0 for _ in plan.levels))
+    rectangles = task.rectangles(True)
+    assert time.perf_counter() - began < 5
+    assert task.n_tokens <= plan.decomposition.max_task_tokens
+    assert rectangles
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_describe_says_what_will_happen(backward: bool) -> None:
+    plan = qa.plan(4000, levels=(7,), budget="1GiB", is_causal=True, backward=backward, **CALL)
+    text = plan.describe()
+    for part in ("4000 queries", "causal", "7 chunks", "7 tasks", "kernel: cpu", "peak memory"):
+        assert part in text
+    assert text.startswith("backward" if backward else "forward")
+    assert "1.00 GiB" in text
+    assert "predicted" in text
+    assert "why:" in text
+
+
+def test_predicted_seconds_and_census() -> None:
+    short, long = (qa.plan(n, levels=(7,), **CALL) for n in (4000, 40_000))
+    assert 0 < short.predicted_seconds < long.predicted_seconds
+    census = short.census(True)
+    assert census == short.decomposition.census(True, 128)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "says"),
+    [
+        ({"n_tokens": -1}, ValueError, "n_tokens must be"),
+        ({"n_tokens": 2.5}, TypeError, "n_tokens must be a whole number"),
+        ({"n_tokens": True}, TypeError, "n_tokens must be a whole number"),
+        ({"heads": 0}, ValueError, "heads must be positive, got 0"),
+        ({"heads": 4, "kv_heads": 3}, ValueError, "multiple of kv_heads, got 4 and 3"),
+        ({"head_dim": "64"}, TypeError, "head_dim must be a whole number"),
+        ({"dtype": torch.int32}, TypeError, "dtype must be one of"),
+        ({"levels": (8,)}, ValueError, "8"),
+        ({"levels": (7,), "depth": 2}, ValueError, "depth is 2 but levels"),
+        ({"budget": -1}, ValueError, "budget must not be negative"),
+        ({"budget": "many"}, ValueError, "budget must be a number of bytes"),
+        ({"budget": 1.5}, TypeError, "budget must be a number of bytes"),
+        ({"layout": "diagonal"}, ValueError, "layout must be"),
+        ({"tile": 0}, ValueError, "tile must be at least 1"),
+        ({"device": "meta"}, NotImplementedError, "device must be 'cpu' or 'cuda'"),
+        ({"inputs": "host"}, ValueError, "inputs must be 'device'"),
+        ({"heads_per_group": 3, "kv_heads": 2}, ValueError, "multiple of 2"),
+        ({"heads_per_group": 8}, ValueError, "up to 4, got 8"),
+        ({"kernel": "magic"}, ValueError, "magic"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_by_name(arguments, kind, says) -> None:
+    given = {"n_tokens": 4000, **CALL, **arguments}
+    with pytest.raises(kind, match=re.escape(says)):
+        qa.plan(given.pop("n_tokens"), **given)
+
+
+@pytest.mark.parametrize("levels", [None, (), (7,), (7, 3)])
+@pytest.mark.parametrize("n", [0, 1, 5])
+def test_tiny_sequences_can_be_planned(n: int, levels) -> None:
+    plan = qa.plan(n, levels=levels, **CALL)
+    assert sum(task.n_tokens for task in plan.tasks()) >= n
+    assert plan.describe()
+
+
+def test_drawing(tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("quorum_attention.pictures")
+    path = tmp_path / "coverage.png"
+    qa.plan(700, levels=(7,), **CALL).draw(path)
+    assert path.stat().st_size > 1000

@@ -1,0 +1,367 @@
+"""``attention()`` against torch's own and the float64 textbook, whatever comes in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers_attention import TOLERANCE, Inputs, assert_close, exact, inputs
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+import quorum_attention as qa
+
+FP32 = TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("n", [1, 6, 7, 8, 48, 49, 50, 1000, 1021])
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_any_length_at_any_depth_equals_torchs(n: int, depth: int, is_causal: bool) -> None:
+    """Lengths below, at and above the chunk counts included."""
+    given = inputs(n)
+    out, lse = qa.attention_with_lse(*given.three, is_causal=is_causal, depth=depth)
+    assert_close(out, sdpa(*given.three, is_causal=is_causal), FP32)
+    assert_close(lse, exact(given, is_causal=is_causal).lse, FP32)
+
+
+@pytest.mark.parametrize("levels", [(), (3,), (7,), (13,), (7, 3), (3, 7), (3, 3, 3)])
+@pytest.mark.parametrize("layout", ["aligned", "balanced"])
+@pytest.mark.parametrize("n", [5, 200])
+def test_given_levels_and_layouts(levels, layout, n) -> None:
+    given = inputs(n, dtype=torch.float64)
+    plan = qa.plan(
+        n, heads=2, head_dim=8, dtype=torch.float64, levels=levels, layout=layout, tile=16,
+        is_causal=True,
+    )  # fmt: skip
+    report = qa.Report()
+    out = qa.attention(*given.three, is_causal=True, plan=plan, report=report)
+    assert_close(out, exact(given, is_causal=True).out, 1e-12)
+    assert report.forward is not None
+    assert report.forward.levels == levels
+
+
+@pytest.mark.parametrize("batch", [(), (2,), (2, 3), (1, 1, 2)])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_any_number_of_batch_dimensions(batch: tuple[int, ...], depth: int) -> None:
+    given = inputs(60, batch=batch, heads=4, kv_heads=2, value_dim=12)
+    out = qa.attention(*given.three, depth=depth, enable_gqa=True)
+    assert_close(out, exact(given).out, FP32)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1), (6, 3)])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(8, 8), (8, 24), (24, 8), (1, 1), (7, 5)])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_heads_and_widths(heads, kv_heads, head_dim, value_dim, depth) -> None:
+    given = inputs(
+        150, heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, batch=(2,)
+    )
+    out = qa.attention(*given.three, depth=depth, enable_gqa=True, is_causal=True)
+    assert_close(out, exact(given, is_causal=True).out, FP32)
+    assert_close(out, sdpa(*given.three, enable_gqa=True, is_causal=True), FP32)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("out_dtype", [None, torch.float32, torch.bfloat16])
+def test_dtypes(dtype, depth, out_dtype) -> None:
+    given = inputs(400, dtype=dtype)
+    out, lse = qa.attention_with_lse(*given.three, depth=depth, out_dtype=out_dtype)
+    assert out.dtype == (out_dtype or dtype)
+    assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert_close(out, exact(given).out, max(TOLERANCE[dtype], TOLERANCE[out.dtype]))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("kind", ["boolean", "additive", "additive-half"])
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(
+    "shape",
+    [(70, 90), (1, 90), (70, 1), (1, 1), (90,), (3, 70, 90), (3, 1, 90), (1, 70, 90),
+     (2, 1, 1, 90), (2, 3, 70, 90), (2, 1, 70, 1), (1, 3, 1, 1)],
+    ids=str,
+)  # fmt: skip
+def test_masks_of_every_broadcast_shape(shape, depth, kind, is_causal) -> None:
+    given = inputs(70, 90, batch=(2,), heads=3)
+    mask = torch.randn(shape)
+    if kind == "boolean":
+        mask = mask > -0.5
+    elif kind == "additive-half":
+        mask = mask.half()
+    out, lse = qa.attention_with_lse(*given.three, mask, is_causal=is_causal, depth=depth)
+    reference = exact(given, mask=mask, is_causal=is_causal)
+    assert_close(out, reference.out, FP32)
+    assert_close(lse, reference.lse, FP32)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_key_padding_and_rows_without_keys(depth: int) -> None:
+    """A row whose keys are all masked is 0, as in torch, and its lse -inf."""
+    n = 300
+    given = inputs(n, batch=(2,))
+    padding = torch.arange(n).reshape(1, 1, 1, n) < torch.tensor([0, 170]).reshape(2, 1, 1, 1)
+    out, lse = qa.attention_with_lse(*given.three, padding, depth=depth)
+    assert_close(out, exact(given, mask=padding).out, FP32)
+    assert not out[0].any()
+    assert bool((lse[0] == -torch.inf).all())
+    rows = (torch.arange(n) % 3 > 0).unsqueeze(-1)
+    out, lse = qa.attention_with_lse(*given.three, rows, depth=depth)
+    assert not out[:, :, ::3].any()
+    assert bool((lse[:, :, ::3] == -torch.inf).all())
+    assert bool(lse[:, :, 1::3].isfinite().all())
+
+
+def strided(kind: str, n: int = 200) -> Inputs:
+    given = inputs(n, heads=4, head_dim=16)
+    q, k, v = given.three
+    if kind == "token-major":
+        q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
+    elif kind == "packed":
+        packed = torch.stack([t.transpose(1, 2) for t in (q, k, v)], dim=2).contiguous()
+        q, k, v = (packed[:, :, i].transpose(1, 2) for i in range(3))
+    elif kind == "expanded":
+        q, k, v = (t[:, :1].expand(3, 4, n, 16) for t in (q, k, v))
+    elif kind == "every-other-row":
+        q, k, v = (t.repeat_interleave(2, dim=2)[:, :, ::2] for t in (q, k, v))
+    elif kind == "width-strided":
+        q, k, v = (t.mT.contiguous().mT for t in (q, k, v))
+    elif kind == "one-row-repeated":
+        q, k, v = (t[:, :, :1].expand(1, 4, n, 16) for t in (q, k, v))
+    return Inputs(q, k, v, given.grad_out.expand(q.shape[0], -1, -1, -1))
+
+
+KINDS = ("token-major", "packed", "expanded", "every-other-row", "width-strided",
+         "one-row-repeated")  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_inputs_that_are_not_contiguous(kind: str, depth: int) -> None:
+    given = strided(kind)
+    assert not given.query.is_contiguous()
+    out, lse = qa.attention_with_lse(*given.three, is_causal=True, depth=depth)
+    reference = exact(given, is_causal=True, gradients=True)
+    assert_close(out, reference.out, FP32)
+    grads = qa.attention_backward(
+        given.grad_out, *given.three, out, lse, is_causal=True, depth=depth
+    )
+    for actual, expected in zip(grads, reference.grads, strict=True):
+        assert_close(actual, expected, 5e-5)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(("n_queries", "n_keys"), [(0, 5), (5, 0), (0, 0)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_empty_sequences(n_queries, n_keys, depth, is_causal) -> None:
+    given = inputs(n_queries, n_keys)
+    for tensor in given.three:
+        tensor.requires_grad_()
+    out, lse = qa.attention_with_lse(*given.three, depth=depth, is_causal=is_causal)
+    assert out.shape == (1, 2, n_queries, 8)
+    assert not out.any()
+    assert bool((lse == -torch.inf).all())
+    out.sum().backward()
+    assert not any(t.grad.any() for t in given.three)
+
+
+@pytest.mark.parametrize(("batch", "heads"), [((0,), 2), ((1,), 0), ((2, 0), 3), ((), 0)])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_no_heads_and_no_batch(batch, heads, depth) -> None:
+    given = inputs(20, batch=batch, heads=heads)
+    assert qa.attention(*given.three, depth=depth).shape == given.query.shape
+
+
+@pytest.mark.parametrize("scale", [0.5, 2.0, -1.0, 0.0])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_scale(scale: float, depth: int) -> None:
+    given = inputs(300)
+    out = qa.attention(*given.three, scale=scale, depth=depth)
+    assert_close(out, exact(given, scale=scale).out, FP32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.float64, torch.float16])
+@pytest.mark.parametrize("kind", ["tensor", "strided", "memmap", "tensor-of-memmap"])
+def test_preallocated_outputs(tmp_path: Path, dtype, depth, out_dtype, kind) -> None:
+    given = inputs(300, dtype=dtype, heads=3)
+    shape = tuple(given.grad_out.shape)
+    if kind in ("tensor", "strided"):
+        out = torch.full(shape, torch.nan, dtype=out_dtype)
+        out = out.mT.contiguous().mT if kind == "strided" else out
+    else:
+        width = {torch.float32: "f4", torch.float64: "f8", torch.float16: "f2"}[out_dtype]
+        out = np.memmap(tmp_path / "out", width, "w+", shape=shape)
+        out = torch.from_numpy(out) if kind == "tensor-of-memmap" else out
+    returned = qa.attention(*given.three, depth=depth, out=out)
+    address = out.ctypes.data if isinstance(out, np.ndarray) else out.data_ptr()
+    assert returned.data_ptr() == address
+    assert returned.dtype == out_dtype
+    limit = max(TOLERANCE[dtype], TOLERANCE[out_dtype])
+    assert_close(returned, exact(given).out, limit)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_read_only_memory_mapped_inputs(tmp_path: Path, depth: int) -> None:
+    given = inputs(300)
+    maps = []
+    for i, tensor in enumerate(given.three):
+        path = tmp_path / str(i)
+        tensor.numpy().tofile(path)
+        maps.append(np.memmap(path, np.float32, "r", shape=tuple(tensor.shape)))
+    assert_close(qa.attention(*maps, depth=depth), exact(given).out, FP32)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Bit for bit: NaN equals itself, 0 and -0 differ."""
+    return tensor.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_inputs_are_left_as_they_were(depth: int, dtype: torch.dtype) -> None:
+    given = inputs(300, dtype=dtype)
+    mask = torch.rand(300, 300) > 0.2
+    out, lse = qa.attention_with_lse(*given.three, mask, depth=depth)
+    tensors = (*given.three, given.grad_out, mask, out, lse)
+    copies = [t.clone() for t in tensors]
+    qa.attention_backward(given.grad_out, *given.three, out, lse, mask, depth=depth)
+    for tensor, copy in zip(tensors, copies, strict=True):
+        assert torch.equal(bytes_of(tensor), bytes_of(copy))
+
+
+def test_results_of_both_homes_are_the_same() -> None:
+    given = inputs(300, dtype=torch.float16)
+    first, second = (
+        qa.attention(*given.three, depth=1, accumulator=home) for home in ("device", "host")
+    )
+    assert torch.equal(first, second)
+
+
+def test_progress_callable_and_bar(capsys) -> None:
+    given, seen = inputs(300), []
+    qa.attention(*given.three, depth=1, progress=lambda *now: seen.append(now))
+    assert seen == [(i + 1, 7, "forward") for i in range(7)]
+    seen.clear()
+    qa.attention(*given.three, depth=0, progress=lambda *now: seen.append(now))
+    assert seen == [(1, 1, "forward")]
+    qa.attention(*given.three, depth=1, progress=True)
+    assert not capsys.readouterr().out.count("forward"), "the bar is drawn on stderr"
+
+
+def test_a_report_says_what_happened() -> None:
+    given = inputs(300, heads=4, kv_heads=2)
+    report = qa.Report()
+    assert str(report) == "nothing has run yet"
+    three = [t.requires_grad_() for t in given.three]
+    qa.attention(*three, depth=1, enable_gqa=True, report=report).sum().backward()
+    for part in (report.forward, report.backward):
+        assert part is not None
+        assert (part.kernel, part.levels, part.planned_levels) == ("cpu", (7,), (7,))
+        assert part.units == 7 * part.n_groups
+        assert part.n_groups * part.heads_per_group == 4
+        assert part.loaded_bytes > 0
+        assert part.stored_bytes > 0
+        assert part.seconds > 0
+        assert part.planned_peak_bytes > 0
+        assert part.recoveries == []
+    assert report.to_dict()["forward"]["kernel"] == "cpu"
+    assert "forward: kernel cpu; levels 7" in str(report)
+
+
+Q = torch.zeros(1, 2, 50, 8)
+MANY = torch.zeros(1, 2, 50, 8, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "says"),
+    [
+        ({"query": [1.0]}, TypeError, "query must be a torch.Tensor or a numpy.ndarray, got list"),
+        ({"query": Q[0, 0]}, ValueError, r"query must have at least 3 dim.* got shape \(50, 8\)"),
+        ({"query": Q.int()}, TypeError, "query must be one of float16.*got torch.int32"),
+        ({"key": Q.half()}, TypeError, "key must have the query's dtype torch.float32, got .*16"),
+        ({"value": Q.double()}, TypeError, "value must have the query's dtype"),
+        ({"key": Q.to("meta")}, ValueError, "key must be on the query's device cpu, got meta"),
+        ({"key": Q[0]}, ValueError, r"key must have the query's batch dim.*\(2, 50, 8\)"),
+        ({"value": Q.expand(3, -1, -1, -1)}, ValueError, "value must have the query's batch"),
+        ({"key": Q[..., :4]}, ValueError, "key must have the query's head_dim 8, got 4"),
+        ({"value": Q[:, :, :9]}, ValueError, r"value must have the key's heads and tokens \(2, 50"),
+        ({"query": Q[..., :0], "key": Q[..., :0]}, ValueError, "head_dim of at least 1, got 0"),
+        ({"key": Q[:, :1], "value": Q[:, :1]}, ValueError, "key has 1 heads .* enable_gqa=True"),
+        (
+            {"query": Q[:, :1].expand(1, 3, 50, 8), "enable_gqa": True},
+            ValueError,
+            "multiple of the key's, got 3 and 2",
+        ),
+        ({"attn_mask": torch.zeros(50, 49)}, ValueError, r"attn_mask must broadcast .*\(50, 49\)"),
+        ({"attn_mask": torch.zeros(1, 1, 2, 50, 50)}, ValueError, "attn_mask must broadcast"),
+        ({"attn_mask": torch.zeros(50, 50).int()}, TypeError, "attn_mask must be bool or one of"),
+        ({"attn_mask": MANY[0, 0, :, :1]}, NotImplementedError, "attn_mask.requires_grad"),
+        ({"dropout_p": 0.1}, NotImplementedError, "dropout_p must be 0.0 .* got 0.1"),
+        ({"depth": -1}, ValueError, "depth must be 'auto' or a whole number from 0, got -1"),
+        ({"depth": True}, ValueError, "depth must be"),
+        ({"depth": 1.0}, ValueError, "depth must be"),
+        ({"accumulator": "disk"}, ValueError, "accumulator must be .* got 'disk'"),
+        ({"out_dtype": torch.int8}, TypeError, "out_dtype must be None or one of .*int8"),
+        ({"out": Q[:, :, :9]}, ValueError, r"out must have shape \(1, 2, 50, 8\), got"),
+        ({"out": Q, "out_dtype": torch.half}, TypeError, "out must be torch.float16, got"),
+        ({"out": Q.int()}, TypeError, "out must be one of"),
+        ({"out": MANY}, ValueError, "out must not require a gradient"),
+        ({"out": Q[:, :1].expand(1, 2, 50, 8)}, ValueError, "out must not be an expanded"),
+        ({"out": "here"}, TypeError, "out must be a torch.Tensor"),
+        ({"budget": -5}, ValueError, "budget must not be negative, got -5"),
+        ({"budget": "a lot"}, ValueError, "budget must be a number .* got 'a lot'"),
+        ({"budget": 1.5}, TypeError, "budget must be a number"),
+        ({"plan": 3}, TypeError, "plan must come from quorum_attention.plan, got int"),
+        ({"report": {}}, TypeError, "report must be a quorum_attention.Report, got dict"),
+        ({"progress": 3}, TypeError, "progress must be None, True or a callable"),
+        ({"kernel": "magic"}, ValueError, "no kernel is named 'magic'; there are: "),
+        ({"kernel": 3}, TypeError, "kernel must be a name or an InnerKernel, not int"),
+        ({"kernel": "cudnn"}, NotImplementedError, "kernel 'cudnn' cannot run this call"),
+        ({"devices": ["cpu", "cpu"]}, NotImplementedError, "devices must name one device, got 2"),
+        ({"devices": "meta"}, NotImplementedError, "devices must be 'cpu' or 'cuda'"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name_before_any_work(change, kind, says) -> None:
+    """The message names the argument, what came and what is allowed; nothing is allocated."""
+    given = {"query": Q, "key": Q, "value": Q, **change}
+    if torch.cuda.is_available() and change.get("kernel") == "cudnn":
+        pytest.skip("with a GPU the call would go there")
+    with pytest.raises(kind, match=says):
+        qa.attention(**given)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"n_tokens": 49}, "plan was made for n_queries = 49, the call has 50"),
+        ({"heads": 4}, "plan was made for heads = 4, the call has 2"),
+        ({"head_dim": 16}, "head_dim = 16, the call has 8"),
+        ({"dtype": torch.float16}, "dtype = torch.float16"),
+        ({"is_causal": True}, "is_causal = True, the call has False"),
+        ({"batch": 2}, "batch = 2, the call has 1"),
+        ({"n_keys": 51}, "n_keys = 51, the call has 50"),
+        ({"value_dim": 4}, "value_dim = 4, the call has 8"),
+        ({"kv_heads": 1}, "kv_heads = 1, the call has 2"),
+    ],
+)
+def test_a_plan_of_another_call_is_refused(change, says) -> None:
+    sizes = {"n_tokens": 50, "heads": 2, "head_dim": 8, "dtype": torch.float32, **change}
+    plan = qa.plan(sizes.pop("n_tokens"), **sizes)
+    with pytest.raises(ValueError, match=says):
+        qa.attention(Q, Q, Q, plan=plan)
+
+
+def test_a_plan_and_a_depth_exclude_each_other() -> None:
+    plan = qa.plan(50, heads=2, head_dim=8, dtype=torch.float32)
+    with pytest.raises(ValueError, match="plan and depth cannot both be given"):
+        qa.attention(Q, Q, Q, plan=plan, depth=1)
+
+
+def test_a_progress_callable_that_raises_ends_the_call() -> None:
+    def stop(*now: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        qa.attention(*inputs(300).three, depth=1, progress=stop)

@@ -1,0 +1,217 @@
+"""Gradients through autograd, and without it."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers_attention import (
+    GRADIENT_TOLERANCE,
+    Inputs,
+    assert_close,
+    exact,
+    inputs,
+)
+
+import quorum_attention as qa
+
+
+def leaves(given: Inputs, needed: tuple[bool, bool, bool] = (True, True, True)) -> Inputs:
+    three = (t.clone().requires_grad_(n) for t, n in zip(given.three, needed, strict=True))
+    return Inputs(*three, given.grad_out)
+
+
+def balanced(n: int, levels: tuple[int, ...], **more) -> qa.Plan:
+    sizes = {"heads": 2, "head_dim": 8, "dtype": torch.float64, **more}
+    return qa.plan(n, levels=levels, layout="balanced", **sizes)
+
+
+@pytest.mark.parametrize("levels", [(), (7,)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_gradcheck(levels: tuple[int, ...], is_causal: bool) -> None:
+    """Against finite differences, which know no formula."""
+    given = leaves(inputs(9, heads=1, head_dim=3, dtype=torch.float64))
+    plan = balanced(9, levels, heads=1, head_dim=3, is_causal=is_causal)
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: qa.attention(q, k, v, is_causal=is_causal, plan=plan), given.three
+    )
+
+
+@pytest.mark.parametrize("dtype", list(GRADIENT_TOLERANCE))
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("accumulator", ["device", "host"])
+def test_gradients_against_float64(dtype, depth, is_causal, accumulator) -> None:
+    plain = inputs(333, heads=4, kv_heads=2, head_dim=16, value_dim=24, batch=(2,), dtype=dtype)
+    given = leaves(plain)
+    report = qa.Report()
+    out = qa.attention(
+        *given.three, is_causal=is_causal, enable_gqa=True, depth=depth, report=report,
+        accumulator=accumulator,
+    )  # fmt: skip
+    out.backward(plain.grad_out)
+    reference = exact(plain, is_causal=is_causal, gradients=True)
+    for leaf, expected in zip(given.three, reference.grads, strict=True):
+        assert leaf.grad is not None
+        assert leaf.grad.dtype == dtype
+        assert_close(leaf.grad, expected, GRADIENT_TOLERANCE[dtype])
+    assert report.backward is not None
+    assert len(report.backward.levels) == depth
+
+
+@pytest.mark.parametrize("kind", ["boolean", "additive", "padding", "heads"])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_gradients_under_a_mask(kind: str, depth: int) -> None:
+    n = 300
+    plain = inputs(n, heads=3)
+    mask = {
+        "boolean": torch.rand(n, n) > 0.4,
+        "additive": torch.randn(n, n),
+        "padding": (torch.arange(n) < 200).reshape(1, 1, 1, n),
+        "heads": torch.randn(3, 1, n),
+    }[kind]
+    given = leaves(plain)
+    out = qa.attention(*given.three, mask, depth=depth)
+    out.backward(plain.grad_out)
+    reference = exact(plain, mask=mask, gradients=True)
+    for leaf, expected in zip(given.three, reference.grads, strict=True):
+        assert_close(leaf.grad, expected, 5e-5)
+
+
+@pytest.mark.parametrize("needed", list(product([True, False], repeat=3))[:-1])
+def test_only_the_gradients_asked_for(needed: tuple[bool, bool, bool]) -> None:
+    plain = inputs(50)
+    given = leaves(plain, needed)
+    qa.attention(*given.three, depth=1).backward(plain.grad_out)
+    reference = exact(plain, gradients=True)
+    for leaf, expected, wanted in zip(given.three, reference.grads, needed, strict=True):
+        assert (leaf.grad is not None) == wanted
+        if wanted:
+            assert_close(leaf.grad, expected, 5e-5)
+
+
+def test_no_graph_without_a_need() -> None:
+    assert not qa.attention(*inputs(50).three).requires_grad
+    with torch.no_grad():
+        assert not qa.attention(*leaves(inputs(50)).three).requires_grad
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_an_expanded_gradient(depth: int) -> None:
+    """The gradient of a sum has stride 0."""
+    plain = inputs(300)
+    given = leaves(plain)
+    qa.attention(*given.three, depth=depth).sum().backward()
+    plain.grad_out = torch.ones_like(plain.grad_out)
+    for leaf, expected in zip(given.three, exact(plain, gradients=True).grads, strict=True):
+        assert_close(leaf.grad, expected, 5e-5)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_an_unrounded_output_of_16_bit_inputs(depth: int) -> None:
+    plain = inputs(300, dtype=torch.bfloat16)
+    given = leaves(plain)
+    out = qa.attention(*given.three, depth=depth, out_dtype=torch.float32)
+    assert out.dtype == torch.float32
+    out.backward(plain.grad_out.float())
+    reference = exact(plain, gradients=True)
+    for leaf, expected in zip(given.three, reference.grads, strict=True):
+        assert leaf.grad is not None
+        assert leaf.grad.dtype == torch.bfloat16
+        assert_close(leaf.grad, expected, GRADIENT_TOLERANCE[torch.bfloat16])
+
+
+def test_a_second_derivative_is_refused_in_words() -> None:
+    given = leaves(inputs(20))
+    out = qa.attention(*given.three)
+    first = torch.autograd.grad(out.square().sum(), given.query, create_graph=True)[0]
+    with pytest.raises(NotImplementedError, match=r"second derivatives .* not supported"):
+        first.sum().backward()
+
+
+def test_create_graph_alone_works() -> None:
+    plain = inputs(20)
+    given = leaves(plain)
+    out = qa.attention(*given.three)
+    grads = torch.autograd.grad(out, given.three, plain.grad_out, create_graph=True)
+    for actual, expected in zip(grads, exact(plain, gradients=True).grads, strict=True):
+        assert_close(actual, expected, 5e-5)
+
+
+def test_a_graph_that_is_kept_can_be_run_twice() -> None:
+    plain = inputs(300)
+    given = leaves(plain)
+    out = qa.attention(*given.three, depth=1)
+    first = torch.autograd.grad(out, given.three, plain.grad_out, retain_graph=True)
+    second = torch.autograd.grad(out, given.three, plain.grad_out)
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(out, given.three, plain.grad_out)
+
+
+def test_no_gradient_flows_through_the_lse() -> None:
+    out, lse = qa.attention_with_lse(*leaves(inputs(20)).three)
+    assert out.requires_grad
+    assert not lse.requires_grad
+
+
+def test_a_preallocated_output_takes_part_in_autograd() -> None:
+    plain = inputs(300)
+    given = leaves(plain)
+    room = torch.empty_like(plain.grad_out)
+    out = qa.attention(*given.three, depth=1, out=room)
+    assert out.data_ptr() == room.data_ptr()
+    assert out.requires_grad
+    out.backward(plain.grad_out)
+    assert_close(given.query.grad, exact(plain, gradients=True).grads[0], 5e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_gradients_into_memory_mapped_files(tmp_path: Path, dtype, depth) -> None:
+    plain = inputs(300, heads=4, kv_heads=2, value_dim=12, dtype=dtype)
+    out, lse = qa.attention_with_lse(*plain.three, enable_gqa=True, depth=depth)
+    files = [
+        np.memmap(tmp_path / str(i), np.float32, "w+", shape=tuple(t.shape))
+        for i, t in enumerate(plain.three)
+    ]
+    returned = qa.attention_backward(
+        plain.grad_out, *plain.three, out, lse, enable_gqa=True, depth=depth, grads=tuple(files)
+    )
+    reference = exact(plain, gradients=True)
+    for file, tensor, expected in zip(files, returned, reference.grads, strict=True):
+        assert tensor.data_ptr() == file.ctypes.data
+        assert_close(torch.from_numpy(np.array(file)), expected, GRADIENT_TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "says"),
+    [
+        ({"grad_out": torch.zeros(1, 2, 49, 8)}, ValueError, r"grad_out must have shape"),
+        ({"out": torch.zeros(1, 2, 50, 9)}, ValueError, r"out must have shape"),
+        ({"lse": torch.zeros(1, 2, 50, 1)}, ValueError, r"lse must have shape \(1, 2, 50\)"),
+        ({"grads": (torch.zeros(1),)}, ValueError, "grads must be three tensors, got 1"),
+        (
+            {"grads": tuple(torch.zeros(1, 2, n, 8) for n in (50, 50, 49))},
+            ValueError,
+            r"grads\[2\] must have shape",
+        ),
+        (
+            {"grads": tuple(torch.zeros(1, 2, 50, 8, dtype=t) for t in
+                            (torch.float32, torch.float64, torch.float32))},
+            TypeError,
+            r"grads\[1\] must be torch.float32, got torch.float64",
+        ),
+        ({"lse": [1]}, TypeError, "lse must be a torch.Tensor"),
+    ],
+)  # fmt: skip
+def test_arguments_of_the_backward_are_checked(change, kind, says) -> None:
+    plain = inputs(50)
+    out, lse = qa.attention_with_lse(*plain.three)
+    given = {"grad_out": plain.grad_out, "out": out, "lse": lse, **change}
+    with pytest.raises(kind, match=says):
+        qa.attention_backward(query=plain.query, key=plain.key, value=plain.value, **given)

@@ -1,0 +1,430 @@
+"""The promises everything else rests on, one class each."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections import Counter
+
+import pytest
+import torch
+from helpers_attention import GRADIENT_TOLERANCE, TOLERANCE, assert_close, error, exact, inputs
+from helpers_kernels import WatchedKernel
+from helpers_memory import FailingAllocations, usage
+from helpers_plans import unpinned
+from hypothesis import given as for_all
+from hypothesis import settings
+from hypothesis import strategies as st
+
+import quorum_attention as qa
+from quorum_attention.decomposition import Decomposition
+
+LEVELS = [(), (3,), (7,), (13,), (3, 7), (7, 3), (3, 3, 3)]
+
+
+class TestEveryPairIsComputedExactlyOnce:
+    """1: coverage, for any length, mix of levels, layout, depth, causal or not."""
+
+    @settings(max_examples=40, deadline=None)
+    @for_all(
+        n_queries=st.integers(1, 60),
+        n_keys=st.integers(1, 60),
+        levels=st.sampled_from(LEVELS),
+        layout=st.sampled_from(["aligned", "balanced"]),
+        tile=st.integers(1, 9),
+        is_causal=st.booleans(),
+    )
+    def test_pairs_handed_to_the_kernel(self, n_queries, n_keys, levels, layout, tile, is_causal):
+        kernel = _KERNEL
+        plan = qa.plan(
+            n_queries, n_keys=n_keys, heads=1, head_dim=4, dtype=torch.float32, levels=levels,
+            layout=layout, tile=tile, is_causal=is_causal, kernel=kernel,
+        )  # fmt: skip
+        made = inputs(n_queries, n_keys, heads=1, head_dim=4)
+        kernel.arm()
+        kernel.pairs.clear()
+        qa.attention(*made.three, is_causal=is_causal, plan=plan, kernel=kernel)
+        kernel.armed = False
+        wanted = Counter(
+            (i, j) for i in range(n_queries) for j in range(n_keys) if not is_causal or j <= i
+        )
+        assert kernel.pairs == wanted
+
+    @pytest.mark.parametrize("levels", LEVELS)
+    @pytest.mark.parametrize("is_causal", [False, True])
+    @pytest.mark.parametrize("layout", ["aligned", "balanced"])
+    def test_probabilities_read_off_an_identity(self, levels, is_causal, layout) -> None:
+        """With V = identity the output is the matrix of probabilities: a pair left out is 0, a
+        pair counted twice is too large; with equal scores both are seen to the last bit or so."""
+        n = 61
+        zeros = torch.zeros(1, 1, n, n, dtype=torch.float64)
+        plan = qa.plan(
+            n, heads=1, head_dim=n, dtype=torch.float64, levels=levels, layout=layout, tile=4,
+            is_causal=is_causal,
+        )  # fmt: skip
+        identity = torch.eye(n, dtype=torch.float64).expand(1, 1, n, n)
+        out = qa.attention(zeros, zeros, identity, is_causal=is_causal, plan=plan)
+        kept = torch.ones(n, n, dtype=torch.float64)
+        kept = kept.tril() if is_causal else kept
+        assert_close(out[0, 0], kept / kept.sum(-1, keepdim=True), 1e-14)
+
+
+_KERNEL = WatchedKernel()
+
+
+def in_order(monkeypatch: pytest.MonkeyPatch, order: random.Random) -> None:
+    """Every pass runs its tasks in an order of its own."""
+    usual = Decomposition.paths
+
+    def shuffled(self: Decomposition):  # type: ignore[no-untyped-def]
+        paths = list(usual(self))
+        order.shuffle(paths)
+        return iter(paths)
+
+    monkeypatch.setattr(Decomposition, "paths", shuffled)
+
+
+class TestTheResultDoesNotDependOnHowItCameAbout:
+    """2: task order, residency and recovery history change no more than the last bits; one plan
+    on one device is repeatable bit for bit."""
+
+    N = 400
+
+    def plan(self, backward: bool, kernel: str, n_cap: int = 2, **more) -> qa.Plan:
+        return qa.plan(
+            self.N, heads=2, head_dim=8, dtype=torch.float32, is_causal=True, levels=(7,),
+            tile=16, n_cap=n_cap, kernel=kernel, backward=backward, **more,
+        )  # fmt: skip
+
+    def both(self, made, kernel: str = "cpu", free: bool = False, fail: int = 0, **more):
+        plans = [self.plan(backward, kernel, **more) for backward in (False, True)]
+        if free:
+            plans = [unpinned(plan) for plan in plans]
+        report = qa.Report()
+        with FailingAllocations(fail) as sabotage:
+            out, lse = qa.attention_with_lse(
+                *made.three, is_causal=True, plan=plans[0], report=report
+            )
+        with FailingAllocations(fail):
+            grads = qa.attention_backward(
+                made.grad_out, *made.three, out, lse, is_causal=True, plan=plans[1], report=report
+            )
+        assert sabotage.seen > fail
+        return (out, lse, *grads), report
+
+    @pytest.mark.parametrize("kernel", ["cpu", "dense"])
+    def test_repeatable_bit_for_bit(self, kernel: str) -> None:
+        made = inputs(self.N)
+        first, _ = self.both(made, kernel)
+        second, _ = self.both(made, kernel)
+        for one, other in zip(first, second, strict=True):
+            assert torch.equal(one, other)
+
+    @pytest.mark.parametrize("kernel", ["cpu", "dense"])
+    @pytest.mark.parametrize("n_cap", [1, 2, 3])
+    def test_any_order_of_tasks(self, kernel, n_cap, monkeypatch) -> None:
+        made = inputs(self.N)
+        usual, _ = self.both(made, kernel)
+        in_order(monkeypatch, random.Random())
+        shuffled, _ = self.both(made, kernel, n_cap=n_cap)
+        for one, other in zip(usual, shuffled, strict=True):
+            assert error(one, other) < 2e-6
+
+    def test_any_residency(self) -> None:
+        made = inputs(self.N)
+        device, _ = self.both(made, accumulator="device")
+        host, _ = self.both(made, accumulator="host")
+        for one, other in zip(device, host, strict=True):
+            assert torch.equal(one, other)
+
+    @pytest.mark.parametrize("kernel", ["cpu", "dense"])
+    @pytest.mark.parametrize("fail", [30, 60])
+    @pytest.mark.parametrize("n_cap", [1, 2])
+    def test_any_history_of_recoveries(self, kernel, fail, n_cap) -> None:
+        made = inputs(self.N)
+        usual, _ = self.both(made, kernel)
+        recovered, report = self.both(made, kernel, free=True, fail=fail, n_cap=n_cap)
+        assert report.forward.recoveries
+        assert report.backward.recoveries
+        for one, other in zip(usual, recovered, strict=True):
+            assert error(one, other) < 2e-6
+
+
+MASKS = {
+    "none": lambda n: None,
+    "rows": lambda n: torch.rand(n, n) > 0.3,
+    "heads": lambda n: torch.randn(4, n, n),
+    "padding": lambda n: torch.arange(n) < n - 9,
+}
+
+
+class TestTheBudgetIsNeverExceeded:
+    """3: what the CPU allocator really handed out, inside operators too, against the plan."""
+
+    N = 900
+
+    @pytest.mark.parametrize("mask", MASKS)
+    @pytest.mark.parametrize("depth", [0, 1, 2])
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+    @pytest.mark.parametrize("backward", [False, True])
+    @pytest.mark.parametrize("sizes", ["plain", "grouped"])
+    def test_measured_peak(self, mask, depth, dtype, backward, sizes) -> None:
+        more = {"kv_heads": 2, "value_dim": 24, "batch": (2,)} if sizes == "grouped" else {}
+        made = inputs(self.N, heads=4, head_dim=16, dtype=dtype, **more)
+        call = {
+            "attn_mask": MASKS[mask](self.N), "is_causal": sizes == "grouped", "enable_gqa": True,
+        }  # fmt: skip
+        report = qa.Report()
+        pin = {"depth": depth, "report": report}
+        out, lse = qa.attention_with_lse(*made.three, **call)
+        if backward:
+            found = usage(
+                lambda: qa.attention_backward(made.grad_out, *made.three, out, lse, **call, **pin)
+            )
+        else:
+            found = usage(lambda: qa.attention_with_lse(*made.three, **call, **pin))
+        done = report.backward if backward else report.forward
+        assert len(done.levels) == depth
+        assert found.peak <= done.planned_peak_bytes
+        if depth:  # the promise is not an idle one: within a factor of what is taken
+            assert done.planned_peak_bytes <= 4 * found.peak + (8 << 20)
+
+    @pytest.mark.parametrize("kernel", ["cpu", "dense"])
+    @pytest.mark.parametrize("n_cap", [1, 2, 3])
+    @pytest.mark.parametrize("accumulator", ["device", "host"])
+    def test_measured_peak_of_any_residency(self, kernel, n_cap, accumulator) -> None:
+        n = 400
+        made = inputs(n, heads=4, head_dim=16, dtype=torch.float16)
+        for backward in (False, True):
+            plan = qa.plan(
+                n, tile=32, heads=4, head_dim=16, levels=(7,), n_cap=n_cap, accumulator=accumulator,
+                heads_per_group=2, kernel=kernel, backward=backward,
+            )  # fmt: skip
+            if backward:
+                out, lse = qa.attention_with_lse(*made.three)
+                found = usage(
+                    lambda out=out, lse=lse, plan=plan: qa.attention_backward(
+                        made.grad_out, *made.three, out, lse, plan=plan
+                    )
+                )
+            else:
+                found = usage(lambda plan=plan: qa.attention(*made.three, plan=plan))
+            assert found.peak <= plan.peak_bytes
+
+    @pytest.mark.parametrize("backward", [False, True])
+    def test_a_budget_too_small_is_refused_before_any_work(self, backward: bool) -> None:
+        made = inputs(self.N)
+        out, lse = qa.attention_with_lse(*made.three)
+
+        def call() -> None:
+            if backward:
+                qa.attention_backward(made.grad_out, *made.three, out, lse, budget=5000)
+            else:
+                qa.attention(*made.three, budget=5000)
+
+        def refused() -> None:
+            with pytest.raises(qa.BudgetError) as caught:
+                call()
+            assert caught.value.smallest_bytes > 5000
+
+        refused()
+        assert usage(refused).peak <= 64, "no more than a scalar to ask an element size of"
+
+    def test_a_plan_does_not_lift_a_smaller_budget(self) -> None:
+        plan = qa.plan(self.N, heads=2, head_dim=8, dtype=torch.float32, levels=(7,))
+        made = inputs(self.N)
+        with pytest.raises(qa.BudgetError) as caught:
+            qa.attention(*made.three, plan=plan, budget=plan.peak_bytes - 1)
+        assert caught.value.smallest_bytes == plan.peak_bytes
+        qa.attention(*made.three, plan=plan, budget=plan.peak_bytes)
+
+
+class TestNothingIsLeftBehind:
+    """4: after success or any failure nothing stays allocated, and inputs are untouched."""
+
+    @pytest.mark.parametrize("end", ["success", "pinned", "given up", "other error", "interrupt"])
+    @pytest.mark.parametrize("backward", [False, True])
+    def test_memory_and_inputs(self, end: str, backward: bool) -> None:
+        n = 300
+        made = inputs(n)
+        out, lse = qa.attention_with_lse(*made.three)
+        tensors = (*made.three, made.grad_out, out, lse)
+        before = [t.clone() for t in tensors]
+        kernel = {
+            "success": WatchedKernel(),
+            "pinned": WatchedKernel({3}),
+            "given up": WatchedKernel(set(range(1000))),
+            "other error": _Failing(ValueError),
+            "interrupt": _Failing(KeyboardInterrupt),
+        }[end]
+        kernel.name = "watched"
+        plan = qa.plan(
+            n, heads=2, head_dim=8, dtype=torch.float32, levels=(7,), tile=16, kernel=kernel,
+            n_cap=2, backward=backward,
+        )  # fmt: skip
+        plan = unpinned(plan) if end == "given up" else plan
+        ending: list[str] = []
+
+        def call() -> None:
+            try:
+                if backward:
+                    qa.attention_backward(
+                        made.grad_out, *made.three, out, lse, plan=plan, kernel=kernel
+                    )
+                else:
+                    qa.attention(*made.three, plan=plan, kernel=kernel)
+                ending.append("success")
+            except (ValueError, KeyboardInterrupt, torch.OutOfMemoryError) as failure:
+                ending.append(type(failure).__name__)
+
+        call()  # the kernel's own trial, made once, is no part of it
+        kernel.arm()
+        left = usage(call).left
+        expected = {"success": "success", "other error": "ValueError",
+                    "interrupt": "KeyboardInterrupt"}.get(end, "OutOfMemoryError")  # fmt: skip
+        assert ending[-1] == expected
+        assert left == 0
+        for tensor, copy in zip(tensors, before, strict=True):
+            assert torch.equal(tensor, copy)
+
+    def test_autograd_lets_go_with_its_graph(self) -> None:
+        made = inputs(300)
+        three = [t.requires_grad_() for t in made.three]
+
+        def call() -> None:
+            out = qa.attention(*three, depth=1)
+            torch.autograd.grad(out.sum(), three)
+
+        call()
+        gc.collect()
+        assert usage(call).left == 0
+
+
+class _Failing(WatchedKernel):
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__()
+        self.error = error
+
+    def _watch(self, task, work) -> None:  # type: ignore[no-untyped-def]
+        if self.armed and len(self.started) == 4:
+            raise self.error("broken")  # a new one: a kept one would keep the call's frames
+        super()._watch(task, work)
+
+
+class TestCompletedTasksAreNeverRecomputed:
+    """5: whatever fails and when, a task that was done stays done, and the result is exact."""
+
+    N = 300
+
+    @pytest.mark.parametrize("n_cap", [1, 2, 3])
+    @pytest.mark.parametrize("late", [False, True], ids=["at-once", "half-way"])
+    @pytest.mark.parametrize("backward", [False, True])
+    @pytest.mark.parametrize("fails", [{0}, {6}, {7}, {13}, {2, 3}, {5, 9, 12}], ids=str)
+    def test_no_pair_is_computed_twice(self, n_cap, late, backward, fails) -> None:
+        """Completed tasks and the pieces that deeper ones were cut into tile all pairs once; a
+        failure after the state has been changed counts for nothing either."""
+        made = inputs(self.N, heads=2)
+        kernel = WatchedKernel(fails, late=late)
+        plan = unpinned(
+            qa.plan(
+                self.N,
+                heads=2,
+                head_dim=8,
+                dtype=torch.float32,
+                levels=(7,),
+                tile=8,
+                kernel=kernel,
+                n_cap=n_cap,
+                heads_per_group=1,
+                backward=backward,
+                is_causal=True,
+            )
+        )
+        out, lse = qa.attention_with_lse(*made.three, is_causal=True)
+        report = qa.Report()
+        reference = exact(made, is_causal=True, gradients=True)
+        call = {"is_causal": True, "plan": plan, "kernel": kernel, "report": report}
+        kernel.arm()
+        if backward:
+            results = qa.attention_backward(made.grad_out, *made.three, out, lse, **call)
+            wanted, done = reference.grads, report.backward
+        else:
+            results = (qa.attention(*made.three, **call),)
+            wanted, done = (reference.out,), report.forward
+        for actual, expected in zip(results, wanted, strict=True):
+            assert_close(actual, expected, 5e-5)
+        assert len([l for l in done.recoveries if "out of memory" in l]) == len(fails)
+        once = {(i, j): 2 for i in range(self.N) for j in range(i + 1)}  # two head groups
+        assert kernel.pairs == once
+        assert done.units == len(kernel.completed)
+
+
+class TestNoNonFiniteNumberOfOurOwn:
+    """6: NaN and infinity only where the float64 reference has them."""
+
+    @staticmethod
+    def check(made, tolerance: float, depth: int, kernel: str, **call) -> None:  # type: ignore[no-untyped-def]
+        pin = {
+            "attn_mask": call.get("mask"), "is_causal": call.get("is_causal", False),
+            "depth": depth, "kernel": kernel,
+        }  # fmt: skip
+        out, lse = qa.attention_with_lse(*made.three, **pin)
+        grads = qa.attention_backward(made.grad_out, *made.three, out, lse, **pin)
+        reference = exact(made, gradients=True, **call)
+        for found in (out, *grads):
+            assert bool(found.isfinite().all())
+        assert not lse.isnan().any()
+        assert torch.equal(lse == -torch.inf, reference.lse == -torch.inf)
+        assert_close(out, reference.out, tolerance)
+        for actual, expected in zip(grads, reference.grads, strict=True):
+            assert_close(actual, expected, 4 * tolerance)
+
+    @pytest.mark.parametrize("spread", [100.0, 1000.0])
+    @pytest.mark.parametrize("depth", [0, 1, 2])
+    @pytest.mark.parametrize("kernel", ["cpu", "dense"])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_scores_of_several_hundred_and_more(self, spread, depth, kernel, dtype) -> None:
+        made = inputs(300, dtype=dtype, spread=spread)
+        # Scores are rounded before they are exponentiated: an error that grows with their size.
+        tolerance = (1e-6 if dtype == torch.float32 else 1e-13) * spread
+        self.check(made, tolerance, depth, kernel, is_causal=True)
+
+    @pytest.mark.parametrize("depth", [0, 1, 2])
+    @pytest.mark.parametrize("kernel", ["cpu", "dense"])
+    @pytest.mark.parametrize("kind", ["boolean", "additive", "huge", "chunks"])
+    @pytest.mark.parametrize("is_causal", [False, True])
+    def test_rows_and_tasks_without_keys(self, depth, kernel, kind, is_causal) -> None:
+        n = 300
+        made = inputs(n)
+        mask = torch.rand(n, n) > 0.5
+        mask[::5] = False
+        if kind == "additive":
+            mask = torch.zeros(n, n).masked_fill_(~mask, -torch.inf)
+        elif kind == "huge":
+            # Every row keeps a key: the lse of a row of -1e30 alone cannot tell how many there are.
+            mask.fill_diagonal_(True)
+            mask = torch.zeros(n, n).masked_fill_(~mask, -1e30)
+        elif kind == "chunks":
+            mask[:, 60:] = False  # most rectangles hold nothing for anybody
+        self.check(made, 2e-5, depth, kernel, mask=mask, is_causal=is_causal)
+
+    @pytest.mark.parametrize("offset", [-3e4, 3e4])
+    @pytest.mark.parametrize("depth", [0, 1])
+    def test_a_huge_log_sum_exp(self, offset: float, depth: int) -> None:
+        n = 300
+        made = inputs(n, dtype=torch.float64)
+        mask = torch.full((n, 1), offset, dtype=torch.float64)
+        self.check(made, 1e-10, depth, "cpu", mask=mask)
+
+    @pytest.mark.parametrize("depth", [0, 1, 2])
+    def test_fp16_at_its_extremes(self, depth: int) -> None:
+        """Values near the largest fp16, whose sums overflow it though their means do not."""
+        made = inputs(300, dtype=torch.float16)
+        made.value = (made.value.sign() * 60_000).to(torch.float16)
+        out = qa.attention(*made.three, depth=depth)
+        assert bool(out.isfinite().all())
+        assert_close(out, exact(made).out, TOLERANCE[torch.float16])
+        assert_close(
+            qa.attention(*made.three, depth=depth, out_dtype=torch.float32), exact(made).out,
+            GRADIENT_TOLERANCE[torch.float16],
+        )  # fmt: skip

@@ -1,0 +1,130 @@
+"""Every single allocation made to fail, one after the other: right, or an honest error."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers_attention import Inputs, assert_close, exact, inputs
+from helpers_memory import FailingAllocations, usage
+from helpers_plans import unpinned
+
+import quorum_attention as qa
+
+N = 100
+SIZES = {"heads": 2, "head_dim": 4, "dtype": torch.float16, "tile": 8, "is_causal": True}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny operators, many of them: threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make(
+    backward: bool, n_cap: int, accumulator: str, pinned: bool, levels: tuple[int, ...] = (3,)
+) -> tuple[Inputs, Callable[[], Any], tuple[torch.Tensor, ...]]:
+    """Inputs, the call, and what it should return."""
+    given = inputs(N, heads=2, head_dim=4, dtype=torch.float16)
+    plan = qa.plan(
+        N, levels=levels, n_cap=n_cap, accumulator=accumulator, backward=backward,
+        **SIZES,
+    )  # fmt: skip
+    plan = plan if pinned else unpinned(plan)
+    out, lse = qa.attention_with_lse(*given.three, is_causal=True)
+    reference = exact(given, is_causal=True, gradients=True)
+
+    def call() -> Any:
+        if backward:
+            return qa.attention_backward(
+                given.grad_out, *given.three, out, lse, is_causal=True, plan=plan
+            )
+        return (qa.attention(*given.three, is_causal=True, plan=plan),)
+
+    call()
+    return given, call, reference.grads if backward else (reference.out,)
+
+
+def sabotage(call: Callable[[], Any], wanted: tuple[torch.Tensor, ...], count: int) -> list[bool]:
+    """For every n: did the call succeed although allocations n to n + count - 1 failed?"""
+    succeeded = []
+    said = ""
+    n = 0
+    while True:
+        n += 1
+        with FailingAllocations(n, count) as failing:
+            try:
+                results = call()
+            except torch.OutOfMemoryError as error:
+                said = str(error)
+                results = None
+        if results is None:
+            assert "sabotaged" in said
+            succeeded.append(False)
+            continue
+        if failing.seen < n:
+            return succeeded
+        for actual, expected in zip(results, wanted, strict=True):
+            assert_close(actual, expected, 1e-2)
+        succeeded.append(True)
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("accumulator", ["device", "host"])
+@pytest.mark.parametrize("n_cap", [1, 2, 3])
+def test_one_failure_anywhere_is_recovered_from(backward, accumulator, n_cap) -> None:
+    """Only what the call must have whole (its results, an accumulator) may end it."""
+    _, call, wanted = make(backward, n_cap, accumulator, pinned=False)
+    succeeded = sabotage(call, wanted, 1)
+    assert len(succeeded) > 20
+    first = succeeded.index(True)
+    assert first <= 8, "before the arena: results, log-sum-exp, accumulators"
+    assert all(succeeded[first:])
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("n_cap", [1, 2])
+def test_several_failures_in_a_row(backward, n_cap) -> None:
+    _, call, wanted = make(backward, n_cap, "host", pinned=False)
+    assert any(sabotage(call, wanted, 2))
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_a_pinned_depth_reports_every_failure(backward) -> None:
+    _, call, wanted = make(backward, 2, "host", pinned=True)
+    assert not any(sabotage(call, wanted, 1))
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_a_monolithic_call_that_fails_is_decomposed(backward) -> None:
+    _, call, wanted = make(backward, 1, "host", pinned=False, levels=())
+    succeeded = sabotage(call, wanted, 1)
+    assert succeeded
+    assert any(succeeded)
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("count", [1, 10_000])
+def test_nothing_stays_allocated_and_inputs_are_untouched(backward, pinned, count) -> None:
+    given, call, _ = make(backward, 2, "device", pinned=pinned)
+    before = [t.clone() for t in (*given.three, given.grad_out)]
+    for n in (1, 2, 3, 5, 9, 17, 25):
+
+        def failing(n: int = n) -> None:
+            with FailingAllocations(n, count):
+                try:
+                    call()
+                except torch.OutOfMemoryError:
+                    return
+
+        gc.collect()
+        assert usage(failing).left == 0, f"after the failure of allocation {n}"
+    for tensor, copy in zip((*given.three, given.grad_out), before, strict=True):
+        assert torch.equal(tensor, copy)

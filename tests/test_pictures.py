@@ -1,0 +1,152 @@
+import builtins
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+
+from quorum_attention.decomposition import Decomposition
+from quorum_attention.pictures import draw_coverage, draw_recovery
+from quorum_attention.pictures.colours import task_colour
+from quorum_attention.pictures.geometry import blocks, chunk_edges, shallow, split
+
+SHAPES = [
+    Decomposition(1_048_576, ()),
+    Decomposition(1_048_576, (7,)),
+    Decomposition(1_048_576, (57,)),
+    Decomposition(1_048_576, (7, 7)),
+    Decomposition(1_048_576, (57, 57)),
+    Decomposition(65_536, (3, 7), layout="balanced"),
+    Decomposition(5, (7,), layout="balanced"),
+    Decomposition(5, (7,)),
+    Decomposition(1, (1,)),
+    Decomposition(0, (7,)),
+]
+
+
+def colours_of(path):
+    image = pytest.importorskip("matplotlib.image").imread(path)
+    return {tuple(row) for row in image[::7, ::7, :3].round(2).reshape(-1, 3).tolist()}
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_coverage_is_drawn(shape, is_causal, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "coverage.png"
+    draw_coverage(shape, is_causal, path)
+    assert path.stat().st_size > 5_000
+    assert len(colours_of(path)) > min(7, shape.n_tokens)
+
+
+@pytest.mark.parametrize(("n_queries", "n_keys"), [(100, 4_096), (4_096, 100), (0, 4_096), (9, 9)])
+def test_fewer_queries_or_keys(n_queries, n_keys, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "coverage.png"
+    shape = Decomposition(4_096, (7,))
+    draw_coverage(shape, True, path, n_queries=n_queries, n_keys=n_keys)
+    assert path.stat().st_size > 5_000
+
+
+def test_recovery_shows_what_fits_and_what_does_not(tmp_path):
+    pytest.importorskip("matplotlib")
+
+    def draw(name, largest):
+        path = tmp_path / name
+        draw_recovery(
+            path,
+            decomposition=Decomposition(4_096, ()),
+            is_causal=True,
+            budget_bytes=1 << 20,
+            bars=[("one", largest, "a note"), ("other", 1 << 19, "")],
+        )
+        return colours_of(path)
+
+    fits, over = draw("fits.png", 1 << 20), draw("over.png", 5 << 20)
+
+    def reds(colours):
+        return [c for c in colours if c[0] > c[1] + 0.3 and c[0] > c[2] + 0.3]
+
+    assert reds(over)
+    assert not reds(fits)
+
+
+def test_other_formats(tmp_path):
+    pytest.importorskip("matplotlib")
+    draw_coverage(Decomposition(4_096, (7,)), True, tmp_path / "coverage.svg")
+    assert "<svg" in (tmp_path / "coverage.svg").read_text()
+
+
+def test_pyplot_is_left_alone(tmp_path):
+    pytest.importorskip("matplotlib")
+    code = (
+        "import sys; from quorum_attention.decomposition import Decomposition as D; "
+        "from quorum_attention.pictures import draw_coverage; "
+        "assert 'matplotlib' not in sys.modules; "
+        f"draw_coverage(D(999, (7,)), True, {str(tmp_path / 'a.png')!r}); "
+        "assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_missing_matplotlib_says_what_to_install(tmp_path, monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.split(".")[0] == "matplotlib":
+            raise ModuleNotFoundError(f"No module named {name!r}")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ImportError, match=r'pip install "quorum-attention\[draw\]"'):
+        draw_coverage(Decomposition(999, (7,)), True, tmp_path / "a.png")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("layout", ["aligned", "balanced"])
+@pytest.mark.parametrize("levels", [(), (7,), (7, 3), (13,)])
+def test_blocks_cover_every_pair_once(levels, layout, is_causal):
+    shape = Decomposition(60, levels, layout=layout, tile=2)
+    seen = [[0] * 60 for _ in range(60)]
+    for task in shape.tasks():
+        for block in blocks(task, is_causal, 50, 40):
+            for q in range(block.query_start, block.query_stop):
+                for k in range(block.key_start, block.key_stop):
+                    if not block.causal or k - block.key_start <= q - block.query_start:
+                        seen[q][k] += 1
+    for q in range(60):
+        for k in range(60):
+            wanted = q < 50 and k < 40 and not (is_causal and k > q)
+            assert seen[q][k] == wanted, (q, k)
+
+
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s.levels], ids=str)
+def test_chunk_edges(shape):
+    edges = chunk_edges(shape)
+    assert len(edges) == shape.levels[0] + 1
+    assert (edges[0], edges[-1]) == (0, shape.n_tokens)
+    assert all(a <= b for a, b in pairwise(edges))
+
+
+def test_cells_of_a_block_are_that_block():
+    shape = Decomposition(70, (7,), tile=1)
+    for block in blocks(shape.task((0,)), False):
+        area = (block.query_stop - block.query_start) * (block.key_stop - block.key_start)
+        cells = list(split(block, chunk_edges(shape)))
+        assert (
+            sum((c.query_stop - c.query_start) * (c.key_stop - c.key_start) for c in cells) == area
+        )
+
+
+def test_a_picture_has_a_limit():
+    deep = Decomposition(1_048_576, (57, 57))
+    assert shallow(deep, 20_000, True).levels == (57,)
+    assert shallow(deep, 10**9, True) == deep
+    assert shallow(Decomposition(1_048_576, (7, 7)), 20_000, True).levels == (7, 7)
+
+
+def test_owners_have_their_own_colours():
+    found = {task_colour((a, b), (13, 7)) for a in range(13) for b in range(7)}
+    assert len(found) == 13 * 7
+    assert all(0 <= part <= 1 for colour in found for part in colour)
