@@ -6,7 +6,14 @@ from collections import Counter
 
 import torch
 
-from quorum_attention.kernels import DenseKernel, Gradients, Statistics, TaskTensors
+from quorum_attention.kernels import (
+    CallShape,
+    DenseKernel,
+    Extent,
+    Gradients,
+    Statistics,
+    TaskTensors,
+)
 
 
 class WatchedKernel(DenseKernel):
@@ -59,3 +66,25 @@ class WatchedKernel(DenseKernel):
                 stop = min(i + 1, r.key_stop) if r.causal else r.key_stop
                 for j in range(r.key_start, stop):
                     self.pairs[queries[i], keys[j]] += 1
+
+
+class IdleKernel(DenseKernel):
+    """Right while it is tried out, then does nothing at all, without any memory."""
+
+    def __init__(self) -> None:
+        self.name = "idle"
+        self.armed = False
+
+    def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+        return 0
+
+    def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+        return 0
+
+    def forward(self, task: TaskTensors, state: Statistics) -> None:
+        if not self.armed:
+            super().forward(task, state)
+
+    def backward(self, task: TaskTensors, grads: Gradients) -> None:
+        if not self.armed:
+            super().backward(task, grads)

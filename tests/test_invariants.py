@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 import torch
 from helpers_attention import GRADIENT_TOLERANCE, TOLERANCE, assert_close, error, exact, inputs
-from helpers_kernels import WatchedKernel
+from helpers_kernels import IdleKernel, WatchedKernel
 from helpers_memory import FailingAllocations, usage
 from helpers_plans import unpinned
 from hypothesis import given as for_all
@@ -210,6 +210,50 @@ class TestTheBudgetIsNeverExceeded:
             else:
                 found = usage(lambda plan=plan: qa.attention(*made.three, plan=plan))
             assert found.peak <= plan.peak_bytes
+
+    @pytest.mark.parametrize("n_cap", [1, 2, 3])
+    @pytest.mark.parametrize("accumulator", ["device", "host"])
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+    @pytest.mark.parametrize("heads_per_group", [2, 4])
+    @pytest.mark.parametrize("backward", [False, True])
+    def test_all_but_the_kernel_is_counted_to_the_byte(
+        self, n_cap, accumulator, dtype, heads_per_group, backward
+    ) -> None:
+        """With a kernel that allocates nothing, plan and measurement differ by rounding only."""
+        kernel = IdleKernel()
+        sizes = {"heads": 4, "kv_heads": 2, "head_dim": 16, "value_dim": 24, "dtype": dtype}
+        plan = qa.plan(
+            self.N, levels=(7,), n_cap=n_cap, accumulator=accumulator, kernel=kernel,
+            heads_per_group=heads_per_group, backward=backward, **sizes,
+        )  # fmt: skip
+        made = inputs(self.N, **sizes)
+        out, lse = qa.attention_with_lse(*made.three, enable_gqa=True)
+        call = {"plan": plan, "kernel": kernel, "enable_gqa": True}
+        kernel.armed = True
+        if backward:
+            found = usage(
+                lambda: qa.attention_backward(made.grad_out, *made.three, out, lse, **call)
+            )
+        else:
+            found = usage(lambda: qa.attention(*made.three, **call))
+        assert found.peak <= plan.peak_bytes <= found.peak + 4096
+
+    @pytest.mark.parametrize("depth", [0, 1])
+    @pytest.mark.parametrize("what", ["expanded", "unrounded"])
+    def test_copies_that_the_backward_has_to_make_are_counted(self, depth, what) -> None:
+        """A gradient of stride 0, an output kept in fp32: no operator takes them as they are."""
+        n = 4000
+        made = inputs(n, heads=4, head_dim=64, dtype=torch.bfloat16)
+        dtype = torch.float32 if what == "unrounded" else None
+        out, lse = qa.attention_with_lse(*made.three, out_dtype=dtype)
+        grad_out = torch.ones((), dtype=out.dtype).expand_as(out)
+        report = qa.Report()
+        found = usage(
+            lambda: qa.attention_backward(
+                grad_out, *made.three, out, lse, depth=depth, report=report
+            )
+        )
+        assert found.peak <= report.backward.planned_peak_bytes
 
     @pytest.mark.parametrize("backward", [False, True])
     def test_a_budget_too_small_is_refused_before_any_work(self, backward: bool) -> None:

@@ -498,6 +498,7 @@ def run_backward(
         grads is not None,
         dtype,
         rows_are_dense(query, key, value),
+        sum(_copied_bytes(tensor, work.dtype, options.device) for tensor in (grad_out, out)),
     )
     plan = make_plan(work, options, kernel, place, backward=True)
     call = _call(query, key, value, work, options, kernel)
@@ -523,9 +524,19 @@ def run_backward(
         )
 
 
+def _has_dense_rows(tensor: torch.Tensor) -> bool:
+    return tensor.stride(-1) == 1 and 0 not in tensor.stride()
+
+
 def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:
     """An expanded gradient (of a sum, say) has stride 0, which kernels do not take."""
-    return tensor if tensor.stride(-1) == 1 and 0 not in tensor.stride() else tensor.contiguous()
+    return tensor if _has_dense_rows(tensor) else tensor.contiguous()
+
+
+def _copied_bytes(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> int:
+    """Device bytes of ``_dense_rows(tensor.to(dtype))``, 0 where that is the tensor itself."""
+    stays = tensor.dtype == dtype and _has_dense_rows(tensor)
+    return 0 if stays or tensor.device != device else tensor.numel() * dtype.itemsize
 
 
 def _device(device: torch.device) -> AbstractContextManager[Any]:

@@ -11,11 +11,17 @@ from dataclasses import replace
 
 import torch
 
+from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.call import Call, empty_result
 from quorum_attention.execution.direct import pieces, runs_directly
 from quorum_attention.execution.engine import Input, Pass, State, Unit
 from quorum_attention.execution.forward import accumulator, gathered, inputs
-from quorum_attention.execution.memory import give_back_cached, is_out_of_memory
+from quorum_attention.execution.memory import (
+    first_line,
+    give_back_cached,
+    is_out_of_memory,
+    out_of_memory,
+)
 from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.rows import Axis, GroupBuffer, RowTensor
 from quorum_attention.execution.runner import Progress, run
@@ -55,11 +61,15 @@ def backward(
             except Exception as error:
                 if schedule.pinned or not is_out_of_memory(error):
                     raise
-                failure = str(error).split("\n")[0]
+                failure = first_line(error)
             give_back_cached(call.device)
             report.recoveries.append(f"monolithic call out of memory ({failure}): depth 0 -> 1")
             schedule = replace(schedule.deeper(call.work), n_cap=1)
         return _through_slots(call, schedule, grad_out, out, lse, grads, report, progress)
+    except Exception as error:
+        if isinstance(error, OutOfMemoryError) or not is_out_of_memory(error):
+            raise
+        raise out_of_memory(error, pinned=schedule.pinned) from None
     finally:
         report.seconds = time.perf_counter() - started
 

@@ -11,6 +11,8 @@ import torch
 
 from quorum_attention.errors import OutOfMemoryError
 
+from quorum_attention.errors import OutOfMemoryError
+
 # What torch's CPU allocator says; it has no type of its own for it (a plain RuntimeError).
 _CPU_ALLOCATOR_SAYS = (
     "DefaultCPUAllocator: can't allocate memory",
@@ -47,6 +49,19 @@ def named_out_of_memory() -> Iterator[None]:
             raise
         text = str(error).split("\n")[0] or type(error).__name__
         raise OutOfMemoryError(f"out of memory: {text}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """What an allocator said, in a line."""
+    return next((line.strip() for line in str(error).split("\n") if line.strip()), repr(error))
+
+
+def out_of_memory(error: BaseException, *, pinned: bool) -> OutOfMemoryError:
+    """The error to raise for a failure that is not recovered from."""
+    why = "the depth is pinned, so it is reported as it is"
+    if not pinned:
+        why = "it was the memory for results or accumulators, which no finer plan needs less of"
+    return OutOfMemoryError(f"out of memory: {why}. The allocator said: {first_line(error)}")
 
 
 def allocate(n_bytes: int, device: torch.device) -> torch.Tensor:

@@ -19,6 +19,7 @@ from quorum_attention.execution.memory import (
     PageLocks,
     allocate,
     available_bytes,
+    first_line,
     give_back_cached,
     is_out_of_memory,
 )
@@ -105,7 +106,7 @@ def run(
                 if not is_out_of_memory(error):
                     raise
                 # Only the text is kept: the traceback holds the failed attempt's tensors.
-                failure = (str(error).split("\n")[0], _place(queue))
+                failure = (first_line(error), _place(queue))
             if failure is not None:
                 give_back_cached(device)
                 text, where = failure

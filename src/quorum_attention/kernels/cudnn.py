@@ -141,14 +141,15 @@ class CudnnKernel(RectangleKernel):
         side alone fills the device, because each piece takes longer to start and end.
         """
         widths = (query.shape[-1] + value.shape[-1]) * query.element_size()
-        cache = _cache_bytes(query.device) // 3
+        # Heads run one after another, two at a time where one leaves room.
+        rows = _whole_tiles(_cache_bytes(query.device) // 3 // widths)
         query_lanes = query.shape[0] * query.shape[1]
         key_lanes = value.shape[0] * value.shape[1]
         fills = _FILLING_ROWS * multiprocessors()
         if not backward and r.n_queries * query_lanes >= fills:
-            return r.n_queries, min(r.n_keys, _whole_tiles(cache // (widths * key_lanes)))
+            return r.n_queries, min(r.n_keys, rows)
         if backward and r.n_keys * key_lanes >= fills // 2:
-            return min(r.n_queries, _whole_tiles(cache // (widths * query_lanes))), r.n_keys
+            return min(r.n_queries, _whole_tiles(rows // min(query_lanes, 2))), r.n_keys
         return r.n_queries, r.n_keys
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:

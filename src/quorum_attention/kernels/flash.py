@@ -17,6 +17,7 @@ from quorum_attention.kernels.workspace import (
 
 _FORWARD = "_scaled_dot_product_flash_attention"
 _BACKWARD = "_scaled_dot_product_flash_attention_backward"
+_INTERNAL_BYTES = 256 * 1024
 
 
 class FlashKernel(RectangleKernel):
@@ -114,7 +115,8 @@ class FlashKernel(RectangleKernel):
         copies = 1
         if torch.are_deterministic_algorithms_enabled():
             copies = -(-multiprocessors() // max(1, sizes.batch * sizes.heads))
-        inside += padded_rows * (copies * _padded_dim(dim) + 1) * 4
+        # Beside them, in a few blocks, row statistics once more.
+        inside += padded_rows * (copies * _padded_dim(dim) + 4) * 4 + _INTERNAL_BYTES
         if sizes.heads != sizes.key_heads:
             inside += 2 * sizes.shared_key_rows * dim * sizes.item
         return backward_bytes(sizes, gradients, inside)

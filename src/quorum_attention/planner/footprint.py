@@ -27,6 +27,7 @@ class Placement:
         results_given: the caller passed preallocated results, which the budget does not count.
         result_dtype: of the output (forward) or of the gradients (backward).
         dense_rows: the inputs' last dimension is contiguous, so a kernel can take them in place.
+        copied_bytes: of what the pass must copy first (a gradient or output of another dtype).
     """
 
     device_type: str
@@ -34,6 +35,7 @@ class Placement:
     results_given: bool
     result_dtype: torch.dtype
     dense_rows: bool = True
+    copied_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ def backward_footprint(
         # The log-sum-exp is copied once, to take -inf out of it.
         lse = 2 * query_rows * work.state_dtype.itemsize + query_rows
         whole = schedule.group == GroupSize(work.batch, work.kv_heads)
-        return Footprint(0, workspace, lse, 0 if whole else counted)
+        return Footprint(0, workspace, lse, place.copied_bytes + (0 if whole else counted))
     layout = backward_layout(
         work, schedule.group, schedule.decomposition.max_task_tokens, place.result_dtype
     )
@@ -113,7 +115,8 @@ def backward_footprint(
         size = work.state_dtype.itemsize
         home += _group_rows(work, schedule, "query") * work.head_dim * size
         home += _group_rows(work, schedule, "key") * (work.head_dim + work.value_dim) * size
-    return Footprint(schedule.n_cap * layout.slot_bytes, workspace, home, counted)
+    slots = schedule.n_cap * layout.slot_bytes
+    return Footprint(slots, workspace, home, place.copied_bytes + counted)
 
 
 def _group_rows(work: Workload, schedule: Schedule, axis: str) -> int:
