@@ -466,7 +466,7 @@ def run_forward(
         _PeakMemory(options.device, report, options.report is not None),
         _progress(options) as progress,
         torch.no_grad(),
-        named_out_of_memory(),
+        named_out_of_memory(pinned=plan.schedule.pinned),
     ):
         return forward(
             call, plan.schedule, out=out, out_dtype=out_dtype, report=report, progress=progress
@@ -510,7 +510,7 @@ def run_backward(
         _PeakMemory(options.device, report, options.report is not None),
         _progress(options) as progress,
         torch.no_grad(),
-        named_out_of_memory(),
+        named_out_of_memory(pinned=plan.schedule.pinned),
     ):
         return backward(
             call,

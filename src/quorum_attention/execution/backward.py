@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import torch
 
-from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.call import Call, empty_result
 from quorum_attention.execution.direct import pieces, runs_directly
 from quorum_attention.execution.engine import Input, Pass, State, Unit
@@ -20,7 +19,6 @@ from quorum_attention.execution.memory import (
     first_line,
     give_back_cached,
     is_out_of_memory,
-    out_of_memory,
 )
 from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.rows import Axis, GroupBuffer, RowTensor
@@ -66,10 +64,6 @@ def backward(
             report.recoveries.append(f"monolithic call out of memory ({failure}): depth 0 -> 1")
             schedule = replace(schedule.deeper(call.work), n_cap=1)
         return _through_slots(call, schedule, grad_out, out, lse, grads, report, progress)
-    except Exception as error:
-        if isinstance(error, OutOfMemoryError) or not is_out_of_memory(error):
-            raise
-        raise out_of_memory(error, pinned=schedule.pinned) from None
     finally:
         report.seconds = time.perf_counter() - started
 

@@ -11,8 +11,6 @@ import torch
 
 from quorum_attention.errors import OutOfMemoryError
 
-from quorum_attention.errors import OutOfMemoryError
-
 # What torch's CPU allocator says; it has no type of its own for it (a plain RuntimeError).
 _CPU_ALLOCATOR_SAYS = (
     "DefaultCPUAllocator: can't allocate memory",
@@ -39,29 +37,29 @@ def is_out_of_memory(error: BaseException) -> bool:
     return False
 
 
-@contextmanager
-def named_out_of_memory() -> Iterator[None]:
-    """The CPU allocator's failure leaves the block as an OutOfMemoryError, like everybody's."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, torch.OutOfMemoryError) or not is_out_of_memory(error):
-            raise
-        text = str(error).split("\n")[0] or type(error).__name__
-        raise OutOfMemoryError(f"out of memory: {text}") from error
-
-
 def first_line(error: BaseException) -> str:
     """What an allocator said, in a line."""
     return next((line.strip() for line in str(error).split("\n") if line.strip()), repr(error))
 
 
-def out_of_memory(error: BaseException, *, pinned: bool) -> OutOfMemoryError:
-    """The error to raise for a failure that is not recovered from."""
-    why = "the depth is pinned, so it is reported as it is"
-    if not pinned:
-        why = "it was the memory for results or accumulators, which no finer plan needs less of"
-    return OutOfMemoryError(f"out of memory: {why}. The allocator said: {first_line(error)}")
+@contextmanager
+def named_out_of_memory(*, pinned: bool) -> Iterator[None]:
+    """Whatever allocator fails in the block, and nobody recovered from: our own error leaves it.
+
+    The allocator's error is not chained: its traceback would hold the failed call's tensors.
+    """
+    said = None
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OutOfMemoryError) or not is_out_of_memory(error):
+            raise
+        said = first_line(error)
+    if said is not None:
+        why = "the depth is pinned, so it is reported as it is"
+        if not pinned:
+            why = "it was the memory of results or accumulators, which a finer plan needs as well"
+        raise OutOfMemoryError(f"out of memory: {why}. The allocator said: {said}")
 
 
 def allocate(n_bytes: int, device: torch.device) -> torch.Tensor:
