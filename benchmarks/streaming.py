@@ -10,6 +10,7 @@ run in turn, several times over, in one process; ratios are of medians.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import platform
 import statistics
@@ -129,7 +130,8 @@ def main() -> None:
         "torch": torch.__version__,
         "cudnn": torch.backends.cudnn.version(),
         "python": platform.python_version(),
-        "arguments": vars(args),
+        "date": datetime.date.today().isoformat(),
+        "arguments": {k: v for k, v in vars(args).items() if k != "json"},
         "seconds": seconds,
         "cold_seconds": cold,
         "ratios": {

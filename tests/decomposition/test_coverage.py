@@ -22,7 +22,7 @@ def wanted(n: int, is_causal: bool, n_queries: int | None, n_keys: int | None) -
 
 
 @settings(max_examples=300, deadline=None)
-@given(decompositions(), st.booleans())
+@given(decompositions(200), st.booleans())
 @example(Decomposition(49, (7, 7), "balanced"), True)
 @example(Decomposition(5, (7,), "balanced"), False)
 @example(Decomposition(150, (7, 3, 7), "balanced"), False)
@@ -40,10 +40,10 @@ def test_masks_cover_every_pair_once(decomposition, is_causal):
 
 @settings(max_examples=300, deadline=None)
 @given(
-    decompositions(),
+    decompositions(200),
     st.booleans(),
-    st.one_of(st.none(), st.integers(0, 160)),
-    st.one_of(st.none(), st.integers(0, 160)),
+    st.one_of(st.none(), st.integers(0, 210)),
+    st.one_of(st.none(), st.integers(0, 210)),
     LIMITS,
     LIMITS,
 )

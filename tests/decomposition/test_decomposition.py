@@ -38,6 +38,13 @@ def test_a_path_that_no_task_has_is_refused(path):
         Decomposition(100, (7, 3)).task(path)
 
 
+@pytest.mark.parametrize("path", [[1, 2], (1.0, 2), (True, 0), "12", 5, None])
+def test_a_path_is_a_tuple_of_whole_numbers(path):
+    """(1.0, 2) and (True, 2) equal (1, 2) and would name the same task twice."""
+    with pytest.raises(TypeError, match="path must be a tuple of whole numbers"):
+        Decomposition(100, (7, 3)).task(path)
+
+
 def test_paths_are_all_owner_tuples_in_order():
     """tasks() and n_tasks agree with them."""
     decomposition = Decomposition(100, (7, 3))

@@ -1,5 +1,7 @@
 """Rectangles of a task: a partition of exactly its mask, few, large and of few shapes."""
 
+import itertools
+
 import numpy as np
 import pytest
 from helpers_decomposition import count_rectangles, decompositions, kept_pairs
@@ -60,6 +62,49 @@ def test_plain_attention_takes_few_calls(levels, calls):
     wins for some of these."""
     decomposition = Decomposition(7_000_000, levels)
     assert sum(len(task.rectangles(False)) for task in decomposition.tasks()) <= calls
+
+
+@pytest.mark.parametrize("levels", [(7,), (57,), (7, 7), (13, 7), (7, 7, 7)])
+@pytest.mark.parametrize("layout", ["aligned", "balanced"])
+def test_no_two_causal_calls_could_be_one(levels, layout):
+    """Plain rectangles that share their queries or keys and touch are one call, not two."""
+    for task in Decomposition(1_000_003, levels, layout).tasks():
+        plain = [r for r in task.rectangles(True) if not r.causal]
+        for a, b in itertools.permutations(plain, 2):
+            beside = (a.query_start, a.query_stop) == (b.query_start, b.query_stop)
+            under = (a.key_start, a.key_stop) == (b.key_start, b.key_stop)
+            assert not (beside and a.key_stop == b.key_start)
+            assert not (under and a.query_stop == b.query_start)
+
+
+@pytest.mark.parametrize(
+    ("levels", "causal_calls", "plain_calls"),
+    [((7, 7), 118, 194), ((13, 7), 243, 418), ((7, 7, 7), 593, 1081)],
+)
+def test_deep_tasks_take_few_calls(levels, causal_calls, plain_calls):
+    """All tasks together; without joining what touches it is a tenth more."""
+    tasks = list(Decomposition(int(np.prod(levels)) * 1024, levels).tasks())
+    assert sum(len(task.rectangles(True)) for task in tasks) <= causal_calls
+    assert sum(len(task.rectangles(False)) for task in tasks) <= plain_calls
+
+
+@pytest.mark.parametrize(
+    ("limits", "error", "message"),
+    [
+        ({"max_queries": 0}, ValueError, "max_queries must be at least 1, got 0"),
+        ({"max_keys": -3}, ValueError, "max_keys must be at least 1, got -3"),
+        ({"n_queries": -1}, ValueError, "n_queries must be at least 0, got -1"),
+        ({"n_keys": 1.5}, TypeError, "n_keys must be a whole number or None, got 1.5"),
+        ({"max_keys": 2.5}, TypeError, "max_keys must be a whole number or None, got 2.5"),
+        ({"max_queries": True}, TypeError, "max_queries must be a whole number"),
+    ],
+)
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_impossible_limits_are_refused(limits, error, message, is_causal):
+    """A limit below 1 must not pass for no limit, nor leave pairs out."""
+    task = Decomposition(1000, (7,)).task((0,))
+    with pytest.raises(error, match=message):
+        task.rectangles(is_causal, **limits)
 
 
 @pytest.mark.parametrize("levels", [(7,), (13,), (31,), (7, 7)])

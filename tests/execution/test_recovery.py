@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers_attention import assert_close, exact, inputs
-from helpers_kernels import WatchedKernel
+from helpers_kernels import WatchedKernel, is_trial
 
 import quorum_attention as qa
 
@@ -76,7 +76,7 @@ def test_giving_up_tells_the_history() -> None:
 def test_other_errors_are_not_swallowed() -> None:
     class Broken(WatchedKernel):
         def forward(self, task, state) -> None:  # type: ignore[no-untyped-def]
-            if self.armed:
+            if not is_trial(task):
                 raise RuntimeError("not about memory")
             super().forward(task, state)
 

@@ -59,7 +59,7 @@ def rms(results, reference: Exact) -> dict[str, float]:  # type: ignore[no-untyp
         assert bool(result.isfinite().all()), name
         expected = wanted[name]
         difference = result.to(expected.device).double() - expected
-        found[name] = (difference.norm() / expected.norm().clamp_min(1e-3)).item()
+        found[name] = (difference.norm() / expected.norm().clamp_min(1e-2)).item()
     return found
 
 
@@ -167,10 +167,7 @@ def test_an_expanded_gradient(kernel: str, depth: int) -> None:
     skip_unless(kernel, given)
     reference = exact(given, gradients=True)
     results = both(given, kernel, depth=depth)
-    assert max(rms({n: results[n] for n in ("out", "value")}, reference).values()) < 3e-3
-    # With equal upstream gradients those of query and key are exactly 0: only rounding is left.
-    for name in ("query", "key"):
-        assert results[name].abs().max() < 2e-2
+    assert max(rms(results, reference).values()) < 3e-3
 
 
 def placed(given: Inputs, kind: str, folder: Path) -> Inputs:

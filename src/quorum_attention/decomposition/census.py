@@ -53,12 +53,11 @@ def census(tasks: Iterable[Task], is_causal: bool, tile: int = 128) -> Census:
     for task in tasks:
         lines = _lines(task, tile)
         # Lines with the same summary get the same verdicts: count by kind, in order of place.
-        seen: dict[tuple[int, int], int] = {}
+        seen: dict[tuple[int, int], int] = {} if is_causal else _kinds(lines)
         for some, every in lines:
             if is_causal:
                 seen[some, every] = seen.get((some, every), 0) + 1
-            columns = seen if is_causal else _kinds(lines)
-            for (other_some, other_every), count in columns.items():
+            for (other_some, other_every), count in seen.items():
                 if some & other_some == 0:
                     clear += count
                 elif every & other_every:

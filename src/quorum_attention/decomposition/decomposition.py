@@ -99,8 +99,12 @@ class Decomposition:
         """The task of this path.
 
         Raises:
+            TypeError: it is no tuple of whole numbers.
             ValueError: no task has it.
         """
+        # A path names the task in schedules and reports: (1.0,) and (True,) would pass for (1,).
+        if not isinstance(path, tuple) or any(type(owner) is not int for owner in path):
+            raise TypeError(f"path must be a tuple of whole numbers, got {path!r}")
         fits = len(path) == self.depth and all(
             0 <= owner < c for owner, c in zip(path, self.levels, strict=True)
         )

@@ -68,7 +68,7 @@ def cover(starts: Sequence[int], bits: Sequence[int], is_causal: bool) -> list[R
             for i, b in enumerate(bits)
             if b == 0
         ]
-        return [*_halved(starts, bits, _kept(bits, below=True)), *diagonal]
+        return [*_joined(_halved(starts, _kept(bits, below=True))), *diagonal]
     apart = _kept(bits, below=False)
     together = [row | (1 << i if bits[i] == 0 else 0) for i, row in enumerate(apart)]
     diagonal = [
@@ -76,8 +76,10 @@ def cover(starts: Sequence[int], bits: Sequence[int], is_causal: bool) -> list[R
         for i, b in enumerate(bits)
         if b == 0
     ]
-    first = _joined([*_halved(starts, bits, apart), *diagonal])
-    second = _joined(_halved(starts, bits, together))
+    # Diagonals are joined along keys alone: with both ways open, one call in twenty less would
+    # be paid for with shapes of its own, and vendor kernels prepare every new shape at length.
+    first = _along([*_joined(_halved(starts, apart)), *diagonal], keys=True)
+    second = _along(_halved(starts, together), keys=True)
     return min(first, second, key=len)
 
 
@@ -93,7 +95,8 @@ def _kept(bits: Sequence[int], *, below: bool) -> list[int]:
     return rows
 
 
-def _halved(starts: Sequence[int], bits: Sequence[int], rows: list[int]) -> list[Rectangle]:
+def _halved(starts: Sequence[int], rows: list[int]) -> list[Rectangle]:
+    """Plain rectangles of the kept pairs ``rows``, the keys of most queries first."""
     found: list[Rectangle] = []
 
     def descend(low: int, high: int, wanted: int) -> None:
@@ -133,20 +136,50 @@ def _runs(mask: int) -> Iterator[tuple[int, int]]:
         mask >>= length
 
 
-def _joined(rectangles: Iterable[Rectangle]) -> list[Rectangle]:
-    """Plain rectangles with the same queries and touching keys as one."""
+def _joined(rectangles: list[Rectangle]) -> list[Rectangle]:
+    """Touching plain rectangles as one wherever two make up a larger one."""
+    return min((_joined_from(rectangles, keys) for keys in (True, False)), key=len)
+
+
+def _joined_from(rectangles: list[Rectangle], keys: bool) -> list[Rectangle]:
+    """Along keys and along queries in turn, beginning with ``keys``, until nothing touches."""
+    while True:
+        before = len(rectangles)
+        rectangles = _along(_along(rectangles, keys), not keys)
+        if len(rectangles) == before:
+            return rectangles
+
+
+def _along(rectangles: list[Rectangle], keys: bool) -> list[Rectangle]:
+    """Joins what has the same queries and touching keys, or the other way round; each result
+    stands where its first part stood, so large calls stay ahead of small ones."""
+    place = {r: number for number, r in enumerate(rectangles)}
     joined: list[Rectangle] = []
-    for r in sorted(rectangles, key=lambda r: (r.query_start, r.query_stop, r.key_start)):
-        last = joined[-1] if joined else None
-        if (
-            last is not None
-            and (last.query_start, last.query_stop) == (r.query_start, r.query_stop)
-            and last.key_stop == r.key_start
-        ):
-            joined[-1] = replace(last, key_stop=r.key_stop)
+    places: list[int] = []
+    for r in sorted(rectangles, key=_by_queries if keys else _by_keys):
+        if joined and _touch(joined[-1], r, keys):
+            joined[-1] = replace(joined[-1], query_stop=r.query_stop, key_stop=r.key_stop)
+            places[-1] = min(places[-1], place[r])
         else:
             joined.append(r)
-    return joined
+            places.append(place[r])
+    return [joined[i] for i in sorted(range(len(joined)), key=places.__getitem__)]
+
+
+def _by_queries(r: Rectangle) -> tuple[int, int, int]:
+    return r.query_start, r.query_stop, r.key_start
+
+
+def _by_keys(r: Rectangle) -> tuple[int, int, int]:
+    return r.key_start, r.key_stop, r.query_start
+
+
+def _touch(a: Rectangle, b: Rectangle, keys: bool) -> bool:
+    if keys:
+        same = (a.query_start, a.query_stop) == (b.query_start, b.query_stop)
+        return same and a.key_stop == b.key_start
+    same = (a.key_start, a.key_stop) == (b.key_start, b.key_stop)
+    return same and a.query_stop == b.query_start
 
 
 def clip(rectangles: Iterable[Rectangle], n_queries: int, n_keys: int) -> Iterator[Rectangle]:

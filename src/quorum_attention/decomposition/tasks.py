@@ -98,7 +98,15 @@ class Task:
             is_causal: keep only keys at or before the query (global positions, top-left).
             n_queries, n_keys: queries and keys there are, by global position; None is no limit.
             max_queries, max_keys: no rectangle is larger; None is no limit.
+
+        Raises:
+            TypeError: a count or limit is no whole number.
+            ValueError: a count is below 0 or a limit below 1.
         """
+        _check("n_queries", n_queries, 0)
+        _check("n_keys", n_keys, 0)
+        _check("max_queries", max_queries, 1)
+        _check("max_keys", max_keys, 1)
         causal = bool(is_causal)
         if causal not in self._covers:
             bits = [span.bits for span in self.spans]
@@ -129,3 +137,13 @@ class Task:
         kept = [[a.bits & b.bits == 0 for b in self.spans] for a in self.spans]
         small = np.array(kept, dtype=bool).reshape(len(self.spans), len(self.spans))
         return np.repeat(np.repeat(small, lengths, axis=0), lengths, axis=1)
+
+
+def _check(name: str, value: int | None, least: int) -> None:
+    # A limit of 0 or less would leave pairs out without a word.
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a whole number or None, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")

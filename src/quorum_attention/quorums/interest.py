@@ -25,7 +25,7 @@ _PAPER = {
 
 
 def chunk_count(l: int) -> int:
-    """C = l (l - 1) + 1, the chunks that quorum size ``l`` covers exactly."""
+    """The chunks c = l (l - 1) + 1 that quorum size ``l`` covers exactly."""
     return l * (l - 1) + 1
 
 
