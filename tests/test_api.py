@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import quorum_attention as qa
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 FP32 = TOLERANCE[torch.float32]
 
 

@@ -18,6 +18,8 @@ from helpers_attention import (
 
 import quorum_attention as qa
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def leaves(given: Inputs, needed: tuple[bool, bool, bool] = (True, True, True)) -> Inputs:
     three = (t.clone().requires_grad_(n) for t, n in zip(given.three, needed, strict=True))

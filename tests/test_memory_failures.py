@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,17 +14,9 @@ from helpers_plans import unpinned
 
 import quorum_attention as qa
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 N = 100
 SIZES = {"heads": 2, "head_dim": 4, "dtype": torch.float16, "tile": 8, "is_causal": True}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny operators, many of them: threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make(

@@ -18,7 +18,10 @@ def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
         MofNCompleteColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
         ids = {}
 
         def update(done: int, total: int, label: str) -> None:

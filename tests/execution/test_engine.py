@@ -8,6 +8,8 @@ from helpers_attention import TOLERANCE, assert_close, exact, inputs
 
 import quorum_attention as qa
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def planned(n: int, n_cap: int, *, backward: bool, levels: tuple[int, ...], **more) -> qa.Plan:
     return qa.plan(

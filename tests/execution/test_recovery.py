@@ -9,6 +9,7 @@ from helpers_kernels import WatchedKernel, is_trial
 
 import quorum_attention as qa
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 N = 300
 SIZES = {"heads": 2, "head_dim": 8, "dtype": torch.float32, "layout": "aligned", "tile": 16}
 

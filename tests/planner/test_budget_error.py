@@ -9,6 +9,7 @@ from helpers_memory import usage
 
 import quorum_attention as qa
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIGURATIONS = [
     pytest.param({}, {}, id="plain"),
     pytest.param({"is_causal": True}, {}, id="causal"),

@@ -246,6 +246,8 @@ def _child(spec: Spec, path: Path) -> Answer:
         "MALLOC_ARENA_MAX": "1",
         "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
         "MALLOC_TRIM_THRESHOLD_": str(1 << 20),
+        # On a busy machine, threads that spin while they wait take the cores from each other.
+        "OMP_WAIT_POLICY": "PASSIVE",
     }
     start = "import sys; from quorum_attention.cli.child import main; main(sys.argv[1])"
     command = [sys.executable, "-c", start, str(path)]
