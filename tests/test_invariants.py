@@ -225,8 +225,8 @@ class TestTheBudgetIsNeverExceeded:
         kernel = IdleKernel()
         sizes = {"heads": 4, "kv_heads": 2, "head_dim": 16, "value_dim": 24, "dtype": dtype}
         plan = qa.plan(
-            self.N, levels=(7,), layout="balanced", n_cap=n_cap, accumulator=accumulator, kernel=kernel,
-            heads_per_group=heads_per_group, backward=backward, **sizes,
+            self.N, levels=(7,), layout="balanced", n_cap=n_cap, accumulator=accumulator,
+            kernel=kernel, heads_per_group=heads_per_group, backward=backward, **sizes,
         )  # fmt: skip
         made = inputs(self.N, **sizes)
         out, lse = qa.attention_with_lse(*made.three, enable_gqa=True)
