@@ -366,3 +366,11 @@ def test_a_progress_callable_that_raises_ends_the_call() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         qa.attention(*inputs(300).three, depth=1, progress=stop)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_a_result_over_an_input_is_refused(name: str) -> None:
+    """Rows of an input are read again after results have been written."""
+    tensors = {n: torch.randn(1, 2, 40, 8) for n in ("query", "key", "value")}
+    with pytest.raises(ValueError, match=f"out must not share memory with {name}"):
+        qa.attention(**tensors, out=tensors[name])

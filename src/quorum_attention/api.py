@@ -25,7 +25,13 @@ from quorum_attention.planner.machine import assumed
 from quorum_attention.planner.plan import Plan
 from quorum_attention.planner.search import Request, choose
 from quorum_attention.sizes import format_bytes, parse_bytes
-from quorum_attention.validation import as_tensor, check_inputs, check_options, check_result
+from quorum_attention.validation import (
+    as_tensor,
+    check_apart,
+    check_inputs,
+    check_options,
+    check_result,
+)
 
 Device = str | torch.device
 # Of what is free, this much is left alone when no budget is given.
@@ -176,6 +182,7 @@ def attention_with_lse(
     work = check_inputs(query, key, value, mask, is_causal=is_causal, enable_gqa=enable_gqa)
     if out is not None:
         check_result(out, (*query.shape[:-1], value.shape[-1]), "out", out_dtype)
+        check_apart(out, "out", {"query": query, "key": key, "value": value})
     options = _options(
         query, scale, mask, is_causal, enable_gqa, budget, plan, depth, kernel, accumulator,
         devices, progress, report,
@@ -246,6 +253,8 @@ def attention_backward(
         assert grads is not None
         for index, like in enumerate((query, key, value)):
             check_result(grads[index], tuple(like.shape), f"grads[{index}]", grads[0].dtype)
+            read = {"query": query, "key": key, "value": value, "out": out, "grad_out": grad_out}
+            check_apart(grads[index], f"grads[{index}]", read)
     options = _options(
         query, scale, mask, is_causal, enable_gqa, budget, plan, depth, kernel, accumulator,
         devices, progress, report,

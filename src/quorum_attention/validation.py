@@ -143,6 +143,19 @@ def check_options(
         raise TypeError(f"out_dtype must be None or one of {_DTYPES}, got {out_dtype}")
 
 
+def check_apart(result: torch.Tensor, name: str, inputs: dict[str, torch.Tensor]) -> None:
+    """A preallocated result must not lie over an input: rows are read again after it is written."""
+    for other, tensor in inputs.items():
+        same = result.device == tensor.device and result.numel() and tensor.numel()
+        if same and _span(result)[0] < _span(tensor)[1] and _span(tensor)[0] < _span(result)[1]:
+            raise ValueError(f"{name} must not share memory with {other}")
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
 def check_result(
     result: torch.Tensor, shape: tuple[int, ...], name: str, dtype: torch.dtype | None = None
 ) -> None:
