@@ -1,0 +1,80 @@
+"""The commands, run as a user would, small."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+import quorum_attention as qa
+from quorum_attention.cli import main
+
+
+@pytest.mark.parametrize("command", ["recover", "run", "plan", "estimate", "doctor"])
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    assert "--json" in capsys.readouterr().out
+
+
+def test_plan_and_estimate_speak_json(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--tokens", "65536", "--device", "cuda", "--budget", "64MiB", "--json"]
+    assert main(["plan", *sizes, "--levels", "7,7", "--census"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["levels"] == [7, 7]
+    assert made["peak_bytes"] <= 64 << 20
+    assert main(["estimate", *sizes]) == 0
+    assert json.loads(capsys.readouterr().out)["forward"]["peak_bytes"] <= 64 << 20
+
+
+def test_doctor_names_every_kernel(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    devices = json.loads(capsys.readouterr().out)["devices"]
+    assert all(set(d["kernels"]) >= {"cpu", "dense", "cudnn"} for d in devices)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", "--tokens", "100", "--levels", "8"],
+        ["plan", "--tokens", "100000", "--budget", "1KiB", "--device", "cpu"],
+        ["run", "no-such-file", "out"],
+    ],
+)
+def test_user_errors_are_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("quorum-attention: ")
+    assert said.count("\n") == 1
+
+
+def test_run_writes_what_attention_returns(tmp_path: Path) -> None:
+    tensors = {n: torch.randn(1, 2, 300, 16) for n in ("q", "k", "v")}
+    safetensors.torch.save_file(tensors, tmp_path / "in")
+    arguments = [str(tmp_path / "in"), str(tmp_path / "out"), "--causal", "--lse", "--depth", "1"]
+    assert main(["run", *arguments, "--device", "cpu", "--json"]) == 0
+    written = safetensors.torch.load_file(tmp_path / "out")
+    out, lse = qa.attention_with_lse(*tensors.values(), is_causal=True, depth=1, devices="cpu")
+    assert torch.equal(written["out"], out)
+    assert torch.equal(written["lse"], lse)
+
+
+def test_recover_really_fails_and_comes_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch's own allocator refuses under the limit; ours returns and is right."""
+    sizes = ["--tokens", "8192", "--heads", "16", "--budget", "24MiB", "--device", "cpu"]
+    picture = str(tmp_path / "picture.png")
+    assert main(["recover", *sizes, "--json", "--picture", picture, "--forward-only"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    limited, ours = found["methods"][:2]
+    assert limited["result"] == "out of memory"
+    assert "can't allocate memory" in limited["error"]
+    assert ours["result"] == "ok"
+    assert ours["peak_bytes"] <= found["budget_bytes"]
+    assert ours["errors"]["out"] < 1e-5
+    assert Path(picture).exists()

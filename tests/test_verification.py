@@ -1,0 +1,35 @@
+"""The check that recover makes: right results pass, a planted error of each kind is seen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import quorum_attention as qa
+from quorum_attention.verification import Problem, compare, expect
+
+
+@pytest.mark.parametrize("exact_lse_pairs", [0, 1 << 40])
+@pytest.mark.parametrize(
+    "planted", ["nothing", "out", "lse", "grad_query", "grad_key", "grad_value"]
+)
+def test_planted_errors_are_seen(planted: str, exact_lse_pairs: int) -> None:
+    query, grad = torch.randn(1, 4, 200, 8), torch.randn(1, 4, 200, 8)
+    key, value = torch.randn(1, 2, 200, 8), torch.randn(1, 2, 200, 8)
+    call = {"is_causal": True, "enable_gqa": True, "depth": 1, "devices": "cpu"}
+    out, lse = qa.attention_with_lse(query, key, value, **call)
+    grads = qa.attention_backward(grad, query, key, value, out, lse, **call)
+    problem = Problem(query, key, value, True, 8**-0.5)
+    expected = expect(problem, grad, out, lse, exact_lse_pairs=exact_lse_pairs)
+    results = dict(zip(("grad_query", "grad_key", "grad_value"), grads, strict=True))
+    results |= {"out": out.clone(), "lse": lse.clone()}
+    if planted != "nothing":
+        results[planted][0, 0, 0] += 1.0
+    found = compare(
+        expected,
+        results["out"],
+        results["lse"],
+        (results["grad_query"], results["grad_key"], results["grad_value"]),
+    )
+    for name in results:
+        assert (getattr(found, name) > 1e-3) == (name == planted)
