@@ -75,10 +75,11 @@ def sabotage(
 def test_one_failure_anywhere_is_recovered_from(backward, accumulator, n_cap) -> None:
     """Only what the call must have whole (its results, an accumulator) may end it."""
     _, call, wanted = make(backward, n_cap, accumulator, pinned=False)
-    succeeded = sabotage(call, wanted, 1)
+    step = 3 if backward else 1  # a backward allocates three times as often
+    succeeded = sabotage(call, wanted, 1, step)
     assert len(succeeded) > 20
     first = succeeded.index(True)
-    assert first <= 8, "before the arena: results, log-sum-exp, accumulators"
+    assert first * step <= 9, "before the arena: results, log-sum-exp, accumulators"
     assert all(succeeded[first:])
 
 

@@ -388,7 +388,7 @@ def make_plan(
     return Plan(work, found, place, kernel.name, options.budget_bytes, backward)
 
 
-def _pass_report(plan: Plan) -> PassReport:
+def _pass_report(plan: Plan, options: Options) -> PassReport:
     return PassReport(
         kernel=plan.kernel,
         levels=plan.levels,
@@ -398,6 +398,7 @@ def _pass_report(plan: Plan) -> PassReport:
         n_cap=plan.schedule.n_cap,
         accumulator=plan.schedule.accumulator,
         planned_peak_bytes=plan.peak_bytes,
+        timed=options.report is not None,
     )
 
 
@@ -467,7 +468,7 @@ def run_forward(
     )
     plan = make_plan(work, options, kernel, place, backward=False)
     call = _call(query, key, value, work, options, kernel)
-    report = _pass_report(plan)
+    report = _pass_report(plan, options)
     if options.report is not None:
         options.report.forward = report
     with (
@@ -511,7 +512,7 @@ def run_backward(
     )
     plan = make_plan(work, options, kernel, place, backward=True)
     call = _call(query, key, value, work, options, kernel)
-    report = _pass_report(plan)
+    report = _pass_report(plan, options)
     if options.report is not None:
         options.report.backward = report
     with (

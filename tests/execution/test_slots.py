@@ -39,6 +39,7 @@ workloads = st.builds(
 def extent(layout: SlotLayout, work: Workload, name: str, tokens: int) -> tuple[int, int]:
     field = layout.fields[name]
     rows = min(tokens, work.n_queries if field.axis == "query" else work.n_keys)
+    rows = rows if field.rows is None else field.rows
     count = layout.group.batch * layout.heads(field.axis) * rows * field.width
     return field.offset, field.offset + count * field.dtype.itemsize
 
@@ -49,13 +50,16 @@ def extent(layout: SlotLayout, work: Workload, name: str, tokens: int) -> tuple[
     tokens=st.integers(1, 80),
     result=st.sampled_from(DTYPES),
     backward=st.booleans(),
+    scaled=st.booleans(),
 )
 def test_fields_lie_inside_the_slot_and_overlap_only_where_shared(
-    work: Workload, tokens: int, result: torch.dtype, backward: bool
+    work: Workload, tokens: int, result: torch.dtype, backward: bool, scaled: bool
 ) -> None:
     group = GroupSize(work.batch, work.kv_heads)
-    make = backward_layout if backward else forward_layout
-    layout = make(work, group, tokens, result)
+    if backward:
+        layout = backward_layout(work, group, tokens, result, scaled=scaled)
+    else:
+        layout = forward_layout(work, group, tokens, result)
     places = {name: extent(layout, work, name, tokens) for name in layout.fields}
     assert layout.slot_bytes % ALIGNMENT == 0
     for name, (start, stop) in places.items():

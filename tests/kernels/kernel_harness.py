@@ -18,6 +18,7 @@ from quorum_attention.kernels import (
     empty_,
     why_not,
 )
+from quorum_attention.kernels.scaling import Scaling
 
 
 @dataclass
@@ -38,6 +39,7 @@ class Case:
     tile: int = 16
     mask: torch.Tensor | None = None
     spread: float = 1.0
+    together: bool = True  # rectangles of one shape as one operator call
     shift: int = 0
     seed: int = 0
     query: torch.Tensor = field(init=False)
@@ -160,7 +162,7 @@ def run(kernel: InnerKernel, case: Case, device: str = "cpu", check: bool = True
             _slot(result.grad_query, rows),
             _slot(result.grad_key, keys),
             _slot(result.grad_value, keys),
-            case.shift,
+            Scaling(case.shift),
         )
         kernel.backward(local, grads)
         result.grad_query[:, :, rows] = grads.grad_query
@@ -212,6 +214,7 @@ def _task_tensors(
         case.scale,
         case.causal,
         bias,
+        *([task.n_tokens] * 2 if case.together else [0, 0]),
     )
     return tensors, rows, keys
 

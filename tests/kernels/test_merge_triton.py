@@ -18,7 +18,8 @@ SCRIPT = """
 import sys
 import torch
 from quorum_attention.kernels.merge import _lerp_, _update_lse_
-from quorum_attention.kernels.merge_triton import merge_triton_
+from quorum_attention.kernels.merge import add_
+from quorum_attention.kernels.merge_triton import add_triton_, merge_triton_
 
 device = sys.argv[1]
 torch.manual_seed(0)
@@ -45,6 +46,46 @@ for shape in shapes:
         torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-6)
         assert torch.equal(base[:, :, :3], before[:, :, :3])
         assert torch.equal(base[:, :, 3 + n :], before[:, :, 3 + n :])
+        target = torch.randn(b, h, n + 5, d, device=device)[:, :, 2 : 2 + n]
+        factor = 2.0 ** torch.randint(-9, 9, (1, h), device=device).float()
+        wanted, flag = target.double(), torch.zeros(3, dtype=torch.int32, device=device)
+        wanted += 0.25 * factor[:, :, None, None].double() * out_i.double()
+        add_triton_(target, out_i, 0.25, factor, flag[1:2])
+        torch.testing.assert_close(target.double(), wanted, atol=1e-5, rtol=1e-5)
+        assert flag.tolist() == [0, 0, 0]
+        for broken in (torch.inf, -torch.inf, torch.nan):
+            if out_i.numel() and n > 1:
+                poisoned = out_i.clone()
+                poisoned[-1, -1, -1, -1] = broken
+                flag.zero_()
+                add_triton_(target, poisoned, 0.25, None, flag[1:2])
+                assert flag.tolist() == [0, 1, 0]
+                reference = torch.zeros(1, dtype=torch.int32)
+                on_cpu = torch.zeros(shape), poisoned.cpu()
+                add_(*on_cpu, overflow=reference)
+                assert reference.tolist() == [1]
+from quorum_attention.kernels.scaling import divide_gradient_
+from quorum_attention.kernels.scaling_triton import divide_gradient_triton_
+
+for b, h, n, d in ((1, 1, 1, 1), (2, 2, 300, 64), (1, 4, 77, 40), (1, 1, 0, 8)):
+    for size in (0.0, 1e-6, 1.0, 900.0):
+        grad = (torch.randn(b, h, n, d, device=device) * size).half()
+        value = torch.randn(b, max(1, h // 2), n, d, device=device).half()
+        wanted, got = grad.cpu().clone(), grad.clone()
+        expected = torch.zeros(b, max(1, h // 2))
+        unscale = torch.zeros(b, max(1, h // 2), device=device)
+        divide_gradient_(wanted, value.cpu(), expected, 9)
+        divide_gradient_triton_(got, value, unscale, 9)
+        if n:
+            assert torch.equal(got.cpu(), wanted)
+            assert torch.equal(unscale.cpu(), expected)
+for broken in (torch.inf, torch.nan):
+    grad = torch.randn(1, 2, 300, 64, device=device).half()
+    value = grad.clone()
+    grad[0, 1, 299, 63] = broken
+    unscale = torch.zeros(1, 2, device=device)
+    divide_gradient_triton_(grad, value, unscale, 9)
+    assert unscale[0, 1] == 1.0 != unscale[0, 0]
 print("merged")
 """
 

@@ -12,9 +12,10 @@ from dataclasses import replace
 import torch
 
 from quorum_attention.execution.call import Call, empty_result
+from quorum_attention.execution.clock import Clock
 from quorum_attention.execution.direct import pieces, runs_directly
 from quorum_attention.execution.engine import Input, Pass, State, Unit
-from quorum_attention.execution.forward import accumulator, gathered, inputs
+from quorum_attention.execution.forward import accumulator, gathered, inputs, passed_on
 from quorum_attention.execution.memory import (
     first_line,
     give_back_cached,
@@ -23,10 +24,12 @@ from quorum_attention.execution.memory import (
 from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.rows import Axis, GroupBuffer, RowTensor
 from quorum_attention.execution.runner import Progress, run
+from quorum_attention.execution.scaling import BackwardScaling, scales
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.slots import backward_layout
 from quorum_attention.kernels.protocol import Gradients
 from quorum_attention.kernels.rectangles import RectangleKernel
+from quorum_attention.kernels.scaling import Scaling
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -154,15 +157,21 @@ def _through_slots(
         Input("lse", RowTensor(lse.unsqueeze(-1), "query")),
     )
 
-    def make_pass(schedule: Schedule) -> Pass:
+    scaled = scales(call.kernel, work)
+    scalings: list[BackwardScaling] = []
+
+    def make_pass(schedule: Schedule, clock: Clock) -> Pass:
         layout = backward_layout(
-            work, schedule.group, schedule.decomposition.max_task_tokens, dtype
+            work, schedule.group, schedule.decomposition.max_task_tokens, dtype, scaled=scaled
         )
+        scaling = BackwardScaling(work.n_keys, call.device) if scaled else None
+        if scaling is not None:
+            scalings.append(scaling)
 
         def compute(unit: Unit) -> None:
             fields = unit.fields
             call.kernel.backward(
-                gathered(call, schedule, unit),
+                gathered(call, schedule, unit, clock),
                 Gradients(
                     grad_out=fields["grad_out"],
                     out=fields["out"],
@@ -170,8 +179,11 @@ def _through_slots(
                     grad_query=fields["state_query"],
                     grad_key=fields["state_key"],
                     grad_value=fields["state_value"],
+                    scaling=Scaling() if scaling is None else scaling.scaling(unit),
                 ),
             )
+            if scaling is not None:
+                scaling.computed(unit)
 
         states = tuple(
             State(
@@ -183,9 +195,20 @@ def _through_slots(
             )
             for name, home, final in zip(names, homes, finals, strict=True)
         )
-        return Pass(work, layout, (*inputs(call), *extra), states, compute)
+        reused = ("query", "key", "value", "out", "lse", *(() if scaled else ("grad_out",)))
+        return Pass(
+            work,
+            layout,
+            (*inputs(call), *extra),
+            states,
+            compute,
+            prepare=None if scaling is None else scaling.prepare,
+            spoiled=None if scaling is None else scaling.spoiled,
+            passed_on=passed_on(layout, {name: f"final_{name}" for name in names}, reused),
+        )
 
     host = [call.query, call.key, call.value, grad_out, out, lse, *grads]
     host.extend(home.tensor for home in homes if isinstance(home, GroupBuffer))
     run(make_pass, schedule, work, call.device, host, report, progress, "backward")
+    report.repeated_units = sum(scaling.repeated for scaling in scalings)
     return grads

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from quorum_attention.execution.clock import Clock
+from quorum_attention.execution.memory import is_out_of_memory
 from quorum_attention.execution.rows import Axis, GroupBuffer, RowTensor
 from quorum_attention.execution.slots import SlotLayout
 from quorum_attention.execution.transfers import Mover
@@ -55,83 +57,127 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One visit of one head group, in one slot."""
+    """One visit of one head group, in one slot; ``previous`` is the slot whose rows it carries on,
+    with its fields."""
 
     group: Group
     visit: Visit
     slot: int
-    previous_slot: int | None
     fields: dict[str, torch.Tensor]
+    previous: tuple[int, dict[str, torch.Tensor]] | None
+
+    def from_home(self) -> Unit:
+        """The same unit with all its state loaded, none carried: to run it once more."""
+        carried = tuple(piece.rows for piece in self.visit.carried)
+        visit = replace(self.visit, loaded=(*self.visit.loaded, *carried), carried=())
+        return replace(self, visit=visit, previous=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A pass: what goes into the slots, what accumulates, and how a unit is computed."""
+    """A pass: what goes into the slots, what accumulates, and how a unit is computed.
+
+    Attributes:
+        compute: runs a loaded unit.
+        prepare: runs once on a unit's freshly loaded inputs, before ``compute``.
+        spoiled: asked once a unit has been computed; True has it run again from what was stored
+            before it. None: nothing to ask, so the host never waits.
+        passed_on: inputs that may be copied from the slot before instead of loaded again.
+    """
 
     work: Workload
     layout: SlotLayout
     inputs: tuple[Input, ...]
     states: tuple[State, ...]
     compute: Callable[[Unit], None]
+    prepare: Callable[[Unit], None] | None = None
+    spoiled: Callable[[Unit], bool] | None = None
+    passed_on: frozenset[str] = frozenset()
 
 
 class Engine:
     """Works through units in order with ``n_cap`` slots carved from one arena."""
 
-    def __init__(self, job: Pass, arena: torch.Tensor, n_cap: int, mover: Mover) -> None:
+    def __init__(
+        self, job: Pass, arena: torch.Tensor, n_cap: int, mover: Mover, clock: Clock
+    ) -> None:
         size = job.layout.slot_bytes
         self.job = job
         self.mover = mover
+        self.clock = clock
         self.slots = [arena[i * size : (i + 1) * size] for i in range(n_cap)]
         self._views: dict[tuple[int, int, int, int, int], dict[str, torch.Tensor]] = {}
 
     def run(self, turns: Iterable[tuple[Group, Visit]], done: Callable[[Unit], None]) -> None:
         """Run ``turns`` in order; ``done`` is called once a unit's results are on their way."""
+        overlapped = len(self.slots) > 1
+        # Where the host looks at a unit's outcome, the next one is already computing meanwhile.
+        lag = 1 if overlapped and self.job.spoiled is not None else 0
         ahead = max(1, len(self.slots) - 1)
         waiting: deque[Unit] = deque()
+        computed: deque[Unit] = deque()
         source = self._units(turns)
 
-        def fetch() -> None:
-            unit = next(source, None)
-            if unit is not None:
+        def fetch(count: int) -> None:
+            while len(waiting) < count:
+                unit = next(source, None)
+                if unit is None:
+                    break
                 self._load_inputs(unit)
                 waiting.append(unit)
+            if waiting:
+                self._load_state(waiting[0])
 
-        fetch()
-        if waiting:
-            self._load_state(waiting[0])
-        while waiting:
-            unit = waiting.popleft()
-            self._compute(unit)
-            overlapped = len(self.slots) > 1
-            if overlapped:
-                while len(waiting) < ahead:
-                    before = len(waiting)
-                    fetch()
-                    if len(waiting) == before:
-                        break
-                if waiting:
-                    self._load_state(waiting[0])
-            self._store(unit)
-            done(unit)
-            if not overlapped:
-                fetch()
-                if waiting:
-                    self._load_state(waiting[0])
+        try:
+            fetch(1)
+            while waiting:
+                unit = waiting.popleft()
+                self._compute(unit)
+                computed.append(unit)
+                while len(computed) > lag:
+                    self._settle(computed, done)
+                fetch(ahead)
+            while computed:
+                self._settle(computed, done)
+        except Exception as error:
+            if is_out_of_memory(error):
+                # What had been computed by then stays done.
+                while computed:
+                    self._settle(computed, done)
+            raise
+
+    def _settle(self, computed: deque[Unit], done: Callable[[Unit], None]) -> None:
+        """Store the first of ``computed``, or run it and those behind it again."""
+        unit = computed[0]
+        spoiled = self.job.spoiled
+        if spoiled is not None:
+            self.mover.wait_computed(unit.slot)
+            again = spoiled(unit)
+            if again:
+                while again:
+                    self._run_again(unit.from_home())
+                    again = spoiled(unit)
+                for follower in list(computed)[1:]:
+                    self._run_again(follower)
+        computed.popleft()
+        self._store(unit)
+        done(unit)
+
+    def _run_again(self, unit: Unit) -> None:
+        self.mover.finish(wait=True)
+        self._load_inputs(unit)
+        self._load_state(unit)
+        self._compute(unit)
+        self.mover.wait_computed(unit.slot)
 
     def _units(self, turns: Iterable[tuple[Group, Visit]]) -> Iterator[Unit]:
         previous: Unit | None = None
         for index, (group, visit) in enumerate(turns):
             slot = index % len(self.slots)
-            same_group = previous is not None and previous.group == group
-            fields = self._fields(slot, group, visit)
-            unit = Unit(
-                group,
-                visit,
-                slot,
-                previous.slot if previous is not None and same_group else None,
-                fields,
-            )
+            before = None
+            if previous is not None and previous.group == group and visit.carried:
+                before = (previous.slot, previous.fields)
+            unit = Unit(group, visit, slot, self._fields(slot, group, visit), before)
             yield unit
             previous = unit
 
@@ -154,26 +200,20 @@ class Engine:
     def _limit(self, axis: Axis) -> int:
         return self.job.work.n_queries if axis == "query" else self.job.work.n_keys
 
-    def _clipped(self, rows: Iterable[Rows], axis: Axis) -> Iterator[Rows]:
+    def _clipped(self, rows: Iterable[Rows], axis: Axis) -> list[Rows]:
         limit = self._limit(axis)
-        for piece in rows:
-            part = piece.below(limit)
-            if part is not None:
-                yield part
+        return [part for piece in rows if (part := piece.below(limit)) is not None]
 
     def _load_inputs(self, unit: Unit) -> None:
         runs = [Rows(start, stop, local) for start, stop, local in unit.visit.task.runs]
+        # What the slot before has of them is taken over on the device.
+        new = runs if unit.previous is None else [*unit.visit.fresh, *unit.visit.loaded]
         with self.mover.input_stage(unit.slot):
             for item in self.job.inputs:
-                target = unit.fields[item.field]
-                blocks = item.rows.blocks(unit.group)
-                for piece in self._clipped(runs, item.rows.axis):
-                    n = piece.stop - piece.start
-                    for entry, block in enumerate(blocks):
-                        self.mover.load(
-                            target[entry, :, piece.local : piece.local + n],
-                            block[:, piece.start : piece.stop],
-                        )
+                passed_on = item.field in self.job.passed_on
+                pieces = self._clipped(new if passed_on else runs, item.rows.axis)
+                for entry, block in enumerate(item.rows.blocks(unit.group)):
+                    self.mover.load(unit.fields[item.field][entry], block, pieces)
 
     def _load_state(self, unit: Unit) -> None:
         # With two slots or more the rows of the unit in between are carried, not loaded; every
@@ -182,47 +222,51 @@ class Engine:
         after = (unit.slot - min(2, n_slots)) % n_slots
         with self.mover.state_stage(unit.slot, after):
             for state in self.job.states:
-                target = unit.fields[state.field]
-                blocks = state.home.blocks(unit.group)
-                for piece in self._clipped(unit.visit.loaded, state.axis):
-                    n = piece.stop - piece.start
-                    for entry, block in enumerate(blocks):
-                        self.mover.load(
-                            target[entry, :, piece.local : piece.local + n],
-                            block[:, piece.start : piece.stop],
-                        )
+                pieces = self._clipped(unit.visit.loaded, state.axis)
+                for entry, block in enumerate(state.home.blocks(unit.group)):
+                    self.mover.load(unit.fields[state.field][entry], block, pieces)
 
     def _compute(self, unit: Unit) -> None:
         with self.mover.compute_stage(unit.slot):
-            for state in self.job.states:
-                for piece in self._clipped(unit.visit.fresh, state.axis):
-                    n = piece.stop - piece.start
-                    unit.fields[state.field][:, :, piece.local : piece.local + n] = state.fill
-            if unit.previous_slot is not None and unit.visit.carried:
-                self._carry(unit, unit.previous_slot)
-            self.job.compute(unit)
-            for state in self.job.states:
-                if state.final_field is None:
-                    continue
-                final, current = unit.fields[state.final_field], unit.fields[state.field]
-                for piece in self._clipped(unit.visit.finished, state.axis):
-                    local = slice(piece.local, piece.local + piece.stop - piece.start)
-                    final[:, :, local] = current[:, :, local]
+            with self.clock.timed("gather"):
+                for state in self.job.states:
+                    for piece in self._clipped(unit.visit.fresh, state.axis):
+                        n = piece.stop - piece.start
+                        unit.fields[state.field][:, :, piece.local : piece.local + n] = state.fill
+                if unit.previous is not None:
+                    self._carry(unit, *unit.previous)
+                if self.job.prepare is not None:
+                    self.job.prepare(unit)
+            with self.clock.timed("compute"):
+                self.job.compute(unit)
+            with self.clock.timed("scatter"):
+                for state in self.job.states:
+                    if state.final_field is None:
+                        continue
+                    final, current = unit.fields[state.final_field], unit.fields[state.field]
+                    for piece in self._clipped(unit.visit.finished, state.axis):
+                        local = slice(piece.local, piece.local + piece.stop - piece.start)
+                        final[:, :, local] = current[:, :, local]
 
-    def _carry(self, unit: Unit, previous_slot: int) -> None:
-        previous = self._last_fields
-        for state in self.job.states:
-            limit = self._limit(state.axis)
+    def _carry(self, unit: Unit, slot: int, previous: dict[str, torch.Tensor]) -> None:
+        fields = [(state.field, state.axis) for state in self.job.states]
+        fields += [
+            (item.field, item.rows.axis)
+            for item in self.job.inputs
+            if item.field in self.job.passed_on
+        ]
+        for field, axis in fields:
+            limit = self._limit(axis)
             for carried in unit.visit.carried:
                 piece = carried.rows.below(limit)
                 if piece is None:
                     continue
                 n = piece.stop - piece.start
                 there = carried.previous_local
-                unit.fields[state.field][:, :, piece.local : piece.local + n] = previous[
-                    state.field
-                ][:, :, there : there + n]
-        self.mover.carried_from(previous_slot)
+                unit.fields[field][:, :, piece.local : piece.local + n] = previous[field][
+                    :, :, there : there + n
+                ]
+        self.mover.carried_from(slot)
 
     def _store(self, unit: Unit) -> None:
         with self.mover.store_stage(unit.slot):
@@ -231,7 +275,6 @@ class Engine:
                 self._put(unit, state.axis, unit.visit.stored, current, state.home)
                 finished = unit.fields[state.final_field] if state.final_field else current
                 self._put(unit, state.axis, unit.visit.finished, finished, state.final)
-        self._last_fields = unit.fields
 
     def _put(
         self,
@@ -241,8 +284,6 @@ class Engine:
         source: torch.Tensor,
         target: RowTensor | GroupBuffer,
     ) -> None:
-        blocks = target.blocks(unit.group)
-        for piece in self._clipped(rows, axis):
-            local = slice(piece.local, piece.local + piece.stop - piece.start)
-            for entry, block in enumerate(blocks):
-                self.mover.store(block[:, piece.start : piece.stop], source[entry, :, local])
+        pieces = self._clipped(rows, axis)
+        for entry, block in enumerate(target.blocks(unit.group)):
+            self.mover.store(block, source[entry], pieces)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from quorum_attention.execution.call import Call, empty_result, travelling_home
+from quorum_attention.execution.clock import Clock
 from quorum_attention.execution.direct import pieces, runs_directly
 from quorum_attention.execution.engine import Input, Pass, State, Unit
 from quorum_attention.execution.masks import no_bias
@@ -20,7 +21,7 @@ from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.rows import Axis, GroupBuffer, RowTensor
 from quorum_attention.execution.runner import Progress, run
 from quorum_attention.execution.schedule import Schedule
-from quorum_attention.execution.slots import forward_layout
+from quorum_attention.execution.slots import SlotLayout, forward_layout
 from quorum_attention.kernels.protocol import Statistics, TaskTensors
 from quorum_attention.kernels.rectangles import RectangleKernel
 
@@ -124,14 +125,14 @@ def _through_slots(
     report.accumulator = schedule.accumulator
     lse_rows = RowTensor(lse.unsqueeze(-1), "query")
 
-    def make_pass(schedule: Schedule) -> Pass:
+    def make_pass(schedule: Schedule, clock: Clock) -> Pass:
         layout = forward_layout(
             work, schedule.group, schedule.decomposition.max_task_tokens, out_dtype
         )
 
         def compute(unit: Unit) -> None:
             call.kernel.forward(
-                gathered(call, schedule, unit),
+                gathered(call, schedule, unit, clock),
                 Statistics(unit.fields["state_out"], unit.fields["state_lse"].squeeze(-1)),
             )
 
@@ -144,6 +145,7 @@ def _through_slots(
                 State("state_lse", float("-inf"), lse_rows, lse_rows, None),
             ),
             compute,
+            passed_on=passed_on(layout, {"query": "final_out"}, ("query", "key", "value")),
         )
 
     host = [call.query, call.key, call.value, out, lse]
@@ -162,7 +164,24 @@ def inputs(call: Call) -> tuple[Input, ...]:
     )
 
 
-def gathered(call: Call, schedule: Schedule, unit: Unit) -> TaskTensors:
+def passed_on(
+    layout: SlotLayout, overlays: dict[str, str], names: tuple[str, ...]
+) -> frozenset[str]:
+    """Of the inputs ``names``, those that one slot can take over from another.
+
+    Args:
+        overlays: by input, the finished result that may be written over it.
+    """
+    return frozenset(
+        name
+        for name in names
+        if layout.keeps_inputs(
+            name, found if (found := overlays.get(name)) in layout.fields else None
+        )
+    )
+
+
+def gathered(call: Call, schedule: Schedule, unit: Unit, clock: Clock) -> TaskTensors:
     """What the inner kernel gets of a unit."""
     work, task = call.work, unit.visit.task
     bias = call.mask.bias(unit.group, task, work.dtype, call.device) if call.mask else no_bias
@@ -177,6 +196,9 @@ def gathered(call: Call, schedule: Schedule, unit: Unit) -> TaskTensors:
         scale=call.scale,
         is_causal=work.is_causal,
         bias=bias,
+        max_queries=schedule.max_queries,
+        max_keys=schedule.max_keys,
+        timed=clock.timed,
     )
 
 

@@ -27,6 +27,10 @@ class PassReport:
         planned_peak_bytes: what the plan said the pass would take at most.
         peak_bytes: measured by the device's allocator beyond what was allocated before; None on
             the CPU, whose allocator does not count.
+        repeated_units: units run again because a scaled fp16 gradient overflowed
+            (execution/scaling.py).
+        timed: whether ``stages`` are measured.
+        stages: device seconds by stage (execution/clock.py); empty for a monolithic call.
         recoveries: one line for every out-of-memory failure that was recovered from.
     """
 
@@ -43,7 +47,19 @@ class PassReport:
     stored_bytes: int = 0
     planned_peak_bytes: int = 0
     peak_bytes: int | None = None
+    repeated_units: int = 0
+    timed: bool = False
+    stages: dict[str, float] = field(default_factory=dict)
     recoveries: list[str] = field(default_factory=list)
+
+    @property
+    def overlap(self) -> float | None:
+        """Share of the transfers that ran beside compute, 0 to 1; None where none was measured."""
+        transfers = self.stages.get("h2d", 0.0) + self.stages.get("d2h", 0.0)
+        if transfers <= 0:
+            return None
+        on_device = sum(self.stages.values()) - transfers
+        return min(1.0, max(0.0, 1 - (self.seconds - on_device) / transfers))
 
     def lines(self) -> list[str]:
         """The same for people."""
@@ -57,8 +73,19 @@ class PassReport:
             f"{self.heads_per_group}; {self.units} unit(s); n_cap {self.n_cap}; "
             f"accumulators: {self.accumulator}",
             f"{self.seconds:.3f} s; {peak}; moved {moved}",
+            *self._stage_lines(),
             *(f"recovered: {line}" for line in self.recoveries),
         ]
+
+    def _stage_lines(self) -> list[str]:
+        lines = []
+        if self.repeated_units:
+            lines.append(f"{self.repeated_units} unit(s) run again: a scaled gradient overflowed")
+        if self.stages:
+            spent = ", ".join(f"{stage} {seconds:.3f}" for stage, seconds in self.stages.items())
+            hidden = "" if self.overlap is None else f"; {self.overlap:.0%} of transfers hidden"
+            lines.append(f"stages (s): {spent}{hidden}")
+        return lines
 
 
 @dataclass(slots=True)
@@ -75,7 +102,7 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Plain types, for JSON."""
         return {
-            name: None if part is None else asdict(part)
+            name: None if part is None else {**asdict(part), "overlap": part.overlap}
             for name, part in (("forward", self.forward), ("backward", self.backward))
         }
 

@@ -13,6 +13,7 @@ import torch
 
 from quorum_attention.decomposition import Decomposition, Task
 from quorum_attention.errors import OutOfMemoryError
+from quorum_attention.execution.clock import Clock, CudaClock, HostClock, NoClock
 from quorum_attention.execution.engine import Engine, Pass, Unit
 from quorum_attention.execution.guardrail import Coarsen, Deepen, Event, GiveUp, Guardrail
 from quorum_attention.execution.memory import (
@@ -30,7 +31,7 @@ from quorum_attention.execution.visits import Visit, touched_rows, visits
 from quorum_attention.execution.workload import Group, Workload, groups
 
 Progress = Callable[[int, int, str], None]
-MakePass = Callable[[Schedule], Pass]
+MakePass = Callable[[Schedule, Clock], Pass]
 
 
 @dataclass(slots=True)
@@ -92,6 +93,7 @@ def run(
     queue = _Queue(list(groups(work, schedule.group)), list(every.tasks()), [])
     total = len(queue.groups) * len(queue.tasks)
     counted = 0
+    clock = _clock(device, report.timed)
     locks = PageLocks(host_tensors if device.type == "cuda" else [])
     with locks:
         while queue.groups:
@@ -99,8 +101,8 @@ def run(
             room = _RoomForCoarser(schedule, guard, make_pass, device)
             try:
                 counted = _attempt(
-                    make_pass(schedule), schedule, queue, device, locks, report, progress,
-                    (counted, total, label), room,
+                    make_pass(schedule, clock), schedule, queue, device, locks, report, progress,
+                    (counted, total, label), room, clock,
                 )  # fmt: skip
             except Exception as error:
                 if not is_out_of_memory(error):
@@ -131,6 +133,7 @@ def run(
             later = (len(queue.groups) - 1) * schedule.decomposition.n_tasks
             counted = report.units
             total = counted + len(queue.tasks) + later
+    report.stages = clock.seconds()
     report.levels = schedule.decomposition.levels
     report.n_cap = schedule.n_cap
 
@@ -145,6 +148,7 @@ def _attempt(
     progress: Progress | None,
     count: tuple[int, int, str],
     room: _RoomForCoarser,
+    clock: Clock,
 ) -> int:
     """Run until everything is done or something fails; the queue keeps what is left."""
     counted, total, label = count
@@ -152,8 +156,8 @@ def _attempt(
     mover: Mover | None = None
     try:
         arena = allocate(n_slots * job.layout.slot_bytes, device)
-        mover = CudaMover(device, n_slots, locks) if device.type == "cuda" else HostMover()
-        engine = Engine(job, arena, n_slots, mover)
+        mover = _mover(device, n_slots, locks, clock)
+        engine = Engine(job, arena, n_slots, mover, clock)
 
         def done(unit: Unit) -> None:
             nonlocal counted
@@ -181,6 +185,18 @@ def _attempt(
             report.loaded_bytes += mover.loaded_bytes
             report.stored_bytes += mover.stored_bytes
     return counted
+
+
+def _mover(device: torch.device, n_slots: int, locks: PageLocks, clock: Clock) -> Mover:
+    if device.type == "cuda":
+        return CudaMover(device, n_slots, locks, clock)
+    return HostMover(clock)
+
+
+def _clock(device: torch.device, wanted: bool) -> Clock:
+    if not wanted:
+        return NoClock()
+    return CudaClock() if device.type == "cuda" else HostClock()
 
 
 def _place(queue: _Queue) -> str:
@@ -217,8 +233,9 @@ class _RoomForCoarser:
         self.device = device
         self.needed: int | None = None
         if guard.may_coarsen:
-            coarser = schedule.coarser(make_pass(schedule).work)
-            self.needed = 2 * coarser.n_cap * make_pass(coarser).layout.slot_bytes
+            coarser = schedule.coarser(make_pass(schedule, NoClock()).work)
+            slot_bytes = make_pass(coarser, NoClock()).layout.slot_bytes
+            self.needed = 2 * coarser.n_cap * slot_bytes
 
     def __call__(self) -> bool:
         return self.needed is not None and available_bytes(self.device) >= self.needed

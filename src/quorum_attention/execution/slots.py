@@ -10,6 +10,8 @@ from quorum_attention.execution.rows import Axis
 from quorum_attention.execution.workload import GroupSize, Workload
 
 ALIGNMENT = 256
+# Kernel calls of a task whose overflow is told apart (times entries and heads).
+OVERFLOW_FLAGS = 64
 
 
 def aligned(n_bytes: int) -> int:
@@ -22,7 +24,8 @@ class Field:
     """One tensor of a slot: (entries, heads, rows, width) of ``dtype``.
 
     ``offset`` is in bytes from the slot's start; fields may share bytes where their lifetimes do
-    not meet (a finished result takes the place of an input of the same shape).
+    not meet (a finished result takes the place of an input of the same shape). ``rows`` is None
+    where the task decides.
     """
 
     name: str
@@ -30,6 +33,7 @@ class Field:
     width: int
     dtype: torch.dtype
     offset: int
+    rows: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,18 @@ class SlotLayout:
         """Heads of the largest group, of queries or of keys."""
         return self.group.kv_heads * (self.shared if axis == "query" else 1)
 
+    def keeps_inputs(self, name: str, overlay: str | None) -> bool:
+        """Whether rows of the input ``name`` stay as they are while *other* rows are finished.
+
+        They do unless a finished result of another row size is written over them.
+        """
+        if overlay is None:
+            return True
+        a, b = self.fields[name], self.fields[overlay]
+        if a.offset != b.offset:
+            return True
+        return a.width * a.dtype.itemsize == b.width * b.dtype.itemsize
+
     def carve(
         self, slot: torch.Tensor, name: str, entries: int, kv_heads: int, rows: int
     ) -> torch.Tensor:
@@ -61,6 +77,7 @@ class SlotLayout:
         """
         field = self.fields[name]
         heads = kv_heads * (self.shared if field.axis == "query" else 1)
+        rows = rows if field.rows is None else field.rows
         count = entries * heads * rows * field.width
         n_bytes = count * field.dtype.itemsize
         flat = slot[field.offset : field.offset + n_bytes].view(field.dtype)
@@ -81,6 +98,11 @@ class _Builder:
     def add(self, name: str, axis: Axis, width: int, dtype: torch.dtype) -> None:
         self.fields[name] = Field(name, axis, width, dtype, self.end)
         self.end += self.size(axis, width, dtype)
+
+    def add_fixed(self, name: str, rows: int, dtype: torch.dtype) -> None:
+        """A field with ``rows`` elements for every entry and key/value head, whatever the task."""
+        self.fields[name] = Field(name, "key", 1, dtype, self.end, rows)
+        self.end += aligned(self.group.batch * self.group.kv_heads * rows * dtype.itemsize)
 
     def share(self, name: str, axis: Axis, width: int, dtype: torch.dtype, over: str) -> None:
         """Place a field over an earlier one, or at the end where it does not fit there."""
@@ -120,9 +142,16 @@ def forward_layout(
 
 
 def backward_layout(
-    work: Workload, group: GroupSize, task_tokens: int, gradient_dtype: torch.dtype
+    work: Workload,
+    group: GroupSize,
+    task_tokens: int,
+    gradient_dtype: torch.dtype,
+    *,
+    scaled: bool,
 ) -> SlotLayout:
     """The slot of a backward task: inputs, and three gradients that accumulate.
+
+    ``scaled`` adds what a scaled backward notes on the device (execution/scaling.py).
 
     Finished gradients in their final dtype lie over the inputs that they are the gradients of.
     """
@@ -142,6 +171,9 @@ def backward_layout(
     built.add("state_query", "query", work.head_dim, state)
     built.add("state_key", "key", work.head_dim, state)
     built.add("state_value", "key", work.value_dim, state)
+    if scaled:
+        built.add_fixed("unscale", 1, torch.float32)
+        built.add_fixed("overflow", OVERFLOW_FLAGS, torch.int32)
     if gradient_dtype != state:
         built.share("final_query", "query", work.head_dim, gradient_dtype, over="query")
         built.share("final_key", "key", work.head_dim, gradient_dtype, over="key")

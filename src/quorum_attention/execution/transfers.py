@@ -8,13 +8,16 @@ CPU they simply follow one another.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any, Protocol
 
 import torch
 
+from quorum_attention.execution.clock import Clock
 from quorum_attention.execution.memory import PageLocks
+from quorum_attention.execution.visits import Rows
 
 # cudaMemcpy2D refuses pitches beyond this.
 _MAX_PITCH_BYTES = (1 << 31) - 1
@@ -35,23 +38,29 @@ class Mover(Protocol):
         ...
 
     def carried_from(self, slot: int) -> None:
-        """Within a compute stage: the state that ``slot`` had to hand on has been taken."""
+        """Within a compute stage: what ``slot`` had to hand on has been taken."""
         ...
 
     def compute_stage(self, slot: int) -> AbstractContextManager[Any]:
         """The compute of the unit in ``slot``, after its load."""
         ...
 
+    def wait_computed(self, slot: int) -> None:
+        """Hold the host until the unit in ``slot`` has been computed."""
+        ...
+
     def store_stage(self, slot: int) -> AbstractContextManager[Any]:
         """The store of the unit in ``slot``, after its compute."""
         ...
 
-    def load(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy (heads, n, width) rows into a slot."""
+    def load(self, target: torch.Tensor, source: torch.Tensor, pieces: Sequence[Rows]) -> None:
+        """Copy pieces of rows into a slot: source (heads, N, width) at ``start`` to ``stop``,
+        target (heads, n, width) from ``local`` on. Within a stage."""
         ...
 
-    def store(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy (heads, n, width) rows out of a slot."""
+    def store(self, target: torch.Tensor, source: torch.Tensor, pieces: Sequence[Rows]) -> None:
+        """Copy pieces of rows out of a slot: target as the source of ``load``, source as its
+        target. Within a stage."""
         ...
 
     def finish(self, *, wait: bool) -> None:
@@ -62,17 +71,18 @@ class Mover(Protocol):
 class HostMover:
     """CPU to CPU: plain copies, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
         self.loaded_bytes = 0
         self.stored_bytes = 0
+        self._clock = clock
 
     def input_stage(self, slot: int) -> AbstractContextManager[Any]:
         """Nothing to wait for."""
-        return nullcontext()
+        return self._clock.timed("h2d")
 
     def state_stage(self, slot: int, after_store_of: int | None) -> AbstractContextManager[Any]:
         """Nothing to wait for."""
-        return nullcontext()
+        return self._clock.timed("h2d")
 
     def carried_from(self, slot: int) -> None:
         """Nothing to note."""
@@ -81,22 +91,33 @@ class HostMover:
         """Nothing to wait for."""
         return nullcontext()
 
+    def wait_computed(self, slot: int) -> None:
+        """It has been."""
+
     def store_stage(self, slot: int) -> AbstractContextManager[Any]:
         """Nothing to wait for."""
-        return nullcontext()
+        return self._clock.timed("d2h")
 
-    def load(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def load(self, target: torch.Tensor, source: torch.Tensor, pieces: Sequence[Rows]) -> None:
         """Copy rows in."""
-        target.copy_(source)
-        self.loaded_bytes += target.numel() * target.element_size()
+        for piece in pieces:
+            part = _local(target, piece)
+            part.copy_(source[:, piece.start : piece.stop])
+            self.loaded_bytes += part.numel() * part.element_size()
 
-    def store(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def store(self, target: torch.Tensor, source: torch.Tensor, pieces: Sequence[Rows]) -> None:
         """Copy rows out."""
-        target.copy_(source)
-        self.stored_bytes += target.numel() * target.element_size()
+        for piece in pieces:
+            part = _local(source, piece)
+            target[:, piece.start : piece.stop].copy_(part)
+            self.stored_bytes += part.numel() * part.element_size()
 
     def finish(self, *, wait: bool) -> None:
         """Everything has happened already."""
+
+
+def _local(slot: torch.Tensor, piece: Rows) -> torch.Tensor:
+    return slot[:, piece.local : piece.local + piece.stop - piece.start]
 
 
 class _Stage:
@@ -107,29 +128,95 @@ class _Stage:
         stream: torch.cuda.Stream,
         after: list[torch.cuda.Event],
         done: torch.cuda.Event | None,
+        copies: _Copies | None,
+        timed: AbstractContextManager[None] | None,
     ) -> None:
-        self.stream, self.after, self.done = stream, after, done
+        self.stream, self.after, self.done, self.copies = stream, after, done, copies
         self.context = torch.cuda.stream(stream)
+        self.timed = timed
 
     def __enter__(self) -> None:
         for event in self.after:
             self.stream.wait_event(event)
         self.context.__enter__()
+        if self.timed is not None:
+            self.timed.__enter__()
 
     def __exit__(self, *exc: Any) -> None:
-        self.context.__exit__(*exc)
+        try:
+            if self.copies is not None:
+                self.copies.flush(self.stream, given_up=exc[0] is not None)
+        finally:
+            if self.timed is not None:
+                self.timed.__exit__(*exc)
+            self.context.__exit__(*exc)
         if self.done is not None:
             self.done.record(self.stream)
+
+
+class _Copies:
+    """Contiguous copies between page-locked memory and the device, issued many at a time.
+
+    A copy costs the host 2 microseconds by itself and 0.6 in a batch (docs/kernels.md); a task of
+    a fine decomposition makes hundreds.
+    """
+
+    def __init__(self, runtime: Any) -> None:
+        self._runtime = runtime
+        self._targets: list[int] = []
+        self._sources: list[int] = []
+        self._sizes: list[int] = []
+        self._attributes: list[Any] | None = None
+        if hasattr(runtime, "cudaMemcpyBatchAsync") and hasattr(runtime, "cudaMemcpyAttributes"):
+            attributes = runtime.cudaMemcpyAttributes()
+            attributes.srcAccessOrder = (
+                runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
+            )
+            self._attributes = [attributes]
+
+    def add(self, target: int, source: int, n_bytes: int) -> None:
+        """Note a copy of ``n_bytes`` between two addresses."""
+        self._targets.append(target)
+        self._sources.append(source)
+        self._sizes.append(n_bytes)
+
+    def flush(self, stream: torch.cuda.Stream, *, given_up: bool = False) -> None:
+        """Issue what has been noted, unless it is ``given_up``."""
+        count = len(self._sizes)
+        if count == 0:
+            return
+        try:
+            if not given_up:
+                self._issue(count, stream.cuda_stream)
+        finally:
+            self._targets, self._sources, self._sizes = [], [], []
+
+    def _issue(self, count: int, stream: int) -> None:
+        runtime = self._runtime
+        if count > 1 and self._attributes is not None:
+            status = runtime.cudaMemcpyBatchAsync(
+                self._targets, self._sources, self._sizes, count, self._attributes, [0], 1, stream
+            )[0]
+            if int(status) == 0:
+                return
+            # A driver older than the bindings: one by one from now on.
+            self._attributes = None
+        kind = runtime.cudaMemcpyKind.cudaMemcpyDefault
+        for target, source, n_bytes in zip(self._targets, self._sources, self._sizes, strict=True):
+            (status,) = runtime.cudaMemcpyAsync(target, source, n_bytes, kind, stream)
+            if int(status) != 0:
+                raise RuntimeError(f"cudaMemcpyAsync of {n_bytes} bytes failed: {status}")
 
 
 class CudaMover:
     """Host or device memory to and from the slots of one CUDA device, on three streams."""
 
-    def __init__(self, device: torch.device, n_slots: int, locks: PageLocks) -> None:
+    def __init__(self, device: torch.device, n_slots: int, locks: PageLocks, clock: Clock) -> None:
         self.device = device
         self.locks = locks
         self.loaded_bytes = 0
         self.stored_bytes = 0
+        self._clock = clock
         self._compute = torch.cuda.current_stream(device)
         self._up = torch.cuda.Stream(device)
         self._down = torch.cuda.Stream(device)
@@ -142,15 +229,18 @@ class CudaMover:
         self._handed_on = [torch.cuda.Event() for _ in range(n_slots)]
         self._pinned: dict[int, bool] = {}
         self._runtime = _cuda_runtime()
+        self._copies = None if self._runtime is None else _Copies(self._runtime)
 
     def input_stage(self, slot: int) -> AbstractContextManager[Any]:
         """On the upward stream, once the slot's previous unit is stored and has handed on."""
-        return _Stage(self._up, [self._stored[slot], self._handed_on[slot]], None)
+        after = [self._stored[slot], self._handed_on[slot]]
+        return _Stage(self._up, after, None, self._copies, self._clock.timed("h2d"))
 
     def state_stage(self, slot: int, after_store_of: int | None) -> AbstractContextManager[Any]:
         """On the upward stream, after the inputs and the store that wrote the state last."""
         after = [] if after_store_of is None else [self._stored[after_store_of]]
-        return _Stage(self._up, after, self._ready[slot])
+        timed = self._clock.timed("h2d")
+        return _Stage(self._up, after, self._ready[slot], self._copies, timed)
 
     def carried_from(self, slot: int) -> None:
         """The compute stream has read what ``slot`` hands on."""
@@ -158,21 +248,24 @@ class CudaMover:
 
     def compute_stage(self, slot: int) -> AbstractContextManager[Any]:
         """On the caller's stream, once the slot is loaded."""
-        return _Stage(self._compute, [self._ready[slot]], self._computed[slot])
+        return _Stage(self._compute, [self._ready[slot]], self._computed[slot], None, None)
+
+    def wait_computed(self, slot: int) -> None:
+        """Hold the host until the unit in ``slot`` has been computed."""
+        self._computed[slot].synchronize()
 
     def store_stage(self, slot: int) -> AbstractContextManager[Any]:
         """On the downward stream, once the slot is computed."""
-        return _Stage(self._down, [self._computed[slot]], self._stored[slot])
+        timed = self._clock.timed("d2h")
+        return _Stage(self._down, [self._computed[slot]], self._stored[slot], self._copies, timed)
 
-    def load(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def load(self, target: torch.Tensor, source: torch.Tensor, pieces: Sequence[Rows]) -> None:
         """Copy rows into a slot."""
-        self._copy(target, source, source)
-        self.loaded_bytes += target.numel() * target.element_size()
+        self.loaded_bytes += self._move(target, source, pieces, up=True)
 
-    def store(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def store(self, target: torch.Tensor, source: torch.Tensor, pieces: Sequence[Rows]) -> None:
         """Copy rows out of a slot."""
-        self._copy(target, source, target)
-        self.stored_bytes += target.numel() * target.element_size()
+        self.stored_bytes += self._move(source, target, pieces, up=False)
 
     def finish(self, *, wait: bool) -> None:
         """The caller's stream, and with ``wait`` the host, follow both copy streams."""
@@ -187,32 +280,60 @@ class CudaMover:
             self._pinned[key] = self.locks.covers(host)
         return self._pinned[key]
 
+    def _move(
+        self, slot: torch.Tensor, far: torch.Tensor, pieces: Sequence[Rows], *, up: bool
+    ) -> int:
+        """Bytes of ``pieces``, now on their way; ``slot`` (heads, n, width), ``far`` longer."""
+        if not pieces:
+            return 0
+        heads, _, width = slot.shape
+        row = width * slot.element_size()
+        dense = (width == 1 or far.stride(2) == 1) and far.stride(1) == width
+        if (
+            self._copies is not None
+            and dense
+            and far.dtype == slot.dtype
+            and far.device.type == "cpu"
+            and self._is_pinned(far)
+        ):
+            here, there = slot.data_ptr(), far.data_ptr()
+            here_step = slot.stride(0) * slot.element_size()
+            there_step = far.stride(0) * far.element_size()
+            for piece in pieces:
+                n_bytes = (piece.stop - piece.start) * row
+                at, beyond = here + piece.local * row, there + piece.start * row
+                for head in range(heads):
+                    ours, theirs = at + head * here_step, beyond + head * there_step
+                    if up:
+                        self._copies.add(ours, theirs, n_bytes)
+                    else:
+                        self._copies.add(theirs, ours, n_bytes)
+        else:
+            for piece in pieces:
+                part, other = _local(slot, piece), far[:, piece.start : piece.stop]
+                if up:
+                    self._copy(part, other, other)
+                else:
+                    self._copy(other, part, other)
+        return sum(piece.stop - piece.start for piece in pieces) * row * heads
+
     def _copy(self, target: torch.Tensor, source: torch.Tensor, far: torch.Tensor) -> None:
         """``far`` is the one of the two that is not the slot."""
         heads, rows, width = far.shape
         if far.device.type != "cpu" or not (width == 1 or far.stride(2) == 1):
             target.copy_(source, non_blocking=True)
             return
-        if not self._is_pinned(far):
+        if self._runtime is None or not self._is_pinned(far):
             # Pageable: the driver stages it; blocks the host, stays in stream order. Head by
             # head, so that torch needs no contiguous temporary.
             for head in range(heads):
                 target[head].copy_(source[head], non_blocking=True)
             return
-        if self._runtime is None:
-            for head in range(heads):
+        for head in range(heads):
+            if rows == 1 or far.stride(1) == width:
                 target[head].copy_(source[head], non_blocking=True)
-            return
-        whole_rows = rows == 1 or far.stride(1) == width
-        pitch = far.stride(0) * far.element_size()
-        if whole_rows and (heads == 1 or pitch <= _MAX_PITCH_BYTES):
-            self._copy_2d(target, source, rows * width, heads, 0)
-        else:
-            for head in range(heads):
-                if whole_rows:
-                    target[head].copy_(source[head], non_blocking=True)
-                else:
-                    self._copy_2d(target[head], source[head], width, rows, 0)
+            else:
+                self._copy_2d(target[head], source[head], width, rows, 0)
 
     def _copy_2d(
         self, target: torch.Tensor, source: torch.Tensor, length: int, lines: int, dim: int

@@ -39,6 +39,7 @@ class CudnnKernel(RectangleKernel):
 
     name = "cudnn"
     grouped = True
+    row_unit = 128
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""

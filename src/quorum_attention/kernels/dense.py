@@ -53,7 +53,7 @@ class DenseKernel:
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place.
 
-        ``grads.shift`` guards 16-bit probabilities; here they are never 16-bit, and it is ignored.
+        ``grads.scaling`` guards 16-bit probabilities; here they are never 16-bit: not scaled.
         """
         kept = _kept(task)
         for group in _groups(task):

@@ -33,6 +33,7 @@ class EfficientKernel(RectangleKernel):
     name = "efficient"
     # Releases before mid-2026 answered wrongly, without an error, for masks longer than 65,536.
     masked_limit: int = 32_768
+    row_unit = 32
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""

@@ -25,6 +25,7 @@ class FlashKernel(RectangleKernel):
 
     name = "flash"
     grouped = True
+    row_unit = 128
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""

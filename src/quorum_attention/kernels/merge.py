@@ -59,17 +59,45 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, out_i: torch.Tensor, lse_i: tor
         _lerp_(out[block], out_i[block], weight.unsqueeze(-1))
 
 
-def add_(target: torch.Tensor, source: torch.Tensor, alpha: float = 1.0) -> None:
-    """``target += alpha * source`` for (b, h, rows, d) tensors of different dtypes, in place.
+def add_(
+    target: torch.Tensor,
+    source: torch.Tensor,
+    alpha: float = 1.0,
+    unscale: torch.Tensor | None = None,
+    overflow: torch.Tensor | None = None,
+) -> None:
+    """``target += alpha * unscale * source`` for (b, h, rows, d) tensors, in place.
 
-    On a CPU torch upcasts a 16-bit ``source`` as a whole first; here it does so block by block.
+    Args:
+        target: fp32 or fp64; any strides.
+        source: same shape, any floating dtype.
+        unscale: (b or 1, h / g) fp32: one factor for g neighbouring heads.
+        overflow: (1,) int32, set to 1 if any element of ``source`` is not finite.
     """
-    if source.dtype == target.dtype or source.is_cuda:
+    if target.is_cuda and _triton_can_merge(target, source):
+        from quorum_attention.kernels.merge_triton import add_triton_
+
+        add_triton_(target, source, alpha, unscale, overflow)
+        return
+    if unscale is None and overflow is None and source.dtype == target.dtype:
         target.add_(source, alpha=alpha)
         return
     batch, heads, rows, width = target.shape
+    # In blocks, because a 16-bit source is upcast first.
     for block in row_blocks(batch, heads, rows, max(1, width) * target.element_size()):
-        target[block].add_(source[block], alpha=alpha)
+        part = source[block].to(target.dtype)
+        if overflow is not None and not bool(torch.isfinite(part).all()):
+            overflow.fill_(1)
+        if unscale is not None:
+            part = part * _by_head(unscale, heads).expand(batch, heads, 1, 1)[block[:2]]
+        target[block].add_(part, alpha=alpha)
+
+
+def _by_head(unscale: torch.Tensor, heads: int) -> torch.Tensor:
+    """(b, h / g) factors as (b, h, 1, 1), a view wherever there is one."""
+    batch, key_heads = unscale.shape
+    shared = unscale[:, :, None].expand(batch, key_heads, heads // key_heads)
+    return shared.reshape(batch, heads, 1, 1)
 
 
 def _update_lse_(lse: torch.Tensor, lse_i: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 # Triton's decorators and its own language are beyond a type checker.
 # mypy: ignore-errors
-"""The merge of statistics as one Triton kernel: everything read once and written once."""
+"""Merging statistics and adding gradients as Triton kernels: all read once and written once."""
 
 import torch
 import triton
@@ -101,3 +101,100 @@ def _merge_kernel(
     # Warps share rows: all of them must have read the old lse before one of them replaces it.
     tl.debug_barrier()
     tl.store(lse_at, tl.where(no_old & no_new, float("-inf"), merged), mask=live)
+
+
+def add_triton_(
+    target: torch.Tensor,
+    source: torch.Tensor,
+    alpha: float,
+    unscale: torch.Tensor | None,
+    overflow: torch.Tensor | None,
+) -> None:
+    """``target += alpha * unscale * source`` in place, allocating nothing.
+
+    Args:
+        target: (b, h, rows, d) fp32; any strides, the last dimension contiguous.
+        source: as ``target``, fp16, bf16 or fp32.
+        unscale: (b or 1, h / g) fp32: one factor for g neighbouring heads; None is 1.
+        overflow: (1,) int32, set to 1 if any element of ``source`` is not finite; None: not
+            looked at.
+    """
+    batch, heads, rows, width = target.shape
+    total = batch * heads * rows
+    if total == 0:
+        return
+    block_width = triton.next_power_of_2(max(1, width))
+    block_rows = max(1, _BLOCK_ELEMENTS // block_width)
+    unscale_b = unscale_h = 0
+    shared = 1
+    if unscale is not None:
+        unscale_b = unscale.stride(0) if unscale.shape[0] > 1 else 0
+        unscale_h, shared = unscale.stride(1), heads // unscale.shape[1]
+    with torch.cuda.device_of(target):
+        _add_kernel[(triton.cdiv(total, block_rows),)](
+            target,
+            source,
+            target if unscale is None else unscale,
+            target if overflow is None else overflow,
+            alpha,
+            total,
+            heads,
+            rows,
+            *target.stride()[:3],
+            *source.stride()[:3],
+            unscale_b,
+            unscale_h,
+            shared,
+            SCALED=unscale is not None,
+            CHECKED=overflow is not None,
+            WIDTH=width,
+            BLOCK_ROWS=block_rows,
+            BLOCK_WIDTH=block_width,
+        )
+
+
+@triton.jit
+def _add_kernel(
+    target,
+    source,
+    unscale,
+    overflow,
+    alpha,
+    total,
+    heads,
+    rows,
+    target_b,
+    target_h,
+    target_r,
+    source_b,
+    source_h,
+    source_r,
+    unscale_b,
+    unscale_h,
+    shared,
+    SCALED: tl.constexpr,
+    CHECKED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+):
+    index = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    live = index < total
+    row = index % rows
+    b = index // rows // heads
+    h = index // rows % heads
+    column = tl.arange(0, BLOCK_WIDTH)
+    cells = live[:, None] & (column < WIDTH)[None, :]
+    target_at = target + (b * target_b + h * target_h + row * target_r)[:, None] + column[None, :]
+    source_at = source + (b * source_b + h * source_h + row * source_r)[:, None] + column[None, :]
+    part = tl.load(source_at, mask=cells, other=0.0).to(tl.float32)
+    if CHECKED:
+        # Also false for NaN.
+        bad = tl.where(tl.abs(part) < float("inf"), 0, 1)
+        if tl.max(tl.max(bad, axis=1), axis=0) > 0:
+            tl.store(overflow, 1)
+    factor = tl.full((BLOCK_ROWS,), 1.0, tl.float32) * alpha
+    if SCALED:
+        factor *= tl.load(unscale + b * unscale_b + (h // shared) * unscale_h, mask=live, other=0.0)
+    held = tl.load(target_at, mask=cells, other=0.0)
+    tl.store(target_at, held + part * factor[:, None], mask=cells)

@@ -7,14 +7,22 @@ slots in ascending order) and never a plan, a device queue or a budget.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
 
 from quorum_attention.decomposition import Rectangle, Task
+from quorum_attention.kernels.scaling import Scaling
 
 Bias = Callable[[Rectangle], torch.Tensor | None]
+Timed = Callable[[str], AbstractContextManager[None]]
+
+
+def untimed(stage: str) -> AbstractContextManager[None]:
+    """Nobody wants to know."""
+    return nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +76,9 @@ class TaskTensors:
     Shapes: query (b, hq, nq, d), key (b, hk, nk, d), value (b, hk, nk, dv), where nq and nk count
     the task's tokens below the number of queries and of keys. ``rectangles`` are in local
     coordinates. ``bias(rectangle)`` is the additive mask of a rectangle in the compute dtype,
-    broadcastable to (b, hq, lq, lk), or None.
+    broadcastable to (b, hq, lq, lk), or None. ``max_queries`` and ``max_keys`` are those of the
+    ``Extent`` that the workspace was reckoned with: rectangles handed to an operator together stay
+    within them (0: each rectangle alone). ``timed("merge")`` brackets what is merging, for reports.
     """
 
     task: Task
@@ -79,6 +89,9 @@ class TaskTensors:
     scale: float
     is_causal: bool
     bias: Bias
+    max_queries: int = 0
+    max_keys: int = 0
+    timed: Timed = untimed
 
 
 @dataclass(slots=True)
@@ -102,9 +115,8 @@ class Gradients:
     (b, hq, nq, d), grad_key (b, hk, nk, d), grad_value (b, hk, nk, dv) in fp32 (or fp64), added to
     in place.
 
-    ``shift``: a kernel computes 2**shift times the probabilities (by passing lse - shift ln 2 on)
-    and undoes it in fp32, which keeps 16-bit probabilities out of the subnormal range
-    (docs/kernels.md).
+    ``scaling``: what grad_out has been divided by, and what the kernel scales probabilities by, to
+    keep 16-bit ones out of the subnormal range; the kernel undoes both (kernels/scaling.py).
     """
 
     grad_out: torch.Tensor
@@ -113,7 +125,7 @@ class Gradients:
     grad_query: torch.Tensor
     grad_key: torch.Tensor
     grad_value: torch.Tensor
-    shift: int = 0
+    scaling: Scaling = field(default_factory=Scaling)
 
 
 @runtime_checkable

@@ -1,4 +1,4 @@
-"""Turn a plain attention operator into an inner kernel: one call per rectangle.
+"""Turn a plain attention operator into an inner kernel: a call for every few rectangles.
 
 The kept pairs of a task are a short list of rectangles, each plain or causal and with no mask
 inside (paper, section 4), so an operator that returns ``(out, lse)`` and whose backward takes an
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from quorum_attention.decomposition import Rectangle
+from quorum_attention.decomposition.batches import Batch, batches
 from quorum_attention.decomposition.rectangles import cut
 from quorum_attention.kernels.bias import dead_rows
 from quorum_attention.kernels.merge import add_, merge_
@@ -25,10 +26,9 @@ from quorum_attention.kernels.protocol import (
     Gradients,
     Statistics,
     TaskTensors,
+    Timed,
 )
-
-Pick = Callable[[torch.Tensor], torch.Tensor]
-"""Selects some heads of a tensor with all its query heads in dimension 1, as a view."""
+from quorum_attention.kernels.views import Pick, jth_of_group, key_rows, query_rows, runs_as_batch
 
 
 class RectangleKernel(ABC):
@@ -39,11 +39,14 @@ class RectangleKernel(ABC):
         grouped: the operator takes fewer key/value heads than query heads as they are. Where it
             does not, the query heads of a group are run one after the other on views.
         masked_limit: most queries or keys of one call under a mask; None for no limit.
+        row_unit: the operator's temporaries are in whole units of so many rows, for every batch
+            entry.
     """
 
     name: str
     grouped: bool = False
     masked_limit: int | None = None
+    row_unit: int = 1
 
     @abstractmethod
     def refusal(self, call: CallShape) -> str | None:
@@ -148,69 +151,93 @@ class RectangleKernel(ABC):
         """
         return 1
 
+    def scales_backward(self, dtype: torch.dtype) -> bool:
+        """Whether the backward gains by scaling (kernels/scaling.py): fp16 does."""
+        return dtype == torch.float16
+
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
-        for rectangle in self._rectangles(task, backward=False):
-            self._forward_rectangle(task, rectangle, state)
+        for batch in self._calls(task, backward=False):
+            self._forward_batch(task, batch, state)
 
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
-        for rectangle in self._rectangles(task, backward=True):
-            self._backward_rectangle(task, rectangle, grads)
+        for number, batch in enumerate(self._calls(task, backward=True)):
+            self._backward_batch(task, batch, grads, number)
 
-    # One rectangle a call, so that its mask is let go before the next one is made.
+    # One call at a time, so that its mask is let go before the next one is made.
 
-    def _forward_rectangle(
-        self, task: TaskTensors, rectangle: Rectangle, state: Statistics
-    ) -> None:
-        rows, keys = _slices(rectangle)
-        given = task.bias(rectangle)
+    def _forward_batch(self, task: TaskTensors, batch: Batch, state: Statistics) -> None:
+        given = task.bias(batch.first)
         bias = None if given is None else _four_dims(given)
         for pick in self._head_views(task):
             self._merge_rectangle(
-                pick(task.query)[:, :, rows],
-                task.key[:, :, keys],
-                task.value[:, :, keys],
-                rectangle.causal,
+                query_rows(pick(task.query), batch),
+                key_rows(task.key, batch),
+                key_rows(task.value, batch),
+                batch.first.causal,
                 task.scale,
                 None if bias is None else _pick_bias(pick, bias, task.query.shape[1]),
-                Statistics(pick(state.out)[:, :, rows], pick(state.lse)[:, :, rows]),
+                Statistics(query_rows(pick(state.out), batch), query_rows(pick(state.lse), batch)),
+                task.timed,
             )
 
-    def _backward_rectangle(
-        self, task: TaskTensors, rectangle: Rectangle, grads: Gradients
+    def _backward_batch(
+        self, task: TaskTensors, batch: Batch, grads: Gradients, number: int
     ) -> None:
-        rows, keys = _slices(rectangle)
-        given = task.bias(rectangle)
+        given = task.bias(batch.first)
         bias = None if given is None else _four_dims(given)
+        shift = grads.scaling.shift_of(number)
+        undo = _Undo(2.0**-shift, grads.scaling.unscale, grads.scaling.flag_of(number))
         for pick in self._head_views(task):
             piece = _BackwardPiece(
-                query=pick(task.query)[:, :, rows],
-                key=task.key[:, :, keys],
-                value=task.value[:, :, keys],
-                grad_out=pick(grads.grad_out)[:, :, rows],
-                out=pick(grads.out)[:, :, rows],
-                lse=_shifted_lse(pick(grads.lse)[:, :, rows], grads.shift),
-                grad_query=pick(grads.grad_query)[:, :, rows],
-                grad_key=grads.grad_key[:, :, keys],
-                grad_value=grads.grad_value[:, :, keys],
+                query=query_rows(pick(task.query), batch),
+                key=key_rows(task.key, batch),
+                value=key_rows(task.value, batch),
+                grad_out=query_rows(pick(grads.grad_out), batch),
+                out=query_rows(pick(grads.out), batch),
+                lse=_shifted_lse(query_rows(pick(grads.lse), batch), shift),
+                grad_query=query_rows(pick(grads.grad_query), batch),
+                grad_key=key_rows(grads.grad_key, batch),
+                grad_value=key_rows(grads.grad_value, batch),
                 bias=None if bias is None else _pick_bias(pick, bias, task.query.shape[1]),
             )
-            for part in self._parts(piece, rectangle.causal):
-                self._add_gradients(part, rectangle.causal, task.scale, grads.shift)
+            for part in self._parts(piece, batch.first.causal):
+                self._add_gradients(part, batch.first.causal, task, undo)
 
-    def _rectangles(self, task: TaskTensors, *, backward: bool) -> Iterator[Rectangle]:
+    def _calls(self, task: TaskTensors, *, backward: bool) -> Iterator[Batch]:
+        """The operator calls of a task, by its rectangles."""
         if 0 in task.query.shape[:2]:
             return
         # Some operators divide by the number of keys.
         rectangles = [r for r in task.rectangles if r.n_queries > 0 and r.n_keys > 0]
-        limit = self.masked_limit
         # Whether there is a mask at all is asked of a single pair, which costs next to nothing.
-        if limit is None or not rectangles or task.bias(_first_pair(rectangles[0])) is None:
-            for r in rectangles:
-                yield from [r] if r.causal else self._preferred(task, r, backward)
+        if rectangles and task.bias(_first_pair(rectangles[0])) is not None:
+            limit = self.masked_limit
+            cuts = rectangles if limit is None else cut(rectangles, limit, limit)
+            yield from (Batch(r) for r in cuts)
             return
-        yield from cut(rectangles, limit, limit)
+        pieces: list[Rectangle] = []
+        for r in rectangles:
+            pieces.extend([r] if r.causal else self._preferred(task, r, backward))
+        alone = task.max_queries == 0 or task.query.shape[0] > 1
+        for batch in batches(tuple(pieces)):
+            yield from self._bounded(batch, 1 if alone else self._most(batch, task))
+
+    def _most(self, batch: Batch, task: TaskTensors) -> int:
+        """How many rectangles of a batch the workspace bound allows in one call."""
+        unit, first = self.row_unit, batch.first
+        rows = -(-first.n_queries // unit) * unit
+        columns = -(-first.n_keys // unit) * unit
+        return max(1, min(task.max_queries // rows, task.max_keys // columns))
+
+    @staticmethod
+    def _bounded(batch: Batch, most: int) -> Iterator[Batch]:
+        """``batch`` in runs of at most ``most`` rectangles."""
+        every = batch.rectangles()
+        for start in range(0, batch.count, most):
+            count = min(most, batch.count - start)
+            yield replace(batch, first=every[start], count=count)
 
     def _preferred(self, task: TaskTensors, r: Rectangle, backward: bool) -> Iterator[Rectangle]:
         """A plain rectangle in the sizes the operator is fastest at."""
@@ -225,22 +252,26 @@ class RectangleKernel(ABC):
         scale: float,
         bias: torch.Tensor | None,
         state: Statistics,
+        timed: Timed,
     ) -> None:
         out, lse = self.whole_forward(query, key, value, causal, scale, bias)
-        merge_(state.out, state.lse, out, lse)
+        with timed("merge"):
+            merge_(state.out, state.lse, out, lse)
 
-    def _add_gradients(self, p: _BackwardPiece, causal: bool, scale: float, shift: int) -> None:
+    def _add_gradients(
+        self, p: _BackwardPiece, causal: bool, task: TaskTensors, undo: _Undo
+    ) -> None:
         grad_query, grad_key, grad_value = self.rectangle_backward(
-            p.grad_out, p.query, p.key, p.value, p.out, p.lse, causal, scale, p.bias
+            p.grad_out, p.query, p.key, p.value, p.out, p.lse, causal, task.scale, p.bias
         )
-        alpha = 2.0**-shift
-        add_(p.grad_query, grad_query, alpha)
-        # Row runs that went in as batch entries each return a share of the key gradients.
-        n_shares = grad_key.shape[0] // p.grad_key.shape[0]
-        for share in grad_key.chunk(n_shares):
-            add_(p.grad_key, share, alpha)
-        for share in grad_value.chunk(n_shares):
-            add_(p.grad_value, share, alpha)
+        with task.timed("merge"):
+            add_(p.grad_query, grad_query, undo.factor, undo.unscale, undo.overflow)
+            # Row runs that went in as batch entries each return a share of the key gradients.
+            n_shares = grad_key.shape[0] // p.grad_key.shape[0]
+            for share in grad_key.chunk(n_shares):
+                add_(p.grad_key, share, undo.factor, undo.unscale, undo.overflow)
+            for share in grad_value.chunk(n_shares):
+                add_(p.grad_value, share, undo.factor, undo.unscale, undo.overflow)
 
     def _parts(self, piece: _BackwardPiece, causal: bool) -> Iterator[_BackwardPiece]:
         batch, heads, rows = piece.query.shape[:3]
@@ -260,7 +291,16 @@ class RectangleKernel(ABC):
             yield lambda tensor: tensor
             return
         for j in range(query_heads // key_heads if key_heads else 0):
-            yield partial(_jth_of_group, key_heads, j)
+            yield partial(jth_of_group, key_heads, j)
+
+
+@dataclass(frozen=True, slots=True)
+class _Undo:
+    """What turns a call's gradients into true ones, and where it says that they are not finite."""
+
+    factor: float
+    unscale: torch.Tensor | None
+    overflow: torch.Tensor | None
 
 
 @dataclass(slots=True)
@@ -285,7 +325,7 @@ class _BackwardPiece:
     def stacked(self, parts: int) -> _BackwardPiece:
         """Equal runs of rows as batch entries that share their keys (batch 1, no bias)."""
         return self._map_rows(
-            partial(_runs_as_batch, parts),
+            partial(runs_as_batch, parts),
             lambda tensor: tensor.expand(parts, -1, -1, -1),
         )
 
@@ -304,28 +344,9 @@ class _BackwardPiece:
         )
 
 
-def _jth_of_group(key_heads: int, j: int, tensor: torch.Tensor) -> torch.Tensor:
-    """The j-th query head of every key head, a view."""
-    batch, heads, *rest = tensor.shape
-    return tensor.view(batch, key_heads, heads // key_heads, *rest)[:, :, j]
-
-
-def _runs_as_batch(parts: int, tensor: torch.Tensor) -> torch.Tensor:
-    """(1, h, rows, ...) as (parts, h, rows / parts, ...), a view."""
-    _, heads, rows, *rest = tensor.shape
-    return tensor[0].view(heads, parts, rows // parts, *rest).transpose(0, 1)
-
-
 def _first_pair(rectangle: Rectangle) -> Rectangle:
     q, k = rectangle.query_start, rectangle.key_start
     return Rectangle(q, q + 1, k, k + 1)
-
-
-def _slices(rectangle: Rectangle) -> tuple[slice, slice]:
-    return (
-        slice(rectangle.query_start, rectangle.query_stop),
-        slice(rectangle.key_start, rectangle.key_stop),
-    )
 
 
 def _four_dims(bias: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from quorum_attention.execution.direct import runs_whole
+from quorum_attention.execution.scaling import scales
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.slots import aligned, backward_layout, forward_layout
 from quorum_attention.execution.workload import GroupSize, Workload
@@ -107,7 +108,11 @@ def backward_footprint(
         whole = schedule.group == GroupSize(work.batch, work.kv_heads)
         return Footprint(0, workspace, lse, place.copied_bytes + (0 if whole else counted))
     layout = backward_layout(
-        work, schedule.group, schedule.decomposition.max_task_tokens, place.result_dtype
+        work,
+        schedule.group,
+        schedule.decomposition.max_task_tokens,
+        place.result_dtype,
+        scaled=scales(kernel, work),
     )
     home = 0
     counts_home = place.device_type == "cpu" or schedule.accumulator == "device"

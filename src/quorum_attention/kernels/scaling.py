@@ -1,0 +1,112 @@
+"""How a backward is kept inside fp16's range, and how that is undone (design, section 2).
+
+At long N the true probabilities and their gradients are near 1/N, in fp16's subnormal range, and
+every production kernel rounds both to the inputs' dtype. Passing ``lse - shift ln 2`` makes it
+compute ``2**shift P``; dividing ``grad_out`` by a power of two keeps ``dS`` below fp16's largest
+number meanwhile. Both scale all three gradients alike, which one fp32 factor undoes exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from quorum_attention.kernels.blocks import row_blocks
+from quorum_attention.kernels.merge import triton_available
+
+# |dS| may come up to 2**15; fp16 ends at 65,504, a little below 2**16.
+LOG2_LARGEST = 15
+
+
+@dataclass(slots=True)
+class Scaling:
+    """What a task's backward was scaled by.
+
+    Attributes:
+        shift: probabilities are computed times 2**shift.
+        unscale: (b, key heads) fp32, powers of two: what ``grad_out`` was divided by; None is 1.
+        overflow: (n,) int32 on the device; a call whose partial gradients are not all finite sets
+            the entry of its number (the last entry stands for all beyond). None: not looked at.
+        lowered: shifts of single calls, by number, that have been seen to overflow.
+    """
+
+    shift: int = 0
+    unscale: torch.Tensor | None = None
+    overflow: torch.Tensor | None = None
+    lowered: dict[int, int] = field(default_factory=dict)
+
+    def shift_of(self, call: int) -> int:
+        """The shift of the task's ``call``-th call."""
+        if not self.lowered:
+            return self.shift
+        return self.lowered.get(self._entry(call), self.shift)
+
+    def flag_of(self, call: int) -> torch.Tensor | None:
+        """Where the ``call``-th call reports an overflow: a view of one entry."""
+        if self.overflow is None:
+            return None
+        entry = self._entry(call)
+        return self.overflow[entry : entry + 1]
+
+    def _entry(self, call: int) -> int:
+        return call if self.overflow is None else min(call, self.overflow.numel() - 1)
+
+
+def divide_gradient_(
+    grad_out: torch.Tensor, value: torch.Tensor, unscale: torch.Tensor, shift: int
+) -> None:
+    """Divide ``grad_out`` in place by a power of two for every key/value head.
+
+    Args:
+        grad_out: (b, h, n, dv).
+        value: (b, hk, m, dv).
+        unscale: (b, hk) fp32, receives what it was divided by.
+        shift: what probabilities will be multiplied by, 2**shift.
+    """
+    if grad_out.is_cuda and triton_available():
+        from quorum_attention.kernels.scaling_triton import divide_gradient_triton_
+
+        divide_gradient_triton_(grad_out, value, unscale, shift)
+        return
+    batch, key_heads = unscale.shape
+    shared = grad_out.shape[1] // max(1, key_heads)
+    for entry in range(batch):
+        for head in range(key_heads):
+            part = grad_out[entry : entry + 1, head * shared : (head + 1) * shared]
+            largest = largest_norm(value[entry : entry + 1, head : head + 1])
+            exponent = divisor_exponent(largest_norm(part), largest, shift)
+            unscale[entry, head] = 2.0**exponent
+            if exponent:
+                for block in _blocks(part):
+                    part[block].mul_(2.0**-exponent)
+
+
+def largest_norm(tensor: torch.Tensor) -> float:
+    """The largest Euclidean norm of a row of (b, h, n, d); NaN if one is."""
+    norms = [
+        float(torch.linalg.vector_norm(tensor[block], dim=-1, dtype=torch.float32).max())
+        for block in _blocks(tensor)
+    ]
+    return math.nan if any(map(math.isnan, norms)) else max(norms, default=0.0)
+
+
+def divisor_exponent(gradient: float, value: float, shift: int) -> int:
+    """The exponent of what ``grad_out`` is divided by, 0 where there is nothing to scale.
+
+    Args:
+        gradient, value: the largest row norms of the two.
+        shift: of the probabilities.
+    """
+    # |dS| <= 2**shift 2 g w, and |P dO| of a single pair, times two, stay below the largest.
+    bound = gradient * max(2 * value, 2.0)
+    if not 0 < bound < math.inf:
+        return 0
+    return max(-60, min(60, math.ceil(math.log2(bound)) + shift - LOG2_LARGEST))
+
+
+def _blocks(tensor: torch.Tensor) -> list[tuple[slice, slice, slice]]:
+    batch, heads, rows, width = tensor.shape
+    # fp32 copies of 16-bit rows are made on the way.
+    return list(row_blocks(batch, heads, rows, 4 * max(1, width)))

@@ -1,0 +1,112 @@
+# Triton's decorators and its own language are beyond a type checker.
+# mypy: ignore-errors
+"""Dividing the upstream gradient as two Triton kernels: no factor ever visits the host."""
+
+import torch
+import triton
+import triton.language as tl
+
+from quorum_attention.kernels.scaling import LOG2_LARGEST
+
+_BLOCK_ELEMENTS = 8192
+_PROGRAMS = 1024
+
+
+def divide_gradient_triton_(
+    grad_out: torch.Tensor, value: torch.Tensor, unscale: torch.Tensor, shift: int
+) -> None:
+    """See ``scaling.divide_gradient_``; dense (b, h, n, d) tensors, allocates (2, b, hk) fp32."""
+    batch, key_heads = unscale.shape
+    norms = torch.zeros((2, batch, key_heads), dtype=torch.float32, device=grad_out.device)
+    if norms.numel() == 0:
+        return
+    shared = grad_out.shape[1] // key_heads
+    with torch.cuda.device_of(grad_out):
+        for tensor, heads, target in ((grad_out, shared, norms[0]), (value, 1, norms[1])):
+            _launch(_norm_kernel, tensor, heads, batch * key_heads, target)
+        _launch(
+            _divide_kernel, grad_out, shared, batch * key_heads, norms, unscale,
+            batch * key_heads, shift - LOG2_LARGEST,
+        )  # fmt: skip
+
+
+def _launch(kernel, tensor, heads, groups, *arguments):
+    """Over rows of ``groups`` runs of ``heads`` heads each, which lie behind each other."""
+    width = tensor.shape[3]
+    rows = heads * tensor.shape[2]
+    if rows == 0:
+        return
+    block_width = triton.next_power_of_2(max(1, width))
+    block_rows = max(1, _BLOCK_ELEMENTS // block_width)
+    programs = min(triton.cdiv(rows, block_rows), max(1, _PROGRAMS // groups))
+    kernel[(groups * programs,)](
+        tensor, *arguments, rows, programs,
+        WIDTH=width, BLOCK_ROWS=block_rows, BLOCK_WIDTH=block_width,
+    )  # fmt: skip
+
+
+@triton.jit
+def _norm_kernel(
+    tensor,
+    largest,
+    rows,
+    programs,
+    WIDTH: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+):
+    group = tl.program_id(0) // programs
+    first = (tl.program_id(0) % programs) * BLOCK_ROWS
+    column = tl.arange(0, BLOCK_WIDTH)
+    best = tl.zeros((BLOCK_ROWS,), tl.float32)
+    base = tensor + group.to(tl.int64) * rows * WIDTH
+    start = first
+    while start < rows:
+        row = start + tl.arange(0, BLOCK_ROWS)
+        cells = (row < rows)[:, None] & (column < WIDTH)[None, :]
+        at = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+        x = tl.load(base + at, mask=cells, other=0.0).to(tl.float32)
+        squares = tl.sum(x * x, axis=1)
+        # NaN must not get lost in a maximum.
+        best = tl.where((squares > best) | (squares != squares), squares, best)
+        start += programs * BLOCK_ROWS
+    broken = tl.max(tl.where(best != best, 1, 0), axis=0)
+    norm = tl.sqrt(tl.max(tl.where(best != best, 0.0, best), axis=0))
+    norm = tl.where(broken > 0, float("inf"), norm)
+    tl.atomic_max(largest + group, norm)
+
+
+@triton.jit
+def _divide_kernel(
+    tensor,
+    norms,
+    unscale,
+    groups,
+    shift,
+    rows,
+    programs,
+    WIDTH: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+):
+    group = tl.program_id(0) // programs
+    bound = tl.load(norms + group) * tl.maximum(2 * tl.load(norms + groups + group), 2.0)
+    usable = (bound > 0) & (bound < float("inf"))
+    exponent = tl.ceil(tl.log2(tl.where(usable, bound, 1.0))) + shift
+    exponent = tl.where(usable, tl.minimum(tl.maximum(exponent, -60.0), 60.0), 0.0)
+    # Powers of two by their bits: exact whatever exp2 does.
+    whole = exponent.to(tl.int32)
+    divisor = ((whole + 127) << 23).to(tl.float32, bitcast=True)
+    factor = ((127 - whole) << 23).to(tl.float32, bitcast=True)
+    if tl.program_id(0) % programs == 0:
+        tl.store(unscale + group, divisor)
+    column = tl.arange(0, BLOCK_WIDTH)
+    base = tensor + group.to(tl.int64) * rows * WIDTH
+    start = (tl.program_id(0) % programs) * BLOCK_ROWS
+    while start < rows:
+        row = start + tl.arange(0, BLOCK_ROWS)
+        cells = (row < rows)[:, None] & (column < WIDTH)[None, :]
+        at = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+        x = tl.load(base + at, mask=cells, other=0.0).to(tl.float32) * factor
+        tl.store(base + at, x.to(tensor.dtype.element_ty), mask=cells)
+        start += programs * BLOCK_ROWS

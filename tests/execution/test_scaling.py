@@ -1,0 +1,213 @@
+"""The scaled backward: fp16 gradients stay right where an unscaled kernel loses or breaks them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import quorum_attention as qa
+from quorum_attention.execution.scaling import usual_shift
+from quorum_attention.kernels.scaling import divide_gradient_, divisor_exponent, largest_norm
+
+N, D = 896, 32
+LEVELS = (7,)
+
+
+def random(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).half()
+
+
+def inputs(heads: int = 2) -> list[torch.Tensor]:
+    return [random(1, heads, N, D, seed=seed) for seed in range(4)]
+
+
+def exact(tensors: list[torch.Tensor], causal: bool) -> list[torch.Tensor]:
+    q, k, v, grad = (t.double() for t in tensors)
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+    for t in (q, k, v):
+        t.requires_grad_()
+    s = q @ k.mT / math.sqrt(D)
+    if causal:
+        s = s.masked_fill(~torch.ones(s.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+    grads = torch.autograd.grad(torch.softmax(s, -1) @ v, (q, k, v), grad)
+    shared = q.shape[1] // tensors[1].shape[1]
+    return [grads[0], *(g.unflatten(1, (-1, shared)).sum(2) for g in grads[1:])]
+
+
+def computed(
+    tensors: list[torch.Tensor], causal: bool, dtype: torch.dtype, report: qa.Report | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Gradients in ``dtype``: in fp32 they show what fp16 partial results have left of them."""
+    q, k, v, grad = tensors
+    sizes = {
+        "heads": q.shape[1], "kv_heads": k.shape[1], "head_dim": D, "dtype": q.dtype,
+        "is_causal": causal, "levels": LEVELS,
+    }  # fmt: skip
+    out, lse = qa.attention_with_lse(
+        q, k, v, is_causal=causal, enable_gqa=True, plan=qa.plan(N, **sizes)
+    )
+    grads = tuple(torch.empty(t.shape, dtype=dtype) for t in (q, k, v))
+    plan = qa.plan(N, backward=True, **sizes)
+    return qa.attention_backward(
+        grad, q, k, v, out, lse, is_causal=causal, enable_gqa=True, plan=plan, grads=grads,
+        report=report,
+    )  # fmt: skip
+
+
+def errors(got: tuple[torch.Tensor, ...], right: list[torch.Tensor]) -> dict[str, float]:
+    assert all(torch.isfinite(g).all() for g in got)
+    return {
+        name: float((g.double() - r).norm() / r.norm())
+        for name, g, r in zip(("query", "key", "value"), got, right, strict=True)
+    }
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e3])
+def test_loss_scaled_gradients(size: float, causal: bool) -> None:
+    tensors = inputs()
+    # What a loss scale does to an fp16 gradient: at 1e-6 the inputs themselves are subnormal.
+    tensors[3] = (tensors[3].float() * size).half()
+    found = errors(computed(tensors, causal, torch.float32), exact(tensors, causal))
+    assert max(found.values()) < 1e-3, found
+
+
+def test_every_size_of_gradient_is_equally_exact() -> None:
+    tensors = inputs()
+    found = []
+    for exponent in (-8, 0, 8):
+        scaled = [*tensors[:3], tensors[3] * 2.0**exponent]
+        found.append(errors(computed(scaled, True, torch.float32), exact(scaled, True)))
+    for name in ("query", "key", "value"):
+        assert max(e[name] for e in found) < 1.2 * min(e[name] for e in found), found
+
+
+def sink(tensors: list[torch.Tensor]) -> None:
+    """Every query attends to key 0 alone, P = 1."""
+    q, k = tensors[0], tensors[1]
+    q[..., 0] = 30.0
+    k[..., 0] = 0.0
+    k[:, :, 0] = 0.0
+    k[:, :, 0, 0] = 60.0
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_sink_that_everything_attends_to(causal: bool) -> None:
+    tensors = inputs()
+    sink(tensors)
+    # All gradients point the same way: dV of the sink is the sum of them all.
+    tensors[3] = tensors[3].abs() * 16
+    tensors[2] *= 0.05
+    report = qa.Report()
+    got, right = computed(tensors, causal, torch.float32, report), exact(tensors, causal)
+    assert float((got[2].double() - right[2]).norm() / right[2].norm()) < 1e-3
+    assert all(torch.isfinite(g).all() for g in got)
+    assert report.backward is not None
+    assert report.backward.repeated_units > 0  # 2**shift times that sum is beyond fp16
+
+
+def test_only_tasks_that_overflow_are_run_again() -> None:
+    report = qa.Report()
+    computed(inputs(), True, torch.float16, report)
+    assert report.backward is not None
+    assert report.backward.repeated_units == 0
+    assert report.backward.units == 2 * 7 / (report.backward.heads_per_group)
+
+
+def test_gradients_beyond_fp16_come_out_in_fp32() -> None:
+    tensors = inputs()
+    sink(tensors)
+    tensors[3] = torch.full_like(tensors[3], 1000.0)
+    right = exact(tensors, True)
+    assert right[2].abs().max() > 65_504
+    got = computed(tensors, True, torch.float32)
+    torch.testing.assert_close(got[2].double(), right[2], rtol=2e-3, atol=1.0)
+
+
+def test_extremes_of_fp16() -> None:
+    tensors = inputs()
+    tensors[2] = tensors[2].sign() * 60_000
+    tensors[3] = tensors[3].sign() * 60_000
+    got = computed(tensors, True, torch.float32)
+    right = exact(tensors, True)
+    # (dP - delta) cancels down to a thousandth of its terms; what is asked is that nothing breaks.
+    found = errors(got, right)
+    assert found["value"] < 1e-3
+    assert max(found.values()) < 2e-2, found
+
+
+def test_rows_of_one_key() -> None:
+    tensors = inputs()
+    tensors[0] *= 40  # nearly every row attends to a single key
+    found = errors(computed(tensors, True, torch.float32), exact(tensors, True))
+    assert max(found.values()) < 2e-3, found
+
+
+def test_grouped_heads_of_different_sizes() -> None:
+    q, _, _, grad = inputs(heads=4)
+    k, v = random(1, 2, N, D, seed=8), random(1, 2, N, D, seed=9)
+    grad[:, 1] *= 1e-3
+    grad[:, 3] *= 300
+    tensors = [q, k, v, grad]
+    got, right = computed(tensors, False, torch.float32), exact(tensors, False)
+    for head in range(4):
+        error = (got[0][:, head].double() - right[0][:, head]).norm() / right[0][:, head].norm()
+        assert error < 1e-3, head
+    for head in range(2):
+        for g, r in zip(got[1:], right[1:], strict=True):
+            assert (g[:, head].double() - r[:, head]).norm() / r[:, head].norm() < 1e-3
+
+
+@pytest.mark.parametrize("broken", [torch.inf, torch.nan])
+def test_broken_inputs_stay_broken_and_end(broken: float) -> None:
+    tensors = inputs()
+    tensors[3][0, 0, 100, 3] = broken
+    report = qa.Report()
+    got = computed(tensors, True, torch.float32, report)
+    assert not torch.isfinite(got[2][0, 0, :100]).all()
+    assert torch.isfinite(got[0][0, 1]).all()  # the other head has nothing to do with it
+    assert report.backward is not None
+    assert report.backward.repeated_units == 0
+
+
+def test_the_bound_holds_and_is_not_wasteful() -> None:
+    for seed in range(20):
+        gradient, value = 1.7 * 10.0 ** (seed - 10), 0.3 * 10.0 ** (seed % 5 - 2)
+        for shift in (0, 7, 14):
+            divisor = 2.0 ** divisor_exponent(gradient, value, shift)
+            largest = 2.0**shift * gradient / divisor * max(2 * value, 2)
+            assert 2.0**14 < largest <= 2.0**15
+
+
+def test_zero_gradients_need_no_scaling() -> None:
+    assert divisor_exponent(0.0, 1.0, 10) == 0
+    tensors = inputs()
+    tensors[3].zero_()
+    for g in computed(tensors, True, torch.float16):
+        assert (g == 0).all()
+
+
+def test_norms_are_those_of_rows() -> None:
+    tensor = torch.randn(2, 3, 50, 24).half()
+    assert largest_norm(tensor) == pytest.approx(float(tensor.float().norm(dim=-1).max()))
+    assert math.isfinite(largest_norm(torch.full((1, 1, 4, 64), 6e4).half()))
+    tensor[1, 1, 3, 4] = torch.nan
+    assert math.isnan(largest_norm(tensor))
+
+
+def test_division_is_exact_and_by_head() -> None:
+    grad_out, value = random(2, 4, 60, 8, seed=1), random(2, 2, 60, 8, seed=2)
+    grad_out[1, 2:] *= 500
+    unscale, divided = torch.zeros(2, 2), grad_out.clone()
+    divide_gradient_(divided, value, unscale, 7)
+    assert (unscale[1, 1] > unscale[1, 0]).all()
+    back = divided.float() * unscale.repeat_interleave(2, dim=1)[:, :, None, None]
+    torch.testing.assert_close(back, grad_out.float(), rtol=0, atol=1e-6)
+
+
+def test_short_rows_are_not_shifted() -> None:
+    assert usual_shift(1) == usual_shift(256) == 0
+    assert usual_shift(1 << 20) == 12
+    assert usual_shift(1 << 30) == 14
