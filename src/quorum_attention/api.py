@@ -383,7 +383,7 @@ def make_plan(
         enforce_budget=options.budget_bytes is not None
         or (options.depth is None and given is None),
     )
-    machine = assumed(options.device.type, work.dtype)
+    machine = assumed(options.device.type, work.dtype, work.head_dim)
     found = choose(work, request, kernel, place, machine, backward=backward)
     return Plan(work, found, place, kernel.name, options.budget_bytes, backward)
 
@@ -397,6 +397,7 @@ def _pass_report(plan: Plan, options: Options) -> PassReport:
         heads_per_group=plan.schedule.group.kv_heads * plan.work.queries_per_key_head,
         n_cap=plan.schedule.n_cap,
         accumulator=plan.schedule.accumulator,
+        streams=plan.schedule.streams,
         planned_peak_bytes=plan.peak_bytes,
         timed=options.report is not None,
     )

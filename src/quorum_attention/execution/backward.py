@@ -12,7 +12,6 @@ from dataclasses import replace
 import torch
 
 from quorum_attention.execution.call import Call, empty_result
-from quorum_attention.execution.clock import Clock
 from quorum_attention.execution.direct import pieces, runs_directly
 from quorum_attention.execution.engine import Input, Pass, State, Unit
 from quorum_attention.execution.forward import accumulator, gathered, inputs, passed_on
@@ -23,7 +22,7 @@ from quorum_attention.execution.memory import (
 )
 from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.rows import Axis, GroupBuffer, RowTensor
-from quorum_attention.execution.runner import Progress, run
+from quorum_attention.execution.runner import Progress, Tools, run
 from quorum_attention.execution.scaling import BackwardScaling, scales
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.slots import backward_layout
@@ -160,7 +159,7 @@ def _through_slots(
     scaled = scales(call.kernel, work)
     scalings: list[BackwardScaling] = []
 
-    def make_pass(schedule: Schedule, clock: Clock) -> Pass:
+    def make_pass(schedule: Schedule, tools: Tools) -> Pass:
         layout = backward_layout(
             work, schedule.group, schedule.decomposition.max_task_tokens, dtype, scaled=scaled
         )
@@ -171,7 +170,7 @@ def _through_slots(
         def compute(unit: Unit) -> None:
             fields = unit.fields
             call.kernel.backward(
-                gathered(call, schedule, unit, clock),
+                gathered(call, schedule, unit, tools),
                 Gradients(
                     grad_out=fields["grad_out"],
                     out=fields["out"],

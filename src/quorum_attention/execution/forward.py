@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 
 from quorum_attention.execution.call import Call, empty_result, travelling_home
-from quorum_attention.execution.clock import Clock
 from quorum_attention.execution.direct import pieces, runs_directly
 from quorum_attention.execution.engine import Input, Pass, State, Unit
 from quorum_attention.execution.masks import no_bias
@@ -19,7 +18,7 @@ from quorum_attention.execution.memory import (
 )
 from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.rows import Axis, GroupBuffer, RowTensor
-from quorum_attention.execution.runner import Progress, run
+from quorum_attention.execution.runner import Progress, Tools, run
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.slots import SlotLayout, forward_layout
 from quorum_attention.kernels.protocol import Statistics, TaskTensors
@@ -125,14 +124,14 @@ def _through_slots(
     report.accumulator = schedule.accumulator
     lse_rows = RowTensor(lse.unsqueeze(-1), "query")
 
-    def make_pass(schedule: Schedule, clock: Clock) -> Pass:
+    def make_pass(schedule: Schedule, tools: Tools) -> Pass:
         layout = forward_layout(
             work, schedule.group, schedule.decomposition.max_task_tokens, out_dtype
         )
 
         def compute(unit: Unit) -> None:
             call.kernel.forward(
-                gathered(call, schedule, unit, clock),
+                gathered(call, schedule, unit, tools),
                 Statistics(unit.fields["state_out"], unit.fields["state_lse"].squeeze(-1)),
             )
 
@@ -181,7 +180,7 @@ def passed_on(
     )
 
 
-def gathered(call: Call, schedule: Schedule, unit: Unit, clock: Clock) -> TaskTensors:
+def gathered(call: Call, schedule: Schedule, unit: Unit, tools: Tools) -> TaskTensors:
     """What the inner kernel gets of a unit."""
     work, task = call.work, unit.visit.task
     bias = call.mask.bias(unit.group, task, work.dtype, call.device) if call.mask else no_bias
@@ -198,7 +197,8 @@ def gathered(call: Call, schedule: Schedule, unit: Unit, clock: Clock) -> TaskTe
         bias=bias,
         max_queries=schedule.max_queries,
         max_keys=schedule.max_keys,
-        timed=clock.timed,
+        timed=tools.clock.timed,
+        lanes=tools.lanes,
     )
 
 

@@ -19,6 +19,7 @@ class PassReport:
         planned_levels: as planned.
         n_groups, heads_per_group: head groups, and query heads in each.
         n_cap: slots at the end of the pass.
+        streams: kernel calls of a task in flight at once.
         accumulator: "device", "host", or "none" where nothing had to be merged.
         units: (head group, task) units computed.
         seconds: host wall-clock time of the pass (on CUDA up to the end of its work where the
@@ -41,6 +42,7 @@ class PassReport:
     heads_per_group: int
     n_cap: int
     accumulator: str
+    streams: int = 1
     units: int = 0
     seconds: float = 0.0
     loaded_bytes: int = 0

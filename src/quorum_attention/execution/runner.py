@@ -29,9 +29,20 @@ from quorum_attention.execution.schedule import DEEPEN_BY, Schedule
 from quorum_attention.execution.transfers import CudaMover, HostMover, Mover
 from quorum_attention.execution.visits import Visit, touched_rows, visits
 from quorum_attention.execution.workload import Group, Workload, groups
+from quorum_attention.kernels.lanes import Lanes
 
 Progress = Callable[[int, int, str], None]
-MakePass = Callable[[Schedule, Clock], Pass]
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What a pass works with beside its tensors."""
+
+    clock: Clock
+    lanes: Lanes | None = None
+
+
+MakePass = Callable[[Schedule, Tools], Pass]
 
 
 @dataclass(slots=True)
@@ -94,6 +105,9 @@ def run(
     total = len(queue.groups) * len(queue.tasks)
     counted = 0
     clock = _clock(device, report.timed)
+    lanes = None
+    if device.type == "cuda" and schedule.streams > 1:
+        lanes = Lanes(device, schedule.streams)
     locks = PageLocks(host_tensors if device.type == "cuda" else [])
     with locks:
         while queue.groups:
@@ -101,8 +115,8 @@ def run(
             room = _RoomForCoarser(schedule, guard, make_pass, device)
             try:
                 counted = _attempt(
-                    make_pass(schedule, clock), schedule, queue, device, locks, report, progress,
-                    (counted, total, label), room, clock,
+                    make_pass(schedule, Tools(clock, lanes)), schedule, queue, device, locks,
+                    report, progress, (counted, total, label), room, clock,
                 )  # fmt: skip
             except Exception as error:
                 if not is_out_of_memory(error):
@@ -233,8 +247,8 @@ class _RoomForCoarser:
         self.device = device
         self.needed: int | None = None
         if guard.may_coarsen:
-            coarser = schedule.coarser(make_pass(schedule, NoClock()).work)
-            slot_bytes = make_pass(coarser, NoClock()).layout.slot_bytes
+            coarser = schedule.coarser(make_pass(schedule, Tools(NoClock())).work)
+            slot_bytes = make_pass(coarser, Tools(NoClock())).layout.slot_bytes
             self.needed = 2 * coarser.n_cap * slot_bytes
 
     def __call__(self) -> bool:

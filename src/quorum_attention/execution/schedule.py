@@ -25,6 +25,7 @@ class Schedule:
         n_cap: slots, i.e. tasks resident at once.
         accumulator: where the travelling state lives between visits.
         max_queries, max_keys: no rectangle is larger, so a kernel's workspace has a bound.
+        streams: kernel calls of a task in flight at once.
         pinned: the user chose the depth; a failure is reported, not recovered from.
     """
 
@@ -35,6 +36,7 @@ class Schedule:
     max_queries: int
     max_keys: int
     pinned: bool = False
+    streams: int = 1
 
     def extent(self, work: Workload) -> Extent:
         """The largest piece of work a kernel gets."""

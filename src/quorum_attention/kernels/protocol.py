@@ -14,6 +14,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from quorum_attention.decomposition import Rectangle, Task
+from quorum_attention.kernels.lanes import Lanes
 from quorum_attention.kernels.scaling import Scaling
 
 Bias = Callable[[Rectangle], torch.Tensor | None]
@@ -78,7 +79,9 @@ class TaskTensors:
     coordinates. ``bias(rectangle)`` is the additive mask of a rectangle in the compute dtype,
     broadcastable to (b, hq, lq, lk), or None. ``max_queries`` and ``max_keys`` are those of the
     ``Extent`` that the workspace was reckoned with: rectangles handed to an operator together stay
-    within them (0: each rectangle alone). ``timed("merge")`` brackets what is merging, for reports.
+    within them (0: each rectangle alone). ``lanes``, where given, are streams to spread operator
+    calls over; the workspace bound then holds for each of them. ``timed("merge")`` brackets what is
+    merging, for reports.
     """
 
     task: Task
@@ -92,6 +95,7 @@ class TaskTensors:
     max_queries: int = 0
     max_keys: int = 0
     timed: Timed = untimed
+    lanes: Lanes | None = None
 
 
 @dataclass(slots=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -26,7 +27,6 @@ from quorum_attention.kernels.protocol import (
     Gradients,
     Statistics,
     TaskTensors,
-    Timed,
 )
 from quorum_attention.kernels.views import Pick, jth_of_group, key_rows, query_rows, runs_as_batch
 
@@ -157,17 +157,25 @@ class RectangleKernel(ABC):
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
-        for batch in self._calls(task, backward=False):
-            self._forward_batch(task, batch, state)
+        lanes = task.lanes
+        with nullcontext() if lanes is None else lanes.task():
+            for number, batch in enumerate(self._calls(task, backward=False)):
+                with nullcontext() if lanes is None else lanes.call(number):
+                    self._forward_batch(task, batch, state, number)
 
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
-        for number, batch in enumerate(self._calls(task, backward=True)):
-            self._backward_batch(task, batch, grads, number)
+        lanes = task.lanes
+        with nullcontext() if lanes is None else lanes.task():
+            for number, batch in enumerate(self._calls(task, backward=True)):
+                with nullcontext() if lanes is None else lanes.call(number):
+                    self._backward_batch(task, batch, grads, number)
 
     # One call at a time, so that its mask is let go before the next one is made.
 
-    def _forward_batch(self, task: TaskTensors, batch: Batch, state: Statistics) -> None:
+    def _forward_batch(
+        self, task: TaskTensors, batch: Batch, state: Statistics, number: int
+    ) -> None:
         given = task.bias(batch.first)
         bias = None if given is None else _four_dims(given)
         for pick in self._head_views(task):
@@ -179,7 +187,7 @@ class RectangleKernel(ABC):
                 task.scale,
                 None if bias is None else _pick_bias(pick, bias, task.query.shape[1]),
                 Statistics(query_rows(pick(state.out), batch), query_rows(pick(state.lse), batch)),
-                task.timed,
+                partial(_merging, task, number),
             )
 
     def _backward_batch(
@@ -203,7 +211,7 @@ class RectangleKernel(ABC):
                 bias=None if bias is None else _pick_bias(pick, bias, task.query.shape[1]),
             )
             for part in self._parts(piece, batch.first.causal):
-                self._add_gradients(part, batch.first.causal, task, undo)
+                self._add_gradients(part, batch.first.causal, task, undo, number)
 
     def _calls(self, task: TaskTensors, *, backward: bool) -> Iterator[Batch]:
         """The operator calls of a task, by its rectangles."""
@@ -252,19 +260,19 @@ class RectangleKernel(ABC):
         scale: float,
         bias: torch.Tensor | None,
         state: Statistics,
-        timed: Timed,
+        merging: Callable[[], AbstractContextManager[None]],
     ) -> None:
         out, lse = self.whole_forward(query, key, value, causal, scale, bias)
-        with timed("merge"):
+        with merging():
             merge_(state.out, state.lse, out, lse)
 
     def _add_gradients(
-        self, p: _BackwardPiece, causal: bool, task: TaskTensors, undo: _Undo
+        self, p: _BackwardPiece, causal: bool, task: TaskTensors, undo: _Undo, number: int
     ) -> None:
         grad_query, grad_key, grad_value = self.rectangle_backward(
             p.grad_out, p.query, p.key, p.value, p.out, p.lse, causal, task.scale, p.bias
         )
-        with task.timed("merge"):
+        with _merging(task, number):
             add_(p.grad_query, grad_query, undo.factor, undo.unscale, undo.overflow)
             # Row runs that went in as batch entries each return a share of the key gradients.
             n_shares = grad_key.shape[0] // p.grad_key.shape[0]
@@ -292,6 +300,13 @@ class RectangleKernel(ABC):
             return
         for j in range(query_heads // key_heads if key_heads else 0):
             yield partial(jth_of_group, key_heads, j)
+
+
+@contextmanager
+def _merging(task: TaskTensors, number: int) -> Iterator[None]:
+    """Brackets the merging of the ``number``-th call's results."""
+    with nullcontext() if task.lanes is None else task.lanes.merge(number), task.timed("merge"):
+        yield
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from quorum_attention.decomposition import Decomposition, Rectangle
+from quorum_attention.decomposition import Decomposition
+from quorum_attention.decomposition.batches import Batch, batches
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.workload import Workload, count_groups
 from quorum_attention.planner.machine import Machine
 from quorum_attention.quorums import quorum_size
 
+# What keeping two streams in order costs the host with every call.
+_STREAM_SECONDS = 30e-6
 _BACKWARD_WORK = 2.5  # five matrix products instead of two
 
 
@@ -24,6 +27,7 @@ class Cost:
         up, down: copies to the slots and back.
         issue: what the host takes to issue it all.
         exposed: copies that nothing hides: those of the first and of the last unit.
+        fixed: what a pass takes whatever its size.
         overlaps: whether compute, copies and the host run side by side.
     """
 
@@ -33,6 +37,7 @@ class Cost:
     down: float
     issue: float
     exposed: float
+    fixed: float
     overlaps: bool
 
     @property
@@ -40,52 +45,121 @@ class Cost:
         """The whole: the slowest of compute, copies and host where they overlap, else the sum."""
         compute = self.arithmetic + self.merge
         if self.overlaps:
-            return max(compute, self.up, self.down, self.issue) + self.exposed
-        return compute + self.up + self.down + self.issue
+            return max(compute, self.up, self.down, self.issue) + self.exposed + self.fixed
+        return compute + self.up + self.down + self.issue + self.fixed
 
 
-@lru_cache(maxsize=512)
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """The operator calls of a few typical tasks, and what they come to.
+
+    Attributes:
+        calls: of all of them together.
+        pairs: query-key pairs of all of them, of one head.
+        merged: query rows (forward) that their calls merge, of one head.
+        runs: runs of tokens of a task.
+        tasks: how many.
+    """
+
+    calls: tuple[Batch, ...]
+    pairs: int
+    merged: int
+    runs: float
+    tasks: int
+
+
+@lru_cache(maxsize=1024)
 def _sample(
-    shape: Decomposition, is_causal: bool, n_queries: int, n_keys: int
-) -> tuple[tuple[Rectangle, ...], int]:
-    """The rectangles of a typical task, and its runs of tokens."""
-    task = shape.task(tuple(c // 2 for c in shape.levels))
-    return task.rectangles(is_causal, n_queries, n_keys), len(task.runs)
+    shape: Decomposition,
+    is_causal: bool,
+    n_queries: int,
+    n_keys: int,
+    together: tuple[int, int] | None,
+) -> _Sample:
+    """Tasks from the middle: the last chunk is shorter, and few tasks have it."""
+    parts = (1, 2, 3) if shape.depth == 1 else (1, 2)
+    paths = dict.fromkeys(tuple(part * c // 5 for c in shape.levels) for part in parts)
+    calls: list[Batch] = []
+    runs = 0
+    for path in paths:
+        task = shape.task(path)
+        rectangles = task.rectangles(is_causal, n_queries, n_keys)
+        runs += len(task.runs)
+        for batch in batches(rectangles):
+            first = batch.first
+            most = batch.count
+            if together is None:
+                most = 1
+            else:
+                limits = (together[0] // first.n_queries, together[1] // max(1, first.n_keys))
+                most = max(1, min(most, *limits))
+            whole, rest = divmod(batch.count, most)
+            calls += [replace(batch, count=most)] * whole
+            calls += [replace(batch, count=rest)] * (rest > 0)
+    return _Sample(
+        tuple(calls),
+        sum(call.first.pairs * call.count for call in calls),
+        sum(call.first.n_queries * call.count for call in calls),
+        runs / len(paths),
+        len(paths),
+    )
 
 
-def _slowdown(
-    rectangles: tuple[Rectangle, ...], lanes: tuple[int, int], machine: Machine, backward: bool
+def _device_seconds(
+    calls: tuple[Batch, ...],
+    work: Workload,
+    lanes: int,
+    machine: Machine,
+    *,
+    backward: bool,
+    streams: int,
+    whole: bool,
 ) -> float:
-    """Seconds of the rectangles over what they would take at the full rate."""
-    pairs = effective = 0.0
-    for r in rectangles:
-        if backward:
-            rows, filling = r.n_keys * lanes[1], machine.filling_keys
-        else:
-            filling = machine.filling_causal if r.causal else machine.filling_queries
-            rows = r.n_queries * lanes[0]
-        pairs += r.pairs
-        effective += r.pairs * (1 + filling / max(1, rows))
-    return effective / pairs if pairs else 1.0
+    """Seconds of the calls of a head group of ``lanes`` query heads and batch entries."""
+    flops_of_pair = 2.0 * (work.head_dim + work.value_dim) * (_BACKWARD_WORK if backward else 1.0)
+    rate = machine.backward_flops if backward else machine.flops
+    seconds = 0.0
+    for call in calls:
+        r = call.first
+        rows = (r.n_keys if backward else r.n_queries) * call.count * lanes
+        share = machine.share_of_rate(rows, r.n_queries if r.causal else 0, streams)
+        if whole or r.causal:
+            # Plain rectangles of a task are cut to what the cache takes.
+            inner = r.n_queries if backward else r.n_keys
+            bytes_of_row = (work.head_dim + work.value_dim) * work.element_bytes
+            share *= machine.cached_share(inner * bytes_of_row)
+        flops = flops_of_pair * r.pairs * call.count * lanes
+        seconds += flops / (rate * share) + machine.call_device_seconds
+    return seconds
 
 
 def cost(
     work: Workload, schedule: Schedule, machine: Machine, *, backward: bool, direct: bool
 ) -> Cost:
     """The predicted cost of a pass."""
-    shape = schedule.decomposition
+    shape, group = schedule.decomposition, schedule.group
+    lanes = group.batch * group.kv_heads * work.queries_per_key_head
+    together = (schedule.max_queries, schedule.max_keys) if group.batch == 1 else None
+    sample = _sample(shape, work.is_causal, work.n_queries, work.n_keys, together)
     heads = work.batch * work.heads
-    rectangles, runs = _sample(shape, work.is_causal, work.n_queries, work.n_keys)
-    key_lanes = schedule.group.batch * schedule.group.kv_heads
-    lanes = (key_lanes * work.queries_per_key_head, key_lanes)
-    flops = 2.0 * work.pairs * heads * (work.head_dim + work.value_dim)
-    flops *= _BACKWARD_WORK if backward else 1.0
-    rate = machine.backward_flops if backward else machine.flops
-    arithmetic = flops / rate * _slowdown(rectangles, lanes, machine, backward)
-    units = count_groups(work, schedule.group) * shape.n_tasks
-    calls = machine.call_seconds * len(rectangles) * units
+    # All pairs there are over those of the sample.
+    scale = work.pairs * heads / max(1, sample.pairs * lanes)
+    on_device = _device_seconds(
+        sample.calls,
+        work,
+        lanes,
+        machine,
+        backward=backward,
+        streams=schedule.streams,
+        whole=direct,
+    )
+    arithmetic = on_device * scale
+    units = count_groups(work, group) * shape.n_tasks
+    call_seconds = machine.backward_call_seconds if backward else machine.call_seconds
+    call_seconds += _STREAM_SECONDS * (schedule.streams > 1)
+    calls = call_seconds * len(sample.calls) / sample.tasks * units
     if direct:
-        return Cost(arithmetic, 0.0, 0.0, 0.0, calls, 0.0, machine.overlaps)
+        return Cost(arithmetic, 0.0, 0.0, 0.0, calls, 0.0, 0.0, machine.overlaps)
 
     inputs, states, tensors = _bytes_per_pass(work, backward)
     visits = 1
@@ -100,12 +174,15 @@ def cost(
     exposed = up_seconds + down_seconds
     if schedule.n_cap > 1:
         exposed /= max(1, units)
-    copies = runs * tensors * schedule.group.batch
+    copies = sample.runs * tensors * group.batch * group.kv_heads
     issue = calls + units * (machine.unit_seconds + copies * machine.copy_seconds)
-    merged = sum(r.n_queries for r in rectangles) * shape.n_tasks * heads
     width = work.value_dim * (2 * work.state_dtype.itemsize + work.element_bytes)
-    merge = merged * width * (3 if backward else 1) / machine.merge_bytes_per_second
-    return Cost(arithmetic, merge, up_seconds, down_seconds, issue, exposed, machine.overlaps)
+    merged = sample.merged * lanes * scale * width * (3 if backward else 1)
+    merge = merged / machine.merge_bytes_per_second
+    return Cost(
+        arithmetic, merge, up_seconds, down_seconds, issue, exposed, machine.pass_seconds,
+        machine.overlaps,
+    )  # fmt: skip
 
 
 def _bytes_per_pass(work: Workload, backward: bool) -> tuple[int, int, int]:

@@ -87,7 +87,10 @@ def forward_footprint(
             width = work.value_dim * work.state_dtype.itemsize
             home += _group_rows(work, schedule, "query") * width
     return Footprint(
-        schedule.n_cap * layout.slot_bytes, workspace, home, out if counts_results else 0
+        schedule.n_cap * layout.slot_bytes,
+        schedule.streams * workspace,
+        home,
+        out if counts_results else 0,
     )
 
 
@@ -121,7 +124,8 @@ def backward_footprint(
         home += _group_rows(work, schedule, "query") * work.head_dim * size
         home += _group_rows(work, schedule, "key") * (work.head_dim + work.value_dim) * size
     slots = schedule.n_cap * layout.slot_bytes
-    return Footprint(slots, workspace, home, place.copied_bytes + counted)
+    copied = place.copied_bytes + counted
+    return Footprint(slots, schedule.streams * workspace, home, copied)
 
 
 def _group_rows(work: Workload, schedule: Schedule, axis: str) -> int:

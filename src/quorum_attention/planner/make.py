@@ -43,6 +43,7 @@ def plan(
     accumulator: Literal["device", "host"] | None = None,
     heads_per_group: int | None = None,
     n_cap: int | None = None,
+    streams: int | None = None,
     kernel: str | InnerKernel = "auto",
     backward: bool = False,
 ) -> Plan:
@@ -60,7 +61,8 @@ def plan(
             paper's.
         device: what computes; None is CUDA where there is one, else the CPU.
         inputs: where the call's tensors are; None is "host" for CUDA, "device" for the CPU.
-        accumulator, heads_per_group (query heads), n_cap: pin these choices.
+        accumulator, heads_per_group (query heads), n_cap, streams (kernel calls in flight at
+            once, 1 or 2): pin these choices.
         kernel: name of an inner kernel, or one.
         backward: plan the backward pass instead of the forward.
 
@@ -77,6 +79,8 @@ def plan(
             quorum_size(c)
         if depth is not None and depth != len(levels):
             raise ValueError(f"depth is {depth} but levels {levels} has {len(levels)}")
+    if streams not in (None, 1, 2):
+        raise ValueError(f"streams must be 1 or 2, got {streams!r}")
     where = _device(device)
     resident = where.type == "cpu" if inputs is None else inputs == "device"
     if where.type == "cpu" and not resident:
@@ -94,10 +98,13 @@ def plan(
         accumulator=accumulator,
         group=_group(work, heads_per_group),
         n_cap=n_cap,
+        streams=streams,
         pinned=levels is not None or depth is not None,
         enforce_budget=bytes_given is not None or (levels is None and depth is None),
     )
-    found = choose(work, request, chosen, place, assumed(where.type, dtype), backward=backward)
+    found = choose(
+        work, request, chosen, place, assumed(where.type, dtype, head_dim), backward=backward
+    )
     return Plan(work, found, place, chosen.name, bytes_given, backward)
 
 

@@ -116,7 +116,7 @@ class Plan:
         lines.append(
             f"units: {self.n_groups} head group(s) of {schedule.group.batch} x "
             f"{schedule.group.kv_heads} key/value heads x {shape.n_tasks} task(s), "
-            f"{schedule.n_cap} resident at once"
+            f"{schedule.n_cap} resident at once, {schedule.streams} kernel call(s) in flight"
         )
         how = f"through slots, accumulators: {schedule.accumulator}"
         if self.candidate.direct:

@@ -12,6 +12,7 @@ from quorum_attention.errors import BudgetError
 from quorum_attention.execution.schedule import Home, Schedule, with_limits
 from quorum_attention.execution.workload import GroupSize, Workload, group_sizes
 from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.planner.cost import Cost, cost
 from quorum_attention.planner.footprint import (
     Footprint,
@@ -52,6 +53,7 @@ class Request:
     group: GroupSize | None = None
     n_cap: int | None = None
     pinned: bool = False
+    streams: int | None = None
     enforce_budget: bool = True
 
 
@@ -105,7 +107,7 @@ def choose(
     """
     smallest: Candidate | None = None
     best: Candidate | None = None
-    for schedule in _schedules(work, request, place):
+    for schedule in _schedules(work, request, kernel, place):
         found = price(work, schedule, kernel, place, machine, backward=backward)
         if smallest is None or found.footprint.total < smallest.footprint.total:
             smallest = found
@@ -148,7 +150,9 @@ def _breakdown(footprint: Footprint) -> str:
     return ", ".join(f"{name} {format_bytes(n)}" for name, n in parts.items() if n)
 
 
-def _schedules(work: Workload, request: Request, place: Placement) -> Iterator[Schedule]:
+def _schedules(
+    work: Workload, request: Request, kernel: InnerKernel, place: Placement
+) -> Iterator[Schedule]:
     sizes = [request.group] if request.group is not None else group_sizes(work)
     sizes = sizes or [GroupSize(max(1, work.batch), max(1, work.kv_heads))]
     n_caps = [request.n_cap] if request.n_cap is not None else [2, 1]
@@ -160,9 +164,12 @@ def _schedules(work: Workload, request: Request, place: Placement) -> Iterator[S
     max_pairs = None
     if work.mask is not None and work.mask.rows and work.mask.columns:
         max_pairs = _MASKED_PAIRS
+    streams = [request.streams] if request.streams is not None else [1, 2]
+    if place.device_type == "cpu" or not isinstance(kernel, RectangleKernel):
+        streams = [1]
     for shape in _decompositions(work, request):
-        for size, n_cap, home in product(sizes, n_caps, homes):
-            schedule = Schedule(shape, size, n_cap, home, 1, 1, request.pinned)
+        for size, n_cap, home, n in product(sizes, n_caps, homes, streams if shape.depth else [1]):
+            schedule = Schedule(shape, size, n_cap, home, 1, 1, request.pinned, n)
             # Under a mask a monolithic call is one rectangle as well: torch's own does the same.
             limit = max_pairs if shape.depth else None
             yield with_limits(schedule, work, limit)
