@@ -242,8 +242,15 @@ def test_results_of_both_homes_are_the_same() -> None:
 
 def test_progress_callable_and_bar(capsys) -> None:
     given, seen = inputs(300), []
-    qa.attention(*given.three, depth=1, progress=lambda *now: seen.append(now))
+    heads, head_dim = given.query.shape[1], given.query.shape[3]
+    plan = qa.plan(
+        300, heads=heads, head_dim=head_dim, dtype=given.query.dtype, levels=(7,), sweep=False
+    )
+    qa.attention(*given.three, plan=plan, progress=lambda *now: seen.append(now))
     assert seen == [(i + 1, 7, "forward") for i in range(7)]
+    seen.clear()
+    qa.attention(*given.three, depth=1, progress=lambda *now: seen.append(now))
+    assert seen == [(1, 1, "forward")], "all tasks at once"
     seen.clear()
     qa.attention(*given.three, depth=0, progress=lambda *now: seen.append(now))
     assert seen == [(1, 1, "forward")]
@@ -251,19 +258,23 @@ def test_progress_callable_and_bar(capsys) -> None:
     assert not capsys.readouterr().out.count("forward"), "the bar is drawn on stderr"
 
 
-def test_a_report_says_what_happened() -> None:
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_report_says_what_happened(depth: int) -> None:
     given = inputs(300, heads=4, kv_heads=2)
     report = qa.Report()
     assert str(report) == "nothing has run yet"
     three = [t.requires_grad_() for t in given.three]
-    qa.attention(*three, depth=1, enable_gqa=True, report=report).sum().backward()
+    levels = (7,) * depth
+    qa.attention(*three, depth=depth, enable_gqa=True, report=report).sum().backward()
     for part in (report.forward, report.backward):
         assert part is not None
-        assert (part.kernel, part.levels, part.planned_levels) == ("cpu", (7,), (7,))
-        assert part.units == 7 * part.n_groups
+        assert (part.kernel, part.levels, part.planned_levels) == ("cpu", levels, levels)
+        assert part.units == 7**depth * part.n_groups
         assert part.n_groups * part.heads_per_group == 4
-        assert part.loaded_bytes > 0
-        assert part.stored_bytes > 0
+        # At depth 1 all tasks run at once where the inputs are; nothing is moved.
+        assert (part.loaded_bytes > 0) == (part.stored_bytes > 0) == (depth == 2)
+        assert set(part.stages) == {"gather", "h2d", "compute", "merge", "d2h", "scatter"}
+        assert part.stages["compute"] > 0
         assert part.seconds > 0
         assert part.planned_peak_bytes > 0
         assert part.recoveries == []

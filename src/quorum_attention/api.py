@@ -16,7 +16,7 @@ from quorum_attention.execution.forward import forward
 from quorum_attention.execution.masks import MaskView
 from quorum_attention.execution.memory import available_bytes, named_out_of_memory
 from quorum_attention.execution.report import PassReport, Report
-from quorum_attention.execution.runner import Progress
+from quorum_attention.execution.tools import Progress
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.select import select_kernel

@@ -127,6 +127,14 @@ class Decomposition:
             spans, tokens = _merged(chosen), kept
         return Task(path, tuple(spans))
 
+    def whole(self) -> Task:
+        """The whole sequence as one task, its spans the chunks of the first level: every pair is
+        kept, as it is by all tasks together."""
+        if not self.levels:
+            return self.task(())
+        edges = (self._boundaries(self.n_tokens, self.levels[0], i) for i in range(self.levels[0]))
+        return Task((), tuple(Span(start, stop, 0) for start, stop in edges if start < stop))
+
     def census(self, is_causal: bool, tile: int = 128) -> Census:
         """Tiles of all tasks by verdict: masked, clear, mixed (paper, Appendix A.2)."""
         return census(self.tasks(), is_causal, tile)

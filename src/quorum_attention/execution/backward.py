@@ -22,10 +22,13 @@ from quorum_attention.execution.memory import (
 )
 from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.rows import Axis, GroupBuffer, RowTensor
-from quorum_attention.execution.runner import Progress, Tools, run
+from quorum_attention.execution.runner import run
 from quorum_attention.execution.scaling import BackwardScaling, scales
-from quorum_attention.execution.schedule import Schedule
+from quorum_attention.execution.schedule import Schedule, with_limits
 from quorum_attention.execution.slots import backward_layout
+from quorum_attention.execution.sweep import backward_sweep, sweeps
+from quorum_attention.execution.tools import Progress, Tools, make_tools
+from quorum_attention.execution.workload import count_groups
 from quorum_attention.kernels.protocol import Gradients
 from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.scaling import Scaling
@@ -54,7 +57,19 @@ def backward(
     """
     started = time.perf_counter()
     try:
-        if runs_directly(call, schedule) and grad_out.device == out.device == call.device:
+        together = grad_out.device == out.device == lse.device == call.device
+        if sweeps(call, schedule) and together:
+            failure = None
+            try:
+                return _sweep(call, schedule, grad_out, out, lse, grads, report, progress)
+            except Exception as error:
+                if schedule.pinned or not is_out_of_memory(error):
+                    raise
+                failure = first_line(error)
+            give_back_cached(call.device)
+            report.recoveries.append(f"all tasks at once out of memory ({failure}): one by one")
+            schedule = with_limits(replace(schedule, n_cap=1, sweep=False), call.work)
+        elif runs_directly(call, schedule) and grad_out.device == out.device == call.device:
             failure = None
             try:
                 return _direct(call, schedule, grad_out, out, lse, grads, report, progress)
@@ -77,6 +92,27 @@ def _empty_gradients(call: Call) -> Three:
         empty_result(tuple(call.key.shape), call.work.dtype, where, "the key's gradient"),
         empty_result(tuple(call.value.shape), call.work.dtype, where, "the value's gradient"),
     )
+
+
+def _sweep(
+    call: Call,
+    schedule: Schedule,
+    grad_out: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    grads: Three | None,
+    report: PassReport,
+    progress: Progress | None,
+) -> Three:
+    report.accumulator = "device"
+    grads = _empty_gradients(call) if grads is None else grads
+    tools = make_tools(call.device, schedule, timed=report.timed)
+    report.repeated_units = backward_sweep(
+        call, schedule, grad_out, out, lse, grads, tools, progress
+    )
+    report.units += schedule.decomposition.n_tasks * count_groups(call.work, schedule.group)
+    report.stages = tools.clock.seconds()
+    return grads
 
 
 def _direct(

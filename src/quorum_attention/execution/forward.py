@@ -18,9 +18,12 @@ from quorum_attention.execution.memory import (
 )
 from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.rows import Axis, GroupBuffer, RowTensor
-from quorum_attention.execution.runner import Progress, Tools, run
-from quorum_attention.execution.schedule import Schedule
+from quorum_attention.execution.runner import run
+from quorum_attention.execution.schedule import Schedule, with_limits
 from quorum_attention.execution.slots import SlotLayout, forward_layout
+from quorum_attention.execution.sweep import forward_sweep, sweeps
+from quorum_attention.execution.tools import Progress, Tools, make_tools
+from quorum_attention.execution.workload import count_groups
 from quorum_attention.kernels.protocol import Statistics, TaskTensors
 from quorum_attention.kernels.rectangles import RectangleKernel
 
@@ -38,7 +41,18 @@ def forward(
     (or ``out``, filled); lse (*batch, heads, n_queries), natural log, in the state dtype."""
     started = time.perf_counter()
     try:
-        if runs_directly(call, schedule):
+        if sweeps(call, schedule):
+            failure = None
+            try:
+                return _sweep(call, schedule, out, out_dtype, report, progress)
+            except Exception as error:
+                if schedule.pinned or not is_out_of_memory(error):
+                    raise
+                failure = first_line(error)
+            give_back_cached(call.device)
+            report.recoveries.append(f"all tasks at once out of memory ({failure}): one by one")
+            schedule = with_limits(replace(schedule, n_cap=1, sweep=False), call.work)
+        elif runs_directly(call, schedule):
             failure = None
             try:
                 return _direct(call, schedule, out, out_dtype, report, progress)
@@ -52,6 +66,22 @@ def forward(
         return _through_slots(call, schedule, out, out_dtype, report, progress)
     finally:
         report.seconds = time.perf_counter() - started
+
+
+def _sweep(
+    call: Call,
+    schedule: Schedule,
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    report: PassReport,
+    progress: Progress | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    report.accumulator = "device"
+    tools = make_tools(call.device, schedule, timed=report.timed)
+    results = forward_sweep(call, schedule, out, out_dtype, tools, progress)
+    report.units += schedule.decomposition.n_tasks * count_groups(call.work, schedule.group)
+    report.stages = tools.clock.seconds()
+    return results
 
 
 def _direct(

@@ -13,7 +13,7 @@ import torch
 
 from quorum_attention.decomposition import Decomposition, Task
 from quorum_attention.errors import OutOfMemoryError
-from quorum_attention.execution.clock import Clock, CudaClock, HostClock, NoClock
+from quorum_attention.execution.clock import Clock, NoClock
 from quorum_attention.execution.engine import Engine, Pass, Unit
 from quorum_attention.execution.guardrail import Coarsen, Deepen, Event, GiveUp, Guardrail
 from quorum_attention.execution.memory import (
@@ -26,21 +26,10 @@ from quorum_attention.execution.memory import (
 )
 from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.schedule import DEEPEN_BY, Schedule
+from quorum_attention.execution.tools import Progress, Tools, make_tools
 from quorum_attention.execution.transfers import CudaMover, HostMover, Mover
 from quorum_attention.execution.visits import Visit, touched_rows, visits
 from quorum_attention.execution.workload import Group, Workload, groups
-from quorum_attention.kernels.lanes import Lanes
-
-Progress = Callable[[int, int, str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Tools:
-    """What a pass works with beside its tensors."""
-
-    clock: Clock
-    lanes: Lanes | None = None
-
 
 MakePass = Callable[[Schedule, Tools], Pass]
 
@@ -104,10 +93,7 @@ def run(
     queue = _Queue(list(groups(work, schedule.group)), list(every.tasks()), [])
     total = len(queue.groups) * len(queue.tasks)
     counted = 0
-    clock = _clock(device, report.timed)
-    lanes = None
-    if device.type == "cuda" and schedule.streams > 1:
-        lanes = Lanes(device, schedule.streams)
+    tools = make_tools(device, schedule, timed=report.timed)
     locks = PageLocks(host_tensors if device.type == "cuda" else [])
     with locks:
         while queue.groups:
@@ -115,8 +101,8 @@ def run(
             room = _RoomForCoarser(schedule, guard, make_pass, device)
             try:
                 counted = _attempt(
-                    make_pass(schedule, Tools(clock, lanes)), schedule, queue, device, locks,
-                    report, progress, (counted, total, label), room, clock,
+                    make_pass(schedule, tools), schedule, queue, device, locks,
+                    report, progress, (counted, total, label), room, tools.clock,
                 )  # fmt: skip
             except Exception as error:
                 if not is_out_of_memory(error):
@@ -147,7 +133,7 @@ def run(
             later = (len(queue.groups) - 1) * schedule.decomposition.n_tasks
             counted = report.units
             total = counted + len(queue.tasks) + later
-    report.stages = clock.seconds()
+    report.stages = tools.clock.seconds()
     report.levels = schedule.decomposition.levels
     report.n_cap = schedule.n_cap
 
@@ -205,12 +191,6 @@ def _mover(device: torch.device, n_slots: int, locks: PageLocks, clock: Clock) -
     if device.type == "cuda":
         return CudaMover(device, n_slots, locks, clock)
     return HostMover(clock)
-
-
-def _clock(device: torch.device, wanted: bool) -> Clock:
-    if not wanted:
-        return NoClock()
-    return CudaClock() if device.type == "cuda" else HostClock()
 
 
 def _place(queue: _Queue) -> str:

@@ -97,28 +97,37 @@ class BackwardScaling:
         """Whether the unit, now computed, has to be run again; the shifts at fault are lowered."""
         _, scaling, flags = self._scalings[unit.slot]
         assert scaling.overflow is not None
-        calls = flags[: scaling.overflow.numel()].nonzero().flatten().tolist()
-        if not calls or not self._inputs_are_finite(unit):
-            return False
-        lower = {call: scaling.shift_of(call) - _STEP for call in calls}
-        if min(lower.values()) < _SMALLEST_SHIFT:
-            return False
-        scaling.lowered.update(lower)
-        self.repeated += 1
-        return True
+        names = ("query", "key", "value", "out", "grad_out")
+        inputs = tuple(unit.fields[name] for name in names)
+        again = lower_shifts(scaling, flags[: scaling.overflow.numel()], inputs)
+        self.repeated += again
+        return again
 
     def _is_same(self, unit: Unit) -> bool:
         held, _, _ = self._scalings[unit.slot]
         return held.visit.task == unit.visit.task and held.group == unit.group
 
-    def _inputs_are_finite(self, unit: Unit) -> bool:
-        """No shift cures what came in broken; then the result is what the kernel makes of it."""
-        names = ("query", "key", "value", "out", "grad_out")
-        return all(
-            bool(torch.isfinite(unit.fields[name][block]).all())
-            for name in names
-            for block in _blocks(unit.fields[name])
-        )
+
+def lower_shifts(
+    scaling: Scaling, overflow: torch.Tensor | None, inputs: tuple[torch.Tensor, ...]
+) -> bool:
+    """Lower the shifts of the calls that ``overflow`` flags; False where nothing is to be done.
+
+    Nothing is where no flag is set, where no smaller shift is left, and where an input is not
+    finite: no shift cures that, and the result is what the kernel makes of it.
+    """
+    calls = [] if overflow is None else overflow.nonzero().flatten().tolist()
+    if not calls or not all(_is_finite(tensor) for tensor in inputs):
+        return False
+    lower = {call: scaling.shift_of(call) - _STEP for call in calls}
+    if min(lower.values()) < _SMALLEST_SHIFT:
+        return False
+    scaling.lowered.update(lower)
+    return True
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return all(bool(torch.isfinite(tensor[block]).all()) for block in _blocks(tensor))
 
 
 def _blocks(tensor: torch.Tensor) -> list[tuple[slice, slice, slice]]:

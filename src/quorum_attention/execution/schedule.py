@@ -25,6 +25,7 @@ class Schedule:
         n_cap: slots, i.e. tasks resident at once.
         accumulator: where the travelling state lives between visits.
         max_queries, max_keys: no rectangle is larger, so a kernel's workspace has a bound.
+        sweep: all tasks of a head group at once, on the inputs as they lie (execution/sweep.py).
         streams: kernel calls of a task in flight at once.
         pinned: the user chose the depth; a failure is reported, not recovered from.
     """
@@ -37,6 +38,13 @@ class Schedule:
     max_keys: int
     pinned: bool = False
     streams: int = 1
+    sweep: bool = False
+
+    @property
+    def task_tokens(self) -> int:
+        """Tokens of the largest task that a kernel sees."""
+        shape = self.decomposition
+        return shape.n_tokens if self.sweep else shape.max_task_tokens
 
     def extent(self, work: Workload) -> Extent:
         """The largest piece of work a kernel gets."""
@@ -44,7 +52,7 @@ class Schedule:
             batch=self.group.batch,
             query_heads=self.group.kv_heads * work.queries_per_key_head,
             key_heads=self.group.kv_heads,
-            n_tokens=self.decomposition.max_task_tokens,
+            n_tokens=self.task_tokens,
             max_queries=self.max_queries,
             max_keys=self.max_keys,
         )
@@ -68,6 +76,13 @@ def with_limits(schedule: Schedule, work: Workload, max_pairs: int | None = None
     both), by halving whichever side is longer.
     """
     shape = schedule.decomposition
+    if schedule.sweep:
+        rectangles = shape.whole().rectangles(work.is_causal, work.n_queries, work.n_keys)
+        return replace(
+            schedule,
+            max_queries=max((r.n_queries for r in rectangles), default=1),
+            max_keys=max((r.n_keys for r in rectangles), default=1),
+        )
     tokens = shape.max_task_tokens
     unit = shape.tile if shape.layout == "aligned" else 1
     if shape.depth == 0:

@@ -65,7 +65,8 @@ def divide_gradient_(
         unscale: (b, hk) fp32, receives what it was divided by.
         shift: what probabilities will be multiplied by, 2**shift.
     """
-    if grad_out.is_cuda and triton_available():
+    dense = grad_out.is_contiguous() and value.is_contiguous()
+    if grad_out.is_cuda and dense and triton_available():
         from quorum_attention.kernels.scaling_triton import divide_gradient_triton_
 
         divide_gradient_triton_(grad_out, value, unscale, shift)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from quorum_attention.decomposition import Decomposition
+from quorum_attention.decomposition import Decomposition, Task
 from quorum_attention.decomposition.batches import Batch, batches
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.workload import Workload, count_groups
@@ -68,6 +68,15 @@ class _Sample:
     tasks: int
 
 
+def _tasks(shape: Decomposition, sweep: bool) -> list[Task]:
+    if sweep:
+        return [shape.whole()]
+    # From the middle: the last chunk is shorter, and few tasks have it.
+    parts = (1, 2, 3) if shape.depth == 1 else (1, 2)
+    paths = dict.fromkeys(tuple(part * c // 5 for c in shape.levels) for part in parts)
+    return [shape.task(path) for path in paths]
+
+
 @lru_cache(maxsize=1024)
 def _sample(
     shape: Decomposition,
@@ -75,14 +84,12 @@ def _sample(
     n_queries: int,
     n_keys: int,
     together: tuple[int, int] | None,
+    sweep: bool,
 ) -> _Sample:
-    """Tasks from the middle: the last chunk is shorter, and few tasks have it."""
-    parts = (1, 2, 3) if shape.depth == 1 else (1, 2)
-    paths = dict.fromkeys(tuple(part * c // 5 for c in shape.levels) for part in parts)
+    tasks = _tasks(shape, sweep)
     calls: list[Batch] = []
     runs = 0
-    for path in paths:
-        task = shape.task(path)
+    for task in tasks:
         rectangles = task.rectangles(is_causal, n_queries, n_keys)
         runs += len(task.runs)
         for batch in batches(rectangles):
@@ -100,8 +107,8 @@ def _sample(
         tuple(calls),
         sum(call.first.pairs * call.count for call in calls),
         sum(call.first.n_queries * call.count for call in calls),
-        runs / len(paths),
-        len(paths),
+        runs / len(tasks),
+        len(tasks),
     )
 
 
@@ -134,13 +141,19 @@ def _device_seconds(
 
 
 def cost(
-    work: Workload, schedule: Schedule, machine: Machine, *, backward: bool, direct: bool
+    work: Workload,
+    schedule: Schedule,
+    machine: Machine,
+    *,
+    backward: bool,
+    direct: bool,
+    resident: bool = False,
 ) -> Cost:
     """The predicted cost of a pass."""
     shape, group = schedule.decomposition, schedule.group
     lanes = group.batch * group.kv_heads * work.queries_per_key_head
     together = (schedule.max_queries, schedule.max_keys) if group.batch == 1 else None
-    sample = _sample(shape, work.is_causal, work.n_queries, work.n_keys, together)
+    sample = _sample(shape, work.is_causal, work.n_queries, work.n_keys, together, schedule.sweep)
     heads = work.batch * work.heads
     # All pairs there are over those of the sample.
     scale = work.pairs * heads / max(1, sample.pairs * lanes)
@@ -154,13 +167,19 @@ def cost(
         whole=direct,
     )
     arithmetic = on_device * scale
-    units = count_groups(work, group) * shape.n_tasks
+    units = count_groups(work, group) * (1 if schedule.sweep else shape.n_tasks)
     call_seconds = machine.backward_call_seconds if backward else machine.call_seconds
     call_seconds += _STREAM_SECONDS * (schedule.streams > 1)
     calls = call_seconds * len(sample.calls) / sample.tasks * units
     if direct:
         return Cost(arithmetic, 0.0, 0.0, 0.0, calls, 0.0, 0.0, machine.overlaps)
 
+    width = work.value_dim * (2 * work.state_dtype.itemsize + work.element_bytes)
+    merged = sample.merged * lanes * scale * width * (3 if backward else 1)
+    merge = merged / machine.merge_bytes_per_second
+    if schedule.sweep:
+        issue = calls + units * machine.call_seconds
+        return Cost(arithmetic, merge, 0.0, 0.0, issue, 0.0, 0.0, machine.overlaps)
     inputs, states, tensors = _bytes_per_pass(work, backward)
     visits = 1
     for c in shape.levels:
@@ -169,16 +188,16 @@ def cost(
     if schedule.accumulator == "host":
         up += (visits - 1) * states
         down = visits * states
-    up_seconds = up / machine.up_bytes_per_second
-    down_seconds = down / machine.down_bytes_per_second
+    up_rate, down_rate = machine.up_bytes_per_second, machine.down_bytes_per_second
+    if resident and machine.overlaps:
+        # Nothing crosses the bus: read and written in device memory.
+        up_rate = down_rate = machine.merge_bytes_per_second / 2
+    up_seconds, down_seconds = up / up_rate, down / down_rate
     exposed = up_seconds + down_seconds
     if schedule.n_cap > 1:
         exposed /= max(1, units)
     copies = sample.runs * tensors * group.batch * group.kv_heads
     issue = calls + units * (machine.unit_seconds + copies * machine.copy_seconds)
-    width = work.value_dim * (2 * work.state_dtype.itemsize + work.element_bytes)
-    merged = sample.merged * lanes * scale * width * (3 if backward else 1)
-    merge = merged / machine.merge_bytes_per_second
     return Cost(
         arithmetic, merge, up_seconds, down_seconds, issue, exposed, machine.pass_seconds,
         machine.overlaps,

@@ -76,6 +76,11 @@ def forward_footprint(
             cast = place.result_dtype != work.dtype and counts_results
             return Footprint(0, workspace, 0, out if cast else 0)
         return Footprint(0, workspace, 0, (out if counts_results else 0) + lse)
+    if schedule.sweep:
+        rows_of_group = _group_rows(work, schedule, "query")
+        held = rows_of_group * work.value_dim * work.state_dtype.itemsize + lse
+        workspace *= schedule.streams
+        return Footprint(0, workspace, held, out if counts_results else 0)
     layout = forward_layout(
         work, schedule.group, schedule.decomposition.max_task_tokens, place.result_dtype
     )
@@ -110,6 +115,14 @@ def backward_footprint(
         lse = 2 * query_rows * work.state_dtype.itemsize + query_rows
         whole = schedule.group == GroupSize(work.batch, work.kv_heads)
         return Footprint(0, workspace, lse, place.copied_bytes + (0 if whole else counted))
+    if schedule.sweep:
+        query, key = _group_rows(work, schedule, "query"), _group_rows(work, schedule, "key")
+        widths = query * work.head_dim + key * (work.head_dim + work.value_dim)
+        held = widths * work.state_dtype.itemsize
+        if scales(kernel, work):
+            held += query * work.value_dim * work.element_bytes + 4 * _ROUNDING
+        workspace *= schedule.streams
+        return Footprint(0, workspace, held + 3 * _ROUNDING, place.copied_bytes + counted)
     layout = backward_layout(
         work,
         schedule.group,

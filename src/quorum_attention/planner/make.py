@@ -44,6 +44,7 @@ def plan(
     heads_per_group: int | None = None,
     n_cap: int | None = None,
     streams: int | None = None,
+    sweep: bool | None = None,
     kernel: str | InnerKernel = "auto",
     backward: bool = False,
 ) -> Plan:
@@ -62,7 +63,8 @@ def plan(
         device: what computes; None is CUDA where there is one, else the CPU.
         inputs: where the call's tensors are; None is "host" for CUDA, "device" for the CPU.
         accumulator, heads_per_group (query heads), n_cap, streams (kernel calls in flight at
-            once, 1 or 2): pin these choices.
+            once, 1 or 2), sweep (all tasks of a head group at once, on inputs that lie on the
+            computing device, at depth 1): pin these choices.
         kernel: name of an inner kernel, or one.
         backward: plan the backward pass instead of the forward.
 
@@ -99,6 +101,7 @@ def plan(
         group=_group(work, heads_per_group),
         n_cap=n_cap,
         streams=streams,
+        sweep=sweep,
         pinned=levels is not None or depth is not None,
         enforce_budget=bytes_given is not None or (levels is None and depth is None),
     )

@@ -121,6 +121,8 @@ class Plan:
         how = f"through slots, accumulators: {schedule.accumulator}"
         if self.candidate.direct:
             how = "inputs in place, nothing to merge"
+        elif schedule.sweep:
+            how = "inputs in place, all tasks of a head group at once"
         lines.append(f"kernel: {self.kernel} on {self.place.device_type}, {how}")
         parts = [
             f"{label} {format_bytes(n)}"
@@ -140,7 +142,7 @@ class Plan:
             f"{'overlapped' if cost.overlaps else 'one after the other'})"
         )
         if self.candidate.direct:
-            lines.append("why: the monolithic call fits the budget")
+            lines.append("why: the monolithic call fits the budget, and nothing is clearly faster")
         elif not shape.levels:
             lines.append("why: cutting heads is enough, and costs nothing")
         else:

@@ -29,6 +29,10 @@ from quorum_attention.sizes import format_bytes
 _LARGEST_SINGLE = 50
 _PAIRED = (3, 4, 5, 6, 8)
 _TRIPLES = ((7, 7, 7), (13, 7, 7), (13, 13, 7), (13, 13, 13))
+# A monolithic call shorter than this (seconds) is taken without looking further; a decomposed one
+# has to be predicted this much faster.
+_WORTH_COMPARING = 0.02
+_CLEARLY = 0.95
 # The bias of one rectangle under a mask that spans rows and columns, in pairs.
 _MASKED_PAIRS = 32 << 20
 
@@ -54,6 +58,7 @@ class Request:
     n_cap: int | None = None
     pinned: bool = False
     streams: int | None = None
+    sweep: bool | None = None
     enforce_budget: bool = True
 
 
@@ -83,7 +88,7 @@ def price(
     return Candidate(
         schedule,
         footprint,
-        cost(work, schedule, machine, backward=backward, direct=direct),
+        cost(work, schedule, machine, backward=backward, direct=direct, resident=place.resident),
         direct,
     )
 
@@ -98,7 +103,8 @@ def choose(
     *,
     backward: bool,
 ) -> Candidate:
-    """The fastest schedule that fits; the monolithic call wherever it fits as it is.
+    """The fastest schedule that fits; the monolithic call where it fits and nothing is clearly
+    faster.
 
     Remembered: a model calls attention many times over with the same sizes.
 
@@ -107,6 +113,7 @@ def choose(
     """
     smallest: Candidate | None = None
     best: Candidate | None = None
+    undivided: Candidate | None = None
     for schedule in _schedules(work, request, kernel, place):
         found = price(work, schedule, kernel, place, machine, backward=backward)
         if smallest is None or found.footprint.total < smallest.footprint.total:
@@ -115,9 +122,14 @@ def choose(
             continue
         whole = found.schedule.group == GroupSize(work.batch, work.kv_heads)
         if found.direct and whole:
-            return found
-        if best is None or found.cost.seconds < best.cost.seconds:
+            if found.cost.seconds < _WORTH_COMPARING or place.device_type != "cuda":
+                return found
+            undivided = found
+        elif best is None or found.cost.seconds < best.cost.seconds:
             best = found
+    if undivided is not None:
+        worth_it = best is not None and best.cost.seconds < _CLEARLY * undivided.cost.seconds
+        return best if best is not None and worth_it else undivided
     if best is not None:
         return best
     assert smallest is not None, "the search always has a candidate"
@@ -167,7 +179,18 @@ def _schedules(
     streams = [request.streams] if request.streams is not None else [1, 2]
     if place.device_type == "cpu" or not isinstance(kernel, RectangleKernel):
         streams = [1]
+    sweeping = place.resident and place.dense_rows and work.mask is None
+    sweeping &= isinstance(kernel, RectangleKernel) and request.n_cap is None
+    sweeping &= request.accumulator != "host" or place.device_type == "cpu"
+    sweeping &= request.sweep is not False
     for shape in _decompositions(work, request):
+        if sweeping and shape.depth == 1:
+            for size, n in product(sizes, streams):
+                if size.batch == 1:
+                    schedule = Schedule(shape, size, 1, "device", 1, 1, request.pinned, n, True)
+                    yield with_limits(schedule, work)
+            if request.sweep:
+                continue
         for size, n_cap, home, n in product(sizes, n_caps, homes, streams if shape.depth else [1]):
             schedule = Schedule(shape, size, n_cap, home, 1, 1, request.pinned, n)
             # Under a mask a monolithic call is one rectangle as well: torch's own does the same.

@@ -1,0 +1,115 @@
+"""All tasks at once: the same pairs, the same result, inside the planned memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers_attention import assert_close, exact, inputs
+from helpers_memory import FailingAllocations, usage
+from helpers_plans import unpinned
+
+import quorum_attention as qa
+from quorum_attention.decomposition import Decomposition
+
+
+def pair(n: int, sweep: bool | None, backward: bool = False, **sizes) -> qa.Plan:
+    return qa.plan(n, levels=(7,), tile=8, sweep=sweep, device="cpu", backward=backward, **sizes)
+
+
+@pytest.mark.parametrize("n", [1, 7, 100, 333])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_whole_keeps_every_pair_once(n: int, causal: bool) -> None:
+    task = Decomposition(n, (7,), tile=8).whole()
+    kept = torch.zeros(n, n, dtype=torch.int32)
+    for r in task.rectangles(causal):
+        block = torch.ones(r.n_queries, r.n_keys, dtype=torch.int32)
+        kept[r.query_start : r.query_stop, r.key_start : r.key_stop] += (
+            block.tril() if r.causal else block
+        )
+    wanted = torch.ones(n, n, dtype=torch.int32)
+    assert torch.equal(kept, wanted.tril() if causal else wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("sizes", [(200, 200), (200, 130), (90, 210)])
+def test_results_are_those_of_one_task_after_the_other(sizes, causal, dtype) -> None:
+    n, n_keys = sizes
+    given = inputs(n, n_keys, heads=4, kv_heads=2, head_dim=16, dtype=dtype)
+    shape = {
+        "n_keys": n_keys, "heads": 4, "kv_heads": 2, "head_dim": 16, "dtype": dtype,
+        "is_causal": causal,
+    }  # fmt: skip
+    options = {"is_causal": causal, "enable_gqa": True}
+    results = []
+    for sweep in (True, False):
+        plans = [pair(n, sweep, backward, **shape) for backward in (False, True)]
+        assert plans[0].schedule.sweep == plans[1].schedule.sweep == sweep
+        out, lse = qa.attention_with_lse(*given.three, plan=plans[0], **options)
+        grads = qa.attention_backward(
+            given.grad_out, *given.three, out, lse, plan=plans[1], **options
+        )
+        results.append((out, lse, *grads))
+    reference = exact(given, is_causal=causal, gradients=True)
+    for swept, one_by_one in zip(*results, strict=True):
+        tolerance = 1e-2 if dtype == torch.float16 else 1e-4
+        assert_close(swept, one_by_one.double(), tolerance)
+    assert_close(results[0][0], reference.out, 1e-2)
+
+
+def test_batches_and_strided_inputs() -> None:
+    q, k, v = (torch.randn(2, 3, 150, 4, 16).movedim(2, 3)[:, :, :, :, ::1] for _ in range(3))
+    out = qa.attention(q, k, v, depth=1, is_causal=True)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(out, wanted, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.usefixtures("one_thread")
+def test_memory_stays_within_the_plan(backward: bool, dtype: torch.dtype) -> None:
+    given = inputs(600, heads=2, head_dim=16, dtype=dtype)
+    plan = pair(600, True, backward, heads=2, head_dim=16, dtype=dtype, is_causal=True)
+    out, lse = qa.attention_with_lse(*given.three, is_causal=True)
+
+    def call() -> None:
+        if backward:
+            qa.attention_backward(given.grad_out, *given.three, out, lse, is_causal=True, plan=plan)
+        else:
+            qa.attention(*given.three, is_causal=True, plan=plan)
+
+    call()
+    assert usage(call).peak <= plan.peak_bytes
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_running_out_of_memory_goes_on_one_by_one(backward: bool) -> None:
+    given = inputs(200, heads=2, head_dim=8)
+    plan = unpinned(
+        pair(200, True, backward, heads=2, head_dim=8, dtype=torch.float32, is_causal=True)
+    )
+    out, lse = qa.attention_with_lse(*given.three, is_causal=True)
+    reference = exact(given, is_causal=True, gradients=True)
+    # A kernel's first use tries it out.
+    qa.attention_backward(given.grad_out, *given.three, out, lse, is_causal=True)
+    recovered = 0
+    for first in range(1, 14):
+        report = qa.Report()
+        with FailingAllocations(first):
+            try:
+                if backward:
+                    got = qa.attention_backward(
+                        given.grad_out, *given.three, out, lse, is_causal=True, plan=plan,
+                        report=report,
+                    )  # fmt: skip
+                else:
+                    got = (qa.attention(*given.three, is_causal=True, plan=plan, report=report),)
+            except torch.OutOfMemoryError:
+                continue
+        wanted = reference.grads if backward else (reference.out,)
+        for actual, expected in zip(got, wanted, strict=True):
+            assert_close(actual, expected, 1e-4)
+        part = report.backward if backward else report.forward
+        assert part is not None
+        recovered += bool(part.recoveries)
+    assert recovered > 3
