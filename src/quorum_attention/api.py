@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -14,7 +14,13 @@ from quorum_attention.execution.backward import Three, backward
 from quorum_attention.execution.call import Call, rows_are_dense
 from quorum_attention.execution.forward import forward
 from quorum_attention.execution.masks import MaskView
-from quorum_attention.execution.memory import available_bytes, named_out_of_memory
+from quorum_attention.execution.memory import (
+    available_bytes,
+    first_line,
+    give_back_cached,
+    is_out_of_memory,
+    named_out_of_memory,
+)
 from quorum_attention.execution.report import PassReport, Report
 from quorum_attention.execution.tools import Progress
 from quorum_attention.execution.workload import Workload
@@ -23,7 +29,7 @@ from quorum_attention.kernels.select import select_kernel
 from quorum_attention.planner.footprint import Placement
 from quorum_attention.planner.machine import assumed
 from quorum_attention.planner.plan import Plan
-from quorum_attention.planner.search import Request, choose
+from quorum_attention.planner.search import Request, choose, undivided
 from quorum_attention.sizes import format_bytes, parse_bytes
 from quorum_attention.validation import (
     as_tensor,
@@ -34,6 +40,7 @@ from quorum_attention.validation import (
 )
 
 Device = str | torch.device
+_Result = TypeVar("_Result")
 # Of what is free, this much is left alone when no budget is given.
 _MARGIN = 0.1
 
@@ -388,6 +395,63 @@ def make_plan(
     return Plan(work, found, place, kernel.name, options.budget_bytes, backward)
 
 
+def _attempts(
+    work: Workload,
+    options: Options,
+    kernel: InnerKernel,
+    place: Placement,
+    *,
+    backward: bool,
+) -> Iterator[Plan]:
+    """The plan to run, and before it one that is tried without planning.
+
+    A short call is not worth asking how much memory is free: where it runs out, the next is.
+    """
+    if options.budget_bytes is None and options.plan is None and options.depth is None:
+        machine = assumed(options.device.type, work.dtype, work.head_dim)
+        found = undivided(work, kernel, place, machine, backward=backward)
+        if found is not None:
+            yield Plan(work, found, place, kernel.name, None, backward)
+    yield make_plan(work, options, kernel, place, backward=backward)
+
+
+def _run(
+    plans: Iterator[Plan],
+    options: Options,
+    attempt: Callable[[Plan, PassReport, Progress | None], _Result],
+    note: Callable[[PassReport], None],
+) -> _Result:
+    """The result of the first of ``plans`` that does not run out of memory."""
+    recoveries: list[str] = []
+    plan = next(plans)
+    while True:
+        report = _pass_report(plan, options)
+        report.recoveries.extend(recoveries)
+        note(report)
+        failure = None
+        following: Plan | None = None
+        with (
+            _device(options.device),
+            _PeakMemory(options.device, report, options.report is not None),
+            _progress(options) as progress,
+            torch.no_grad(),
+            named_out_of_memory(pinned=plan.schedule.pinned),
+        ):
+            try:
+                return attempt(plan, report, progress)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                # Only where this plan was a try without planning is there another.
+                following = next(plans, None)
+                if following is None:
+                    raise
+                failure = first_line(error)
+        give_back_cached(options.device)
+        recoveries.append(f"monolithic call out of memory ({failure}): planned anew")
+        plan = following
+
+
 def _pass_report(plan: Plan, options: Options) -> PassReport:
     return PassReport(
         kernel=plan.kernel,
@@ -467,21 +531,21 @@ def run_forward(
         out_dtype,
         rows_are_dense(query, key, value),
     )
-    plan = make_plan(work, options, kernel, place, backward=False)
     call = _call(query, key, value, work, options, kernel)
-    report = _pass_report(plan, options)
-    if options.report is not None:
-        options.report.forward = report
-    with (
-        _device(options.device),
-        _PeakMemory(options.device, report, options.report is not None),
-        _progress(options) as progress,
-        torch.no_grad(),
-        named_out_of_memory(pinned=plan.schedule.pinned),
-    ):
+
+    def attempt(
+        plan: Plan, report: PassReport, progress: Progress | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return forward(
             call, plan.schedule, out=out, out_dtype=out_dtype, report=report, progress=progress
         )
+
+    def note(report: PassReport) -> None:
+        if options.report is not None:
+            options.report.forward = report
+
+    plans = _attempts(work, options, kernel, place, backward=False)
+    return _run(plans, options, attempt, note)
 
 
 def run_backward(
@@ -511,18 +575,9 @@ def run_backward(
         rows_are_dense(query, key, value),
         sum(_copied_bytes(tensor, work.dtype, options.device) for tensor in (grad_out, out)),
     )
-    plan = make_plan(work, options, kernel, place, backward=True)
     call = _call(query, key, value, work, options, kernel)
-    report = _pass_report(plan, options)
-    if options.report is not None:
-        options.report.backward = report
-    with (
-        _device(options.device),
-        _PeakMemory(options.device, report, options.report is not None),
-        _progress(options) as progress,
-        torch.no_grad(),
-        named_out_of_memory(pinned=plan.schedule.pinned),
-    ):
+
+    def attempt(plan: Plan, report: PassReport, progress: Progress | None) -> Three:
         return backward(
             call,
             plan.schedule,
@@ -533,6 +588,13 @@ def run_backward(
             report=report,
             progress=progress,
         )
+
+    def note(report: PassReport) -> None:
+        if options.report is not None:
+            options.report.backward = report
+
+    plans = _attempts(work, options, kernel, place, backward=True)
+    return _run(plans, options, attempt, note)
 
 
 def _has_dense_rows(tensor: torch.Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
@@ -40,6 +41,7 @@ def _is_everything(rectangles: tuple[Rectangle, ...], work: Workload) -> bool:
     return sizes == [(work.n_queries, work.n_keys)]
 
 
+@lru_cache(maxsize=256)
 def _rectangles(work: Workload, schedule: Schedule) -> tuple[Rectangle, ...]:
     return schedule.decomposition.task(()).rectangles(
         work.is_causal, work.n_queries, work.n_keys, schedule.max_queries, schedule.max_keys

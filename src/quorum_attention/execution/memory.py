@@ -84,11 +84,17 @@ def available_bytes(device: torch.device) -> int:
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         free, total = torch.cuda.mem_get_info(device)
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        # As a nested dictionary: flattening it would take longer than a short attention call.
+        stats = torch.cuda.memory_stats_as_nested_dict(device)
+        reserved, allocated = (
+            stats[name]["all"]["current"] if stats else 0
+            for name in ("reserved_bytes", "allocated_bytes")
+        )
+        unused = reserved - allocated
         limit = total
         if hasattr(torch.cuda, "get_per_process_memory_fraction"):
             limit = int(total * torch.cuda.get_per_process_memory_fraction(device))
-        within = limit - torch.cuda.memory_allocated(device)
+        within = limit - allocated
         return max(0, min(free + unused, within))
     return _host_available()
 

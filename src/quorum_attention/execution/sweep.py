@@ -8,9 +8,11 @@ place. A few kernel calls do what as many tasks would take several each for.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
-from quorum_attention.decomposition import Rectangle, Task
+from quorum_attention.decomposition import Decomposition, Rectangle, Task
 from quorum_attention.execution.call import Call, empty_result
 from quorum_attention.execution.masks import no_bias
 from quorum_attention.execution.rows import Axis
@@ -31,9 +33,10 @@ def sweeps(call: Call, schedule: Schedule) -> bool:
     return schedule.sweep and call.in_place and call.mask is None
 
 
-def swept_rectangles(work: Workload, schedule: Schedule) -> tuple[Task, tuple[Rectangle, ...]]:
+@lru_cache(maxsize=64)
+def swept_rectangles(work: Workload, shape: Decomposition) -> tuple[Task, tuple[Rectangle, ...]]:
     """Every pair of a head group as rectangles of one task."""
-    task = schedule.decomposition.whole()
+    task = shape.whole()
     return task, task.rectangles(work.is_causal, work.n_queries, work.n_keys)
 
 
@@ -129,7 +132,7 @@ def _part(tensor: torch.Tensor, group: Group, axis: Axis) -> torch.Tensor:
 
 
 def _tensors(call: Call, schedule: Schedule, group: Group, tools: Tools) -> TaskTensors:
-    task, rectangles = swept_rectangles(call.work, schedule)
+    task, rectangles = swept_rectangles(call.work, schedule.decomposition)
     return TaskTensors(
         task=task,
         rectangles=rectangles,

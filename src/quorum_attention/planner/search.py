@@ -28,11 +28,15 @@ from quorum_attention.sizes import format_bytes
 # Single levels up to this quorum size; every pair and a few triples of small ones.
 _LARGEST_SINGLE = 50
 _PAIRED = (3, 4, 5, 6, 8)
+# Tasks of two chunks in three hold two thirds of the tokens: of use only where all run at once.
+_FEWEST = (3,)
 _TRIPLES = ((7, 7, 7), (13, 7, 7), (13, 13, 7), (13, 13, 13))
 # A monolithic call shorter than this (seconds) is taken without looking further; a decomposed one
 # has to be predicted this much faster.
 _WORTH_COMPARING = 0.02
 _CLEARLY = 0.95
+# ... and of fewer bytes than this without asking what is free, which takes as long as the call.
+_SMALL_BYTES = 256 << 20
 # The bias of one rectangle under a mask that spans rows and columns, in pairs.
 _MASKED_PAIRS = 32 << 20
 
@@ -144,6 +148,22 @@ def choose(
     )
 
 
+@lru_cache(maxsize=256)
+def undivided(
+    work: Workload, kernel: InnerKernel, place: Placement, machine: Machine, *, backward: bool
+) -> Candidate | None:
+    """The monolithic call, where it is so short and small that nothing else needs a thought."""
+    sizes = group_sizes(work)
+    if place.device_type != "cuda" or not sizes:
+        return None
+    shape = _decomposition(work.n_tokens, (), "aligned", 128)
+    # Pinned: what fails is planned anew (api.py).
+    schedule = with_limits(Schedule(shape, sizes[0], 1, "device", 1, 1, True), work)
+    found = price(work, schedule, kernel, place, machine, backward=backward)
+    small = found.footprint.total <= _SMALL_BYTES and found.cost.seconds < _WORTH_COMPARING
+    return found if found.direct and small else None
+
+
 def _pinned_words(request: Request) -> str:
     if request.levels is not None:
         return f" at levels {request.levels}"
@@ -183,14 +203,18 @@ def _schedules(
     sweeping &= isinstance(kernel, RectangleKernel) and request.n_cap is None
     sweeping &= request.accumulator != "host" or place.device_type == "cpu"
     sweeping &= request.sweep is not False
-    for shape in _decompositions(work, request):
-        if sweeping and shape.depth == 1:
-            for size, n in product(sizes, streams):
-                if size.batch == 1:
-                    schedule = Schedule(shape, size, 1, "device", 1, 1, request.pinned, n, True)
-                    yield with_limits(schedule, work)
-            if request.sweep:
-                continue
+    shapes = _decompositions(work, request)
+    if sweeping:
+        swept = [shape for shape in shapes if shape.depth == 1]
+        if place.device_type == "cuda" and request.levels is None and request.depth in (None, 1):
+            swept.append(_decomposition(work.n_tokens, _FEWEST, request.layout, request.tile))
+        for shape, size, n in product(swept, sizes, streams):
+            if size.batch == 1:
+                schedule = Schedule(shape, size, 1, "device", 1, 1, request.pinned, n, True)
+                yield with_limits(schedule, work)
+        if request.sweep and swept:
+            return
+    for shape in shapes:
         for size, n_cap, home, n in product(sizes, n_caps, homes, streams if shape.depth else [1]):
             schedule = Schedule(shape, size, n_cap, home, 1, 1, request.pinned, n)
             # Under a mask a monolithic call is one rectangle as well: torch's own does the same.
