@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+# No test reads, or writes, the calibration of whoever runs it.
+os.environ["QUORUM_ATTENTION_CACHE"] = tempfile.mkdtemp(prefix="quorum-attention-tests-")
 
 
 @pytest.fixture

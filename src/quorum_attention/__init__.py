@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from quorum_attention.execution.report import Report
     from quorum_attention.kernels import InnerKernel, kernels, register_kernel
     from quorum_attention.planner import Plan, estimate, plan
+    from quorum_attention.planner.calibration import calibrate
     from quorum_attention.quorums import (
         interest_set,
         is_interest_set,
@@ -37,6 +38,7 @@ _HOMES = {
     "kernels": "kernels",
     "register_kernel": "kernels",
     "Plan": "planner",
+    "calibrate": "planner.calibration",
     "estimate": "planner",
     "plan": "planner",
     "interest_set": "quorums",
@@ -54,6 +56,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "attention_with_lse",
+    "calibrate",
     "estimate",
     "interest_set",
     "is_interest_set",

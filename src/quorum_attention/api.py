@@ -26,8 +26,8 @@ from quorum_attention.execution.tools import Progress
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.select import select_kernel
+from quorum_attention.planner.calibration import machine_of
 from quorum_attention.planner.footprint import Placement
-from quorum_attention.planner.machine import assumed
 from quorum_attention.planner.plan import Plan
 from quorum_attention.planner.search import Request, choose, undivided
 from quorum_attention.sizes import format_bytes, parse_bytes
@@ -390,7 +390,7 @@ def make_plan(
         enforce_budget=options.budget_bytes is not None
         or (options.depth is None and given is None),
     )
-    machine = assumed(options.device.type, work.dtype, work.head_dim)
+    machine = machine_of(options.device, work.dtype, work.head_dim)
     found = choose(work, request, kernel, place, machine, backward=backward)
     return Plan(work, found, place, kernel.name, options.budget_bytes, backward)
 
@@ -408,7 +408,7 @@ def _attempts(
     A short call is not worth asking how much memory is free: where it runs out, the next is.
     """
     if options.budget_bytes is None and options.plan is None and options.depth is None:
-        machine = assumed(options.device.type, work.dtype, work.head_dim)
+        machine = machine_of(options.device, work.dtype, work.head_dim)
         found = undivided(work, kernel, place, machine, backward=backward)
         if found is not None:
             yield Plan(work, found, place, kernel.name, None, backward)

@@ -15,6 +15,7 @@ from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import console, print_json
 from quorum_attention.execution.memory import available_bytes
 from quorum_attention.kernels import CallShape, kernels, why_not
+from quorum_attention.planner.calibration import machine_of
 from quorum_attention.sizes import format_bytes
 
 _OPTIONAL = ("triton", "matplotlib", "cuda-bindings", "safetensors", "numpy")
@@ -48,6 +49,11 @@ def _verdicts(device: torch.device) -> dict[str, dict[str, str | None]]:
     return found
 
 
+def _calibrated(device: torch.device) -> bool:
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    return machine_of(device, dtype, 64).measured
+
+
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
@@ -68,6 +74,7 @@ def _run(options: argparse.Namespace) -> int:
             "name": _name(device),
             "free_bytes": available_bytes(device),
             "kernels": _verdicts(device),
+            "calibrated": _calibrated(device),
         }
         for device in _devices()
     ]
@@ -94,6 +101,8 @@ def _run(options: argparse.Namespace) -> int:
                     reasons.setdefault(f"{name}: {verdict}", "")
             table.add_row(name, *cells)
         out.print(table)
+        rates = "calibrated" if entry["calibrated"] else "assumed (quorum-attention calibrate)"
+        out.print(f"  rates the planner uses: {rates}", highlight=False)
         for reason in reasons:
             out.print(f"  {reason}", highlight=False)
     return 0

@@ -28,6 +28,8 @@ class Cost:
         issue: what the host takes to issue it all.
         exposed: copies that nothing hides: those of the first and of the last unit.
         fixed: what a pass takes whatever its size.
+        preparation: what the kernel takes once, the first time it sees the shapes of its calls;
+            not part of ``seconds``.
         overlaps: whether compute, copies and the host run side by side.
     """
 
@@ -38,6 +40,7 @@ class Cost:
     issue: float
     exposed: float
     fixed: float
+    preparation: float
     overlaps: bool
 
     @property
@@ -171,15 +174,17 @@ def cost(
     call_seconds = machine.backward_call_seconds if backward else machine.call_seconds
     call_seconds += _STREAM_SECONDS * (schedule.streams > 1)
     calls = call_seconds * len(sample.calls) / sample.tasks * units
+    shapes = {(c.count, c.first.n_queries, c.first.n_keys, c.first.causal) for c in sample.calls}
+    prepare = len(shapes) * machine.plan_seconds
     if direct:
-        return Cost(arithmetic, 0.0, 0.0, 0.0, calls, 0.0, 0.0, machine.overlaps)
+        return Cost(arithmetic, 0.0, 0.0, 0.0, calls, 0.0, 0.0, prepare, machine.overlaps)
 
     width = work.value_dim * (2 * work.state_dtype.itemsize + work.element_bytes)
     merged = sample.merged * lanes * scale * width * (3 if backward else 1)
     merge = merged / machine.merge_bytes_per_second
     if schedule.sweep:
         issue = calls + units * machine.call_seconds
-        return Cost(arithmetic, merge, 0.0, 0.0, issue, 0.0, 0.0, machine.overlaps)
+        return Cost(arithmetic, merge, 0.0, 0.0, issue, 0.0, 0.0, prepare, machine.overlaps)
     inputs, states, tensors = _bytes_per_pass(work, backward)
     visits = 1
     for c in shape.levels:
@@ -200,7 +205,7 @@ def cost(
     issue = calls + units * (machine.unit_seconds + copies * machine.copy_seconds)
     return Cost(
         arithmetic, merge, up_seconds, down_seconds, issue, exposed, machine.pass_seconds,
-        machine.overlaps,
+        prepare, machine.overlaps,
     )  # fmt: skip
 
 

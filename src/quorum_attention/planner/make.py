@@ -11,8 +11,8 @@ from quorum_attention.execution.memory import available_bytes
 from quorum_attention.execution.workload import ELEMENT_BYTES, GroupSize, Workload
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.select import select_kernel
+from quorum_attention.planner.calibration import machine_of
 from quorum_attention.planner.footprint import Placement
-from quorum_attention.planner.machine import assumed
 from quorum_attention.planner.plan import Plan
 from quorum_attention.planner.search import Request, choose
 from quorum_attention.quorums import quorum_size
@@ -106,7 +106,7 @@ def plan(
         enforce_budget=bytes_given is not None or (levels is None and depth is None),
     )
     found = choose(
-        work, request, chosen, place, assumed(where.type, dtype, head_dim), backward=backward
+        work, request, chosen, place, machine_of(where, dtype, head_dim), backward=backward
     )
     return Plan(work, found, place, chosen.name, bytes_given, backward)
 

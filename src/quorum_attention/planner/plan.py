@@ -71,7 +71,7 @@ class Plan:
 
     @property
     def predicted_seconds(self) -> float:
-        """By the cost model, with assumed rates: good for comparing plans."""
+        """By the cost model; ``quorum-attention calibrate`` gives it the rates of this machine."""
         return self.candidate.cost.seconds
 
     def tasks(self) -> Iterator[Task]:
@@ -141,6 +141,11 @@ class Plan:
             f"{cost.merge:.3g}, up {cost.up:.3g}, down {cost.down:.3g}, host {cost.issue:.3g}, "
             f"{'overlapped' if cost.overlaps else 'one after the other'})"
         )
+        if cost.preparation:
+            lines.append(
+                f"first call: about {cost.preparation:.2g} s more, for the kernel to prepare its "
+                f"shapes"
+            )
         if self.candidate.direct:
             lines.append("why: the monolithic call fits the budget, and nothing is clearly faster")
         elif not shape.levels:

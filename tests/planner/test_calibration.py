@@ -1,0 +1,104 @@
+"""Measured rates: kept, found again, used by plans, and harmless when the file is broken."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import quorum_attention as qa
+from quorum_attention.planner import calibration
+from quorum_attention.planner.calibration import cache_file, calibrate, device_key, machine_of
+from quorum_attention.planner.machine import assumed, by_head_dim
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    def forget() -> None:
+        calibration._known.cache_clear()
+        machine_of.cache_clear()
+
+    monkeypatch.setenv("QUORUM_ATTENTION_CACHE", str(tmp_path / "not" / "there" / "yet"))
+    forget()
+    yield tmp_path
+    forget()
+
+
+def write(figures: object) -> None:
+    cache_file().parent.mkdir(parents=True, exist_ok=True)
+    cache_file().write_text(figures if isinstance(figures, str) else json.dumps(figures))
+    calibration._known.cache_clear()
+    machine_of.cache_clear()
+
+
+def figures(rate: float) -> dict[str, object]:
+    common = dict.fromkeys((*calibration._COMMON, "filling_causal"), 1.0)
+    return {"flops": {"64": [rate, rate / 2], "128": [2 * rate, rate]}, **common}
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_a_cpu_is_measured_and_remembered() -> None:
+    assert not machine_of(CPU, torch.float32, 64).measured
+    found = calibrate("cpu", torch.float32)
+    assert found.path == cache_file()
+    assert found.path.exists()
+    machine = machine_of(CPU, torch.float32, 64)
+    assert machine.measured
+    assert machine.flops == found.figures["flops"]["64"][0] > 1e8
+    assert machine.backward_flops > 1e8
+    assert machine.up_bytes_per_second > 1e8
+    assert found.seconds < 30
+    # Others are kept beside it.
+    calibrate("cpu", torch.float16)
+    assert machine_of(CPU, torch.float32, 64).measured
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_plans_use_it() -> None:
+    sizes = {"device": "cpu", "dtype": torch.float32, "levels": (7,), "sweep": False}
+    write({device_key(CPU, torch.float32): figures(1e12)})
+    fast = qa.plan(65_536, **sizes).candidate.cost.arithmetic
+    write({device_key(CPU, torch.float32): figures(1e11)})
+    slow = qa.plan(65_536, **sizes).candidate.cost.arithmetic
+    assert slow == pytest.approx(10 * fast)
+
+
+@pytest.mark.usefixtures("empty_cache")
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", '"x"', json.dumps({device_key(CPU, torch.float32): {"flops": {}}}),
+     json.dumps({device_key(CPU, torch.float32): 3})],
+)  # fmt: skip
+def test_a_broken_file_is_no_calibration(content: str) -> None:
+    write(content)
+    assert machine_of(CPU, torch.float32, 64) == assumed("cpu", torch.float32, 64)
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_another_device_or_version_is_not_used() -> None:
+    key = device_key(CPU, torch.float32).replace(torch.__version__, "1.0")
+    write({key: figures(1e12)})
+    assert not machine_of(CPU, torch.float32, 64).measured
+
+
+def test_head_dims_between_and_beyond() -> None:
+    table = {64: (100.0, 10.0), 128: (200.0, 30.0)}
+    assert by_head_dim(table, 32) == (100.0, 10.0)
+    assert by_head_dim(table, 96) == (150.0, 20.0)
+    assert by_head_dim(table, 256) == (200.0, 30.0)
+
+
+def test_waves() -> None:
+    machine = assumed("cuda", torch.float16, 64)
+    whole = machine.share_of_rate(2 * machine.wave_rows)
+    assert whole == 1.0
+    assert machine.share_of_rate(2 * machine.wave_rows + 128) < 0.72
+    assert 0.85 < machine.share_of_rate(2 * machine.wave_rows + 128, streams=2) < 1
+    assert machine.share_of_rate(5_000, causal_side=5_000) < machine.share_of_rate(5_000)
+    assert machine.cached_share(1 << 30) < machine.cached_share(1 << 26) < 1.0
+    assert machine.cached_share(1 << 20) == 1.0
