@@ -80,7 +80,7 @@ def machine_of(device: torch.device, dtype: torch.dtype, head_dim: int) -> Machi
         table = {int(d): (float(a), float(b)) for d, (a, b) in entry["flops"].items()}
         forward, backward = by_head_dim(table, head_dim)
         common: dict[str, Any] = {name: float(entry[name]) for name in (*_COMMON, "filling_causal")}
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, IndexError, TypeError, ValueError):
         return base  # of an older version
     return replace(base, flops=forward, backward_flops=backward, measured=True, **common)
 

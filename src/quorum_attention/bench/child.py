@@ -1,0 +1,138 @@
+"""Carries out one measurement in a process of its own: ``python -m quorum_attention.bench.child``.
+
+A limit on a process cannot be taken back, kernels keep what they have prepared, and a crash should
+not take the other measurements with it.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from quorum_attention.bench.exact import exact, relative
+from quorum_attention.bench.methods import METHODS, Method, Tensors
+from quorum_attention.bench.spec import FAILED, OUT_OF_MEMORY, UNSUPPORTED, Answer, Spec
+from quorum_attention.execution.memory import first_line, is_out_of_memory
+from quorum_attention.limits import PeakMemory, limit_cuda_memory, limit_data_size, warm_up
+
+_NAMES = ("grad_query", "grad_key", "grad_value")
+
+
+def main(spec_path: str, answer_path: str) -> None:
+    """Read a spec, write an answer."""
+    spec = Spec(**json.loads(Path(spec_path).read_text(encoding="utf-8")))
+    answer = measure(spec)
+    Path(answer_path).write_text(json.dumps(asdict(answer)), encoding="utf-8")
+
+
+def measure(spec: Spec) -> Answer:
+    """Everything a spec asks for; out of memory is an answer, and so is any other failure."""
+    answer = Answer()
+    method = METHODS[spec.method]
+    reason = method.refusal(spec)
+    if reason is not None:
+        answer.status, answer.reason = UNSUPPORTED, reason
+        return answer
+    try:
+        if spec.draws:
+            _errors(spec, method, answer)
+        else:
+            _times(spec, method, answer)
+    except Exception as error:
+        answer.reason = f"{type(error).__name__}: {first_line(error)}"
+        answer.status = OUT_OF_MEMORY if is_out_of_memory(error) else FAILED
+    answer.report = method.report()
+    return answer
+
+
+def _inputs(spec: Spec, on_device: bool, seed: int) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    dtype = getattr(torch, spec.dtype)
+    tensors = []
+    for heads in (spec.heads, spec.kv_heads, spec.kv_heads, spec.heads):
+        shape = (1, heads, spec.tokens, spec.head_dim)
+        tensor = torch.randn(shape, generator=generator).to(dtype)
+        if on_device:
+            tensors.append(tensor.to(spec.device))
+        else:
+            tensors.append(tensor.pin_memory() if spec.device == "cuda" else tensor)
+    return tensors
+
+
+def _synchronize(spec: Spec) -> None:
+    if spec.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _once(spec: Spec, method: Method, inputs: Tensors, answer: Answer) -> tuple[float, float]:
+    answer.stage = "forward"
+    _synchronize(spec)
+    started = time.perf_counter()
+    state = method.forward(spec, inputs)
+    _synchronize(spec)
+    between = time.perf_counter()
+    if spec.backward:
+        answer.stage = "backward"
+        grads = method.backward(spec, inputs, state)
+        _synchronize(spec)
+        del grads
+    return between - started, time.perf_counter() - between
+
+
+def _times(spec: Spec, method: Method, answer: Answer) -> None:
+    device = torch.device(spec.device)
+    answer.stage = "inputs"
+    inputs = _inputs(spec, method.on_device, spec.seed)
+    if method.on_device and spec.device == "cuda":
+        answer.input_bytes = sum(t.numel() * t.element_size() for t in inputs)
+    if spec.device == "cpu":
+        warm_up()
+    if method.begins_small:
+        small = replace(spec, tokens=min(spec.tokens, 256))
+        _once(small, method, _inputs(small, method.on_device, spec.seed), answer)
+        method.forget()
+    gc.collect()
+    if spec.device == "cuda":
+        torch.cuda.empty_cache()
+    with PeakMemory(device) as peak:
+        if spec.budget_bytes is not None:
+            if spec.device == "cuda":
+                limit_cuda_memory(spec.budget_bytes, device)
+            else:
+                limit_data_size(spec.budget_bytes)
+        answer.first_seconds = sum(_once(spec, method, inputs, answer))
+        for _ in range(spec.repeats):
+            forward, backward = _once(spec, method, inputs, answer)
+            answer.forward_seconds.append(forward)
+            if spec.backward:
+                answer.backward_seconds.append(backward)
+    answer.peak_bytes = peak.peak_bytes
+    answer.stage = ""
+
+
+def _errors(spec: Spec, method: Method, answer: Answer) -> None:
+    for draw in range(spec.draws):
+        inputs = _inputs(spec, method.on_device, spec.seed + draw)
+        answer.stage = f"draw {draw}"
+        state = method.forward(spec, inputs)
+        near = [t.to(spec.device) for t in inputs]
+        grad = near[3] if spec.backward else None
+        scale = spec.head_dim**-0.5
+        right = exact(near[0], near[1], near[2], grad, is_causal=spec.is_causal, scale=scale)
+        got = {"out": state[0].detach()}
+        if spec.backward:
+            grads = method.backward(spec, inputs, state)
+            got.update(zip(_NAMES, grads, strict=True))
+        for name, tensor in got.items():
+            answer.errors.setdefault(name, []).append(relative(tensor, right[name]))
+    answer.stage = ""
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

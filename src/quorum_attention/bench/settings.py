@@ -1,0 +1,101 @@
+"""What the experiments share: sizes, methods, and the section of a report each of them makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from quorum_attention.bench.spec import FAILED, OUT_OF_MEMORY, Answer, Spec
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The choices of one ``bench`` run.
+
+    Attributes:
+        device, heads, kv_heads, head_dim, dtype: of every call; causal, batch 1.
+        methods: names, in the order of the tables.
+        min_tokens, max_tokens: the sweeps', doubling.
+        accuracy_tokens: of the accuracy tables.
+        budget_bytes: the capped budget of ``recovery`` and ``boundary``.
+        repeats, draws: timed runs, and random inputs of the accuracy tables.
+        method_seconds: a sweep ends for a method where its next length is expected to take longer.
+    """
+
+    device: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    methods: tuple[str, ...]
+    min_tokens: int
+    max_tokens: int
+    accuracy_tokens: int
+    budget_bytes: int
+    repeats: int
+    draws: int
+    method_seconds: float
+
+    def spec(self, method: str, tokens: int, **others: Any) -> Spec:
+        """A measurement of ``method``."""
+        fields: dict[str, Any] = {
+            "heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim,
+            "dtype": self.dtype, "device": self.device, "repeats": self.repeats, **others,
+        }  # fmt: skip
+        return Spec(method, tokens, **fields)
+
+    def lengths(self) -> list[int]:
+        """The sweep's lengths."""
+        found = [self.min_tokens]
+        while found[-1] * 2 <= self.max_tokens:
+            found.append(found[-1] * 2)
+        return found
+
+
+@dataclass
+class Section:
+    """A table of the report, perhaps with a figure.
+
+    Attributes:
+        name: of the experiment, and of the figure's file.
+        draw: fills matplotlib axes; None is no figure.
+    """
+
+    name: str
+    title: str
+    text: str
+    columns: list[str]
+    rows: list[list[str]]
+    draw: Callable[[Any], None] | None = None
+
+
+def seconds(answer: Answer, backward: bool) -> float | None:
+    """Median seconds of a measurement, of both passes with ``backward``; None if there is none."""
+    if not answer.ok or not answer.forward_seconds:
+        return None
+    if not backward:
+        return median(answer.forward_seconds)
+    pairs = zip(answer.forward_seconds, answer.backward_seconds, strict=True)
+    return median(a + b for a, b in pairs)
+
+
+def word(answer: Answer) -> str:
+    """Why there is no figure, in a table's cell."""
+    if answer.status == OUT_OF_MEMORY:
+        return "oom"
+    return "failed" if answer.status == FAILED else "-"
+
+
+def ratio(a: float | None, b: float | None) -> str:
+    """``a / b`` in a cell."""
+    return "-" if a is None or not b else f"{a / b:.3g}"
+
+
+def short(tokens: int) -> str:
+    """8192 as 8K, 1048576 as 1M."""
+    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
+        if tokens >= size and tokens % size == 0:
+            return f"{tokens // size}{unit}"
+    return str(tokens)
