@@ -69,6 +69,13 @@ class Decomposition:
             tokens = min(tokens, quorum_size(c) * self._chunk_tokens(tokens, c))
         return tokens
 
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of the largest chunk of the first level; all of them where there is none."""
+        if not self.levels:
+            return self.n_tokens
+        return self._chunk_tokens(self.n_tokens, self.levels[0])
+
     def _chunk_tokens(self, tokens: int, c: int) -> int:
         """Tokens of the largest of ``c`` chunks."""
         largest = -(-tokens // c)

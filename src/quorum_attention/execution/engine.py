@@ -15,6 +15,7 @@ import torch
 
 from quorum_attention.execution.clock import Clock
 from quorum_attention.execution.memory import is_out_of_memory
+from quorum_attention.execution.padding import is_filled
 from quorum_attention.execution.rows import Axis, GroupBuffer, RowTensor
 from quorum_attention.execution.slots import SlotLayout
 from quorum_attention.execution.transfers import Mover
@@ -183,8 +184,10 @@ class Engine:
 
     def _fields(self, slot: int, group: Group, visit: Visit) -> dict[str, torch.Tensor]:
         work, layout = self.job.work, self.job.layout
-        queries = visit.task.count_below(work.n_queries)
-        keys = visit.task.count_below(work.n_keys)
+        queries = keys = visit.task.n_tokens
+        if not is_filled(visit.task, work):
+            queries = visit.task.count_below(work.n_queries)
+            keys = visit.task.count_below(work.n_keys)
         heads = group.kv_stop - group.kv_start
         key = (slot, len(group.entries), heads, queries, keys)
         if key not in self._views:
@@ -235,6 +238,10 @@ class Engine:
                         unit.fields[state.field][:, :, piece.local : piece.local + n] = state.fill
                 if unit.previous is not None:
                     self._carry(unit, *unit.previous)
+                if is_filled(unit.visit.task, self.job.work):
+                    end = unit.visit.task.count_below(self.job.work.n_tokens)
+                    for item in self.job.inputs:
+                        unit.fields[item.field][:, :, end:] = 0
                 if self.job.prepare is not None:
                     self.job.prepare(unit)
             with self.clock.timed("compute"):

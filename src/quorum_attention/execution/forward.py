@@ -16,6 +16,7 @@ from quorum_attention.execution.memory import (
     give_back_cached,
     is_out_of_memory,
 )
+from quorum_attention.execution.padding import is_filled
 from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.rows import Axis, GroupBuffer, RowTensor
 from quorum_attention.execution.runner import run
@@ -214,10 +215,15 @@ def gathered(call: Call, schedule: Schedule, unit: Unit, tools: Tools) -> TaskTe
     """What the inner kernel gets of a unit."""
     work, task = call.work, unit.visit.task
     bias = call.mask.bias(unit.group, task, work.dtype, call.device) if call.mask else no_bias
+    filled = is_filled(task, work)
     return TaskTensors(
         task=task,
         rectangles=task.rectangles(
-            work.is_causal, work.n_queries, work.n_keys, schedule.max_queries, schedule.max_keys
+            work.is_causal,
+            None if filled else work.n_queries,
+            None if filled else work.n_keys,
+            schedule.max_queries,
+            schedule.max_keys,
         ),
         query=unit.fields["query"],
         key=unit.fields["key"],

@@ -24,6 +24,7 @@ from quorum_attention.execution.memory import (
     give_back_cached,
     is_out_of_memory,
 )
+from quorum_attention.execution.padding import tasks
 from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.schedule import DEEPEN_BY, Schedule
 from quorum_attention.execution.tools import Progress, Tools, make_tools
@@ -43,9 +44,9 @@ class _Queue:
     completed: list[Task]
 
     def turns(
-        self, every: Decomposition, carry: bool, stop: Callable[[], bool]
+        self, every: list[Task], carry: bool, stop: Callable[[], bool]
     ) -> Iterator[tuple[Group, Visit]]:
-        """Every remaining unit in order; later groups run all tasks of ``every``.
+        """Every remaining unit in order; later groups run the tasks ``every``.
 
         Ends early before a group where ``stop`` says so.
         """
@@ -53,7 +54,7 @@ class _Queue:
         for visit in visits(list(self.tasks), touched=rows, carry=carry):
             yield self.groups[0], visit
         if len(self.groups) > 1:
-            planned = list(visits(list(every.tasks()), carry=carry))
+            planned = list(visits(every, carry=carry))
             for group in self.groups[1:]:
                 if stop():
                     return
@@ -90,7 +91,7 @@ def run(
         pinned=schedule.pinned,
         deepened_n_cap=1,
     )
-    queue = _Queue(list(groups(work, schedule.group)), list(every.tasks()), [])
+    queue = _Queue(list(groups(work, schedule.group)), tasks(schedule, work), [])
     total = len(queue.groups) * len(queue.tasks)
     counted = 0
     tools = make_tools(device, schedule, timed=report.timed)
@@ -129,7 +130,7 @@ def run(
                 queue.tasks = _children(queue.tasks, schedule.decomposition)
             elif isinstance(order, Coarsen):
                 schedule = schedule.coarser(work)
-                queue.tasks = list(schedule.decomposition.tasks())
+                queue.tasks = tasks(schedule, work)
             later = (len(queue.groups) - 1) * schedule.decomposition.n_tasks
             counted = report.units
             total = counted + len(queue.tasks) + later
@@ -152,6 +153,7 @@ def _attempt(
 ) -> int:
     """Run until everything is done or something fails; the queue keeps what is left."""
     counted, total, label = count
+    every = tasks(schedule, job.work)
     n_slots = min(schedule.n_cap, max(1, len(queue.tasks) * len(queue.groups)))
     mover: Mover | None = None
     try:
@@ -164,7 +166,7 @@ def _attempt(
             if unit.group != queue.groups[0]:
                 queue.groups.pop(0)
                 queue.completed.clear()
-                queue.tasks[:] = list(schedule.decomposition.tasks())
+                queue.tasks[:] = every
             queue.tasks.pop(0)
             queue.completed.append(unit.visit.task)
             report.units += 1
@@ -172,11 +174,11 @@ def _attempt(
             if progress is not None:
                 progress(counted, total, label)
 
-        engine.run(queue.turns(schedule.decomposition, n_slots > 1, room), done)
+        engine.run(queue.turns(every, n_slots > 1, room), done)
         # Either that was all, or the turns ended early, after a whole group.
         queue.groups.pop(0)
         queue.completed.clear()
-        queue.tasks[:] = list(schedule.decomposition.tasks()) if queue.groups else []
+        queue.tasks[:] = every if queue.groups else []
     finally:
         if mover is not None:
             # Also after a failure: nothing may be in flight when the arena is let go, and

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -62,6 +63,7 @@ class _Sample:
         merged: query rows (forward) that their calls merge, of one head.
         runs: runs of tokens of a task.
         tasks: how many.
+        shapes: different calls among them.
     """
 
     calls: tuple[Batch, ...]
@@ -69,14 +71,18 @@ class _Sample:
     merged: int
     runs: float
     tasks: int
+    shapes: int
 
 
 def _tasks(shape: Decomposition, sweep: bool) -> list[Task]:
     if sweep:
         return [shape.whole()]
-    # From the middle: the last chunk is shorter, and few tasks have it.
-    parts = (1, 2, 3) if shape.depth == 1 else (1, 2)
-    paths = dict.fromkeys(tuple(part * c // 5 for c in shape.levels) for part in parts)
+    # From the middle: the last chunk is shorter, and few tasks have it. Deeper levels take other
+    # positions, because where a child lies in its parent decides how well it can be covered.
+    paths = dict.fromkeys(
+        tuple((part + 2 * level) % 5 * c // 5 for level, c in enumerate(shape.levels))
+        for part in ((1, 2, 3) if shape.depth == 1 else (0, 1, 2, 3, 4))
+    )
     return [shape.task(path) for path in paths]
 
 
@@ -112,6 +118,7 @@ def _sample(
         sum(call.first.n_queries * call.count for call in calls),
         runs / len(tasks),
         len(tasks),
+        len({(c.count, c.first.n_queries, c.first.n_keys, c.first.causal) for c in calls}),
     )
 
 
@@ -174,8 +181,7 @@ def cost(
     call_seconds = machine.backward_call_seconds if backward else machine.call_seconds
     call_seconds += _STREAM_SECONDS * (schedule.streams > 1)
     calls = call_seconds * len(sample.calls) / sample.tasks * units
-    shapes = {(c.count, c.first.n_queries, c.first.n_keys, c.first.causal) for c in sample.calls}
-    prepare = len(shapes) * machine.plan_seconds
+    prepare = sample.shapes * machine.plan_seconds
     if direct:
         return Cost(arithmetic, 0.0, 0.0, 0.0, calls, 0.0, 0.0, prepare, machine.overlaps)
 
@@ -186,9 +192,7 @@ def cost(
         issue = calls + units * machine.call_seconds
         return Cost(arithmetic, merge, 0.0, 0.0, issue, 0.0, 0.0, prepare, machine.overlaps)
     inputs, states, tensors = _bytes_per_pass(work, backward)
-    visits = 1
-    for c in shape.levels:
-        visits *= quorum_size(c)
+    visits = _visits(shape.levels)
     up, down = visits * inputs, states
     if schedule.accumulator == "host":
         up += (visits - 1) * states
@@ -207,6 +211,12 @@ def cost(
         arithmetic, merge, up_seconds, down_seconds, issue, exposed, machine.pass_seconds,
         prepare, machine.overlaps,
     )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _visits(levels: tuple[int, ...]) -> int:
+    """How often a row is in a task."""
+    return math.prod(quorum_size(c) for c in levels)
 
 
 def _bytes_per_pass(work: Workload, backward: bool) -> tuple[int, int, int]:

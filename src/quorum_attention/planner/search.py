@@ -30,11 +30,14 @@ _LARGEST_SINGLE = 50
 _PAIRED = (3, 4, 5, 6, 8)
 # Tasks of two chunks in three hold two thirds of the tokens: of use only where all run at once.
 _FEWEST = (3,)
+# More chunks than this only make more calls of a sweep.
+_MOST_SWEPT = 57
 _TRIPLES = ((7, 7, 7), (13, 7, 7), (13, 13, 7), (13, 13, 13))
 # A monolithic call shorter than this (seconds) is taken without looking further; a decomposed one
 # has to be predicted this much faster.
 _WORTH_COMPARING = 0.02
 _CLEARLY = 0.95
+_FIRST_CALL_COUNTS = 0.3
 # ... and of fewer bytes than this without asking what is free, which takes as long as the call.
 _SMALL_BYTES = 256 << 20
 # The bias of one rectangle under a mask that spans rows and columns, in pairs.
@@ -115,21 +118,23 @@ def choose(
     Raises:
         BudgetError: nothing fits; names the smallest budget that would do.
     """
-    smallest: Candidate | None = None
+    smallest: tuple[Schedule, Footprint] | None = None
     best: Candidate | None = None
     undivided: Candidate | None = None
+    count = backward_footprint if backward else forward_footprint
     for schedule in _schedules(work, request, kernel, place):
-        found = price(work, schedule, kernel, place, machine, backward=backward)
-        if smallest is None or found.footprint.total < smallest.footprint.total:
-            smallest = found
-        if found.footprint.total > request.budget_bytes:
+        footprint = count(work, schedule, kernel, place)
+        if smallest is None or footprint.total < smallest[1].total:
+            smallest = schedule, footprint
+        if footprint.total > request.budget_bytes:
             continue
+        found = price(work, schedule, kernel, place, machine, backward=backward)
         whole = found.schedule.group == GroupSize(work.batch, work.kv_heads)
         if found.direct and whole:
             if found.cost.seconds < _WORTH_COMPARING or place.device_type != "cuda":
                 return found
             undivided = found
-        elif best is None or found.cost.seconds < best.cost.seconds:
+        elif best is None or _score(found) < _score(best):
             best = found
     if undivided is not None:
         worth_it = best is not None and best.cost.seconds < _CLEARLY * undivided.cost.seconds
@@ -137,13 +142,14 @@ def choose(
     if best is not None:
         return best
     assert smallest is not None, "the search always has a candidate"
+    schedule, footprint = smallest
     if not request.enforce_budget:
-        return smallest
-    needed = smallest.footprint.total
+        return price(work, schedule, kernel, place, machine, backward=backward)
+    needed = footprint.total
     raise BudgetError(
         f"a budget of {format_bytes(request.budget_bytes)} ({request.budget_bytes} bytes) is too "
         f"small for this call; the smallest that works is {format_bytes(needed)} ({needed} bytes)"
-        f"{_pinned_words(request)}: {_breakdown(smallest.footprint)}",
+        f"{_pinned_words(request)}: {_breakdown(footprint)}",
         smallest_bytes=needed,
     )
 
@@ -162,6 +168,11 @@ def undivided(
     found = price(work, schedule, kernel, place, machine, backward=backward)
     small = found.footprint.total <= _SMALL_BYTES and found.cost.seconds < _WORTH_COMPARING
     return found if found.direct and small else None
+
+
+def _score(candidate: Candidate) -> float:
+    """What is minimised: mostly the seconds of a call, a little those of the first one."""
+    return candidate.cost.seconds + _FIRST_CALL_COUNTS * candidate.cost.preparation
 
 
 def _pinned_words(request: Request) -> str:
@@ -205,7 +216,7 @@ def _schedules(
     sweeping &= request.sweep is not False
     shapes = _decompositions(work, request)
     if sweeping:
-        swept = [shape for shape in shapes if shape.depth == 1]
+        swept = [s for s in shapes if s.depth == 1 and s.levels[0] <= _MOST_SWEPT]
         if place.device_type == "cuda" and request.levels is None and request.depth in (None, 1):
             swept.append(_decomposition(work.n_tokens, _FEWEST, request.layout, request.tile))
         for shape, size, n in product(swept, sizes, streams):

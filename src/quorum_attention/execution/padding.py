@@ -1,0 +1,46 @@
+"""One treatment of the ragged end: every task of a level the same shape.
+
+Chunks are equal but for the last, so the few tasks that hold it have shapes of their own, and a
+vendor kernel prepares every shape it has not seen for 40 ms or more. Under causal masking the last
+chunk can be filled up instead: keys after the end are seen by queries after the end alone, and
+those, all zeros, add nothing to any gradient and are stored nowhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quorum_attention.decomposition import Decomposition, Task
+from quorum_attention.execution.schedule import Schedule
+from quorum_attention.execution.workload import Workload
+
+# More than this share of rows that count for nothing is not worth it.
+_MOST_PADDING = 1 / 32
+
+
+def tasks(schedule: Schedule, work: Workload) -> list[Task]:
+    """The tasks of a schedule, in order, the last chunk filled up where that changes nothing."""
+    end = _filled_end(schedule.decomposition, work)
+    found = schedule.decomposition.tasks()
+    return list(found) if end is None else [_filled(task, work.n_tokens, end) for task in found]
+
+
+def is_filled(task: Task, work: Workload) -> bool:
+    """Whether a task reaches beyond the sequence."""
+    return bool(task.spans) and task.spans[-1].stop > work.n_tokens
+
+
+def _filled_end(shape: Decomposition, work: Workload) -> int | None:
+    if shape.depth != 1 or shape.layout != "aligned" or not work.is_causal:
+        return None
+    if work.mask is not None or work.n_queries != work.n_keys:
+        return None
+    end = shape.levels[0] * shape.chunk_tokens
+    return end if 0 < end - work.n_tokens <= work.n_tokens * _MOST_PADDING else None
+
+
+def _filled(task: Task, n_tokens: int, end: int) -> Task:
+    last = task.spans[-1]
+    if last.stop < n_tokens:
+        return task
+    return Task(task.path, (*task.spans[:-1], replace(last, stop=end)))

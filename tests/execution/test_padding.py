@@ -1,0 +1,67 @@
+"""The filled-up last chunk: equal shapes, and nothing of it anywhere in the result."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers_attention import assert_close, exact, inputs
+from helpers_plans import unpinned
+
+import quorum_attention as qa
+from quorum_attention.execution.padding import is_filled, tasks
+
+
+def plan(n: int, backward: bool = False, **others) -> qa.Plan:
+    sizes = {"heads": 2, "head_dim": 8, "is_causal": True, "levels": (7,), "tile": 8}
+    return qa.plan(n, sweep=False, device="cpu", backward=backward, **{**sizes, **others})
+
+
+def test_all_tasks_have_the_same_shapes() -> None:
+    made = plan(1110)  # seven chunks of 160, less 10 tokens
+    found = tasks(made.schedule, made.work)
+    assert {task.n_tokens for task in found} == {480}
+    assert sum(is_filled(task, made.work) for task in found) == 3
+    assert len({tuple(sorted((r.n_queries, r.n_keys) for r in t.rectangles(True)))
+                for t in found}) == 1  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "others",
+    [{"is_causal": False}, {"n_keys": 1000}, {"layout": "balanced"}, {"levels": (7, 7)}],
+)
+def test_only_where_it_changes_nothing(others) -> None:
+    made = plan(1110, **others)
+    assert not any(is_filled(task, made.work) for task in tasks(made.schedule, made.work))
+
+
+def test_a_short_sequence_is_not_mostly_padding() -> None:
+    made = plan(60)
+    assert not any(is_filled(task, made.work) for task in tasks(made.schedule, made.work))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+@pytest.mark.parametrize("n_cap", [1, 2, 3])
+def test_results(dtype: torch.dtype, n_cap: int) -> None:
+    given = inputs(1110, heads=2, head_dim=8, dtype=dtype)
+    shape = {"dtype": dtype, "n_cap": n_cap}
+    out, lse = qa.attention_with_lse(*given.three, is_causal=True, plan=plan(1110, **shape))
+    grads = qa.attention_backward(
+        given.grad_out, *given.three, out, lse, is_causal=True, plan=plan(1110, True, **shape)
+    )
+    reference = exact(given, is_causal=True, gradients=True)
+    tolerance = {torch.float64: 1e-11, torch.float32: 5e-5, torch.float16: 1e-2}[dtype]
+    for actual, expected in zip((out, *grads), (reference.out, *reference.grads), strict=True):
+        assert_close(actual, expected, tolerance)
+
+
+def test_what_lay_in_the_slot_before_does_not_matter() -> None:
+    # Slots are not cleared: whatever the last task left must not reach a filled-up chunk.
+    given = inputs(1110, heads=2, head_dim=8, dtype=torch.float32)
+    for tensor in (*given.three, given.grad_out):
+        tensor[:, :, 300:310] *= 100
+    made = unpinned(plan(1110, True, dtype=torch.float32, n_cap=1))
+    out, lse = qa.attention_with_lse(*given.three, is_causal=True)
+    grads = qa.attention_backward(given.grad_out, *given.three, out, lse, is_causal=True, plan=made)
+    reference = exact(given, is_causal=True, gradients=True)
+    for actual, expected in zip(grads, reference.grads, strict=True):
+        assert_close(actual, expected, 5e-5)
