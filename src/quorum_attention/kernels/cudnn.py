@@ -13,7 +13,7 @@ from quorum_attention.kernels.layouts import in_layout_of
 from quorum_attention.kernels.operators import operator_reason
 from quorum_attention.kernels.padding import bias_for_padding, pad_last, pad_rows
 from quorum_attention.kernels.protocol import CallShape, Extent
-from quorum_attention.kernels.rectangles import RectangleKernel
+from quorum_attention.kernels.rectangles import RectangleKernel, TaskSizes
 from quorum_attention.kernels.workspace import (
     RectangleSizes,
     backward_bytes,
@@ -132,25 +132,20 @@ class CudnnKernel(RectangleKernel):
         grad_query, grad_key, grad_value = gradients
         return grad_query[:, :, :rows], grad_key[:, :, :keys], grad_value[:, :, :keys]
 
-    def preferred_sizes(
-        self, query: torch.Tensor, value: torch.Tensor, r: Rectangle, backward: bool
-    ) -> tuple[int, int]:
+    def preferred_sizes(self, sizes: TaskSizes, r: Rectangle, backward: bool) -> tuple[int, int]:
         """Pieces whose inner loop runs over what stays in the L2 cache (docs/kernels.md).
 
         The forward walks all keys for every tile of queries, the backward all queries for every
         tile of keys: past a third of the cache the rate falls by 5 to 8 %. Only where the other
         side alone fills the device, because each piece takes longer to start and end.
         """
-        widths = (query.shape[-1] + value.shape[-1]) * query.element_size()
         # Heads run one after another, two at a time where one leaves room.
-        rows = _whole_tiles(_cache_bytes(query.device) // 3 // widths)
-        query_lanes = query.shape[0] * query.shape[1]
-        key_lanes = value.shape[0] * value.shape[1]
+        rows = _whole_tiles(_cache_bytes(sizes.device) // 3 // sizes.row_bytes)
         fills = _FILLING_ROWS * multiprocessors()
-        if not backward and r.n_queries * query_lanes >= fills:
+        if not backward and r.n_queries * sizes.query_lanes >= fills:
             return r.n_queries, min(r.n_keys, rows)
-        if backward and r.n_keys * key_lanes >= fills // 2:
-            return min(r.n_queries, _whole_tiles(rows // min(query_lanes, 2))), r.n_keys
+        if backward and r.n_keys * sizes.key_lanes >= fills // 2:
+            return min(r.n_queries, _whole_tiles(rows // min(sizes.query_lanes, 2))), r.n_keys
         return r.n_queries, r.n_keys
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 
@@ -29,6 +29,42 @@ from quorum_attention.kernels.protocol import (
     TaskTensors,
 )
 from quorum_attention.kernels.views import Pick, jth_of_group, key_rows, query_rows, runs_as_batch
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSizes:
+    """What the calls of a task depend on beside its rectangles.
+
+    Attributes:
+        batch: entries.
+        query_lanes, key_lanes: entries times heads.
+        row_bytes: of a key and its value.
+        device: where it runs.
+        max_queries, max_keys: as in ``TaskTensors``.
+    """
+
+    batch: int
+    query_lanes: int
+    key_lanes: int
+    row_bytes: int
+    device: torch.device
+    max_queries: int
+    max_keys: int
+
+    @classmethod
+    def of(cls, task: TaskTensors) -> TaskSizes:
+        """Those of ``task``."""
+        query, value = task.query, task.value
+        batch = query.shape[0]
+        return cls(
+            batch=batch,
+            query_lanes=batch * query.shape[1],
+            key_lanes=batch * value.shape[1],
+            row_bytes=(query.shape[-1] + value.shape[-1]) * query.element_size(),
+            device=query.device,
+            max_queries=task.max_queries,
+            max_keys=task.max_keys,
+        )
 
 
 class RectangleKernel(ABC):
@@ -132,13 +168,11 @@ class RectangleKernel(ABC):
             lse.masked_fill_(dead, -torch.inf)
         return out, lse
 
-    def preferred_sizes(
-        self, query: torch.Tensor, value: torch.Tensor, r: Rectangle, backward: bool
-    ) -> tuple[int, int]:
+    def preferred_sizes(self, sizes: TaskSizes, r: Rectangle, backward: bool) -> tuple[int, int]:
         """Most (queries, keys) in one plain call, for speed alone; as they are unless overridden.
 
         Args:
-            query: (b, h, n, d) of the task, and ``value`` (b, hk, n, dv): heads, widths, dtype.
+            sizes: of the task.
             r: the rectangle at hand.
         """
         return r.n_queries, r.n_keys
@@ -225,19 +259,14 @@ class RectangleKernel(ABC):
             cuts = rectangles if limit is None else cut(rectangles, limit, limit)
             yield from (Batch(r) for r in cuts)
             return
-        pieces: list[Rectangle] = []
-        for r in rectangles:
-            pieces.extend([r] if r.causal else self._preferred(task, r, backward))
-        alone = task.max_queries == 0 or task.query.shape[0] > 1
-        for batch in batches(tuple(pieces)):
-            yield from self._bounded(batch, 1 if alone else self._most(batch, task))
+        yield from _planned_calls(self, TaskSizes.of(task), tuple(rectangles), backward)
 
-    def _most(self, batch: Batch, task: TaskTensors) -> int:
+    def _most(self, batch: Batch, sizes: TaskSizes) -> int:
         """How many rectangles of a batch the workspace bound allows in one call."""
         unit, first = self.row_unit, batch.first
         rows = -(-first.n_queries // unit) * unit
         columns = -(-first.n_keys // unit) * unit
-        return max(1, min(task.max_queries // rows, task.max_keys // columns))
+        return max(1, min(sizes.max_queries // rows, sizes.max_keys // columns))
 
     @staticmethod
     def _bounded(batch: Batch, most: int) -> Iterator[Batch]:
@@ -246,10 +275,6 @@ class RectangleKernel(ABC):
         for start in range(0, batch.count, most):
             count = min(most, batch.count - start)
             yield replace(batch, first=every[start], count=count)
-
-    def _preferred(self, task: TaskTensors, r: Rectangle, backward: bool) -> Iterator[Rectangle]:
-        """A plain rectangle in the sizes the operator is fastest at."""
-        yield from cut([r], *self.preferred_sizes(task.query, task.value, r, backward))
 
     def _merge_rectangle(
         self,
@@ -357,6 +382,25 @@ class _BackwardPiece:
             grad_value=self.grad_value,
             bias=None,
         )
+
+
+@lru_cache(maxsize=512)
+def _planned_calls(
+    kernel: RectangleKernel, sizes: TaskSizes, rectangles: tuple[Rectangle, ...], backward: bool
+) -> tuple[Batch, ...]:
+    """The operator calls of an unmasked task; remembered, because tasks of a level are alike."""
+    pieces: list[Rectangle] = []
+    for r in rectangles:
+        if r.causal:
+            pieces.append(r)
+        else:
+            pieces.extend(cut([r], *kernel.preferred_sizes(sizes, r, backward)))
+    alone = sizes.max_queries == 0 or sizes.batch > 1
+    return tuple(
+        part
+        for batch in batches(tuple(pieces))
+        for part in kernel._bounded(batch, 1 if alone else kernel._most(batch, sizes))
+    )
 
 
 def _first_pair(rectangle: Rectangle) -> Rectangle:
