@@ -52,16 +52,15 @@ def measure(spec: Spec) -> Answer:
 
 
 def _inputs(spec: Spec, on_device: bool, seed: int) -> Tensors:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(spec.device).manual_seed(seed)
     dtype = getattr(torch, spec.dtype)
     tensors = []
     for heads in (spec.heads, spec.kv_heads, spec.kv_heads, spec.heads):
         shape = (1, heads, spec.tokens, spec.head_dim)
-        tensor = torch.randn(shape, generator=generator).to(dtype)
-        if on_device:
-            tensors.append(tensor.to(spec.device))
-        else:
-            tensors.append(tensor.pin_memory() if spec.device == "cuda" else tensor)
+        tensor = torch.randn(shape, generator=generator, device=spec.device).to(dtype)
+        if not on_device and spec.device == "cuda":
+            tensor = tensor.cpu().pin_memory()
+        tensors.append(tensor)
     return tensors
 
 

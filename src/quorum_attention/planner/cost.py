@@ -13,6 +13,8 @@ from quorum_attention.execution.workload import Workload, count_groups
 from quorum_attention.planner.machine import Machine
 from quorum_attention.quorums import quorum_size
 
+# Copies within a device are not issued in batches: one takes the time of so many.
+_DEVICE_COPIES = 6
 # What keeping two streams in order costs the host with every call.
 _STREAM_SECONDS = 30e-6
 _BACKWARD_WORK = 2.5  # five matrix products instead of two
@@ -31,6 +33,7 @@ class Cost:
         fixed: what a pass takes whatever its size.
         preparation: what the kernel takes once, the first time it sees the shapes of its calls;
             not part of ``seconds``.
+        even: whether all units are alike, so that what runs side by side hides completely.
         overlaps: whether compute, copies and the host run side by side.
     """
 
@@ -42,6 +45,7 @@ class Cost:
     exposed: float
     fixed: float
     preparation: float
+    even: bool
     overlaps: bool
 
     @property
@@ -49,7 +53,13 @@ class Cost:
         """The whole: the slowest of compute, copies and host where they overlap, else the sum."""
         compute = self.arithmetic + self.merge
         if self.overlaps:
-            return max(compute, self.up, self.down, self.issue) + self.exposed + self.fixed
+            side_by_side = (compute, self.up, self.down, self.issue)
+            longest = max(side_by_side)
+            if not self.even and longest > 0:
+                # Where one unit computes longer and the next copies longer, two slots do not
+                # hide all of it (fitted: docs/planner.md).
+                longest *= sum((part / longest) ** 2.5 for part in side_by_side) ** 0.4
+            return longest + self.exposed + self.fixed
         return compute + self.up + self.down + self.issue + self.fixed
 
 
@@ -183,14 +193,14 @@ def cost(
     calls = call_seconds * len(sample.calls) / sample.tasks * units
     prepare = sample.shapes * machine.plan_seconds
     if direct:
-        return Cost(arithmetic, 0.0, 0.0, 0.0, calls, 0.0, 0.0, prepare, machine.overlaps)
+        return Cost(arithmetic, 0.0, 0.0, 0.0, calls, 0.0, 0.0, prepare, True, machine.overlaps)
 
     width = work.value_dim * (2 * work.state_dtype.itemsize + work.element_bytes)
     merged = sample.merged * lanes * scale * width * (3 if backward else 1)
     merge = merged / machine.merge_bytes_per_second
     if schedule.sweep:
         issue = calls + units * machine.call_seconds
-        return Cost(arithmetic, merge, 0.0, 0.0, issue, 0.0, 0.0, prepare, machine.overlaps)
+        return Cost(arithmetic, merge, 0.0, 0.0, issue, 0.0, 0.0, prepare, True, machine.overlaps)
     inputs, states, tensors = _bytes_per_pass(work, backward)
     visits = _visits(shape.levels)
     up, down = visits * inputs, states
@@ -206,10 +216,12 @@ def cost(
     if schedule.n_cap > 1:
         exposed /= max(1, units)
     copies = sample.runs * tensors * group.batch * group.kv_heads
+    if resident:
+        copies *= _DEVICE_COPIES
     issue = calls + units * (machine.unit_seconds + copies * machine.copy_seconds)
     return Cost(
         arithmetic, merge, up_seconds, down_seconds, issue, exposed, machine.pass_seconds,
-        prepare, machine.overlaps,
+        prepare, shape.depth < 2, machine.overlaps,
     )  # fmt: skip
 
 

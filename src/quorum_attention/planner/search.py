@@ -37,9 +37,11 @@ _TRIPLES = ((7, 7, 7), (13, 7, 7), (13, 13, 7), (13, 13, 13))
 # has to be predicted this much faster.
 _WORTH_COMPARING = 0.02
 _CLEARLY = 0.95
-_FIRST_CALL_COUNTS = 0.3
-# ... and of fewer bytes than this without asking what is free, which takes as long as the call.
+# Such a short call of fewer bytes than this is run without asking what is free, which would take
+# as long as the call.
 _SMALL_BYTES = 256 << 20
+# Of plans about equally fast the one whose shapes are prepared sooner: it counts up to this share.
+_FIRST_CALL_COUNTS = 0.02
 # The bias of one rectangle under a mask that spans rows and columns, in pairs.
 _MASKED_PAIRS = 32 << 20
 
@@ -171,8 +173,9 @@ def undivided(
 
 
 def _score(candidate: Candidate) -> float:
-    """What is minimised: mostly the seconds of a call, a little those of the first one."""
-    return candidate.cost.seconds + _FIRST_CALL_COUNTS * candidate.cost.preparation
+    """What is minimised: the seconds of a call, and a little those of the first one."""
+    seconds = candidate.cost.seconds
+    return seconds + min(_FIRST_CALL_COUNTS * seconds, candidate.cost.preparation)
 
 
 def _pinned_words(request: Request) -> str:
