@@ -39,6 +39,23 @@ def test_a_short_sequence_is_not_mostly_padding() -> None:
     assert not any(is_filled(task, made.work) for task in tasks(made.schedule, made.work))
 
 
+def test_chunks_that_are_wholly_empty_stay_empty() -> None:
+    # 13 chunks of 80, of which the last two and a bit lie beyond the end.
+    given = inputs(854, heads=2, head_dim=8, dtype=torch.float64)
+    shape = {"dtype": torch.float64, "levels": (13,), "tile": 40}
+    made = plan(854, True, **shape)
+    assert made.decomposition.chunk_tokens == 80
+    found = tasks(made.schedule, made.work)
+    filled = [task for task in found if is_filled(task, made.work)]
+    assert filled
+    assert all(task.spans[-1].stop == 880 for task in filled)
+    out, lse = qa.attention_with_lse(*given.three, is_causal=True, plan=plan(854, **shape))
+    grads = qa.attention_backward(given.grad_out, *given.three, out, lse, is_causal=True, plan=made)
+    reference = exact(given, is_causal=True, gradients=True)
+    for actual, expected in zip((out, *grads), (reference.out, *reference.grads), strict=True):
+        assert_close(actual, expected, 1e-11)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 @pytest.mark.parametrize("n_cap", [1, 2, 3])
 def test_results(dtype: torch.dtype, n_cap: int) -> None:

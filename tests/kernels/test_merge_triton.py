@@ -50,7 +50,7 @@ for shape in shapes:
         factor = 2.0 ** torch.randint(-9, 9, (1, h), device=device).float()
         wanted, flag = target.double(), torch.zeros(3, dtype=torch.int32, device=device)
         wanted += 0.25 * factor[:, :, None, None].double() * out_i.double()
-        add_triton_(target, out_i, 0.25, factor, flag[1:2])
+        add_triton_((target,), (out_i,), 0.25, factor, flag[1:2])
         torch.testing.assert_close(target.double(), wanted, atol=1e-5, rtol=1e-5)
         assert flag.tolist() == [0, 0, 0]
         for broken in (torch.inf, -torch.inf, torch.nan):
@@ -58,12 +58,32 @@ for shape in shapes:
                 poisoned = out_i.clone()
                 poisoned[-1, -1, -1, -1] = broken
                 flag.zero_()
-                add_triton_(target, poisoned, 0.25, None, flag[1:2])
+                add_triton_((target,), (poisoned,), 0.25, None, flag[1:2])
                 assert flag.tolist() == [0, 1, 0]
                 reference = torch.zeros(1, dtype=torch.int32)
                 on_cpu = torch.zeros(shape), poisoned.cpu()
                 add_(*on_cpu, overflow=reference)
                 assert reference.tolist() == [1]
+# Three pairs of different sizes in one launch, the second with grouped heads.
+shapes = [(2, 4, 37, 40), (2, 2, 130, 40), (2, 2, 130, 64)]
+for flagged in (None, 0, 1, 2):
+    targets = tuple(torch.randn(b, h, n + 3, d, device=device)[:, :, 1 : 1 + n]
+                    for b, h, n, d in shapes)
+    sources = tuple(torch.randn(b, n, h, d, device=device).half().transpose(1, 2)
+                    for b, h, n, d in shapes)
+    unscale = 2.0 ** torch.randint(-5, 5, (2, 2), device=device).float()
+    wanted = [
+        t.double() + 0.5 * unscale.repeat_interleave(t.shape[1] // 2, 1)[:, :, None, None] * s
+        for t, s in zip(targets, sources)
+    ]
+    if flagged is not None:
+        sources[flagged][1, -1, -1, -1] = torch.inf
+    flag = torch.zeros(1, dtype=torch.int32, device=device)
+    add_triton_(targets, sources, 0.5, unscale, flag)
+    assert flag.item() == (flagged is not None)
+    for number, (target, expected) in enumerate(zip(targets, wanted)):
+        if number != flagged:
+            torch.testing.assert_close(target.double(), expected, atol=1e-5, rtol=1e-5)
 from quorum_attention.kernels.scaling import divide_gradient_
 from quorum_attention.kernels.scaling_triton import divide_gradient_triton_
 

@@ -35,7 +35,8 @@ def _filled_end(shape: Decomposition, work: Workload) -> int | None:
         return None
     if work.mask is not None or work.n_queries != work.n_keys:
         return None
-    end = shape.levels[0] * shape.chunk_tokens
+    # Aligned chunks may leave whole ones empty at the end: only the last that holds any is filled.
+    end = -(-work.n_tokens // shape.chunk_tokens) * shape.chunk_tokens
     return end if 0 < end - work.n_tokens <= work.n_tokens * _MOST_PADDING else None
 
 

@@ -77,7 +77,7 @@ def add_(
     if target.is_cuda and _triton_can_merge(target, source):
         from quorum_attention.kernels.merge_triton import add_triton_
 
-        add_triton_(target, source, alpha, unscale, overflow)
+        add_triton_((target,), (source,), alpha, unscale, overflow)
         return
     if unscale is None and overflow is None and source.dtype == target.dtype:
         target.add_(source, alpha=alpha)
@@ -91,6 +91,25 @@ def add_(
         if unscale is not None:
             part = part * _by_head(unscale, heads).expand(batch, heads, 1, 1)[block[:2]]
         target[block].add_(part, alpha=alpha)
+
+
+def add_all_(
+    targets: tuple[torch.Tensor, ...],
+    sources: tuple[torch.Tensor, ...],
+    alpha: float = 1.0,
+    unscale: torch.Tensor | None = None,
+    overflow: torch.Tensor | None = None,
+) -> None:
+    """``add_`` for up to three pairs, on a GPU in one launch."""
+    pairs = list(zip(targets, sources, strict=True))
+    one_dtype = len({source.dtype for source in sources}) == 1
+    if one_dtype and all(t.is_cuda and _triton_can_merge(t, s) for t, s in pairs):
+        from quorum_attention.kernels.merge_triton import add_triton_
+
+        add_triton_(targets, sources, alpha, unscale, overflow)
+        return
+    for target, source in pairs:
+        add_(target, source, alpha, unscale, overflow)
 
 
 def _by_head(unscale: torch.Tensor, heads: int) -> torch.Tensor:

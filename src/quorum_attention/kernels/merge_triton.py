@@ -104,62 +104,65 @@ def _merge_kernel(
 
 
 def add_triton_(
-    target: torch.Tensor,
-    source: torch.Tensor,
+    targets: tuple[torch.Tensor, ...],
+    sources: tuple[torch.Tensor, ...],
     alpha: float,
     unscale: torch.Tensor | None,
     overflow: torch.Tensor | None,
 ) -> None:
-    """``target += alpha * unscale * source`` in place, allocating nothing.
+    """``target += alpha * unscale * source`` in place for up to three pairs in one launch.
+
+    A launch costs the host as much as adding a small gradient costs the device.
 
     Args:
-        target: (b, h, rows, d) fp32; any strides, the last dimension contiguous.
-        source: as ``target``, fp16, bf16 or fp32.
+        targets: (b, h, rows, d) fp32; any strides, the last dimension contiguous.
+        sources: as ``targets``, fp16, bf16 or fp32, one dtype.
         unscale: (b or 1, h / g) fp32: one factor for g neighbouring heads; None is 1.
-        overflow: (1,) int32, set to 1 if any element of ``source`` is not finite; None: not
-            looked at.
+        overflow: (1,) int32, set to 1 if any element of a source is not finite; None: not looked
+            at.
     """
-    batch, heads, rows, width = target.shape
-    total = batch * heads * rows
-    if total == 0:
+    arguments: list[object] = []
+    widths, blocks = [], []
+    for i in range(3):
+        # A pair that is not there has no rows; its pointers are never followed.
+        target, source = (targets[i], sources[i]) if i < len(targets) else (targets[0], sources[0])
+        batch, heads, rows, width = target.shape
+        total = batch * heads * rows if i < len(targets) else 0
+        block_width = triton.next_power_of_2(max(1, width))
+        block_rows = max(1, _BLOCK_ELEMENTS // block_width)
+        unscale_b = unscale_h = 0
+        shared = 1
+        if unscale is not None:
+            unscale_b = unscale.stride(0) if unscale.shape[0] > 1 else 0
+            unscale_h, shared = unscale.stride(1), max(1, heads // max(1, unscale.shape[1]))
+        widths += [width, block_rows, block_width]
+        blocks.append(triton.cdiv(total, block_rows))
+        arguments += [
+            target, source, total, max(1, heads), max(1, rows), *target.stride()[:3],
+            *source.stride()[:3], unscale_b, unscale_h, shared,
+        ]  # fmt: skip
+    if sum(blocks) == 0:
         return
-    block_width = triton.next_power_of_2(max(1, width))
-    block_rows = max(1, _BLOCK_ELEMENTS // block_width)
-    unscale_b = unscale_h = 0
-    shared = 1
-    if unscale is not None:
-        unscale_b = unscale.stride(0) if unscale.shape[0] > 1 else 0
-        unscale_h, shared = unscale.stride(1), heads // unscale.shape[1]
-    with torch.cuda.device_of(target):
-        _add_kernel[(triton.cdiv(total, block_rows),)](
-            target,
-            source,
-            target if unscale is None else unscale,
-            target if overflow is None else overflow,
+    first = targets[0]
+    with torch.cuda.device_of(first):
+        _add_kernel[(sum(blocks),)](
+            *arguments,
+            blocks[0],
+            blocks[0] + blocks[1],
+            first if unscale is None else unscale,
+            first if overflow is None else overflow,
             alpha,
-            total,
-            heads,
-            rows,
-            *target.stride()[:3],
-            *source.stride()[:3],
-            unscale_b,
-            unscale_h,
-            shared,
-            SCALED=unscale is not None,
-            CHECKED=overflow is not None,
-            WIDTH=width,
-            BLOCK_ROWS=block_rows,
-            BLOCK_WIDTH=block_width,
+            unscale is not None,
+            overflow is not None,
+            *widths,
         )
 
 
 @triton.jit
-def _add_kernel(
+def _add_block(
+    block,
     target,
     source,
-    unscale,
-    overflow,
-    alpha,
     total,
     heads,
     rows,
@@ -172,13 +175,16 @@ def _add_kernel(
     unscale_b,
     unscale_h,
     shared,
+    unscale,
+    overflow,
+    alpha,
     SCALED: tl.constexpr,
     CHECKED: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
-    index = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    index = block.to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     live = index < total
     row = index % rows
     b = index // rows // heads
@@ -198,3 +204,145 @@ def _add_kernel(
         factor *= tl.load(unscale + b * unscale_b + (h // shared) * unscale_h, mask=live, other=0.0)
     held = tl.load(target_at, mask=cells, other=0.0)
     tl.store(target_at, held + part * factor[:, None], mask=cells)
+
+
+@triton.jit
+def _add_kernel(
+    target_0,
+    source_0,
+    total_0,
+    heads_0,
+    rows_0,
+    target_b_0,
+    target_h_0,
+    target_r_0,
+    source_b_0,
+    source_h_0,
+    source_r_0,
+    unscale_b_0,
+    unscale_h_0,
+    shared_0,
+    target_1,
+    source_1,
+    total_1,
+    heads_1,
+    rows_1,
+    target_b_1,
+    target_h_1,
+    target_r_1,
+    source_b_1,
+    source_h_1,
+    source_r_1,
+    unscale_b_1,
+    unscale_h_1,
+    shared_1,
+    target_2,
+    source_2,
+    total_2,
+    heads_2,
+    rows_2,
+    target_b_2,
+    target_h_2,
+    target_r_2,
+    source_b_2,
+    source_h_2,
+    source_r_2,
+    unscale_b_2,
+    unscale_h_2,
+    shared_2,
+    first_end,
+    second_end,
+    unscale,
+    overflow,
+    alpha,
+    SCALED: tl.constexpr,
+    CHECKED: tl.constexpr,
+    WIDTH_0: tl.constexpr,
+    BLOCK_ROWS_0: tl.constexpr,
+    BLOCK_WIDTH_0: tl.constexpr,
+    WIDTH_1: tl.constexpr,
+    BLOCK_ROWS_1: tl.constexpr,
+    BLOCK_WIDTH_1: tl.constexpr,
+    WIDTH_2: tl.constexpr,
+    BLOCK_ROWS_2: tl.constexpr,
+    BLOCK_WIDTH_2: tl.constexpr,
+):
+    program = tl.program_id(0)
+    if program < first_end:
+        _add_block(
+            program,
+            target_0,
+            source_0,
+            total_0,
+            heads_0,
+            rows_0,
+            target_b_0,
+            target_h_0,
+            target_r_0,
+            source_b_0,
+            source_h_0,
+            source_r_0,
+            unscale_b_0,
+            unscale_h_0,
+            shared_0,
+            unscale,
+            overflow,
+            alpha,
+            SCALED,
+            CHECKED,
+            WIDTH_0,
+            BLOCK_ROWS_0,
+            BLOCK_WIDTH_0,
+        )
+    elif program < second_end:
+        _add_block(
+            program - first_end,
+            target_1,
+            source_1,
+            total_1,
+            heads_1,
+            rows_1,
+            target_b_1,
+            target_h_1,
+            target_r_1,
+            source_b_1,
+            source_h_1,
+            source_r_1,
+            unscale_b_1,
+            unscale_h_1,
+            shared_1,
+            unscale,
+            overflow,
+            alpha,
+            SCALED,
+            CHECKED,
+            WIDTH_1,
+            BLOCK_ROWS_1,
+            BLOCK_WIDTH_1,
+        )
+    else:
+        _add_block(
+            program - second_end,
+            target_2,
+            source_2,
+            total_2,
+            heads_2,
+            rows_2,
+            target_b_2,
+            target_h_2,
+            target_r_2,
+            source_b_2,
+            source_h_2,
+            source_r_2,
+            unscale_b_2,
+            unscale_h_2,
+            shared_2,
+            unscale,
+            overflow,
+            alpha,
+            SCALED,
+            CHECKED,
+            WIDTH_2,
+            BLOCK_ROWS_2,
+            BLOCK_WIDTH_2,
+        )

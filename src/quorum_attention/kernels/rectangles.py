@@ -20,7 +20,7 @@ from quorum_attention.decomposition import Rectangle
 from quorum_attention.decomposition.batches import Batch, batches
 from quorum_attention.decomposition.rectangles import cut
 from quorum_attention.kernels.bias import dead_rows
-from quorum_attention.kernels.merge import add_, merge_
+from quorum_attention.kernels.merge import add_, add_all_, merge_
 from quorum_attention.kernels.protocol import (
     CallShape,
     Extent,
@@ -200,10 +200,11 @@ class RectangleKernel(ABC):
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
         lanes = task.lanes
+        lse = _shifted_lse(grads.lse, grads.scaling.shift)
         with nullcontext() if lanes is None else lanes.task():
             for number, batch in enumerate(self._calls(task, backward=True)):
                 with nullcontext() if lanes is None else lanes.call(number):
-                    self._backward_batch(task, batch, grads, number)
+                    self._backward_batch(task, batch, grads, lse, number)
 
     # One call at a time, so that its mask is let go before the next one is made.
 
@@ -225,11 +226,17 @@ class RectangleKernel(ABC):
             )
 
     def _backward_batch(
-        self, task: TaskTensors, batch: Batch, grads: Gradients, number: int
+        self,
+        task: TaskTensors,
+        batch: Batch,
+        grads: Gradients,
+        lse: torch.Tensor,
+        number: int,
     ) -> None:
         given = task.bias(batch.first)
         bias = None if given is None else _four_dims(given)
         shift = grads.scaling.shift_of(number)
+        lowered = grads.scaling.shift - shift
         undo = _Undo(2.0**-shift, grads.scaling.unscale, grads.scaling.flag_of(number))
         for pick in self._head_views(task):
             piece = _BackwardPiece(
@@ -238,7 +245,7 @@ class RectangleKernel(ABC):
                 value=key_rows(task.value, batch),
                 grad_out=query_rows(pick(grads.grad_out), batch),
                 out=query_rows(pick(grads.out), batch),
-                lse=_shifted_lse(query_rows(pick(grads.lse), batch), shift),
+                lse=_raised(query_rows(pick(lse), batch), lowered),
                 grad_query=query_rows(pick(grads.grad_query), batch),
                 grad_key=key_rows(grads.grad_key, batch),
                 grad_value=key_rows(grads.grad_value, batch),
@@ -298,9 +305,14 @@ class RectangleKernel(ABC):
             p.grad_out, p.query, p.key, p.value, p.out, p.lse, causal, task.scale, p.bias
         )
         with _merging(task, number):
-            add_(p.grad_query, grad_query, undo.factor, undo.unscale, undo.overflow)
             # Row runs that went in as batch entries each return a share of the key gradients.
             n_shares = grad_key.shape[0] // p.grad_key.shape[0]
+            if n_shares == 1:
+                targets = (p.grad_query, p.grad_key, p.grad_value)
+                found = (grad_query, grad_key, grad_value)
+                add_all_(targets, found, undo.factor, undo.unscale, undo.overflow)
+                return
+            add_(p.grad_query, grad_query, undo.factor, undo.unscale, undo.overflow)
             for share in grad_key.chunk(n_shares):
                 add_(p.grad_key, share, undo.factor, undo.unscale, undo.overflow)
             for share in grad_value.chunk(n_shares):
@@ -414,6 +426,11 @@ def _four_dims(bias: torch.Tensor) -> torch.Tensor:
 
 def _pick_bias(pick: Pick, bias: torch.Tensor, query_heads: int) -> torch.Tensor:
     return pick(bias) if bias.shape[1] == query_heads and query_heads > 1 else bias
+
+
+def _raised(lse: torch.Tensor, lowered: int) -> torch.Tensor:
+    """An already shifted lse for a call whose shift is smaller by ``lowered``."""
+    return lse + lowered * math.log(2.0) if lowered else lse
 
 
 def _shifted_lse(lse: torch.Tensor, shift: int) -> torch.Tensor:

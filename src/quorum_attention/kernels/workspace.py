@@ -43,6 +43,7 @@ class RectangleSizes:
         aligned_bias_bytes: a copy of it with all its columns.
         dead_bytes: what finding rows without keys takes.
         work: bytes of an element of the statistics (4, or 8 for float64).
+        task_rows: query rows of a whole task.
     """
 
     batch: int
@@ -57,6 +58,7 @@ class RectangleSizes:
     bias_bytes: int
     aligned_bias_bytes: int
     dead_bytes: int
+    task_rows: int
 
     @classmethod
     def of(cls, call: CallShape, extent: Extent, grouped: bool) -> RectangleSizes:
@@ -86,6 +88,7 @@ class RectangleSizes:
             bias_bytes=bias,
             aligned_bias_bytes=aligned,
             dead_bytes=dead,
+            task_rows=extent.batch * extent.query_heads * extent.n_tokens,
         )
 
     @property
@@ -110,8 +113,8 @@ class RectangleSizes:
 
     @property
     def shifted_lse_bytes(self) -> int:
-        """The shifted lse handed to a backward, with the copy and the flags made on the way."""
-        return self.rows * (2 * self.work + 1)
+        """The shifted lse of a task with the flags made on the way, and copies of a call's part."""
+        return self.task_rows * (self.work + 1) + 2 * self.rows * self.work
 
     @property
     def after_bytes(self) -> int:
