@@ -10,6 +10,12 @@ import triton.language as tl
 _BLOCK_ELEMENTS = 4096
 
 
+def _block(width: int) -> tuple[int, int]:
+    """Rows and columns of a block. Triton's own helpers take the host 4 us a call."""
+    block_width = 1 << max(0, width - 1).bit_length()
+    return max(1, _BLOCK_ELEMENTS // block_width), block_width
+
+
 def merge_triton_(
     out: torch.Tensor, lse: torch.Tensor, out_i: torch.Tensor, lse_i: torch.Tensor
 ) -> None:
@@ -25,10 +31,9 @@ def merge_triton_(
     total = batch * heads * rows
     if total == 0:
         return
-    block_width = triton.next_power_of_2(max(1, width))
-    block_rows = max(1, _BLOCK_ELEMENTS // block_width)
+    block_rows, block_width = _block(width)
     # All programs on the first grid axis, the only one that takes more than 65,535.
-    grid = (triton.cdiv(total, block_rows),)
+    grid = (-(-total // block_rows),)
     with torch.cuda.device_of(out):
         _merge_kernel[grid](
             out,
@@ -128,15 +133,14 @@ def add_triton_(
         target, source = (targets[i], sources[i]) if i < len(targets) else (targets[0], sources[0])
         batch, heads, rows, width = target.shape
         total = batch * heads * rows if i < len(targets) else 0
-        block_width = triton.next_power_of_2(max(1, width))
-        block_rows = max(1, _BLOCK_ELEMENTS // block_width)
+        block_rows, block_width = _block(width)
         unscale_b = unscale_h = 0
         shared = 1
         if unscale is not None:
             unscale_b = unscale.stride(0) if unscale.shape[0] > 1 else 0
             unscale_h, shared = unscale.stride(1), max(1, heads // max(1, unscale.shape[1]))
         widths += [width, block_rows, block_width]
-        blocks.append(triton.cdiv(total, block_rows))
+        blocks.append(-(-total // block_rows))
         arguments += [
             target, source, total, max(1, heads), max(1, rows), *target.stride()[:3],
             *source.stride()[:3], unscale_b, unscale_h, shared,
