@@ -4,7 +4,9 @@ import sys
 from itertools import pairwise
 
 import pytest
+import torch
 
+import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.pictures import draw_coverage, draw_recovery
 from quorum_attention.pictures.colours import task_colour
@@ -69,6 +71,22 @@ def test_recovery_shows_what_fits_and_what_does_not(tmp_path):
 
     assert reds(over)
     assert not reds(fits)
+
+
+def test_a_report_is_drawn(tmp_path):
+    """One row a pass, wall clock and stages; after a monolithic call, that there are none."""
+    pytest.importorskip("matplotlib")
+    report = qa.Report()
+    with pytest.raises(ValueError, match="nothing has run yet"):
+        report.draw(tmp_path / "none.svg")
+    q, k, v = (torch.randn(1, 2, 300, 8, requires_grad=True) for _ in range(3))
+    plan = qa.plan(300, heads=2, head_dim=8, dtype=torch.float32, levels=(7,), tile=16)
+    out = qa.attention(q, k, v, plan=plan, report=report)
+    report.draw(tmp_path / "forward.png")
+    out.sum().backward()
+    report.draw(tmp_path / "both.png")
+    assert (tmp_path / "both.png").stat().st_size > 1.3 * (tmp_path / "forward.png").stat().st_size
+    assert len(colours_of(tmp_path / "both.png")) > 8
 
 
 def test_other_formats(tmp_path):

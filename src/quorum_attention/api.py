@@ -463,6 +463,7 @@ def _pass_report(plan: Plan, options: Options) -> PassReport:
         accumulator=plan.schedule.accumulator,
         streams=plan.schedule.streams,
         planned_peak_bytes=plan.peak_bytes,
+        budget_bytes=plan.budget_bytes,
         timed=options.report is not None,
     )
 

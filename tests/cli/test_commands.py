@@ -55,12 +55,14 @@ def test_user_errors_are_one_line(arguments: list[str], capsys: pytest.CaptureFi
 def test_run_writes_what_attention_returns(tmp_path: Path) -> None:
     tensors = {n: torch.randn(1, 2, 300, 16) for n in ("q", "k", "v")}
     safetensors.torch.save_file(tensors, tmp_path / "in")
+    picture = str(tmp_path / "report.svg")
     arguments = [str(tmp_path / "in"), str(tmp_path / "out"), "--causal", "--lse", "--depth", "1"]
-    assert main(["run", *arguments, "--device", "cpu", "--json"]) == 0
+    assert main(["run", *arguments, "--device", "cpu", "--json", "--draw", picture]) == 0
     written = safetensors.torch.load_file(tmp_path / "out")
     out, lse = qa.attention_with_lse(*tensors.values(), is_causal=True, depth=1, devices="cpu")
     assert torch.equal(written["out"], out)
     assert torch.equal(written["lse"], lse)
+    assert "<svg" in Path(picture).read_text()
 
 
 def test_recover_really_fails_and_comes_back(

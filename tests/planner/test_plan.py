@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +42,20 @@ def test_what_fits_runs_as_one_call() -> None:
     plan = qa.plan(2000, budget="1GiB", **CALL)
     assert (plan.levels, plan.depth, plan.n_tasks, plan.n_groups) == ((), 0, 1, 1)
     assert "the monolithic call fits" in plan.describe()
+
+
+def test_a_plan_says_why() -> None:
+    """What was compared with what: sizes where memory decided, times where speed did."""
+    call: dict[str, Any] = {"heads": 8, "head_dim": 64, "is_causal": True, "device": "cuda"}
+    small = qa.plan(1 << 20, budget="256MiB", **call).describe()
+    assert "uncut it would take" in small
+    assert "the best of other levels" in small
+    faster = qa.plan(1 << 20, budget="64GiB", inputs="device", **call)
+    assert faster.levels
+    assert "clearly faster than the monolithic call (" in faster.describe()
+    heads = qa.plan(1 << 14, budget="64MiB", **call)
+    assert (heads.levels, heads.n_groups > 1) == ((), True)
+    assert "cutting heads alone is enough" in heads.describe()
 
 
 def test_given_levels_are_kept() -> None:

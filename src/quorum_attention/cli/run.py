@@ -31,6 +31,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--depth", default="auto", help="levels of decomposition (default auto)")
     shared.add_budget(parser, "device memory, e.g. 2GiB (default: what is free)")
     shared.add_device(parser)
+    parser.add_argument("--draw", metavar="FILE", help="write a picture of the report (.png, .svg)")
     shared.add_json(parser)
     parser.set_defaults(run=_run)
 
@@ -81,6 +82,8 @@ def _run(options: argparse.Namespace) -> int:
     )
     if options.lse:
         results["lse"].copy_(lse)
+    if options.draw:
+        report.draw(options.draw)
     if options.json:
         print_json({"output": options.output, **report.to_dict()})
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from os import PathLike
 from typing import Any
 
 from quorum_attention.sizes import format_bytes
@@ -26,6 +27,7 @@ class PassReport:
             results are in host memory; else the time to enqueue it).
         loaded_bytes, stored_bytes: moved into and out of slots.
         planned_peak_bytes: what the plan said the pass would take at most.
+        budget_bytes: what it was planned for; None where no budget was given.
         peak_bytes: measured by the device's allocator beyond what was allocated before; None on
             the CPU, whose allocator does not count.
         repeated_units: units run again because a scaled fp16 gradient overflowed
@@ -48,6 +50,7 @@ class PassReport:
     loaded_bytes: int = 0
     stored_bytes: int = 0
     planned_peak_bytes: int = 0
+    budget_bytes: int | None = None
     peak_bytes: int | None = None
     repeated_units: int = 0
     timed: bool = False
@@ -69,6 +72,8 @@ class PassReport:
         peak = f"planned peak {format_bytes(self.planned_peak_bytes)}"
         if self.peak_bytes is not None:
             peak += f", measured {format_bytes(self.peak_bytes)}"
+        if self.budget_bytes is not None:
+            peak += f", budget {format_bytes(self.budget_bytes)}"
         moved = f"{format_bytes(self.loaded_bytes)} in, {format_bytes(self.stored_bytes)} out"
         return [
             f"kernel {self.kernel}; levels {levels}; {self.n_groups} head group(s) of "
@@ -107,6 +112,12 @@ class Report:
             name: None if part is None else {**asdict(part), "overlap": part.overlap}
             for name, part in (("forward", self.forward), ("backward", self.backward))
         }
+
+    def draw(self, path: str | PathLike[str]) -> None:
+        """Write a picture of it to ``path`` (needs matplotlib: the ``draw`` extra)."""
+        from quorum_attention.pictures import draw_report
+
+        draw_report(path, self.to_dict())
 
     def __str__(self) -> str:
         parts = []

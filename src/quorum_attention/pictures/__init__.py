@@ -1,6 +1,7 @@
-"""Pictures of a decomposition and of a recovery; matplotlib is loaded when one is drawn."""
+"""Pictures of a decomposition, a recovery and a report; matplotlib is loaded when one is drawn."""
 
 from quorum_attention.pictures.coverage import draw_coverage
 from quorum_attention.pictures.recovery import draw_recovery
+from quorum_attention.pictures.report import draw_report
 
-__all__ = ["draw_coverage", "draw_recovery"]
+__all__ = ["draw_coverage", "draw_recovery", "draw_report"]

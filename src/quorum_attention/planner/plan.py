@@ -146,10 +146,12 @@ class Plan:
                 f"first call: about {cost.preparation:.2g} s more, for the kernel to prepare its "
                 f"shapes"
             )
-        if self.candidate.direct:
-            lines.append("why: the monolithic call fits the budget, and nothing is clearly faster")
-        elif not shape.levels:
-            lines.append("why: cutting heads is enough, and costs nothing")
-        else:
-            lines.append("why: the fastest by prediction of the schedules that fit")
+        lines.append(f"why: {self._reason()}")
         return "\n".join(lines)
+
+    def _reason(self) -> str:
+        if self.candidate.why:
+            return self.candidate.why
+        if self.candidate.direct:
+            return "the monolithic call fits, and is short: nothing else was looked at"
+        return "the only one that was asked for"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
 
@@ -73,12 +73,18 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A schedule with its price."""
+    """A schedule with its price.
+
+    Attributes:
+        direct: the kernel runs on the inputs as they lie.
+        why: what else there was, in words; empty where nothing was compared.
+    """
 
     schedule: Schedule
     footprint: Footprint
     cost: Cost
     direct: bool
+    why: str = ""
 
 
 def price(
@@ -123,11 +129,13 @@ def choose(
     smallest: tuple[Schedule, Footprint] | None = None
     best: Candidate | None = None
     undivided: Candidate | None = None
+    seen = _Seen(request.budget_bytes)
     count = backward_footprint if backward else forward_footprint
     for schedule in _schedules(work, request, kernel, place):
         footprint = count(work, schedule, kernel, place)
         if smallest is None or footprint.total < smallest[1].total:
             smallest = schedule, footprint
+        seen.note(work, schedule, footprint)
         if footprint.total > request.budget_bytes:
             continue
         found = price(work, schedule, kernel, place, machine, backward=backward)
@@ -136,13 +144,16 @@ def choose(
             if found.cost.seconds < _WORTH_COMPARING or place.device_type != "cuda":
                 return found
             undivided = found
-        elif best is None or _score(found) < _score(best):
-            best = found
+        else:
+            seen.add(found)
+            if best is None or _score(found) < _score(best):
+                best = found
     if undivided is not None:
         worth_it = best is not None and best.cost.seconds < _CLEARLY * undivided.cost.seconds
-        return best if best is not None and worth_it else undivided
+        taken = best if best is not None and worth_it else undivided
+        return replace(taken, why=seen.words(taken, undivided))
     if best is not None:
-        return best
+        return replace(best, why=seen.words(best, None))
     assert smallest is not None, "the search always has a candidate"
     schedule, footprint = smallest
     if not request.enforce_budget:
@@ -170,6 +181,51 @@ def undivided(
     found = price(work, schedule, kernel, place, machine, backward=backward)
     small = found.footprint.total <= _SMALL_BYTES and found.cost.seconds < _WORTH_COMPARING
     return found if found.direct and small else None
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What a search came across, for the reasons that a plan gives."""
+
+    budget_bytes: int
+    fitting: int = 0
+    whole_bytes: int | None = None
+    by_levels: dict[tuple[int, ...], float] = field(default_factory=dict)
+
+    def note(self, work: Workload, schedule: Schedule, footprint: Footprint) -> None:
+        """Any candidate, whether or not it fits."""
+        whole = schedule.group == GroupSize(work.batch, work.kv_heads)
+        if not schedule.decomposition.levels and whole:
+            total = footprint.total
+            self.whole_bytes = total if self.whole_bytes is None else min(total, self.whole_bytes)
+
+    def add(self, found: Candidate) -> None:
+        """One that fits."""
+        self.fitting += 1
+        levels = found.schedule.decomposition.levels
+        seconds = found.cost.seconds
+        self.by_levels[levels] = min(seconds, self.by_levels.get(levels, seconds))
+
+    def words(self, taken: Candidate, undivided: Candidate | None) -> str:
+        """Why ``taken``."""
+        levels = taken.schedule.decomposition.levels
+        others = [(s, other) for other, s in self.by_levels.items() if other != levels]
+        following = ""
+        if others:
+            seconds, other = min(others)
+            name = " x ".join(map(str, other)) or "undivided heads"
+            following = f"; the best of other levels, {name}, would take {seconds:.3g} s"
+        if undivided is not None:
+            spent = f"{undivided.cost.seconds:.3g} s"
+            if taken is undivided:
+                return f"the monolithic call fits, and nothing is clearly faster{following}"
+            return f"predicted clearly faster than the monolithic call ({spent}){following}"
+        reason = f"the fastest by prediction of {self.fitting} schedules that fit"
+        if self.whole_bytes is not None and self.whole_bytes > self.budget_bytes:
+            reason += f"; uncut it would take {format_bytes(self.whole_bytes)}"
+        if not levels:
+            reason += "; cutting heads alone is enough"
+        return reason + following
 
 
 def _score(candidate: Candidate) -> float:
