@@ -1,0 +1,171 @@
+"""Errors against float64 of a long causal call, ours and the monolithic kernels', on sampled rows.
+
+    python benchmarks/accuracy.py --json accuracy.json
+
+One head, because heads are alike. Everything is drawn from a normal distribution. Rows are sampled
+twice over: at random from the whole call, and from its last 8,192, where a row sums the most
+(queries) or the fewest (keys) products. An error is the norm of the difference over the norm of
+what is right, over all sampled rows together. Needs a CUDA device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import platform
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import quorum_attention as qa
+from quorum_attention.kernels import kernels
+
+NAMES = ("out", "dQ", "dK", "dV")
+_BLOCK = 8192
+
+
+def expected(
+    tensors: list[torch.Tensor], rows: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, ...]:
+    """Float64 rows of out, dQ, dK and dV of a causal call, tensors (n, d)."""
+    query, key, value, grad = (t.double() for t in tensors)
+    n = query.shape[0]
+    lse = torch.empty(n, dtype=torch.float64, device=query.device)
+    delta = torch.empty_like(lse)
+    outs, grads_query = [], []
+    wanted = set(rows.tolist())
+    grad_key = torch.zeros(len(rows), query.shape[1], dtype=torch.float64, device=query.device)
+    grad_value = torch.zeros(len(rows), value.shape[1], dtype=torch.float64, device=query.device)
+    step = max(1, (1 << 28) // n)
+    for start in range(0, n, step):
+        stop = min(n, start + step)
+        at = torch.arange(start, stop, device=query.device)
+        scores = query[start:stop] @ key[:stop].mT * scale
+        later = at[None] > at[:, None]
+        scores[:, start:].masked_fill_(later, float("-inf"))
+        lse[start:stop] = torch.logsumexp(scores, 1)
+        p = scores.sub_(lse[start:stop, None]).exp_()
+        out = p @ value[:stop]
+        delta[start:stop] = (out * grad[start:stop]).sum(1)
+        mine = [i - start for i in range(start, stop) if i in wanted]
+        if mine:
+            outs.append(out[mine])
+            ds = p[mine] * (
+                grad[start:stop][mine] @ value[:stop].mT - delta[start:stop][mine, None]
+            )
+            grads_query.append(ds @ key[:stop] * scale)
+        earlier = rows < stop
+        chosen = rows[earlier]
+        p = p[:, chosen]
+        ds = p * (grad[start:stop] @ value[chosen].mT - delta[start:stop, None])
+        grad_value[earlier] += p.mT @ grad[start:stop]
+        grad_key[earlier] += ds.mT @ query[start:stop] * scale
+    return torch.cat(outs), torch.cat(grads_query), grad_key, grad_value
+
+
+def errors(
+    got: tuple[torch.Tensor, ...], right: tuple[torch.Tensor, ...], rows: torch.Tensor
+) -> list[float]:
+    """Relative errors of (1, 1, n, d) results."""
+    found = []
+    for mine, wanted in zip(got, right, strict=True):
+        difference = mine[0, 0].to(wanted.device)[rows].double() - wanted
+        found.append(float(difference.norm() / wanted.norm()))
+    return found
+
+
+def monolithic(name: str, scale: float) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """A kernel on the device."""
+    kernel: Any = kernels()[name]
+
+    def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad: torch.Tensor) -> Any:
+        out, lse = kernel.rectangle_forward(query, key, value, True, scale, None)
+        grads = kernel.rectangle_backward(grad, query, key, value, out, lse, True, scale, None)
+        return out, *grads[:3]
+
+    return run
+
+
+def ours(budget: str, kernel: str) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """The same by quorum attention, host to host."""
+
+    def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad: torch.Tensor) -> Any:
+        host = [t.cpu().pin_memory() for t in (query, key, value, grad)]
+        options: dict[str, Any] = {"is_causal": True, "budget": budget, "kernel": kernel}
+        out, lse = qa.attention_with_lse(*host[:3], **options)
+        return out, *qa.attention_backward(host[3], *host[:3], out, lse, **options)
+
+    return run
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tokens", type=int, default=1 << 20)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--budget", default="256MiB", help="of one head")
+    parser.add_argument("--kernel", default="auto", help="our inner kernel")
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    n, scale = args.tokens, args.head_dim**-0.5
+    shape = (1, 1, n, args.head_dim)
+    tensors = [torch.randn(shape, dtype=torch.float16, device="cuda") for _ in range(4)]
+    samples = {
+        "random": torch.randperm(n, device="cuda")[: args.rows].sort().values,
+        "last": n - _BLOCK + torch.randperm(_BLOCK, device="cuda")[: args.rows].sort().values,
+    }
+    flat = [t[0, 0] for t in tensors]
+    every = torch.unique(torch.cat(list(samples.values())))
+    of_every = expected(flat, every, scale)
+    right = {
+        name: tuple(part[torch.searchsorted(every, rows)] for part in of_every)
+        for name, rows in samples.items()
+    }
+    torch.cuda.empty_cache()
+    methods = {
+        "flash": monolithic("flash", scale),
+        "cudnn": monolithic("cudnn", scale),
+        "quorum": ours(args.budget, args.kernel),
+    }
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in samples}
+    for method, run in methods.items():
+        got = run(*tensors)
+        for name, rows in samples.items():
+            found[name][method] = errors(got, right[name], rows)
+        del got
+        torch.cuda.empty_cache()
+    table = Table(title=f"{n} tokens, causal, fp16, one head of {args.head_dim}")
+    for column in ("rows", "method", *NAMES, *(f"{name} / flash" for name in NAMES)):
+        table.add_column(column)
+    for name, by_method in found.items():
+        for method, mine in by_method.items():
+            ratios = [
+                a / b if b else math.nan for a, b in zip(mine, by_method["flash"], strict=True)
+            ]
+            table.add_row(
+                name, method, *(f"{e:.3g}" for e in mine), *(f"{r:.3f}" for r in ratios)
+            )  # fmt: skip
+    Console(width=150).print(table)
+    if args.json:
+        result = {
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "cudnn": torch.backends.cudnn.version(),
+            "python": platform.python_version(),
+            "date": datetime.date.today().isoformat(),
+            "tokens": n,
+            "errors": found,
+        }
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(result, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
