@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from quorum_attention.errors import BudgetError, OutOfMemoryError
     from quorum_attention.execution.report import Report
     from quorum_attention.kernels import InnerKernel, kernels, register_kernel
+    from quorum_attention.kernels.native import NativeKernel, native_attention
     from quorum_attention.planner import Plan, estimate, plan
     from quorum_attention.planner.calibration import calibrate
     from quorum_attention.quorums import (
@@ -36,6 +37,8 @@ _HOMES = {
     "Report": "execution.report",
     "InnerKernel": "kernels",
     "kernels": "kernels",
+    "NativeKernel": "kernels.native",
+    "native_attention": "kernels.native",
     "register_kernel": "kernels",
     "Plan": "planner",
     "calibrate": "planner.calibration",
@@ -50,6 +53,7 @@ _HOMES = {
 __all__ = [
     "BudgetError",
     "InnerKernel",
+    "NativeKernel",
     "OutOfMemoryError",
     "Plan",
     "Report",
@@ -61,6 +65,7 @@ __all__ = [
     "interest_set",
     "is_interest_set",
     "kernels",
+    "native_attention",
     "paired_interest_set",
     "plan",
     "quorum_sizes",

@@ -25,7 +25,7 @@ from quorum_attention.execution.report import PassReport, Report
 from quorum_attention.execution.tools import Progress
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.protocol import InnerKernel
-from quorum_attention.kernels.select import select_kernel
+from quorum_attention.kernels.select import select_kernel, unrounded_kernel
 from quorum_attention.planner.calibration import machine_of
 from quorum_attention.planner.footprint import Placement
 from quorum_attention.planner.plan import Plan
@@ -524,7 +524,8 @@ def run_forward(
         lse = torch.full(rows, float("-inf"), dtype=work.state_dtype, device=query.device)
         return out.zero_(), lse
     shape = work.call_shape(options.device.type, needs_grad)
-    kernel = select_kernel(options.kernel, shape, options.device)
+    wanted = unrounded_kernel(options.kernel, shape, options.device, out_dtype)
+    kernel = select_kernel(wanted, shape, options.device)
     place = Placement(
         options.device.type,
         query.device == options.device,
@@ -566,7 +567,9 @@ def run_backward(
             return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
         return grads[0].zero_(), grads[1].zero_(), grads[2].zero_()
     shape = work.call_shape(options.device.type, needs_grad=True)
-    kernel = select_kernel(options.kernel, shape, options.device)
+    # Rows whose output was not rounded: the same kernel as in the forward.
+    wanted = unrounded_kernel(options.kernel, shape, options.device, out.dtype)
+    kernel = select_kernel(wanted, shape, options.device)
     dtype = work.dtype if grads is None else grads[0].dtype
     place = Placement(
         options.device.type,

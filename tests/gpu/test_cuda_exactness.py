@@ -13,7 +13,7 @@ import quorum_attention as qa
 from quorum_attention.kernels import CallShape, get_kernel, why_not
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-KERNELS = ("cudnn", "flash", "efficient", "dense")
+KERNELS = ("cudnn", "flash", "efficient", "native", "dense")
 # What is added to 1.5 times the undivided call's error: a few last places of the dtype.
 TINY = {torch.float16: 2e-4, torch.bfloat16: 2e-3, torch.float32: 2e-6}
 
@@ -98,7 +98,7 @@ def test_heads_and_widths(kernel, sizes) -> None:
     compare(cuda_inputs(1000, dtype=torch.float16, **sizes), kernel, 1, is_causal=True)
 
 
-@pytest.mark.parametrize("kernel", ["cudnn", "efficient", "dense"])
+@pytest.mark.parametrize("kernel", ["cudnn", "efficient", "native", "dense"])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("kind", ["boolean", "additive", "padding", "heads"])
 @pytest.mark.parametrize("where", ["cuda", "cpu"])

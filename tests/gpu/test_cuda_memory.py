@@ -48,7 +48,7 @@ def check(given: Inputs, results, is_causal: bool = False) -> None:  # type: ign
         assert difference < 3e-3
 
 
-@pytest.mark.parametrize("kernel", ["cudnn", "flash", "efficient", "dense"])
+@pytest.mark.parametrize("kernel", ["cudnn", "flash", "efficient", "native", "dense"])
 @pytest.mark.parametrize("where", ["cuda", "cpu"])
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("accumulator", ["device", "host"])

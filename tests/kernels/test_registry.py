@@ -28,7 +28,7 @@ def call(device: str = "cpu", dtype: torch.dtype = torch.float32, **more) -> Cal
 
 
 def test_order_of_preference() -> None:
-    assert list(kernels()) == ["cudnn", "flash", "efficient", "cpu", "dense"]
+    assert list(kernels()) == ["cudnn", "flash", "efficient", "cpu", "native", "dense"]
     usable = [kernel.name for kernel, reason in candidates(call(needs_grad=True)) if reason is None]
     assert usable == ["cpu", "dense"]
 

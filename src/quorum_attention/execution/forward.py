@@ -107,6 +107,7 @@ def _direct(
             piece.rectangle.causal,
             call.scale,
             piece.bias(piece.rectangle),
+            out_dtype,
         )
         report.units += 1
         if piece.whole and out is None:
@@ -235,6 +236,7 @@ def gathered(call: Call, schedule: Schedule, unit: Unit, tools: Tools) -> TaskTe
         max_keys=schedule.max_keys,
         timed=tools.clock.timed,
         lanes=tools.lanes,
+        first_head=unit.group.query_heads.start,
     )
 
 

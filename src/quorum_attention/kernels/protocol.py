@@ -96,6 +96,7 @@ class TaskTensors:
     max_keys: int = 0
     timed: Timed = untimed
     lanes: Lanes | None = None
+    first_head: int = 0
 
 
 @dataclass(slots=True)

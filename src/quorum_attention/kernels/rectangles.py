@@ -75,6 +75,9 @@ class RectangleKernel(ABC):
         grouped: the operator takes fewer key/value heads than query heads as they are. Where it
             does not, the query heads of a group are run one after the other on views.
         masked_limit: most queries or keys of one call under a mask; None for no limit.
+        whole_tasks: a task is one launch, whatever its rectangles: nothing to gain from several
+            calls in flight, or from running all tasks of a head group as one.
+        rates: of a forward and a backward, as shares of the best kernel's of the device.
         row_unit: the operator's temporaries are in whole units of so many rows, for every batch
             entry.
     """
@@ -83,6 +86,8 @@ class RectangleKernel(ABC):
     grouped: bool = False
     masked_limit: int | None = None
     row_unit: int = 1
+    whole_tasks: bool = False
+    rates: tuple[float, float] = (1.0, 1.0)
 
     @abstractmethod
     def refusal(self, call: CallShape) -> str | None:
@@ -158,8 +163,12 @@ class RectangleKernel(ABC):
         causal: bool,
         scale: float,
         bias: torch.Tensor | None,
+        out_dtype: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``rectangle_forward`` with rows that have no key mended: out 0, lse -inf."""
+        """``rectangle_forward`` with rows that have no key mended: out 0, lse -inf.
+
+        ``out_dtype`` is what the output will be stored as; a kernel that can returns it so.
+        """
         out, lse = self.rectangle_forward(query, key, value, causal, scale, bias)
         if bias is not None:
             # Operators differ on rows without keys (0 with lse 0, NaN); only those rows are mended.

@@ -9,6 +9,7 @@ from quorum_attention.kernels.cudnn import CudnnKernel
 from quorum_attention.kernels.dense import DenseKernel
 from quorum_attention.kernels.efficient import EfficientKernel
 from quorum_attention.kernels.flash import FlashKernel
+from quorum_attention.kernels.native import NativeKernel
 from quorum_attention.kernels.probe import probe
 from quorum_attention.kernels.protocol import CallShape, InnerKernel
 
@@ -16,7 +17,7 @@ _KERNELS: dict[str, InnerKernel] = {}
 
 # Fastest first (measured on an H200); kernels not named here, registered by users, come after
 # these in the order of registration, and the reference last of all.
-_PREFERENCE = ("cudnn", "flash", "efficient", "cpu")
+_PREFERENCE = ("cudnn", "flash", "efficient", "cpu", "native")
 _LAST = "dense"
 
 
@@ -75,7 +76,8 @@ def why_not(kernel: InnerKernel, call: CallShape, device: torch.device | None = 
     # The reference is what others are tested against; testing it against itself says nothing.
     if reason is not None or kernel.name == _LAST:
         return reason
-    return probe(kernel, call, device)
+    # A kernel whose users changed the scores is tried without the change.
+    return probe(getattr(kernel, "probed_as", kernel), call, device)
 
 
 def _in_order() -> list[InnerKernel]:
@@ -87,5 +89,7 @@ def _in_order() -> list[InnerKernel]:
     return [_KERNELS[name] for name in sorted(_KERNELS, key=rank)]
 
 
-for _kernel in (CudnnKernel(), FlashKernel(), EfficientKernel(), CpuKernel(), DenseKernel()):
+for _kernel in (
+    CudnnKernel(), FlashKernel(), EfficientKernel(), NativeKernel(), CpuKernel(), DenseKernel()
+):  # fmt: skip
     register_kernel(_kernel)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from quorum_attention.kernels.protocol import CallShape, InnerKernel
-from quorum_attention.kernels.registry import candidates, get_kernel, kernels, why_not
+from quorum_attention.kernels.registry import get_kernel, kernels, why_not
 
 
 def select_kernel(
@@ -28,12 +28,26 @@ def select_kernel(
         if reason is not None:
             raise NotImplementedError(f"kernel {kernel.name!r} cannot run this call: {reason}")
         return kernel
-    if present:
-        found = candidates(call, device)
-    else:
-        found = [(kernel, kernel.refusal(call)) for kernel in kernels().values()]
-    for kernel, reason in found:
+    found = []
+    for kernel in kernels().values():
+        # One by one: trying a kernel may mean building it.
+        reason = why_not(kernel, call, device) if present else kernel.refusal(call)
         if reason is None:
             return kernel
-    reasons = "; ".join(f"{kernel.name}: {reason}" for kernel, reason in found)
+        found.append(f"{kernel.name}: {reason}")
+    reasons = "; ".join(found)
     raise NotImplementedError(f"no kernel can run this call ({reasons})")
+
+
+def unrounded_kernel(
+    wanted: str | InnerKernel, call: CallShape, device: torch.device, result: torch.dtype
+) -> str | InnerKernel:
+    """``wanted``, or for "auto" and a result wider than its 16-bit inputs, the kernel that does not
+    round it to 16 bits on the way, if it can run the call."""
+    wider = result.itemsize > call.dtype.itemsize and call.head_dim == call.value_dim
+    if wanted != "auto" or not wider or device.type != "cuda":
+        return wanted
+    return _UNROUNDED if why_not(get_kernel(_UNROUNDED), call, device) is None else wanted
+
+
+_UNROUNDED = "native"

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from quorum_attention.decomposition import Decomposition, Task
+from quorum_attention.decomposition import Decomposition, Rectangle, Task
 from quorum_attention.decomposition.batches import Batch, batches
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.workload import Workload, count_groups
@@ -18,6 +18,8 @@ _DEVICE_COPIES = 6
 # What keeping two streams in order costs the host with every call.
 _STREAM_SECONDS = 30e-6
 _BACKWARD_WORK = 2.5  # five matrix products instead of two
+# Of a kernel that runs a task in one launch, forward and (with what goes before it) backward.
+_LAUNCH_SECONDS = (60e-6, 200e-6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,12 @@ class _Sample:
     runs: float
     tasks: int
     shapes: int
+
+    def launches(self) -> tuple[Batch, ...]:
+        """One plain call for every task, of as many pairs and rows."""
+        rows = max(1, round(self.merged / self.tasks))
+        keys = max(1, round(self.pairs / self.tasks / rows))
+        return (Batch(Rectangle(0, rows, 0, keys)),) * self.tasks
 
 
 def _tasks(shape: Decomposition, sweep: bool) -> list[Task]:
@@ -168,8 +176,15 @@ def cost(
     backward: bool,
     direct: bool,
     resident: bool = False,
+    whole_tasks: bool = False,
 ) -> Cost:
-    """The predicted cost of a pass."""
+    """The predicted cost of a pass.
+
+    Args:
+        direct: the kernel runs on the inputs as they lie.
+        resident: the inputs are on the device.
+        whole_tasks: the kernel runs a task in one launch.
+    """
     shape, group = schedule.decomposition, schedule.group
     lanes = group.batch * group.kv_heads * work.queries_per_key_head
     together = (schedule.max_queries, schedule.max_keys) if group.batch == 1 else None
@@ -178,7 +193,7 @@ def cost(
     # All pairs there are over those of the sample.
     scale = work.pairs * heads / max(1, sample.pairs * lanes)
     on_device = _device_seconds(
-        sample.calls,
+        sample.launches() if whole_tasks else sample.calls,
         work,
         lanes,
         machine,
@@ -192,11 +207,15 @@ def cost(
     call_seconds += _STREAM_SECONDS * (schedule.streams > 1)
     calls = call_seconds * len(sample.calls) / sample.tasks * units
     prepare = sample.shapes * machine.plan_seconds
+    if whole_tasks:
+        calls, prepare = _LAUNCH_SECONDS[backward] * units, 0.0
     if direct:
         return Cost(arithmetic, 0.0, 0.0, 0.0, calls, 0.0, 0.0, prepare, True, machine.overlaps)
 
     width = work.value_dim * (2 * work.state_dtype.itemsize + work.element_bytes)
     merged = sample.merged * lanes * scale * width * (3 if backward else 1)
+    if whole_tasks:
+        merged = 0.0  # the kernel begins where the state is
     merge = merged / machine.merge_bytes_per_second
     if schedule.sweep:
         issue = calls + units * machine.call_seconds

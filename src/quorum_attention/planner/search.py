@@ -103,8 +103,30 @@ def price(
     return Candidate(
         schedule,
         footprint,
-        cost(work, schedule, machine, backward=backward, direct=direct, resident=place.resident),
+        cost(
+            work,
+            schedule,
+            machine,
+            backward=backward,
+            direct=direct,
+            resident=place.resident,
+            whole_tasks=_launches_whole(kernel),
+        ),
         direct,
+    )
+
+
+def _launches_whole(kernel: InnerKernel) -> bool:
+    return isinstance(kernel, RectangleKernel) and kernel.whole_tasks
+
+
+def _paced(machine: Machine, kernel: InnerKernel) -> Machine:
+    """The machine as fast as ``kernel`` drives it."""
+    if not isinstance(kernel, RectangleKernel) or kernel.rates == (1.0, 1.0):
+        return machine
+    forward, backward = kernel.rates
+    return replace(
+        machine, flops=machine.flops * forward, backward_flops=machine.backward_flops * backward
     )
 
 
@@ -130,6 +152,7 @@ def choose(
     best: Candidate | None = None
     undivided: Candidate | None = None
     seen = _Seen(request.budget_bytes)
+    machine = _paced(machine, kernel)
     count = backward_footprint if backward else forward_footprint
     for schedule in _schedules(work, request, kernel, place):
         footprint = count(work, schedule, kernel, place)
@@ -267,10 +290,11 @@ def _schedules(
     if work.mask is not None and work.mask.rows and work.mask.columns:
         max_pairs = _MASKED_PAIRS
     streams = [request.streams] if request.streams is not None else [1, 2]
-    if place.device_type == "cpu" or not isinstance(kernel, RectangleKernel):
+    several = isinstance(kernel, RectangleKernel) and not kernel.whole_tasks
+    if place.device_type == "cpu" or not several:
         streams = [1]
     sweeping = place.resident and place.dense_rows and work.mask is None
-    sweeping &= isinstance(kernel, RectangleKernel) and request.n_cap is None
+    sweeping &= several and request.n_cap is None
     sweeping &= request.accumulator != "host" or place.device_type == "cpu"
     sweeping &= request.sweep is not False
     shapes = _decompositions(work, request)

@@ -1,0 +1,479 @@
+# Triton's decorators and its own language are beyond a type checker.
+# mypy: ignore-errors
+"""The backward of a whole task: first by blocks of queries (dQ), then by blocks of keys (dK, dV).
+
+With the global lse, P = exp(S - lse) and delta = rowsum(dO * O) - dlse (paper, section 3):
+
+    dV = P^T dO,   dS = P * (dO V^T - delta),   dQ = scale dS K,   dK = scale dS^T Q.
+
+P is computed twice, and nothing is added by two programs: the result is the same bit for bit every
+time. For fp16, P is computed times 2**LIFT, and dS times a power of two for each key head, from the
+largest norms of its rows, so that both stay normal and cannot overflow (design, section 2).
+"""
+
+import triton
+import triton.language as tl
+
+from quorum_attention.kernels.native.loads_triton import block_rows, lane_of
+from quorum_attention.kernels.native.scores_triton import kept, modified
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def norm_kernel(
+    value, norms, heads, n_rows, v_b, v_h, v_n, VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Norms (b, hk) = the largest squared norm of a row of value (b, hk, m, dv)."""
+    n_blocks = tl.cdiv(n_rows, BLOCK)
+    program = tl.program_id(0)
+    lane = program // n_blocks
+    rows = (program % n_blocks) * BLOCK + tl.arange(0, BLOCK)
+    dv = tl.arange(0, BLOCK_DV)
+    b = (lane // heads).to(tl.int64)
+    h = (lane % heads).to(tl.int64)
+    at = value + b * v_b + h * v_h + rows.to(tl.int64)[:, None] * v_n + dv[None, :]
+    live = (rows < n_rows)[:, None] & (dv < VALUE_DIM)[None, :]
+    v = tl.load(at, mask=live, other=0.0).to(tl.float32)
+    tl.atomic_max(norms + lane, tl.max(tl.sum(v * v, 1), 0))
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def delta_kernel(
+    grad_out,
+    out,
+    grad_lse,
+    delta,
+    norms,
+    heads,
+    group,
+    n_rows,
+    g_b,
+    g_h,
+    g_n,
+    o_b,
+    o_h,
+    o_n,
+    gl_b,
+    gl_h,
+    gl_n,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NORMS: tl.constexpr,
+    GRAD_LSE: tl.constexpr,
+):
+    """Delta (b, h, n) = rowsum(grad_out * out) - grad_lse; norms (b, hk): of rows of grad_out."""
+    n_blocks = tl.cdiv(n_rows, BLOCK)
+    program = tl.program_id(0)
+    lane = program // n_blocks
+    rows = (program % n_blocks) * BLOCK + tl.arange(0, BLOCK)
+    wide = rows.to(tl.int64)
+    dv = tl.arange(0, BLOCK_DV)
+    b = (lane // heads).to(tl.int64)
+    h = (lane % heads).to(tl.int64)
+    live = rows < n_rows
+    cells = live[:, None] & (dv < VALUE_DIM)[None, :]
+    g = tl.load(
+        grad_out + b * g_b + h * g_h + wide[:, None] * g_n + dv[None, :], mask=cells, other=0.0
+    ).to(tl.float32)
+    o = tl.load(out + b * o_b + h * o_h + wide[:, None] * o_n + dv[None, :], mask=cells, other=0.0)
+    found = tl.sum(g * o.to(tl.float32), 1)
+    if GRAD_LSE:
+        found -= tl.load(grad_lse + b * gl_b + h * gl_h + wide * gl_n, mask=live, other=0.0)
+    tl.store(delta + lane.to(tl.int64) * n_rows + wide, found, mask=live)
+    if NORMS:
+        tl.atomic_max(norms + lane // group, tl.max(tl.sum(g * g, 1), 0))
+
+
+@triton.jit
+def _ease(norms, lane, lanes, LIFT: tl.constexpr):
+    """The power of two for dS of a key head: 2**LIFT |dS| <= 2**(LIFT + 1) g v stays near 2**14."""
+    g2 = tl.load(norms + lane)
+    v2 = tl.load(norms + lanes + lane)
+    bound = 0.5 * (tl.log2(tl.maximum(g2, 1e-30)) + tl.log2(tl.maximum(v2, 1e-30))) + 1.0 + LIFT
+    return tl.exp2(tl.minimum(tl.maximum(tl.floor(14.0 - bound), -60.0), 60.0))
+
+
+@triton.jit
+def _query_tile(
+    dq, q, do, lse2, delta, ease, key, value, b, h_k, at_key, k_n, v_n, inside, keep, apart,
+    bias_at, bias_live, scale, log2_scale, softcap, slope,
+    MASKED: tl.constexpr, PLAIN: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    BIAS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, DESCRIBED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    k = block_rows(key, b, h_k, at_key, k_n, inside, HEAD_DIM, BLOCK_N, BLOCK_D, DESCRIBED, MASKED)
+    v = block_rows(
+        value, b, h_k, at_key, v_n, inside, VALUE_DIM, BLOCK_N, BLOCK_DV, DESCRIBED, MASKED
+    )
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+    slack = 1.0
+    if not PLAIN:
+        s, slack = modified(
+            s, apart, bias_at, bias_live, scale, softcap, slope, SOFTCAP, ALIBI, BIAS
+        )
+        log2_scale = 1.0
+    p = tl.exp2(s * log2_scale - lse2[:, None])
+    if MASKED:
+        p = tl.where(keep, p, 0.0)
+    ds = p * (dp * ease - delta[:, None]) * slack
+    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "n_queries",
+        "n_keys",
+        "n_blocks",
+        "left",
+        "right",
+        "bias_row",
+        "bias_column",
+    ]
+)
+def query_kernel(
+    query, key, value, grad_out, lse, delta, norms, grad_query, starts, entries, bias, slopes,
+    query_bits, key_bits, heads, group, n_queries, n_keys, n_blocks, key_lanes,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n, l_b, l_h, l_n, dq_b, dq_h, dq_n,
+    bias_b, bias_h, bias_q, bias_k, bias_row, bias_column,
+    scale, softcap, left, right,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LIFT: tl.constexpr, LOWERED: tl.constexpr,
+    EASED: tl.constexpr, ADD: tl.constexpr, PLAIN: tl.constexpr, SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr, BIAS: tl.constexpr, WINDOW: tl.constexpr, BITS: tl.constexpr,
+    DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add a task's dQ (b, h, n, d) to ``grad_query``, or write it there (ADD False).
+
+    ``starts`` and ``entries``: by blocks of BLOCK_M queries. ``norms`` (2, b * hk): squared norms
+    of grad_out and of value, read where EASED.
+    """
+    program = tl.program_id(0)
+    block = n_blocks - 1 - program % n_blocks
+    lane = program // n_blocks
+    b = (lane // heads).to(tl.int64)
+    h = lane % heads
+    h_k = (h // group).to(tl.int64)
+    h = h.to(tl.int64)
+
+    first = block * BLOCK_M
+    rows = first + tl.arange(0, BLOCK_M)
+    live = rows < n_queries
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    columns = tl.arange(0, BLOCK_N)
+    wide_rows = rows.to(tl.int64)
+    k_wide = (d < HEAD_DIM)[None, :]
+    v_wide = (dv < VALUE_DIM)[None, :]
+    query += b * q_b + h * q_h
+    key = lane_of(key, b, h_k, k_b, k_h, DESCRIBED)
+    value = lane_of(value, b, h_k, v_b, v_h, DESCRIBED)
+    q = tl.load(
+        query + wide_rows[:, None] * q_n + d[None, :], mask=live[:, None] & k_wide, other=0.0
+    )
+    do = tl.load(
+        grad_out + b * g_b + h * g_h + wide_rows[:, None] * g_n + dv[None, :],
+        mask=live[:, None] & v_wide,
+        other=0.0,
+    )
+    own = tl.load(lse + b * l_b + h * l_h + wide_rows * l_n, mask=live, other=float("-inf"))
+    # A row without any key: with +inf in place of -inf its probabilities are 0, not NaN.
+    lse2 = tl.where(own == float("-inf"), float("inf"), own * 1.4426950408889634 - LIFT)
+    d_row = tl.load(delta + lane.to(tl.int64) * n_queries + wide_rows, mask=live, other=0.0)
+    ease = 1.0
+    if EASED:
+        ease = _ease(norms, (lane // heads) * (heads // group) + (lane % heads) // group,
+                     key_lanes, LIFT)  # fmt: skip
+        d_row = d_row * ease
+    slope = 0.0
+    if ALIBI:
+        slope = tl.load(slopes + h)
+    if BIAS:
+        bias += b * bias_b + h * bias_h
+    log2_scale = scale * 1.4426950408889634
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if BITS:
+        own_bits = tl.load(query_bits + rows, mask=live, other=0)
+
+    for index in range(tl.load(starts + block), tl.load(starts + block + 1)):
+        at = entries + index * 7
+        row_low = tl.load(at)
+        row_high = tl.load(at + 1)
+        low = tl.load(at + 2)
+        high = tl.load(at + 3)
+        diagonal = tl.load(at + 4)
+        distance = tl.load(at + 5)
+        mixed = tl.load(at + 6)
+        stop = tl.minimum(high, row_high + diagonal)
+        clear = tl.minimum(high, first + diagonal + 1)
+        start = low
+        if WINDOW:
+            stop = tl.minimum(stop, row_high + distance + right)
+            clear = tl.minimum(clear, first + distance + right + 1)
+            start = tl.maximum(low, row_low + distance - left)
+        stop = tl.maximum(stop, start)
+        begin = start
+        if WINDOW:
+            ragged = tl.maximum(0, row_high - 1 + distance - left - start)
+            begin = tl.minimum(start + tl.cdiv(ragged, BLOCK_N) * BLOCK_N, stop)
+        whole = (row_low == first) & (row_high == tl.minimum(first + BLOCK_M, n_queries))
+        if BITS:
+            whole = whole & (mixed == 0)
+        clear = tl.where(whole, tl.maximum(clear, begin), begin)
+        end = begin + (clear - begin) // BLOCK_N * BLOCK_N
+
+        for at_key in tl.range(begin, end, BLOCK_N):
+            apart = rows[:, None] - (at_key + columns)[None, :] + distance
+            bias_at = bias
+            if BIAS:
+                bias_at += (wide_rows[:, None] - bias_row) * bias_q + (
+                    tl.cast(at_key, tl.int64) - bias_column + columns
+                )[None, :] * bias_k
+            dq = _query_tile(
+                dq, q, do, lse2, d_row, ease, key, value, b, h_k, at_key, k_n, v_n, True, True,
+                apart, bias_at, live[:, None], scale, log2_scale, softcap, slope, False, PLAIN,
+                SOFTCAP, ALIBI, BIAS, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, DESCRIBED,
+                PRECISION,
+            )  # fmt: skip
+
+        for side in range(2 if WINDOW else 1):
+            part_low = tl.where(side == 1, start, end)
+            part_high = tl.where(side == 1, begin, stop)
+            for at_key in tl.range(part_low, part_high, BLOCK_N, num_stages=1):
+                keys = at_key + columns
+                keep = kept(
+                    rows[:, None], keys[None, :], row_low, row_high, part_low, part_high,
+                    diagonal, distance, left, right, WINDOW,
+                )  # fmt: skip
+                if BITS:
+                    other = tl.load(key_bits + keys, mask=keys < part_high, other=0)
+                    keep = keep & ((own_bits[:, None] & other[None, :]) == 0)
+                apart = rows[:, None] - keys[None, :] + distance
+                bias_at = bias
+                if BIAS:
+                    bias_at += (wide_rows[:, None] - bias_row) * bias_q + (
+                        tl.cast(at_key, tl.int64) - bias_column + columns
+                    )[None, :] * bias_k
+                dq = _query_tile(
+                    dq, q, do, lse2, d_row, ease, key, value, b, h_k, at_key, k_n, v_n,
+                    keys < part_high, keep, apart, bias_at, keep, scale, log2_scale, softcap,
+                    slope, True, PLAIN, SOFTCAP, ALIBI, BIAS, HEAD_DIM, VALUE_DIM, BLOCK_D,
+                    BLOCK_DV, BLOCK_N, DESCRIBED, PRECISION,
+                )  # fmt: skip
+
+    dq = dq * (scale / ease * LOWERED)
+    dq_at = grad_query + b * dq_b + h * dq_h + wide_rows[:, None] * dq_n + d[None, :]
+    cells = live[:, None] & k_wide
+    if ADD:
+        dq += tl.load(dq_at, mask=cells, other=0.0).to(tl.float32)
+    tl.store(dq_at, dq.to(grad_query.dtype.element_ty), mask=cells)
+
+
+@triton.jit
+def _key_tile(
+    dk, dv, db, k, v, query, grad_out, b, h, at_row, q_n, g_n, lse_at, delta_at, inside, keep,
+    apart, bias_at, bias_live, ease, scale, log2_scale, softcap, slope,
+    LIFT: tl.constexpr, MASKED: tl.constexpr, PLAIN: tl.constexpr, SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr, BIAS: tl.constexpr, GRAD_BIAS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    q = block_rows(query, b, h, at_row, q_n, inside, HEAD_DIM, BLOCK_M, BLOCK_D, DESCRIBED, MASKED)
+    do = block_rows(
+        grad_out, b, h, at_row, g_n, inside, VALUE_DIM, BLOCK_M, BLOCK_DV, DESCRIBED, MASKED
+    )
+    if MASKED:
+        own = tl.load(lse_at, mask=inside, other=float("-inf"))
+        delta = tl.load(delta_at, mask=inside, other=0.0)
+    else:
+        own = tl.load(lse_at)
+        delta = tl.load(delta_at)
+    lse2 = tl.where(own == float("-inf"), float("inf"), own * 1.4426950408889634 - LIFT)
+    s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+    slack = 1.0
+    if not PLAIN:
+        s, slack = modified(
+            s, apart, bias_at, bias_live, scale, softcap, slope, SOFTCAP, ALIBI, BIAS
+        )
+        log2_scale = 1.0
+    p = tl.exp2(s * log2_scale - lse2[None, :])
+    if MASKED:
+        p = tl.where(keep, p, 0.0)
+    dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+    dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+    ds = p * (dp * ease - (delta * ease)[None, :])
+    if GRAD_BIAS:
+        db += tl.sum(ds, 1)
+    ds = ds * slack
+    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv, db
+
+
+@triton.jit(
+    do_not_specialize=[
+        "n_queries",
+        "n_keys",
+        "n_blocks",
+        "left",
+        "right",
+        "bias_row",
+        "bias_column",
+    ]
+)
+def key_kernel(
+    query, key, value, grad_out, lse, delta, norms, grad_key, grad_value, grad_bias, starts,
+    entries, bias, slopes, query_bits, key_bits, key_heads, group, n_queries, n_keys, n_blocks,
+    key_lanes,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n, l_b, l_h, l_n,
+    dk_b, dk_h, dk_n, dv_b, dv_h, dv_n,
+    bias_b, bias_h, bias_q, bias_k, bias_row, bias_column, db_b, db_h,
+    scale, softcap, left, right,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LIFT: tl.constexpr, LOWERED: tl.constexpr,
+    EASED: tl.constexpr, ADD: tl.constexpr, PLAIN: tl.constexpr, SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr, BIAS: tl.constexpr, GRAD_BIAS: tl.constexpr, WINDOW: tl.constexpr,
+    BITS: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add a task's dK (b, hk, m, d) and dV (b, hk, m, dv), or write them (ADD False).
+
+    ``starts`` and ``entries``: by blocks of BLOCK_N keys. The query heads of a key head follow
+    each other in one program. ``grad_bias`` (b, h, m) fp32: the sum of dS over the rows, added to.
+    """
+    program = tl.program_id(0)
+    # The longest blocks of a causal task are its first.
+    block = program % n_blocks
+    lane = program // n_blocks
+    b = (lane // key_heads).to(tl.int64)
+    h_k = (lane % key_heads).to(tl.int64)
+
+    first = block * BLOCK_N
+    keys = first + tl.arange(0, BLOCK_N)
+    live = keys < n_keys
+    d = tl.arange(0, BLOCK_D)
+    dv_columns = tl.arange(0, BLOCK_DV)
+    tile_rows = tl.arange(0, BLOCK_M)
+    wide_keys = keys.to(tl.int64)
+    k_wide = (d < HEAD_DIM)[None, :]
+    v_wide = (dv_columns < VALUE_DIM)[None, :]
+    k = tl.load(
+        key + b * k_b + h_k * k_h + wide_keys[:, None] * k_n + d[None, :],
+        mask=live[:, None] & k_wide,
+        other=0.0,
+    )
+    v = tl.load(
+        value + b * v_b + h_k * v_h + wide_keys[:, None] * v_n + dv_columns[None, :],
+        mask=live[:, None] & v_wide,
+        other=0.0,
+    )
+    ease = 1.0
+    if EASED:
+        ease = _ease(norms, lane, key_lanes, LIFT)
+    log2_scale = scale * 1.4426950408889634
+    if BITS:
+        own_bits = tl.load(key_bits + keys, mask=live, other=0)
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+
+    for member in range(group):
+        h = h_k * group + member
+        query_h = lane_of(query, b, h, q_b, q_h, DESCRIBED)
+        grad_h = lane_of(grad_out, b, h, g_b, g_h, DESCRIBED)
+        lse_h = lse + b * l_b + h * l_h
+        delta_h = delta + (b * key_heads * group + h) * n_queries
+        slope = 0.0
+        if ALIBI:
+            slope = tl.load(slopes + h)
+        bias_h_at = bias
+        if BIAS:
+            bias_h_at += b * bias_b + h * bias_h
+        db = tl.zeros([BLOCK_N], tl.float32)
+        for index in range(tl.load(starts + block), tl.load(starts + block + 1)):
+            at = entries + index * 7
+            low = tl.load(at)
+            high = tl.load(at + 1)
+            column_low = tl.load(at + 2)
+            column_high = tl.load(at + 3)
+            diagonal = tl.load(at + 4)
+            distance = tl.load(at + 5)
+            mixed = tl.load(at + 6)
+            # Rows before the diagonal of the first key see nothing; from that of the last on, all.
+            start = tl.maximum(low, column_low - diagonal)
+            clear = tl.maximum(low, column_high - 1 - diagonal)
+            stop = high
+            beyond = high
+            if WINDOW:
+                start = tl.maximum(start, column_low - distance - right)
+                clear = tl.maximum(clear, column_high - 1 - distance - right)
+                stop = tl.minimum(stop, column_high + left - distance)
+                beyond = tl.minimum(beyond, column_low + left - distance + 1)
+            stop = tl.maximum(stop, start)
+            whole = (column_low == first) & (column_high == tl.minimum(first + BLOCK_N, n_keys))
+            if BITS:
+                whole = whole & (mixed == 0)
+            ragged = tl.where(whole, tl.maximum(0, clear - start), stop - start)
+            begin = tl.minimum(start + tl.cdiv(ragged, BLOCK_M) * BLOCK_M, stop)
+            beyond = tl.minimum(tl.maximum(beyond, begin), stop)
+            end = begin + (beyond - begin) // BLOCK_M * BLOCK_M
+
+            for at_row in tl.range(begin, end, BLOCK_M):
+                wide_row = tl.cast(at_row, tl.int64)
+                rows = at_row + tile_rows
+                apart = rows[None, :] - keys[:, None] + distance
+                bias_at = bias_h_at
+                if BIAS:
+                    bias_at += (wide_row - bias_row + tile_rows)[None, :] * bias_q + (
+                        wide_keys[:, None] - bias_column
+                    ) * bias_k
+                dk, dv, db = _key_tile(
+                    dk, dv, db, k, v, query_h, grad_h, b, h, at_row, q_n, g_n,
+                    lse_h + (wide_row + tile_rows) * l_n, delta_h + wide_row + tile_rows, True,
+                    True, apart, bias_at, live[:, None], ease, scale, log2_scale, softcap, slope,
+                    LIFT, False, PLAIN, SOFTCAP, ALIBI, BIAS, GRAD_BIAS, HEAD_DIM, VALUE_DIM,
+                    BLOCK_D, BLOCK_DV, BLOCK_M, DESCRIBED, PRECISION,
+                )  # fmt: skip
+
+            # What is ragged: before the clear part (the diagonal), and after it.
+            for side in range(2):
+                part_low = tl.where(side == 1, end, start)
+                part_high = tl.where(side == 1, stop, begin)
+                for at_row in tl.range(part_low, part_high, BLOCK_M, num_stages=1):
+                    wide_row = tl.cast(at_row, tl.int64)
+                    rows = at_row + tile_rows
+                    keep = kept(
+                        rows[None, :], keys[:, None], part_low, part_high, column_low,
+                        column_high, diagonal, distance, left, right, WINDOW,
+                    )  # fmt: skip
+                    if BITS:
+                        other = tl.load(query_bits + rows, mask=rows < part_high, other=0)
+                        keep = keep & ((own_bits[:, None] & other[None, :]) == 0)
+                    apart = rows[None, :] - keys[:, None] + distance
+                    bias_at = bias_h_at
+                    if BIAS:
+                        bias_at += (wide_row - bias_row + tile_rows)[None, :] * bias_q + (
+                            wide_keys[:, None] - bias_column
+                        ) * bias_k
+                    dk, dv, db = _key_tile(
+                        dk, dv, db, k, v, query_h, grad_h, b, h, at_row, q_n, g_n,
+                        lse_h + (wide_row + tile_rows) * l_n, delta_h + wide_row + tile_rows,
+                        rows < part_high, keep, apart, bias_at, keep, ease, scale, log2_scale,
+                        softcap, slope, LIFT, True, PLAIN, SOFTCAP, ALIBI, BIAS, GRAD_BIAS,
+                        HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, DESCRIBED, PRECISION,
+                    )  # fmt: skip
+        if GRAD_BIAS:
+            db_at = grad_bias + b * db_b + h * db_h + wide_keys
+            db = db * (1.0 / ease * LOWERED)
+            tl.store(db_at, tl.load(db_at, mask=live, other=0.0) + db, mask=live)
+
+    dk = dk * (scale / ease * LOWERED)
+    dv = dv * LOWERED
+    dk_at = grad_key + b * dk_b + h_k * dk_h + wide_keys[:, None] * dk_n + d[None, :]
+    dv_at = grad_value + b * dv_b + h_k * dv_h + wide_keys[:, None] * dv_n + dv_columns[None, :]
+    k_cells = live[:, None] & k_wide
+    v_cells = live[:, None] & v_wide
+    if ADD:
+        dk += tl.load(dk_at, mask=k_cells, other=0.0).to(tl.float32)
+        dv += tl.load(dv_at, mask=v_cells, other=0.0).to(tl.float32)
+    tl.store(dk_at, dk.to(grad_key.dtype.element_ty), mask=k_cells)
+    tl.store(dv_at, dv.to(grad_value.dtype.element_ty), mask=v_cells)

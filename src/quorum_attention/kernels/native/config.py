@@ -1,0 +1,100 @@
+"""Block sizes, warps and pipeline stages by head dimension and element size.
+
+Few and fixed: a search at run time would cost every first call more than it gains. Where they come
+from: docs/native.md.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+Half = Literal["forward", "query", "key"]
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How a kernel is cut and built.
+
+    Attributes:
+        block_m, block_n: queries and keys of a tile.
+        warps, stages: of a program.
+        descriptors: whether blocks are read by tensor descriptors, where device and tensors
+            allow it.
+    """
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    descriptors: bool = False
+
+
+def padded(width: int) -> int:
+    """Columns of a tile: the power of two that holds ``width``, at least a matrix unit's 16."""
+    return max(16, 1 << max(0, width - 1).bit_length())
+
+
+# 16-bit inputs, by padded head dimension: up to 64, 128, 256, and beyond (forward alone). Those of
+# 64 and 128 are the fastest of some forty on an H200, the others have the fewest spills.
+_NARROW: dict[Half, dict[int, Config]] = {
+    "forward": {
+        64: Config(128, 64, 4, 3),
+        128: Config(128, 64, 4, 2, descriptors=True),
+        256: Config(64, 32, 4, 2, descriptors=True),
+        1024: Config(64, 16, 8, 1),
+    },
+    "query": {
+        64: Config(64, 64, 4, 3, descriptors=True),
+        128: Config(128, 64, 8, 3, descriptors=True),
+        256: Config(64, 32, 8, 1, descriptors=True),
+    },
+    "key": {
+        64: Config(64, 64, 4, 3, descriptors=True),
+        128: Config(64, 128, 8, 3),
+        256: Config(32, 64, 8, 2, descriptors=True),
+    },
+}
+# 128 without descriptors: of four warps, they spill.
+_WITHOUT = {("forward", 128): Config(128, 64, 8, 3)}
+# fp32 in IEEE arithmetic has no matrix units: small tiles, one stage.
+_WIDE = Config(32, 32, 4, 1)
+_WIDEST = Config(16, 16, 4, 1)
+
+
+def config(
+    half: Half, head_dim: int, value_dim: int, itemsize: int, device: torch.device
+) -> Config:
+    """For a kernel: the forward, or the backward by blocks of queries or of keys."""
+    width = max(padded(head_dim), padded(value_dim))
+    if itemsize > 2:
+        return _WIDE if width <= 128 else _WIDEST
+    size = next(limit for limit in sorted(_NARROW[half]) if width <= limit)
+    found = _NARROW[half][size]
+    capability, shared = _device(device)
+    if found.descriptors and capability < (9, 0):
+        found = replace(_WITHOUT.get((half, size), found), descriptors=False)
+    while found.stages > 1 and _shared_bytes(half, found, size, itemsize) > shared:
+        found = replace(found, stages=found.stages - 1)
+    return found
+
+
+def _shared_bytes(half: Half, found: Config, width: int, itemsize: int) -> int:
+    """About what a program keeps in shared memory: what stays, and what every stage reads."""
+    stays, moves = found.block_m, found.block_n
+    if half == "key":
+        stays, moves = moves, stays
+    kept = stays * width * (1 if half == "forward" else 2)
+    return (kept + found.stages * 2 * moves * width) * itemsize
+
+
+@functools.cache
+def _device(device: torch.device) -> tuple[tuple[int, int], int]:
+    """Compute capability, and shared memory of a program in bytes."""
+    if device.type != "cuda":
+        return (0, 0), 1 << 30
+    found = torch.cuda.get_device_properties(device)
+    return (found.major, found.minor), getattr(found, "shared_memory_per_block_optin", 99 << 10)

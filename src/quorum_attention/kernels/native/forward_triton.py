@@ -1,0 +1,282 @@
+# Triton's decorators and its own language are beyond a type checker.
+# mypy: ignore-errors
+"""The forward of a whole task in one launch.
+
+A program takes a block of query rows and walks its runs of key blocks, keeping (acc, m, l) in
+registers: the running output before division, the running maximum in units of ln 2, the running sum
+(paper, section 3; the recurrence is FlashAttention-2's). State that was there before is where it
+begins, so merging a task into its rows is resuming them.
+"""
+
+import triton
+import triton.language as tl
+
+from quorum_attention.kernels.native.loads_triton import block_rows, lane_of
+from quorum_attention.kernels.native.scores_triton import kept, modified
+
+
+@triton.jit
+def _tile(
+    acc,
+    m,
+    l,
+    q,
+    key,
+    value,
+    b,
+    h_k,
+    at_key,
+    k_n,
+    v_n,
+    inside,
+    keep,
+    apart,
+    bias_at,
+    bias_live,
+    scale,
+    log2_scale,
+    softcap,
+    slope,
+    LIFT: tl.constexpr,
+    MASKED: tl.constexpr,
+    PLAIN: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    BIAS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    k = block_rows(key, b, h_k, at_key, k_n, inside, HEAD_DIM, BLOCK_N, BLOCK_D, DESCRIBED, MASKED)
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if not PLAIN:
+        s, _ = modified(s, apart, bias_at, bias_live, scale, softcap, slope, SOFTCAP, ALIBI, BIAS)
+        log2_scale = 1.0
+    if MASKED:
+        s = tl.where(keep, s, float("-inf"))
+    m_new = tl.maximum(m, tl.max(s, 1) * log2_scale)
+    if MASKED or BIAS:  # noqa: SIM108
+        # A row that has had no key so far: its maximum is -inf, and differences would be NaN.
+        base = tl.where(m_new == float("-inf"), 0.0, m_new) - LIFT
+    else:
+        base = m_new - LIFT
+    p = tl.exp2(s * log2_scale - base[:, None])
+    alpha = tl.exp2(m - LIFT - base)
+    l = l * alpha + tl.sum(p, 1)
+    acc = acc * alpha[:, None]
+    v = block_rows(
+        value, b, h_k, at_key, v_n, inside, VALUE_DIM, BLOCK_N, BLOCK_DV, DESCRIBED, MASKED
+    )
+    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    return acc, m_new, l
+
+
+@triton.jit(
+    do_not_specialize=[
+        "n_queries",
+        "n_keys",
+        "n_blocks",
+        "left",
+        "right",
+        "bias_row",
+        "bias_column",
+    ]
+)
+def forward_kernel(
+    query,
+    key,
+    value,
+    out,
+    lse,
+    starts,
+    entries,
+    bias,
+    slopes,
+    query_bits,
+    key_bits,
+    heads,
+    group,
+    n_queries,
+    n_keys,
+    n_blocks,
+    q_b,
+    q_h,
+    q_n,
+    k_b,
+    k_h,
+    k_n,
+    v_b,
+    v_h,
+    v_n,
+    o_b,
+    o_h,
+    o_n,
+    l_b,
+    l_h,
+    l_n,
+    bias_b,
+    bias_h,
+    bias_q,
+    bias_k,
+    bias_row,
+    bias_column,
+    scale,
+    softcap,
+    left,
+    right,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LIFT: tl.constexpr,
+    LIFTED: tl.constexpr,
+    RESUME: tl.constexpr,
+    PLAIN: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    BIAS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BITS: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Merge a task's runs into (out, lse), or write them there (RESUME False).
+
+    query (b, h, n, d), key, value (b, hk, m, d or dv), out (b, h, n, dv) any floating dtype, lse
+    (b, h, n) fp32; strides in elements, the last dimension contiguous. ``starts`` and ``entries``:
+    runs.py, by blocks of BLOCK_M queries. ``bias_row``, ``bias_column``: local position of the
+    mask's first row and column. ``group``: query heads of a key head.
+    """
+    program = tl.program_id(0)
+    # The longest blocks of a causal task are its last: they begin first.
+    block = n_blocks - 1 - program % n_blocks
+    lane = program // n_blocks
+    b = (lane // heads).to(tl.int64)
+    h = lane % heads
+    h_k = (h // group).to(tl.int64)
+    h = h.to(tl.int64)
+
+    first = block * BLOCK_M
+    rows = first + tl.arange(0, BLOCK_M)
+    live = rows < n_queries
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    columns = tl.arange(0, BLOCK_N)
+    # 64 bits for whatever may span a tensor.
+    wide_rows = rows.to(tl.int64)
+    query += b * q_b + h * q_h
+    key = lane_of(key, b, h_k, k_b, k_h, DESCRIBED)
+    value = lane_of(value, b, h_k, v_b, v_h, DESCRIBED)
+    out += b * o_b + h * o_h
+    lse += b * l_b + h * l_h
+    q = tl.load(
+        query + wide_rows[:, None] * q_n + d[None, :],
+        mask=live[:, None] & (d < HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    out_at = out + wide_rows[:, None] * o_n + dv[None, :]
+    out_live = live[:, None] & (dv < VALUE_DIM)[None, :]
+    lse_at = lse + wide_rows * l_n
+    slope = 0.0
+    if ALIBI:
+        slope = tl.load(slopes + h)
+    if BIAS:
+        bias += b * bias_b + h * bias_h
+
+    if RESUME:
+        old = tl.load(lse_at, mask=live, other=float("-inf"))
+        m = old * 1.4426950408889634
+        # P is lifted by 2**LIFT, so that 16 bits hold the small ones as well.
+        l = tl.where(old == float("-inf"), 0.0, LIFTED)
+        acc = tl.load(out_at, mask=out_live, other=0.0).to(tl.float32) * LIFTED
+    else:
+        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        l = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    log2_scale = scale * 1.4426950408889634
+    if BITS:
+        own_bits = tl.load(query_bits + rows, mask=live, other=0)
+
+    for index in range(tl.load(starts + block), tl.load(starts + block + 1)):
+        at = entries + index * 7
+        row_low = tl.load(at)
+        row_high = tl.load(at + 1)
+        low = tl.load(at + 2)
+        high = tl.load(at + 3)
+        diagonal = tl.load(at + 4)
+        distance = tl.load(at + 5)
+        mixed = tl.load(at + 6)
+        # Beyond the diagonal of the last row there is nothing to do; before that of the first,
+        # nothing to ask.
+        stop = tl.minimum(high, row_high + diagonal)
+        clear = tl.minimum(high, first + diagonal + 1)
+        start = low
+        if WINDOW:
+            stop = tl.minimum(stop, row_high + distance + right)
+            clear = tl.minimum(clear, first + distance + right + 1)
+            start = tl.maximum(low, row_low + distance - left)
+        stop = tl.maximum(stop, start)
+        begin = start
+        if WINDOW:
+            # Whole blocks of keys that the window may cut on their left.
+            ragged = tl.maximum(0, row_high - 1 + distance - left - start)
+            begin = tl.minimum(start + tl.cdiv(ragged, BLOCK_N) * BLOCK_N, stop)
+        whole = (row_low == first) & (row_high == tl.minimum(first + BLOCK_M, n_queries))
+        if BITS:
+            whole = whole & (mixed == 0)
+        clear = tl.where(whole, tl.maximum(clear, begin), begin)
+        end = begin + (clear - begin) // BLOCK_N * BLOCK_N
+
+        for at_key in tl.range(begin, end, BLOCK_N):
+            apart = rows[:, None] - (at_key + columns)[None, :] + distance
+            bias_at = bias
+            if BIAS:
+                bias_at += (wide_rows[:, None] - bias_row) * bias_q + (
+                    tl.cast(at_key, tl.int64) - bias_column + columns
+                )[None, :] * bias_k
+            acc, m, l = _tile(
+                acc, m, l, q, key, value, b, h_k, at_key, k_n, v_n, True, True, apart, bias_at,
+                live[:, None], scale, log2_scale, softcap, slope, LIFT, False, PLAIN, SOFTCAP,
+                ALIBI, BIAS, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, DESCRIBED, PRECISION,
+            )  # fmt: skip
+
+        # What is ragged: after the clear part, and before it (a window's left edge).
+        for side in range(2 if WINDOW else 1):
+            part_low = tl.where(side == 1, start, end)
+            part_high = tl.where(side == 1, begin, stop)
+            for at_key in tl.range(part_low, part_high, BLOCK_N, num_stages=1):
+                keys = at_key + columns
+                keep = kept(
+                    rows[:, None], keys[None, :], row_low, row_high, part_low, part_high,
+                    diagonal, distance, left, right, WINDOW,
+                )  # fmt: skip
+                if BITS:
+                    other = tl.load(key_bits + keys, mask=keys < part_high, other=0)
+                    keep = keep & ((own_bits[:, None] & other[None, :]) == 0)
+                apart = rows[:, None] - keys[None, :] + distance
+                bias_at = bias
+                if BIAS:
+                    bias_at += (wide_rows[:, None] - bias_row) * bias_q + (
+                        tl.cast(at_key, tl.int64) - bias_column + columns
+                    )[None, :] * bias_k
+                acc, m, l = _tile(
+                    acc, m, l, q, key, value, b, h_k, at_key, k_n, v_n, keys < part_high, keep,
+                    apart, bias_at, keep, scale, log2_scale, softcap, slope, LIFT, True, PLAIN,
+                    SOFTCAP, ALIBI, BIAS, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N,
+                    DESCRIBED, PRECISION,
+                )  # fmt: skip
+
+    empty = l == 0.0
+    total = tl.where(empty, 1.0, l)
+    acc = acc / total[:, None]
+    result = tl.where(empty, float("-inf"), (m + tl.log2(total) - LIFT) * 0.6931471805599453)
+    # Warps share rows: all have read the old state before one of them replaces it.
+    tl.debug_barrier()
+    tl.store(out_at, acc.to(out.dtype.element_ty), mask=out_live)
+    tl.store(lse_at, result, mask=live)

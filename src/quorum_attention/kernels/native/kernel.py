@@ -1,0 +1,344 @@
+"""The native kernel: a task in one launch forward, and fp32 statistics throughout."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+import torch
+
+from quorum_attention.decomposition import Rectangle, Task
+from quorum_attention.kernels.merge import triton_available
+from quorum_attention.kernels.native.config import Config, Half, config
+from quorum_attention.kernels.native.launch import (
+    Extras,
+    Operands,
+    launch_backward,
+    launch_forward,
+)
+from quorum_attention.kernels.native.options import ScoreOptions
+from quorum_attention.kernels.native.runs import FIELDS, Piece, Runs, pieces, table, within_window
+from quorum_attention.kernels.protocol import (
+    CallShape,
+    Extent,
+    Gradients,
+    Statistics,
+    TaskTensors,
+)
+from quorum_attention.kernels.rectangles import RectangleKernel
+from quorum_attention.kernels.workspace import SLACK_BYTES
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_LARGEST_FORWARD = 576
+_LARGEST_BACKWARD = 256
+# Runs of a block that the workspace bound allows for; a task of depth 2 has some tens.
+_RUNS_OF_A_BLOCK = 32
+_SMALLEST_BLOCK = 32
+
+
+class NativeKernel(RectangleKernel):
+    """Triton attention of whole tasks: exact partial results, shapes and masks others refuse.
+
+    fp32 statistics go in and come out, so cut calls are not rounded in between; gradients are
+    deterministic. Head dimensions up to 256 (forward 576), not only powers of two; fp16, bf16 and
+    fp32 (IEEE, not TF32); grouped heads; additive and boolean masks.
+
+    Args:
+        window: sliding window: tokens to each side, or (left, right); -1 is no limit.
+        softcap: bound of the scores, ``softcap * tanh(score / softcap)``.
+        alibi_slopes: (query heads,): ``slope * |i - j|`` is taken off the score.
+        allow_tf32: for fp32 inputs, faster and less exact products.
+
+    Raises:
+        TypeError, ValueError: an argument that makes no sense, by name.
+    """
+
+    name = "native"
+    grouped = True
+    whole_tasks = True
+    rates = (0.95, 0.78)  # H200, against cuDNN
+
+    def __init__(
+        self,
+        *,
+        window: int | tuple[int, int] | None = None,
+        softcap: float | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        allow_tf32: bool = False,
+    ) -> None:
+        self.options = ScoreOptions.of(window, softcap, alibi_slopes)
+        self.allow_tf32 = allow_tf32
+        self._slopes: dict[torch.device, torch.Tensor] = {}
+
+    @property
+    def probed_as(self) -> NativeKernel:
+        """Which kernel is compared with the reference: one that leaves scores as they are."""
+        return self if self.options.plain else _plain(self.allow_tf32)
+
+    def refusal(self, call: CallShape) -> str | None:
+        """Why this kernel cannot run such a call, in words for the user; None if it can."""
+        if call.device_type != "cuda" and not interpreted():
+            return f"it runs on NVIDIA GPUs, not on {call.device_type}"
+        if call.dtype not in _DTYPES:
+            return f"it takes float16, bfloat16 and float32, not {call.dtype}"
+        if call.device_type != "cuda" and call.dtype == torch.bfloat16:
+            return "Triton's interpreter has no bfloat16"
+        largest = max(call.head_dim, call.value_dim)
+        limit = _LARGEST_BACKWARD if call.needs_grad else _LARGEST_FORWARD
+        if largest > limit or min(call.head_dim, call.value_dim) < 1:
+            kind = "with gradients" if call.needs_grad else "without gradients"
+            return f"it takes head dimensions from 1 to {limit} {kind}, not {largest}"
+        slopes = self.options.slopes
+        if slopes is not None and slopes.numel() != call.query_heads:
+            return f"it has {slopes.numel()} alibi_slopes for {call.query_heads} query heads"
+        return None if triton_available() else "it needs Triton, which is not installed"
+
+    def scales_backward(self, dtype: torch.dtype) -> bool:
+        """No: it keeps fp16 in range by itself."""
+        return False
+
+    def takes_whole(self, query_heads: int, key_heads: int, tokens: int, masked: bool) -> bool:
+        """Whether a monolithic call can be run on the inputs as they lie."""
+        # A head group does not say whose slopes it needs.
+        return self.options.slopes is None
+
+    def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+        """Upper bound of the bytes ``forward`` allocates at any one time."""
+        rows = extent.batch * extent.query_heads * extent.max_queries
+        # Only where it runs on the inputs as they lie; fp32 where that is asked for.
+        results = rows * (call.value_dim * 4 + 4)
+        return _table_bytes(extent) + results + _bias_bytes(call, extent)
+
+    def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+        """Upper bound of the bytes ``backward`` allocates at any one time."""
+        item = call.dtype.itemsize
+        tables = 2 * _table_bytes(extent)
+        rows = extent.batch * extent.query_heads * extent.n_tokens
+        key_rows = extent.batch * extent.key_heads * extent.max_keys
+        results = extent.batch * extent.query_heads * extent.max_queries * call.head_dim * item
+        results += key_rows * (call.head_dim + call.value_dim) * item
+        return tables + 4 * rows + results + _bias_bytes(call, extent)
+
+    def forward(self, task: TaskTensors, state: Statistics) -> None:
+        """Merge the task's kept pairs into ``state``, in place."""
+        config = _config("forward", task.query, task.value)
+        for rectangles, extras in self._launches(task):
+            launch_forward(
+                Operands(task.query, task.key, task.value, task.scale),
+                state.out,
+                state.lse,
+                self._runs(rectangles, task, config.block_m, "query"),
+                config,
+                extras,
+                resume=True,
+            )
+
+    def backward(self, task: TaskTensors, grads: Gradients) -> None:
+        """Add the task's gradients into ``grads``, in place."""
+        by_query = _config("query", task.query, task.value)
+        by_key = _config("key", task.query, task.value)
+        for rectangles, extras in self._launches(task):
+            launch_backward(
+                Operands(task.query, task.key, task.value, task.scale),
+                (grads.grad_out, grads.out, grads.lse),
+                (grads.grad_query, grads.grad_key, grads.grad_value),
+                self._runs(rectangles, task, by_query.block_m, "query"),
+                self._runs(rectangles, task, by_key.block_n, "key"),
+                by_query,
+                by_key,
+                extras,
+                add=True,
+            )
+
+    def whole_forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        causal: bool,
+        scale: float,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``rectangle_forward``: rows without keys come out right by themselves."""
+        return self.rectangle_forward(query, key, value, causal, scale, bias, out_dtype)
+
+    def rectangle_forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        causal: bool,
+        scale: float,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``RectangleKernel.rectangle_forward``; ``out`` in ``out_dtype``, rounded once."""
+        shape = (*query.shape[:3], value.shape[-1])
+        out = torch.empty(shape, dtype=out_dtype or query.dtype, device=query.device)
+        lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+        config = _config("forward", query, value)
+        whole = (Rectangle(0, query.shape[2], 0, key.shape[2], causal),)
+        launch_forward(
+            Operands(query, key, value, scale),
+            out,
+            lse,
+            runs_of(self, whole, None, query.shape[2], config.block_m, "query", query.device),
+            config,
+            self._extras(query.device, bias, whole[0], slice(None)),
+            resume=False,
+        )
+        return out, lse
+
+    def rectangle_backward(
+        self,
+        grad_out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        causal: bool,
+        scale: float,
+        bias: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See ``RectangleKernel.rectangle_backward``."""
+        grads = tuple(torch.empty_like(t, memory_format=torch.contiguous_format)
+                      for t in (query, key, value))  # fmt: skip
+        by_query = _config("query", query, value)
+        by_key = _config("key", query, value)
+        whole = (Rectangle(0, query.shape[2], 0, key.shape[2], causal),)
+        device = query.device
+        launch_backward(
+            Operands(query, key, value, scale),
+            (_dense_rows(grad_out), _dense_rows(out), lse),
+            grads,
+            runs_of(self, whole, None, query.shape[2], by_query.block_m, "query", device),
+            runs_of(self, whole, None, key.shape[2], by_key.block_n, "key", device),
+            by_query,
+            by_key,
+            self._extras(device, bias, whole[0], slice(None)),
+            add=False,
+        )
+        return grads[0], grads[1], grads[2]
+
+    def _launches(self, task: TaskTensors) -> Iterator[tuple[tuple[Rectangle, ...], Extras]]:
+        """All rectangles at once, or one by one where each has a mask of its own."""
+        live = tuple(r for r in task.rectangles if r.n_queries > 0 and r.n_keys > 0)
+        if not live or 0 in task.query.shape[:2]:
+            return
+        heads = slice(task.first_head, task.first_head + task.query.shape[1])
+        first = live[0]
+        pair = Rectangle(first.query_start, first.query_start + 1, first.key_start,
+                         first.key_start + 1)  # fmt: skip
+        if task.bias(pair) is None:
+            yield live, self._extras(task.query.device, None, first, heads)
+            return
+        for rectangle in live:
+            bias = task.bias(rectangle)
+            yield (rectangle,), self._extras(task.query.device, bias, rectangle, heads)
+
+    def _extras(
+        self, device: torch.device, bias: torch.Tensor | None, at: Rectangle, heads: slice
+    ) -> Extras:
+        slopes = self.options.slopes
+        if slopes is not None:
+            if device not in self._slopes:
+                self._slopes[device] = slopes.to(device)
+            slopes = self._slopes[device][heads]
+        return Extras(
+            options=self.options,
+            slopes=slopes,
+            bias=bias,
+            bias_row=at.query_start,
+            bias_column=at.key_start,
+            tf32=self.allow_tf32,
+        )
+
+    def _runs(
+        self, rectangles: tuple[Rectangle, ...], task: TaskTensors, block: int, axis: str
+    ) -> Runs:
+        of = task.task if self.options.positional else None
+        n_rows = task.query.shape[2] if axis == "query" else task.key.shape[2]
+        return runs_of(self, rectangles, of, n_rows, block, axis, task.query.device)
+
+
+def runs_of(
+    kernel: NativeKernel,
+    rectangles: tuple[Rectangle, ...],
+    task: Task | None,
+    n_rows: int,
+    block: int,
+    axis: str,
+    device: torch.device,
+) -> Runs:
+    """The table of a launch, on the device; ``task`` None: global positions are local ones."""
+    options = kernel.options
+    window = (options.left, options.right) if options.windowed else None
+    host, n_starts = _host_table(
+        rectangles, task, window, n_rows, block, axis, device.type == "cuda"
+    )
+    both = host if device.type == "cpu" else host.to(device, non_blocking=True)
+    return Runs(both[:n_starts], both[n_starts:].view(-1, len(FIELDS)), n_starts - 1)
+
+
+@lru_cache(maxsize=2)
+def _plain(allow_tf32: bool) -> NativeKernel:
+    """One object, so that it is tried once."""
+    return NativeKernel(allow_tf32=allow_tf32)
+
+
+@lru_cache(maxsize=64)
+def _host_table(
+    rectangles: tuple[Rectangle, ...],
+    task: Task | None,
+    window: tuple[int, int] | None,
+    n_rows: int,
+    block: int,
+    axis: str,
+    pinned: bool,
+) -> tuple[torch.Tensor, int]:
+    """(starts and entries in one tensor in host memory, how many starts). Tasks of a level share
+    their rectangles, so this is made once for most of them."""
+    found: Sequence[Piece] = pieces(rectangles, task)
+    if window is not None:
+        found = within_window(found, *window)
+    starts, entries = table(found, n_rows, block, "query" if axis == "query" else "key")
+    both = torch.empty(len(starts) + entries.size, dtype=torch.int32, pin_memory=pinned)
+    both[: len(starts)] = torch.from_numpy(starts)
+    both[len(starts) :] = torch.from_numpy(entries.reshape(-1))
+    return both, len(starts)
+
+
+def interpreted() -> bool:
+    """Whether Triton runs its kernels in Python, on the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def _config(half: Half, query: torch.Tensor, value: torch.Tensor) -> Config:
+    return config(half, query.shape[-1], value.shape[-1], query.element_size(), query.device)
+
+
+def _table_bytes(extent: Extent) -> int:
+    blocks = math.ceil(extent.n_tokens / _SMALLEST_BLOCK) + 1
+    return blocks * (4 + _RUNS_OF_A_BLOCK * 4 * len(FIELDS)) + SLACK_BYTES
+
+
+def _bias_bytes(call: CallShape, extent: Extent) -> int:
+    """The mask of one rectangle."""
+    mask = call.mask
+    if mask is None:
+        return 0
+    size = (extent.batch if mask.batch else 1) * (extent.query_heads if mask.heads else 1)
+    size *= extent.max_queries if mask.rows else 1
+    size *= extent.max_keys if mask.columns else 1
+    return size * call.dtype.itemsize
+
+
+__all__ = ["NativeKernel", "interpreted"]

@@ -1,0 +1,279 @@
+"""Hands a task's tensors to the Triton kernels."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quorum_attention.kernels.native.config import Config, padded
+from quorum_attention.kernels.native.options import UNLIMITED, ScoreOptions
+from quorum_attention.kernels.native.runs import Runs
+
+# 2**_LIFT P keeps fp16's smallest normal number 18 doublings below the largest probability ...
+_FORWARD_LIFT = 8
+# ... and in a backward, where P is of the whole row, 2**lift P is about 2**-8 for even attention.
+_TYPICAL = -8
+_LARGEST_LIFT = 14
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """query (b, h, n, d), key (b, hk, m, d), value (b, hk, m, dv), factor of the scores."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What is done to scores.
+
+    Attributes:
+        slopes: (h,) fp32 on the device, or None.
+        bias: additive mask, broadcastable to (b, h, rows, columns), or None; its first row and
+            column are those of local positions ``bias_row`` and ``bias_column``.
+        query_bits, key_bits: (n,), (m,) int64 on the device: a pair is kept where they have no bit
+            in common; tested in the runs that the table calls mixed.
+        tf32: fp32 products on tensor cores.
+    """
+
+    options: ScoreOptions
+    slopes: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    bias_row: int = 0
+    bias_column: int = 0
+    query_bits: torch.Tensor | None = None
+    key_bits: torch.Tensor | None = None
+    tf32: bool = False
+
+
+def backward_lift(n_keys: int, dtype: torch.dtype) -> int:
+    """Doublings of P in a backward of rows with about ``n_keys`` keys; only fp16 needs any."""
+    if dtype != torch.float16:
+        return 0
+    return min(_LARGEST_LIFT, max(0, math.ceil(math.log2(max(1, n_keys))) + _TYPICAL))
+
+
+def launch_forward(
+    given: Operands,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    runs: Runs,
+    config: Config,
+    extras: Extras,
+    *,
+    resume: bool,
+) -> None:
+    """Merge the runs into (out, lse), or with ``resume`` False write them there.
+
+    Args:
+        out: (b, h, n, dv), any floating dtype.
+        lse: (b, h, n) fp32, natural log.
+        runs: by blocks of ``config.block_m`` queries.
+    """
+    from quorum_attention.kernels.native.forward_triton import forward_kernel
+
+    query, key, value = (_rows(t) for t in (given.query, given.key, given.value))
+    batch, heads, n_queries, head_dim = query.shape
+    total = runs.n_blocks * batch * heads
+    if total == 0:
+        return
+    width = max(padded(head_dim), padded(value.shape[-1]))
+    lift = _FORWARD_LIFT if query.dtype == torch.float16 else 0
+    with _device_of(query):
+        described = _described(config, key, value)
+        read = (key, value)
+        if described:
+            read = tuple(_describe(t, config.block_n, width) for t in read)
+        forward_kernel[(total,)](
+            query, *read, out, lse, runs.starts, runs.entries,
+            *_pointers(extras, query),
+            heads, heads // key.shape[1], n_queries, key.shape[2], runs.n_blocks,
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3],
+            *lse.stride(), *_bias_strides(extras.bias, batch, heads),
+            extras.bias_row, extras.bias_column,
+            given.scale, extras.options.softcap, *_window(extras.options),
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, LIFT=lift, LIFTED=2.0**lift,
+            RESUME=resume, DESCRIBED=described, **_shared(given, extras, head_dim, value.shape[-1]),
+            num_warps=config.warps, num_stages=config.stages,
+        )  # fmt: skip
+
+
+def launch_backward(
+    given: Operands,
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    grads: tuple[torch.Tensor, ...],
+    by_query_runs: Runs,
+    by_key_runs: Runs,
+    by_query: Config,
+    by_key: Config,
+    extras: Extras,
+    *,
+    add: bool,
+    n_keys: int = 0,
+    grad_lse: torch.Tensor | None = None,
+    grad_bias: torch.Tensor | None = None,
+) -> None:
+    """Add the gradients of the runs to ``grads``, or with ``add`` False write them there.
+
+    Args:
+        rows: grad_out, out (b, h, n, dv) and the global lse (b, h, n), natural log, -inf in rows
+            without keys.
+        grads: of query, key and value, any floating dtype.
+        n_keys: keys of a row in the whole call, for the range of fp16; 0: those of ``key``.
+        grad_lse: (b, h, n) fp32, the gradient of a returned lse.
+        grad_bias: (b, h, m) fp32, receives the sum over rows of the gradient of the scores.
+    """
+    from quorum_attention.kernels.native.backward_triton import (
+        delta_kernel,
+        key_kernel,
+        norm_kernel,
+        query_kernel,
+    )
+
+    query, key, value = (_rows(t) for t in (given.query, given.key, given.value))
+    grad_out, out = (_rows(t) for t in rows[:2])
+    lse = rows[2]
+    batch, heads, n_queries, head_dim = query.shape
+    key_heads, m, value_dim = key.shape[1], key.shape[2], value.shape[-1]
+    if batch * heads == 0:
+        return
+    group, key_lanes = heads // key_heads, batch * key_heads
+    width = max(padded(head_dim), padded(value_dim))
+    eased = query.dtype == torch.float16
+    lift = backward_lift(n_keys or m, query.dtype)
+    # delta and both norms in one allocation.
+    n_delta = batch * heads * n_queries
+    work = torch.empty(n_delta + 2 * key_lanes, dtype=torch.float32, device=query.device)
+    delta, norms = work[:n_delta], work[n_delta:]
+    block_dv = padded(value_dim)
+    block = max(16, 4096 // block_dv)
+    softened = _shared(given, extras, head_dim, value_dim)
+    lengths = {"LIFT": lift, "LOWERED": 2.0**-lift, "EASED": eased, "ADD": add}
+    grad_lse_strides = (0, 0, 0) if grad_lse is None else grad_lse.stride()
+    with _device_of(query):
+        if eased:
+            norms.zero_()
+            norm_kernel[(-(-m // block) * key_lanes,)](
+                value, norms[key_lanes:], key_heads, m, *value.stride()[:3],
+                VALUE_DIM=value_dim, BLOCK_DV=block_dv, BLOCK=block,
+            )  # fmt: skip
+        if n_delta:
+            delta_kernel[(-(-n_queries // block) * batch * heads,)](
+                grad_out, out, delta if grad_lse is None else grad_lse, delta, norms, heads, group,
+                n_queries, *grad_out.stride()[:3], *out.stride()[:3], *grad_lse_strides,
+                VALUE_DIM=value_dim, BLOCK_DV=block_dv, BLOCK=block, NORMS=eased,
+                GRAD_LSE=grad_lse is not None,
+            )  # fmt: skip
+        strides = (
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad_out.stride()[:3],
+            *lse.stride(),
+        )  # fmt: skip
+        masks = (*_bias_strides(extras.bias, batch, heads), extras.bias_row, extras.bias_column)
+        scores = (given.scale, extras.options.softcap, *_window(extras.options))
+        if by_query_runs.n_blocks:
+            described = _described(by_query, key, value)
+            read = (key, value)
+            if described:
+                read = tuple(_describe(t, by_query.block_n, width) for t in read)
+            query_kernel[(by_query_runs.n_blocks * batch * heads,)](
+                query, *read, grad_out, lse, delta, norms, grads[0], by_query_runs.starts,
+                by_query_runs.entries, *_pointers(extras, query),
+                heads, group, n_queries, m, by_query_runs.n_blocks, key_lanes,
+                *strides, *grads[0].stride()[:3], *masks, *scores,
+                BLOCK_M=by_query.block_m, BLOCK_N=by_query.block_n, **lengths,
+                DESCRIBED=described, **softened,
+                num_warps=by_query.warps, num_stages=by_query.stages,
+            )  # fmt: skip
+        if by_key_runs.n_blocks:
+            by_row = (query, grad_out)
+            described = _described(by_key, query, grad_out)
+            if described:
+                by_row = tuple(_describe(t, by_key.block_m, width) for t in by_row)
+            bias_strides = (0, 0) if grad_bias is None else grad_bias.stride()[:2]
+            key_kernel[(by_key_runs.n_blocks * key_lanes,)](
+                by_row[0], key, value, by_row[1], lse, delta, norms, grads[1], grads[2],
+                delta if grad_bias is None else grad_bias, by_key_runs.starts,
+                by_key_runs.entries, *_pointers(extras, query),
+                key_heads, group, n_queries, m, by_key_runs.n_blocks, key_lanes,
+                *strides, *grads[1].stride()[:3], *grads[2].stride()[:3], *masks, *bias_strides,
+                *scores, BLOCK_M=by_key.block_m, BLOCK_N=by_key.block_n, **lengths,
+                GRAD_BIAS=grad_bias is not None, DESCRIBED=described, **softened,
+                num_warps=by_key.warps, num_stages=by_key.stages,
+            )  # fmt: skip
+
+
+def _shared(given: Operands, extras: Extras, head_dim: int, value_dim: int) -> dict[str, Any]:
+    """What all kernels are built for."""
+    options, biased = extras.options, extras.bias is not None
+    # One width for both: with a value tile narrower than the query's (64 and 32) the compiled
+    # forward read outside its tensors on an H200 (docs/native.md).
+    width = max(padded(head_dim), padded(value_dim))
+    modified = biased or options.softcap > 0 or extras.slopes is not None
+    return {
+        "HEAD_DIM": head_dim,
+        "VALUE_DIM": value_dim,
+        "BLOCK_D": width,
+        "BLOCK_DV": width,
+        # Scaling after the maximum is cheaper, and right for positive factors only.
+        "PLAIN": not modified and given.scale > 0,
+        "SOFTCAP": options.softcap > 0,
+        "ALIBI": extras.slopes is not None,
+        "BIAS": biased,
+        "WINDOW": options.windowed,
+        "BITS": extras.query_bits is not None,
+        "PRECISION": "tf32" if extras.tf32 else "ieee",
+    }
+
+
+def _described(config: Config, *tensors: torch.Tensor) -> bool:
+    """Whether tensor descriptors can be used: what the copy engine asks of tensors."""
+    if not config.descriptors:
+        return False
+    return all(
+        t.data_ptr() % 16 == 0
+        and 0 not in t.shape
+        and all(s > 0 and s * t.element_size() % 16 == 0 for s in t.stride()[:3])
+        for t in tensors
+    )
+
+
+def _describe(tensor: torch.Tensor, block_rows: int, width: int) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    block = [1, 1, block_rows, width]
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block)
+
+
+def _pointers(extras: Extras, spare: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    every = (extras.bias, extras.slopes, extras.query_bits, extras.key_bits)
+    return tuple(spare if tensor is None else tensor for tensor in every)
+
+
+def _window(options: ScoreOptions) -> tuple[int, int]:
+    left, right = options.left, options.right
+    return UNLIMITED if left < 0 else left, UNLIMITED if right < 0 else right
+
+
+def _bias_strides(bias: torch.Tensor | None, batch: int, heads: int) -> tuple[int, ...]:
+    """Strides by batch entry, head, row and column; 0 where the mask broadcasts."""
+    if bias is None:
+        return (0, 0, 0, 0)
+    while bias.ndim < 4:
+        bias = bias.unsqueeze(0)
+    pairs = zip(bias.stride(), bias.shape, strict=True)
+    return tuple(0 if size == 1 else stride for stride, size in pairs)
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """With the last dimension contiguous."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def _device_of(tensor: torch.Tensor) -> Any:
+    return torch.cuda.device_of(tensor)

@@ -1,0 +1,51 @@
+# Triton's decorators and its own language are beyond a type checker.
+# mypy: ignore-errors
+"""Reading a block of rows of one head: by pointers, or by tensor descriptors where that pays."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def lane_of(source, b, h, stride_b, stride_h, DESCRIBED: tl.constexpr):
+    """Where a head begins; a descriptor is told with each load instead."""
+    if DESCRIBED:
+        return source
+    else:  # noqa: RET505
+        return source + b * stride_b + h * stride_h
+
+
+@triton.jit
+def block_rows(
+    source,
+    b,
+    h,
+    at,
+    stride,
+    live,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    PADDED: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Rows ``at`` to ``at + ROWS`` of a head, (ROWS, PADDED); columns from WIDTH on are 0.
+
+    Args:
+        source: what ``lane_of`` returned.
+        live: (ROWS,) which rows to read, where MASKED; by a descriptor, only those beyond the
+            tensor are 0.
+    """
+    if DESCRIBED:
+        return source.load([b.to(tl.int32), h.to(tl.int32), at, 0]).reshape(ROWS, PADDED)
+    else:  # noqa: RET505
+        columns = tl.arange(0, PADDED)
+        # 64 bits for what may span a tensor, 32 inside a tile.
+        tile = tl.arange(0, ROWS)[:, None] * stride + columns[None, :]
+        pointers = source + tl.cast(at, tl.int64) * stride + tile
+        if MASKED:
+            return tl.load(pointers, mask=live[:, None] & (columns < WIDTH)[None, :], other=0.0)
+        elif WIDTH != PADDED:  # noqa: RET505
+            return tl.load(pointers, mask=(columns < WIDTH)[None, :], other=0.0)
+        else:
+            return tl.load(pointers)

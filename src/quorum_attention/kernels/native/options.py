@@ -1,0 +1,80 @@
+"""What a native kernel does to scores, in global positions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+UNLIMITED = (1 << 30) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreOptions:
+    """Changes to the scores of a call; none by default.
+
+    Attributes:
+        left, right: a query at position i sees keys from ``i - left`` to ``i + right``; -1 is no
+            limit.
+        softcap: scores become ``softcap * tanh(score / softcap)``; 0 is none.
+        slopes: (query heads,) fp32, ALiBi: ``slope * |i - j|`` is taken off; None is none.
+    """
+
+    left: int = -1
+    right: int = -1
+    softcap: float = 0.0
+    slopes: torch.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        window: int | tuple[int, int] | None,
+        softcap: float | None,
+        alibi_slopes: torch.Tensor | None,
+    ) -> ScoreOptions:
+        """From what users write.
+
+        Raises:
+            TypeError: an argument of the wrong type.
+            ValueError: a value that makes no sense.
+        """
+        pair = (-1, -1) if window is None else window
+        if isinstance(pair, int):
+            pair = (pair, pair)
+        whole = isinstance(pair, (tuple, list)) and all(isinstance(n, int) for n in pair)
+        if not whole or len(pair) != 2 or min(pair) < -1:
+            raise ValueError(
+                "window must be a number of tokens or (left, right), whole numbers from -1 "
+                f"(no limit), got {window!r}"
+            )
+        cap = 0.0 if softcap is None else float(softcap)
+        if softcap is not None and not (cap > 0 and math.isfinite(cap)):
+            raise ValueError(f"softcap must be a finite number above 0 or None, got {softcap!r}")
+        if alibi_slopes is not None:
+            if not isinstance(alibi_slopes, torch.Tensor):
+                raise TypeError(
+                    f"alibi_slopes must be a tensor or None, got {type(alibi_slopes).__name__}"
+                )
+            if alibi_slopes.ndim != 1 or not alibi_slopes.is_floating_point():
+                raise ValueError(
+                    "alibi_slopes must be floating-point, one for each query head, got "
+                    f"{alibi_slopes.dtype} of shape {tuple(alibi_slopes.shape)}"
+                )
+            alibi_slopes = alibi_slopes.detach().float()
+        return cls(*pair, cap, alibi_slopes)
+
+    @property
+    def plain(self) -> bool:
+        """Whether scores are left as they are."""
+        return not self.windowed and self.softcap == 0.0 and self.slopes is None
+
+    @property
+    def windowed(self) -> bool:
+        """Whether far pairs are left out."""
+        return self.left >= 0 or self.right >= 0
+
+    @property
+    def positional(self) -> bool:
+        """Whether global positions matter."""
+        return self.windowed or self.slopes is not None

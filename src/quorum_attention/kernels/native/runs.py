@@ -1,0 +1,170 @@
+"""Which keys a block of queries walks, and which queries a block of keys: tables for a launch.
+
+A rectangle of a task touches some blocks of rows. For every block the table lists the runs it has
+to walk, neighbouring runs joined, so that inside a run there is nothing to ask but at its ragged
+ends and on its diagonal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quorum_attention.decomposition import Rectangle, Task
+
+NO_DIAGONAL = 1 << 30
+"""The ``diagonal`` of a run that no causal mask cuts."""
+
+FIELDS = ("query_start", "query_stop", "key_start", "key_stop", "diagonal", "distance",
+          "mixed")  # fmt: skip
+"""Columns of a table's entries, int32, local positions: a pair (q, k) belongs to the run when it is
+within bounds and ``q - k + diagonal >= 0``; ``q - k + distance`` is how far apart the two are
+globally. ``mixed``: 1 where the tokens' bits decide about each pair, else 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A rectangle, or a part of one within which global distances are local ones plus a constant.
+
+    Attributes:
+        rectangle: local positions.
+        distance: added to ``q - k`` of local positions, it is that of global ones.
+    """
+
+    rectangle: Rectangle
+    distance: int = 0
+
+
+def pieces(rectangles: Sequence[Rectangle], task: Task | None) -> list[Piece]:
+    """The rectangles as they are (``task`` None), or cut where global positions jump.
+
+    Args:
+        rectangles: local positions.
+        task: whose tokens these are; needed where something depends on global positions.
+    """
+    live = [r for r in rectangles if r.n_queries > 0 and r.n_keys > 0]
+    if task is None:
+        return [Piece(r) for r in live]
+    found = []
+    for r in live:
+        rows = _ranges(task, r.query_start, r.query_stop)
+        for first, last, shift in rows:
+            for low, high, key_shift in _ranges(task, r.key_start, r.key_stop):
+                if r.causal and low >= last:
+                    continue
+                causal = r.causal and low == first
+                part = Rectangle(first, last, low, high, causal)
+                found.append(Piece(part, shift - key_shift))
+    return found
+
+
+def _ranges(task: Task, start: int, stop: int) -> list[tuple[int, int, int]]:
+    """(local start, local stop, global minus local) of the pieces of a local range."""
+    return [
+        (local, local + high - low, low - local) for low, high, local in task.segments(start, stop)
+    ]
+
+
+def within_window(found: Sequence[Piece], left: int, right: int) -> list[Piece]:
+    """The pieces that a sliding window leaves any pair; -1 is no limit on that side."""
+    kept = []
+    for piece in found:
+        r = piece.rectangle
+        farthest = r.query_stop - 1 - r.key_start + piece.distance
+        nearest = r.query_start - (r.key_stop - 1) + piece.distance
+        if (left < 0 or nearest <= left) and (right < 0 or farthest >= -right):
+            kept.append(piece)
+    return kept
+
+
+def table(
+    found: Sequence[Piece], n_rows: int, block: int, axis: Literal["query", "key"]
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Runs by blocks of rows.
+
+    Args:
+        found: disjoint pieces.
+        n_rows: rows along ``axis``.
+        block: rows of a block.
+        axis: "query": runs of keys by blocks of queries; "key": runs of queries by blocks of keys.
+
+    Returns:
+        (starts, entries): entries (n, 7), columns as in ``FIELDS``, those of block b at
+        ``starts[b]`` to ``starts[b + 1]``; bounds along ``axis`` are clipped to the block.
+    """
+    n_blocks = -(-n_rows // block)
+    parts = [_by_block(piece, n_rows, block, axis) for piece in found]
+    if not parts:
+        return np.zeros(n_blocks + 1, np.int32), np.zeros((0, len(FIELDS)), np.int32)
+    numbers = np.concatenate([number for number, _ in parts])
+    entries = np.concatenate([entry for _, entry in parts])
+    along, across = (0, 2) if axis == "query" else (2, 0)
+    order = np.lexsort((entries[:, across], entries[:, along], numbers))
+    numbers, entries = numbers[order], entries[order]
+    first = _joins(numbers, entries, along, across)
+    groups = np.flatnonzero(first)
+    joined = entries[groups]
+    last = np.append(groups[1:], len(entries)) - 1
+    joined[:, across + 1] = entries[last, across + 1]
+    # Of runs joined along keys the last may end on the diagonal; along queries, the first begins.
+    joined[:, 4] = np.minimum.reduceat(entries[:, 4], groups)
+    starts = np.searchsorted(numbers[groups], np.arange(n_blocks + 1))
+    return starts.astype(np.int32), joined.astype(np.int32)
+
+
+def _by_block(
+    piece: Piece, n_rows: int, block: int, axis: str
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    r = piece.rectangle
+    start, stop = (r.query_start, r.query_stop) if axis == "query" else (r.key_start, r.key_stop)
+    stop = min(stop, n_rows)
+    numbers = np.arange(start // block, -(-stop // block), dtype=np.int64)
+    entries = np.empty((len(numbers), len(FIELDS)), np.int64)
+    entries[:, 0], entries[:, 1] = r.query_start, r.query_stop
+    entries[:, 2], entries[:, 3] = r.key_start, r.key_stop
+    at = 0 if axis == "query" else 2
+    entries[:, at] = np.maximum(numbers * block, start)
+    entries[:, at + 1] = np.minimum((numbers + 1) * block, stop)
+    entries[:, 4] = r.key_start - r.query_start if r.causal else NO_DIAGONAL
+    entries[:, 5] = piece.distance
+    entries[:, 6] = 0
+    return numbers, entries
+
+
+def _joins(
+    numbers: NDArray[np.int64], entries: NDArray[np.int64], along: int, across: int
+) -> NDArray[np.bool_]:
+    """True for entries that begin a run of their own."""
+    first = np.ones(len(entries), dtype=bool)
+    if len(entries) < 2:
+        return first
+    before, after = entries[:-1], entries[1:]
+    same = numbers[1:] == numbers[:-1]
+    same &= (before[:, along] == after[:, along]) & (before[:, along + 1] == after[:, along + 1])
+    same &= before[:, across + 1] == after[:, across]
+    same &= before[:, 5] == after[:, 5]
+    # A diagonal only cuts its own square: what lies beyond it on the open side is kept whole.
+    inner = before if across == 2 else after
+    same &= inner[:, 4] == NO_DIAGONAL
+    first[1:] = ~same
+    return first
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """A table on a device.
+
+    Attributes:
+        starts: (blocks + 1,) int32.
+        entries: (n, 7) int32.
+        n_blocks: blocks of rows.
+    """
+
+    starts: torch.Tensor
+    entries: torch.Tensor
+    n_blocks: int

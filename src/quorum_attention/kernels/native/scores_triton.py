@@ -1,0 +1,72 @@
+# Triton's decorators and its own language are beyond a type checker.
+# mypy: ignore-errors
+"""What is done to the scores of a tile, in the forward and in both halves of the backward."""
+
+import triton
+import triton.language as tl
+
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def modified(
+    s,
+    apart,
+    bias_at,
+    bias_live,
+    scale,
+    softcap,
+    slope,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    """Scores in units of ln 2 from plain products, in the order the field uses: scale, soft cap,
+    then what is added.
+
+    Args:
+        s: products (rows, columns).
+        apart: global distance of query and key.
+        bias_at, bias_live: pointers to the additive mask, and where there is one to read.
+        scale, softcap, slope: factor of the scores; bound of the soft cap; ALiBi's slope.
+
+    Returns:
+        scores, and the derivative of the soft cap (1 without one).
+    """
+    s = s * scale
+    slack = 1.0
+    if SOFTCAP:
+        # tanh by exp of a negative number: nothing overflows.
+        e = tl.exp(-2.0 * tl.abs(s) / softcap)
+        t = (1.0 - e) / (1.0 + e)
+        t = tl.where(s < 0, -t, t)
+        s = softcap * t
+        slack = 1.0 - t * t
+    if ALIBI:
+        s -= slope * tl.abs(apart).to(tl.float32)
+    if BIAS:
+        s += tl.load(bias_at, mask=bias_live, other=0.0).to(tl.float32)
+    return s * 1.4426950408889634, slack
+
+
+@triton.jit
+def kept(
+    rows,
+    columns,
+    row_low,
+    row_high,
+    column_low,
+    column_high,
+    diagonal,
+    distance,
+    left,
+    right,
+    WINDOW: tl.constexpr,
+):
+    """Pairs of a tile that belong to a run; rows are queries, columns keys."""
+    apart = rows - columns
+    keep = (rows >= row_low) & (rows < row_high) & (columns >= column_low)
+    keep = keep & (columns < column_high) & (apart + diagonal >= 0)
+    if WINDOW:
+        keep = keep & (apart + distance <= left) & (apart + distance >= -right)
+    return keep

@@ -1,0 +1,20 @@
+import os
+
+import pytest
+import torch
+
+# Triton decides whether to interpret when its kernels are first imported; without a GPU it has to,
+# and nothing else on the CPU runs Triton.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture
+def device() -> str:
+    pytest.importorskip("triton")
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def on_gpu() -> bool:
+    return torch.cuda.is_available()

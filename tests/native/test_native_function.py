@@ -1,0 +1,233 @@
+"""``native_attention``: windows, soft cap, ALiBi, sinks, group bits, and all their gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers_attention import fresh_generator as generator
+from native_reference import reference, relative
+
+import quorum_attention as qa
+
+N, M, HEADS = 90, 75, 2
+
+
+def check(device: str, dtype=torch.float32, n=N, m=M, key_heads=HEADS, **options) -> None:
+    g = generator()
+
+    def random(*shape):
+        return torch.randn(shape, generator=g)
+
+    inputs = [
+        random(1, HEADS, n, 16), random(1, key_heads, m, 16), random(1, key_heads, m, 24),
+    ]  # fmt: skip
+    extra = {name: options.pop(name) for name in ("bias", "sinks") if name in options}
+    extra = {name: make(g) for name, make in extra.items()}
+    given = [t.to(dtype).to(device).requires_grad_() for t in inputs]
+    more = {name: t.to(device).requires_grad_() for name, t in extra.items()}
+    plain = {k: (v.to(device) if isinstance(v, torch.Tensor) else v) for k, v in options.items()}
+    renamed = dict(plain)
+    if "slopes" in renamed:
+        renamed["alibi_slopes"] = renamed.pop("slopes")
+    if "bias" in more:
+        renamed["attn_bias"] = more["bias"]
+    if "sinks" in more:
+        renamed["sinks"] = more["sinks"]
+    out, lse = qa.native_attention(*given, out_dtype=torch.float32, **renamed)
+    grad, grad_lse = random(*out.shape), random(*lse.shape)
+    live = lse.detach().isfinite()
+    grad_lse = grad_lse * live.cpu()
+    grad = grad.to(dtype).float()
+
+    right = [t.detach().cpu().double().requires_grad_() for t in given]
+    more_right = {k: t.detach().cpu().double().requires_grad_() for k, t in more.items()}
+    expected, expected_lse = reference(*right, **more_right, **options)
+    limit = 3e-6 if dtype == torch.float32 else 3e-3
+    assert relative(out, expected) < limit
+    assert relative(lse, expected_lse) < limit
+    dead = ~live.cpu()
+    loss = (expected * grad.double()).sum()
+    loss = loss + (expected_lse.masked_fill(dead, 0.0) * grad_lse.double()).sum()
+    torch.autograd.backward([out, lse], [grad.to(device), grad_lse.to(device)])
+    loss.backward()
+    leaves = zip([*given, *more.values()], [*right, *more_right.values()], strict=True)
+    for mine, theirs in leaves:
+        assert mine.grad is not None
+        assert mine.grad.shape == mine.shape
+        assert relative(mine.grad, theirs.grad) < 4 * limit
+
+
+OPTIONS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "causal, more keys": {"is_causal": True, "n": 40},
+    "scale": {"scale": 0.7},
+    "negative scale": {"scale": -0.3, "is_causal": True},
+    "no scale": {"scale": 0.0, "is_causal": True},
+    "window": {"window": (20, 0), "is_causal": True},
+    "window to both sides": {"window": (33, 10)},
+    "window of one": {"window": (0, 0)},
+    "window to the right": {"window": (-1, 5)},
+    "soft cap": {"softcap": 1.5},
+    "soft cap and causal": {"softcap": 0.7, "is_causal": True},
+    "alibi": {"slopes": torch.tensor([0.5, 0.03]), "is_causal": True},
+    "all at once": {
+        "slopes": torch.tensor([0.5, 0.03]), "softcap": 2.0, "window": (30, 12), "key_heads": 1,
+        "bias": lambda g: torch.randn(1, 2, 1, M, generator=g),
+        "sinks": lambda g: torch.randn(2, generator=g),
+    },
+    "bias of keys": {"bias": lambda g: torch.randn(1, 2, 1, M, generator=g)},
+    "bias of all heads": {"bias": lambda g: torch.randn(1, 1, 1, M, generator=g)},
+    "sinks": {"sinks": lambda g: 3 * torch.randn(2, generator=g), "is_causal": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_against_float64(name: str, dtype: torch.dtype, device: str) -> None:
+    check(device, dtype, **OPTIONS[name])
+
+
+def bits(kind: str, n: int) -> torch.Tensor:
+    where = torch.arange(n)
+    if kind == "none":
+        return torch.zeros(n, dtype=torch.int64)
+    if kind == "chunks":
+        return (where // 32 % 3 == 1).long() << 63
+    if kind == "random":
+        return torch.randint(0, 8, (n,))
+    if kind == "mixed":
+        return (where // 40 % 2).long() * 6 + (torch.rand(n) < 0.05).long()
+    return torch.full((n,), 1 << 40, dtype=torch.int64)  # everything masked
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("kind", ["none", "chunks", "random", "mixed", "full"])
+def test_group_bits(kind: str, is_causal: bool, device: str) -> None:
+    torch.manual_seed(1)
+    check(
+        device, n=190, m=150, query_bits=bits(kind, 190), key_bits=bits(kind, 150),
+        is_causal=is_causal,
+    )  # fmt: skip
+
+
+def test_masked_tiles_are_in_no_run(device: str) -> None:
+    """Clear ones are walked without a question, masked ones not at all."""
+    from quorum_attention.kernels.native.bits import runs_of_bits
+
+    own = torch.zeros(512, dtype=torch.int64)
+    own[128:256] = 4
+    own[300] = 4
+    runs = runs_of_bits(own, own, False, 128, 64, "query")
+    found = [
+        [tuple(e[[2, 3, 6]].tolist()) for e in runs.entries[a:b]]
+        for a, b in zip(runs.starts[:-1].tolist(), runs.starts[1:].tolist(), strict=True)
+    ]
+    assert found == [
+        [(0, 512, 0)],
+        [(0, 128, 0), (256, 320, 1), (320, 512, 0)],
+        [(0, 128, 0), (128, 320, 1), (320, 512, 0)],
+        [(0, 512, 0)],
+    ]
+
+
+@pytest.mark.parametrize("size", [1e-6, 1e3])
+def test_gradients_of_any_size(size: float, device: str) -> None:
+    """fp16: loss-scaled gradients neither vanish nor overflow; a sink takes every probability."""
+    g = generator()
+    q, k, v, grad = (torch.randn(1, 1, 160, 16, generator=g) for _ in range(4))
+    k[:, :, 3] = 0
+    q[..., 0] = 9.0
+    k[:, :, 3, 0] = 9.0  # P = 1 for all rows
+    inputs = [t.half().to(device).requires_grad_() for t in (q, k, v)]
+    # An output rounded to 16 bits would be the error: where P = 1, dP and delta are one number.
+    out, _ = qa.native_attention(*inputs, is_causal=True, out_dtype=torch.float32)
+    upstream = (grad * size).half().to(device)
+    out.backward(upstream.float())
+    right = [t.detach().cpu().double().requires_grad_() for t in inputs]
+    reference(*right, is_causal=True)[0].backward(upstream.cpu().double())
+    for mine, theirs in zip(inputs, right, strict=True):
+        assert mine.grad.isfinite().all()
+        rounding = float(theirs.grad.abs().max()) * 3e-3 + 6e-8
+        assert (mine.grad.cpu().double() - theirs.grad).abs().max() < rounding
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"softcap": 0.0}, "softcap must be a finite number above 0"),
+        ({"softcap": float("inf")}, "softcap"),
+        ({"window": (1, -2)}, "window must be a number of tokens"),
+        ({"window": 1.5}, "window"),
+        ({"alibi_slopes": torch.ones(3)}, "3 alibi_slopes for 2 query heads"),
+        ({"alibi_slopes": torch.ones(2, dtype=torch.int32)}, "alibi_slopes must be floating"),
+        ({"sinks": torch.ones(3)}, r"sinks must have shape \(2,\)"),
+        ({"query_bits": torch.zeros(90, dtype=torch.int64)}, "go together"),
+        ({"attn_bias": torch.ones(5, 5)}, "attn_bias must be broadcastable"),
+    ],
+)
+def test_bad_arguments(change, error, device: str) -> None:
+    q = torch.randn(1, 2, 90, 16, device=device)
+    k = torch.randn(1, 2, 75, 16, device=device)
+    with pytest.raises((ValueError, TypeError, NotImplementedError), match=error):
+        qa.native_attention(q, k, k, **change)
+
+
+def test_what_it_does_not_take_is_refused(device: str) -> None:
+    q = torch.randn(1, 2, 8, 16, dtype=torch.float64, device=device)
+    with pytest.raises(NotImplementedError, match="float16, bfloat16 and float32"):
+        qa.native_attention(q, q, q)
+    wide = torch.randn(1, 1, 8, 300, device=device, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="1 to 256 with gradients"):
+        qa.native_attention(wide, wide, wide)
+    bias = torch.zeros(1, 1, 8, 8, device=device, requires_grad=True)
+    narrow = torch.randn(1, 1, 8, 16, device=device)
+    out, _ = qa.native_attention(narrow, narrow, narrow, attn_bias=bias)
+    with pytest.raises(NotImplementedError, match="broadcasts over rows"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("widths", [(300, 300), (576, 512)])
+def test_wide_heads_forward(widths: tuple[int, int], device: str) -> None:
+    g = generator()
+    q = torch.randn(1, 1, 40, widths[0], generator=g).half()
+    k = torch.randn(1, 1, 40, widths[0], generator=g).half()
+    v = torch.randn(1, 1, 40, widths[1], generator=g).half()
+    out, _ = qa.native_attention(*(t.to(device) for t in (q, k, v)), is_causal=True)
+    expected, _ = reference(q.double(), k.double(), v.double(), is_causal=True)
+    assert relative(out, expected) < 3e-3
+
+
+@pytest.mark.parametrize("levels", [(), (7,), (3, 3)])
+@pytest.mark.parametrize("name", ["window", "all"])
+def test_options_in_a_decomposed_call(name: str, levels, device: str) -> None:
+    """Global positions, not those of a task."""
+    options = {"window": (50, 20)}
+    if name == "all":
+        options |= {"softcap": 1.5, "alibi_slopes": torch.tensor([0.3, 0.05])}
+    kernel = qa.NativeKernel(**options)
+    g = generator()
+    q, k, v = (torch.randn(1, 2, 200, 16, generator=g).requires_grad_() for _ in range(3))
+    plans = [
+        qa.plan(200, heads=2, head_dim=16, dtype=torch.float32, levels=levels, tile=16,
+                kernel=kernel, backward=backward, device=device, heads_per_group=1)
+        for backward in (False, True)
+    ]  # fmt: skip
+    out, lse = qa.attention_with_lse(
+        q.detach(), k.detach(), v.detach(), kernel=kernel, plan=plans[0], devices=device
+    )
+    grad = torch.randn(out.shape, generator=g)
+    grads = qa.attention_backward(
+        grad, q.detach(), k.detach(), v.detach(), out, lse, kernel=kernel, plan=plans[1],
+        devices=device,
+    )  # fmt: skip
+    right = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    expected, expected_lse = reference(
+        *right, window=options["window"], softcap=options.get("softcap", 0.0),
+        slopes=options.get("alibi_slopes"),
+    )  # fmt: skip
+    expected.backward(grad.double())
+    assert relative(out, expected) < 3e-6
+    assert relative(lse, expected_lse) < 3e-6
+    for mine, theirs in zip(grads, right, strict=True):
+        assert relative(mine, theirs.grad) < 1e-5

@@ -1,0 +1,90 @@
+"""Run tables: every kept pair in exactly one run, by queries and by keys."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quorum_attention.decomposition import Decomposition
+from quorum_attention.kernels.native.runs import NO_DIAGONAL, pieces, table, within_window
+
+
+def pairs_of(starts, entries, n, m, block, axis, left=-1, right=-1) -> np.ndarray:
+    """How often the table holds each pair."""
+    counts = np.zeros((n, m), dtype=int)
+    rows = n if axis == "query" else m
+    assert len(starts) == -(-rows // block) + 1
+    for b in range(len(starts) - 1):
+        for q0, q1, k0, k1, diagonal, distance, mixed in entries[starts[b] : starts[b + 1]]:
+            assert mixed == 0
+            low, high = (q0, q1) if axis == "query" else (k0, k1)
+            assert b * block <= low < high <= (b + 1) * block
+            q, k = np.arange(q0, q1)[:, None], np.arange(k0, k1)[None]
+            keep = q - k + diagonal >= 0
+            apart = q - k + distance
+            keep &= (left < 0) | (apart <= left)
+            keep &= (right < 0) | (apart >= -right)
+            counts[q0:q1, k0:k1] += keep
+    return counts
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    n=st.integers(1, 150), levels=st.sampled_from([(), (3,), (7,), (13,), (3, 3), (7, 3)]),
+    is_causal=st.booleans(), block=st.sampled_from([16, 32, 128]), tile=st.sampled_from([1, 16]),
+    axis=st.sampled_from(["query", "key"]), layout=st.sampled_from(["aligned", "balanced"]),
+    data=st.data(),
+)  # fmt: skip
+def test_every_pair_once(n, levels, is_causal, block, tile, axis, layout, data) -> None:
+    shape = Decomposition(n, levels, layout, tile)
+    paths = list(shape.tasks())
+    task = data.draw(st.sampled_from(paths))
+    rows, columns = (data.draw(st.integers(0, n)) for _ in range(2))
+    found = task.rectangles(is_causal, rows, columns)
+    local_rows, local_columns = task.count_below(rows), task.count_below(columns)
+    made = table(pieces(found, None), local_rows if axis == "query" else local_columns, block, axis)
+    expected = task.mask()[:local_rows, :local_columns].astype(int)
+    if is_causal:
+        expected = np.tril(expected)
+    counts = pairs_of(*made, local_rows, local_columns, block, axis)
+    assert np.array_equal(counts, expected)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    n=st.integers(1, 120), levels=st.sampled_from([(), (3,), (7,), (3, 3)]),
+    is_causal=st.booleans(), axis=st.sampled_from(["query", "key"]),
+    left=st.integers(-1, 60), right=st.integers(-1, 60), data=st.data(),
+)  # fmt: skip
+def test_windows_are_of_global_positions(n, levels, is_causal, axis, left, right, data) -> None:
+    shape = Decomposition(n, levels, "aligned", 4)
+    task = data.draw(st.sampled_from(list(shape.tasks())))
+    found = within_window(pieces(task.rectangles(is_causal), task), left, right)
+    made = table(found, task.n_tokens, 16, axis)
+    where = np.array([p for s in task.spans for p in range(s.start, s.stop)], dtype=int)
+    apart = where[:, None] - where[None]
+    expected = task.mask().astype(bool)
+    if is_causal:
+        expected &= apart >= 0
+    expected &= (left < 0) | (apart <= left)
+    expected &= (right < 0) | (apart >= -right)
+    counts = pairs_of(*made, task.n_tokens, task.n_tokens, 16, axis, left, right)
+    assert np.array_equal(counts, expected.astype(int))
+
+
+def test_neighbouring_runs_are_joined() -> None:
+    """At depth 1 a block of queries walks its keys in one go, the diagonal included."""
+    shape = Decomposition(13 * 256, (13,))
+    for task in list(shape.tasks())[:3]:
+        starts, _ = table(pieces(task.rectangles(True), None), task.n_tokens, 128, "query")
+        assert max(np.diff(starts)) <= 1
+
+
+@pytest.mark.parametrize("axis", ["query", "key"])
+def test_nothing_to_do(axis) -> None:
+    starts, entries = table([], 300, 128, axis)
+    assert starts.tolist() == [0, 0, 0, 0]
+    assert entries.shape == (0, 7)
+    assert NO_DIAGONAL > 1 << 29

@@ -1,0 +1,93 @@
+"""The native kernel task by task, against float64: every shape, dtype and mask it takes.
+
+Without a GPU it runs in Triton's interpreter, small shapes; on one, the wide grid.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_harness import Case, errors, exact, run
+
+from quorum_attention.kernels.native import NativeKernel
+
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+half, brain, full = torch.float16, torch.bfloat16, torch.float32
+
+SMALL = {
+    "monolithic": {"n_queries": 70, "levels": ()},
+    "causal": {"n_queries": 70, "levels": (), "causal": True},
+    "tasks": {"n_queries": 150},
+    "causal tasks": {"n_queries": 200, "causal": True},
+    "two levels": {"n_queries": 150, "levels": (3, 3), "causal": True},
+    "more queries": {
+        "n_queries": 150, "n_keys": 90, "levels": (3,), "causal": True, "head_dim": 24,
+        "value_dim": 40,
+    },
+    "more keys": {"n_queries": 90, "n_keys": 150, "levels": (7,), "causal": True},
+    "grouped": {"n_queries": 90, "heads": 4, "key_heads": 2, "causal": True, "dtype": half},
+    "multi-query": {"n_queries": 60, "heads": 3, "key_heads": 1, "batch": 2, "levels": (3,)},
+    "one row": {"n_queries": 1, "n_keys": 50, "levels": (3,)},
+    "one key": {"n_queries": 50, "n_keys": 1, "levels": (3,)},
+    "narrow": {"n_queries": 60, "head_dim": 1, "value_dim": 3, "levels": (3,), "dtype": half},
+    "odd": {"n_queries": 60, "head_dim": 72, "levels": (3,), "causal": True, "dtype": half},
+    "balanced": {"n_queries": 130, "layout": "balanced", "causal": True},
+    "large scores": {"n_queries": 90, "spread": 80.0, "levels": (3,), "causal": True},
+    "mask by head": {"n_queries": 90, "causal": True, "mask": "heads"},
+    "boolean mask": {"n_queries": 90, "mask": "boolean"},
+    "mask of keys": {"n_queries": 90, "levels": (3,), "mask": "keys", "layout": "balanced"},
+}  # fmt: skip
+MASKS = {
+    "heads": lambda n: torch.randn(1, 2, n, n),
+    "boolean": lambda n: torch.rand(1, 1, n, n) > 0.4,
+    "keys": lambda n: torch.rand(1, 1, 1, n) > 0.4,
+    "row": lambda n: (torch.arange(n) != n // 3)[None, None, :, None].expand(1, 1, n, n),
+}
+
+
+def check(device: str, case: dict) -> None:
+    case = dict(case)
+    if "mask" in case:
+        case["mask"] = MASKS[case["mask"]](case["n_queries"])
+    made = Case(**case)
+    found = errors(run(NativeKernel(), made, device, check=False), exact(made))
+    limit = TOLERANCE[made.dtype] * (20 if made.spread > 1 else 1)
+    assert max(found.values()) < limit, found
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_small(name: str, device: str) -> None:
+    check(device, SMALL[name])
+
+
+def test_a_row_without_keys(device: str) -> None:
+    check(device, {"n_queries": 60, "levels": (3,), "mask": "row"})
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [half, brain, full], ids=str)
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 72, 80, 96, 128, 192, 256])
+def test_wide(head_dim: int, dtype: torch.dtype, causal: bool, device: str, on_gpu: bool) -> None:
+    if not on_gpu:
+        pytest.skip("the wide grid is for a GPU (and the interpreter has no bfloat16)")
+    check(device, {
+        "n_queries": 700, "levels": (7,), "tile": 128, "head_dim": head_dim, "dtype": dtype,
+        "causal": causal,
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("widths", [(192, 128), (64, 32), (32, 128)])
+def test_other_value_widths(widths: tuple[int, int], device: str, on_gpu: bool) -> None:
+    n = 500 if on_gpu else 70
+    check(device, {
+        "n_queries": n, "levels": (3,), "head_dim": widths[0], "value_dim": widths[1],
+        "dtype": half, "causal": True,
+    })  # fmt: skip
+
+
+def test_repeatable_bit_for_bit(device: str, on_gpu: bool) -> None:
+    """Also the query's gradient, unlike the vendors'."""
+    case = Case(n_queries=2000 if on_gpu else 100, levels=(3,), dtype=half, causal=True)
+    first, second = (run(NativeKernel(), case, device, check=False) for _ in range(2))
+    for name, tensor in first.items():
+        assert torch.equal(tensor, getattr(second, name)), name
