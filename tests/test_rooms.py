@@ -22,7 +22,7 @@ FLOORS = (
     ("execution",),
     ("planner",),
     ("api", "autograd", "validation", "progress"),
-    ("integrations", "distributed", "bench"),
+    ("integrations", "distributed", "bench", "checking"),
     ("cli",),
 )
 LEVEL = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quorum_attention.api import attention, attention_backward, attention_with_lse
+    from quorum_attention.checking import check_kernel
     from quorum_attention.errors import BudgetError, OutOfMemoryError
     from quorum_attention.execution.report import Report
     from quorum_attention.kernels import InnerKernel, kernels, register_kernel
+    from quorum_attention.kernels.kit import LongNetKernel, from_lse_function, from_score_mod
     from quorum_attention.kernels.native import NativeKernel, native_attention
     from quorum_attention.planner import Plan, estimate, plan
     from quorum_attention.planner.calibration import calibrate
@@ -38,6 +40,10 @@ _HOMES = {
     "InnerKernel": "kernels",
     "kernels": "kernels",
     "NativeKernel": "kernels.native",
+    "LongNetKernel": "kernels.kit",
+    "from_lse_function": "kernels.kit",
+    "from_score_mod": "kernels.kit",
+    "check_kernel": "checking",
     "native_attention": "kernels.native",
     "register_kernel": "kernels",
     "Plan": "planner",
@@ -53,6 +59,7 @@ _HOMES = {
 __all__ = [
     "BudgetError",
     "InnerKernel",
+    "LongNetKernel",
     "NativeKernel",
     "OutOfMemoryError",
     "Plan",
@@ -61,7 +68,10 @@ __all__ = [
     "attention_backward",
     "attention_with_lse",
     "calibrate",
+    "check_kernel",
     "estimate",
+    "from_lse_function",
+    "from_score_mod",
     "interest_set",
     "is_interest_set",
     "kernels",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quorum_attention.bench import accuracy, boundary, census, cost, recovery, stages
+from quorum_attention.bench import accuracy, boundary, census, cost, recovery, stages, wrapped
 from quorum_attention.bench.exact import exact, relative
 from quorum_attention.bench.methods import METHODS
 from quorum_attention.bench.report import table, write
@@ -42,6 +42,32 @@ class Pretended:
 
 def fast(seconds: float = 0.1) -> Answer:
     return Answer(forward_seconds=[seconds], backward_seconds=[seconds], peak_bytes=1 << 20)
+
+
+def test_wrapped_kernels() -> None:
+    """The appendix: preserved to rounding, recovered where the kernel as it is ends."""
+
+    def rule(spec: Spec) -> Answer:
+        if not spec.method.startswith("recovered") and spec.tokens > 2048:
+            return Answer(status=OUT_OF_MEMORY)
+        answer = fast(0.2)
+        answer.report = {"forward": {"seconds": 4.0, "recovery_seconds": 1.0}, "backward": None}
+        return answer
+
+    preserved, *recovered = wrapped.run(
+        settings(accuracy_tokens=100, draws=1, max_tokens=4096), Pretended(rule)
+    )
+    assert len(preserved.rows) == 6
+    for kernel, dtype, *cells in preserved.rows:
+        for cell in cells:
+            largest = float(cell.split(",")[0])
+            assert largest < (1e-5 if dtype == "float32" else 4e-2), (kernel, dtype, cell)
+    for section in recovered:
+        assert [row[0] for row in section.rows] == ["1K", "2K", "4K"]
+        assert section.rows[0][2].startswith("0.")
+        assert "(1x), adaptation 25%" in section.rows[0][2]
+        assert section.rows[2][1] == "oom"
+        assert "(-x), adaptation 25%" in section.rows[2][2]
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -13,7 +13,9 @@ import quorum_attention as qa
 from quorum_attention.cli import main
 
 
-@pytest.mark.parametrize("command", ["recover", "run", "plan", "estimate", "doctor"])
+@pytest.mark.parametrize(
+    "command", ["recover", "run", "plan", "estimate", "doctor", "check", "bench"]
+)
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])
@@ -50,6 +52,42 @@ def test_user_errors_are_one_line(arguments: list[str], capsys: pytest.CaptureFi
     said = capsys.readouterr().err
     assert said.startswith("quorum-attention: ")
     assert said.count("\n") == 1
+
+
+MODULE = """
+import torch
+
+def right(query, key, value, *, is_causal, scale):
+    scores = scale * (query @ key.mT)
+    if is_causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf)
+    lse = torch.logsumexp(scores, dim=-1)
+    return torch.exp(scores - lse.unsqueeze(-1)) @ value, lse
+
+def wrong(query, key, value, *, is_causal, scale):
+    out, lse = right(query, key, value, is_causal=is_causal, scale=scale)
+    return out, lse * 0
+
+number = 3
+"""
+
+
+def test_check_a_function_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my_own_attention.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["check", "my_own_attention:right", "--device", "cpu"]) == 0
+    assert "right: exact within rounding" in capsys.readouterr().out
+    assert main(["check", "my_own_attention:wrong", "--device", "cpu", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["verdict"] == "not exact"
+    assert "log-sum-exp" in found["cause"]
+    assert main(["check", "my_own_attention:number", "--device", "cpu"]) == 2
+    assert "neither an inner kernel nor a function" in capsys.readouterr().err
+    assert main(["check", "my_own_attention:missing", "--device", "cpu"]) == 2
+    assert main(["check", "dense", "--device", "cpu", "--causal"]) == 0
 
 
 def test_run_writes_what_attention_returns(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from quorum_attention.api import attention_backward, attention_with_lse
 from quorum_attention.bench.spec import Spec
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels import CallShape, kernels, why_not
+from quorum_attention.kernels.kit import LongNetKernel
 from quorum_attention.kernels.rectangles import RectangleKernel
 
 Tensors = list[torch.Tensor]
@@ -241,14 +242,22 @@ _EVERY: tuple[Method, ...] = (
     StreamCQSA("stream-cqsa"),
     StreamCQSA("stream-cqsa-host", itr=1, stream_from_host=True, accumulate_on_gpu=False),
 )
-METHODS = {method.name: method for method in _EVERY}
+_LONGNET = LongNetKernel([(2048, 1), (4096, 2), (8192, 4)])
+# The paper's appendix: kernels as they are (one task, nothing cut), and recovered.
+WRAPPED: tuple[Method, ...] = (
+    Quorum("dense", on_device=True, kernel="dense", depth=0),
+    Quorum("recovered-dense", on_device=True, kernel="dense"),
+    Quorum("longnet", on_device=True, kernel=_LONGNET, depth=0),
+    Quorum("recovered-longnet", on_device=True, kernel=_LONGNET),
+)
+METHODS = {method.name: method for method in (*_EVERY, *WRAPPED)}
 
 
 def usual(device: str) -> list[str]:
     """The methods worth comparing on a device, the reference first."""
     if device == "cpu":
         return ["sdpa", "quorum", "quorum-depth-1", "quorum-depth-2"]
-    return [name for name in METHODS if name != "sdpa"]
+    return [method.name for method in _EVERY if method.name != "sdpa"]
 
 
 def reference(device: str) -> str:

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 
 import quorum_attention
-from quorum_attention.cli import bench, calibrate, doctor, plan, recover, run
+from quorum_attention.cli import bench, calibrate, check, doctor, plan, recover, run
 from quorum_attention.execution.memory import is_out_of_memory
 
 FAILED, USER_ERROR = 1, 2
-_COMMANDS = (recover, run, plan, plan.Estimate, doctor, calibrate, bench)
+_COMMANDS = (recover, run, plan, plan.Estimate, doctor, check, calibrate, bench)
 
 
 def parser() -> argparse.ArgumentParser:

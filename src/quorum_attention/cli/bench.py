@@ -11,7 +11,7 @@ from typing import Any
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import console, print_json
 
-EXPERIMENTS = ("accuracy", "cost", "recovery", "stages", "census", "boundary")
+EXPERIMENTS = ("accuracy", "cost", "recovery", "stages", "census", "boundary", "wrapped")
 
 
 def add_to(commands: Any) -> None:

@@ -67,6 +67,7 @@ def backward(
                     raise
                 failure = first_line(error)
             give_back_cached(call.device)
+            report.recovery_seconds += time.perf_counter() - started
             report.recoveries.append(f"all tasks at once out of memory ({failure}): one by one")
             schedule = with_limits(replace(schedule, n_cap=1, sweep=False), call.work)
         elif runs_directly(call, schedule) and grad_out.device == out.device == call.device:
@@ -78,6 +79,7 @@ def backward(
                     raise
                 failure = first_line(error)
             give_back_cached(call.device)
+            report.recovery_seconds += time.perf_counter() - started
             report.recoveries.append(f"monolithic call out of memory ({failure}): depth 0 -> 1")
             schedule = replace(schedule.deeper(call.work), n_cap=1)
         return _through_slots(call, schedule, grad_out, out, lse, grads, report, progress)

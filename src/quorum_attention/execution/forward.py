@@ -24,7 +24,7 @@ from quorum_attention.execution.schedule import Schedule, with_limits
 from quorum_attention.execution.slots import SlotLayout, forward_layout
 from quorum_attention.execution.sweep import forward_sweep, sweeps
 from quorum_attention.execution.tools import Progress, Tools, make_tools
-from quorum_attention.execution.workload import count_groups
+from quorum_attention.execution.workload import count_groups, flat_entries
 from quorum_attention.kernels.protocol import Statistics, TaskTensors
 from quorum_attention.kernels.rectangles import RectangleKernel
 
@@ -51,6 +51,7 @@ def forward(
                     raise
                 failure = first_line(error)
             give_back_cached(call.device)
+            report.recovery_seconds += time.perf_counter() - started
             report.recoveries.append(f"all tasks at once out of memory ({failure}): one by one")
             schedule = with_limits(replace(schedule, n_cap=1, sweep=False), call.work)
         elif runs_directly(call, schedule):
@@ -62,6 +63,7 @@ def forward(
                     raise
                 failure = first_line(error)
             give_back_cached(call.device)
+            report.recovery_seconds += time.perf_counter() - started
             report.recoveries.append(f"monolithic call out of memory ({failure}): depth 0 -> 1")
             schedule = replace(schedule.deeper(call.work), n_cap=1)
         return _through_slots(call, schedule, out, out_dtype, report, progress)
@@ -237,6 +239,7 @@ def gathered(call: Call, schedule: Schedule, unit: Unit, tools: Tools) -> TaskTe
         timed=tools.clock.timed,
         lanes=tools.lanes,
         first_head=unit.group.query_heads.start,
+        entries=flat_entries(work, unit.group),
     )
 
 

@@ -35,6 +35,8 @@ class PassReport:
         timed: whether ``stages`` are measured.
         stages: device seconds by stage (execution/clock.py); empty for a monolithic call.
         recoveries: one line for every out-of-memory failure that was recovered from.
+        recovery_seconds: what those failures cost: from the last finished unit before each until
+            the next attempt began.
     """
 
     kernel: str
@@ -56,6 +58,7 @@ class PassReport:
     timed: bool = False
     stages: dict[str, float] = field(default_factory=dict)
     recoveries: list[str] = field(default_factory=list)
+    recovery_seconds: float = 0.0
 
     @property
     def overlap(self) -> float | None:
@@ -82,6 +85,7 @@ class PassReport:
             f"{self.seconds:.3f} s; {peak}; moved {moved}",
             *self._stage_lines(),
             *(f"recovered: {line}" for line in self.recoveries),
+            *([f"recoveries cost {self.recovery_seconds:.3g} s"] if self.recoveries else []),
         ]
 
     def _stage_lines(self) -> list[str]:

@@ -6,6 +6,7 @@ failure lands here; the guardrail decides, this file obeys.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -42,6 +43,7 @@ class _Queue:
     groups: list[Group]
     tasks: list[Task]
     completed: list[Task]
+    last_done: float = 0.0
 
     def turns(
         self, every: list[Task], carry: bool, stop: Callable[[], bool]
@@ -98,6 +100,7 @@ def run(
     locks = PageLocks(host_tensors if device.type == "cuda" else [])
     with locks:
         while queue.groups:
+            queue.last_done = time.perf_counter()
             failure: tuple[str, str] | None = None
             room = _RoomForCoarser(schedule, guard, make_pass, device)
             try:
@@ -124,6 +127,8 @@ def run(
             else:
                 break
             report.recoveries.append(guard.history[-1])
+            if failure is not None:
+                report.recovery_seconds += time.perf_counter() - queue.last_done
             schedule = replace(schedule, n_cap=guard.n_cap)
             if isinstance(order, Deepen):
                 schedule = schedule.deeper(work)
@@ -169,6 +174,7 @@ def _attempt(
                 queue.tasks[:] = every
             queue.tasks.pop(0)
             queue.completed.append(unit.visit.task)
+            queue.last_done = time.perf_counter()
             report.units += 1
             counted += 1
             if progress is not None:

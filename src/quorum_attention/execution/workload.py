@@ -146,6 +146,17 @@ def groups(work: Workload, size: GroupSize) -> Iterator[Group]:
             yield Group(chosen, head, min(head + size.kv_heads, work.kv_heads), shared)
 
 
+def flat_entries(work: Workload, group: Group) -> tuple[int, ...]:
+    """The numbers of a group's batch entries, batch dimensions flattened."""
+    numbers = []
+    for entry in group.entries:
+        number = 0
+        for index, size in zip(entry, work.batch_shape, strict=True):
+            number = number * size + index
+        numbers.append(number)
+    return tuple(numbers)
+
+
 def count_groups(work: Workload, size: GroupSize) -> int:
     """How many groups ``groups`` yields."""
     return -(-work.batch // size.batch) * -(-work.kv_heads // size.kv_heads)

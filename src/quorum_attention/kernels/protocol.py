@@ -81,7 +81,8 @@ class TaskTensors:
     ``Extent`` that the workspace was reckoned with: rectangles handed to an operator together stay
     within them (0: each rectangle alone). ``lanes``, where given, are streams to spread operator
     calls over; the workspace bound then holds for each of them. ``timed("merge")`` brackets what is
-    merging, for reports.
+    merging, for reports. ``first_head`` is the first query head's number in the whole call, and
+    ``entries`` the batch entries' (batch dimensions flattened).
     """
 
     task: Task
@@ -97,6 +98,7 @@ class TaskTensors:
     timed: Timed = untimed
     lanes: Lanes | None = None
     first_head: int = 0
+    entries: tuple[int, ...] = (0,)
 
 
 @dataclass(slots=True)

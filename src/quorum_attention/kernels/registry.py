@@ -74,7 +74,8 @@ def why_not(kernel: InnerKernel, call: CallShape, device: torch.device | None = 
     """Why a kernel cannot run the call, by its own word or by a test on ``device``; or None."""
     reason = kernel.refusal(call)
     # The reference is what others are tested against; testing it against itself says nothing.
-    if reason is not None or kernel.name == _LAST:
+    if reason is not None or kernel.name == _LAST or getattr(kernel, "own_attention", False):
+        # Nor does testing what is no plain attention: that is what check_kernel is for.
         return reason
     # A kernel whose users changed the scores is tried without the change.
     return probe(getattr(kernel, "probed_as", kernel), call, device)

@@ -1,0 +1,18 @@
+"""Inner kernels from what users bring: a function, a score modification (docs/kit.md)."""
+
+from quorum_attention.kernels.kit.function import FunctionKernel, from_lse_function
+from quorum_attention.kernels.kit.longnet import DilatedSetting, LongNetKernel
+from quorum_attention.kernels.kit.masks import causal, document, prefix_lm, sliding_window
+from quorum_attention.kernels.kit.score_mod import from_score_mod
+
+__all__ = [
+    "DilatedSetting",
+    "FunctionKernel",
+    "LongNetKernel",
+    "causal",
+    "document",
+    "from_lse_function",
+    "from_score_mod",
+    "prefix_lm",
+    "sliding_window",
+]

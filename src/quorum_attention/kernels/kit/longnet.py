@@ -1,0 +1,246 @@
+"""Dilated attention (LongNet) as an inner kernel: exact relative to its own monolithic form.
+
+A setting (segment w, dilation r) keeps a pair of head h when both tokens lie in the same segment
+of w tokens and both positions are congruent to h modulo r. Several settings mix by their softmax
+denominators, so a pair kept by m of them counts m times in numerator and denominator: a
+multiplicity. That is what merging does, so every setting is merged on its own, and within one the
+kept tokens of a segment are a strided view on which an ordinary kernel runs without a mask.
+Positions are global: what a task holds of a segment is found by where its tokens are in the whole
+sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from quorum_attention.decomposition import Rectangle, Task
+from quorum_attention.kernels.merge import add_, merge_
+from quorum_attention.kernels.protocol import (
+    CallShape,
+    Extent,
+    Gradients,
+    Statistics,
+    TaskTensors,
+)
+from quorum_attention.kernels.rectangles import RectangleKernel
+
+
+@dataclass(frozen=True, slots=True)
+class DilatedSetting:
+    """One (segment, dilation) pair, in tokens.
+
+    Raises:
+        ValueError: a segment that is no multiple of the dilation, or a number below 1.
+    """
+
+    segment: int
+    dilation: int
+
+    def __post_init__(self) -> None:
+        if self.segment < 1 or self.dilation < 1 or self.segment % self.dilation:
+            raise ValueError(
+                "a segment must be a positive multiple of its dilation, got "
+                f"{self.segment} and {self.dilation}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Strided:
+    """A plain or causal attention over every ``step``-th local token of two ranges."""
+
+    rows: slice
+    columns: slice
+    heads: slice
+    causal: bool
+
+
+class LongNetKernel:
+    """Dilated attention, causal or not, forward and backward.
+
+    Args:
+        settings: (segment, dilation) pairs, or ``DilatedSetting``.
+        inner: the kernel that runs the strided rectangles: a ``RectangleKernel``, or None for the
+            first that can.
+        full_precision: 16-bit tokens are widened to fp32 for the inner kernel, so that nothing is
+            rounded between settings and rectangles: slower, and exact to the last bits.
+
+    Raises:
+        ValueError: no settings, or one that makes no sense.
+        TypeError: an inner kernel of another kind.
+    """
+
+    name = "longnet"
+    own_attention = True
+
+    def __init__(
+        self,
+        settings: Sequence[DilatedSetting | tuple[int, int]],
+        inner: RectangleKernel | None = None,
+        *,
+        full_precision: bool = False,
+    ) -> None:
+        if not settings:
+            raise ValueError("settings must name at least one (segment, dilation)")
+        self.settings = tuple(
+            s if isinstance(s, DilatedSetting) else DilatedSetting(*s) for s in settings
+        )
+        if inner is not None and not isinstance(inner, RectangleKernel):
+            raise TypeError(f"inner must be a RectangleKernel or None, not {type(inner).__name__}")
+        self._inner = inner
+        self.full_precision = full_precision
+
+    def refusal(self, call: CallShape) -> str | None:
+        """Why this kernel cannot run such a call, in words for the user; None if it can."""
+        if call.mask is not None:
+            return "it takes no attention mask"
+        if call.query_heads != call.key_heads:
+            return "it takes as many key heads as query heads: a head's offset is its own"
+        return None if self._first(call) is not None else "no kernel can run its rectangles"
+
+    def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+        """Upper bound of the device bytes ``forward`` allocates at any one time."""
+        inner = self._first(call)
+        if inner is None:
+            return 0
+        widened = self._widened(call)
+        return inner.forward_workspace_bytes(widened, extent) + _copies(call, widened, extent, 1)
+
+    def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+        """Upper bound of the device bytes ``backward`` allocates at any one time."""
+        inner = self._first(call)
+        if inner is None:
+            return 0
+        # A copy of the log-sum-exp, without -inf.
+        rows = extent.batch * extent.query_heads * extent.n_tokens
+        widened = self._widened(call)
+        inside = inner.backward_workspace_bytes(widened, extent)
+        return inside + 9 * rows + _copies(call, widened, extent, 2)
+
+    def forward(self, task: TaskTensors, state: Statistics) -> None:
+        """Merge the task's kept pairs into ``state``, in place."""
+        inner = self._of(task)
+        for part in self._parts(task):
+            q = self._wide(task.query[:, part.heads, part.rows])
+            k, v = (self._wide(t[:, part.heads, part.columns]) for t in (task.key, task.value))
+            out, lse = inner.whole_forward(q, k, v, part.causal, task.scale, None)
+            with task.timed("merge"):
+                merge_(
+                    state.out[:, part.heads, part.rows], state.lse[:, part.heads, part.rows], out,
+                    lse,
+                )  # fmt: skip
+
+    def backward(self, task: TaskTensors, grads: Gradients) -> None:
+        """Add the task's gradients into ``grads``, in place."""
+        inner = self._of(task)
+        lse = grads.lse.masked_fill(grads.lse == -torch.inf, 0.0)
+        for part in self._parts(task):
+            rows, columns = (slice(None), part.heads, part.rows), (slice(None), part.heads,
+                                                                   part.columns)  # fmt: skip
+            found = inner.rectangle_backward(
+                self._wide(grads.grad_out[rows]),
+                self._wide(task.query[rows]),
+                self._wide(task.key[columns]),
+                self._wide(task.value[columns]),
+                self._wide(grads.out[rows]),
+                lse[rows].contiguous(),
+                part.causal,
+                task.scale,
+                None,
+            )
+            with task.timed("merge"):
+                add_(grads.grad_query[rows], found[0])
+                add_(grads.grad_key[columns], found[1])
+                add_(grads.grad_value[columns], found[2])
+
+    def _parts(self, task: TaskTensors) -> Iterator[_Strided]:
+        n_heads = task.query.shape[1]
+        if 0 in task.query.shape[:2]:
+            return
+        for r in task.rectangles:
+            for rows, columns, causal in _contiguous(task.task, r):
+                for setting in self.settings:
+                    for segment, keys in _in_segments(setting.segment, rows, columns):
+                        for offset in range(setting.dilation):
+                            first = (offset - task.first_head) % setting.dilation
+                            if first >= n_heads:
+                                continue
+                            heads = slice(first, n_heads, setting.dilation)
+                            chosen = _congruent(segment, rows[2], offset, setting.dilation)
+                            others = _congruent(keys, columns[2], offset, setting.dilation)
+                            if chosen is not None and others is not None:
+                                yield _Strided(chosen, others, heads, causal)
+
+    def _of(self, task: TaskTensors) -> RectangleKernel:
+        query, value = task.query, task.value
+        call = CallShape(
+            query.device.type, query.dtype, query.shape[1], query.shape[1], query.shape[3],
+            value.shape[3], task.is_causal, True,
+        )  # fmt: skip
+        inner = self._first(call)
+        assert inner is not None, "refused before"
+        return inner
+
+    def _wide(self, tensor: torch.Tensor) -> torch.Tensor:
+        narrow = self.full_precision and tensor.dtype.itemsize < 4
+        return tensor.float() if narrow else tensor
+
+    def _widened(self, call: CallShape) -> CallShape:
+        narrow = self.full_precision and call.dtype.itemsize < 4
+        return replace(call, dtype=torch.float32) if narrow else call
+
+    def _first(self, call: CallShape) -> RectangleKernel | None:
+        call = self._widened(call)
+        if self._inner is not None:
+            return self._inner if self._inner.refusal(call) is None else None
+        from quorum_attention.kernels.registry import kernels
+
+        for kernel in kernels().values():
+            if isinstance(kernel, RectangleKernel) and kernel.refusal(call) is None:
+                return kernel
+        return None
+
+
+def _copies(call: CallShape, widened: CallShape, extent: Extent, rows: int) -> int:
+    """Bytes of a rectangle's tokens in another dtype: ``rows`` times those of queries, and keys."""
+    if call.dtype == widened.dtype:
+        return 0
+    queries = rows * extent.max_queries * extent.query_heads
+    keys = extent.max_keys * extent.key_heads
+    widths = call.head_dim + call.value_dim
+    return extent.batch * (queries + keys) * widths * widened.dtype.itemsize
+
+
+Run = tuple[int, int, int]
+"""(global start, global stop, global minus local) of neighbouring tokens."""
+
+
+def _contiguous(task: Task, r: Rectangle) -> Iterator[tuple[Run, Run, bool]]:
+    """Parts of a rectangle whose rows and columns are each contiguous in the whole sequence."""
+    rows = [(a, b, a - at) for a, b, at in task.segments(r.query_start, r.query_stop)]
+    columns = [(a, b, a - at) for a, b, at in task.segments(r.key_start, r.key_stop)]
+    for row in rows:
+        for column in columns:
+            if r.causal and column[0] > row[0]:
+                continue
+            yield row, column, r.causal and column[0] == row[0]
+
+
+def _in_segments(width: int, rows: Run, columns: Run) -> Iterator[tuple[tuple[int, int], ...]]:
+    """((row start, stop), (column start, stop)), global, for each segment that has both."""
+    first = max(rows[0], columns[0]) // width
+    last = (min(rows[1], columns[1]) - 1) // width
+    for number in range(first, last + 1):
+        low, high = number * width, (number + 1) * width
+        own = max(low, rows[0]), min(high, rows[1])
+        other = max(low, columns[0]), min(high, columns[1])
+        if own[0] < own[1] and other[0] < other[1]:
+            yield own, other
+
+
+def _congruent(within: tuple[int, int], shift: int, offset: int, step: int) -> slice | None:
+    """Local positions of the global ones of a range that are ``offset`` modulo ``step``."""
+    start = within[0] + (offset - within[0]) % step
+    return slice(start - shift, within[1] - shift, step) if start < within[1] else None

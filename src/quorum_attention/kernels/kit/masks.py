@@ -1,0 +1,140 @@
+"""Masks that can say of a whole block whether it is empty or full, so that it need not be tried.
+
+Each is a FlexAttention ``mask_mod``: called with (batch, head, query, key) positions it returns
+which pairs are kept. Combine them with ``&`` and ``|``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+Verdict = Literal["empty", "full", "mixed"]
+MaskMod = Callable[[Any, Any, Any, Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """A block of pairs: first and last query, first and last key, inclusive."""
+
+    first_query: int
+    last_query: int
+    first_key: int
+    last_key: int
+
+
+@dataclass(frozen=True)
+class BlockMask:
+    """A ``mask_mod`` with a verdict on blocks.
+
+    Attributes:
+        keeps: the ``mask_mod``.
+        verdict: of a block of positions, without looking at its pairs.
+    """
+
+    keeps: MaskMod
+    verdict: Callable[[Ranges], Verdict]
+
+    def __call__(self, batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
+        """Which pairs are kept."""
+        return self.keeps(batch, head, query, key)
+
+    def __and__(self, other: BlockMask) -> BlockMask:
+        """Pairs that both keep."""
+        return BlockMask(
+            lambda b, h, q, k: self(b, h, q, k) & other(b, h, q, k),
+            lambda r: _both(self.verdict(r), other.verdict(r)),
+        )
+
+    def __or__(self, other: BlockMask) -> BlockMask:
+        """Pairs that either keeps."""
+        return BlockMask(
+            lambda b, h, q, k: self(b, h, q, k) | other(b, h, q, k),
+            lambda r: _either(self.verdict(r), other.verdict(r)),
+        )
+
+
+def _both(one: Verdict, other: Verdict) -> Verdict:
+    if "empty" in (one, other):
+        return "empty"
+    return "full" if one == other == "full" else "mixed"
+
+
+def _either(one: Verdict, other: Verdict) -> Verdict:
+    if "full" in (one, other):
+        return "full"
+    return "empty" if one == other == "empty" else "mixed"
+
+
+def causal() -> BlockMask:
+    """Keys at or before the query."""
+
+    def verdict(r: Ranges) -> Verdict:
+        if r.first_key > r.last_query:
+            return "empty"
+        return "full" if r.last_key <= r.first_query else "mixed"
+
+    return BlockMask(lambda b, h, q, k: q >= k, verdict)
+
+
+def sliding_window(left: int, right: int = 0) -> BlockMask:
+    """Keys from ``left`` tokens before the query to ``right`` after it.
+
+    Raises:
+        ValueError: a side below 0.
+    """
+    if min(left, right) < 0:
+        raise ValueError(f"left and right must be 0 or more, got {left} and {right}")
+
+    def verdict(r: Ranges) -> Verdict:
+        nearest, farthest = r.first_query - r.last_key, r.last_query - r.first_key
+        if nearest > left or farthest < -right:
+            return "empty"
+        return "full" if farthest <= left and nearest >= -right else "mixed"
+
+    return BlockMask(lambda b, h, q, k: (q - k <= left) & (k - q <= right), verdict)
+
+
+def prefix_lm(prefix: int) -> BlockMask:
+    """The first ``prefix`` keys for everyone, the others causally."""
+
+    def verdict(r: Ranges) -> Verdict:
+        return "full" if r.last_key < prefix else "mixed"
+
+    only_prefix = BlockMask(
+        lambda b, h, q, k: k < prefix,
+        lambda r: "empty" if r.first_key >= prefix else verdict(r),
+    )
+    return only_prefix | causal()
+
+
+def document(ids: torch.Tensor) -> BlockMask:
+    """Pairs within one document.
+
+    Args:
+        ids: (n,) integers, ascending: the document of every token.
+
+    Raises:
+        ValueError: not one dimension of ascending integers.
+    """
+    if ids.ndim != 1 or ids.is_floating_point() or bool((ids[1:] < ids[:-1]).any()):
+        raise ValueError("ids must be one dimension of ascending integers")
+    host = ids.cpu()
+    copies: dict[torch.device, torch.Tensor] = {ids.device: ids}
+
+    def on(device: torch.device) -> torch.Tensor:
+        if device not in copies:
+            copies[device] = ids.to(device)
+        return copies[device]
+
+    def verdict(r: Ranges) -> Verdict:
+        q0, q1, k0, k1 = (int(host[i]) for i in (r.first_query, r.last_query, r.first_key,
+                                                 r.last_key))  # fmt: skip
+        if q0 > k1 or k0 > q1:
+            return "empty"
+        return "full" if q0 == q1 == k0 == k1 else "mixed"
+
+    return BlockMask(lambda b, h, q, k: on(q.device)[q] == on(q.device)[k], verdict)
