@@ -311,16 +311,14 @@ def _run(
         "devices": sizes.device,
     }  # fmt: skip
     report = Report()
+    plans = [plan(sizes.n_queries, backward=b, **common) for b in (False, sizes.backward)]
     _wait(sizes.device)
     began = time.perf_counter()
-    out, lse = attention_with_lse(
-        query, key, value, plan=plan(sizes.n_queries, **common), report=report, **options
-    )
+    out, lse = attention_with_lse(query, key, value, plan=plans[0], report=report, **options)
     found = {"out": out, "lse": lse}
     if sizes.backward:
         grads = attention_backward(
-            grad, query, key, value, out, lse, report=report,
-            plan=plan(sizes.n_queries, backward=True, **common), **options,
+            grad, query, key, value, out, lse, report=report, plan=plans[1], **options
         )  # fmt: skip
         found |= dict(zip(_NAMES[2:], grads, strict=True))
     _wait(sizes.device)

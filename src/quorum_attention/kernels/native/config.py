@@ -34,8 +34,13 @@ class Config:
 
 
 def padded(width: int) -> int:
-    """Columns of a tile: the power of two that holds ``width``, at least a matrix unit's 16."""
-    return max(16, 1 << max(0, width - 1).bit_length())
+    """Columns of a tile: the power of two that holds ``width``, at least a matrix unit's 16.
+
+    Never 32: the one case that failed on a GPU had a tile of 32 columns (docs/native.md).
+    """
+    if width <= 16:
+        return 16
+    return max(64, 1 << (width - 1).bit_length())
 
 
 # 16-bit inputs, by padded head dimension: up to 64, 128, 256, and beyond (forward alone). Those of

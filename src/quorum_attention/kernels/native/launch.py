@@ -211,8 +211,8 @@ def launch_backward(
 def _shared(given: Operands, extras: Extras, head_dim: int, value_dim: int) -> dict[str, Any]:
     """What all kernels are built for."""
     options, biased = extras.options, extras.bias is not None
-    # One width for both: with a value tile narrower than the query's (64 and 32) the compiled
-    # forward read outside its tensors on an H200 (docs/native.md).
+    # One width for both: with tiles of 64 and 32 columns the compiled forward read outside its
+    # memory on an H200 (docs/native.md).
     width = max(padded(head_dim), padded(value_dim))
     modified = biased or options.softcap > 0 or extras.slopes is not None
     return {
