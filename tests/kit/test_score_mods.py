@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from helpers_attention import fresh_generator
@@ -9,6 +11,7 @@ from helpers_attention import fresh_generator
 import quorum_attention as qa
 from quorum_attention.kernels.kit import document, from_score_mod, prefix_lm, sliding_window
 from quorum_attention.kernels.kit.masks import Ranges, causal
+from quorum_attention.kernels.kit.score_mod import _block_mask, block_verdicts
 
 pytest.importorskip("torch.nn.attention.flex_attention")
 
@@ -129,6 +132,46 @@ def test_verdicts_are_never_wrong(mask) -> None:
             assert not (verdict == "full" and not kept.all())
             sure += verdict != "mixed"
     assert sure > 10
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("name", ["window", "documents", "prefix", "none", "a function"])
+def test_block_masks(name: str, is_causal: bool) -> None:
+    """What FlexAttention is told on CUDA, from verdicts: no kept pair outside, no other in full
+    blocks, and little that is neither; across a jump of positions as well."""
+    mask = {
+        "window": sliding_window(300, 20), "documents": document(torch.arange(4000) // 700),
+        "prefix": prefix_lm(500), "none": None, "a function": lambda b, h, q, k: q - k < 250,
+    }[name]  # fmt: skip
+    queries = torch.cat([torch.arange(100, 1100), torch.arange(2000, 2600)])
+    keys = torch.cat([torch.arange(100, 1100), torch.arange(2000, 2350)])
+    zero = torch.zeros((), dtype=torch.int64)
+    kept = torch.ones(len(queries), len(keys), dtype=torch.bool)
+    if mask is not None:
+        kept &= mask(zero, zero, queries[:, None], keys[None])
+    if is_causal:
+        kept &= queries[:, None] >= keys[None]
+    found = block_verdicts(mask, is_causal, queries.numpy(), keys.numpy(), 128)
+    for i, row in enumerate(found):
+        for j, verdict in enumerate(row):
+            part = kept[i * 128 : (i + 1) * 128, j * 128 : (j + 1) * 128]
+            if verdict == 0:
+                assert not part.any()
+            elif verdict == 1:
+                assert part.all()
+            elif name != "a function":
+                assert part.any()
+                assert not part.all()
+    listed = _block_mask(lambda b, h, q, k: q >= k, mask, is_causal, queries, keys)
+    assert torch.equal(listed.to_dense()[0, 0].bool(), torch.from_numpy(found > 0))
+
+
+def test_block_masks_of_long_rectangles_are_quick() -> None:
+    where = torch.arange(262_144).numpy()
+    began = time.perf_counter()
+    found = block_verdicts(sliding_window(4096), True, where, where, 128)
+    assert time.perf_counter() - began < 5
+    assert (found > 0).sum() < 2048 * 34
 
 
 def test_bad_arguments() -> None:

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from quorum_attention.decomposition import Rectangle, Task
 from quorum_attention.kernels.kit.function import FunctionKernel, LseFunction, quadratic_workspace
@@ -218,41 +220,84 @@ def _block_mask(
     query_positions: torch.Tensor,
     key_positions: torch.Tensor,
 ) -> Any:
-    """FlexAttention's block mask from verdicts on blocks; blocks of unknown content are mixed."""
+    """FlexAttention's block mask, from verdicts on blocks."""
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
-    queries, keys = query_positions.tolist(), key_positions.tolist()
-    starts_q, starts_k = range(0, len(queries), _BLOCK), range(0, len(keys), _BLOCK)
-    mixed: list[list[int]] = []
-    full: list[list[int]] = []
-    for i, q in enumerate(starts_q):
-        mixed.append([])
-        full.append([])
-        rows = (queries[q], queries[min(q + _BLOCK, len(queries)) - 1])
-        for j, k in enumerate(starts_k):
-            r = Ranges(*rows, keys[k], keys[min(k + _BLOCK, len(keys)) - 1])
-            found: Verdict = "full"
-            if mask_mod is not None:
-                found = mask_mod.verdict(r) if isinstance(mask_mod, BlockMask) else "mixed"
-            if is_causal and r.last_key > r.first_query:
-                found = "empty" if r.first_key > r.last_query else "mixed"
-            if found == "mixed":
-                mixed[i].append(j)
-            elif found == "full":
-                full[i].append(j)
+    queries, keys = query_positions.cpu().numpy(), key_positions.cpu().numpy()
+    found = block_verdicts(mask_mod, is_causal, queries, keys, _BLOCK)
     device = query_positions.device
     return FlexBlockMask.from_kv_blocks(
-        *_padded(mixed, len(starts_k), device), *_padded(full, len(starts_k), device),
+        *_listed(found == _MIXED, device), *_listed(found == _FULL, device),
         BLOCK_SIZE=_BLOCK, mask_mod=keeps, seq_lengths=(len(queries), len(keys)),
     )  # fmt: skip
 
 
-def _padded(
-    lists: list[list[int]], width: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    counts = torch.tensor([[[len(row) for row in lists]]], dtype=torch.int32, device=device)
-    rows = [row + [0] * (width - len(row)) for row in lists]
-    return counts, torch.tensor([[rows]], dtype=torch.int32, device=device)
+_EMPTY, _FULL, _MIXED = 0, 1, 2
+
+
+def block_verdicts(
+    mask_mod: MaskMod | None,
+    is_causal: bool,
+    queries: NDArray[np.int64],
+    keys: NDArray[np.int64],
+    block: int,
+) -> NDArray[np.int8]:
+    """Of every block of pairs: empty (0), full (1) or mixed (2); of unknown content is mixed.
+
+    Found by halves of halves, so that its cost is that of the border between empty and full.
+
+    Args:
+        queries, keys: global positions, ascending.
+        block: queries and keys of a block.
+    """
+    found = np.full((-(-len(queries) // block), -(-len(keys) // block)), _MIXED, dtype=np.int8)
+
+    def descend(row: int, rows: int, column: int, columns: int) -> None:
+        r = Ranges(
+            int(queries[row * block]), int(queries[min(rows * block, len(queries)) - 1]),
+            int(keys[column * block]), int(keys[min(columns * block, len(keys)) - 1]),
+        )  # fmt: skip
+        verdict = _verdict_on(mask_mod, is_causal, r)
+        if verdict != "mixed":
+            found[row:rows, column:columns] = _FULL if verdict == "full" else _EMPTY
+            return
+        if rows - row == 1 and columns - column == 1:
+            return
+        for low, high in _halves(row, rows):
+            for first, last in _halves(column, columns):
+                descend(low, high, first, last)
+
+    if found.size and (is_causal or mask_mod is None or isinstance(mask_mod, BlockMask)):
+        descend(0, found.shape[0], 0, found.shape[1])
+    return found
+
+
+def _verdict_on(mask_mod: MaskMod | None, is_causal: bool, r: Ranges) -> Verdict:
+    own: Verdict = "full"
+    if mask_mod is not None:
+        own = mask_mod.verdict(r) if isinstance(mask_mod, BlockMask) else "mixed"
+    if not is_causal or own == "empty":
+        return own
+    if r.first_key > r.last_query:
+        return "empty"
+    return own if r.last_key <= r.first_query else "mixed"
+
+
+def _halves(start: int, stop: int) -> list[tuple[int, int]]:
+    if stop - start <= 1:
+        return [(start, stop)]
+    middle = (start + stop) // 2
+    return [(start, middle), (middle, stop)]
+
+
+def _listed(chosen: NDArray[np.bool_], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(counts, indices) of the blocks of every row, as FlexAttention lists them."""
+    counts = chosen.sum(axis=1, dtype=np.int32)
+    indices = np.argsort(~chosen, axis=1, kind="stable").astype(np.int32)
+    return (
+        torch.from_numpy(counts)[None, None].to(device),
+        torch.from_numpy(indices)[None, None].to(device),
+    )
 
 
 def _prune(mask_mod: MaskMod, task: Task, r: Rectangle, device: torch.device) -> list[Rectangle]:
