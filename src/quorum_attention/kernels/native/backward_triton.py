@@ -7,7 +7,7 @@ With the global lse, P = exp(S - lse) and delta = rowsum(dO * O) - dlse (paper, 
     dV = P^T dO,   dS = P * (dO V^T - delta),   dQ = scale dS K,   dK = scale dS^T Q.
 
 P is computed twice, and nothing is added by two programs: the result is the same bit for bit every
-time. For fp16, P is computed times 2**LIFT, and dS times a power of two for each key head, from the
+time. For fp16, P is computed times 2**lift, and dS times a power of two for each key head, from the
 largest norms of its rows, so that both stay normal and cannot overflow (design, section 2).
 """
 
@@ -86,11 +86,11 @@ def delta_kernel(
 
 
 @triton.jit
-def _ease(norms, lane, lanes, LIFT: tl.constexpr):
-    """The power of two for dS of a key head: 2**LIFT |dS| <= 2**(LIFT + 1) g v stays near 2**14."""
+def _ease(norms, lane, lanes, lift):
+    """The power of two for dS of a key head: 2**lift |dS| <= 2**(lift + 1) g v stays near 2**14."""
     g2 = tl.load(norms + lane)
     v2 = tl.load(norms + lanes + lane)
-    bound = 0.5 * (tl.log2(tl.maximum(g2, 1e-30)) + tl.log2(tl.maximum(v2, 1e-30))) + 1.0 + LIFT
+    bound = 0.5 * (tl.log2(tl.maximum(g2, 1e-30)) + tl.log2(tl.maximum(v2, 1e-30))) + 1.0 + lift
     return tl.exp2(tl.minimum(tl.maximum(tl.floor(14.0 - bound), -60.0), 60.0))
 
 
@@ -138,10 +138,10 @@ def query_kernel(
     query_bits, key_bits, heads, group, n_queries, n_keys, n_blocks, key_lanes,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n, l_b, l_h, l_n, dq_b, dq_h, dq_n,
     bias_b, bias_h, bias_q, bias_k, bias_row, bias_column,
-    scale, softcap, left, right,
+    scale, softcap, left, right, lift, lowered,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LIFT: tl.constexpr, LOWERED: tl.constexpr,
-    EASED: tl.constexpr, ADD: tl.constexpr, PLAIN: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EASED: tl.constexpr, ADD: tl.constexpr,
+    PLAIN: tl.constexpr, SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, BIAS: tl.constexpr, WINDOW: tl.constexpr, BITS: tl.constexpr,
     DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -180,12 +180,12 @@ def query_kernel(
     )
     own = tl.load(lse + b * l_b + h * l_h + wide_rows * l_n, mask=live, other=float("-inf"))
     # A row without any key: with +inf in place of -inf its probabilities are 0, not NaN.
-    lse2 = tl.where(own == float("-inf"), float("inf"), own * 1.4426950408889634 - LIFT)
+    lse2 = tl.where(own == float("-inf"), float("inf"), own * 1.4426950408889634 - lift)
     d_row = tl.load(delta + lane.to(tl.int64) * n_queries + wide_rows, mask=live, other=0.0)
     ease = 1.0
     if EASED:
         ease = _ease(norms, (lane // heads) * (heads // group) + (lane % heads) // group,
-                     key_lanes, LIFT)  # fmt: skip
+                     key_lanes, lift)  # fmt: skip
         d_row = d_row * ease
     slope = 0.0
     if ALIBI:
@@ -263,7 +263,7 @@ def query_kernel(
                     BLOCK_DV, BLOCK_N, DESCRIBED, PRECISION,
                 )  # fmt: skip
 
-    dq = dq * (scale / ease * LOWERED)
+    dq = dq * (scale / ease * lowered)
     dq_at = grad_query + b * dq_b + h * dq_h + wide_rows[:, None] * dq_n + d[None, :]
     cells = live[:, None] & k_wide
     if ADD:
@@ -274,8 +274,8 @@ def query_kernel(
 @triton.jit
 def _key_tile(
     dk, dv, db, k, v, query, grad_out, b, h, at_row, q_n, g_n, lse_at, delta_at, inside, keep,
-    apart, bias_at, bias_live, ease, scale, log2_scale, softcap, slope,
-    LIFT: tl.constexpr, MASKED: tl.constexpr, PLAIN: tl.constexpr, SOFTCAP: tl.constexpr,
+    apart, bias_at, bias_live, ease, scale, log2_scale, softcap, slope, lift,
+    MASKED: tl.constexpr, PLAIN: tl.constexpr, SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, BIAS: tl.constexpr, GRAD_BIAS: tl.constexpr, HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
@@ -290,7 +290,7 @@ def _key_tile(
     else:
         own = tl.load(lse_at)
         delta = tl.load(delta_at)
-    lse2 = tl.where(own == float("-inf"), float("inf"), own * 1.4426950408889634 - LIFT)
+    lse2 = tl.where(own == float("-inf"), float("inf"), own * 1.4426950408889634 - lift)
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
     slack = 1.0
     if not PLAIN:
@@ -329,10 +329,10 @@ def key_kernel(
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n, l_b, l_h, l_n,
     dk_b, dk_h, dk_n, dv_b, dv_h, dv_n,
     bias_b, bias_h, bias_q, bias_k, bias_row, bias_column, db_b, db_h,
-    scale, softcap, left, right,
+    scale, softcap, left, right, lift, lowered,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LIFT: tl.constexpr, LOWERED: tl.constexpr,
-    EASED: tl.constexpr, ADD: tl.constexpr, PLAIN: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EASED: tl.constexpr, ADD: tl.constexpr,
+    PLAIN: tl.constexpr, SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, BIAS: tl.constexpr, GRAD_BIAS: tl.constexpr, WINDOW: tl.constexpr,
     BITS: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -369,7 +369,7 @@ def key_kernel(
     )
     ease = 1.0
     if EASED:
-        ease = _ease(norms, lane, key_lanes, LIFT)
+        ease = _ease(norms, lane, key_lanes, lift)
     log2_scale = scale * 1.4426950408889634
     if BITS:
         own_bits = tl.load(key_bits + keys, mask=live, other=0)
@@ -430,7 +430,7 @@ def key_kernel(
                     dk, dv, db, k, v, query_h, grad_h, b, h, at_row, q_n, g_n,
                     lse_h + (wide_row + tile_rows) * l_n, delta_h + wide_row + tile_rows, True,
                     True, apart, bias_at, live[:, None], ease, scale, log2_scale, softcap, slope,
-                    LIFT, False, PLAIN, SOFTCAP, ALIBI, BIAS, GRAD_BIAS, HEAD_DIM, VALUE_DIM,
+                    lift, False, PLAIN, SOFTCAP, ALIBI, BIAS, GRAD_BIAS, HEAD_DIM, VALUE_DIM,
                     BLOCK_D, BLOCK_DV, BLOCK_M, DESCRIBED, PRECISION,
                 )  # fmt: skip
 
@@ -458,16 +458,16 @@ def key_kernel(
                         dk, dv, db, k, v, query_h, grad_h, b, h, at_row, q_n, g_n,
                         lse_h + (wide_row + tile_rows) * l_n, delta_h + wide_row + tile_rows,
                         rows < part_high, keep, apart, bias_at, keep, ease, scale, log2_scale,
-                        softcap, slope, LIFT, True, PLAIN, SOFTCAP, ALIBI, BIAS, GRAD_BIAS,
+                        softcap, slope, lift, True, PLAIN, SOFTCAP, ALIBI, BIAS, GRAD_BIAS,
                         HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, DESCRIBED, PRECISION,
                     )  # fmt: skip
         if GRAD_BIAS:
             db_at = grad_bias + b * db_b + h * db_h + wide_keys
-            db = db * (1.0 / ease * LOWERED)
+            db = db * (1.0 / ease * lowered)
             tl.store(db_at, tl.load(db_at, mask=live, other=0.0) + db, mask=live)
 
-    dk = dk * (scale / ease * LOWERED)
-    dv = dv * LOWERED
+    dk = dk * (scale / ease * lowered)
+    dv = dv * lowered
     dk_at = grad_key + b * dk_b + h_k * dk_h + wide_keys[:, None] * dk_n + d[None, :]
     dv_at = grad_value + b * dv_b + h_k * dv_h + wide_keys[:, None] * dv_n + dv_columns[None, :]
     k_cells = live[:, None] & k_wide

@@ -150,6 +150,7 @@ class NativeKernel(RectangleKernel):
                 by_key,
                 extras,
                 add=True,
+                n_keys=task.task.spans[-1].stop if task.task.spans else 0,
             )
 
     def whole_forward(

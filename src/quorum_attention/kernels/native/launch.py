@@ -154,7 +154,7 @@ def launch_backward(
     block_dv = padded(value_dim)
     block = max(16, 4096 // block_dv)
     softened = _shared(given, extras, head_dim, value_dim)
-    lengths = {"LIFT": lift, "LOWERED": 2.0**-lift, "EASED": eased, "ADD": add}
+    lengths = {"EASED": eased, "ADD": add}
     grad_lse_strides = (0, 0, 0) if grad_lse is None else grad_lse.stride()
     with _device_of(query):
         if eased:
@@ -175,7 +175,9 @@ def launch_backward(
             *lse.stride(),
         )  # fmt: skip
         masks = (*_bias_strides(extras.bias, batch, heads), extras.bias_row, extras.bias_column)
-        scores = (given.scale, extras.options.softcap, *_window(extras.options))
+        # The lift at run time: a call's length must not mean another compilation.
+        window = _window(extras.options)
+        scores = (given.scale, extras.options.softcap, *window, float(lift), 2.0**-lift)
         if by_query_runs.n_blocks:
             described = _described(by_query, key, value)
             read = (key, value)
