@@ -91,3 +91,47 @@ def test_repeatable_bit_for_bit(device: str, on_gpu: bool) -> None:
     first, second = (run(NativeKernel(), case, device, check=False) for _ in range(2))
     for name, tensor in first.items():
         assert torch.equal(tensor, getattr(second, name)), name
+
+
+def test_a_large_table_goes_in_parts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where runs are many, a task takes several launches and no more memory than was said."""
+    from quorum_attention.kernels.native import kernel as module
+
+    launched = []
+    original = module.launch_forward
+
+    def counted(*args, **named) -> None:
+        launched.append(args[3].entries.shape[0])
+        original(*args, **named)
+
+    monkeypatch.setattr(module, "launch_forward", counted)
+    check(device, {"n_queries": 200, "causal": True})
+    whole, launched = launched, []
+    monkeypatch.setattr(module, "_RUNS_OF_A_BLOCK", 0)
+    check(device, {"n_queries": 200, "causal": True})
+    assert len(launched) > len(whole)
+
+
+@pytest.mark.parametrize("levels", [(7,), (57,), (13, 7), (7, 7, 3)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_tables_stay_within_the_bound(levels: tuple[int, ...], causal: bool) -> None:
+    from quorum_attention.decomposition import Decomposition
+    from quorum_attention.kernels import CallShape, Extent, TaskTensors
+
+    kernel = NativeKernel()
+    shape = Decomposition(1 << 17, levels)
+    task = shape.task(tuple(c // 2 for c in levels))
+    n = task.n_tokens
+    empty = torch.empty(1, 1, n, 1)
+    tensors = TaskTensors(
+        task, task.rectangles(causal), empty, empty, empty, 1.0, causal, lambda r: None, n, n
+    )
+    bound = kernel.forward_workspace_bytes(
+        CallShape("cuda", half, 1, 1, 64, 64, causal), Extent(1, 1, 1, n, n, n)
+    )
+    seen = []
+    for part, _ in kernel._launches(tensors, {"query": 128}):
+        table, _ = kernel._host(part, tensors, 128, "query")
+        assert 4 * table.numel() <= bound
+        seen += part
+    assert sorted(map(repr, seen)) == sorted(map(repr, tensors.rectangles))

@@ -59,7 +59,8 @@ class CallShape:
 class Extent:
     """The size of the largest piece of work a kernel will be handed (counts, not bytes).
 
-    ``max_queries`` and ``max_keys`` bound every rectangle; ``n_tokens`` bounds the task.
+    ``max_queries`` and ``max_keys`` bound every rectangle; ``n_tokens`` bounds the task. With
+    ``direct`` the kernel runs on the inputs as they lie, and makes the results itself.
     """
 
     batch: int
@@ -68,6 +69,7 @@ class Extent:
     n_tokens: int
     max_queries: int
     max_keys: int
+    direct: bool = False
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from quorum_attention.decomposition import Decomposition, Rectangle, Task
+from quorum_attention.decomposition import Decomposition, Task
 from quorum_attention.decomposition.batches import Batch, batches
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.workload import Workload, count_groups
@@ -75,6 +75,7 @@ class _Sample:
         merged: query rows (forward) that their calls merge, of one head.
         runs: runs of tokens of a task.
         tasks: how many.
+        rows: tokens of a task.
         shapes: different calls among them.
     """
 
@@ -84,12 +85,7 @@ class _Sample:
     runs: float
     tasks: int
     shapes: int
-
-    def launches(self) -> tuple[Batch, ...]:
-        """One plain call for every task, of as many pairs and rows."""
-        rows = max(1, round(self.merged / self.tasks))
-        keys = max(1, round(self.pairs / self.tasks / rows))
-        return (Batch(Rectangle(0, rows, 0, keys)),) * self.tasks
+    rows: float
 
 
 def _tasks(shape: Decomposition, sweep: bool) -> list[Task]:
@@ -137,6 +133,7 @@ def _sample(
         runs / len(tasks),
         len(tasks),
         len({(c.count, c.first.n_queries, c.first.n_keys, c.first.causal) for c in calls}),
+        sum(task.n_tokens for task in tasks) / len(tasks),
     )
 
 
@@ -168,6 +165,19 @@ def _device_seconds(
     return seconds
 
 
+def _launch_seconds(
+    sample: _Sample, work: Workload, lanes: int, machine: Machine, *, backward: bool
+) -> float:
+    """Seconds of the sample's tasks, each in one launch that takes its longest rows first."""
+    work_of_pair = 2.0 * (work.head_dim + work.value_dim) * (_BACKWARD_WORK if backward else 1.0)
+    rate = machine.backward_flops if backward else machine.flops
+    rows = max(1.0, sample.rows * lanes)
+    # What is left of the last rows when the others are done: about a third of a wave.
+    idle = machine.wave_rows / 3 if machine.wave_rows else machine.filling_rows
+    flops = work_of_pair * sample.pairs * lanes
+    return flops * (rows + idle) / (rate * rows) + machine.call_device_seconds * sample.tasks
+
+
 def cost(
     work: Workload,
     schedule: Schedule,
@@ -192,15 +202,18 @@ def cost(
     heads = work.batch * work.heads
     # All pairs there are over those of the sample.
     scale = work.pairs * heads / max(1, sample.pairs * lanes)
-    on_device = _device_seconds(
-        sample.launches() if whole_tasks else sample.calls,
-        work,
-        lanes,
-        machine,
-        backward=backward,
-        streams=schedule.streams,
-        whole=direct,
-    )
+    if whole_tasks:
+        on_device = _launch_seconds(sample, work, lanes, machine, backward=backward)
+    else:
+        on_device = _device_seconds(
+            sample.calls,
+            work,
+            lanes,
+            machine,
+            backward=backward,
+            streams=schedule.streams,
+            whole=direct,
+        )
     arithmetic = on_device * scale
     units = count_groups(work, group) * (1 if schedule.sweep else shape.n_tasks)
     call_seconds = machine.backward_call_seconds if backward else machine.call_seconds

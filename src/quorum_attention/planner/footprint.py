@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -65,12 +65,14 @@ def forward_footprint(
 ) -> Footprint:
     """Device bytes of a forward pass."""
     call = work.call_shape(place.device_type, needs_grad=False)
-    workspace = kernel.forward_workspace_bytes(call, schedule.extent(work))
+    direct = goes_direct(work, schedule, kernel, place)
+    extent = replace(schedule.extent(work), direct=direct)
+    workspace = kernel.forward_workspace_bytes(call, extent)
     rows = work.batch * work.heads * work.n_queries
     out = rows * work.value_dim * place.result_dtype.itemsize
     lse = rows * work.state_dtype.itemsize
     counts_results = place.resident and not place.results_given
-    if goes_direct(work, schedule, kernel, place):
+    if direct:
         if schedule.group == GroupSize(work.batch, work.kv_heads):
             # The kernel's own output is the result, unless it has to be cast.
             cast = place.result_dtype != work.dtype and counts_results
@@ -104,13 +106,15 @@ def backward_footprint(
 ) -> Footprint:
     """Device bytes of a backward pass; output and log-sum-exp are there already."""
     call = work.call_shape(place.device_type, needs_grad=True)
-    workspace = kernel.backward_workspace_bytes(call, schedule.extent(work))
+    direct = goes_direct(work, schedule, kernel, place)
+    extent = replace(schedule.extent(work), direct=direct)
+    workspace = kernel.backward_workspace_bytes(call, extent)
     query_rows = work.batch * work.heads * work.n_queries
     key_rows = work.batch * work.kv_heads * work.n_keys
     elements = query_rows * work.head_dim + key_rows * (work.head_dim + work.value_dim)
     results = elements * place.result_dtype.itemsize
     counted = results if place.resident and not place.results_given else 0
-    if goes_direct(work, schedule, kernel, place):
+    if direct:
         # The log-sum-exp is copied once, to take -inf out of it.
         lse = 2 * query_rows * work.state_dtype.itemsize + query_rows
         whole = schedule.group == GroupSize(work.batch, work.kv_heads)

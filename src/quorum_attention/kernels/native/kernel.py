@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import Literal
 
 import torch
 
@@ -30,12 +31,14 @@ from quorum_attention.kernels.protocol import (
 from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.workspace import SLACK_BYTES
 
+Axis = Literal["query", "key"]
+
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _LARGEST_FORWARD = 576
 _LARGEST_BACKWARD = 256
-# Runs of a block that the workspace bound allows for; a task of depth 2 has some tens.
-_RUNS_OF_A_BLOCK = 32
-_SMALLEST_BLOCK = 32
+# Runs of a block of so many rows that the workspace bound allows for: one or two at depth 1.
+_RUNS_OF_A_BLOCK = 6
+_SMALLEST_BLOCK = 64
 
 
 class NativeKernel(RectangleKernel):
@@ -107,8 +110,8 @@ class NativeKernel(RectangleKernel):
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``forward`` allocates at any one time."""
         rows = extent.batch * extent.query_heads * extent.max_queries
-        # Only where it runs on the inputs as they lie; fp32 where that is asked for.
-        results = rows * (call.value_dim * 4 + 4)
+        # The output in fp32, should that be asked for.
+        results = rows * (call.value_dim * 4 + 4) if extent.direct else 0
         return _table_bytes(extent) + results + _bias_bytes(call, extent)
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
@@ -116,15 +119,18 @@ class NativeKernel(RectangleKernel):
         item = call.dtype.itemsize
         tables = 2 * _table_bytes(extent)
         rows = extent.batch * extent.query_heads * extent.n_tokens
-        key_rows = extent.batch * extent.key_heads * extent.max_keys
-        results = extent.batch * extent.query_heads * extent.max_queries * call.head_dim * item
-        results += key_rows * (call.head_dim + call.value_dim) * item
+        results = 0
+        if extent.direct:
+            key_rows = extent.batch * extent.key_heads * extent.max_keys
+            results = rows * call.head_dim * item
+            results += key_rows * (call.head_dim + call.value_dim) * item
         return tables + 4 * rows + results + _bias_bytes(call, extent)
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
         config = _config("forward", task.query, task.value)
-        for rectangles, extras in self._launches(task):
+        blocks: dict[Axis, int] = {"query": config.block_m}
+        for rectangles, extras in self._launches(task, blocks):
             launch_forward(
                 Operands(task.query, task.key, task.value, task.scale),
                 state.out,
@@ -139,7 +145,8 @@ class NativeKernel(RectangleKernel):
         """Add the task's gradients into ``grads``, in place."""
         by_query = _config("query", task.query, task.value)
         by_key = _config("key", task.query, task.value)
-        for rectangles, extras in self._launches(task):
+        blocks: dict[Axis, int] = {"query": by_query.block_m, "key": by_key.block_n}
+        for rectangles, extras in self._launches(task, blocks):
             launch_backward(
                 Operands(task.query, task.key, task.value, task.scale),
                 (grads.grad_out, grads.out, grads.lse),
@@ -225,8 +232,11 @@ class NativeKernel(RectangleKernel):
         )
         return grads[0], grads[1], grads[2]
 
-    def _launches(self, task: TaskTensors) -> Iterator[tuple[tuple[Rectangle, ...], Extras]]:
-        """All rectangles at once, or one by one where each has a mask of its own."""
+    def _launches(
+        self, task: TaskTensors, blocks: dict[Axis, int]
+    ) -> Iterator[tuple[tuple[Rectangle, ...], Extras]]:
+        """All rectangles at once; one by one where each has a mask of its own; in parts where the
+        table of all of them would be larger than the workspace bound."""
         live = tuple(r for r in task.rectangles if r.n_queries > 0 and r.n_keys > 0)
         if not live or 0 in task.query.shape[:2]:
             return
@@ -235,11 +245,37 @@ class NativeKernel(RectangleKernel):
         pair = Rectangle(first.query_start, first.query_start + 1, first.key_start,
                          first.key_start + 1)  # fmt: skip
         if task.bias(pair) is None:
-            yield live, self._extras(task.query.device, None, first, heads)
+            extras = self._extras(task.query.device, None, first, heads)
+            for part in self._portions(live, task, blocks):
+                yield part, extras
             return
         for rectangle in live:
             bias = task.bias(rectangle)
             yield (rectangle,), self._extras(task.query.device, bias, rectangle, heads)
+
+    def _portions(
+        self, rectangles: tuple[Rectangle, ...], task: TaskTensors, blocks: dict[Axis, int]
+    ) -> Iterator[tuple[Rectangle, ...]]:
+        entries = sum(
+            self._host(rectangles, task, block, axis)[0].numel() for axis, block in blocks.items()
+        )
+        n_tokens = max(task.query.shape[2], task.key.shape[2])
+        allowed = len(blocks) * _table_entries(n_tokens) * len(FIELDS)
+        if len(rectangles) == 1 or entries <= allowed:
+            yield rectangles
+            return
+        half = len(rectangles) // 2
+        yield from self._portions(rectangles[:half], task, blocks)
+        yield from self._portions(rectangles[half:], task, blocks)
+
+    def _host(
+        self, rectangles: tuple[Rectangle, ...], task: TaskTensors, block: int, axis: Axis
+    ) -> tuple[torch.Tensor, int]:
+        of = task.task if self.options.positional else None
+        n_rows = task.query.shape[2] if axis == "query" else task.key.shape[2]
+        window = (self.options.left, self.options.right) if self.options.windowed else None
+        pinned = task.query.device.type == "cuda"
+        return _host_table(rectangles, of, window, n_rows, block, axis, pinned)
 
     def _extras(
         self, device: torch.device, bias: torch.Tensor | None, at: Rectangle, heads: slice
@@ -259,11 +295,9 @@ class NativeKernel(RectangleKernel):
         )
 
     def _runs(
-        self, rectangles: tuple[Rectangle, ...], task: TaskTensors, block: int, axis: str
+        self, rectangles: tuple[Rectangle, ...], task: TaskTensors, block: int, axis: Axis
     ) -> Runs:
-        of = task.task if self.options.positional else None
-        n_rows = task.query.shape[2] if axis == "query" else task.key.shape[2]
-        return runs_of(self, rectangles, of, n_rows, block, axis, task.query.device)
+        return _sent(self._host(rectangles, task, block, axis), task.query.device)
 
 
 def runs_of(
@@ -272,15 +306,18 @@ def runs_of(
     task: Task | None,
     n_rows: int,
     block: int,
-    axis: str,
+    axis: Axis,
     device: torch.device,
 ) -> Runs:
     """The table of a launch, on the device; ``task`` None: global positions are local ones."""
     options = kernel.options
     window = (options.left, options.right) if options.windowed else None
-    host, n_starts = _host_table(
-        rectangles, task, window, n_rows, block, axis, device.type == "cuda"
-    )
+    table = _host_table(rectangles, task, window, n_rows, block, axis, device.type == "cuda")
+    return _sent(table, device)
+
+
+def _sent(table: tuple[torch.Tensor, int], device: torch.device) -> Runs:
+    host, n_starts = table
     both = host if device.type == "cpu" else host.to(device, non_blocking=True)
     return Runs(both[:n_starts], both[n_starts:].view(-1, len(FIELDS)), n_starts - 1)
 
@@ -298,7 +335,7 @@ def _host_table(
     window: tuple[int, int] | None,
     n_rows: int,
     block: int,
-    axis: str,
+    axis: Axis,
     pinned: bool,
 ) -> tuple[torch.Tensor, int]:
     """(starts and entries in one tensor in host memory, how many starts). Tasks of a level share
@@ -306,7 +343,7 @@ def _host_table(
     found: Sequence[Piece] = pieces(rectangles, task)
     if window is not None:
         found = within_window(found, *window)
-    starts, entries = table(found, n_rows, block, "query" if axis == "query" else "key")
+    starts, entries = table(found, n_rows, block, axis)
     both = torch.empty(len(starts) + entries.size, dtype=torch.int32, pin_memory=pinned)
     both[: len(starts)] = torch.from_numpy(starts)
     both[len(starts) :] = torch.from_numpy(entries.reshape(-1))
@@ -326,9 +363,16 @@ def _config(half: Half, query: torch.Tensor, value: torch.Tensor) -> Config:
     return config(half, query.shape[-1], value.shape[-1], query.element_size(), query.device)
 
 
+def _table_entries(n_tokens: int) -> int:
+    """Entries of a table that the workspace bound allows for; what has more goes in parts."""
+    return (math.ceil(n_tokens / _SMALLEST_BLOCK) + 2) * _RUNS_OF_A_BLOCK
+
+
 def _table_bytes(extent: Extent) -> int:
-    blocks = math.ceil(extent.n_tokens / _SMALLEST_BLOCK) + 1
-    return blocks * (4 + _RUNS_OF_A_BLOCK * 4 * len(FIELDS)) + SLACK_BYTES
+    # A single rectangle has a run and a start for every block, whatever the bound says.
+    blocks = math.ceil(extent.n_tokens / 16) + 2
+    entries = max(_table_entries(extent.n_tokens), blocks)
+    return 4 * (blocks + entries * len(FIELDS)) + SLACK_BYTES
 
 
 def _bias_bytes(call: CallShape, extent: Extent) -> int:
