@@ -30,7 +30,8 @@ def call(device: str = "cpu", dtype: torch.dtype = torch.float32, **more) -> Cal
 def test_order_of_preference() -> None:
     assert list(kernels()) == ["cudnn", "flash", "efficient", "cpu", "native", "dense"]
     usable = [kernel.name for kernel, reason in candidates(call(needs_grad=True)) if reason is None]
-    assert usable == ["cpu", "dense"]
+    # Without a GPU "native" runs where Triton interprets, which tests/native asks of the process.
+    assert [name for name in usable if name != "native"] == ["cpu", "dense"]
 
 
 def test_unknown_names_list_the_known_ones() -> None:
