@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
-from helpers_attention import fresh_generator as generator
+from helpers_attention import fresh_generator
 from native_reference import reference, relative
 
 import quorum_attention as qa
+from quorum_attention.decomposition import Rectangle
+from quorum_attention.kernels.native.config import config
+from quorum_attention.kernels.native.kernel import runs_of
+from quorum_attention.kernels.native.launch import Extras, Operands, launch_backward
 
 N, M, HEADS = 90, 75, 2
 
 
 def check(device: str, dtype=torch.float32, n=N, m=M, key_heads=HEADS, **options) -> None:
-    g = generator()
+    g = fresh_generator()
 
     def random(*shape):
         return torch.randn(shape, generator=g)
@@ -131,25 +137,66 @@ def test_masked_tiles_are_in_no_run(device: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("size", [1e-6, 1e3])
-def test_gradients_of_any_size(size: float, device: str) -> None:
+@pytest.mark.parametrize("sink", [True, False])
+@pytest.mark.parametrize("size", [1e-6, 1e4])
+def test_gradients_of_any_size(size: float, sink: bool, device: str) -> None:
     """fp16: loss-scaled gradients neither vanish nor overflow; a sink takes every probability."""
-    g = generator()
-    q, k, v, grad = (torch.randn(1, 1, 160, 16, generator=g) for _ in range(4))
-    k[:, :, 3] = 0
-    q[..., 0] = 9.0
-    k[:, :, 3, 0] = 9.0  # P = 1 for all rows
-    inputs = [t.half().to(device).requires_grad_() for t in (q, k, v)]
-    # An output rounded to 16 bits would be the error: where P = 1, dP and delta are one number.
-    out, _ = qa.native_attention(*inputs, is_causal=True, out_dtype=torch.float32)
-    upstream = (grad * size).half().to(device)
-    out.backward(upstream.float())
-    right = [t.detach().cpu().double().requires_grad_() for t in inputs]
-    reference(*right, is_causal=True)[0].backward(upstream.cpu().double())
-    for mine, theirs in zip(inputs, right, strict=True):
-        assert mine.grad.isfinite().all()
-        rounding = float(theirs.grad.abs().max()) * 3e-3 + 6e-8
-        assert (mine.grad.cpu().double() - theirs.grad).abs().max() < rounding
+    g, n = fresh_generator(), 160
+    q, k, v, grad = (torch.randn(1, 1, n, 16, generator=g) for _ in range(4))
+    if sink:
+        k[:, :, 3] = 0
+        q[..., 0] = k[:, :, 3, 0] = 9.0  # P = 1 for all rows
+    q, k, v = q.half(), k.half(), (8 * v).half()  # dP of the large size is beyond fp16
+    # A gradient that fp16 can hold, where it is tiny too.
+    upstream = (grad * size).half()
+    right = [t.double().requires_grad_() for t in (q, k, v)]
+    expected, lse = reference(*right, is_causal=True)
+    expected.backward(upstream.double())
+    grads = gradients(device, (q, k, v), upstream, expected.detach(), lse.detach())
+    for mine, theirs in zip(grads, right, strict=True):
+        assert mine.isfinite().all()
+        assert relative(mine, theirs.grad) < 3e-3
+
+
+def test_small_probabilities_keep_their_digits(device: str) -> None:
+    """P of a row over a million keys is below fp16's normal range; its sums are not lost."""
+    g, n = fresh_generator(), 96
+    q, k, v, grad = (torch.randn(1, 1, n, 16, generator=g).half() for _ in range(4))
+    right = [t.double().requires_grad_() for t in (q, k, v)]
+    out, lse = reference(*right)
+    # As if these were a few of a million keys: the row's sum is that much larger.
+    more = math.log(1 << 14)
+    p = torch.exp(right[0] @ right[1].mT / 4 - lse.unsqueeze(-1) - more).detach()
+    wanted = p.mT @ grad.double()
+    inputs = (q, k, v)
+    errors = [
+        relative(
+            gradients(device, inputs, grad, out.detach(), lse.detach() + more, keys)[2], wanted
+        )
+        for keys in (1 << 20, n)
+    ]
+    assert errors[0] < 1e-3
+    assert errors[1] > 3 * errors[0], "without the lift the digits are lost"
+
+
+def gradients(device, inputs, upstream, out, lse, n_keys=0) -> list[torch.Tensor]:
+    """The backward kernels alone, fp32 results, for n_keys keys to a row."""
+    q, k, v = (t.to(device) for t in inputs)
+    n = q.shape[2]
+    kernel = qa.NativeKernel()
+    by_query, by_key = (config(half, 16, 16, 2, q.device) for half in ("query", "key"))
+    rectangle = (Rectangle(0, n, 0, n, causal=n_keys == 0),)
+    runs = [
+        runs_of(kernel, rectangle, None, n, block, axis, q.device)
+        for block, axis in ((by_query.block_m, "query"), (by_key.block_n, "key"))
+    ]
+    grads = tuple(torch.zeros(t.shape, device=device) for t in (q, k, v))
+    rows = (upstream.to(device), out.float().to(device), lse.float().to(device))
+    launch_backward(
+        Operands(q, k, v, 0.25), rows, grads, *runs, by_query, by_key,
+        Extras(kernel.options), add=False, n_keys=n_keys,
+    )  # fmt: skip
+    return list(grads)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +236,7 @@ def test_what_it_does_not_take_is_refused(device: str) -> None:
 
 @pytest.mark.parametrize("widths", [(300, 300), (576, 512)])
 def test_wide_heads_forward(widths: tuple[int, int], device: str) -> None:
-    g = generator()
+    g = fresh_generator()
     q = torch.randn(1, 1, 40, widths[0], generator=g).half()
     k = torch.randn(1, 1, 40, widths[0], generator=g).half()
     v = torch.randn(1, 1, 40, widths[1], generator=g).half()
@@ -206,7 +253,7 @@ def test_options_in_a_decomposed_call(name: str, levels, device: str) -> None:
     if name == "all":
         options |= {"softcap": 1.5, "alibi_slopes": torch.tensor([0.3, 0.05])}
     kernel = qa.NativeKernel(**options)
-    g = generator()
+    g = fresh_generator()
     q, k, v = (torch.randn(1, 2, 200, 16, generator=g).requires_grad_() for _ in range(3))
     plans = [
         qa.plan(200, heads=2, head_dim=16, dtype=torch.float32, levels=levels, tile=16,

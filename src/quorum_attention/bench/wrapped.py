@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from quorum_attention.api import attention_backward, attention_with_lse
-from quorum_attention.bench.methods import METHODS, WRAPPED
+from quorum_attention.bench.methods import WRAPPED
 from quorum_attention.bench.runner import Runner
 from quorum_attention.bench.settings import Section, Settings, ratio, seconds, short, word
 from quorum_attention.bench.spec import Answer
@@ -120,7 +120,6 @@ def _recovery(settings: Settings, runner: Runner, backward: bool) -> Section:
         f"{settings.repeats}), ratio to the kernel as it is, peak memory, and of that time the "
         "share that recovering from failures took (adaptation). oom: out of memory."
     )
-    assert set(names) <= set(METHODS)
     return Section(
         f"wrapped-{'both' if backward else 'forward'}", f"Kernels recovered, {kind}", text,
         ["tokens", *names], rows,

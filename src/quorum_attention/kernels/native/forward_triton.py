@@ -13,6 +13,7 @@ import triton.language as tl
 
 from quorum_attention.kernels.native.loads_triton import block_rows, lane_of
 from quorum_attention.kernels.native.scores_triton import kept, modified
+from quorum_attention.kernels.native.walk_triton import keys_of_run
 
 
 @triton.jit
@@ -204,34 +205,9 @@ def forward_kernel(
         own_bits = tl.load(query_bits + rows, mask=live, other=0)
 
     for index in range(tl.load(starts + block), tl.load(starts + block + 1)):
-        at = entries + index * 7
-        row_low = tl.load(at)
-        row_high = tl.load(at + 1)
-        low = tl.load(at + 2)
-        high = tl.load(at + 3)
-        diagonal = tl.load(at + 4)
-        distance = tl.load(at + 5)
-        mixed = tl.load(at + 6)
-        # Beyond the diagonal of the last row there is nothing to do; before that of the first,
-        # nothing to ask.
-        stop = tl.minimum(high, row_high + diagonal)
-        clear = tl.minimum(high, first + diagonal + 1)
-        start = low
-        if WINDOW:
-            stop = tl.minimum(stop, row_high + distance + right)
-            clear = tl.minimum(clear, first + distance + right + 1)
-            start = tl.maximum(low, row_low + distance - left)
-        stop = tl.maximum(stop, start)
-        begin = start
-        if WINDOW:
-            # Whole blocks of keys that the window may cut on their left.
-            ragged = tl.maximum(0, row_high - 1 + distance - left - start)
-            begin = tl.minimum(start + tl.cdiv(ragged, BLOCK_N) * BLOCK_N, stop)
-        whole = (row_low == first) & (row_high == tl.minimum(first + BLOCK_M, n_queries))
-        if BITS:
-            whole = whole & (mixed == 0)
-        clear = tl.where(whole, tl.maximum(clear, begin), begin)
-        end = begin + (clear - begin) // BLOCK_N * BLOCK_N
+        row_low, row_high, diagonal, distance, start, begin, end, stop = keys_of_run(
+            entries, index, first, n_queries, left, right, BLOCK_M, BLOCK_N, WINDOW, BITS
+        )
 
         for at_key in tl.range(begin, end, BLOCK_N):
             apart = rows[:, None] - (at_key + columns)[None, :] + distance

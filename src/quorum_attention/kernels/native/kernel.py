@@ -273,9 +273,7 @@ class NativeKernel(RectangleKernel):
     ) -> tuple[torch.Tensor, int]:
         of = task.task if self.options.positional else None
         n_rows = task.query.shape[2] if axis == "query" else task.key.shape[2]
-        window = (self.options.left, self.options.right) if self.options.windowed else None
-        pinned = task.query.device.type == "cuda"
-        return _host_table(rectangles, of, window, n_rows, block, axis, pinned)
+        return _table(self, rectangles, of, n_rows, block, axis, task.query.device)
 
     def _extras(
         self, device: torch.device, bias: torch.Tensor | None, at: Rectangle, heads: slice
@@ -310,10 +308,21 @@ def runs_of(
     device: torch.device,
 ) -> Runs:
     """The table of a launch, on the device; ``task`` None: global positions are local ones."""
+    return _sent(_table(kernel, rectangles, task, n_rows, block, axis, device), device)
+
+
+def _table(
+    kernel: NativeKernel,
+    rectangles: tuple[Rectangle, ...],
+    task: Task | None,
+    n_rows: int,
+    block: int,
+    axis: Axis,
+    device: torch.device,
+) -> tuple[torch.Tensor, int]:
     options = kernel.options
     window = (options.left, options.right) if options.windowed else None
-    table = _host_table(rectangles, task, window, n_rows, block, axis, device.type == "cuda")
-    return _sent(table, device)
+    return _host_table(rectangles, task, window, n_rows, block, axis, device.type == "cuda")
 
 
 def _sent(table: tuple[torch.Tensor, int], device: torch.device) -> Runs:
