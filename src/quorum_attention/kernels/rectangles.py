@@ -89,6 +89,11 @@ class RectangleKernel(ABC):
     whole_tasks: bool = False
     rates: tuple[float, float] = (1.0, 1.0)
 
+    def keeps_pace(self, call: CallShape) -> bool:
+        """Whether ``rates`` have been measured for such calls, so that a planner may weigh this
+        kernel against the preferred one."""
+        return False
+
     @abstractmethod
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""

@@ -14,6 +14,10 @@ from quorum_attention.kernels.protocol import CallShape, Extent
 SLACK_BYTES = 64 * 1024
 """Allocator rounding of the handful of tensors alive at once."""
 
+UNSPLIT_BYTES = 1 << 20
+"""Of its blocks above this size torch's CUDA caching allocator hands out the whole, where less than
+this would be left over."""
+
 
 def round_up(number: int, multiple: int) -> int:
     """The smallest multiple of ``multiple`` that is not less than ``number``."""

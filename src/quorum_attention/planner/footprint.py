@@ -13,8 +13,9 @@ from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.slots import aligned, backward_layout, forward_layout
 from quorum_attention.execution.workload import GroupSize, Workload
 from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.workspace import UNSPLIT_BYTES
 
-# torch's CUDA caching allocator hands out memory in blocks of at least this size.
+# torch's CUDA caching allocator hands out multiples of this, or whole blocks (``UNSPLIT_BYTES``).
 _ROUNDING = 512
 
 
@@ -41,18 +42,37 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Device bytes by purpose; ``total`` is what is held against the budget."""
+    """Device bytes by purpose; ``total`` is what is held against the budget.
+
+    ``rounding``: what the allocator may hand out beyond what it is asked for.
+    """
 
     slots: int
     workspace: int
     accumulators: int
     results: int
+    rounding: int
 
     @property
     def total(self) -> int:
-        """All of it, together with the allocator's rounding."""
-        parts = (self.slots, self.workspace, self.accumulators, self.results)
-        return sum(parts) + _ROUNDING * sum(part > 0 for part in parts)
+        """All of it."""
+        return self.slots + self.workspace + self.accumulators + self.results + self.rounding
+
+
+def _footprint(
+    place: Placement,
+    *,
+    workspace: int,
+    slots: int = 0,
+    accumulators: tuple[int, ...] = (),
+    results: tuple[int, ...] = (),
+) -> Footprint:
+    """From the bytes of each tensor; a kernel's workspace bound has its own rounding in it."""
+    tensors = [size for size in (slots, *accumulators, *results) if size > 0]
+    rounding = _ROUNDING * (len(tensors) + (workspace > 0))
+    if place.device_type == "cuda":
+        rounding += UNSPLIT_BYTES * sum(size > UNSPLIT_BYTES for size in tensors)
+    return Footprint(slots, workspace, sum(accumulators), sum(results), rounding)
 
 
 def goes_direct(work: Workload, schedule: Schedule, kernel: InnerKernel, place: Placement) -> bool:
@@ -72,32 +92,37 @@ def forward_footprint(
     out = rows * work.value_dim * place.result_dtype.itemsize
     lse = rows * work.state_dtype.itemsize
     counts_results = place.resident and not place.results_given
+    results = (out,) if counts_results else ()
     if direct:
         if schedule.group == GroupSize(work.batch, work.kv_heads):
             # The kernel's own output is the result, unless it has to be cast.
-            cast = place.result_dtype != work.dtype and counts_results
-            return Footprint(0, workspace, 0, out if cast else 0)
-        return Footprint(0, workspace, 0, (out if counts_results else 0) + lse)
+            cast = place.result_dtype != work.dtype
+            return _footprint(place, workspace=workspace, results=results if cast else ())
+        return _footprint(place, workspace=workspace, results=(*results, lse))
     if schedule.sweep:
         rows_of_group = _group_rows(work, schedule, "query")
-        held = rows_of_group * work.value_dim * work.state_dtype.itemsize + lse
-        workspace *= schedule.streams
-        return Footprint(0, workspace, held, out if counts_results else 0)
+        state = rows_of_group * work.value_dim * work.state_dtype.itemsize
+        return _footprint(
+            place,
+            workspace=schedule.streams * workspace,
+            accumulators=(state, lse),
+            results=results,
+        )
     layout = forward_layout(
         work, schedule.group, schedule.decomposition.max_task_tokens, place.result_dtype
     )
-    counts_home = place.device_type == "cpu" or schedule.accumulator == "device"
-    home = 0
-    if counts_home:
-        home += aligned(lse)
+    home: tuple[int, ...] = ()
+    if place.device_type == "cpu" or schedule.accumulator == "device":
+        home = (aligned(lse),)
         if place.result_dtype != work.state_dtype:
             width = work.value_dim * work.state_dtype.itemsize
-            home += _group_rows(work, schedule, "query") * width
-    return Footprint(
-        schedule.n_cap * layout.slot_bytes,
-        schedule.streams * workspace,
-        home,
-        out if counts_results else 0,
+            home += (_group_rows(work, schedule, "query") * width,)
+    return _footprint(
+        place,
+        slots=schedule.n_cap * layout.slot_bytes,
+        workspace=schedule.streams * workspace,
+        accumulators=home,
+        results=results,
     )
 
 
@@ -111,22 +136,35 @@ def backward_footprint(
     workspace = kernel.backward_workspace_bytes(call, extent)
     query_rows = work.batch * work.heads * work.n_queries
     key_rows = work.batch * work.kv_heads * work.n_keys
-    elements = query_rows * work.head_dim + key_rows * (work.head_dim + work.value_dim)
-    results = elements * place.result_dtype.itemsize
-    counted = results if place.resident and not place.results_given else 0
+    widths = (query_rows * work.head_dim, key_rows * work.head_dim, key_rows * work.value_dim)
+    results: tuple[int, ...] = ()
+    if place.resident and not place.results_given:
+        results = tuple(width * place.result_dtype.itemsize for width in widths)
+    copied = (place.copied_bytes,)
     if direct:
         # The log-sum-exp is copied once, to take -inf out of it.
-        lse = 2 * query_rows * work.state_dtype.itemsize + query_rows
+        lse = query_rows * work.state_dtype.itemsize
         whole = schedule.group == GroupSize(work.batch, work.kv_heads)
-        return Footprint(0, workspace, lse, place.copied_bytes + (0 if whole else counted))
+        return _footprint(
+            place,
+            workspace=workspace,
+            accumulators=(lse, lse, query_rows),
+            results=copied if whole else (*copied, *results),
+        )
+    query, key = _group_rows(work, schedule, "query"), _group_rows(work, schedule, "key")
+    size = work.state_dtype.itemsize
+    state = tuple(
+        width * size for width in (query * work.head_dim, key * work.head_dim, key * work.value_dim)
+    )
     if schedule.sweep:
-        query, key = _group_rows(work, schedule, "query"), _group_rows(work, schedule, "key")
-        widths = query * work.head_dim + key * (work.head_dim + work.value_dim)
-        held = widths * work.state_dtype.itemsize
         if scales(kernel, work):
-            held += query * work.value_dim * work.element_bytes + 4 * _ROUNDING
-        workspace *= schedule.streams
-        return Footprint(0, workspace, held + 3 * _ROUNDING, place.copied_bytes + counted)
+            state += (query * work.value_dim * work.element_bytes, *(_ROUNDING,) * 4)
+        return _footprint(
+            place,
+            workspace=schedule.streams * workspace,
+            accumulators=state,
+            results=(*copied, *results),
+        )
     layout = backward_layout(
         work,
         schedule.group,
@@ -134,15 +172,15 @@ def backward_footprint(
         place.result_dtype,
         scaled=scales(kernel, work),
     )
-    home = 0
     counts_home = place.device_type == "cpu" or schedule.accumulator == "device"
-    if counts_home and place.result_dtype != work.state_dtype:
-        size = work.state_dtype.itemsize
-        home += _group_rows(work, schedule, "query") * work.head_dim * size
-        home += _group_rows(work, schedule, "key") * (work.head_dim + work.value_dim) * size
-    slots = schedule.n_cap * layout.slot_bytes
-    copied = place.copied_bytes + counted
-    return Footprint(slots, schedule.streams * workspace, home, copied)
+    home = state if counts_home and place.result_dtype != work.state_dtype else ()
+    return _footprint(
+        place,
+        slots=schedule.n_cap * layout.slot_bytes,
+        workspace=schedule.streams * workspace,
+        accumulators=home,
+        results=(*copied, *results),
+    )
 
 
 def _group_rows(work: Workload, schedule: Schedule, axis: str) -> int:

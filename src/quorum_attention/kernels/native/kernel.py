@@ -29,7 +29,7 @@ from quorum_attention.kernels.protocol import (
     TaskTensors,
 )
 from quorum_attention.kernels.rectangles import RectangleKernel
-from quorum_attention.kernels.workspace import SLACK_BYTES
+from quorum_attention.kernels.workspace import SLACK_BYTES, UNSPLIT_BYTES
 
 Axis = Literal["query", "key"]
 
@@ -98,6 +98,11 @@ class NativeKernel(RectangleKernel):
             return f"it has {slopes.numel()} alibi_slopes for {call.query_heads} query heads"
         return None if triton_available() else "it needs Triton, which is not installed"
 
+    def keeps_pace(self, call: CallShape) -> bool:
+        """Whether ``rates`` have been measured for such calls."""
+        dims = {call.head_dim, call.value_dim}
+        return call.mask is None and call.dtype.itemsize == 2 and dims in ({64}, {128})
+
     def scales_backward(self, dtype: torch.dtype) -> bool:
         """No: it keeps fp16 in range by itself."""
         return False
@@ -117,7 +122,8 @@ class NativeKernel(RectangleKernel):
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
         item = call.dtype.itemsize
-        tables = 2 * _table_bytes(extent)
+        # The one tensor beside the tables may be a block that the allocator does not split.
+        tables = 2 * _table_bytes(extent) + UNSPLIT_BYTES
         rows = extent.batch * extent.query_heads * extent.n_tokens
         results = 0
         if extent.direct:
