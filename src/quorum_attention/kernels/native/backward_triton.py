@@ -195,8 +195,6 @@ def query_kernel(
         bias += b * bias_b + h * bias_h
     log2_scale = scale * 1.4426950408889634
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if BITS:
-        own_bits = tl.load(query_bits + rows, mask=live, other=0)
 
     for index in range(tl.load(starts + block), tl.load(starts + block + 1)):
         row_low, row_high, diagonal, distance, start, begin, end, stop = keys_of_run(
@@ -227,6 +225,8 @@ def query_kernel(
                     diagonal, distance, left, right, WINDOW,
                 )  # fmt: skip
                 if BITS:
+                    # Read anew for each tile: held, they would cost the clear tiles registers.
+                    own_bits = tl.load(query_bits + rows, mask=live, other=0)
                     other = tl.load(key_bits + keys, mask=keys < part_high, other=0)
                     keep = keep & ((own_bits[:, None] & other[None, :]) == 0)
                 apart = rows[:, None] - keys[None, :] + distance
@@ -350,8 +350,6 @@ def key_kernel(
     if EASED:
         ease = _ease(norms, lane, key_lanes, lift)
     log2_scale = scale * 1.4426950408889634
-    if BITS:
-        own_bits = tl.load(key_bits + keys, mask=live, other=0)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
 
@@ -425,6 +423,7 @@ def key_kernel(
                         column_high, diagonal, distance, left, right, WINDOW,
                     )  # fmt: skip
                     if BITS:
+                        own_bits = tl.load(key_bits + keys, mask=live, other=0)
                         other = tl.load(query_bits + rows, mask=rows < part_high, other=0)
                         keep = keep & ((own_bits[:, None] & other[None, :]) == 0)
                     apart = rows[None, :] - keys[:, None] + distance

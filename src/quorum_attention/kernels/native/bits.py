@@ -74,14 +74,14 @@ def runs_of_bits(
         # 0 masked, 1 clear, 2 mixed.
         verdict = torch.full((any_a[part].numel(), any_b.numel()), 2, dtype=torch.int8,
                              device=device)  # fmt: skip
-        verdict[(any_a[part, None] & any_b[None]) == 0] = 1
-        verdict[(all_a[part, None] & all_b[None]) != 0] = 0
+        verdict.masked_fill_((any_a[part, None] & any_b[None]) == 0, 1)
+        verdict.masked_fill_((all_a[part, None] & all_b[None]) != 0, 0)
         if is_causal:
             low, high = first_a[part, None], first_b[None]
             if axis == "query":
-                verdict[high > low + block - 1] = 0
+                verdict.masked_fill_(high > low + block - 1, 0)
             else:
-                verdict[high + other - 1 < low] = 0
+                verdict.masked_fill_(high + other - 1 < low, 0)
         found.append(_runs_of_rows(verdict, start))
     rows = torch.cat(found)
     entries = torch.empty((rows.shape[0], len(FIELDS)), dtype=torch.int32, device=device)

@@ -201,8 +201,6 @@ def forward_kernel(
         l = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     log2_scale = scale * 1.4426950408889634
-    if BITS:
-        own_bits = tl.load(query_bits + rows, mask=live, other=0)
 
     for index in range(tl.load(starts + block), tl.load(starts + block + 1)):
         row_low, row_high, diagonal, distance, start, begin, end, stop = keys_of_run(
@@ -233,6 +231,8 @@ def forward_kernel(
                     diagonal, distance, left, right, WINDOW,
                 )  # fmt: skip
                 if BITS:
+                    # Read anew for each tile: held, they would cost the clear tiles registers.
+                    own_bits = tl.load(query_bits + rows, mask=live, other=0)
                     other = tl.load(key_bits + keys, mask=keys < part_high, other=0)
                     keep = keep & ((own_bits[:, None] & other[None, :]) == 0)
                 apart = rows[:, None] - keys[None, :] + distance
