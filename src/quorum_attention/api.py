@@ -24,12 +24,14 @@ from quorum_attention.execution.memory import (
 from quorum_attention.execution.report import PassReport, Report
 from quorum_attention.execution.tools import Progress
 from quorum_attention.execution.workload import Workload
-from quorum_attention.kernels.protocol import InnerKernel
-from quorum_attention.kernels.select import select_kernel, unrounded_kernel
+from quorum_attention.kernels.protocol import CallShape, InnerKernel
+from quorum_attention.kernels.registry import kernels, why_not
+from quorum_attention.kernels.select import rivals, select_kernel, unrounded_kernel
 from quorum_attention.planner.calibration import machine_of
 from quorum_attention.planner.footprint import Placement
 from quorum_attention.planner.plan import Plan
-from quorum_attention.planner.search import Request, choose, undivided
+from quorum_attention.planner.rivals import quickest
+from quorum_attention.planner.search import Candidate, Request, choose, undivided
 from quorum_attention.sizes import format_bytes, parse_bytes
 from quorum_attention.validation import (
     as_tensor,
@@ -376,10 +378,15 @@ def make_plan(
     if options.plan is not None and options.plan.backward == backward:
         _check_budget(options.plan, options.budget_bytes)
         return options.plan
-    budget = _budget(options)
+    machine = machine_of(options.device, work.dtype, work.head_dim)
+    found = choose(work, _request(options), kernel, place, machine, backward=backward)
+    return Plan(work, found, place, kernel.name, options.budget_bytes, backward)
+
+
+def _request(options: Options) -> Request:
     given = options.plan
-    request = Request(
-        budget_bytes=budget,
+    return Request(
+        budget_bytes=_budget(options),
         levels=given.levels if given is not None else None,
         depth=options.depth,
         layout=given.decomposition.layout if given is not None else "aligned",
@@ -390,9 +397,49 @@ def make_plan(
         enforce_budget=options.budget_bytes is not None
         or (options.depth is None and given is None),
     )
+
+
+def _kernel(
+    work: Workload,
+    options: Options,
+    shape: CallShape,
+    place: Placement,
+    result: torch.dtype,
+    *,
+    backward: bool,
+) -> InnerKernel:
+    """The kernel of a pass: the one asked for, that of a given plan, or the planner's choice."""
+    given = options.plan
+    wanted = unrounded_kernel(options.kernel, shape, options.device, result)
+    if wanted == "auto" and given is not None and given.backward == backward:
+        wanted = given.kernel if given.kernel in kernels() else wanted
+    preferred = select_kernel(wanted, shape, options.device)
+    if wanted != "auto" or given is not None or _short_plan(work, options, preferred, place,
+                                                           backward=backward):  # fmt: skip
+        return preferred
+    others = rivals(preferred, shape, options.device)
+    if not others:
+        return preferred
+    return quickest(
+        work,
+        _request(options),
+        preferred,
+        others,
+        place,
+        machine_of(options.device, work.dtype, work.head_dim),
+        backward=backward,
+        believed=lambda kernel: why_not(kernel, shape, options.device) is None,
+    )
+
+
+def _short_plan(
+    work: Workload, options: Options, kernel: InnerKernel, place: Placement, *, backward: bool
+) -> Candidate | None:
+    """The monolithic call, where it is so short that it is tried without planning."""
+    if options.budget_bytes is not None or options.plan is not None or options.depth is not None:
+        return None
     machine = machine_of(options.device, work.dtype, work.head_dim)
-    found = choose(work, request, kernel, place, machine, backward=backward)
-    return Plan(work, found, place, kernel.name, options.budget_bytes, backward)
+    return undivided(work, kernel, place, machine, backward=backward)
 
 
 def _attempts(
@@ -407,11 +454,9 @@ def _attempts(
 
     A short call is not worth asking how much memory is free: where it runs out, the next is.
     """
-    if options.budget_bytes is None and options.plan is None and options.depth is None:
-        machine = machine_of(options.device, work.dtype, work.head_dim)
-        found = undivided(work, kernel, place, machine, backward=backward)
-        if found is not None:
-            yield Plan(work, found, place, kernel.name, None, backward)
+    found = _short_plan(work, options, kernel, place, backward=backward)
+    if found is not None:
+        yield Plan(work, found, place, kernel.name, None, backward)
     yield make_plan(work, options, kernel, place, backward=backward)
 
 
@@ -524,8 +569,6 @@ def run_forward(
         lse = torch.full(rows, float("-inf"), dtype=work.state_dtype, device=query.device)
         return out.zero_(), lse
     shape = work.call_shape(options.device.type, needs_grad)
-    wanted = unrounded_kernel(options.kernel, shape, options.device, out_dtype)
-    kernel = select_kernel(wanted, shape, options.device)
     place = Placement(
         options.device.type,
         query.device == options.device,
@@ -533,6 +576,7 @@ def run_forward(
         out_dtype,
         rows_are_dense(query, key, value),
     )
+    kernel = _kernel(work, options, shape, place, out_dtype, backward=False)
     call = _call(query, key, value, work, options, kernel)
 
     def attempt(
@@ -567,9 +611,6 @@ def run_backward(
             return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
         return grads[0].zero_(), grads[1].zero_(), grads[2].zero_()
     shape = work.call_shape(options.device.type, needs_grad=True)
-    # Rows whose output was not rounded: the same kernel as in the forward.
-    wanted = unrounded_kernel(options.kernel, shape, options.device, out.dtype)
-    kernel = select_kernel(wanted, shape, options.device)
     dtype = work.dtype if grads is None else grads[0].dtype
     place = Placement(
         options.device.type,
@@ -579,6 +620,8 @@ def run_backward(
         rows_are_dense(query, key, value),
         sum(_copied_bytes(tensor, work.dtype, options.device) for tensor in (grad_out, out)),
     )
+    # Rows whose output was not rounded: the same kernel as in the forward.
+    kernel = _kernel(work, options, shape, place, out.dtype, backward=True)
     call = _call(query, key, value, work, options, kernel)
 
     def attempt(plan: Plan, report: PassReport, progress: Progress | None) -> Three:

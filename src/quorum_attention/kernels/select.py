@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from quorum_attention.kernels.protocol import CallShape, InnerKernel
+from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.registry import get_kernel, kernels, why_not
 
 
@@ -48,6 +49,23 @@ def unrounded_kernel(
     if wanted != "auto" or not wider or device.type != "cuda":
         return wanted
     return _UNROUNDED if why_not(get_kernel(_UNROUNDED), call, device) is None else wanted
+
+
+def rivals(
+    preferred: InnerKernel, call: CallShape, device: torch.device
+) -> tuple[InnerKernel, ...]:
+    """Kernels beside ``preferred`` that a planner may choose for "auto": their rates are
+    known. That they take the call is their own word."""
+    if device.type != "cuda":
+        return ()
+    return tuple(
+        kernel
+        for kernel in kernels().values()
+        if kernel is not preferred
+        and isinstance(kernel, RectangleKernel)
+        and kernel.keeps_pace(call)
+        and kernel.refusal(call) is None
+    )
 
 
 _UNROUNDED = "native"

@@ -10,10 +10,11 @@ import torch
 from quorum_attention.execution.memory import available_bytes
 from quorum_attention.execution.workload import ELEMENT_BYTES, GroupSize, Workload
 from quorum_attention.kernels.protocol import InnerKernel
-from quorum_attention.kernels.select import select_kernel
+from quorum_attention.kernels.select import rivals, select_kernel
 from quorum_attention.planner.calibration import machine_of
 from quorum_attention.planner.footprint import Placement
 from quorum_attention.planner.plan import Plan
+from quorum_attention.planner.rivals import quickest
 from quorum_attention.planner.search import Request, choose
 from quorum_attention.quorums import quorum_size
 from quorum_attention.sizes import format_bytes, parse_bytes
@@ -105,9 +106,13 @@ def plan(
         pinned=levels is not None or depth is not None,
         enforce_budget=bytes_given is not None or (levels is None and depth is None),
     )
-    found = choose(
-        work, request, chosen, place, machine_of(where, dtype, head_dim), backward=backward
-    )
+    machine = machine_of(where, dtype, head_dim)
+    if kernel == "auto":
+        chosen = quickest(
+            work, request, chosen, rivals(chosen, shape, where), place, machine,
+            backward=backward, believed=lambda other: True,
+        )  # fmt: skip
+    found = choose(work, request, chosen, place, machine, backward=backward)
     return Plan(work, found, place, chosen.name, bytes_given, backward)
 
 
