@@ -1,0 +1,184 @@
+"""FlexAttention through quorum attention beside FlexAttention alone, on one GPU.
+
+    python benchmarks/flex.py [--only causal,window,lengths] [--tokens N] [--json FILE]
+
+fp16, 8 heads of 64, medians, in turn. The monolithic call is torch's compiled ``flex_attention``
+with the very block lists of the uncut kernel, made beforehand and not timed. Ours: depth 1
+(7 chunks) with inputs and results on the device, and under a budget of 1 GiB from and to page-locked
+host memory, transfers included. ``lengths``: the windowed call at depth 1 from 65,536 to 1,048,576
+tokens. Needs a CUDA device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rich.console import Console
+
+import quorum_attention as qa
+from quorum_attention.decomposition import Decomposition
+from quorum_attention.execution.masks import no_bias
+from quorum_attention.kernels import TaskTensors
+from quorum_attention.kernels.kit import from_score_mod, sliding_window
+from quorum_attention.kernels.kit.flex import compiled_flex
+
+_HEADS, _WIDTH, _WINDOW = 8, 64, 4096
+_ROUNDS = 3
+_LENGTHS = (65_536, 131_072, 262_144, 524_288, 1_048_576)
+Run = Callable[[], Any]
+
+
+def seconds(run: Run) -> float:
+    """Of one run, the device idle before and after."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def in_turn(runs: dict[str, Run]) -> dict[str, float]:
+    """Medians, each once a round, because the device's clock drifts; the first is not timed."""
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(_ROUNDS + 1):
+        for name, run in runs.items():
+            taken = seconds(run)
+            if number:
+                found[name].append(taken)
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def random(n: int) -> list[torch.Tensor]:
+    """Query, key, value and the gradient of the output."""
+    return [torch.randn(1, _HEADS, n, _WIDTH, device="cuda", dtype=torch.float16) for _ in range(4)]
+
+
+def monolithic(tensors: list[torch.Tensor], mask: Any) -> dict[str, Run]:
+    """torch's alone, forward, and forward and backward."""
+    query, key, value, grad = tensors
+    n = query.shape[2]
+    task = Decomposition(n, ()).task(())
+    kernel: Any = from_score_mod(None, mask, compiled=True)
+    launch = kernel._launch(
+        TaskTensors(task, task.rectangles(True), query, key, value, 0.125, True, no_bias)
+    )
+
+    # In positions of its own, as one would write it: nothing is looked up.
+    def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return q >= k
+
+    def windowed(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (q >= k) & (q - k <= _WINDOW)
+
+    block_mask = launch.block_mask()
+    block_mask.mask_mod = causal if mask is None else windowed
+    flex = compiled_flex()
+    leaves = [t.detach().requires_grad_() for t in (query, key, value)]
+
+    def forward() -> None:
+        with torch.no_grad():
+            flex(query, key, value, block_mask, score_mod=None, scale=0.125)
+
+    def both() -> None:
+        out, _ = flex(*leaves, block_mask, score_mod=None, scale=0.125)
+        torch.autograd.grad(out, leaves, grad)
+
+    return {"flex, forward": forward, "flex, both": both}
+
+
+def ours(
+    name: str, tensors: list[torch.Tensor], kernel: Any, results: list[torch.Tensor], **how: Any
+) -> dict[str, Run]:
+    """A planned call, forward, and forward and backward."""
+    query, key, value, grad = tensors
+    options: dict[str, Any] = {"is_causal": True, "kernel": kernel, "devices": "cuda", **how}
+
+    def forward() -> torch.Tensor:
+        return qa.attention_with_lse(query, key, value, out=results[0], **options)[1]
+
+    def both() -> None:
+        lse = forward()
+        grads = (results[1], results[2], results[3])
+        qa.attention_backward(grad, query, key, value, results[0], lse, grads=grads, **options)
+
+    return {f"{name}, forward": forward, f"{name}, both": both}
+
+
+def measure(n: int, mask: Any) -> dict[str, Any]:
+    """Seconds, ratios, and rectangles of one forward at depth 1."""
+    kernel: Any = from_score_mod(None, mask, compiled=True)
+    tensors = random(n)
+    on_device = [torch.empty_like(t) for t in tensors]
+    host = [t.cpu().pin_memory() for t in tensors]
+    on_host = [torch.empty_like(t).pin_memory() for t in host]
+    resident = ours("depth 1", tensors, kernel, on_device, depth=1, chunks=7)
+    runs = {
+        **monolithic(tensors, mask),
+        **resident,
+        **ours("1 GiB", host, kernel, on_host, budget="1GiB"),
+    }
+    times = in_turn(runs)
+    before = kernel.run, kernel.pruned
+    resident["depth 1, forward"]()
+    return {
+        "seconds": times,
+        "ratios": {
+            f"{way}, {what}": times[f"{way}, {what}"] / times[f"flex, {what}"]
+            for way in ("depth 1", "1 GiB")
+            for what in ("forward", "both")
+        },
+        "rectangles run": kernel.run - before[0],
+        "rectangles pruned": kernel.pruned - before[1],
+    }
+
+
+def measure_lengths() -> dict[str, Any]:
+    """Seconds of the windowed call at depth 1, and of a token's share."""
+    found: dict[str, Any] = {}
+    kernel = from_score_mod(None, sliding_window(_WINDOW), compiled=True)
+    for n in _LENGTHS:
+        tensors = random(n)
+        results = [torch.empty_like(t) for t in tensors]
+        times = in_turn(ours("depth 1", tensors, kernel, results, depth=1, chunks=7))
+        found[str(n)] = {**times, **{f"{k}, ns a token": 1e9 * t / n for k, t in times.items()}}
+        del tensors, results
+        torch.cuda.empty_cache()
+    return found
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default="causal,window,lengths")
+    parser.add_argument("--tokens", type=int, default=262_144)
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    measures: dict[str, Callable[[], dict[str, Any]]] = {
+        "causal": lambda: measure(args.tokens, None),
+        "window": lambda: measure(args.tokens, sliding_window(_WINDOW)),
+        "lengths": measure_lengths,
+    }
+    result: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "tokens": args.tokens,
+        "date": datetime.date.today().isoformat(),
+    }
+    console = Console(width=140)
+    for name in args.only.split(","):
+        result[name] = measures[name]()
+        console.print({name: result[name]})
+        if args.json:
+            with open(args.json, "w", encoding="utf-8") as file:
+                json.dump(result, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
