@@ -1,12 +1,12 @@
 """FlexAttention through quorum attention beside FlexAttention alone, on one GPU.
 
-    python benchmarks/flex.py [--only causal,window,lengths] [--tokens N] [--json FILE]
+    python benchmarks/flex.py [--only causal,window,lengths] [--ways WAYS] [--tokens N] [--json FILE]
 
 fp16, 8 heads of 64, medians, in turn. The monolithic call is torch's compiled ``flex_attention``
-with the very block lists of the uncut kernel, made beforehand and not timed. Ours: depth 1
-(7 chunks) with inputs and results on the device, and under a budget of 1 GiB from and to page-locked
-host memory, transfers included. ``lengths``: the windowed call at depth 1 from 65,536 to 1,048,576
-tokens. Needs a CUDA device.
+with the very block lists of the uncut kernel, made beforehand and not timed. Ours, inputs and
+results on the device: uncut, and at depth 1 (7 chunks); and under a budget of 1 GiB from and to
+page-locked host memory, transfers included. ``lengths``: the windowed call at depth 1 from 65,536
+to 1,048,576 tokens. Needs a CUDA device.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from torch.nn.attention.flex_attention import flex_attention
 
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.execution.masks import no_bias
 from quorum_attention.kernels import TaskTensors
 from quorum_attention.kernels.kit import from_score_mod, sliding_window
-from quorum_attention.kernels.kit.flex import compiled_flex
 
 _HEADS, _WIDTH, _WINDOW = 8, 64, 4096
 _ROUNDS = 3
+_RESIDENT: dict[str, Any] = {"levels": (7,), "inputs": "device"}
 _LENGTHS = (65_536, 131_072, 262_144, 524_288, 1_048_576)
 Run = Callable[[], Any]
 
@@ -61,7 +62,7 @@ def random(n: int) -> list[torch.Tensor]:
 
 
 def monolithic(tensors: list[torch.Tensor], mask: Any) -> dict[str, Run]:
-    """torch's alone, forward, and forward and backward."""
+    """FlexAttention alone, forward, and forward and backward."""
     query, key, value, grad = tensors
     n = query.shape[2]
     task = Decomposition(n, ()).task(())
@@ -79,15 +80,16 @@ def monolithic(tensors: list[torch.Tensor], mask: Any) -> dict[str, Run]:
 
     block_mask = launch.block_mask()
     block_mask.mask_mod = causal if mask is None else windowed
-    flex = compiled_flex()
+    # As users compile it: for this very size.
+    flex = torch.compile(flex_attention)
     leaves = [t.detach().requires_grad_() for t in (query, key, value)]
 
     def forward() -> None:
         with torch.no_grad():
-            flex(query, key, value, block_mask, score_mod=None, scale=0.125)
+            flex(query, key, value, block_mask=block_mask, scale=0.125, return_lse=True)
 
     def both() -> None:
-        out, _ = flex(*leaves, block_mask, score_mod=None, scale=0.125)
+        out = flex(*leaves, block_mask=block_mask, scale=0.125)
         torch.autograd.grad(out, leaves, grad)
 
     return {"flex, forward": forward, "flex, both": both}
@@ -98,32 +100,44 @@ def ours(
 ) -> dict[str, Run]:
     """A planned call, forward, and forward and backward."""
     query, key, value, grad = tensors
-    options: dict[str, Any] = {"is_causal": True, "kernel": kernel, "devices": "cuda", **how}
+    n = query.shape[2]
+    sizes: dict[str, Any] = {"heads": _HEADS, "head_dim": _WIDTH, "is_causal": True}
+    plans = [
+        qa.plan(n, **sizes, kernel=kernel, backward=backward, device="cuda", **how)
+        for backward in (False, True)
+    ]
+    options: dict[str, Any] = {"is_causal": True, "kernel": kernel, "devices": "cuda"}
 
     def forward() -> torch.Tensor:
-        return qa.attention_with_lse(query, key, value, out=results[0], **options)[1]
+        return qa.attention_with_lse(
+            query, key, value, out=results[0], plan=plans[0], **options
+        )[1]  # fmt: skip
 
     def both() -> None:
         lse = forward()
         grads = (results[1], results[2], results[3])
-        qa.attention_backward(grad, query, key, value, results[0], lse, grads=grads, **options)
+        qa.attention_backward(
+            grad, query, key, value, results[0], lse, grads=grads, plan=plans[1], **options
+        )
 
     return {f"{name}, forward": forward, f"{name}, both": both}
 
 
-def measure(n: int, mask: Any) -> dict[str, Any]:
+def measure(n: int, mask: Any, ways: list[str]) -> dict[str, Any]:
     """Seconds, ratios, and rectangles of one forward at depth 1."""
     kernel: Any = from_score_mod(None, mask, compiled=True)
     tensors = random(n)
     on_device = [torch.empty_like(t) for t in tensors]
-    host = [t.cpu().pin_memory() for t in tensors]
-    on_host = [torch.empty_like(t).pin_memory() for t in host]
-    resident = ours("depth 1", tensors, kernel, on_device, depth=1, chunks=7)
-    runs = {
-        **monolithic(tensors, mask),
-        **resident,
-        **ours("1 GiB", host, kernel, on_host, budget="1GiB"),
-    }
+    resident = ours("depth 1", tensors, kernel, on_device, **_RESIDENT)
+    runs = monolithic(tensors, mask)
+    if "uncut" in ways:
+        runs |= ours("uncut", tensors, kernel, on_device, levels=(), inputs="device")
+    if "depth 1" in ways:
+        runs |= resident
+    if "1 GiB" in ways:
+        host = [t.cpu().pin_memory() for t in tensors]
+        on_host = [torch.empty_like(t).pin_memory() for t in host]
+        runs |= ours("1 GiB", host, kernel, on_host, budget="1GiB", inputs="host")
     times = in_turn(runs)
     before = kernel.run, kernel.pruned
     resident["depth 1, forward"]()
@@ -131,7 +145,7 @@ def measure(n: int, mask: Any) -> dict[str, Any]:
         "seconds": times,
         "ratios": {
             f"{way}, {what}": times[f"{way}, {what}"] / times[f"flex, {what}"]
-            for way in ("depth 1", "1 GiB")
+            for way in ways
             for what in ("forward", "both")
         },
         "rectangles run": kernel.run - before[0],
@@ -146,7 +160,7 @@ def measure_lengths() -> dict[str, Any]:
     for n in _LENGTHS:
         tensors = random(n)
         results = [torch.empty_like(t) for t in tensors]
-        times = in_turn(ours("depth 1", tensors, kernel, results, depth=1, chunks=7))
+        times = in_turn(ours("depth 1", tensors, kernel, results, **_RESIDENT))
         found[str(n)] = {**times, **{f"{k}, ns a token": 1e9 * t / n for k, t in times.items()}}
         del tensors, results
         torch.cuda.empty_cache()
@@ -157,12 +171,14 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="causal,window,lengths")
+    parser.add_argument("--ways", default="uncut,depth 1,1 GiB")
     parser.add_argument("--tokens", type=int, default=262_144)
     parser.add_argument("--json")
     args = parser.parse_args()
+    ways = args.ways.split(",")
     measures: dict[str, Callable[[], dict[str, Any]]] = {
-        "causal": lambda: measure(args.tokens, None),
-        "window": lambda: measure(args.tokens, sliding_window(_WINDOW)),
+        "causal": lambda: measure(args.tokens, None, ways),
+        "window": lambda: measure(args.tokens, sliding_window(_WINDOW), ways),
         "lengths": measure_lengths,
     }
     result: dict[str, Any] = {

@@ -1,69 +1,20 @@
-"""FlexAttention's modifications in global positions, cut in every way, against float64."""
+"""FlexAttention's modifications in global positions, a rectangle at a time, against float64."""
 
 from __future__ import annotations
-
-import time
 
 import pytest
 import torch
 from helpers_attention import fresh_generator
+from helpers_score_mods import cases, local_global, reference
 
 import quorum_attention as qa
 from quorum_attention.kernels.kit import document, from_score_mod, prefix_lm, sliding_window
 from quorum_attention.kernels.kit.masks import Ranges, causal
-from quorum_attention.kernels.kit.score_mod import _block_mask, block_verdicts
 
 pytest.importorskip("torch.nn.attention.flex_attention")
 
 N, HEADS = 230, 2
-IDS = torch.arange(N) * 7 // N
-SLOPES = torch.tensor([0.1, 0.02], dtype=torch.float64)
-
-
-def alibi(score, b, h, q, k):
-    return score - SLOPES[h].to(score.dtype) * (q - k).abs()
-
-
-def softcap(score, b, h, q, k):
-    return 2.0 * torch.tanh(score / 2.0)
-
-
-def local_global(b, h, q, k):
-    """Gemma's: one head sees a window, the other everything."""
-    return (h == 1) | ((q - k).abs() <= 20)
-
-
-CASES = {
-    "alibi": (alibi, None, True),
-    "soft cap": (softcap, None, False),
-    "window": (None, sliding_window(40, 0), False),
-    "window by a function": (None, lambda b, h, q, k: (q - k <= 30) & (k <= q), False),
-    "documents": (None, document(IDS), True),
-    "documents, plain": (None, document(IDS), False),
-    "prefix": (None, prefix_lm(50), False),
-    "local and global heads": (None, local_global, True),
-    "soft cap, alibi and window": (
-        lambda s, b, h, q, k: alibi(softcap(s, b, h, q, k), b, h, q, k), sliding_window(60, 5),
-        False,
-    ),
-}  # fmt: skip
-
-
-def reference(query, key, value, score_mod, mask_mod, is_causal):
-    q, k = torch.arange(query.shape[2])[:, None], torch.arange(key.shape[2])[None]
-    scores = query @ key.mT * query.shape[-1] ** -0.5
-    h = torch.arange(query.shape[1])[:, None, None]
-    b = torch.zeros((), dtype=torch.int64)
-    if score_mod is not None:
-        scores = score_mod(scores, b, h, q, k)
-    keep = torch.ones(query.shape[1], *scores.shape[-2:], dtype=torch.bool)
-    if mask_mod is not None:
-        keep = keep & mask_mod(b, h, q, k)
-    if is_causal:
-        keep = keep & (q >= k)
-    scores = scores.masked_fill(~keep, -torch.inf)
-    lse = torch.logsumexp(scores, -1, keepdim=True)
-    return torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)) @ value
+CASES = cases(N)
 
 
 @pytest.mark.parametrize("levels", [(), (7,), (3, 3)])
@@ -83,7 +34,7 @@ def test_against_float64(name: str, levels) -> None:
     out, lse = qa.attention_with_lse(q, k, v, plan=plans[0], **common)
     grads = qa.attention_backward(grad, q, k, v, out, lse, plan=plans[1], **common)
     right = [t.double().requires_grad_() for t in (q, k, v)]
-    expected = reference(*right, score_mod, mask_mod, is_causal)
+    expected, _ = reference(*right, CASES[name])
     expected.backward(grad.double())
     torch.testing.assert_close(out.double(), expected.detach(), atol=3e-6, rtol=1e-5)
     for mine, theirs in zip(grads, right, strict=True):
@@ -100,17 +51,34 @@ def test_exact_by_check_kernel(name: str) -> None:
     assert found.exact, str(found)
 
 
-def test_emptied_rectangles_are_never_run() -> None:
-    """A window of 1 % of the tokens leaves few of a task's rectangles."""
+def windowed(mask_mod) -> qa.FunctionKernel:  # type: ignore[no-untyped-def, name-defined]
     n = 8192
-    kernel = from_score_mod(None, sliding_window(80, 0), compiled=False)
-    q = torch.randn(1, 1, n, 8)
-    plan = qa.plan(n, heads=1, head_dim=8, dtype=torch.float32, levels=(31,), is_causal=True,
+    kernel = from_score_mod(None, mask_mod, compiled=False)
+    q = torch.randn(1, 2, n, 8)
+    plan = qa.plan(n, heads=2, head_dim=8, dtype=torch.float32, levels=(31,), is_causal=True,
                    kernel=kernel, device="cpu")  # fmt: skip
     out = qa.attention(q, q, q, is_causal=True, plan=plan, kernel=kernel, devices="cpu")
     assert out.isfinite().all()
+    return kernel
+
+
+def test_emptied_rectangles_are_never_run() -> None:
+    """A window of 1 % of the tokens leaves few of a task's rectangles."""
+    kernel = windowed(sliding_window(80, 0))
     assert kernel.pruned > 50
     assert kernel.run < 120
+
+
+def test_functions_of_heads_empty_rectangles_too() -> None:
+    kernel = windowed(lambda b, h, q, k: (q - k).abs() <= 40 * (h + 1))
+    assert kernel.pruned > 50
+
+
+def test_a_mask_that_cannot_be_mapped_says_so() -> None:
+    kernel = from_score_mod(None, lambda b, h, q, k: int(q) >= int(k), compiled=False)
+    q = torch.randn(1, 2, 64, 8)
+    with pytest.raises(RuntimeError, match="vmap"):
+        qa.attention(q, q, q, kernel=kernel, devices="cpu")
 
 
 @pytest.mark.parametrize("mask", [
@@ -120,6 +88,7 @@ def test_emptied_rectangles_are_never_run() -> None:
 def test_verdicts_are_never_wrong(mask) -> None:
     """Empty means no pair, full means all; unsure is allowed."""
     zero = torch.zeros((), dtype=torch.int64)
+    placed = mask.on(torch.device("cpu"))
     sure = 0
     for q0 in range(0, 60, 7):
         for k0 in range(0, 60, 5):
@@ -127,51 +96,12 @@ def test_verdicts_are_never_wrong(mask) -> None:
             q = torch.arange(r.first_query, r.last_query + 1)[:, None]
             k = torch.arange(r.first_key, r.last_key + 1)[None]
             kept = mask(zero, zero, q, k).expand(q.numel(), k.numel())
+            assert torch.equal(kept, placed(zero, zero, q, k).expand_as(kept))
             verdict = mask.verdict(r)
             assert not (verdict == "empty" and kept.any())
             assert not (verdict == "full" and not kept.all())
             sure += verdict != "mixed"
     assert sure > 10
-
-
-@pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("name", ["window", "documents", "prefix", "none", "a function"])
-def test_block_masks(name: str, is_causal: bool) -> None:
-    """What FlexAttention is told on CUDA, from verdicts: no kept pair outside, no other in full
-    blocks, and little that is neither; across a jump of positions as well."""
-    mask = {
-        "window": sliding_window(300, 20), "documents": document(torch.arange(4000) // 700),
-        "prefix": prefix_lm(500), "none": None, "a function": lambda b, h, q, k: q - k < 250,
-    }[name]  # fmt: skip
-    queries = torch.cat([torch.arange(100, 1100), torch.arange(2000, 2600)])
-    keys = torch.cat([torch.arange(100, 1100), torch.arange(2000, 2350)])
-    zero = torch.zeros((), dtype=torch.int64)
-    kept = torch.ones(len(queries), len(keys), dtype=torch.bool)
-    if mask is not None:
-        kept &= mask(zero, zero, queries[:, None], keys[None])
-    if is_causal:
-        kept &= queries[:, None] >= keys[None]
-    found = block_verdicts(mask, is_causal, queries.numpy(), keys.numpy(), 128)
-    for i, row in enumerate(found):
-        for j, verdict in enumerate(row):
-            part = kept[i * 128 : (i + 1) * 128, j * 128 : (j + 1) * 128]
-            if verdict == 0:
-                assert not part.any()
-            elif verdict == 1:
-                assert part.all()
-            elif name != "a function":
-                assert part.any()
-                assert not part.all()
-    listed = _block_mask(lambda b, h, q, k: q >= k, mask, is_causal, queries, keys)
-    assert torch.equal(listed.to_dense()[0, 0].bool(), torch.from_numpy(found > 0))
-
-
-def test_block_masks_of_long_rectangles_are_quick() -> None:
-    where = torch.arange(262_144).numpy()
-    began = time.perf_counter()
-    found = block_verdicts(sliding_window(4096), True, where, where, 128)
-    assert time.perf_counter() - began < 5
-    assert (found > 0).sum() < 2048 * 34
 
 
 def test_bad_arguments() -> None:
@@ -181,3 +111,9 @@ def test_bad_arguments() -> None:
         sliding_window(-1)
     with pytest.raises(ValueError, match="ascending integers"):
         document(torch.tensor([2, 1]))
+
+
+def test_compiled_is_for_gpus() -> None:
+    q = torch.randn(1, 2, 64, 8)
+    with pytest.raises(NotImplementedError, match="compiled=False"):
+        qa.attention(q, q, q, kernel=from_score_mod(None, local_global, compiled=True))

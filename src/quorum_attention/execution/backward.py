@@ -29,8 +29,7 @@ from quorum_attention.execution.slots import backward_layout
 from quorum_attention.execution.sweep import backward_sweep, sweeps
 from quorum_attention.execution.tools import Progress, Tools, make_tools
 from quorum_attention.execution.workload import count_groups
-from quorum_attention.kernels.protocol import Gradients
-from quorum_attention.kernels.rectangles import RectangleKernel
+from quorum_attention.kernels.protocol import Gradients, WholeCalls
 from quorum_attention.kernels.scaling import Scaling
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -128,7 +127,7 @@ def _direct(
     progress: Progress | None,
 ) -> Three:
     kernel = call.kernel
-    assert isinstance(kernel, RectangleKernel)
+    assert isinstance(kernel, WholeCalls)
     report.accumulator = "none"
     lse = lse.to(call.device)
     # A row without a key has lse -inf; with 0 in its place exp(-inf - 0) is 0, not NaN.

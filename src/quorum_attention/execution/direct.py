@@ -14,8 +14,7 @@ from quorum_attention.execution.masks import no_bias
 from quorum_attention.execution.rows import Axis
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.workload import Group, GroupSize, Workload, groups
-from quorum_attention.kernels.protocol import Bias, InnerKernel
-from quorum_attention.kernels.rectangles import RectangleKernel
+from quorum_attention.kernels.protocol import Bias, InnerKernel, WholeCalls
 
 
 def runs_directly(call: Call, schedule: Schedule) -> bool:
@@ -28,10 +27,18 @@ def runs_whole(work: Workload, schedule: Schedule, kernel: InnerKernel) -> bool:
     masked = work.mask is not None
     return (
         schedule.decomposition.depth == 0
-        and isinstance(kernel, RectangleKernel)
+        and isinstance(kernel, WholeCalls)
         and kernel.takes_whole(work.heads, work.kv_heads, work.n_tokens, masked)
+        and (not getattr(kernel, "own_attention", False) or _knows_heads(work, schedule))
         and _is_everything(_rectangles(work, schedule), work)
     )
+
+
+def _knows_heads(work: Workload, schedule: Schedule) -> bool:
+    """Whether heads and batch entries of every call are those of the whole, in order: a monolithic
+    call does not say which it was given."""
+    every = GroupSize(work.batch, work.kv_heads)
+    return schedule.group == every and len(work.batch_shape) <= 1
 
 
 def _is_everything(rectangles: tuple[Rectangle, ...], work: Workload) -> bool:

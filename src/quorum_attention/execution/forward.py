@@ -25,8 +25,7 @@ from quorum_attention.execution.slots import SlotLayout, forward_layout
 from quorum_attention.execution.sweep import forward_sweep, sweeps
 from quorum_attention.execution.tools import Progress, Tools, make_tools
 from quorum_attention.execution.workload import count_groups, flat_entries
-from quorum_attention.kernels.protocol import Statistics, TaskTensors
-from quorum_attention.kernels.rectangles import RectangleKernel
+from quorum_attention.kernels.protocol import Statistics, TaskTensors, WholeCalls
 
 
 def forward(
@@ -96,7 +95,7 @@ def _direct(
     progress: Progress | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     work, kernel = call.work, call.kernel
-    assert isinstance(kernel, RectangleKernel)
+    assert isinstance(kernel, WholeCalls)
     report.accumulator = "none"
     rows = (*work.batch_shape, work.heads, work.n_queries)
     lse: torch.Tensor | None = None
@@ -218,7 +217,8 @@ def gathered(call: Call, schedule: Schedule, unit: Unit, tools: Tools) -> TaskTe
     """What the inner kernel gets of a unit."""
     work, task = call.work, unit.visit.task
     bias = call.mask.bias(unit.group, task, work.dtype, call.device) if call.mask else no_bias
-    filled = is_filled(task, work)
+    # Users' functions are not asked about positions that there are none of.
+    filled = is_filled(task, work) and not getattr(call.kernel, "own_attention", False)
     return TaskTensors(
         task=task,
         rectangles=task.rectangles(

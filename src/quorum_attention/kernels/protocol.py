@@ -169,3 +169,46 @@ class InnerKernel(Protocol):
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
         ...
+
+
+@runtime_checkable
+class WholeCalls(Protocol):
+    """What a kernel may offer besides: monolithic calls, on the inputs as they lie."""
+
+    def takes_whole(self, query_heads: int, key_heads: int, tokens: int, masked: bool) -> bool:
+        """Whether it can be handed such a call.
+
+        Args:
+            tokens: the larger of queries and keys.
+            masked: whether the call has a mask.
+        """
+        ...
+
+    def whole_forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        causal: bool,
+        scale: float,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output (b, h, n, dv) and lse (b, h, n) of query (b, h, n, d), key (b, hk, m, d) and
+        value (b, hk, m, dv); rows without keys: 0 and -inf."""
+        ...
+
+    def rectangle_backward(
+        self,
+        grad_out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        causal: bool,
+        scale: float,
+        bias: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of query, key and value; lse is 0 in rows without keys."""
+        ...

@@ -117,7 +117,7 @@ def price(
 
 
 def _launches_whole(kernel: InnerKernel) -> bool:
-    return isinstance(kernel, RectangleKernel) and kernel.whole_tasks
+    return bool(getattr(kernel, "whole_tasks", False))
 
 
 def _paced(machine: Machine, kernel: InnerKernel) -> Machine:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from quorum_attention.decomposition import Rectangle
+from quorum_attention.kernels.blocks import row_blocks
 from quorum_attention.kernels.kit.positions import positions
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, add_, merge_
 from quorum_attention.kernels.protocol import (
@@ -202,18 +203,8 @@ class FunctionKernel:
                 f"kernel {self.name!r} returns {'an lse' if own_out.requires_grad else 'an out'} "
                 "without a gradient: both must be differentiable, or give backward="
             )
-        work = lse.dtype
-        # -inf - -inf is NaN: a row without keys here has no share, whatever it has elsewhere.
-        none = own_lse.detach() == -torch.inf
-        share = torch.exp(own_lse.detach().to(work) - lse).masked_fill(none, 0.0)
-        share = share.unsqueeze(-1)
-        upstream = grad_out.to(work) * share
-        apart = own_out.detach().to(work) - out.to(work)
-        by_lse = (upstream * apart.masked_fill(none.unsqueeze(-1), 0.0)).sum(dim=-1)
-        grads = torch.autograd.grad(
-            (own_out, own_lse), inputs, (upstream.to(own_out.dtype), by_lse.to(own_lse.dtype)),
-            allow_unused=True,
-        )  # fmt: skip
+        upstream = upstream_of(own_out, own_lse, grad_out, out, lse)
+        grads = torch.autograd.grad((own_out, own_lse), inputs, upstream, allow_unused=True)
         query, key, value = (
             torch.zeros_like(t) if g is None else g for g, t in zip(grads, inputs, strict=True)
         )
@@ -256,6 +247,35 @@ def from_lse_function(
     return FunctionKernel(
         function, name=found, backward=backward, grouped=grouped, workspace=workspace
     )
+
+
+def upstream_of(
+    own_out: torch.Tensor,
+    own_lse: torch.Tensor,
+    grad_out: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of a part's own out and lse, given the whole row's (see above); in their dtypes.
+
+    Args:
+        own_out, own_lse: (b, h, rows, dv) and (b, h, rows) of the part.
+        grad_out, out, lse: of the whole row, the same shapes.
+    """
+    with torch.no_grad():
+        by_out, by_lse = torch.empty_like(own_out), torch.empty_like(own_lse)
+        batch, heads, rows, width = own_out.shape
+        # In blocks, because everything is widened.
+        for block in row_blocks(batch, heads, rows, max(1, width) * lse.element_size()):
+            # -inf - -inf is NaN: a row without keys here has no share, whatever it has elsewhere.
+            none = own_lse[block] == -torch.inf
+            share = torch.exp(own_lse[block].to(lse.dtype) - lse[block]).masked_fill_(none, 0.0)
+            upstream = grad_out[block].to(lse.dtype) * share.unsqueeze(-1)
+            apart = own_out[block].to(lse.dtype) - out[block].to(lse.dtype)
+            apart.masked_fill_(none.unsqueeze(-1), 0.0)
+            by_out[block] = upstream.to(own_out.dtype)
+            by_lse[block] = (upstream * apart).sum(dim=-1).to(own_lse.dtype)
+    return by_out, by_lse
 
 
 def quadratic_workspace(call: CallShape, extent: Extent) -> int:

@@ -33,28 +33,44 @@ class BlockMask:
     Attributes:
         keeps: the ``mask_mod``.
         verdict: of a block of positions, without looking at its pairs.
+        placed: the ``mask_mod`` for one device, where it holds tensors; default ``keeps`` itself.
     """
 
     keeps: MaskMod
     verdict: Callable[[Ranges], Verdict]
+    placed: Callable[[torch.device], MaskMod] | None = None
 
     def __call__(self, batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
         """Which pairs are kept."""
         return self.keeps(batch, head, query, key)
 
+    def on(self, device: torch.device) -> MaskMod:
+        """The ``mask_mod`` as a plain function over tensors of ``device``, fit to be traced."""
+        return self.keeps if self.placed is None else self.placed(device)
+
     def __and__(self, other: BlockMask) -> BlockMask:
         """Pairs that both keep."""
         return BlockMask(
-            lambda b, h, q, k: self(b, h, q, k) & other(b, h, q, k),
+            _and(self, other),
             lambda r: _both(self.verdict(r), other.verdict(r)),
+            lambda device: _and(self.on(device), other.on(device)),
         )
 
     def __or__(self, other: BlockMask) -> BlockMask:
         """Pairs that either keeps."""
         return BlockMask(
-            lambda b, h, q, k: self(b, h, q, k) | other(b, h, q, k),
+            _or(self, other),
             lambda r: _either(self.verdict(r), other.verdict(r)),
+            lambda device: _or(self.on(device), other.on(device)),
         )
+
+
+def _and(one: MaskMod, other: MaskMod) -> MaskMod:
+    return lambda b, h, q, k: one(b, h, q, k) & other(b, h, q, k)
+
+
+def _or(one: MaskMod, other: MaskMod) -> MaskMod:
+    return lambda b, h, q, k: one(b, h, q, k) | other(b, h, q, k)
 
 
 def _both(one: Verdict, other: Verdict) -> Verdict:
@@ -122,19 +138,23 @@ def document(ids: torch.Tensor) -> BlockMask:
     """
     if ids.ndim != 1 or ids.is_floating_point() or bool((ids[1:] < ids[:-1]).any()):
         raise ValueError("ids must be one dimension of ascending integers")
-    host = ids.cpu()
-    copies: dict[torch.device, torch.Tensor] = {ids.device: ids}
+    host = ids.cpu().numpy()
+    copies: dict[torch.device, torch.Tensor] = {}
 
-    def on(device: torch.device) -> torch.Tensor:
+    # Where the ids are is settled here, and not in what is traced: that only reads a tensor.
+    def placed(device: torch.device) -> MaskMod:
         if device not in copies:
             copies[device] = ids.to(device)
-        return copies[device]
+        return _same(copies[device])
 
     def verdict(r: Ranges) -> Verdict:
-        q0, q1, k0, k1 = (int(host[i]) for i in (r.first_query, r.last_query, r.first_key,
-                                                 r.last_key))  # fmt: skip
+        q0, q1, k0, k1 = host[[r.first_query, r.last_query, r.first_key, r.last_key]].tolist()
         if q0 > k1 or k0 > q1:
             return "empty"
         return "full" if q0 == q1 == k0 == k1 else "mixed"
 
-    return BlockMask(lambda b, h, q, k: on(q.device)[q] == on(q.device)[k], verdict)
+    return BlockMask(lambda b, h, q, k: placed(q.device)(b, h, q, k), verdict, placed)
+
+
+def _same(ids: torch.Tensor) -> MaskMod:
+    return lambda b, h, q, k: ids[q] == ids[k]

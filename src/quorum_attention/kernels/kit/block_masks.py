@@ -1,0 +1,339 @@
+"""FlexAttention's block lists for a whole task, without ever looking at every block.
+
+A block is 128 queries by 128 keys of a task: empty, full or mixed. Halves of halves are asked
+until the answer is empty or full, so that the cost is that of the border between the two, and of
+the blocks listed. FlexAttention runs the listed ones, and asks the mask about pairs in mixed ones
+only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quorum_attention.decomposition import Rectangle, Task
+from quorum_attention.kernels.kit.masks import BlockMask, Ranges
+
+BLOCK = 128
+EMPTY, FULL, MIXED = 0, 1, 2
+
+_CODES = {"empty": EMPTY, "full": FULL, "mixed": MIXED}
+# Parts of a buffer begin at multiples of so many numbers: compiled code wants 16 bytes.
+_ALIGNED = 64
+
+Ints = NDArray[np.int64]
+Nodes = Ints
+"""(k, 5) rows of (lane, first block row, last + 1, first block column, last + 1)."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The pairs of a task, before any mask.
+
+    Attributes:
+        rectangles: in local positions; disjoint.
+        is_causal: a pair also needs its key at or before its query.
+        queries, keys: (nq,) and (nk,) global positions, ascending.
+    """
+
+    rectangles: tuple[Rectangle, ...]
+    is_causal: bool
+    queries: Ints
+    keys: Ints
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of blocks."""
+        return -(-len(self.queries) // BLOCK), -(-len(self.keys) // BLOCK)
+
+    @cached_property
+    def query_edges(self) -> Ints:
+        """Where rectangles begin or end along the queries, from 0 to nq."""
+        return _edges(len(self.queries), [(r.query_start, r.query_stop) for r in self.rectangles])
+
+    @cached_property
+    def key_edges(self) -> Ints:
+        """Where rectangles begin or end along the keys, from 0 to nk."""
+        return _edges(len(self.keys), [(r.key_start, r.key_stop) for r in self.rectangles])
+
+    @cached_property
+    def table(self) -> NDArray[np.bool_]:
+        """Of every piece between edges, by query and key, whether a rectangle has it."""
+        found = np.zeros((len(self.query_edges) - 1, len(self.key_edges) - 1), dtype=np.bool_)
+        for r in self.rectangles:
+            rows = np.searchsorted(self.query_edges, (r.query_start, r.query_stop))
+            columns = np.searchsorted(self.key_edges, (r.key_start, r.key_stop))
+            found[rows[0] : rows[1], columns[0] : columns[1]] = True
+        return found
+
+    @cached_property
+    def _sums(self) -> Ints:
+        """Pieces of rectangles above and to the left."""
+        found = np.zeros(np.add(self.table.shape, 1), dtype=np.int64)
+        found[1:, 1:] = self.table.cumsum(axis=0, dtype=np.int64).cumsum(axis=1)
+        return found
+
+    def verdicts(self, nodes: Nodes) -> NDArray[np.int8]:
+        """Of every node: EMPTY, FULL, or MIXED where unsure."""
+        q0, q1 = nodes[:, 1] * BLOCK, np.minimum(nodes[:, 2] * BLOCK, len(self.queries)) - 1
+        k0, k1 = nodes[:, 3] * BLOCK, np.minimum(nodes[:, 4] * BLOCK, len(self.keys)) - 1
+        top, bottom = _piece(self.query_edges, q0), _piece(self.query_edges, q1) + 1
+        left, right = _piece(self.key_edges, k0), _piece(self.key_edges, k1) + 1
+        s = self._sums
+        there = s[bottom, right] - s[top, right] - s[bottom, left] + s[top, left]
+        every = (bottom - top) * (right - left)
+        found = np.where(there == 0, EMPTY, np.where(there == every, FULL, MIXED))
+        if self.is_causal:
+            later = np.where(self.keys[k1] <= self.queries[q0], FULL, MIXED)
+            later[self.keys[k0] > self.queries[q1]] = EMPTY
+            found = _both(found, later)
+        return found.astype(np.int8)
+
+
+def geometry(
+    task: Task, rectangles: Sequence[Rectangle], is_causal: bool, n_queries: int, n_keys: int
+) -> Geometry:
+    """A task's pairs; ``n_queries`` and ``n_keys`` of its tokens are queries and keys."""
+    tokens = np.concatenate(
+        [np.arange(first, last, dtype=np.int64) for first, last, _ in task.runs]
+        or [np.zeros(0, dtype=np.int64)]
+    )
+    kept = tuple(r for r in rectangles if r.n_queries and r.n_keys)
+    return Geometry(kept, is_causal, tokens[:n_queries], tokens[:n_keys])
+
+
+def listed_nodes(pairs: Geometry, mask: BlockMask | None) -> tuple[Nodes, Nodes]:
+    """(full, mixed) nodes of the blocks that may keep a pair; all in lane 0.
+
+    A block that reaches beyond the last query or key is mixed, as FlexAttention has it.
+    """
+    rows, columns = pairs.grid
+    nodes = np.array([[0, 0, rows, 0, columns]], dtype=np.int64)
+    full, mixed = [], []
+    if not (rows and columns and pairs.rectangles):
+        nodes = nodes[:0]
+    while len(nodes):
+        found = pairs.verdicts(nodes)
+        if mask is not None:
+            some = np.flatnonzero(found)
+            found[some] = _both(found[some], _asked(mask, pairs, nodes[some]))
+        full.append(nodes[found == FULL])
+        rest = nodes[found == MIXED]
+        single = (rest[:, 2] - rest[:, 1] == 1) & (rest[:, 4] - rest[:, 3] == 1)
+        mixed.append(rest[single])
+        nodes = _quarters(rest[~single])
+    inner, edge = _without_edge(_joined(full), len(pairs.queries), len(pairs.keys))
+    return inner, _joined([*mixed, edge])
+
+
+def _asked(mask: BlockMask, pairs: Geometry, nodes: Nodes) -> NDArray[np.int8]:
+    q0 = pairs.queries[nodes[:, 1] * BLOCK].tolist()
+    q1 = pairs.queries[np.minimum(nodes[:, 2] * BLOCK, len(pairs.queries)) - 1].tolist()
+    k0 = pairs.keys[nodes[:, 3] * BLOCK].tolist()
+    k1 = pairs.keys[np.minimum(nodes[:, 4] * BLOCK, len(pairs.keys)) - 1].tolist()
+    verdict = mask.verdict
+    found = [_CODES[verdict(Ranges(*r))] for r in zip(q0, q1, k0, k1, strict=True)]
+    return np.array(found, dtype=np.int8)
+
+
+def _both(one: NDArray[np.int8], other: NDArray[np.int8]) -> NDArray[np.int8]:
+    found = np.where((one == FULL) & (other == FULL), FULL, MIXED)
+    found[(one == EMPTY) | (other == EMPTY)] = EMPTY
+    return found.astype(np.int8)
+
+
+def _quarters(nodes: Nodes) -> Nodes:
+    lane, row, bottom, column, right = nodes.T
+    middle, centre = (row + bottom) // 2, (column + right) // 2
+    parts = [
+        np.stack([lane, a, b, c, d], axis=1)
+        for a, b in ((row, middle), (middle, bottom))
+        for c, d in ((column, centre), (centre, right))
+    ]
+    return _some(_joined(parts))
+
+
+def _without_edge(nodes: Nodes, n_queries: int, n_keys: int) -> tuple[Nodes, Nodes]:
+    """``nodes`` of whole blocks, and what else they had."""
+    lane, row, bottom, column, right = nodes.T
+    low, far = np.minimum(bottom, n_queries // BLOCK), np.minimum(right, n_keys // BLOCK)
+    inner = np.stack([lane, row, low, column, far], axis=1)
+    below = np.stack([lane, np.maximum(row, low), bottom, column, right], axis=1)
+    beside = np.stack([lane, row, low, np.maximum(column, far), right], axis=1)
+    return _some(inner), _some(_joined([below, beside]))
+
+
+def _some(nodes: Nodes) -> Nodes:
+    return nodes[(nodes[:, 1] < nodes[:, 2]) & (nodes[:, 3] < nodes[:, 4])]
+
+
+def _joined(parts: list[Nodes]) -> Nodes:
+    return np.concatenate([np.zeros((0, 5), dtype=np.int64), *parts])
+
+
+def _edges(size: int, ranges: list[tuple[int, int]]) -> Ints:
+    return np.unique(np.array([0, size, *(e for r in ranges for e in r)], dtype=np.int64))
+
+
+def _piece(edges: Ints, where: Ints) -> Ints:
+    return np.searchsorted(edges, where, side="right") - 1
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLists:
+    """A task's block lists on the host, in one buffer that is sent in one piece.
+
+    Attributes:
+        rows, columns: the queries and keys (local) with any listed block; lists are relative.
+        first: block column of a listed block of the first row.
+        buffer: int32.
+        parts: of every list, where it begins in the buffer and its shape: counts and indices of
+            mixed blocks by query, of full ones, then of both by key; where rectangles end within
+            blocks, also the pieces of queries and of keys, and the table of pieces.
+        pruned, run: rectangles without a listed block, and with one.
+    """
+
+    rows: slice
+    columns: slice
+    first: int
+    buffer: torch.Tensor
+    parts: tuple[tuple[int, tuple[int, ...]], ...]
+    pruned: int
+    run: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer."""
+        return self.buffer.numel() * 4
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether mixed blocks have to ask which pairs belong to a rectangle."""
+        return len(self.parts) > 8
+
+    def on(self, device: torch.device) -> list[torch.Tensor]:
+        """The parts as int32 tensors on a device, views of one."""
+        there = self.buffer.to(device, non_blocking=True)
+        found = []
+        for start, shape in self.parts:
+            found.append(there[start : start + int(np.prod(shape))].view(shape).detach())
+        return found
+
+
+def block_lists(
+    pairs: Geometry,
+    full: Nodes,
+    mixed: Nodes,
+    lanes: tuple[int, int] = (1, 1),
+    pinned: bool = False,
+) -> BlockLists | None:
+    """The lists of listed nodes, cropped to what they span; None if there is none.
+
+    Args:
+        full, mixed: disjoint.
+        lanes: batch entries and heads with lists of their own (lane = entry * heads + head).
+        pinned: in page-locked memory.
+    """
+    every = _joined([full, mixed])
+    if not len(every):
+        return None
+    top, bottom = int(every[:, 1].min()), int(every[:, 2].max())
+    left, right = int(every[:, 3].min()), int(every[:, 4].max())
+    rows = slice(top * BLOCK, min(bottom * BLOCK, len(pairs.queries)))
+    columns = slice(left * BLOCK, min(right * BLOCK, len(pairs.keys)))
+    shift = np.array([0, top, top, left, left], dtype=np.int64)
+    kinds = (mixed - shift, full - shift)
+    height, width = bottom - top, right - left
+    by_query = [_listed(n[:, 0] * height, n[:, 1:3], n[:, 3:], height * lanes[0] * lanes[1])
+                for n in kinds]  # fmt: skip
+    by_key = [_listed(n[:, 0] * width, n[:, 3:], n[:, 1:3], width * lanes[0] * lanes[1])
+              for n in kinds]  # fmt: skip
+    arrays: list[NDArray[Any]] = [
+        *_tables(by_query, (*lanes, height)),
+        *_tables(by_key, (*lanes, width)),
+    ]
+    if _cut_within_blocks(pairs, rows, columns):
+        arrays += [
+            _piece(pairs.query_edges, np.arange(rows.start, rows.stop)),
+            _piece(pairs.key_edges, np.arange(columns.start, columns.stop)),
+            # At least two of each: nothing is specialised to a size of 1.
+            np.pad(pairs.table, [(0, max(0, 2 - size)) for size in pairs.table.shape]),
+        ]
+    first = int(every[every[:, 1] == top][:, 3].min()) - left
+    run = sum(_any_in(r, every) for r in pairs.rectangles)
+    buffer, parts = _packed(arrays, pinned)
+    return BlockLists(rows, columns, first, buffer, parts, len(pairs.rectangles) - run, run)
+
+
+def _listed(
+    offset: Ints, lines: Ints, across: Ints, n_lines: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Counts of every line, and what is listed, line after line, ascending."""
+    heights = lines[:, 1] - lines[:, 0]
+    line = _ranges(offset + lines[:, 0], heights)
+    start, stop = np.repeat(across[:, 0], heights), np.repeat(across[:, 1], heights)
+    order = np.lexsort((start, line))
+    line, start, widths = line[order], start[order], (stop - start)[order]
+    counts = np.bincount(line, weights=widths, minlength=n_lines)
+    return counts.astype(np.int32), _ranges(start, widths).astype(np.int32, copy=False)
+
+
+def _ranges(starts: Ints, lengths: Ints) -> NDArray[Any]:
+    """``start``, ``start + 1``, ... of every range, one after the other."""
+    total = int(lengths.sum())
+    dtype = np.int32 if total > 1 << 20 else np.int64
+    before = np.cumsum(lengths) - lengths
+    found = np.repeat((starts - before).astype(dtype), lengths)
+    found += np.arange(total, dtype=dtype)
+    return found
+
+
+def _tables(
+    kinds: list[tuple[NDArray[np.int32], NDArray[np.int32]]], shape: tuple[int, ...]
+) -> list[NDArray[np.int32]]:
+    """Counts and indices of mixed and of full blocks.
+
+    As wide as the longest line; of one width, because torch's kernel steps through both with the
+    row stride of the first; at least two, so that nothing is specialised to a size of 1.
+    """
+    width = max(2, *(int(counts.max(initial=0)) for counts, _ in kinds))
+    found = []
+    for counts, entries in kinds:
+        table = np.zeros((len(counts), width), dtype=np.int32)
+        table[np.arange(width) < counts[:, None]] = entries
+        found += [counts.reshape(shape), table.reshape(*shape, width)]
+    return found
+
+
+def _cut_within_blocks(pairs: Geometry, rows: slice, columns: slice) -> bool:
+    for edges, part in ((pairs.query_edges, rows), (pairs.key_edges, columns)):
+        inside = edges[(edges > part.start) & (edges < part.stop)]
+        if (inside % BLOCK).any():
+            return True
+    return False
+
+
+def _any_in(r: Rectangle, nodes: Nodes) -> bool:
+    _, row, bottom, column, right = nodes.T
+    down = (row * BLOCK < r.query_stop) & (bottom * BLOCK > r.query_start)
+    return bool((down & (column * BLOCK < r.key_stop) & (right * BLOCK > r.key_start)).any())
+
+
+def _packed(
+    arrays: list[NDArray[Any]], pinned: bool
+) -> tuple[torch.Tensor, tuple[tuple[int, tuple[int, ...]], ...]]:
+    parts, at = [], 0
+    for array in arrays:
+        parts.append((at, array.shape))
+        at += -(-array.size // _ALIGNED) * _ALIGNED
+    buffer = torch.zeros(at, dtype=torch.int32, pin_memory=pinned)
+    host = buffer.numpy()
+    for (start, _), array in zip(parts, arrays, strict=True):
+        host[start : start + array.size] = array.reshape(-1)
+    return buffer, tuple(parts)

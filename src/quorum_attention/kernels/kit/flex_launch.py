@@ -1,0 +1,219 @@
+"""One call of FlexAttention for a task: its part of the tensors, positions, block mask."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from quorum_attention.kernels.kit.block_masks import BLOCK, BlockLists
+from quorum_attention.kernels.kit.flex_backward import Three
+from quorum_attention.kernels.kit.masks import BlockMask, MaskMod
+from quorum_attention.kernels.kit.materialised import ScoreMod
+from quorum_attention.kernels.kit.positions import positions
+from quorum_attention.kernels.protocol import TaskTensors
+
+# Rows and columns of the sample that the backward is tried on; not whole blocks.
+SAMPLE = 300
+
+
+def has_diagonal(task: TaskTensors) -> bool:
+    """Whether keys after the query are left out."""
+    return task.is_causal or any(r.causal for r in task.rectangles)
+
+
+@dataclass(frozen=True, slots=True)
+class Indexed:
+    """What the modifications read of a launch's queries and keys, int32, on its device.
+
+    ``pieces`` (query pieces, key pieces, table) says which pairs belong to a rectangle, where that
+    is not a matter of whole blocks.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    heads: torch.Tensor
+    entries: torch.Tensor
+    pieces: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+
+    def cut(self, rows: slice, columns: slice) -> Indexed:
+        """Those of fewer queries and keys."""
+        pieces = self.pieces
+        if pieces is not None:
+            pieces = (pieces[0][rows].detach(), pieces[1][columns].detach(), pieces[2])
+        queries, keys = self.queries[rows].detach(), self.keys[columns].detach()
+        return replace(self, queries=queries, keys=keys, pieces=pieces)
+
+    def mask(self, is_causal: bool, mask_mod: MaskMod | None) -> MaskMod:
+        """The mask within mixed blocks, of local indices. Few kinds: each is compiled."""
+        tests: list[MaskMod] = []
+        if self.pieces is not None:
+            tests.append(_within(*self.pieces))
+        if is_causal:
+            tests.append(_not_later(self.queries, self.keys))
+        if mask_mod is not None:
+            tests.append(_at(mask_mod, self.entries, self.heads, self.queries, self.keys))
+        keeps = tests[0] if tests else _everything
+        for test in tests[1:]:
+            keeps = _also(keeps, test)
+        return keeps
+
+    def score(self, score_mod: ScoreMod | None) -> ScoreMod | None:
+        """The score modification, of local indices."""
+        if score_mod is None:
+            return None
+        entries, heads, queries, keys = self.entries, self.heads, self.queries, self.keys
+        return lambda score, b, h, q, k: score_mod(score, entries[b], heads[h], queries[q], keys[k])
+
+
+def _everything(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return q >= 0
+
+
+def _within(queries: torch.Tensor, keys: torch.Tensor, table: torch.Tensor) -> MaskMod:
+    return lambda b, h, q, k: table[queries[q], keys[k]] != 0
+
+
+def _not_later(queries: torch.Tensor, keys: torch.Tensor) -> MaskMod:
+    return lambda b, h, q, k: queries[q] >= keys[k]
+
+
+def _at(
+    mask_mod: MaskMod,
+    entries: torch.Tensor,
+    heads: torch.Tensor,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+) -> MaskMod:
+    return lambda b, h, q, k: mask_mod(entries[b], heads[h], queries[q], keys[k])
+
+
+def _also(one: MaskMod, other: MaskMod) -> MaskMod:
+    return lambda b, h, q, k: one(b, h, q, k) & other(b, h, q, k)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One call: the part of a task between the first and the last listed block.
+
+    All its tensors are detached: compiled code is told of the tensor that another is a view of, and
+    would be compiled again for every kind of view.
+    """
+
+    lists: BlockLists
+    inputs: Three
+    indexed: Indexed
+    sent: list[torch.Tensor]
+    is_causal: bool
+    mask_mod: MaskMod | None
+    scale: float
+
+    def of_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The queries' part of (b, h, nq, ...), a view."""
+        return tensor[:, :, self.lists.rows]
+
+    def of_columns(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The keys' part of (b, hk, nk, ...), a view."""
+        return tensor[:, :, self.lists.columns]
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether queries and keys are whole blocks, so that no row has to be asked about."""
+        return all(t.shape[2] % BLOCK == 0 for t in self.inputs)
+
+    def kind(self, needs_grad: bool) -> Hashable:
+        """What is compiled by itself, so that nothing else counts as compiling again."""
+        query, key, value = self.inputs
+        return (
+            query.device, query.dtype, query.shape[0] == 1, query.shape[1], key.shape[1],
+            query.shape[3], value.shape[3], self.is_causal, self.lists.in_pieces, self.in_blocks,
+            tuple(t.is_contiguous() for t in self.inputs),
+            tuple(size == 1 for t in (self.sent[0], self.sent[4]) for size in t.shape), needs_grad,
+        )  # fmt: skip
+
+    def block_mask(self) -> Any:
+        """As torch has it."""
+        keeps = self.indexed.mask(self.is_causal, self.mask_mod)
+        sizes = (self.inputs[0].shape[2], self.inputs[1].shape[2])
+        return _flex_mask(sizes, self.sent[:8], keeps)
+
+    def sample(self) -> tuple[Three, Indexed, Any]:
+        """A small call like this one: random inputs at positions of its own, all blocks mixed.
+
+        (inputs, what the modifications read, block mask)
+        """
+        start = self.lists.first * BLOCK
+        size = SAMPLE // BLOCK * BLOCK if self.in_blocks else SAMPLE
+        rows, columns = slice(0, size), slice(start, start + size)
+        indexed = self.indexed.cut(rows, columns)
+        sizes = (len(indexed.queries), len(indexed.keys))
+        generator = torch.Generator().manual_seed(0)
+        query, key, value = (
+            _random_like(t, size, generator)
+            for t, size in zip(self.inputs, (sizes[0], sizes[1], sizes[1]), strict=True)
+        )
+        lists = _all_mixed(sizes, self.sent[0].shape[:2], query.device)
+        keeps = indexed.mask(self.is_causal, self.mask_mod)
+        return (query, key, value), indexed, _flex_mask(sizes, lists, keeps)
+
+
+def launch(task: TaskTensors, lists: BlockLists, mask_mod: MaskMod | None) -> Launch:
+    """The call for a task."""
+    device, rows, columns = task.query.device, lists.rows, lists.columns
+    if isinstance(mask_mod, BlockMask):
+        mask_mod = mask_mod.on(device)
+    sent = lists.on(device)
+    first = task.first_head
+    indexed = Indexed(
+        positions(task.task, rows.start, rows.stop, device, torch.int32),
+        positions(task.task, columns.start, columns.stop, device, torch.int32),
+        torch.arange(first, first + task.query.shape[1], dtype=torch.int32, device=device),
+        torch.tensor(task.entries, dtype=torch.int32).to(device, non_blocking=True),
+        (sent[8], sent[9], sent[10]) if lists.in_pieces else None,
+    )
+    query = _part(task.query, rows)
+    key, value = (_part(t, columns) for t in (task.key, task.value))
+    causal = has_diagonal(task)
+    return Launch(lists, (query, key, value), indexed, sent, causal, mask_mod, task.scale)
+
+
+def _part(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
+    """Rows of (b, h, n, d), laid out so that compiled code knows every row to be aligned: a tensor
+    of arbitrary strides, such as a part of a slot, it reads more slowly than it is copied."""
+    part = tensor[:, :, rows].detach()
+    if part.transpose(1, 2).is_contiguous():
+        return part
+    return part.contiguous().detach()
+
+
+def _flex_mask(sizes: tuple[int, int], lists: list[torch.Tensor], keeps: MaskMod) -> Any:
+    from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
+
+    # Not from_kv_blocks: it makes the lists by key from a matrix of all blocks.
+    make: Any = FlexBlockMask
+    return make(sizes, *lists, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=keeps)
+
+
+def _all_mixed(
+    sizes: tuple[int, int], lanes: torch.Size, device: torch.device
+) -> list[torch.Tensor]:
+    rows, columns = (-(-size // BLOCK) for size in sizes)
+    found = []
+    for lines, listed in ((rows, columns), (columns, rows)):
+        counts = torch.full((*lanes, lines), listed, dtype=torch.int32, device=device)
+        entries = torch.arange(max(2, listed), dtype=torch.int32, device=device) % listed
+        table = entries.expand(*lanes, lines, -1).contiguous().detach()
+        found += [counts, table, torch.zeros_like(counts), torch.zeros_like(table)]
+    return found
+
+
+def _random_like(tensor: torch.Tensor, rows: int, generator: torch.Generator) -> torch.Tensor:
+    """(b, h, rows, d), laid out as ``tensor`` is."""
+    batch, heads, _, width = tensor.shape
+    if tensor.is_contiguous():
+        found = torch.randn(batch, heads, rows, width, generator=generator)
+        return found.to(tensor.device, tensor.dtype)
+    found = torch.randn(batch, rows, heads, width, generator=generator)
+    return found.to(tensor.device, tensor.dtype).transpose(1, 2).detach()

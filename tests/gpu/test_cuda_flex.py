@@ -1,0 +1,190 @@
+"""FlexAttention's modifications compiled on a GPU, a whole task at a time, against float64."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from helpers_score_mods import cases, reference
+
+import quorum_attention as qa
+from quorum_attention.decomposition import Decomposition
+from quorum_attention.execution.masks import no_bias
+from quorum_attention.kernels import CallShape, Extent, Gradients, Statistics, TaskTensors
+from quorum_attention.kernels.kit import from_score_mod, sliding_window
+from quorum_attention.kernels.kit.flex_backward import (
+    Rows,
+    exchanged_gradients,
+    recomputed_gradients,
+)
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+N, HEADS, WIDTH = 700, 2, 64
+NAMES = ("out", "query", "key", "value")
+# Of the norm; and of the undivided call's own error.
+TINY = {torch.float16: 3e-4, torch.bfloat16: 3e-3, torch.float32: 2e-6}
+LEVELS = ((), (7,), (3, 3))
+
+
+@pytest.fixture(autouse=True)
+def exchanged() -> Iterator[None]:
+    """A backward that falls back to recomputing says so, and fails here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="this torch's FlexAttention")
+        yield
+
+
+def random(n: int, dtype: torch.dtype, kv_heads: int = HEADS, heads: int = HEADS) -> list:  # type: ignore[type-arg]
+    g = torch.Generator(device="cuda").manual_seed(0)
+    return [
+        torch.randn(1, h, n, WIDTH, generator=g, device="cuda", dtype=torch.float32).to(dtype)
+        for h in (heads, kv_heads, kv_heads, heads)
+    ]
+
+
+def run(kernel, tensors, is_causal: bool, **plan) -> list[torch.Tensor]:  # type: ignore[no-untyped-def]
+    """out and gradients, in this order."""
+    q, k, v, grad = tensors
+    common = {
+        "is_causal": is_causal, "kernel": kernel, "devices": "cuda", "enable_gqa": True,
+    }  # fmt: skip
+    plans = [
+        qa.plan(q.shape[2], heads=q.shape[1], kv_heads=k.shape[1], head_dim=WIDTH, dtype=q.dtype,
+                is_causal=is_causal, kernel=kernel, backward=backward, device="cuda",
+                inputs="device", **plan)
+        for backward in (False, True)
+    ]  # fmt: skip
+    out, lse = qa.attention_with_lse(q, k, v, plan=plans[0], **common)
+    grads = qa.attention_backward(grad, q, k, v, out, lse, plan=plans[1], **common)
+    return [out, *grads]
+
+
+def errors(found, tensors, case) -> dict[str, float]:  # type: ignore[no-untyped-def]
+    right = [t.double().requires_grad_() for t in tensors[:3]]
+    expected, _ = reference(*right, case)
+    expected.backward(tensors[3].double())
+    wanted = [expected.detach(), *(t.grad for t in right)]
+    assert all(bool(t.isfinite().all()) for t in found)
+    return {
+        name: float((mine.double() - exact).norm() / exact.norm())
+        for name, mine, exact in zip(NAMES, found, wanted, strict=True)
+    }
+
+
+def compare(case, tensors, levels=LEVELS, tiles=(16, 128)) -> None:  # type: ignore[no-untyped-def]
+    kernel = from_score_mod(*case[:2], compiled=True)
+    whole = None
+    for cut in levels:
+        for tile in tiles if cut else tiles[:1]:
+            found = errors(run(kernel, tensors, case[2], levels=cut, tile=tile), tensors, case)
+            whole = whole or found
+            for name, error in found.items():
+                limit = 2 * whole[name] + TINY[tensors[0].dtype]
+                assert error <= limit, (
+                    f"{cut}, {tile}, {name}: {error:.2e}, uncut {whole[name]:.2e}"
+                )
+    assert max(whole.values()) < 20 * TINY[tensors[0].dtype]
+    assert kernel._trust.found
+    assert all(kernel._trust.found.values())
+
+
+@pytest.mark.parametrize("name", cases(N))
+def test_cases_in_half_precision(name: str) -> None:
+    compare(cases(N, "cuda")[name], random(N, torch.float16))
+
+
+@pytest.mark.parametrize("name", ["alibi", "window"])
+def test_cases_in_single_precision(name: str) -> None:
+    compare(cases(N, "cuda")[name], random(N, torch.float32), tiles=(16,))
+
+
+def test_fewer_key_heads() -> None:
+    case = cases(N, "cuda")["soft cap, alibi and window"]
+    compare(case, random(N, torch.float16, kv_heads=2, heads=4), levels=((), (7,)), tiles=(16,))
+
+
+def test_as_many_heads_as_blocks() -> None:
+    """Sizes that are equal in the first call need not be in the next."""
+    case = (None, sliding_window(200), True)
+    kernel = from_score_mod(*case[:2], compiled=True)
+    for n in (8 * 128, 700, 130, 64, 2000):
+        tensors = random(n, torch.float16, heads=8, kv_heads=8)
+        found = errors(run(kernel, tensors, True, levels=(3,), tile=16), tensors, case)
+        assert max(found.values()) < 20 * TINY[torch.float16], (n, found)
+
+
+@pytest.mark.parametrize("name", ["documents", "local and global heads"])
+def test_exact_by_check_kernel(name: str) -> None:
+    score_mod, mask_mod, is_causal = cases(331, "cuda")[name]
+    kernel = from_score_mod(score_mod, mask_mod, compiled=True)
+    found = qa.check_kernel(
+        kernel, n_tokens=331, is_causal=is_causal, device="cuda", levels=((3,), (3, 3))
+    )
+    assert found.exact, str(found)
+    assert not found.skipped
+
+
+def test_emptied_tasks_are_never_run() -> None:
+    n = 32_768
+    kernel = from_score_mod(None, sliding_window(512), compiled=True)
+    q = torch.randn(1, 2, n, WIDTH, device="cuda", dtype=torch.float16)
+    plan = qa.plan(n, heads=2, head_dim=WIDTH, dtype=q.dtype, levels=(31,), is_causal=True,
+                   kernel=kernel, device="cuda", inputs="device")  # fmt: skip
+    out = qa.attention(q, q, q, is_causal=True, plan=plan, kernel=kernel, devices="cuda")
+    assert out.isfinite().all()
+    assert kernel.pruned > 50
+    assert kernel.run < 120
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_workspace_is_within_its_bound(recomputed: bool) -> None:
+    """Bytes that a task allocates on top of what it is given."""
+    n = 8192
+    kernel = from_score_mod(None, sliding_window(1000), compiled=True)
+    tensors = random(n, torch.float16)
+    task = Decomposition(n, ()).task(())
+    given = TaskTensors(task, task.rectangles(True), *tensors[:3], 0.125, True, no_bias)
+    call = CallShape("cuda", torch.float16, HEADS, HEADS, WIDTH, WIDTH, True, True)
+    extent = Extent(1, HEADS, HEADS, n, n, n)
+    state = Statistics(
+        torch.zeros(1, HEADS, n, WIDTH, device="cuda"),
+        torch.full((1, HEADS, n), -torch.inf, device="cuda"),
+    )
+    sums = [torch.zeros(1, HEADS, n, WIDTH, device="cuda") for _ in range(3)]
+    grads = Gradients(tensors[3], tensors[0], state.lse, *sums)
+    for work, bound in (
+        (lambda: kernel.forward(given, state), kernel.forward_workspace_bytes(call, extent)),
+        (lambda: kernel.backward(given, grads), kernel.backward_workspace_bytes(call, extent)),
+    ):
+        # The first time compiles, and tunes on tensors of its own.
+        work()
+        if recomputed:
+            kernel._trust.found = dict.fromkeys(kernel._trust.found, False)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        work()
+        assert torch.cuda.max_memory_allocated() - before <= bound
+
+
+def test_an_exchanged_backward_is_a_recomputed_one() -> None:
+    """Of a task that has a part of its rows' keys, the rest merged from elsewhere."""
+    n = 1500
+    task = next(iter(Decomposition(n, (3,), "aligned", 16).tasks()))
+    kernel = from_score_mod(lambda s, b, h, q, k: s - 0.01 * (q - k).abs(), compiled=True)
+    tensors = random(task.n_tokens, torch.float16)
+    given = TaskTensors(task, task.rectangles(True), *tensors[:3], 0.125, True, no_bias)
+    launch = kernel._launch(given)
+    attend, block_mask = kernel._attend(launch, True), launch.block_mask()
+    with torch.no_grad():
+        own_out, own_lse = kernel._attend(launch, False)(*launch.inputs, block_mask)
+    noise = torch.rand_like(own_lse)
+    rows = Rows(
+        launch.of_rows(tensors[3]).contiguous(), own_out + torch.randn_like(own_out) / 10,
+        torch.where(own_lse == -torch.inf, noise, own_lse + noise),
+    )  # fmt: skip
+    exchanged = exchanged_gradients(attend, launch.inputs, block_mask, rows)
+    recomputed = recomputed_gradients(attend, launch.inputs, block_mask, rows)
+    for mine, wanted in zip(exchanged, recomputed, strict=True):
+        assert float((mine.double() - wanted.double()).norm() / wanted.double().norm()) < 3e-3

@@ -1,0 +1,311 @@
+"""The whole-task FlexAttention kernel, with an eager stand-in for the compiled call."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator
+
+import helpers_flex
+import numpy as np
+import pytest
+import torch
+from helpers_attention import fresh_generator
+from helpers_flex import EagerFlexKernel, check_lists, eager_flex, kept_pairs
+from helpers_score_mods import cases, local_global, reference
+
+import quorum_attention as qa
+from quorum_attention.decomposition import Decomposition, Rectangle, Span, Task
+from quorum_attention.execution.masks import no_bias
+from quorum_attention.kernels import CallShape, Extent, TaskTensors
+from quorum_attention.kernels.kit import document, flex, prefix_lm, sliding_window
+from quorum_attention.kernels.kit.block_masks import block_lists, geometry, listed_nodes
+from quorum_attention.kernels.kit.score_mod import ScoreModKernel
+
+pytest.importorskip("torch.nn.attention.flex_attention")
+
+N, HEADS = 450, 2
+CASES = cases(N)
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch) -> Iterator[None]:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(flex, "compiled_flex", lambda in_blocks: eager_flex)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        yield
+
+
+def kernel_of(score_mod, mask_mod) -> EagerFlexKernel:  # type: ignore[no-untyped-def]
+    return EagerFlexKernel(ScoreModKernel(score_mod, mask_mod, "flex"))
+
+
+def run(kernel, tensors, is_causal, **plan):  # type: ignore[no-untyped-def]
+    """(out, lse, gradients)."""
+    q, k, v, grad = tensors
+    plans = [
+        qa.plan(q.shape[2], heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[3],
+                n_keys=k.shape[2], dtype=q.dtype, is_causal=is_causal, kernel=kernel,
+                backward=backward, device="cpu", **plan)
+        for backward in (False, True)
+    ]  # fmt: skip
+    common = {
+        "is_causal": is_causal, "kernel": kernel, "devices": "cpu",
+        "enable_gqa": q.shape[1] != k.shape[1],
+    }  # fmt: skip
+    out, lse = qa.attention_with_lse(q, k, v, plan=plans[0], **common)
+    return out, lse, qa.attention_backward(grad, q, k, v, out, lse, plan=plans[1], **common)
+
+
+def random(n: int, kv_heads: int = HEADS, n_keys: int | None = None) -> list[torch.Tensor]:
+    g = fresh_generator()
+    return [
+        torch.randn(1, heads, rows, 16, generator=g)
+        for heads, rows in ((HEADS, n), (kv_heads, n_keys or n), (kv_heads, n_keys or n),
+                            (HEADS, n))
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("levels", "tile"), [((), 128), ((7,), 16), ((3,), 128), ((3, 3), 16)])
+@pytest.mark.parametrize("name", CASES)
+def test_against_float64(name: str, levels, tile: int) -> None:
+    """Edges on the borders of blocks and within, fewer key heads, both ways of the backward."""
+    score_mod, mask_mod, is_causal = CASES[name]
+    kernel = kernel_of(score_mod, mask_mod)
+    tensors = random(N, kv_heads=1 if tile == 128 else HEADS)
+    out, lse, grads = run(kernel, tensors, is_causal, levels=levels, tile=tile)
+    right = [t.double().requires_grad_() for t in tensors[:3]]
+    expected, expected_lse = reference(*right, CASES[name])
+    expected.backward(tensors[3].double())
+    torch.testing.assert_close(out.double(), expected.detach(), atol=3e-6, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), expected_lse.detach(), atol=1e-5, rtol=1e-5)
+    for mine, theirs in zip(grads, right, strict=True):
+        torch.testing.assert_close(mine.double(), theirs.grad, atol=2e-5, rtol=1e-5)
+    assert all(kernel._trust.found.values())
+    assert kernel._trust.found
+
+
+@pytest.mark.parametrize("name", ["alibi", "window", "documents", "local and global heads"])
+def test_exact_by_check_kernel(name: str) -> None:
+    score_mod, mask_mod, is_causal = cases(331)[name]
+    kernel = kernel_of(score_mod, mask_mod)
+    found = qa.check_kernel(
+        kernel, n_tokens=331, is_causal=is_causal, device="cpu", levels=((3,), (7,), (3, 3))
+    )
+    assert found.exact, str(found)
+    assert not found.skipped  # float64 runs in memory
+
+
+@pytest.mark.parametrize("n_keys", [330, 600])
+def test_other_numbers_of_keys(n_keys: int) -> None:
+    case = (None, sliding_window(90), True)
+    tensors = random(N, n_keys=n_keys)
+    out, _, grads = run(kernel_of(*case[:2]), tensors, True, levels=(7,), tile=16)
+    right = [t.double().requires_grad_() for t in tensors[:3]]
+    expected, _ = reference(*right, case)
+    expected.backward(tensors[3].double())
+    torch.testing.assert_close(out.double(), expected.detach(), atol=3e-6, rtol=1e-5)
+    for mine, theirs in zip(grads, right, strict=True):
+        torch.testing.assert_close(mine.double(), theirs.grad, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_monolithic_call_on_the_inputs_as_they_lie(dtype: torch.dtype, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """Two entries of a batch, and rows and keys beyond what the mask lists at all."""
+
+    def late(b, h, q, k):  # type: ignore[no-untyped-def]
+        return (q >= 290 + 20 * h) & (k >= 260 + b)
+
+    kernel = kernel_of(None, late)
+    called = []
+    whole = kernel.whole_forward
+    monkeypatch.setattr(kernel, "whole_forward", lambda *a: called.append(1) or whole(*a))
+    g = fresh_generator()
+    tensors = [torch.randn(2, HEADS, N, 16, generator=g).to(dtype) for _ in range(4)]
+    q, k, v, grad = tensors
+    common = {"kernel": kernel, "devices": "cpu"}
+    out, lse = qa.attention_with_lse(q, k, v, **common)
+    grads = qa.attention_backward(grad, q, k, v, out, lse, **common)
+    assert called
+    for entry in range(2):
+        right = [t[entry : entry + 1].double().requires_grad_() for t in tensors[:3]]
+        case = (None, lambda b, h, q, k, entry=entry: late(entry, h, q, k), False)
+        expected, expected_lse = reference(*right, case)
+        expected.backward(grad[entry : entry + 1].double())
+        torch.testing.assert_close(out[entry].double(), expected[0].detach(), atol=3e-6, rtol=1e-5)
+        torch.testing.assert_close(
+            lse[entry].double(), expected_lse[0].detach(), atol=1e-5, rtol=1e-5
+        )
+        for mine, theirs in zip(grads, right, strict=True):
+            torch.testing.assert_close(mine[entry].double(), theirs.grad[0], atol=2e-5, rtol=1e-5)
+
+
+def test_head_groups_go_through_tasks() -> None:
+    """A monolithic call does not say which heads it was given."""
+
+    def by_head(score, b, h, q, k):  # type: ignore[no-untyped-def]
+        return score * (1 + h)
+
+    kernel = kernel_of(by_head, None)
+    tensors = random(200)
+    out, _, grads = run(kernel, tensors, True, levels=(), heads_per_group=1)
+    right = [t.double().requires_grad_() for t in tensors[:3]]
+    expected, _ = reference(*right, (by_head, None, True))
+    expected.backward(tensors[3].double())
+    torch.testing.assert_close(out.double(), expected.detach(), atol=3e-6, rtol=1e-5)
+    for mine, theirs in zip(grads, right, strict=True):
+        torch.testing.assert_close(mine.double(), theirs.grad, atol=2e-5, rtol=1e-5)
+
+
+MASKS = {
+    "none": None,
+    "window": sliding_window(300, 20),
+    "documents": document(torch.arange(4000) // 700),
+    "prefix": prefix_lm(500),
+    "a function": lambda b, h, q, k: q - k < 250,
+    "a function of heads": lambda b, h, q, k: (h == 1) | ((q - k).abs() <= 200),
+    "a function of numbers": lambda b, h, q, k: torch.stack([q - k, k - q]).max() < 150,
+    "nothing": lambda b, h, q, k: q < 0,
+}
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("levels", [(), (3,), (7,), (3, 3)])
+@pytest.mark.parametrize("tile", [48, 128])
+@pytest.mark.parametrize("name", MASKS)
+def test_block_lists(name: str, tile: int, levels, is_causal: bool) -> None:
+    """Listed pairs are those of the task's rectangles that the mask keeps, none twice."""
+    mask = MASKS[name]
+    kernel = kernel_of(None, mask)
+    n = 2500
+    for task in Decomposition(n, levels, "aligned", tile).tasks():
+        rectangles = task.rectangles(is_causal)
+        tokens = torch.cat([torch.arange(a, b) for a, b, _ in task.runs])
+        size = len(tokens)
+        wanted = torch.zeros(HEADS, size, size, dtype=torch.bool)
+        for r in rectangles:
+            wanted[:, r.query_start : r.query_stop, r.key_start : r.key_stop] = True
+        if is_causal:
+            wanted &= tokens[:, None] >= tokens
+        if mask is not None:
+            heads = torch.arange(HEADS)
+            if name == "a function of numbers":
+                wanted &= (tokens[:, None] - tokens).abs() < 150
+            else:
+                wanted &= mask(0, heads[:, None, None], tokens[:, None], tokens)
+        tensors = torch.empty(1, HEADS, size, 1)
+        given = TaskTensors(task, rectangles, tensors, tensors, tensors, 1.0, is_causal, no_bias)
+        before = kernel.pruned + kernel.run
+        launch = kernel._launch(given)
+        assert kernel.pruned + kernel.run - before == len(rectangles)
+        if launch is None:
+            assert not wanted.any()
+            continue
+        block_mask = launch.block_mask()
+        check_lists(block_mask)
+        rows, columns = launch.lists.rows, launch.lists.columns
+        found = torch.zeros_like(wanted)
+        shape = (1, HEADS, rows.stop - rows.start, columns.stop - columns.start)
+        counts = block_mask.kv_num_blocks, block_mask.full_kv_num_blocks
+        found[:, rows, columns] = kept_pairs(block_mask, *counts, shape)[0]
+        assert torch.equal(found, wanted)
+        if name in ("window", "documents", "a function"):
+            # Little is mixed that need not be: no more than the border.
+            assert block_mask.kv_num_blocks.max() <= 12
+
+
+def test_lists_of_heads_apart() -> None:
+    """A head with a window is listed as a window, whatever the other sees."""
+    kernel = kernel_of(None, local_global)
+    task = Decomposition(2560, ()).task(())
+    tensors = torch.empty(1, HEADS, 2560, 1)
+    given = TaskTensors(
+        task, task.rectangles(False), tensors, tensors, tensors, 1.0, False, no_bias
+    )
+    counts = kernel._launch(given).block_mask()
+    assert counts.full_kv_num_blocks[0].sum(-1).tolist() == [0, 400]
+    assert counts.kv_num_blocks[0].sum(-1).tolist() == [58, 0]
+
+
+@pytest.mark.parametrize("levels", [(), (7,)])
+def test_lists_of_windows_are_linear(levels) -> None:
+    n = 1 << 20
+    mask = sliding_window(4096)
+    began, most = time.perf_counter(), 0
+    for task in Decomposition(n, levels).tasks():
+        pairs = geometry(task, task.rectangles(True), True, task.n_tokens, task.n_tokens)
+        lists = block_lists(pairs, *listed_nodes(pairs, mask))
+        most += lists.nbytes
+    assert time.perf_counter() - began < 15
+    assert most < 16 * (n // 128) * 40 * (1 if not levels else 2)
+
+
+def test_rectangles_that_do_not_touch() -> None:
+    """Any rectangles, of a task with jumps, cropped on all sides."""
+    task = Task((), (Span(100, 1100, 0), Span(2000, 2600, 0)))
+    rectangles = (Rectangle(300, 520, 130, 270), Rectangle(513, 515, 600, 601),
+                  Rectangle(300, 520, 700, 900))  # fmt: skip
+    pairs = geometry(task, rectangles, False, 1600, 1350)
+    assert pairs.queries[1000] == 2000
+    lists = block_lists(pairs, *listed_nodes(pairs, None))
+    assert (lists.rows, lists.columns) == (slice(256, 640), slice(128, 1024))
+    assert lists.in_pieces
+    assert (lists.run, lists.pruned) == (3, 0)
+    aligned = geometry(task, (Rectangle(1408, 1600, 0, 256),), False, 1600, 1350)
+    lists = block_lists(aligned, *listed_nodes(aligned, None))
+    assert not lists.in_pieces
+    parts = lists.on(torch.device("cpu"))
+    # The last row of blocks reaches beyond the last query.
+    assert parts[0].flatten().tolist() == [0, 2]
+    assert parts[2].flatten().tolist() == [2, 0]
+    assert block_lists(aligned, *[np.zeros((0, 5), dtype=np.int64)] * 2) is None
+
+
+def test_emptied_tasks_are_never_run() -> None:
+    kernel = kernel_of(None, sliding_window(80))
+    n = 8192
+    q = torch.randn(1, 1, n, 8)
+    plan = qa.plan(n, heads=1, head_dim=8, dtype=torch.float32, levels=(31,), is_causal=True,
+                   kernel=kernel, device="cpu")  # fmt: skip
+    out = qa.attention(q, q, q, is_causal=True, plan=plan, kernel=kernel, devices="cpu")
+    assert out.isfinite().all()
+    assert kernel.pruned > 50
+    assert kernel.run < 120
+
+
+def test_lists_are_kept_within_a_limit() -> None:
+    kept = flex._Kept(20_000)
+    pairs = geometry(Decomposition(512, ()).task(()), (Rectangle(0, 512, 0, 512),), False, 512, 512)
+    lists = block_lists(pairs, *listed_nodes(pairs, None))
+    for number in range(9):
+        kept.put(number, lists)
+        assert kept.get(number) is lists
+    assert 1 < sum(number in kept for number in range(9)) < 9
+    assert 8 in kept
+
+
+@pytest.mark.parametrize(("what", "other", "message"), [
+    ("LOG2_E", 1.0, "of their norm apart"), ("LOG2_E", 2.0, "of their norm apart"),
+    ("SAVED", 2, "exchanged .*'lse': 2"), ("SAVED", 3, "exchanged"),
+])  # fmt: skip
+def test_what_is_saved_otherwise_is_recomputed(monkeypatch, what, other, message) -> None:  # type: ignore[no-untyped-def]
+    """A warning, and gradients as exact."""
+    case = CASES["window"]
+    tensors = random(N)
+    right = run(kernel_of(*case[:2]), tensors, False, levels=(3,))[2]
+    monkeypatch.setattr(helpers_flex, what, other)
+    kernel = kernel_of(*case[:2])
+    with pytest.warns(RuntimeWarning, match=message):
+        found = run(kernel, tensors, False, levels=(3,))[2]
+    assert not any(kernel._trust.found.values())
+    for mine, wanted in zip(found, right, strict=True):
+        torch.testing.assert_close(mine, wanted, atol=2e-5, rtol=1e-5)
+
+
+def test_bounds_grow_with_tokens() -> None:
+    kernel = kernel_of(None, sliding_window(40))
+    call = CallShape("cuda", torch.float16, 8, 8, 64, 64, True, True)
+    extent = Extent(1, 8, 8, 100_000, 1000, 1000)
+    forward = kernel.forward_workspace_bytes(call, extent)
+    assert forward > 8 * 100_000 * 64 * 2
+    assert kernel.backward_workspace_bytes(call, extent) > 4 * forward / 2
