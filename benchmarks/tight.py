@@ -24,7 +24,7 @@ from quorum_attention.sizes import format_bytes, parse_bytes
 
 # tokens, heads, kv_heads, head_dim, dtype, budgets
 CASES: dict[str, tuple[int, int, int, int, torch.dtype, tuple[str, ...]]] = {
-    "1048576": (1 << 20, 8, 8, 64, torch.float16, ("1GiB", "128MiB")),
+    "1048576": (1 << 20, 8, 8, 64, torch.float16, ("128MiB",)),
     "524288x128": (1 << 19, 8, 8, 128, torch.float16, ("256MiB",)),
     "gqa": (1 << 18, 32, 8, 128, torch.bfloat16, ("256MiB",)),
 }
