@@ -104,9 +104,13 @@ def monolithic(tensors: list[torch.Tensor], mask: Any) -> dict[str, Run]:
 
 
 def ours(
-    name: str, tensors: list[torch.Tensor], kernel: Any, results: list[torch.Tensor], **how: Any
+    name: str,
+    tensors: list[torch.Tensor],
+    kernel: Any,
+    results: list[torch.Tensor] | None = None,
+    **how: Any,
 ) -> dict[str, Run]:
-    """A planned call, forward, and forward and backward."""
+    """A planned call, forward, and forward and backward; ``results`` are made where not given."""
     query, key, value, grad = tensors
     n = query.shape[2]
     sizes: dict[str, Any] = {"heads": _HEADS, "head_dim": _WIDTH, "is_causal": True}
@@ -116,16 +120,16 @@ def ours(
     ]
     options: dict[str, Any] = {"is_causal": True, "kernel": kernel, "devices": "cuda"}
 
-    def forward() -> torch.Tensor:
-        return qa.attention_with_lse(
-            query, key, value, out=results[0], plan=plans[0], **options
-        )[1]  # fmt: skip
+    given = results or [None] * 4
+    grads = None if results is None else (results[1], results[2], results[3])
+
+    def forward() -> tuple[torch.Tensor, torch.Tensor]:
+        return qa.attention_with_lse(query, key, value, out=given[0], plan=plans[0], **options)
 
     def both() -> None:
-        lse = forward()
-        grads = (results[1], results[2], results[3])
+        out, lse = forward()
         qa.attention_backward(
-            grad, query, key, value, results[0], lse, grads=grads, plan=plans[1], **options
+            grad, query, key, value, out, lse, grads=grads, plan=plans[1], **options
         )
 
     return {f"{name}, forward": forward, f"{name}, both": both}
@@ -135,11 +139,10 @@ def measure(n: int, mask: Any, ways: list[str]) -> dict[str, Any]:
     """Seconds, ratios, and rectangles of one forward at depth 1."""
     kernel: Any = from_score_mod(None, mask, compiled=True)
     tensors = random(n)
-    on_device = [torch.empty_like(t) for t in tensors]
-    resident = ours("depth 1", tensors, kernel, on_device, **_RESIDENT)
+    resident = ours("depth 1", tensors, kernel, **_RESIDENT)
     runs = monolithic(tensors, mask)
     if "uncut" in ways:
-        runs |= ours("uncut", tensors, kernel, on_device, levels=(), inputs="device")
+        runs |= ours("uncut", tensors, kernel, levels=(), inputs="device")
     if "depth 1" in ways:
         runs |= resident
     if "1 GiB" in ways:
@@ -167,10 +170,9 @@ def measure_lengths() -> dict[str, Any]:
     kernel = from_score_mod(None, sliding_window(_WINDOW), compiled=True)
     for n in _LENGTHS:
         tensors = random(n)
-        results = [torch.empty_like(t) for t in tensors]
-        times = in_turn(ours("depth 1", tensors, kernel, results, **_RESIDENT))
+        times = in_turn(ours("depth 1", tensors, kernel, **_RESIDENT))
         found[str(n)] = {**times, **{f"{k}, ns a token": 1e9 * t / n for k, t in times.items()}}
-        del tensors, results
+        del tensors
         torch.cuda.empty_cache()
     return found
 

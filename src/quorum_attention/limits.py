@@ -39,6 +39,9 @@ def warm_up() -> None:
 def limit_cuda_memory(extra_bytes: int, device: torch.device) -> None:
     """Let torch's CUDA allocator hold at most ``extra_bytes`` more than it has now."""
     torch.cuda.init()
+    if device.index is None:
+        # torch takes "cuda" without a number everywhere but here.
+        device = torch.device("cuda", torch.cuda.current_device())
     _, total = torch.cuda.mem_get_info(device)
     allowed = torch.cuda.memory_reserved(device) + extra_bytes
     torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), device)
