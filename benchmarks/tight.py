@@ -45,9 +45,10 @@ def measure(case: str, budget: str, kernel: str, repeats: int) -> dict[str, Any]
         "is_causal": True, "enable_gqa": heads != kv_heads, "budget": budget, "kernel": kernel,
     }  # fmt: skip
     seconds: list[tuple[float, float]] = []
-    for attempt in range(repeats + 1):
-        # Timing every stage costs a little: only the last run is asked for a report.
-        report = qa.Report() if attempt == repeats else None
+    report: qa.Report | None = None
+    for attempt in range(repeats + 2):
+        # Timing every stage of thousands of units costs a fifth: one run more for the report.
+        report = qa.Report() if attempt > repeats else None
         began = time.perf_counter()
         _, lse = qa.attention_with_lse(query, key, value, out=out, report=report, **options)
         torch.cuda.synchronize()
@@ -60,7 +61,7 @@ def measure(case: str, budget: str, kernel: str, repeats: int) -> dict[str, Any]
         seconds.append((half - began, time.perf_counter() - half))
     assert report is not None
     found: dict[str, Any] = {"case": case, "budget": budget, "kernel": kernel}
-    timed = seconds[1:]
+    timed = seconds[1:-1]
     for index, part in enumerate((report.forward, report.backward)):
         assert part is not None
         assert part.peak_bytes is not None
