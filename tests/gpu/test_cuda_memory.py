@@ -11,6 +11,7 @@ from helpers_memory import FailingAllocations
 from helpers_plans import unpinned
 
 import quorum_attention as qa
+from quorum_attention.limits import limit_cuda_memory
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 N = 4000
@@ -201,3 +202,11 @@ def test_a_pinned_depth_reports_a_real_failure() -> None:
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + room) / total)
     with pytest.raises(qa.OutOfMemoryError, match="pinned"):
         qa.attention(*given.three, plan=plan, devices="cuda")
+
+
+def test_a_limit_of_this_process() -> None:
+    """As the benchmarks set it, for a device without a number."""
+    limit_cuda_memory(256 << 20, torch.device("cuda"))
+    torch.empty(200 << 20, dtype=torch.uint8, device="cuda")
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(300 << 20, dtype=torch.uint8, device="cuda")
