@@ -245,6 +245,47 @@ def test_wide_heads_forward(widths: tuple[int, int], device: str) -> None:
     assert relative(out, expected) < 3e-3
 
 
+def test_uncut_gradients_in_fp32_are_not_rounded_to_16_bits(device: str) -> None:
+    g = fresh_generator()
+    q, k, v, grad = (torch.randn(1, 1, 120, 16, generator=g).half().to(device) for _ in range(4))
+    call = {"kernel": "native", "devices": device, "is_causal": True, "depth": 0}
+    out, lse = qa.attention_with_lse(q, k, v, **call)
+    grads = [torch.empty(q.shape, device=device) for _ in range(3)]
+    qa.attention_backward(grad, q, k, v, out, lse, grads=tuple(grads), **call)
+    narrow = qa.attention_backward(grad, q, k, v, out, lse, **call)
+    for wide, rounded in zip(grads, narrow, strict=True):
+        assert torch.equal(wide.half(), rounded)
+        assert not torch.equal(wide, rounded.float())
+
+
+@pytest.mark.parametrize(
+    ("strides", "apart"), [(((1 << 31) + 64, 16), 80 * 16), ((16, (1 << 31) // 70), 32)], ids=str
+)
+def test_tensors_of_more_than_two_to_the_31_elements(
+    strides: tuple[int, int], apart: int, device: str
+) -> None:
+    """Heads, or rows, so far from each other that 32 bits do not hold the distance."""
+    g, n = fresh_generator(), 80
+    plain = [torch.randn(1, 2, n, 16, generator=g).half().to(device) for _ in range(4)]
+    # Nothing is written but the rows: on the CPU the rest takes no memory.
+    size = strides[0] + (n - 1) * strides[1] + 16 + 3 * apart
+    assert size > 1 << 31
+    room = torch.empty(size, dtype=torch.float16, device=device)
+    spread = [
+        room[number * apart :].as_strided((1, 2, n, 16), (1, *strides, 1)) for number in range(4)
+    ]
+    del room
+    for view, tensor in zip(spread, plain, strict=True):
+        view.copy_(tensor)
+    found = []
+    for tensors in (plain, spread):
+        leaves = [t.detach().requires_grad_() for t in tensors[:3]]
+        out, _ = qa.native_attention(*leaves, is_causal=True)
+        found.append((out, *torch.autograd.grad(out, leaves, tensors[3])))
+    for near, far in zip(*found, strict=True):
+        assert torch.equal(near, far)
+
+
 @pytest.mark.parametrize("levels", [(), (7,), (3, 3)])
 @pytest.mark.parametrize("name", ["window", "all"])
 def test_options_in_a_decomposed_call(name: str, levels, device: str) -> None:

@@ -135,7 +135,7 @@ def _direct(
     inputs_of = (call.query, call.key, call.value)
     parts = list(pieces(call, schedule, (grad_out, *inputs_of, out)))
     for done, piece in enumerate(parts, start=1):
-        got = kernel.rectangle_backward(
+        got = kernel.whole_backward(
             piece.take(grad_out, "query"),
             piece.take(call.query, "query"),
             piece.take(call.key, "key"),
@@ -145,6 +145,7 @@ def _direct(
             piece.rectangle.causal,
             call.scale,
             piece.bias(piece.rectangle),
+            None if grads is None else grads[0].dtype,
         )
         report.units += 1
         if progress is not None:

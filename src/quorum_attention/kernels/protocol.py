@@ -198,7 +198,7 @@ class WholeCalls(Protocol):
         value (b, hk, m, dv); rows without keys: 0 and -inf."""
         ...
 
-    def rectangle_backward(
+    def whole_backward(
         self,
         grad_out: torch.Tensor,
         query: torch.Tensor,
@@ -209,6 +209,7 @@ class WholeCalls(Protocol):
         causal: bool,
         scale: float,
         bias: torch.Tensor | None,
+        grad_dtype: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients of query, key and value; lse is 0 in rows without keys."""
         ...

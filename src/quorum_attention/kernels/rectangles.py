@@ -182,6 +182,25 @@ class RectangleKernel(ABC):
             lse.masked_fill_(dead, -torch.inf)
         return out, lse
 
+    def whole_backward(
+        self,
+        grad_out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        causal: bool,
+        scale: float,
+        bias: torch.Tensor | None,
+        grad_dtype: torch.dtype | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``rectangle_backward`` of everything; lse is 0 in rows without keys.
+
+        ``grad_dtype`` is what the gradients will be stored as; a kernel that can returns them so.
+        """
+        return self.rectangle_backward(grad_out, query, key, value, out, lse, causal, scale, bias)
+
     def preferred_sizes(self, sizes: TaskSizes, r: Rectangle, backward: bool) -> tuple[int, int]:
         """Most (queries, keys) in one plain call, for speed alone; as they are unless overridden.
 

@@ -212,7 +212,7 @@ class FlexKernel:
             self._merge(made, task, state)
         return state.out.to(query.dtype), state.lse
 
-    def rectangle_backward(
+    def whole_backward(
         self,
         grad_out: torch.Tensor,
         query: torch.Tensor,
@@ -223,8 +223,9 @@ class FlexKernel:
         causal: bool,
         scale: float,
         bias: torch.Tensor | None,
+        grad_dtype: torch.dtype | None = None,
     ) -> Three:
-        """See ``WholeCalls``."""
+        """See ``WholeCalls``; gradients in the query's dtype."""
         task = _everything_of(query, key, value, causal, scale)
         in_memory = query.dtype == torch.float64
         made = None if in_memory else self._launch(task)

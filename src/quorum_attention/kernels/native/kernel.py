@@ -121,7 +121,8 @@ class NativeKernel(RectangleKernel):
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
-        item = call.dtype.itemsize
+        # Gradients in fp32, should those be asked for.
+        item = 4
         # The one tensor beside the tables may be a block that the allocator does not split.
         tables = 2 * _table_bytes(extent) + UNSPLIT_BYTES
         rows = extent.batch * extent.query_heads * extent.n_tokens
@@ -219,8 +220,26 @@ class NativeKernel(RectangleKernel):
         bias: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See ``RectangleKernel.rectangle_backward``."""
-        grads = tuple(torch.empty_like(t, memory_format=torch.contiguous_format)
-                      for t in (query, key, value))  # fmt: skip
+        return self.whole_backward(grad_out, query, key, value, out, lse, causal, scale, bias)
+
+    def whole_backward(
+        self,
+        grad_out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        causal: bool,
+        scale: float,
+        bias: torch.Tensor | None,
+        grad_dtype: torch.dtype | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See ``RectangleKernel.whole_backward``; gradients in ``grad_dtype``, rounded once."""
+        grads = tuple(
+            torch.empty(t.shape, dtype=grad_dtype or t.dtype, device=t.device)
+            for t in (query, key, value)
+        )
         by_query = _config("query", query, value)
         by_key = _config("key", query, value)
         whole = (Rectangle(0, query.shape[2], 0, key.shape[2], causal),)
