@@ -82,6 +82,12 @@ def measure(case: str, budget: str, kernel: str, repeats: int) -> dict[str, Any]
     return found
 
 
+def _write(result: dict[str, Any], path: str | None) -> None:
+    if path:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(result, file, indent=1)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -105,6 +111,7 @@ def main() -> None:
                         {"case": case, "budget": budget, "kernel": kernel, "error": str(error)}
                     )
                     table.add_row(case, budget, kernel, "does not fit")
+                    _write(result, args.json)
                     continue
                 result["runs"].append(run)
                 for name in ("forward", "backward"):
@@ -114,9 +121,7 @@ def main() -> None:
                         f"{part['levels']}, {part['slots']} slots", f"{part['seconds']:.3f}",
                         f"{part['predicted']:.3f}", format_bytes(part["peak_bytes"]),
                     )  # fmt: skip
-                if args.json:
-                    with open(args.json, "w", encoding="utf-8") as file:
-                        json.dump(result, file, indent=1)
+                _write(result, args.json)
     Console(width=140).print(table)
 
 

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from quorum_attention.kernels.kit.flex import FlexKernel
+from quorum_attention.kernels.kit.flex import FlexKernel, Shared
 from quorum_attention.kernels.kit.trials import over_pairs
 
 LOG2_E = math.log2(math.e)
@@ -110,6 +110,10 @@ def eager_flex(query, key, value, block_mask, *, score_mod, scale):  # type: ign
 
 class EagerFlexKernel(FlexKernel):
     """The whole-task kernel with ``eager_flex`` in place of torch's, for the CPU."""
+
+    def __init__(self, in_memory) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(in_memory)
+        self._shared = Shared()
 
     def refusal(self, call):  # type: ignore[no-untyped-def]
         return None

@@ -25,7 +25,7 @@ from quorum_attention.execution.report import PassReport, Report
 from quorum_attention.execution.tools import Progress
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.protocol import CallShape, InnerKernel
-from quorum_attention.kernels.registry import kernels, why_not
+from quorum_attention.kernels.registry import why_not
 from quorum_attention.kernels.select import rivals, select_kernel, unrounded_kernel
 from quorum_attention.planner.calibration import machine_of
 from quorum_attention.planner.footprint import Placement
@@ -108,12 +108,12 @@ def attention(
         budget: device bytes the call may take beyond what is allocated when it begins, as a
             number or "2GiB"; None: what is free now, less a tenth. On the CPU this is host
             memory. Holds for the forward and, separately, for the backward.
-        plan: from ``quorum_attention.plan``; pins everything in the forward, the levels in the
-            backward.
+        plan: from ``quorum_attention.plan``; pins everything in the forward, the kernel and the
+            levels in the backward.
         depth: levels of decomposition; 0 is the monolithic call. A number pins the depth: an
             out-of-memory failure is then reported, not recovered from.
         kernel: name of a registered inner kernel (``quorum_attention.kernels()``) or an
-            InnerKernel; "auto" takes the fastest that can run the call.
+            InnerKernel; "auto" takes the fastest that can run the call, in this budget.
         accumulator: where unfinished rows wait between tasks: "device", "host" or "auto".
         devices: where to compute; None: the inputs' device, or for host inputs the current CUDA
             device if there is one. One device so far.
@@ -408,14 +408,10 @@ def _kernel(
     *,
     backward: bool,
 ) -> InnerKernel:
-    """The kernel of a pass: the one asked for, that of a given plan, or the planner's choice."""
-    given = options.plan
+    """The kernel of a pass: the one asked for (a plan asks for its own), or else the planner's."""
     wanted = unrounded_kernel(options.kernel, shape, options.device, result)
-    if wanted == "auto" and given is not None and given.backward == backward:
-        wanted = given.kernel if given.kernel in kernels() else wanted
     preferred = select_kernel(wanted, shape, options.device)
-    if wanted != "auto" or given is not None or _short_plan(work, options, preferred, place,
-                                                           backward=backward):  # fmt: skip
+    if wanted != "auto" or _short_plan(work, options, preferred, place, backward=backward):
         return preferred
     others = rivals(preferred, shape, options.device)
     if not others:
@@ -618,7 +614,7 @@ def run_backward(
         grads is not None,
         dtype,
         rows_are_dense(query, key, value),
-        sum(_copied_bytes(tensor, work.dtype, options.device) for tensor in (grad_out, out)),
+        tuple(_copied_bytes(tensor, work.dtype, options.device) for tensor in (grad_out, out)),
     )
     # Rows whose output was not rounded: the same kernel as in the forward.
     kernel = _kernel(work, options, shape, place, out.dtype, backward=True)

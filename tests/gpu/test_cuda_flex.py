@@ -14,6 +14,7 @@ from quorum_attention.decomposition import Decomposition
 from quorum_attention.execution.masks import no_bias
 from quorum_attention.kernels import CallShape, Extent, Gradients, Statistics, TaskTensors
 from quorum_attention.kernels.kit import from_score_mod, sliding_window
+from quorum_attention.kernels.kit.flex import Shared
 from quorum_attention.kernels.kit.flex_backward import (
     Rows,
     exchanged_gradients,
@@ -86,8 +87,8 @@ def compare(case, tensors, levels=LEVELS, tiles=(16, 128)) -> None:  # type: ign
                     f"{cut}, {tile}, {name}: {error:.2e}, uncut {whole[name]:.2e}"
                 )
     assert max(whole.values()) < 20 * TINY[tensors[0].dtype]
-    assert kernel._trust.found
-    assert all(kernel._trust.found.values())
+    assert kernel._shared.trust.found
+    assert all(kernel._shared.trust.found.values())
 
 
 @pytest.mark.parametrize("name", cases(N))
@@ -143,6 +144,7 @@ def test_workspace_is_within_its_bound(recomputed: bool) -> None:
     """Bytes that a task allocates on top of what it is given."""
     n = 8192
     kernel = from_score_mod(None, sliding_window(1000), compiled=True)
+    kernel._shared = Shared()
     tensors = random(n, torch.float16)
     task = Decomposition(n, ()).task(())
     given = TaskTensors(task, task.rectangles(True), *tensors[:3], 0.125, True, no_bias)
@@ -161,7 +163,8 @@ def test_workspace_is_within_its_bound(recomputed: bool) -> None:
         # The first time compiles, and tunes on tensors of its own.
         work()
         if recomputed:
-            kernel._trust.found = dict.fromkeys(kernel._trust.found, False)
+            trust = kernel._shared.trust
+            trust.found = dict.fromkeys(trust.found, False)
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         work()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import quorum_attention as qa
 from quorum_attention.execution.workload import Workload
-from quorum_attention.kernels import get_kernel
+from quorum_attention.kernels import CallShape, get_kernel
+from quorum_attention.kernels.select import rivals
 from quorum_attention.planner.calibration import machine_of
 from quorum_attention.planner.footprint import Placement
 from quorum_attention.planner.rivals import quickest
@@ -34,10 +37,24 @@ def test_another_where_it_is_clearly_faster() -> None:
     assert named.kernel == "cudnn"
 
 
-@pytest.mark.parametrize("call", [{"dtype": torch.float32}, {"head_dim": 96}])
-def test_only_where_rates_are_known(call) -> None:
-    kernel = planned("256MiB", **call).kernel
-    assert kernel != "native"
+def test_only_where_rates_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernel() -> str:
+        return planned("128MiB", backward=True, head_dim=96).kernel
+
+    assert kernel() != "native"
+    monkeypatch.setattr(qa.NativeKernel, "keeps_pace", lambda self, call: True)
+    assert kernel() == "native", "without the test of rates it would be chosen"
+
+
+@pytest.mark.parametrize(
+    "options", [{"window": 4096}, {"softcap": 30.0}, {"alibi_slopes": torch.ones(8)}], ids=str
+)
+def test_never_a_kernel_that_changes_scores(options) -> None:  # type: ignore[no-untyped-def]
+    """A windowed kernel that somebody registered is not what "auto" means under a tight budget."""
+    call = CallShape("cuda", torch.float16, 8, 8, 64, 64, True, True)
+    assert qa.NativeKernel().keeps_pace(call)
+    assert not qa.NativeKernel().keeps_pace(replace(call, dtype=torch.float32))
+    assert not qa.NativeKernel(**options).keeps_pace(call)
 
 
 def test_a_budget_that_only_another_fits() -> None:
@@ -73,12 +90,26 @@ def test_a_kernel_is_believed_before_it_is_taken() -> None:
     assert asked == ["native", "native"]
 
 
-def test_a_plan_is_run_on_its_own_kernel() -> None:
-    """Its peak was reckoned for that one."""
-    x = torch.randn(1, 2, 300, 16)
-    plan = qa.plan(300, heads=2, head_dim=16, dtype=torch.float32, device="cpu", kernel="dense")
-    report = qa.Report()
-    qa.attention(x, x, x, plan=plan, devices="cpu", report=report)
-    assert plan.kernel == "dense"
-    assert report.forward is not None
-    assert report.forward.kernel == "dense"
+def test_not_where_rates_were_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = CallShape("cuda", torch.float16, 8, 8, 64, 64, True, True)
+    preferred, device = get_kernel("cudnn"), torch.device("cuda")
+    assert [k.name for k in rivals(preferred, call, device)] == ["native"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, names in (((9, 0), ["native"]), ((8, 0), [])):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d, c=capability: c)
+        assert [k.name for k in rivals(preferred, call, device)] == names
+
+
+def test_the_number_that_is_named_is_of_a_kernel_that_works() -> None:
+    work = Workload((1,), 8, 8, N, N, 64, 64, torch.float16, True)
+    place = Placement("cuda", False, False, torch.float16)
+    machine = machine_of(torch.device("cuda"), torch.float16, 64)
+    smallest = []
+    for answer in (True, False):
+        with pytest.raises(qa.BudgetError) as raised:
+            quickest(
+                work, Request(8 << 20), get_kernel("cudnn"), [get_kernel("native")], place,
+                machine, backward=True, believed=lambda kernel, answer=answer: answer,
+            )  # fmt: skip
+        smallest.append(raised.value.smallest_bytes)
+    assert smallest[0] < smallest[1]

@@ -54,9 +54,9 @@ def unrounded_kernel(
 def rivals(
     preferred: InnerKernel, call: CallShape, device: torch.device
 ) -> tuple[InnerKernel, ...]:
-    """Kernels beside ``preferred`` that a planner may choose for "auto": their rates are
-    known. That they take the call is their own word."""
-    if device.type != "cuda":
+    """Kernels beside ``preferred`` that a planner may choose for "auto": their rates are known on
+    such a device. That they take the call is their own word."""
+    if device.type != "cuda" or not _is_hopper(device):
         return ()
     return tuple(
         kernel
@@ -66,6 +66,13 @@ def rivals(
         and kernel.keeps_pace(call)
         and kernel.refusal(call) is None
     )
+
+
+def _is_hopper(device: torch.device) -> bool:
+    """Of a device that is not here, too: plans assume one."""
+    if not torch.cuda.is_available():
+        return True
+    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 _UNROUNDED = "native"

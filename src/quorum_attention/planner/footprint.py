@@ -29,7 +29,8 @@ class Placement:
         results_given: the caller passed preallocated results, which the budget does not count.
         result_dtype: of the output (forward) or of the gradients (backward).
         dense_rows: the inputs' last dimension is contiguous, so a kernel can take them in place.
-        copied_bytes: of what the pass must copy first (a gradient or output of another dtype).
+        copied_bytes: of each tensor that the pass must copy first (a gradient or output of
+            another dtype).
     """
 
     device_type: str
@@ -37,7 +38,7 @@ class Placement:
     results_given: bool
     result_dtype: torch.dtype
     dense_rows: bool = True
-    copied_bytes: int = 0
+    copied_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,7 @@ def backward_footprint(
     results: tuple[int, ...] = ()
     if place.resident and not place.results_given:
         results = tuple(width * place.result_dtype.itemsize for width in widths)
-    copied = (place.copied_bytes,)
+    copied = place.copied_bytes
     if direct:
         # The log-sum-exp is copied once, to take -inf out of it.
         lse = query_rows * work.state_dtype.itemsize

@@ -22,6 +22,7 @@ from quorum_attention.planner.footprint import (
     goes_direct,
 )
 from quorum_attention.planner.machine import Machine
+from quorum_attention.planner.remembered import remembered
 from quorum_attention.quorums import chunk_count, quorum_size, quorum_sizes
 from quorum_attention.sizes import format_bytes
 
@@ -130,7 +131,7 @@ def _paced(machine: Machine, kernel: InnerKernel) -> Machine:
     )
 
 
-@lru_cache(maxsize=256)
+@remembered(256)
 def choose(
     work: Workload,
     request: Request,
@@ -190,7 +191,7 @@ def choose(
     )
 
 
-@lru_cache(maxsize=256)
+@remembered(256)
 def undivided(
     work: Workload, kernel: InnerKernel, place: Placement, machine: Machine, *, backward: bool
 ) -> Candidate | None:

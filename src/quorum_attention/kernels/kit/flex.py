@@ -7,7 +7,6 @@ block needs, and over nothing else.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -33,8 +32,15 @@ from quorum_attention.kernels.kit.flex_backward import (
 )
 from quorum_attention.kernels.kit.flex_compiled import compiled_flex
 from quorum_attention.kernels.kit.flex_launch import SAMPLE, Indexed, Launch, has_diagonal, launch
+from quorum_attention.kernels.kit.kept import Kept
 from quorum_attention.kernels.kit.masks import BlockMask
-from quorum_attention.kernels.kit.trials import TRIAL_BYTES, task_indices, tried_nodes
+from quorum_attention.kernels.kit.reads import codes, reads
+from quorum_attention.kernels.kit.trials import (
+    task_indices,
+    told_apart,
+    trial_bytes,
+    tried_nodes,
+)
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, add_, merge_
 from quorum_attention.kernels.protocol import (
     CallShape,
@@ -43,12 +49,37 @@ from quorum_attention.kernels.protocol import (
     Statistics,
     TaskTensors,
 )
+from quorum_attention.kernels.workspace import UNSPLIT_BYTES
 
 if TYPE_CHECKING:
     from quorum_attention.kernels.kit.score_mod import ScoreModKernel
 
-# Host memory for finished lists.
+# Host memory for finished lists, and the number of compiled calls.
 _KEPT_BYTES = 256 << 20
+_KEPT_CALLS = 128
+
+
+class Shared:
+    """What kernels share: a mask made anew for every batch is the same code, and compiled once.
+
+    Attributes:
+        lists: block lists by what the mask reads; in host memory.
+        calls: compiled calls by kind and code.
+        trust: which of those a backward without a forward is right for.
+    """
+
+    def __init__(self) -> None:
+        self.lists: Kept[BlockLists | None] = Kept(_KEPT_BYTES, _host_bytes)
+        self.calls: Kept[Callable[..., Any]] = Kept(_KEPT_CALLS, lambda call: 1)
+        self.trust = Trust()
+
+
+def _host_bytes(lists: BlockLists | None) -> int:
+    # What a key takes, too.
+    return 4096 + (0 if lists is None else lists.nbytes)
+
+
+_SHARED = Shared()
 
 
 class FlexKernel:
@@ -74,9 +105,7 @@ class FlexKernel:
         self.score_mod, self.mask_mod = in_memory.score_mod, in_memory.mask_mod
         self._in_memory = in_memory
         self._pruned = self._run = 0
-        self._lists = _Kept(_KEPT_BYTES)
-        self._calls: dict[Hashable, Callable[..., Any]] = {}
-        self._trust = Trust()
+        self._shared = _SHARED
 
     @property
     def pruned(self) -> int:
@@ -96,17 +125,21 @@ class FlexKernel:
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``forward`` allocates at any one time."""
-        if call.dtype == torch.float64:
-            return self._in_memory.forward_workspace_bytes(call, extent)
         rows = extent.batch * extent.query_heads * extent.n_tokens
+        if call.dtype == torch.float64:
+            results = rows * (call.value_dim + 1) * 8 if extent.direct else 0
+            return results + self._in_memory.forward_workspace_bytes(call, extent)
         # The output, and lse to both bases.
         own = rows * (call.value_dim * call.dtype.itemsize + 8)
+        if extent.direct and self.mask_mod is not None:
+            own *= 2  # rows that nothing is listed for, and the part in its place
         return own + _copied_bytes(call, extent) + self._common_bytes(extent)
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
         if call.dtype == torch.float64:
-            return self._in_memory.backward_workspace_bytes(call, extent)
+            results = _copied_bytes(call, extent) if extent.direct else 0
+            return results + self._in_memory.backward_workspace_bytes(call, extent)
         item, d, dv = call.dtype.itemsize, call.head_dim, call.value_dim
         # By query: its own output, the upstream or the whole row's output laid out again, a
         # contiguous grad_out, grad_query; and lse to both bases and exchanged, its gradient, delta.
@@ -117,6 +150,8 @@ class FlexKernel:
         # The sample: inputs, two results, and comparing them in fp32.
         sample = SAMPLE * (3 * rows + lanes * 4 * 12 * (d + dv))
         own = rows * extent.n_tokens + sample + _copied_bytes(call, extent)
+        if extent.direct and self.mask_mod is not None:
+            own += _copied_bytes(call, extent)  # gradients of rows that nothing is listed for
         return own + self._common_bytes(extent)
 
     def _common_bytes(self, extent: Extent) -> int:
@@ -129,8 +164,9 @@ class FlexKernel:
         tokens = 16 * extent.n_tokens
         if self._tries:
             tokens += 32 * extent.n_tokens
-        tried = TRIAL_BYTES if self._tries else 0
-        return lists + tokens + tried + MERGE_WORKSPACE_BYTES + (1 << 20)
+        tried = trial_bytes(lanes) if self._tries else 0
+        # Blocks that the allocator does not split.
+        return lists + tokens + tried + MERGE_WORKSPACE_BYTES + 8 * UNSPLIT_BYTES
 
     @property
     def _tries(self) -> bool:
@@ -195,22 +231,20 @@ class FlexKernel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``WholeCalls``; ``out`` in the query's dtype."""
         task = _everything_of(query, key, value, causal, scale)
-        in_memory = query.dtype == torch.float64
-        made = None if in_memory else self._launch(task)
+        if query.dtype == torch.float64:
+            state = _no_statistics(query, value)
+            self._in_memory.forward(task, state)
+            return state.out, state.lse
+        made = self._launch(task)
         if made is not None and made.of_rows(query).shape == query.shape:
             return self._run_forward(made)
-        # Some rows keep nothing: they are not run.
-        wide = torch.promote_types(query.dtype, torch.float32)
-        shape = (*query.shape[:3], value.shape[-1])
-        state = Statistics(
-            torch.zeros(shape, dtype=wide, device=query.device),
-            torch.full(shape[:3], -torch.inf, dtype=wide, device=query.device),
-        )
-        if in_memory:
-            self._in_memory.forward(task, state)
-        elif made is not None:
-            self._merge(made, task, state)
-        return state.out.to(query.dtype), state.lse
+        # Some rows keep nothing, and are not run.
+        found = _no_statistics(query, value)
+        if made is not None:
+            part, part_lse = self._run_forward(made)
+            made.of_rows(found.out).copy_(part)
+            made.of_rows(found.lse).copy_(part_lse)
+        return found.out, found.lse
 
     def whole_backward(
         self,
@@ -227,38 +261,41 @@ class FlexKernel:
     ) -> Three:
         """See ``WholeCalls``; gradients in the query's dtype."""
         task = _everything_of(query, key, value, causal, scale)
-        in_memory = query.dtype == torch.float64
-        made = None if in_memory else self._launch(task)
-        if made is not None and _covers(made, query, key):
-            return self._gradients(made, Rows(grad_out, out, lse))
-        wide = torch.promote_types(query.dtype, torch.float32)
-        sums = [torch.zeros_like(t, dtype=wide) for t in (query, key, value)]
-        grads = Gradients(grad_out, out, lse, sums[0], sums[1], sums[2])
-        if in_memory:
-            self._in_memory.backward(task, grads)
-        elif made is not None:
-            self._add(made, task, grads)
-        found = [total.to(query.dtype) for total in sums]
-        return found[0], found[1], found[2]
+        if query.dtype == torch.float64:
+            sums = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+            self._in_memory.backward(task, Gradients(grad_out, out, lse, *sums))
+            return sums
+        made = self._launch(task)
+        if made is None:
+            return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        found = self._gradients(made, Rows(*map(made.of_rows, (grad_out, out, lse))))
+        return (
+            _in_place(found[0], made.of_rows, query),
+            _in_place(found[1], made.of_columns, key),
+            _in_place(found[2], made.of_columns, value),
+        )
 
     def _gradients(self, made: Launch, rows: Rows) -> Three:
         attend, block_mask = self._attend(made, True), made.block_mask()
-        kind = made.kind(True)
-        if self._trust.earned(kind, lambda: self._sample(made)):
+        kind, trust = self._kind(made, True), self._shared.trust
+        if trust.earned(kind, lambda: self._sample(made)):
             try:
                 return exchanged_gradients(attend, made.inputs, block_mask, rows)
             except UnfitError as error:
-                self._trust.distrust(kind, str(error))
+                trust.distrust(kind, str(error))
         return recomputed_gradients(attend, made.inputs, block_mask, rows)
 
     def _attend(
         self, made: Launch, needs_grad: bool, indexed: Indexed | None = None
     ) -> Callable[..., Any]:
-        kind = made.kind(needs_grad)
-        if kind not in self._calls:
-            self._calls[kind] = compiled_flex(in_blocks=made.in_blocks)
+        call = self._shared.calls.get(
+            self._kind(made, needs_grad), lambda: compiled_flex(in_blocks=made.in_blocks)
+        )
         score_mod = (indexed or made.indexed).score(self.score_mod)
-        return partial(self._calls[kind], score_mod=score_mod, scale=made.scale)
+        return partial(call, score_mod=score_mod, scale=made.scale)
+
+    def _kind(self, made: Launch, needs_grad: bool) -> Hashable:
+        return made.kind(needs_grad), codes(self.score_mod), codes(self.mask_mod)
 
     def _sample(self, made: Launch) -> tuple[Attend, Three, Any]:
         inputs, indexed, block_mask = made.sample()
@@ -282,21 +319,27 @@ class FlexKernel:
             max((r.query_stop for r in rectangles), default=0),
             max((r.key_stop for r in rectangles), default=0),
         )
-        key: tuple[object, ...] = (task.task, rectangles, is_causal, sizes, task.query.is_cuda)
-        if self._tries:
-            key = (*key, task.entries, task.first_head, task.query.shape[1])
-        if key not in self._lists:
+        key: tuple[Hashable, ...] = (
+            task.task, rectangles, is_causal, sizes, task.query.is_cuda, reads(self.mask_mod),
+        )  # fmt: skip
+        at, apart = None, (False, False)
+        if self._tries and self.mask_mod is not None and all(sizes):
+            at = task_indices(task, *sizes)
+            apart = told_apart(self.mask_mod, at)
+            # Other heads, or other batch entries, are the same to most masks.
+            key += (apart, task.entries if apart[0] else ())
+            key += ((task.first_head, task.query.shape[1]) if apart[1] else (),)
+
+        def make() -> BlockLists | None:
             pairs = geometry(task.task, rectangles, is_causal, *sizes)
             known = self.mask_mod if isinstance(self.mask_mod, BlockMask) else None
             full, mixed = listed_nodes(pairs, known)
             lanes = (1, 1)
-            if self._tries and self.mask_mod is not None:
-                full, mixed, lanes = tried_nodes(
-                    self.mask_mod, pairs, full, mixed, task_indices(task, *sizes)
-                )
-            found = block_lists(pairs, full, mixed, lanes, pinned=task.query.is_cuda)
-            return self._lists.put(key, found)
-        return self._lists.get(key)
+            if at is not None and self.mask_mod is not None:
+                full, mixed, lanes = tried_nodes(self.mask_mod, pairs, full, mixed, at, apart)
+            return block_lists(pairs, full, mixed, lanes, pinned=task.query.is_cuda)
+
+        return self._shared.lists.get(key, make)
 
 
 def _copied_bytes(call: CallShape, extent: Extent) -> int:
@@ -317,39 +360,26 @@ def _everything_of(
     )  # fmt: skip
 
 
+def _no_statistics(query: torch.Tensor, value: torch.Tensor) -> Statistics:
+    """Output, in the query's dtype, and lse of rows without keys."""
+    shape = (*query.shape[:3], value.shape[-1])
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return Statistics(
+        torch.zeros(shape, dtype=query.dtype, device=query.device),
+        torch.full(shape[:3], -torch.inf, dtype=wide, device=query.device),
+    )
+
+
 def _no_bias(rectangle: Rectangle) -> None:
     return None
 
 
-def _covers(made: Launch, query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Whether no query and no key was left out."""
-    whole = made.of_rows(query).shape == query.shape
-    return whole and made.of_columns(key).shape == key.shape
-
-
-class _Kept:
-    """Lists used last, within a limit of bytes."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit, self._bytes = limit, 0
-        self._lists: OrderedDict[object, BlockLists | None] = OrderedDict()
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._lists
-
-    def get(self, key: object) -> BlockLists | None:
-        self._lists.move_to_end(key)
-        return self._lists[key]
-
-    def put(self, key: object, lists: BlockLists | None) -> BlockLists | None:
-        self._lists[key] = lists
-        self._bytes += _host_bytes(lists)
-        while self._bytes > self._limit:
-            _, gone = self._lists.popitem(last=False)
-            self._bytes -= _host_bytes(gone)
-        return lists
-
-
-def _host_bytes(lists: BlockLists | None) -> int:
-    # What a key takes, too.
-    return 4096 + (0 if lists is None else lists.nbytes)
+def _in_place(
+    part: torch.Tensor, take: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor
+) -> torch.Tensor:
+    """``part`` where it belongs in zeros like ``like``."""
+    if part.shape == like.shape:
+        return part
+    found = torch.zeros_like(like)
+    take(found).copy_(part)
+    return found

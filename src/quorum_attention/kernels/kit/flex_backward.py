@@ -35,6 +35,9 @@ Attend = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 _LOG2_E = log2(e)
 # Of the norm: far above what recomputing rounds, far below what a wrong exchange makes.
 _APART = 0.03
+_TRIES = 3
+# What the device itself reports says nothing about the exchange.
+_ACCELERATOR_ERROR = getattr(torch, "AcceleratorError", torch.OutOfMemoryError)
 
 
 class UnfitError(Exception):
@@ -135,6 +138,7 @@ class Trust:
     """Which kinds of calls the exchange has been tried on, and found right or not."""
 
     found: dict[Hashable, bool] = field(default_factory=dict)
+    asked: Counter[Hashable] = field(default_factory=Counter)
 
     def earned(self, kind: Hashable, sample: Callable[[], tuple[Attend, Three, Any]]) -> bool:
         """Whether calls of this ``kind`` may use ``exchanged_gradients``.
@@ -146,7 +150,12 @@ class Trust:
         if kind not in self.found:
             wrong = _disagreement(*sample())
             if wrong is None:
-                return False  # it showed nothing: ask again
+                # It showed nothing. Asked again, but not for ever: a sample takes longer than a
+                # short backward.
+                self.asked[kind] += 1
+                if self.asked[kind] >= _TRIES:
+                    self.found[kind] = False
+                return False
             if wrong:
                 self.distrust(kind, wrong)
             else:
@@ -183,7 +192,7 @@ def _disagreement(attend: Attend, inputs: Three, block_mask: Any) -> str | None:
         return None
     try:
         found = exchanged_gradients(attend, inputs, block_mask, rows)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, _ACCELERATOR_ERROR):
         raise
     except (UnfitError, RuntimeError, AssertionError, AttributeError, TypeError) as error:
         return f"{type(error).__name__}: {error}".splitlines()[0]

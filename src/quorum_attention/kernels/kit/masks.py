@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -131,21 +132,23 @@ def document(ids: torch.Tensor) -> BlockMask:
     """Pairs within one document.
 
     Args:
-        ids: (n,) integers, ascending: the document of every token.
+        ids: (n,) integers, ascending: the document of every token. They are copied, once for every
+            device that the mask is used on.
 
     Raises:
         ValueError: not one dimension of ascending integers.
     """
     if ids.ndim != 1 or ids.is_floating_point() or bool((ids[1:] < ids[:-1]).any()):
         raise ValueError("ids must be one dimension of ascending integers")
-    host = ids.cpu().numpy()
-    copies: dict[torch.device, torch.Tensor] = {}
+    # Of its own: what is found out about the mask stays true whatever is done to the ids.
+    own = ids.detach().clone()
+    host = own.cpu().numpy()
+    host.setflags(write=False)
 
     # Where the ids are is settled here, and not in what is traced: that only reads a tensor.
+    @lru_cache(maxsize=16)
     def placed(device: torch.device) -> MaskMod:
-        if device not in copies:
-            copies[device] = ids.to(device)
-        return _same(copies[device])
+        return _same(own.to(device))
 
     def verdict(r: Ranges) -> Verdict:
         q0, q1, k0, k1 = host[[r.first_query, r.last_query, r.first_key, r.last_key]].tolist()

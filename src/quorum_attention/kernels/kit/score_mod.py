@@ -18,7 +18,13 @@ from quorum_attention.kernels.kit.flex import FlexKernel
 from quorum_attention.kernels.kit.function import FunctionKernel, LseFunction, quadratic_workspace
 from quorum_attention.kernels.kit.masks import BlockMask, MaskMod, Ranges, Verdict
 from quorum_attention.kernels.kit.materialised import ScoreMod, materialised
-from quorum_attention.kernels.kit.trials import TRIAL_BYTES, task_indices, tried_nodes
+from quorum_attention.kernels.kit.reads import reads
+from quorum_attention.kernels.kit.trials import (
+    task_indices,
+    told_apart,
+    trial_bytes,
+    tried_nodes,
+)
 from quorum_attention.kernels.protocol import CallShape, Extent, TaskTensors
 
 
@@ -57,7 +63,7 @@ class ScoreModKernel(FunctionKernel):
     def _live(self, task: TaskTensors, r: Rectangle) -> tuple[Rectangle, ...]:
         if self.mask_mod is None:
             return (r,)
-        key: tuple[object, ...] = (task.task, r)
+        key: tuple[object, ...] = (task.task, r, reads(self.mask_mod))
         if not isinstance(self.mask_mod, BlockMask):
             key = (*key, task.entries, task.first_head, task.query.shape[1])
         if key not in self._kept:
@@ -73,7 +79,8 @@ class ScoreModKernel(FunctionKernel):
     def _bytes(self, call: CallShape, extent: Extent) -> int:
         # Scores, and what the modifications make of them.
         tried = self.mask_mod is not None and not isinstance(self.mask_mod, BlockMask)
-        return max(2 * quadratic_workspace(call, extent), TRIAL_BYTES if tried else 0)
+        lanes = extent.batch * extent.query_heads
+        return max(2 * quadratic_workspace(call, extent), trial_bytes(lanes) if tried else 0)
 
 
 def from_score_mod(
@@ -90,7 +97,8 @@ def from_score_mod(
         mask_mod: ``mask_mod(batch, head, query, key)`` -> which pairs are kept, positions global.
             One of ``quorum_attention.kernels.kit.masks`` (``sliding_window``, ``document``,
             ``prefix_lm``, ``causal``, combined with ``&`` and ``|``) also knows what it empties;
-            of any other, every pair of a task is tried once.
+            of any other, every pair of a task is tried once, and again when what it reads has
+            changed (numbers, tensors, containers and attributes in its closure; see ``reads.py``).
         name: for messages and reports.
         compiled: FlexAttention with torch.compile, one call for a task; default on CUDA. Otherwise
             the same with every score of a rectangle in memory, on any device; float64 always so.
@@ -187,5 +195,6 @@ def _tried(mask_mod: MaskMod, task: TaskTensors, r: Rectangle) -> list[Rectangle
     """``r``, or nothing where no head of any batch entry keeps a pair of it."""
     sizes = (r.query_stop, r.key_stop)
     pairs, at = geometry(task.task, (r,), r.causal, *sizes), task_indices(task, *sizes)
-    full, mixed, _ = tried_nodes(mask_mod, pairs, *listed_nodes(pairs, None), at)
+    apart = told_apart(mask_mod, at)
+    full, mixed, _ = tried_nodes(mask_mod, pairs, *listed_nodes(pairs, None), at, apart)
     return [r] if len(full) + len(mixed) else []

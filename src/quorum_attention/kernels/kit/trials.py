@@ -18,8 +18,12 @@ from quorum_attention.kernels.protocol import TaskTensors
 
 # Pairs tried at a time, over all heads and batch entries that the mask tells apart.
 _PAIRS = 1 << 21
-# A function's own temporaries: a handful of int64.
-TRIAL_BYTES = 48 * _PAIRS
+
+
+def trial_bytes(lanes: int) -> int:
+    """Bound of what trying takes, of a mask that tells so many heads and batch entries apart: a
+    function's own temporaries, a handful of int64."""
+    return 48 * max(_PAIRS, lanes * BLOCK * BLOCK)
 
 
 def over_pairs(function: Callable[..., Any], scored: bool = False) -> Callable[..., torch.Tensor]:
@@ -57,28 +61,35 @@ def task_indices(task: TaskTensors, n_queries: int, n_keys: int) -> Indices:
     )
 
 
-def told_apart(mask_mod: MaskMod, at: Indices) -> tuple[torch.Tensor, torch.Tensor]:
-    """The batch entries and heads that the mask tells apart: all, or the first alone."""
-    found = over_pairs(mask_mod)(at.entries, at.heads, at.queries[:1], at.keys[:1])
-    entries = at.entries[:1] if found.stride(0) == 0 else at.entries
-    heads = at.heads[:1] if found.stride(1) == 0 else at.heads
-    return entries, heads
+def told_apart(mask_mod: MaskMod, at: Indices) -> tuple[bool, bool]:
+    """Whether the mask tells batch entries apart, and heads."""
+    # Twice the first of each: of a dimension of one it could not be seen.
+    twice = [t[:1].expand(2) for t in (at.entries, at.heads)]
+    found = over_pairs(mask_mod)(*twice, at.queries[:1], at.keys[:1])
+    return found.stride(0) != 0, found.stride(1) != 0
 
 
 def tried_nodes(
-    mask_mod: MaskMod, pairs: Geometry, full: Nodes, mixed: Nodes, at: Indices
+    mask_mod: MaskMod,
+    pairs: Geometry,
+    full: Nodes,
+    mixed: Nodes,
+    at: Indices,
+    apart: tuple[bool, bool],
 ) -> tuple[Nodes, Nodes, tuple[int, int]]:
     """Listed nodes less what ``mask_mod`` empties: (full, mixed, (entries, heads)).
 
     Args:
         full, mixed: what the task lists without the mask.
+        apart: whether batch entries, and heads, have to be tried one by one (``told_apart``).
 
     Raises:
         whatever ``mask_mod`` does, of a function that torch.vmap cannot map.
     """
     if not len(full) + len(mixed):
         return full, mixed, (1, 1)
-    entries, heads = told_apart(mask_mod, at)
+    entries = at.entries if apart[0] else at.entries[:1]
+    heads = at.heads if apart[1] else at.heads[:1]
     lanes = len(entries) * len(heads)
     keeps = over_pairs(mask_mod)
     side = max(1, isqrt(_PAIRS // max(1, lanes)) // BLOCK)

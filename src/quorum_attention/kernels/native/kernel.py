@@ -99,9 +99,10 @@ class NativeKernel(RectangleKernel):
         return None if triton_available() else "it needs Triton, which is not installed"
 
     def keeps_pace(self, call: CallShape) -> bool:
-        """Whether ``rates`` have been measured for such calls."""
+        """Whether ``rates`` have been measured for such calls; of plain attention alone."""
         dims = {call.head_dim, call.value_dim}
-        return call.mask is None and call.dtype.itemsize == 2 and dims in ({64}, {128})
+        plain = self.options.plain and not self.allow_tf32 and call.mask is None
+        return plain and call.dtype.itemsize == 2 and dims in ({64}, {128})
 
     def scales_backward(self, dtype: torch.dtype) -> bool:
         """No: it keeps fp16 in range by itself."""
@@ -116,7 +117,7 @@ class NativeKernel(RectangleKernel):
         """Upper bound of the bytes ``forward`` allocates at any one time."""
         rows = extent.batch * extent.query_heads * extent.max_queries
         # The output in fp32, should that be asked for.
-        results = rows * (call.value_dim * 4 + 4) if extent.direct else 0
+        results = rows * (call.value_dim * 4 + 4) + 2 * UNSPLIT_BYTES if extent.direct else 0
         return _table_bytes(extent) + results + _bias_bytes(call, extent)
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
@@ -129,7 +130,7 @@ class NativeKernel(RectangleKernel):
         results = 0
         if extent.direct:
             key_rows = extent.batch * extent.key_heads * extent.max_keys
-            results = rows * call.head_dim * item
+            results = rows * call.head_dim * item + 3 * UNSPLIT_BYTES
             results += key_rows * (call.head_dim + call.value_dim) * item
         return tables + 4 * rows + results + _bias_bytes(call, extent)
 

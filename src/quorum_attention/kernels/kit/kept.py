@@ -1,0 +1,46 @@
+"""What is kept between calls, within a limit of bytes; several threads may ask."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+_Value = TypeVar("_Value")
+
+
+class Kept(Generic[_Value]):
+    """What was used last.
+
+    Args:
+        limit: bytes, of all together.
+        size: bytes of one.
+    """
+
+    def __init__(self, limit: int, size: Callable[[_Value], int]) -> None:
+        self._limit, self._size = limit, size
+        self._bytes = 0
+        self._values: OrderedDict[Hashable, _Value] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: Hashable, make: Callable[[], _Value]) -> _Value:
+        """What is kept under ``key``, made where there is none."""
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+                return self._values[key]
+        # Not under the lock: making may take long, and twice does no harm.
+        value = make()
+        with self._lock:
+            if key in self._values:
+                self._bytes -= self._size(self._values.pop(key))
+            self._values[key] = value
+            self._bytes += self._size(value)
+            while self._bytes > self._limit:
+                _, gone = self._values.popitem(last=False)
+                self._bytes -= self._size(gone)
+        return value
