@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from helpers_attention import fresh_generator
@@ -10,6 +12,7 @@ from helpers_score_mods import cases, local_global, reference
 import quorum_attention as qa
 from quorum_attention.kernels.kit import document, from_score_mod, prefix_lm, sliding_window
 from quorum_attention.kernels.kit.masks import Ranges, causal
+from quorum_attention.kernels.kit.share import kept_share
 
 pytest.importorskip("torch.nn.attention.flex_attention")
 
@@ -117,3 +120,34 @@ def test_compiled_is_for_gpus() -> None:
     q = torch.randn(1, 2, 64, 8)
     with pytest.raises(NotImplementedError, match="compiled=False"):
         qa.attention(q, q, q, kernel=from_score_mod(None, local_global, compiled=True))
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(
+    "mask", [sliding_window(700), sliding_window(100, 300), document(torch.arange(3000) // 450),
+             prefix_lm(800)],
+    ids=["window", "both sides", "documents", "prefix"],
+)  # fmt: skip
+def test_what_a_mask_leaves_is_predicted(mask, is_causal: bool) -> None:  # type: ignore[no-untyped-def]
+    n = 3000
+    q, k = torch.arange(n)[:, None], torch.arange(n)[None]
+    there = (q >= k) if is_causal else torch.ones(n, n, dtype=torch.bool)
+    kept = mask(0, 0, q, k) & there
+    share = kept_share(mask, n, n, is_causal)
+    assert abs(share - float(kept.sum() / there.sum())) < 0.02
+    assert kept_share(causal(), n, n, True) > 0.97
+
+
+def test_plans_know_what_a_mask_leaves() -> None:
+    """Of a call that copies more than it computes, no token is copied twice."""
+    n = 262_144
+    plans = [
+        qa.plan(n, heads=8, head_dim=64, is_causal=True, budget="1GiB", device="cuda",
+                kernel=from_score_mod(None, mask, compiled=True))
+        for mask in (None, sliding_window(4096))
+    ]  # fmt: skip
+    assert plans[1].predicted_seconds < 0.5 * plans[0].predicted_seconds
+    assert plans[1].levels == ()
+    began = time.perf_counter()
+    kept_share(sliding_window(4096), 1 << 23, 1 << 23, True)
+    assert time.perf_counter() - began < 2

@@ -121,11 +121,13 @@ def _launches_whole(kernel: InnerKernel) -> bool:
     return bool(getattr(kernel, "whole_tasks", False))
 
 
-def _paced(machine: Machine, kernel: InnerKernel) -> Machine:
-    """The machine as fast as ``kernel`` drives it."""
-    if not isinstance(kernel, RectangleKernel) or kernel.rates == (1.0, 1.0):
-        return machine
-    forward, backward = kernel.rates
+def _paced(machine: Machine, kernel: InnerKernel, work: Workload) -> Machine:
+    """The machine as fast as ``kernel`` drives it, all pairs of the call counted: faster by those
+    that a mask of the kernel's own leaves out."""
+    forward, backward = getattr(kernel, "rates", (1.0, 1.0))
+    if hasattr(kernel, "kept_share"):
+        share = kernel.kept_share(work.n_queries, work.n_keys, work.is_causal)
+        forward, backward = forward / share, backward / share
     return replace(
         machine, flops=machine.flops * forward, backward_flops=machine.backward_flops * backward
     )
@@ -153,7 +155,7 @@ def choose(
     best: Candidate | None = None
     undivided: Candidate | None = None
     seen = _Seen(request.budget_bytes)
-    machine = _paced(machine, kernel)
+    machine = _paced(machine, kernel, work)
     count = backward_footprint if backward else forward_footprint
     for schedule in _schedules(work, request, kernel, place):
         footprint = count(work, schedule, kernel, place)

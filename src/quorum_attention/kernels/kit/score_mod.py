@@ -19,6 +19,7 @@ from quorum_attention.kernels.kit.function import FunctionKernel, LseFunction, q
 from quorum_attention.kernels.kit.masks import BlockMask, MaskMod, Ranges, Verdict
 from quorum_attention.kernels.kit.materialised import ScoreMod, materialised
 from quorum_attention.kernels.kit.reads import reads
+from quorum_attention.kernels.kit.share import kept_share
 from quorum_attention.kernels.kit.trials import (
     task_indices,
     told_apart,
@@ -49,6 +50,13 @@ class ScoreModKernel(FunctionKernel):
         if call.mask is not None:
             return "it takes no attention mask: give it as mask_mod or score_mod"
         return None
+
+    def kept_share(self, n_queries: int, n_keys: int, is_causal: bool) -> float:
+        """Of the pairs of a call those that the mask keeps, for predictions; 1 where it is not
+        known without trying."""
+        if not isinstance(self.mask_mod, BlockMask):
+            return 1.0
+        return kept_share(self.mask_mod, n_queries, n_keys, is_causal)
 
     def rectangles(self, task: TaskTensors) -> Iterator[Rectangle]:
         """The task's rectangles, less what the mask empties."""
