@@ -134,7 +134,7 @@ def test_what_a_mask_leaves_is_predicted(mask, is_causal: bool) -> None:  # type
     there = (q >= k) if is_causal else torch.ones(n, n, dtype=torch.bool)
     kept = mask(0, 0, q, k) & there
     share = kept_share(mask, n, n, is_causal)
-    assert abs(share - float(kept.sum() / there.sum())) < 0.02
+    assert abs(share - float(kept.sum() / there.sum())) < 0.03
     assert kept_share(causal(), n, n, True) > 0.97
 
 
