@@ -93,7 +93,7 @@ class FlexKernel:
     """
 
     own_attention = True
-    """It is no plain attention, so comparing it with the reference says nothing."""
+    """It is no plain attention: not compared with the reference, and told heads and positions."""
 
     whole_tasks = True
     """A task is one launch: nothing to gain from several at a time."""
@@ -109,6 +109,8 @@ class FlexKernel:
         self._in_memory = in_memory
         self._pruned = self._run = 0
         self._shared = _SHARED
+        # Should a closure get other functions, torch sees that by itself.
+        self._codes = codes(self.score_mod), codes(self.mask_mod)
 
     @property
     def pruned(self) -> int:
@@ -302,7 +304,7 @@ class FlexKernel:
         return partial(call, score_mod=score_mod, scale=made.scale)
 
     def _kind(self, made: Launch, needs_grad: bool) -> Hashable:
-        return made.kind(needs_grad), codes(self.score_mod), codes(self.mask_mod)
+        return made.kind(needs_grad), self._codes
 
     def _sample(self, made: Launch) -> tuple[Attend, Three, Any]:
         inputs, indexed, block_mask = made.sample()
