@@ -20,7 +20,14 @@ import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition, Rectangle, Span, Task
 from quorum_attention.execution.masks import no_bias
 from quorum_attention.kernels import CallShape, Extent, TaskTensors
-from quorum_attention.kernels.kit import document, flex, prefix_lm, sliding_window, trials
+from quorum_attention.kernels.kit import (
+    document,
+    flex,
+    flex_compiled,
+    prefix_lm,
+    sliding_window,
+    trials,
+)
 from quorum_attention.kernels.kit.block_masks import block_lists, geometry, listed_nodes
 from quorum_attention.kernels.kit.kept import Kept
 from quorum_attention.kernels.kit.score_mod import ScoreModKernel
@@ -348,6 +355,41 @@ def test_a_kernel_is_not_kept_by_plans_made_for_it() -> None:
     del kernel
     gc.collect()
     assert gone() is None
+
+
+def test_what_is_shared_keeps_no_tensors() -> None:
+    shared = flex.Shared()
+    table = torch.arange(N) % 7
+    kernel = kernel_of(None, lambda b, h, q, k, t=table: t[q] == t[k])
+    kernel._shared = shared
+    run(kernel, random(N), True, levels=(3,))
+    gone = weakref.ref(table)
+    del kernel, table
+    gc.collect()
+    assert gone() is None
+    assert len(shared.calls)
+
+
+def test_beyond_torchs_limit_of_compilations_it_begins_anew(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    calls = []
+
+    def compile_(function, **options):  # type: ignore[no-untyped-def]
+        assert options == {"fullgraph": True, "dynamic": True}
+        calls.append(0)
+
+        def compiled(*args, **named):  # type: ignore[no-untyped-def]
+            calls[-1] += 1
+            if calls[-1] > 2:
+                raise FailOnRecompileLimitHit("too many")
+            return len(calls), calls[-1]
+
+        return compiled
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    call = flex_compiled.compiled_flex(in_blocks=True)
+    assert [call() for _ in range(5)] == [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1)]
 
 
 def test_head_groups_try_a_mask_once(monkeypatch) -> None:  # type: ignore[no-untyped-def]

@@ -1,38 +1,21 @@
-"""What a user's function reads: another key when that has changed, the same when it has not."""
+"""What a mask reads: another key when numbers or tensors it closes over have changed."""
 
 from __future__ import annotations
 
-import functools
+import gc
+import weakref
 
-import numpy as np
 import pytest
 import torch
 
 from quorum_attention.kernels.kit import document, sliding_window
+from quorum_attention.kernels.kit.masks import Ranges
 from quorum_attention.kernels.kit.reads import codes, reads
-
-WIDTH = 3
-
-
-class Owner:
-    def __init__(self) -> None:
-        self.width = 3
-
-    def keeps(self, b, h, q, k):  # type: ignore[no-untyped-def]
-        return q - k < self.width
-
-    def __call__(self, b, h, q, k):  # type: ignore[no-untyped-def]
-        return self.keeps(b, h, q, k)
-
-
-def by_global(b, h, q, k):  # type: ignore[no-untyped-def]
-    return (lambda: q - k < WIDTH)()
 
 
 def made(kind: str):  # type: ignore[no-untyped-def]
     """(function, what changes what it reads)."""
-    owner, table, state = Owner(), torch.ones(5), {"w": 3, "more": [1]}
-    array = np.ones(5)
+    table, state = torch.ones(5), {"w": 3, "more": [1]}
     width = 3
 
     def closure(b, h, q, k):  # type: ignore[no-untyped-def]
@@ -42,24 +25,29 @@ def made(kind: str):  # type: ignore[no-untyped-def]
         nonlocal width
         width = 4
 
+    def other() -> None:
+        nonlocal table
+        table = torch.ones(5)
+
+    def by_table(b, h, q, k):  # type: ignore[no-untyped-def]
+        return table[q] > 0
+
+    masks = pytest.importorskip("torch.nn.attention.flex_attention")
     return {
         "a number": (closure, widen),
-        "a tensor": (lambda b, h, q, k: table[q] > 0, lambda: table.mul_(2)),
-        "an array": (lambda b, h, q, k: array[q] > 0, lambda: array.__setitem__(0, 7)),
+        "a tensor written to": (by_table, lambda: table.mul_(2)),
+        "another tensor": (by_table, other),
+        "another's memory": (by_table, lambda: setattr(table, "data", torch.zeros(5))),
         "a dictionary": (lambda b, h, q, k: q < state["w"], lambda: state.update(w=4)),
         "a list in it": (lambda b, h, q, k: q < state["w"], lambda: state["more"].append(2)),
-        "a method": (owner.keeps, lambda: setattr(owner, "width", 4)),
-        "an object": (owner, lambda: setattr(owner, "width", 4)),
-        "a partial": (functools.partial(owner.keeps, 0), lambda: setattr(owner, "width", 4)),
-        "within another": (
-            (lambda inner: lambda b, h, q, k: inner(b, h, q, k))(closure), widen,
-        ),
-    }[kind]  # fmt: skip
+        "within another": ((lambda f: lambda b, h, q, k: f(b, h, q, k))(closure), widen),
+        "joined by torch": (masks.and_masks(closure, lambda b, h, q, k: q >= k), widen),
+    }[kind]
 
 
 @pytest.mark.parametrize("kind", [
-    "a number", "a tensor", "an array", "a dictionary", "a list in it", "a method", "an object",
-    "a partial", "within another",
+    "a number", "a tensor written to", "another tensor", "another's memory", "a dictionary",
+    "a list in it", "within another", "joined by torch",
 ])  # fmt: skip
 def test_a_change_is_seen(kind: str) -> None:
     function, change = made(kind)
@@ -70,32 +58,51 @@ def test_a_change_is_seen(kind: str) -> None:
     assert reads(function) != before
 
 
-def test_a_global(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = reads(by_global)
-    monkeypatch.setitem(globals(), "WIDTH", 4)
-    assert reads(by_global) != before
-
-
-def test_masks_of_the_kit() -> None:
-    assert reads(sliding_window(3)) == reads(sliding_window(3))
-    assert reads(sliding_window(3)) != reads(sliding_window(4))
+def test_a_document_has_ids_of_its_own() -> None:
     ids = torch.arange(6) // 2
     mask = document(ids)
-    before = reads(mask)
-    # It has a copy of its own: nothing that is done to the ids changes it.
     ids.zero_()
-    assert reads(mask) == before
     q, k = torch.tensor([0, 1, 4]), torch.tensor([1, 2, 5])
     assert mask(0, 0, q, k).tolist() == [True, False, True]
+    with pytest.raises(ValueError, match="ids of 6 tokens"):
+        mask.verdict(Ranges(0, 9, 0, 9))
+
+
+def test_a_key_keeps_nothing() -> None:
+    table = torch.ones(1000)
+    gone = weakref.ref(table)
+    key = reads(lambda b, h, q, k, t=table: t[q])
+    del table
+    gc.collect()
+    assert gone() is None
+    assert hash(key)
 
 
 def test_the_same_code_for_other_numbers() -> None:
     assert codes(sliding_window(3)) == codes(sliding_window(4))
     assert codes(sliding_window(3)) != codes(document(torch.arange(3)))
     assert codes(None) == ()
+    assert codes(torch.nn.Identity()) == (torch.nn.Identity,)
 
 
-def test_what_refers_to_itself_ends() -> None:
-    state: dict[str, object] = {}
-    state["self"] = state
-    assert reads(lambda b, h, q, k: state)
+@pytest.mark.parametrize("kind", ["itself", "long", "deep", "no hash"])
+def test_whatever_is_closed_over(kind: str) -> None:
+    """Nothing that a function may hold is too much, or too strange."""
+
+    class NoHash(int):
+        __hash__ = None  # type: ignore[assignment]
+
+    deep: list[object] = []
+    for _ in range(5000):
+        deep = [deep]
+    itself: dict[str, object] = {}
+    itself["self"] = itself
+    held = {"itself": itself, "long": list(range(10**6)), "deep": deep, "no hash": NoHash(3)}[kind]
+
+    def mask(b, h, q, k):  # type: ignore[no-untyped-def]
+        return held
+
+    key = reads(mask)
+    assert key == reads(mask)
+    assert hash(key) == hash(reads(mask))
+    assert len(key) <= 256  # type: ignore[arg-type]

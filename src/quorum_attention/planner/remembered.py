@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from functools import wraps
@@ -24,21 +25,26 @@ def remembered(most: int) -> Callable[[Callable[_Params, _Answer]], Callable[_Pa
         at = list(inspect.signature(function).parameters).index("kernel")
         answers: WeakKeyDictionary[Any, OrderedDict[Hashable, _Answer]] = WeakKeyDictionary()
 
+        lock = threading.Lock()
+
         @wraps(function)
         def ask(*args: _Params.args, **named: _Params.kwargs) -> _Answer:
             kernel: Any = args[at]
             key = (*args[:at], *args[at + 1 :], *sorted(named.items()))
-            try:
-                known = answers.setdefault(kernel, OrderedDict())
-            except TypeError:
-                return function(*args, **named)
-            if key not in known:
-                answer = function(*args, **named)
+            with lock:
+                try:
+                    known = answers.setdefault(kernel, OrderedDict())
+                except TypeError:
+                    known = OrderedDict()
+                if key in known:
+                    known.move_to_end(key)
+                    return known[key]
+            answer = function(*args, **named)
+            with lock:
                 known[key] = answer
-                while len(known) > most:
+                if len(known) > most:
                     known.popitem(last=False)
-                return answer
-            return known[key]
+            return answer
 
         return ask
 

@@ -204,7 +204,8 @@ def undivided(
     shape = _decomposition(work.n_tokens, (), "aligned", 128)
     # Pinned: what fails is planned anew (api.py).
     schedule = with_limits(Schedule(shape, sizes[0], 1, "device", 1, 1, True), work)
-    found = price(work, schedule, kernel, place, machine, backward=backward)
+    paced = _paced(machine, kernel, work)
+    found = price(work, schedule, kernel, place, paced, backward=backward)
     small = found.footprint.total <= _SMALL_BYTES and found.cost.seconds < _WORTH_COMPARING
     return found if found.direct and small else None
 

@@ -63,19 +63,17 @@ class Shared:
     """What kernels share: a mask made anew for every batch is the same code, and compiled once.
 
     Attributes:
-        lists: block lists by what the mask reads; in host memory.
         calls: compiled calls by kind and code.
         trust: which of those a backward without a forward is right for.
     """
 
     def __init__(self) -> None:
-        self.lists: Kept[BlockLists | None] = Kept(_KEPT_BYTES, _host_bytes)
         self.calls: Kept[Callable[..., Any]] = Kept(_KEPT_CALLS, lambda call: 1)
         self.trust = Trust()
 
 
 def _host_bytes(lists: BlockLists | None) -> int:
-    # What a key takes, too.
+    # And about what a key takes.
     return 4096 + (0 if lists is None else lists.nbytes)
 
 
@@ -108,6 +106,8 @@ class FlexKernel:
         self.score_mod, self.mask_mod = in_memory.score_mod, in_memory.mask_mod
         self._in_memory = in_memory
         self._pruned = self._run = 0
+        self._lists: Kept[BlockLists | None] = Kept(_KEPT_BYTES, _host_bytes)
+        self._apart: Kept[tuple[bool, bool]] = Kept(64, lambda answer: 1)
         self._shared = _SHARED
         # Should a closure get other functions, torch sees that by itself.
         self._codes = codes(self.score_mod), codes(self.mask_mod)
@@ -328,27 +328,28 @@ class FlexKernel:
             max((r.query_stop for r in rectangles), default=0),
             max((r.key_stop for r in rectangles), default=0),
         )
+        seen = reads(self.mask_mod)
         key: tuple[Hashable, ...] = (
-            task.task, rectangles, is_causal, sizes, task.query.is_cuda, reads(self.mask_mod),
+            task.task, rectangles, is_causal, sizes, task.query.is_cuda, seen,
         )  # fmt: skip
-        at, apart = None, (False, False)
-        if self._tries and self.mask_mod is not None and all(sizes):
-            at = task_indices(task, *sizes)
-            apart = told_apart(self.mask_mod, at)
+        mask, apart = self.mask_mod, (False, False)
+        if self._tries and mask is not None:
+            device = task.query.device
+            apart = self._apart.get((device, seen), lambda: told_apart(mask, device))
             # Other heads, or other batch entries, are the same to most masks.
-            key += (apart, task.entries if apart[0] else ())
+            key += (task.entries if apart[0] else (),)
             key += ((task.first_head, task.query.shape[1]) if apart[1] else (),)
 
         def make() -> BlockLists | None:
             pairs = geometry(task.task, rectangles, is_causal, *sizes)
-            known = self.mask_mod if isinstance(self.mask_mod, BlockMask) else None
-            full, mixed = listed_nodes(pairs, known)
+            full, mixed = listed_nodes(pairs, mask if isinstance(mask, BlockMask) else None)
             lanes = (1, 1)
-            if at is not None and self.mask_mod is not None:
-                full, mixed, lanes = tried_nodes(self.mask_mod, pairs, full, mixed, at, apart)
+            if self._tries and mask is not None:
+                at = task_indices(task, *sizes)
+                full, mixed, lanes = tried_nodes(mask, pairs, full, mixed, at, apart)
             return block_lists(pairs, full, mixed, lanes, pinned=task.query.is_cuda)
 
-        return self._shared.lists.get(key, make)
+        return self._lists.get(key, make)
 
 
 def _copied_bytes(call: CallShape, extent: Extent) -> int:

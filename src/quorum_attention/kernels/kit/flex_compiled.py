@@ -23,7 +23,7 @@ def compiled_flex(*, in_blocks: bool) -> Callable[..., Any]:
 
     torch.compile keeps what it compiled with a function's code, up to a limit that everything
     compiled from one code shares; beyond it FlexAttention would quietly make every score. So each
-    gets a code of its own, and raises beyond the limit.
+    gets a code of its own, which raises beyond the limit, and then another.
     """
     from torch.fx.experimental import _config
     from torch.nn.attention.flex_attention import flex_attention
@@ -46,14 +46,39 @@ def compiled_flex(*, in_blocks: bool) -> Callable[..., Any]:
             kernel_options=options,
         )  # fmt: skip
 
-    code = flex.__code__.replace(co_name=f"flex_{next(_NUMBERS)}")
-    own = types.FunctionType(code, flex.__globals__, code.co_name, None, flex.__closure__)
-    compiled: Callable[..., Any] = torch.compile(own, fullgraph=True, dynamic=True)
+    def anew() -> Callable[..., Any]:
+        code = flex.__code__.replace(co_name=f"flex_{next(_NUMBERS)}")
+        own = types.FunctionType(code, flex.__globals__, code.co_name, None, flex.__closure__)
+        compiled: Callable[..., Any] = torch.compile(own, fullgraph=True, dynamic=True)
+        return compiled
+
+    current = anew()
+    too_many = _beyond_the_limit()
 
     def call(*args: Any, **named: Any) -> Any:
+        nonlocal current
         # Sizes that happen to be equal, to each other or to the number of heads, are not taken to
         # be so for ever: every task would be compiled again.
         with fx_config.patch(use_duck_shape=False):
-            return compiled(*args, **named)
+            try:
+                return current(*args, **named)
+            except too_many:
+                # Modifications of one code may hold what torch tells apart (words, lists of other
+                # lengths): that begins anew.
+                current = anew()
+                return current(*args, **named)
 
     return call
+
+
+def _beyond_the_limit() -> type[Exception]:
+    """What torch raises where one code would be compiled too often; an error of ours, which nobody
+    raises, where this torch has no such thing."""
+    from torch._dynamo import exc
+
+    found: type[Exception] = getattr(exc, "FailOnRecompileLimitHit", UnknownToTorchError)
+    return found
+
+
+class UnknownToTorchError(Exception):
+    """Stands for an error that this torch does not have."""

@@ -136,14 +136,13 @@ def document(ids: torch.Tensor) -> BlockMask:
             device that the mask is used on.
 
     Raises:
-        ValueError: not one dimension of ascending integers.
+        ValueError: not one dimension of ascending integers; later, a token without an id.
     """
     if ids.ndim != 1 or ids.is_floating_point() or bool((ids[1:] < ids[:-1]).any()):
         raise ValueError("ids must be one dimension of ascending integers")
     # Of its own: what is found out about the mask stays true whatever is done to the ids.
     own = ids.detach().clone()
     host = own.cpu().numpy()
-    host.setflags(write=False)
 
     # Where the ids are is settled here, and not in what is traced: that only reads a tensor.
     @lru_cache(maxsize=16)
@@ -151,6 +150,9 @@ def document(ids: torch.Tensor) -> BlockMask:
         return _same(own.to(device))
 
     def verdict(r: Ranges) -> Verdict:
+        last = max(r.last_query, r.last_key)
+        if last >= len(host):
+            raise ValueError(f"document has ids of {len(host)} tokens, not of token {last}")
         q0, q1, k0, k1 = host[[r.first_query, r.last_query, r.first_key, r.last_key]].tolist()
         if q0 > k1 or k0 > q1:
             return "empty"

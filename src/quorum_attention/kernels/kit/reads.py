@@ -1,137 +1,113 @@
-"""What a user's function depends on.
+"""What a user's mask depends on, as far as it is plain to see.
 
-What has been found out about a mask (which blocks it empties) is kept, and must not be used any
-longer when the mask means something else: a number in its closure, a tensor edited in place.
+What has been found out about a mask (which blocks it empties) is kept by its kernel. By contract a
+mask means the same as long as its kernel lives, as a block mask of FlexAttention does. But numbers
+and tensors that a function closes over do change in practice (a length, ids edited in place), so
+those are looked at with every call.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 import types
+import weakref
 from collections.abc import Hashable, Iterator
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from quorum_attention.kernels.kit.masks import BlockMask
+
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-_UNCHANGEABLE = (types.ModuleType, type, types.BuiltinFunctionType)
-# Things that a walk goes through at most.
-_MOST = 4000
+# Things that are looked at, functions within functions, at most.
+_MOST = 256
+_DEEPEST = 8
 
 
 class Same:
-    """A thing that is equal to itself alone, for a tensor as long as nobody writes to it.
+    """A tensor as long as nobody writes to it: equal to itself at the same version alone.
 
-    It holds the thing, so that no other can take its address.
+    It does not keep the tensor.
     """
 
-    __slots__ = ("value", "version")
+    __slots__ = ("address", "reference", "state")
 
-    def __init__(self, value: object) -> None:
-        self.value = value
-        self.version = None
-        if isinstance(value, torch.Tensor) and not value.is_inference():
-            self.version = value._version
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.address = id(tensor)
+        self.reference = weakref.ref(tensor)
+        version = None if tensor.is_inference() else tensor._version
+        strided = tensor.layout == torch.strided and not tensor.is_nested
+        self.state = version, tensor.data_ptr() if strided else 0
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Same):
             return NotImplemented
-        return self.value is other.value and self.version == other.version
+        mine = self.reference()
+        return mine is not None and mine is other.reference() and self.state == other.state
 
     def __hash__(self) -> int:
-        return hash((id(self.value), self.version))
+        return hash((self.address, self.state))
 
 
 def reads(value: Any) -> Hashable:
-    """A key that is another one when what ``value`` reads has changed.
+    """A key that is another one when a number or a tensor that a function closes over has changed.
 
-    Followed are closures, default arguments, globals that a function names, methods' objects,
-    containers and attributes, up to some thousand things. Anything else counts as unchangeable,
-    and so do libraries.
+    Looked at are closures and default arguments, of functions in them as well, and dictionaries,
+    lists and tuples in those. Globals, attributes of objects and whatever else is not.
     """
-    return _Walk().key(value)
+    return tuple(_looked_at(value))
 
 
-def codes(value: Any) -> tuple[types.CodeType, ...]:
-    """The code of a function and of all that it calls, as far as ``reads`` follows."""
-    walk = _Walk()
-    walk.key(value)
-    return tuple(walk.codes)
+def codes(value: Any) -> tuple[Hashable, ...]:
+    """The code of a function and of those that it closes over; of anything else its type."""
+    if value is None:
+        return ()
+    found: list[Hashable] = [f.__code__ for f in _functions(value)]
+    return tuple(found or [type(value)])
 
 
-class _Walk:
-    """One walk from a function through what it reads."""
-
-    def __init__(self) -> None:
-        self.seen: dict[int, int] = {}
-        self.codes: list[types.CodeType] = []
-
-    def key(self, value: Any) -> Hashable:
-        if isinstance(value, _PLAIN):
-            return type(value), value
-        if isinstance(value, (torch.Tensor, *_UNCHANGEABLE)) or _of_a_library(value):
-            return Same(value)
-        if isinstance(value, np.ndarray):
-            if value.flags.writeable:
-                return value.shape, value.dtype.str, value.tobytes()
-            return Same(value)
-        if id(value) in self.seen:
-            return "seen", self.seen[id(value)]
-        if len(self.seen) >= _MOST:
-            return Same(value)
-        self.seen[id(value)] = len(self.seen)
-        if isinstance(value, types.FunctionType):
-            self.codes.append(value.__code__)
-            parts = [value.__defaults__, value.__kwdefaults__, *_captured(value)]
-            return value.__code__, tuple(map(self.key, parts))
-        if isinstance(value, dict):
-            return dict, tuple((self.key(k), self.key(v)) for k, v in value.items())
-        if isinstance(value, (list, tuple)):
-            return type(value), tuple(map(self.key, value))
-        if isinstance(value, (set, frozenset)):
-            return type(value), frozenset(map(self.key, value))
-        return type(value), tuple(map(self.key, _parts(value))) or Same(value)
+def _looked_at(value: Any) -> Iterator[Hashable]:
+    waiting = [(value, 0)]
+    for _ in range(_MOST):
+        if not waiting:
+            return
+        thing, depth = waiting.pop()
+        kind = type(thing)
+        if kind in _PLAIN or isinstance(thing, np.generic):
+            yield kind, thing if kind in _PLAIN else thing.item()
+        elif isinstance(thing, torch.Tensor):
+            yield Same(thing)
+        elif depth < _DEEPEST and isinstance(thing, types.FunctionType):
+            yield thing.__code__
+            waiting += [(part, depth + 1) for part in _closed_over(thing)]
+        elif depth < _DEEPEST and kind in (dict, list, tuple) and len(thing) <= _MOST:
+            yield kind, len(thing)
+            parts = [part for pair in thing.items() for part in pair] if kind is dict else thing
+            waiting += [(part, depth + 1) for part in parts]
+        else:
+            yield kind, id(thing)
 
 
-def _of_a_library(value: Any) -> bool:
-    module = getattr(value, "__module__", None)
-    return isinstance(module, str) and module.split(".")[0] in ("torch", "numpy", "math")
+def _functions(value: Any) -> Iterator[types.FunctionType]:
+    waiting = [value]
+    for _ in range(_MOST):
+        if not waiting:
+            return
+        thing = waiting.pop()
+        if isinstance(thing, types.FunctionType):
+            yield thing
+            waiting += _closed_over(thing)
+        elif isinstance(thing, BlockMask):
+            waiting.append(thing.keeps)
+        elif isinstance(thing, (list, tuple)):
+            waiting += thing
 
 
-def _parts(value: Any) -> list[Any]:
-    if isinstance(value, types.MethodType):
-        return [value.__func__, value.__self__]
-    if isinstance(value, functools.partial):
-        return [value.func, value.args, value.keywords]
-    if is_dataclass(value):
-        return [getattr(value, field.name) for field in fields(value)]
-    # An object that can be called: its attributes, and what calling it does.
-    call = inspect.getattr_static(type(value), "__call__", None)
-    return [*([call] if isinstance(call, types.FunctionType) else []), *_attributes(value)]
-
-
-def _attributes(value: Any) -> list[Any]:
-    return [part for pair in sorted(getattr(value, "__dict__", {}).items()) for part in pair]
-
-
-def _captured(function: types.FunctionType) -> Iterator[Any]:
+def _closed_over(function: types.FunctionType) -> list[Any]:
+    found = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     for cell in function.__closure__ or ():
         try:
-            yield cell.cell_contents
-        except ValueError:  # not assigned yet
-            yield None
-    for name in _names(function.__code__):
-        if name in function.__globals__:
-            found = function.__globals__[name]
-            if found is not function:
-                yield found
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+            found.append(cell.cell_contents)
+        except ValueError:
+            continue  # not assigned yet
+    return found

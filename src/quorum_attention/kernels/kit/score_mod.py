@@ -7,7 +7,7 @@ rectangle in memory, on any device. What the mask empties is never run by either
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from quorum_attention.decomposition import Rectangle, Task
 from quorum_attention.kernels.kit.block_masks import BLOCK, geometry, listed_nodes
 from quorum_attention.kernels.kit.flex import FlexKernel
 from quorum_attention.kernels.kit.function import FunctionKernel, LseFunction, quadratic_workspace
+from quorum_attention.kernels.kit.kept import Kept
 from quorum_attention.kernels.kit.masks import BlockMask, MaskMod, Ranges, Verdict
 from quorum_attention.kernels.kit.materialised import ScoreMod, materialised
 from quorum_attention.kernels.kit.reads import reads
@@ -27,6 +28,9 @@ from quorum_attention.kernels.kit.trials import (
     tried_nodes,
 )
 from quorum_attention.kernels.protocol import CallShape, Extent, TaskTensors
+
+# Rectangles whose parts are remembered.
+_KEPT = 4096
 
 
 class ScoreModKernel(FunctionKernel):
@@ -42,7 +46,7 @@ class ScoreModKernel(FunctionKernel):
     def __init__(self, score_mod: ScoreMod | None, mask_mod: MaskMod | None, name: str) -> None:
         self.score_mod, self.mask_mod = score_mod, mask_mod
         self.pruned = self.run = 0
-        self._kept: dict[object, tuple[Rectangle, ...]] = {}
+        self._kept: Kept[tuple[Rectangle, ...]] = Kept(_KEPT, lambda found: 1)
         super().__init__(_attention(self), name=name, grouped=True, workspace=self._bytes)
 
     def refusal(self, call: CallShape) -> str | None:
@@ -60,29 +64,24 @@ class ScoreModKernel(FunctionKernel):
 
     def rectangles(self, task: TaskTensors) -> Iterator[Rectangle]:
         """The task's rectangles, less what the mask empties."""
+        seen = reads(self.mask_mod)
         for r in task.rectangles:
             if r.n_queries == 0 or r.n_keys == 0:
                 continue
-            kept = self._live(task, r)
+            kept = self._live(task, r, seen)
             self.run += len(kept)
             self.pruned += not kept
             yield from kept
 
-    def _live(self, task: TaskTensors, r: Rectangle) -> tuple[Rectangle, ...]:
-        if self.mask_mod is None:
+    def _live(self, task: TaskTensors, r: Rectangle, seen: Hashable) -> tuple[Rectangle, ...]:
+        mask = self.mask_mod
+        if mask is None:
             return (r,)
-        key: tuple[object, ...] = (task.task, r, reads(self.mask_mod))
-        if not isinstance(self.mask_mod, BlockMask):
-            key = (*key, task.entries, task.first_head, task.query.shape[1])
-        if key not in self._kept:
-            if len(self._kept) > 4096:
-                self._kept.clear()
-            if isinstance(self.mask_mod, BlockMask):
-                found = _prune(self.mask_mod, task.task, r)
-            else:
-                found = _tried(self.mask_mod, task, r)
-            self._kept[key] = tuple(found)
-        return self._kept[key]
+        key: tuple[Hashable, ...] = (task.task, r, seen)
+        if isinstance(mask, BlockMask):
+            return self._kept.get(key, lambda: tuple(_prune(mask, task.task, r)))
+        key += (task.entries, task.first_head, task.query.shape[1])
+        return self._kept.get(key, lambda: tuple(_tried(mask, task, r)))
 
     def _bytes(self, call: CallShape, extent: Extent) -> int:
         # Scores, and what the modifications make of them.
@@ -105,8 +104,9 @@ def from_score_mod(
         mask_mod: ``mask_mod(batch, head, query, key)`` -> which pairs are kept, positions global.
             One of ``quorum_attention.kernels.kit.masks`` (``sliding_window``, ``document``,
             ``prefix_lm``, ``causal``, combined with ``&`` and ``|``) also knows what it empties;
-            of any other, every pair of a task is tried once, and again when what it reads has
-            changed (numbers, tensors, containers and attributes in its closure; see ``reads.py``).
+            of any other, every pair of a task is tried once, and again where numbers or tensors
+            that it closes over have changed. Whatever else it reads has to stay as it is: make
+            another kernel, which costs nothing, where it does not.
         name: for messages and reports.
         compiled: FlexAttention with torch.compile, one call for a task; default on CUDA. Otherwise
             the same with every score of a rectangle in memory, on any device; float64 always so.
@@ -203,6 +203,6 @@ def _tried(mask_mod: MaskMod, task: TaskTensors, r: Rectangle) -> list[Rectangle
     """``r``, or nothing where no head of any batch entry keeps a pair of it."""
     sizes = (r.query_stop, r.key_stop)
     pairs, at = geometry(task.task, (r,), r.causal, *sizes), task_indices(task, *sizes)
-    apart = told_apart(mask_mod, at)
+    apart = told_apart(mask_mod, task.query.device)
     full, mixed, _ = tried_nodes(mask_mod, pairs, *listed_nodes(pairs, None), at, apart)
     return [r] if len(full) + len(mixed) else []

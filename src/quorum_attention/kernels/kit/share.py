@@ -5,7 +5,7 @@ from __future__ import annotations
 from quorum_attention.kernels.kit.masks import BlockMask, Ranges
 
 # A cell that is neither empty nor full counts half, and is cut no finer than this share of a side.
-_FINEST = 512
+_FINEST = 2048
 _BLOCK = 128
 
 

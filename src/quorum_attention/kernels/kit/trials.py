@@ -61,11 +61,11 @@ def task_indices(task: TaskTensors, n_queries: int, n_keys: int) -> Indices:
     )
 
 
-def told_apart(mask_mod: MaskMod, at: Indices) -> tuple[bool, bool]:
+def told_apart(mask_mod: MaskMod, device: torch.device) -> tuple[bool, bool]:
     """Whether the mask tells batch entries apart, and heads."""
     # Twice the first of each: of a dimension of one it could not be seen.
-    twice = [t[:1].expand(2) for t in (at.entries, at.heads)]
-    found = over_pairs(mask_mod)(*twice, at.queries[:1], at.keys[:1])
+    twice, once = (torch.zeros(n, dtype=torch.int64, device=device) for n in (2, 1))
+    found = over_pairs(mask_mod)(twice, twice, once, once)
     return found.stride(0) != 0, found.stride(1) != 0
 
 
