@@ -16,10 +16,10 @@ from quorum_attention.kernels.protocol import (
     MaskShape,
     Statistics,
     TaskTensors,
+    WholeCalls,
 )
 from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.registry import (
-    candidates,
     get_kernel,
     kernels,
     register_kernel,
@@ -42,8 +42,8 @@ __all__ = [
     "RectangleKernel",
     "Statistics",
     "TaskTensors",
+    "WholeCalls",
     "add_",
-    "candidates",
     "empty_",
     "get_kernel",
     "kernels",

@@ -59,17 +59,6 @@ def get_kernel(kernel: str | InnerKernel) -> InnerKernel:
     raise TypeError(f"kernel must be a name or an InnerKernel, not {type(kernel).__name__}")
 
 
-def candidates(
-    call: CallShape, device: torch.device | None = None
-) -> list[tuple[InnerKernel, str | None]]:
-    """Every kernel in order of preference, each with why it cannot run the call, or None.
-
-    The first with None is what "auto" means. Kernels that take the call are tried on ``device``
-    (once, see ``probe``) before they are believed.
-    """
-    return [(kernel, why_not(kernel, call, device)) for kernel in _in_order()]
-
-
 def why_not(kernel: InnerKernel, call: CallShape, device: torch.device | None = None) -> str | None:
     """Why a kernel cannot run the call, by its own word or by a test on ``device``; or None."""
     reason = kernel.refusal(call)
