@@ -245,6 +245,27 @@ def test_wide_heads_forward(widths: tuple[int, int], device: str) -> None:
     assert relative(out, expected) < 3e-3
 
 
+@pytest.mark.parametrize("heads_per_group", [2, 1])
+def test_slopes_of_a_monolithic_call(heads_per_group: int, device: str, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """With all heads on the inputs as they lie; a head group goes through a task, which says whose
+    slopes it needs."""
+    slopes, whole = torch.tensor([0.3, 0.02]), []
+    kernel = qa.NativeKernel(alibi_slopes=slopes)
+    original = kernel.whole_forward
+    monkeypatch.setattr(kernel, "whole_forward", lambda *a: whole.append(1) or original(*a))
+    g = fresh_generator()
+    q, k, v = (torch.randn(1, 2, 60, 16, generator=g) for _ in range(3))
+    plan = qa.plan(
+        60, heads=2, head_dim=16, dtype=torch.float32, levels=(), kernel=kernel, device=device,
+        inputs="device", is_causal=True, heads_per_group=heads_per_group,
+    )  # fmt: skip
+    near = [t.to(device) for t in (q, k, v)]
+    out = qa.attention(*near, kernel=kernel, plan=plan, devices=device, is_causal=True)
+    expected, _ = reference(q.double(), k.double(), v.double(), slopes=slopes, is_causal=True)
+    assert relative(out, expected) < 3e-6
+    assert len(whole) == (heads_per_group == 2)
+
+
 def test_uncut_gradients_in_fp32_are_not_rounded_to_16_bits(device: str) -> None:
     g = fresh_generator()
     q, k, v, grad = (torch.randn(1, 1, 120, 16, generator=g).half().to(device) for _ in range(4))

@@ -25,20 +25,14 @@ def runs_directly(call: Call, schedule: Schedule) -> bool:
 def runs_whole(work: Workload, schedule: Schedule, kernel: InnerKernel) -> bool:
     """Whether ``kernel`` can take all of a head group in one call of its operator."""
     masked = work.mask is not None
+    # Several batch dimensions may have no flat view: entries are then run one by one (``pieces``).
+    every = schedule.group == GroupSize(work.batch, work.kv_heads) and len(work.batch_shape) <= 1
     return (
         schedule.decomposition.depth == 0
         and isinstance(kernel, WholeCalls)
-        and kernel.takes_whole(work.heads, work.kv_heads, work.n_tokens, masked)
-        and (not getattr(kernel, "own_attention", False) or _knows_heads(work, schedule))
+        and kernel.takes_whole(work.heads, work.kv_heads, work.n_tokens, masked, every)
         and _is_everything(_rectangles(work, schedule), work)
     )
-
-
-def _knows_heads(work: Workload, schedule: Schedule) -> bool:
-    """Whether heads and batch entries of every call are those of the whole, in order: a monolithic
-    call does not say which it was given."""
-    every = GroupSize(work.batch, work.kv_heads)
-    return schedule.group == every and len(work.batch_shape) <= 1
 
 
 def _is_everything(rectangles: tuple[Rectangle, ...], work: Workload) -> bool:

@@ -175,12 +175,16 @@ class InnerKernel(Protocol):
 class WholeCalls(Protocol):
     """What a kernel may offer besides: monolithic calls, on the inputs as they lie."""
 
-    def takes_whole(self, query_heads: int, key_heads: int, tokens: int, masked: bool) -> bool:
+    def takes_whole(
+        self, query_heads: int, key_heads: int, tokens: int, masked: bool, every: bool
+    ) -> bool:
         """Whether it can be handed such a call.
 
         Args:
             tokens: the larger of queries and keys.
             masked: whether the call has a mask.
+            every: it is handed all heads and batch entries, in order; otherwise some of them, and
+                not told which.
         """
         ...
 

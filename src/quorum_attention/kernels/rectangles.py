@@ -149,13 +149,10 @@ class RectangleKernel(ABC):
         ``lse`` is finite everywhere. Returns the gradients of query, key and value.
         """
 
-    def takes_whole(self, query_heads: int, key_heads: int, tokens: int, masked: bool) -> bool:
-        """Whether a monolithic call can be handed to the operator as it is.
-
-        Args:
-            tokens: the larger of queries and keys.
-            masked: whether the call has a mask.
-        """
+    def takes_whole(
+        self, query_heads: int, key_heads: int, tokens: int, masked: bool, every: bool
+    ) -> bool:
+        """Whether a monolithic call can be handed to the operator as it is (``WholeCalls``)."""
         heads_fit = self.grouped or query_heads == key_heads
         unlimited = not masked or self.masked_limit is None
         return heads_fit and (unlimited or tokens <= (self.masked_limit or 0))

@@ -96,8 +96,6 @@ class FlexKernel:
     whole_tasks = True
     """A task is one launch: nothing to gain from several at a time."""
 
-    compiled = True
-
     rates = (0.84, 0.69)
     """Of a forward and a backward, as shares of the best kernel's (H200, causal, D = 64)."""
 
@@ -224,9 +222,11 @@ class FlexKernel:
             for target, part in zip(targets, found, strict=True):
                 add_(target, part)
 
-    def takes_whole(self, query_heads: int, key_heads: int, tokens: int, masked: bool) -> bool:
-        """Yes: a monolithic call is its task of everything."""
-        return not masked
+    def takes_whole(
+        self, query_heads: int, key_heads: int, tokens: int, masked: bool, every: bool
+    ) -> bool:
+        """A monolithic call of everything is a task; modifications are told heads and entries."""
+        return every and not masked
 
     def whole_forward(
         self,

@@ -41,8 +41,6 @@ class ScoreModKernel(FunctionKernel):
         run: those that were run, or their parts.
     """
 
-    compiled = False
-
     def __init__(self, score_mod: ScoreMod | None, mask_mod: MaskMod | None, name: str) -> None:
         self.score_mod, self.mask_mod = score_mod, mask_mod
         self.pruned = self.run = 0

@@ -108,10 +108,12 @@ class NativeKernel(RectangleKernel):
         """No: it keeps fp16 in range by itself."""
         return False
 
-    def takes_whole(self, query_heads: int, key_heads: int, tokens: int, masked: bool) -> bool:
+    def takes_whole(
+        self, query_heads: int, key_heads: int, tokens: int, masked: bool, every: bool
+    ) -> bool:
         """Whether a monolithic call can be run on the inputs as they lie."""
-        # A head group does not say whose slopes it needs.
-        return self.options.slopes is None
+        # Some heads do not say whose slopes they need.
+        return every or self.options.slopes is None
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``forward`` allocates at any one time."""
