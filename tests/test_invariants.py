@@ -415,7 +415,9 @@ class TestNoNonFiniteNumberOfOurOwn:
     """6: NaN and infinity only where the float64 reference has them."""
 
     @staticmethod
-    def check(made, tolerance: float, depth: int, kernel: str, **call) -> None:  # type: ignore[no-untyped-def]
+    def check(
+        made, tolerance: float, depth: int, kernel: str, gradients: float = 4.0, **call
+    ) -> None:  # type: ignore[no-untyped-def]
         pin = {
             "attn_mask": call.get("mask"), "is_causal": call.get("is_causal", False),
             "depth": depth, "kernel": kernel,
@@ -429,7 +431,7 @@ class TestNoNonFiniteNumberOfOurOwn:
         assert torch.equal(lse == -torch.inf, reference.lse == -torch.inf)
         assert_close(out, reference.out, tolerance)
         for actual, expected in zip(grads, reference.grads, strict=True):
-            assert_close(actual, expected, 4 * tolerance)
+            assert_close(actual, expected, gradients * tolerance)
 
     @pytest.mark.parametrize("spread", [100.0, 1000.0])
     @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -439,7 +441,9 @@ class TestNoNonFiniteNumberOfOurOwn:
         made = inputs(300, dtype=dtype, spread=spread)
         # Scores are rounded before they are exponentiated: an error that grows with their size.
         tolerance = (1e-6 if dtype == torch.float32 else 1e-13) * spread
-        self.check(made, tolerance, depth, kernel, is_causal=True)
+        # The more so in gradients: nearly every row has one key, and the few with two nearly alike
+        # make the largest element. Of 300 draws the worst was 4.5 times ``tolerance``.
+        self.check(made, tolerance, depth, kernel, gradients=20.0, is_causal=True)
 
     @pytest.mark.parametrize("depth", [0, 1, 2])
     @pytest.mark.parametrize("kernel", ["cpu", "dense"])
