@@ -8,7 +8,8 @@ from helpers_attention import assert_close, exact, inputs
 from helpers_plans import unpinned
 
 import quorum_attention as qa
-from quorum_attention.execution.padding import is_filled, tasks
+from quorum_attention.decomposition import Task
+from quorum_attention.execution.padding import filled, is_filled
 
 
 def plan(n: int, backward: bool = False, **others) -> qa.Plan:
@@ -16,9 +17,13 @@ def plan(n: int, backward: bool = False, **others) -> qa.Plan:
     return qa.plan(n, sweep=False, device="cpu", backward=backward, **{**sizes, **others})
 
 
+def tasks(made: qa.Plan) -> list[Task]:
+    return filled(list(made.tasks()), made.decomposition, made.work)
+
+
 def test_all_tasks_have_the_same_shapes() -> None:
     made = plan(1110)  # seven chunks of 160, less 10 tokens
-    found = tasks(made.schedule, made.work)
+    found = tasks(made)
     assert {task.n_tokens for task in found} == {480}
     assert sum(is_filled(task, made.work) for task in found) == 3
     assert len({tuple(sorted((r.n_queries, r.n_keys) for r in t.rectangles(True)))
@@ -31,12 +36,12 @@ def test_all_tasks_have_the_same_shapes() -> None:
 )
 def test_only_where_it_changes_nothing(others) -> None:
     made = plan(1110, **others)
-    assert not any(is_filled(task, made.work) for task in tasks(made.schedule, made.work))
+    assert not any(is_filled(task, made.work) for task in tasks(made))
 
 
 def test_a_short_sequence_is_not_mostly_padding() -> None:
     made = plan(60)
-    assert not any(is_filled(task, made.work) for task in tasks(made.schedule, made.work))
+    assert not any(is_filled(task, made.work) for task in tasks(made))
 
 
 def test_chunks_that_are_wholly_empty_stay_empty() -> None:
@@ -45,10 +50,9 @@ def test_chunks_that_are_wholly_empty_stay_empty() -> None:
     shape = {"dtype": torch.float64, "levels": (13,), "tile": 40}
     made = plan(854, True, **shape)
     assert made.decomposition.chunk_tokens == 80
-    found = tasks(made.schedule, made.work)
-    filled = [task for task in found if is_filled(task, made.work)]
-    assert filled
-    assert all(task.spans[-1].stop == 880 for task in filled)
+    ragged = [task for task in tasks(made) if is_filled(task, made.work)]
+    assert ragged
+    assert all(task.spans[-1].stop == 880 for task in ragged)
     out, lse = qa.attention_with_lse(*given.three, is_causal=True, plan=plan(854, **shape))
     grads = qa.attention_backward(given.grad_out, *given.three, out, lse, is_causal=True, plan=made)
     reference = exact(given, is_causal=True, gradients=True)

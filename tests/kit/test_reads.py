@@ -8,8 +8,8 @@ import weakref
 import pytest
 import torch
 
+from quorum_attention.decomposition import Ranges
 from quorum_attention.kernels.kit import document, sliding_window
-from quorum_attention.kernels.kit.masks import Ranges
 from quorum_attention.kernels.kit.reads import codes, reads
 
 

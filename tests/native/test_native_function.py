@@ -308,10 +308,10 @@ def test_tensors_of_more_than_two_to_the_31_elements(
 
 
 @pytest.mark.parametrize("levels", [(), (7,), (3, 3)])
-@pytest.mark.parametrize("name", ["window", "all"])
+@pytest.mark.parametrize("name", ["window", "narrow", "all"])
 def test_options_in_a_decomposed_call(name: str, levels, device: str) -> None:
-    """Global positions, not those of a task."""
-    options = {"window": (50, 20)}
+    """Global positions, not those of a task; and tasks without what a narrow window leaves out."""
+    options = {"window": (9, 2) if name == "narrow" else (50, 20)}
     if name == "all":
         options |= {"softcap": 1.5, "alibi_slopes": torch.tensor([0.3, 0.05])}
     kernel = qa.NativeKernel(**options)
@@ -322,9 +322,14 @@ def test_options_in_a_decomposed_call(name: str, levels, device: str) -> None:
                 kernel=kernel, backward=backward, device=device, heads_per_group=1)
         for backward in (False, True)
     ]  # fmt: skip
+    report = qa.Report()
     out, lse = qa.attention_with_lse(
-        q.detach(), k.detach(), v.detach(), kernel=kernel, plan=plans[0], devices=device
-    )
+        q.detach(), k.detach(), v.detach(), kernel=kernel, plan=plans[0], devices=device,
+        report=report,
+    )  # fmt: skip
+    assert report.forward is not None
+    if name == "narrow" and levels:
+        assert report.forward.left_out > 0.2
     grad = torch.randn(out.shape, generator=g)
     grads = qa.attention_backward(
         grad, q.detach(), k.detach(), v.detach(), out, lse, kernel=kernel, plan=plans[1],

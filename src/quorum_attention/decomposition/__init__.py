@@ -2,7 +2,19 @@
 
 from quorum_attention.decomposition.census import Census, census
 from quorum_attention.decomposition.decomposition import Decomposition, Layout
+from quorum_attention.decomposition.pairs import Pairs, Ranges, Verdict
 from quorum_attention.decomposition.rectangles import Rectangle
 from quorum_attention.decomposition.tasks import Span, Task
 
-__all__ = ["Census", "Decomposition", "Layout", "Rectangle", "Span", "Task", "census"]
+__all__ = [
+    "Census",
+    "Decomposition",
+    "Layout",
+    "Pairs",
+    "Ranges",
+    "Rectangle",
+    "Span",
+    "Task",
+    "Verdict",
+    "census",
+]

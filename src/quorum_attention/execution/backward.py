@@ -198,9 +198,7 @@ def _through_slots(
     scalings: list[BackwardScaling] = []
 
     def make_pass(schedule: Schedule, tools: Tools) -> Pass:
-        layout = backward_layout(
-            work, schedule.group, schedule.decomposition.max_task_tokens, dtype, scaled=scaled
-        )
+        layout = backward_layout(work, schedule.group, schedule.task_tokens, dtype, scaled=scaled)
         scaling = BackwardScaling(work.n_keys, call.device) if scaled else None
         if scaling is not None:
             scalings.append(scaling)
@@ -246,6 +244,6 @@ def _through_slots(
 
     host = [call.query, call.key, call.value, grad_out, out, lse, *grads]
     host.extend(home.tensor for home in homes if isinstance(home, GroupBuffer))
-    run(make_pass, schedule, work, call.device, host, report, progress, "backward")
+    run(make_pass, schedule, call, host, report, progress, "backward")
     report.repeated_units = sum(scaling.repeated for scaling in scalings)
     return grads

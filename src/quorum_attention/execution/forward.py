@@ -158,9 +158,7 @@ def _through_slots(
     lse_rows = RowTensor(lse.unsqueeze(-1), "query")
 
     def make_pass(schedule: Schedule, tools: Tools) -> Pass:
-        layout = forward_layout(
-            work, schedule.group, schedule.decomposition.max_task_tokens, out_dtype
-        )
+        layout = forward_layout(work, schedule.group, schedule.task_tokens, out_dtype)
 
         def compute(unit: Unit) -> None:
             call.kernel.forward(
@@ -183,7 +181,7 @@ def _through_slots(
     host = [call.query, call.key, call.value, out, lse]
     if isinstance(home, GroupBuffer):
         host.append(home.tensor)
-    run(make_pass, schedule, work, call.device, host, report, progress, "forward")
+    run(make_pass, schedule, call, host, report, progress, "forward")
     return out, lse
 
 

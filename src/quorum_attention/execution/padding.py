@@ -8,21 +8,20 @@ those, all zeros, add nothing to any gradient and are stored nowhere.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from quorum_attention.decomposition import Decomposition, Task
-from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.workload import Workload
 
 # More than this share of rows that count for nothing is not worth it.
 _MOST_PADDING = 1 / 32
 
 
-def tasks(schedule: Schedule, work: Workload) -> list[Task]:
-    """The tasks of a schedule, in order, the last chunk filled up where that changes nothing."""
-    end = _filled_end(schedule.decomposition, work)
-    found = schedule.decomposition.tasks()
-    return list(found) if end is None else [_filled(task, work.n_tokens, end) for task in found]
+def filled(tasks: Sequence[Task], shape: Decomposition, work: Workload) -> list[Task]:
+    """``tasks`` of a decomposition, the last chunk filled up where that changes nothing."""
+    end = _filled_end(shape, work)
+    return list(tasks) if end is None else [_filled(task, work.n_tokens, end) for task in tasks]
 
 
 def is_filled(task: Task, work: Workload) -> bool:

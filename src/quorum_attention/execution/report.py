@@ -25,6 +25,8 @@ class PassReport:
         units: (head group, task) units computed.
         seconds: host wall-clock time of the pass (on CUDA up to the end of its work where the
             results are in host memory; else the time to enqueue it).
+        left_out: share of the tasks' tokens that were left out, because no query or key there is
+            their partner (docs/architecture.md, "Trimmed tasks").
         loaded_bytes, stored_bytes: moved into and out of slots.
         planned_peak_bytes: what the plan said the pass would take at most.
         budget_bytes: what it was planned for; None where no budget was given.
@@ -48,6 +50,7 @@ class PassReport:
     accumulator: str
     streams: int = 1
     units: int = 0
+    left_out: float = 0.0
     seconds: float = 0.0
     loaded_bytes: int = 0
     stored_bytes: int = 0
@@ -83,6 +86,11 @@ class PassReport:
             f"{self.heads_per_group}; {self.units} unit(s); n_cap {self.n_cap}; "
             f"accumulators: {self.accumulator}",
             f"{self.seconds:.3f} s; {peak}; moved {moved}",
+            *(
+                [f"{self.left_out:.0%} of the tasks' tokens left out: they have no partner there"]
+                if self.left_out
+                else []
+            ),
             *self._stage_lines(),
             *(f"recovered: {line}" for line in self.recoveries),
             *([f"recoveries cost {self.recovery_seconds:.3g} s"] if self.recoveries else []),

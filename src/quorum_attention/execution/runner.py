@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quorum_attention.decomposition import Decomposition, Task
+from quorum_attention.decomposition import Decomposition, Pairs, Task
+from quorum_attention.decomposition.trimming import restricted, tokens_of, trimmed
 from quorum_attention.errors import OutOfMemoryError
+from quorum_attention.execution.call import Call
 from quorum_attention.execution.clock import Clock, NoClock
 from quorum_attention.execution.engine import Engine, Pass, Unit
 from quorum_attention.execution.guardrail import Coarsen, Deepen, Event, GiveUp, Guardrail
@@ -25,30 +27,36 @@ from quorum_attention.execution.memory import (
     give_back_cached,
     is_out_of_memory,
 )
-from quorum_attention.execution.padding import tasks
+from quorum_attention.execution.padding import filled
 from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.schedule import DEEPEN_BY, Schedule
 from quorum_attention.execution.tools import Progress, Tools, make_tools
 from quorum_attention.execution.transfers import CudaMover, HostMover, Mover
+from quorum_attention.execution.trimming import pairs_of, trimmed_tasks
 from quorum_attention.execution.visits import Visit, touched_rows, visits
-from quorum_attention.execution.workload import Group, Workload, groups
+from quorum_attention.execution.workload import Group, groups
 
 MakePass = Callable[[Schedule, Tools], Pass]
 
 
 @dataclass(slots=True)
 class _Queue:
-    """What is left: the groups, and within the first of them the tasks."""
+    """What is left: the groups, and within the first of them the tasks; the groups after it run the
+    tasks ``every``."""
 
     groups: list[Group]
     tasks: list[Task]
+    every: list[Task]
     completed: list[Task]
     last_done: float = 0.0
 
-    def turns(
-        self, every: list[Task], carry: bool, stop: Callable[[], bool]
-    ) -> Iterator[tuple[Group, Visit]]:
-        """Every remaining unit in order; later groups run the tasks ``every``.
+    @property
+    def units(self) -> int:
+        """Tasks of all groups together."""
+        return len(self.tasks) + max(0, len(self.groups) - 1) * len(self.every)
+
+    def turns(self, carry: bool, stop: Callable[[], bool]) -> Iterator[tuple[Group, Visit]]:
+        """Every remaining unit in order.
 
         Ends early before a group where ``stop`` says so.
         """
@@ -56,7 +64,7 @@ class _Queue:
         for visit in visits(list(self.tasks), touched=rows, carry=carry):
             yield self.groups[0], visit
         if len(self.groups) > 1:
-            planned = list(visits(every, carry=carry))
+            planned = list(visits(self.every, carry=carry))
             for group in self.groups[1:]:
                 if stop():
                     return
@@ -67,8 +75,7 @@ class _Queue:
 def run(
     make_pass: MakePass,
     schedule: Schedule,
-    work: Workload,
-    device: torch.device,
+    call: Call,
     host_tensors: list[torch.Tensor],
     report: PassReport,
     progress: Progress | None = None,
@@ -81,20 +88,30 @@ def run(
         host_tensors: tensors copied from or to; pageable ones are page-locked meanwhile.
 
     Raises:
+        ValueError: the schedule was made for a kernel that needs fewer tokens.
         OutOfMemoryError: nothing finer is left, or the schedule is pinned; completed work is
             lost with the call, nothing stays allocated.
     """
-    every = schedule.decomposition
+    work, device = call.work, call.device
+    pairs = pairs_of(work, call.kernel)
+    shape = schedule.decomposition
     guard = Guardrail(
         n_cap=schedule.n_cap,
-        depth=every.depth,
-        floor_depth=every.depth,
-        max_depth=_deepest(every),
+        depth=shape.depth,
+        floor_depth=shape.depth,
+        max_depth=_deepest(shape),
         pinned=schedule.pinned,
         deepened_n_cap=1,
     )
-    queue = _Queue(list(groups(work, schedule.group)), tasks(schedule, work), [])
-    total = len(queue.groups) * len(queue.tasks)
+    planned = schedule.task_tokens
+    every, schedule = _tasks(schedule, call, pairs)
+    if schedule.task_tokens > planned:
+        raise ValueError(
+            f"plan was made for a kernel whose tasks hold at most {planned} tokens, those of this "
+            f"{call.kernel.name!r} hold {schedule.task_tokens}: plan with the kernel of the call"
+        )
+    queue = _Queue(list(groups(work, schedule.group)), list(every), every, [])
+    total = queue.units
     counted = 0
     tools = make_tools(device, schedule, timed=report.timed)
     locks = PageLocks(host_tensors if device.type == "cuda" else [])
@@ -131,16 +148,17 @@ def run(
                 report.recovery_seconds += time.perf_counter() - queue.last_done
             schedule = replace(schedule, n_cap=guard.n_cap)
             if isinstance(order, Deepen):
-                schedule = schedule.deeper(work)
-                queue.tasks = _children(queue.tasks, schedule.decomposition)
+                queue.every, schedule = _tasks(schedule.deeper(work), call, pairs)
+                queue.tasks = _children(queue.tasks, schedule.decomposition, pairs)
+                schedule = _sized(schedule, queue)
             elif isinstance(order, Coarsen):
-                schedule = schedule.coarser(work)
-                queue.tasks = tasks(schedule, work)
-            later = (len(queue.groups) - 1) * schedule.decomposition.n_tasks
+                queue.every, schedule = _tasks(schedule.coarser(work), call, pairs)
+                queue.tasks = list(queue.every)
             counted = report.units
-            total = counted + len(queue.tasks) + later
+            total = counted + queue.units
     report.stages = tools.clock.seconds()
     report.levels = schedule.decomposition.levels
+    report.left_out = 0.0 if schedule.trimmed is None else schedule.trimmed.left_out
     report.n_cap = schedule.n_cap
 
 
@@ -158,7 +176,6 @@ def _attempt(
 ) -> int:
     """Run until everything is done or something fails; the queue keeps what is left."""
     counted, total, label = count
-    every = tasks(schedule, job.work)
     n_slots = min(schedule.n_cap, max(1, len(queue.tasks) * len(queue.groups)))
     mover: Mover | None = None
     try:
@@ -171,7 +188,7 @@ def _attempt(
             if unit.group != queue.groups[0]:
                 queue.groups.pop(0)
                 queue.completed.clear()
-                queue.tasks[:] = every
+                queue.tasks[:] = queue.every
             queue.tasks.pop(0)
             queue.completed.append(unit.visit.task)
             queue.last_done = time.perf_counter()
@@ -180,11 +197,11 @@ def _attempt(
             if progress is not None:
                 progress(counted, total, label)
 
-        engine.run(queue.turns(every, n_slots > 1, room), done)
+        engine.run(queue.turns(n_slots > 1, room), done)
         # Either that was all, or the turns ended early, after a whole group.
         queue.groups.pop(0)
         queue.completed.clear()
-        queue.tasks[:] = every if queue.groups else []
+        queue.tasks[:] = queue.every if queue.groups else []
     finally:
         if mover is not None:
             # Also after a failure: nothing may be in flight when the arena is let go, and
@@ -210,8 +227,34 @@ def _told(guard: Guardrail) -> str:
     return "".join(f"\n  before that: {line}" for line in guard.history)
 
 
-def _children(tasks: list[Task], deeper: Decomposition) -> list[Task]:
-    return [deeper.task((*task.path, i)) for task in tasks for i in range(DEEPEN_BY)]
+def _tasks(schedule: Schedule, call: Call, pairs: Pairs) -> tuple[list[Task], Schedule]:
+    """The tasks of a schedule, and the schedule with slots for those."""
+    shape = schedule.decomposition
+    if pairs.every_token_meets:
+        return filled(list(shape.tasks()), shape, call.work), replace(schedule, trimmed=None)
+    found = trimmed_tasks(shape, pairs, call.kernel)
+    return list(found.tasks), replace(schedule, trimmed=found.tally())
+
+
+def _children(tasks: list[Task], deeper: Decomposition, pairs: Pairs) -> list[Task]:
+    found: list[Task] = []
+    for task in tasks:
+        children = [deeper.task((*task.path, i)) for i in range(DEEPEN_BY)]
+        if not pairs.every_token_meets:
+            # Of tokens that the task was without, others have the state, or it is finished.
+            within = tokens_of(task)
+            children = trimmed([restricted(c, within) for c in children], pairs, deeper.tile)
+        found += children
+    return found
+
+
+def _sized(schedule: Schedule, queue: _Queue) -> Schedule:
+    """``schedule`` with slots for the first group's tasks as well, trimmed by themselves."""
+    less = schedule.trimmed
+    if less is None:
+        return schedule
+    largest = max((task.n_tokens for task in queue.tasks), default=0)
+    return replace(schedule, trimmed=replace(less, largest=max(less.largest, largest)))
 
 
 def _deepest(shape: Decomposition) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from quorum_attention.decomposition import Decomposition
+from quorum_attention.execution.trimming import Tally
 from quorum_attention.execution.workload import GroupSize, Workload
 from quorum_attention.kernels.protocol import Extent
 
@@ -28,6 +29,8 @@ class Schedule:
         sweep: all tasks of a head group at once, on the inputs as they lie (execution/sweep.py).
         streams: kernel calls of a task in flight at once.
         pinned: the user chose the depth; a failure is reported, not recovered from.
+        trimmed: what the tasks come to without tokens that a mask leaves alone; None is not known,
+            or nothing to leave out.
     """
 
     decomposition: Decomposition
@@ -39,12 +42,20 @@ class Schedule:
     pinned: bool = False
     streams: int = 1
     sweep: bool = False
+    trimmed: Tally | None = None
 
     @property
     def task_tokens(self) -> int:
         """Tokens of the largest task that a kernel sees."""
         shape = self.decomposition
-        return shape.n_tokens if self.sweep else shape.max_task_tokens
+        if self.sweep:
+            return shape.n_tokens
+        return shape.max_task_tokens if self.trimmed is None else self.trimmed.largest
+
+    @property
+    def n_tasks(self) -> int:
+        """Tasks of one head group."""
+        return self.decomposition.n_tasks if self.trimmed is None else self.trimmed.n_tasks
 
     def extent(self, work: Workload) -> Extent:
         """The largest piece of work a kernel gets."""
@@ -59,13 +70,14 @@ class Schedule:
 
     def deeper(self, work: Workload) -> Schedule:
         """One level more, with rectangles to match."""
-        return with_limits(replace(self, decomposition=self.decomposition.deeper(DEEPEN_BY)), work)
+        deeper = self.decomposition.deeper(DEEPEN_BY)
+        return with_limits(replace(self, decomposition=deeper, trimmed=None), work)
 
     def coarser(self, work: Workload) -> Schedule:
         """One level less, with rectangles to match."""
         shape = self.decomposition
         shorter = replace(shape, levels=shape.levels[:-1])
-        return with_limits(replace(self, decomposition=shorter), work)
+        return with_limits(replace(self, decomposition=shorter, trimmed=None), work)
 
 
 def with_limits(schedule: Schedule, work: Workload, max_pairs: int | None = None) -> Schedule:
@@ -94,6 +106,7 @@ def with_limits(schedule: Schedule, work: Workload, max_pairs: int | None = None
         chunks = quorum_size(shape.levels[-1])
         half = -(-tokens * -(-chunks // 2) // chunks)
         half = -(-half // unit) * unit
+        half = min(half, schedule.task_tokens)
         queries, keys = min(half, work.n_queries), min(half, work.n_keys)
     queries, keys = max(queries, 1), max(keys, 1)
     while max_pairs is not None and queries * keys > max_pairs and max(queries, keys) > 1:

@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from quorum_attention.decomposition import Rectangle, Task
+from quorum_attention.decomposition import Pairs, Rectangle, Task
 from quorum_attention.kernels.lanes import Lanes
 from quorum_attention.kernels.scaling import Scaling
 
@@ -168,6 +168,17 @@ class InnerKernel(Protocol):
 
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
+        ...
+
+
+@runtime_checkable
+class Sparse(Protocol):
+    """What a kernel with a mask of its own may offer besides: which pairs it leaves out, so that
+    tokens without a pair are not copied (``decomposition/trimming.py``)."""
+
+    def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
+        """The pairs of such a call. ``verdict`` must be safe: "empty" only of a block no pair of
+        which counts, in any head of any batch entry."""
         ...
 
 

@@ -215,7 +215,7 @@ def cost(
             whole=direct,
         )
     arithmetic = on_device * scale
-    units = count_groups(work, group) * (1 if schedule.sweep else shape.n_tasks)
+    units = count_groups(work, group) * (1 if schedule.sweep else schedule.n_tasks)
     call_seconds = machine.backward_call_seconds if backward else machine.call_seconds
     call_seconds += _STREAM_SECONDS * (schedule.streams > 1)
     calls = call_seconds * len(sample.calls) / sample.tasks * units
@@ -234,8 +234,10 @@ def cost(
         issue = calls + units * machine.call_seconds
         return Cost(arithmetic, merge, 0.0, 0.0, issue, 0.0, 0.0, prepare, True, machine.overlaps)
     inputs, states, tensors = _bytes_per_pass(work, backward)
-    visits = _visits(shape.levels)
-    up, down = visits * inputs, states
+    visits = float(_visits(shape.levels))
+    if schedule.trimmed is not None:
+        visits = schedule.trimmed.tokens / max(1, work.n_tokens)
+    up, down = visits * inputs, float(states)
     if schedule.accumulator == "host":
         up += (visits - 1) * states
         down = visits * states

@@ -109,9 +109,7 @@ def forward_footprint(
             accumulators=(state, lse),
             results=results,
         )
-    layout = forward_layout(
-        work, schedule.group, schedule.decomposition.max_task_tokens, place.result_dtype
-    )
+    layout = forward_layout(work, schedule.group, schedule.task_tokens, place.result_dtype)
     home: tuple[int, ...] = ()
     if place.device_type == "cpu" or schedule.accumulator == "device":
         home = (aligned(lse),)
@@ -169,7 +167,7 @@ def backward_footprint(
     layout = backward_layout(
         work,
         schedule.group,
-        schedule.decomposition.max_task_tokens,
+        schedule.task_tokens,
         place.result_dtype,
         scaled=scales(kernel, work),
     )

@@ -57,7 +57,7 @@ class Plan:
     @property
     def n_tasks(self) -> int:
         """Tasks of one head group."""
-        return self.decomposition.n_tasks
+        return self.schedule.n_tasks
 
     @property
     def n_groups(self) -> int:
@@ -75,7 +75,8 @@ class Plan:
         return self.candidate.cost.seconds
 
     def tasks(self) -> Iterator[Task]:
-        """All tasks of a head group, lazily, in the order they run."""
+        """All tasks of a head group, lazily, in the order they run; with all their tokens, also
+        those that a kernel's mask leaves out."""
         return self.decomposition.tasks()
 
     def task(self, path: tuple[int, ...]) -> Task:
@@ -110,12 +111,12 @@ class Plan:
         else:
             lines.append(
                 f"levels: {' x '.join(map(str, shape.levels))} chunks ({shape.layout}), "
-                f"{shape.n_tasks} tasks of at most {shape.max_task_tokens} tokens "
-                f"({shape.max_task_tokens / max(1, shape.n_tokens):.1%} of the sequence)"
+                f"{self.n_tasks} tasks of at most {schedule.task_tokens} tokens "
+                f"({schedule.task_tokens / max(1, shape.n_tokens):.1%} of the sequence)"
             )
         lines.append(
             f"units: {self.n_groups} head group(s) of {schedule.group.batch} x "
-            f"{schedule.group.kv_heads} key/value heads x {shape.n_tasks} task(s), "
+            f"{schedule.group.kv_heads} key/value heads x {self.n_tasks} task(s), "
             f"{schedule.n_cap} resident at once, {schedule.streams} kernel call(s) in flight"
         )
         how = f"through slots, accumulators: {schedule.accumulator}"

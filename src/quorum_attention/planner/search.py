@@ -8,11 +8,14 @@ from functools import lru_cache
 from itertools import product
 
 from quorum_attention.decomposition import Decomposition
+from quorum_attention.decomposition.share import kept_share
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.schedule import Home, Schedule, with_limits
+from quorum_attention.execution.trimming import Tally, pairs_of, trimmed_tasks
 from quorum_attention.execution.workload import GroupSize, Workload, group_sizes
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.rectangles import RectangleKernel
+from quorum_attention.kernels.remembered import remembered
 from quorum_attention.planner.cost import Cost, cost
 from quorum_attention.planner.footprint import (
     Footprint,
@@ -22,7 +25,6 @@ from quorum_attention.planner.footprint import (
     goes_direct,
 )
 from quorum_attention.planner.machine import Machine
-from quorum_attention.planner.remembered import remembered
 from quorum_attention.quorums import chunk_count, quorum_size, quorum_sizes
 from quorum_attention.sizes import format_bytes
 
@@ -43,6 +45,8 @@ _CLEARLY = 0.95
 _SMALL_BYTES = 256 << 20
 # Of plans about equally fast the one whose shapes are prepared sooner: it counts up to this share.
 _FIRST_CALL_COUNTS = 0.02
+# Tasks of a decomposition that are looked at under a kernel's mask: 0.3 milliseconds each.
+_MOST_TRIMMED = 100
 # The bias of one rectangle under a mask that spans rows and columns, in pairs.
 _MASKED_PAIRS = 32 << 20
 
@@ -125,9 +129,8 @@ def _paced(machine: Machine, kernel: InnerKernel, work: Workload) -> Machine:
     """The machine as fast as ``kernel`` drives it, all pairs of the call counted: faster by those
     that a mask of the kernel's own leaves out."""
     forward, backward = getattr(kernel, "rates", (1.0, 1.0))
-    if hasattr(kernel, "kept_share"):
-        share = kernel.kept_share(work.n_queries, work.n_keys, work.is_causal)
-        forward, backward = forward / share, backward / share
+    share = kept_share(pairs_of(work, kernel))
+    forward, backward = forward / share, backward / share
     return replace(
         machine, flops=machine.flops * forward, backward_flops=machine.backward_flops * backward
     )
@@ -313,11 +316,24 @@ def _schedules(
         if request.sweep and swept:
             return
     for shape in shapes:
+        less = _trimmed(work, shape, kernel, request)
         for size, n_cap, home, n in product(sizes, n_caps, homes, streams if shape.depth else [1]):
-            schedule = Schedule(shape, size, n_cap, home, 1, 1, request.pinned, n)
+            schedule = Schedule(shape, size, n_cap, home, 1, 1, request.pinned, n, trimmed=less)
             # Under a mask a monolithic call is one rectangle as well: torch's own does the same.
             limit = max_pairs if shape.depth else None
             yield with_limits(schedule, work, limit)
+
+
+def _trimmed(
+    work: Workload, shape: Decomposition, kernel: InnerKernel, request: Request
+) -> Tally | None:
+    """What is left of the tasks under the kernel's mask, where that is soon found out."""
+    pairs = pairs_of(work, kernel)
+    if pairs.verdict is None or shape.depth == 0:
+        return None
+    if shape.n_tasks > _MOST_TRIMMED and request.levels is None:
+        return None
+    return trimmed_tasks(shape, pairs, kernel).tally()
 
 
 def _decompositions(work: Workload, request: Request) -> tuple[Decomposition, ...]:

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quorum_attention.decomposition import Rectangle, Task
-from quorum_attention.kernels.kit.masks import BlockMask, Ranges
+from quorum_attention.decomposition import Ranges, Rectangle, Task
+from quorum_attention.kernels.kit.masks import BlockMask
 
 BLOCK = 128
 EMPTY, FULL, MIXED = 0, 1, 2

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quorum_attention.decomposition import Decomposition, Rectangle
+from quorum_attention.decomposition import Decomposition, Pairs, Rectangle
 from quorum_attention.kernels.kit.block_masks import (
     BLOCK,
     BlockLists,
@@ -126,9 +126,9 @@ class FlexKernel:
             return "compiled FlexAttention has no lse and no backward on the CPU: compiled=False"
         return self._in_memory.refusal(call)
 
-    def kept_share(self, n_queries: int, n_keys: int, is_causal: bool) -> float:
+    def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
         """See ``ScoreModKernel``."""
-        return self._in_memory.kept_share(n_queries, n_keys, is_causal)
+        return self._in_memory.kept_pairs(n_queries, n_keys, is_causal)
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``forward`` allocates at any one time."""

@@ -11,12 +11,12 @@ sequence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from quorum_attention.decomposition import Rectangle, Task
+from quorum_attention.decomposition import Pairs, Ranges, Rectangle, Task, Verdict
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.kernels.protocol import (
     CallShape,
@@ -90,7 +90,13 @@ class LongNetKernel:
         if inner is not None and not isinstance(inner, RectangleKernel):
             raise TypeError(f"inner must be a RectangleKernel or None, not {type(inner).__name__}")
         self._inner = inner
+        # No method: what is remembered about a kernel must not keep it.
+        self._verdict = _verdict_of(self.settings)
         self.full_precision = full_precision
+
+    def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
+        """The pairs of a call: within the segments of any setting."""
+        return Pairs(n_queries, n_keys, is_causal, self._verdict)
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
@@ -201,6 +207,22 @@ class LongNetKernel:
             if isinstance(kernel, RectangleKernel) and kernel.refusal(call) is None:
                 return kernel
         return None
+
+
+def _verdict_of(settings: tuple[DilatedSetting, ...]) -> Callable[[Ranges], Verdict]:
+    def verdict(block: Ranges) -> Verdict:
+        found: Verdict = "empty"
+        for setting in settings:
+            w = setting.segment
+            rows = block.first_query // w, block.last_query // w
+            columns = block.first_key // w, block.last_key // w
+            if rows[0] <= columns[1] and columns[0] <= rows[1]:
+                if setting.dilation == 1 and rows[0] == rows[1] == columns[0] == columns[1]:
+                    return "full"
+                found = "mixed"
+        return found
+
+    return verdict
 
 
 def _copies(call: CallShape, widened: CallShape, extent: Extent, rows: int) -> int:

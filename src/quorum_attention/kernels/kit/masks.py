@@ -9,22 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-Verdict = Literal["empty", "full", "mixed"]
+from quorum_attention.decomposition import Ranges, Verdict
+from quorum_attention.decomposition.pairs import window_verdict
+
 MaskMod = Callable[[Any, Any, Any, Any], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Ranges:
-    """A block of pairs: first and last query, first and last key, inclusive."""
-
-    first_query: int
-    last_query: int
-    first_key: int
-    last_key: int
 
 
 @dataclass(frozen=True)
@@ -106,13 +98,10 @@ def sliding_window(left: int, right: int = 0) -> BlockMask:
     if min(left, right) < 0:
         raise ValueError(f"left and right must be 0 or more, got {left} and {right}")
 
-    def verdict(r: Ranges) -> Verdict:
-        nearest, farthest = r.first_query - r.last_key, r.last_query - r.first_key
-        if nearest > left or farthest < -right:
-            return "empty"
-        return "full" if farthest <= left and nearest >= -right else "mixed"
+    def keeps(b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return (q - k <= left) & (k - q <= right)  # type: ignore[no-any-return]
 
-    return BlockMask(lambda b, h, q, k: (q - k <= left) & (k - q <= right), verdict)
+    return BlockMask(keeps, window_verdict(left, right))
 
 
 def prefix_lm(prefix: int) -> BlockMask:

@@ -12,15 +12,14 @@ from typing import Any
 
 import torch
 
-from quorum_attention.decomposition import Rectangle, Task
+from quorum_attention.decomposition import Pairs, Ranges, Rectangle, Task, Verdict
 from quorum_attention.kernels.kit.block_masks import BLOCK, geometry, listed_nodes
 from quorum_attention.kernels.kit.flex import FlexKernel
 from quorum_attention.kernels.kit.function import FunctionKernel, LseFunction, quadratic_workspace
 from quorum_attention.kernels.kit.kept import Kept
-from quorum_attention.kernels.kit.masks import BlockMask, MaskMod, Ranges, Verdict
+from quorum_attention.kernels.kit.masks import BlockMask, MaskMod
 from quorum_attention.kernels.kit.materialised import ScoreMod, materialised
 from quorum_attention.kernels.kit.reads import reads
-from quorum_attention.kernels.kit.share import kept_share
 from quorum_attention.kernels.kit.trials import (
     task_indices,
     told_apart,
@@ -53,12 +52,11 @@ class ScoreModKernel(FunctionKernel):
             return "it takes no attention mask: give it as mask_mod or score_mod"
         return None
 
-    def kept_share(self, n_queries: int, n_keys: int, is_causal: bool) -> float:
-        """Of the pairs of a call those that the mask keeps, for predictions; 1 where it is not
-        known without trying."""
+    def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
+        """The pairs of a call, as far as the mask tells of them without being tried."""
         if not isinstance(self.mask_mod, BlockMask):
-            return 1.0
-        return kept_share(self.mask_mod, n_queries, n_keys, is_causal)
+            return Pairs(n_queries, n_keys, is_causal)
+        return Pairs(n_queries, n_keys, is_causal, self.mask_mod.verdict)
 
     def rectangles(self, task: TaskTensors) -> Iterator[Rectangle]:
         """The task's rectangles, less what the mask empties."""

@@ -10,7 +10,8 @@ from typing import Literal
 
 import torch
 
-from quorum_attention.decomposition import Rectangle, Task
+from quorum_attention.decomposition import Pairs, Rectangle, Task
+from quorum_attention.decomposition.pairs import window_verdict
 from quorum_attention.kernels.merge import triton_available
 from quorum_attention.kernels.native.config import Config, Half, config
 from quorum_attention.kernels.native.launch import (
@@ -73,6 +74,8 @@ class NativeKernel(RectangleKernel):
     ) -> None:
         self.options = ScoreOptions.of(window, softcap, alibi_slopes)
         self.allow_tf32 = allow_tf32
+        sides = self.options.left, self.options.right
+        self._verdict = window_verdict(*sides) if self.options.windowed else None
         self._slopes: dict[torch.device, torch.Tensor] = {}
 
     @property
@@ -114,6 +117,10 @@ class NativeKernel(RectangleKernel):
         """Whether a monolithic call can be run on the inputs as they lie."""
         # Some heads do not say whose slopes they need.
         return every or self.options.slopes is None
+
+    def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
+        """The pairs of a call: within the window."""
+        return Pairs(n_queries, n_keys, is_causal, self._verdict)
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``forward`` allocates at any one time."""

@@ -1,0 +1,125 @@
+"""Trimmed tasks: no pair that counts is lost, no token either, and little else is held."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from helpers_decomposition import bits, decompositions, positions
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quorum_attention.decomposition import Decomposition, Pairs, Ranges, Task
+from quorum_attention.decomposition.trimming import restricted, tokens_of, trimmed
+
+MASKS = {
+    "window": lambda q, k: (q - k <= 9) & (k - q <= 3),
+    "documents": lambda q, k: q // 23 == k // 23,
+    "two far ones": lambda q, k: (q // 10 == 11) & (k // 10 == 2),
+    "nothing": lambda q, k: (q < 0) & (k < 0),
+    "everything": lambda q, k: (q >= 0) & (k >= 0),
+}
+
+
+def by_looking(mask):  # type: ignore[no-untyped-def]
+    """A verdict that is right whenever it is sure, and as sure as can be."""
+
+    def verdict(r: Ranges) -> str:
+        q = np.arange(r.first_query, r.last_query + 1)[:, None]
+        k = np.arange(r.first_key, r.last_key + 1)[None]
+        kept = np.broadcast_to(mask(q, k), (q.size, k.size))
+        return "full" if kept.all() else "mixed" if kept.any() else "empty"
+
+    return verdict
+
+
+def kept(task: Task, pairs: Pairs, mask) -> set[tuple[int, int]]:  # type: ignore[no-untyped-def]
+    """Every pair of global positions that a task has to compute."""
+    where, groups = positions(task), bits(task)
+    q, k = where[:, None], where[None]
+    found = (groups[:, None] & groups[None]) == 0
+    found &= (q < pairs.n_queries) & (k < pairs.n_keys)
+    if pairs.is_causal:
+        found &= q >= k
+    if mask is not None:
+        found &= mask(q, k)
+    rows, columns = np.nonzero(found)
+    return set(zip(where[rows].tolist(), where[columns].tolist(), strict=True))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    shape=decompositions(),
+    name=st.sampled_from([None, *MASKS]),
+    is_causal=st.booleans(),
+    fewer=st.integers(0, 150),
+    keys=st.booleans(),
+)
+def test_no_pair_and_no_token_is_lost(shape, name, is_causal, fewer, keys) -> None:
+    n, less = shape.n_tokens, max(0, shape.n_tokens - fewer)
+    mask = None if name is None else MASKS[name]
+    verdict = None if mask is None else by_looking(mask)
+    pairs = Pairs(n, less, is_causal, verdict) if keys else Pairs(less, n, is_causal, verdict)
+    tasks = list(shape.tasks())
+    found = trimmed(tasks, pairs, shape.tile)
+    left = {task.path: task for task in found}
+    assert list(left) == [task.path for task in tasks if task.path in left]  # in order
+    for task in tasks:
+        after = left.get(task.path, Task(task.path, ()))
+        assert kept(after, pairs, mask) == kept(task, pairs, mask)
+        before = dict(zip(positions(task).tolist(), bits(task).tolist(), strict=True))
+        for position, group in zip(positions(after).tolist(), bits(after).tolist(), strict=True):
+            assert before[position] == group
+    if n:
+        tokens = {p for task in found for p in positions(task).tolist()}
+        assert tokens == set(range(n))
+
+
+@pytest.mark.parametrize("levels", [(7,), (13,), (7, 7)])
+def test_a_window_leaves_what_a_task_owns_and_its_edges(levels) -> None:
+    n, window = 1 << 17, 1024
+    shape = Decomposition(n, levels, "aligned", 128)
+    asked = []
+
+    def verdict(r: Ranges) -> str:
+        asked.append(r)
+        near, far = r.first_query - r.last_key, r.last_query - r.first_key
+        return "empty" if near > window or far < 0 else "mixed"
+
+    found = trimmed(list(shape.tasks()), Pairs(n, n, True, verdict))
+    before = sum(task.n_tokens for task in shape.tasks())
+    assert before > 2.9 * n
+    assert sum(task.n_tokens for task in found) < 1.35 * n
+    assert max(task.n_tokens for task in found) < 0.5 * shape.max_task_tokens
+    assert all(start % 128 == 0 for task in found for start, _, _ in task.runs)
+    # The border's length counts, not the area.
+    assert len(asked) < 2000 * len(found)
+
+
+def test_fewer_queries_need_few_tasks() -> None:
+    shape = Decomposition(1 << 16, (13,), "aligned", 128)
+    found = trimmed(list(shape.tasks()), Pairs(100, 1 << 16, False))
+    assert len(found) == 4  # those with the first chunk
+    assert sum(task.n_tokens for task in found) < 1.1 * (1 << 16)
+
+
+def test_tokens_that_no_task_needs_stay_in_the_first() -> None:
+    shape = Decomposition(1 << 12, (7,), "aligned", 128)
+    nothing = Pairs(1 << 12, 1 << 12, False, lambda r: "empty")
+    found = trimmed(list(shape.tasks()), nothing)
+    assert sum(task.n_tokens for task in found) == 1 << 12
+
+
+def test_where_nothing_can_be_left_out_the_tasks_are_the_same_objects() -> None:
+    tasks = list(Decomposition(5000, (7,)).tasks())
+    for pairs in (Pairs(5000, 5000, True), Pairs(5000, 5000, False, lambda r: "full")):
+        for before, after in zip(tasks, trimmed(tasks, pairs), strict=True):
+            assert before is after
+
+
+def test_restricted() -> None:
+    task = Decomposition(700, (7,), "aligned", 1).task((0,))  # chunks 0, 1 and 3 of 100
+    assert tokens_of(restricted(task, [(50, 120), (150, 350)])) == [
+        (50, 120), (150, 200), (300, 350),
+    ]  # fmt: skip
+    assert restricted(task, [(0, 700)]) is task
+    assert restricted(task, []).spans == ()

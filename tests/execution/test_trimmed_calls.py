@@ -1,0 +1,210 @@
+"""Calls whose tasks are trimmed: the same results, whatever fails, with less moved."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from helpers_attention import assert_close, exact, inputs
+from helpers_kernels import WatchedKernel
+from helpers_plans import unpinned
+
+import quorum_attention as qa
+from quorum_attention.decomposition import Decomposition, Pairs
+from quorum_attention.decomposition.trimming import tokens_of, trimmed
+from quorum_attention.execution.runner import _children
+from quorum_attention.execution.trimming import trimmed_tasks
+from quorum_attention.kernels import Gradients, Statistics, TaskTensors
+from quorum_attention.kernels.kit import document, from_score_mod, prefix_lm, sliding_window
+from quorum_attention.kernels.kit.masks import BlockMask
+
+pytest.importorskip("torch.nn.attention.flex_attention")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+N = 640
+TILE = 8
+# Some queries keep nothing, and some keys are kept by none.
+_GAP = BlockMask(
+    lambda b, h, q, k: (q >= 200) & (k < 500),
+    lambda r: "empty" if r.last_query < 200 or r.first_key >= 500 else "mixed",
+)
+MASKS = {
+    "window": sliding_window(50),
+    "both sides": sliding_window(20, 30),
+    "documents": document(torch.arange(N) // 75),
+    "first tokens and a window": prefix_lm(16) & (sliding_window(40) | prefix_lm(16)),
+    "a gap": _GAP & sliding_window(60),
+}
+
+
+class WatchedMask(WatchedKernel):
+    """Attention under a mask that says what it keeps; counts, and fails when told to."""
+
+    own_attention = True
+
+    def __init__(self, mask: BlockMask, fail_at: set[int] | None = None, late: bool = False):
+        super().__init__(fail_at, late=late)
+        self.inner = from_score_mod(None, mask, compiled=False)
+        self.kept_pairs = self.inner.kept_pairs
+        self.forward_workspace_bytes = self.inner.forward_workspace_bytes
+        self.backward_workspace_bytes = self.inner.backward_workspace_bytes
+
+    def forward(self, task: TaskTensors, state: Statistics) -> None:
+        self._watch(task, lambda: self.inner.forward(task, state))
+
+    def backward(self, task: TaskTensors, grads: Gradients) -> None:
+        self._watch(task, lambda: self.inner.backward(task, grads))
+
+
+def kept(name: str) -> torch.Tensor:
+    at = torch.arange(N)
+    return torch.broadcast_to(MASKS[name](0, 0, at[:, None], at), (N, N))
+
+
+def both_passes(made, kernel, plans, **call):  # type: ignore[no-untyped-def]
+    report = qa.Report()
+    call = {"kernel": kernel, "report": report, "devices": "cpu", **call}
+    out, lse = qa.attention_with_lse(*made.three, plan=plans[0], **call)
+    grads = qa.attention_backward(made.grad_out, *made.three, out, lse, plan=plans[1], **call)
+    return (out, lse, *grads), report
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("levels", [(7,), (13,), (7, 3), (3, 3, 3)])
+@pytest.mark.parametrize("name", MASKS)
+def test_results(name: str, levels: tuple[int, ...], is_causal: bool) -> None:
+    made = inputs(N, dtype=torch.float64)
+    kernel = WatchedMask(MASKS[name])
+    plans = [
+        qa.plan(N, heads=2, head_dim=8, dtype=torch.float64, levels=levels, tile=TILE,
+                is_causal=is_causal, kernel=kernel, backward=backward, device="cpu")
+        for backward in (False, True)
+    ]  # fmt: skip
+    found, report = both_passes(made, kernel, plans, is_causal=is_causal)
+    wanted = exact(made, mask=kept(name), is_causal=is_causal, gradients=True)
+    assert torch.equal(found[1] == -torch.inf, wanted.lse == -torch.inf)
+    for actual, expected in zip(found, (wanted.out, wanted.lse, *wanted.grads), strict=True):
+        assert_close(actual, expected, 1e-11)
+    if name != "first tokens and a window":
+        for done, plan in zip((report.forward, report.backward), plans, strict=True):
+            assert done.left_out > 0.2
+            assert done.left_out == plan.schedule.trimmed.left_out
+            assert done.units == plan.n_tasks * plan.n_groups
+        assert "left out" in str(report)
+
+
+@pytest.mark.parametrize("n_cap", [1, 2, 3])
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "half-way"])
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("fails", [{0}, {5}, {3, 4}, {2, 7, 13}], ids=str)
+@pytest.mark.parametrize("name", ["window", "documents", "a gap"])
+def test_whatever_fails(name, fails, backward, late, n_cap) -> None:  # type: ignore[no-untyped-def]
+    """A task that is cut further is cut within the tokens that it had been left with; a row whose
+    state was put away, or finished, before the failure is not begun anew."""
+    made = inputs(N)
+    kernel = WatchedMask(MASKS[name], fails, late)
+    plan = unpinned(
+        qa.plan(
+            N, heads=2, head_dim=8, dtype=torch.float32, levels=(7,), tile=TILE, kernel=kernel,
+            n_cap=n_cap, heads_per_group=1, backward=backward, is_causal=True, device="cpu",
+        )
+    )  # fmt: skip
+    wanted = exact(made, mask=kept(name), is_causal=True, gradients=True)
+    call = {"is_causal": True, "plan": plan, "kernel": kernel, "report": qa.Report()}
+    out, lse = wanted.out.float(), wanted.lse.float()
+    kernel.arm()
+    if backward:
+        found = qa.attention_backward(made.grad_out, *made.three, out, lse, **call)
+        expected, done = wanted.grads, call["report"].backward
+    else:
+        found = qa.attention_with_lse(*made.three, **call)
+        expected, done = (wanted.out, wanted.lse), call["report"].forward
+    for actual, right in zip(found, expected, strict=True):
+        assert_close(actual, right, 5e-5)
+    assert len([line for line in done.recoveries if "out of memory" in line]) == len(fails)
+    assert done.left_out > 0.2
+    # Every pair that the mask keeps, once for each head group.
+    pairs = kept(name).tril().nonzero().tolist()
+    assert all(kernel.pairs[i, j] == 2 for i, j in pairs)
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "dense"])
+@pytest.mark.parametrize(("queries", "keys"), [(40, 640), (640, 40), (300, 640), (640, 555)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_other_kernels_under_other_sizes(kernel, queries, keys, is_causal) -> None:
+    """Without a mask, where queries and keys are not as many."""
+    made = inputs(queries, keys, dtype=torch.float64)
+    plans = [
+        qa.plan(queries, n_keys=keys, heads=2, head_dim=8, dtype=torch.float64, levels=(13,),
+                tile=TILE, is_causal=is_causal, kernel=kernel, backward=backward, device="cpu",
+                sweep=False)
+        for backward in (False, True)
+    ]  # fmt: skip
+    found, report = both_passes(made, kernel, plans, is_causal=is_causal)
+    wanted = exact(made, is_causal=is_causal, gradients=True)
+    for actual, expected in zip(found, (wanted.out, wanted.lse, *wanted.grads), strict=True):
+        assert_close(actual, expected, 1e-11)
+    if min(queries, keys) == 40:
+        assert report.forward.left_out > 0.6
+
+
+def test_less_is_moved() -> None:
+    """Inputs once and a little, instead of once for every task that a chunk is in."""
+    n, heads = 1 << 14, 1
+    q = torch.randn(1, heads, n, 8)
+    moved = []
+    for mask in (None, sliding_window(256)):
+        kernel = from_score_mod(None, mask, compiled=False)
+        plan = qa.plan(n, heads=heads, head_dim=8, dtype=torch.float32, levels=(13,),
+                       is_causal=True, kernel=kernel, device="cpu")  # fmt: skip
+        report = qa.Report()
+        qa.attention(q, q, q, is_causal=True, plan=plan, kernel=kernel, report=report)
+        moved.append(report.forward.loaded_bytes)
+    once = 3 * q.numel() * 4
+    assert moved[0] > 3.9 * once
+    assert moved[1] < 1.4 * once
+
+
+def test_remembered_as_long_as_the_kernel_lives() -> None:
+    kernel = from_score_mod(None, sliding_window(50), compiled=False)
+    shape = Decomposition(N, (7,), "aligned", TILE)
+    pairs = kernel.kept_pairs(N, N, True)
+    first = trimmed_tasks(shape, pairs, kernel)
+    assert trimmed_tasks(shape, kernel.kept_pairs(N, N, True), kernel) is first
+    kernel.mask_mod = sliding_window(90)
+    assert trimmed_tasks(shape, kernel.kept_pairs(N, N, True), kernel) != first
+    alive, longnet = weakref.ref(kernel), qa.LongNetKernel([(64, 2)])
+    trimmed_tasks(shape, longnet.kept_pairs(N, N, True), longnet)
+    also = weakref.ref(longnet)
+    del kernel, pairs, longnet
+    gc.collect()
+    assert alive() is None
+    assert also() is None
+
+
+@pytest.mark.parametrize("window", [30, 100, 333, 700])
+def test_a_task_that_is_cut_further_gets_no_token_back(window: int) -> None:
+    """Such a token's row may be finished, and its state is then nowhere to be had."""
+    n = 6000
+    shape = Decomposition(n, (7,), "aligned", TILE)
+    pairs = Pairs(n, n, True, sliding_window(window).verdict)
+    for task in trimmed(list(shape.tasks()), pairs, TILE):
+        parts = _children([task], shape.deeper(7), pairs)
+        held = {
+            at for part in parts for start, stop in tokens_of(part) for at in range(start, stop)
+        }
+        assert held == {at for start, stop in tokens_of(task) for at in range(start, stop)}
+
+
+@pytest.mark.parametrize("mask", [None, sliding_window(400)], ids=["none", "wider"])
+def test_a_plan_for_a_narrower_mask_is_refused(mask) -> None:  # type: ignore[no-untyped-def]
+    """Its slots would be too small, and its memory more than was said."""
+    plan = qa.plan(N, heads=2, head_dim=8, dtype=torch.float32, levels=(7,), tile=TILE,
+                   is_causal=True, kernel=from_score_mod(None, sliding_window(9), compiled=False),
+                   device="cpu")  # fmt: skip
+    given = inputs(N)
+    kernel = from_score_mod(None, mask, compiled=False)
+    with pytest.raises(ValueError, match="plan was made for a kernel whose tasks hold at most"):
+        qa.attention(*given.three, is_causal=True, plan=plan, kernel=kernel)
