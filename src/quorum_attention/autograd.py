@@ -1,4 +1,4 @@
-"""The gradient of ``attention`` for autograd: thin, everything happens in ``api``."""
+"""The gradient of ``attention`` for autograd: thin, everything happens in ``passes``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from quorum_attention.api import Options, run_backward, run_forward
+from quorum_attention.options import Options
+from quorum_attention.passes import run_backward, run_forward
 from quorum_attention.validation import check_inputs
 
 

@@ -205,7 +205,7 @@ def undivided(
     if place.device_type != "cuda" or not sizes:
         return None
     shape = _decomposition(work.n_tokens, (), "aligned", 128)
-    # Pinned: what fails is planned anew (api.py).
+    # Pinned: what fails is planned anew (passes.py).
     schedule = with_limits(Schedule(shape, sizes[0], 1, "device", 1, 1, True), work)
     paced = _paced(machine, kernel, work)
     found = price(work, schedule, kernel, place, paced, backward=backward)

@@ -1,0 +1,146 @@
+"""The kernel and the plan of one pass of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from quorum_attention.errors import BudgetError
+from quorum_attention.execution.memory import available_bytes
+from quorum_attention.execution.workload import Workload
+from quorum_attention.kernels.protocol import CallShape, InnerKernel
+from quorum_attention.kernels.registry import why_not
+from quorum_attention.kernels.select import rivals, select_kernel, unrounded_kernel
+from quorum_attention.options import Options
+from quorum_attention.planner.calibration import machine_of
+from quorum_attention.planner.footprint import Placement
+from quorum_attention.planner.plan import Plan
+from quorum_attention.planner.rivals import quickest
+from quorum_attention.planner.search import Candidate, Request, choose, undivided
+from quorum_attention.sizes import format_bytes
+
+# Of what is free, this much is left alone when no budget is given.
+_MARGIN = 0.1
+
+
+def check_plan(plan: Plan | None, work: Workload) -> None:
+    """Refuse a plan for another call, naming what differs."""
+    if plan is None:
+        return
+    for name in (
+        "n_queries", "n_keys", "heads", "kv_heads", "head_dim", "value_dim", "batch", "dtype",
+        "is_causal",
+    ):  # fmt: skip
+        planned, came = getattr(plan.work, name), getattr(work, name)
+        if planned != came:
+            raise ValueError(f"plan was made for {name} = {planned}, the call has {came}")
+
+
+def _budget(options: Options) -> int:
+    if options.budget_bytes is not None:
+        return options.budget_bytes
+    free = int(available_bytes(options.device) * (1 - _MARGIN))
+    # In steps of a few per cent, so that a plan is found again when a little more is free.
+    step = 1 << max(0, free.bit_length() - 6)
+    return free // step * step
+
+
+def _check_budget(plan: Plan, budget: int | None) -> None:
+    """A plan pins everything, but a budget given beside it still holds."""
+    if budget is not None and plan.peak_bytes > budget:
+        raise BudgetError(
+            f"a budget of {format_bytes(budget)} ({budget} bytes) is too small for the plan given, "
+            f"which takes {format_bytes(plan.peak_bytes)} ({plan.peak_bytes} bytes)",
+            smallest_bytes=plan.peak_bytes,
+        )
+
+
+def _plan(
+    work: Workload,
+    options: Options,
+    kernel: InnerKernel,
+    place: Placement,
+    *,
+    backward: bool,
+) -> Plan:
+    """The plan of one pass under the call's options."""
+    if options.plan is not None and options.plan.backward == backward:
+        _check_budget(options.plan, options.budget_bytes)
+        return options.plan
+    machine = machine_of(options.device, work.dtype, work.head_dim)
+    found = choose(work, _request(options), kernel, place, machine, backward=backward)
+    return Plan(work, found, place, kernel.name, options.budget_bytes, backward)
+
+
+def _request(options: Options) -> Request:
+    given = options.plan
+    return Request(
+        budget_bytes=_budget(options),
+        levels=given.levels if given is not None else None,
+        depth=options.depth,
+        layout=given.decomposition.layout if given is not None else "aligned",
+        tile=given.decomposition.tile if given is not None else 128,
+        accumulator=options.accumulator,
+        pinned=options.depth is not None or given is not None,
+        # Without a budget a pinned depth is tried as it is: that is what pinning is for.
+        enforce_budget=options.budget_bytes is not None
+        or (options.depth is None and given is None),
+    )
+
+
+def kernel_of(
+    work: Workload,
+    options: Options,
+    shape: CallShape,
+    place: Placement,
+    result: torch.dtype,
+    *,
+    backward: bool,
+) -> InnerKernel:
+    """The kernel of a pass: the one asked for (a plan asks for its own), or else the planner's."""
+    wanted = unrounded_kernel(options.kernel, shape, options.device, result)
+    preferred = select_kernel(wanted, shape, options.device)
+    if wanted != "auto" or _short_plan(work, options, preferred, place, backward=backward):
+        return preferred
+    others = rivals(preferred, shape, options.device)
+    if not others:
+        return preferred
+    return quickest(
+        work,
+        _request(options),
+        preferred,
+        others,
+        place,
+        machine_of(options.device, work.dtype, work.head_dim),
+        backward=backward,
+        believed=lambda kernel: why_not(kernel, shape, options.device) is None,
+    )
+
+
+def _short_plan(
+    work: Workload, options: Options, kernel: InnerKernel, place: Placement, *, backward: bool
+) -> Candidate | None:
+    """The monolithic call, where it is so short that it is tried without planning."""
+    if options.budget_bytes is not None or options.plan is not None or options.depth is not None:
+        return None
+    machine = machine_of(options.device, work.dtype, work.head_dim)
+    return undivided(work, kernel, place, machine, backward=backward)
+
+
+def plans_of(
+    work: Workload,
+    options: Options,
+    kernel: InnerKernel,
+    place: Placement,
+    *,
+    backward: bool,
+) -> Iterator[Plan]:
+    """The plan to run, and before it one that is tried without planning.
+
+    A short call is not worth asking how much memory is free: where it runs out, the next is.
+    """
+    found = _short_plan(work, options, kernel, place, backward=backward)
+    if found is not None:
+        yield Plan(work, found, place, kernel.name, None, backward)
+    yield _plan(work, options, kernel, place, backward=backward)

@@ -1,0 +1,256 @@
+"""One pass of a call, forward or backward, on checked arguments: planned, run, reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+
+from quorum_attention.choices import kernel_of, plans_of
+from quorum_attention.execution.backward import Three, backward
+from quorum_attention.execution.call import Call, rows_are_dense
+from quorum_attention.execution.forward import forward
+from quorum_attention.execution.masks import MaskView
+from quorum_attention.execution.memory import (
+    first_line,
+    give_back_cached,
+    is_out_of_memory,
+    named_out_of_memory,
+)
+from quorum_attention.execution.report import PassReport
+from quorum_attention.execution.tools import Progress
+from quorum_attention.execution.workload import Workload
+from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.options import Options
+from quorum_attention.planner.footprint import Placement
+from quorum_attention.planner.plan import Plan
+
+_Result = TypeVar("_Result")
+
+
+def _run(
+    plans: Iterator[Plan],
+    options: Options,
+    attempt: Callable[[Plan, PassReport, Progress | None], _Result],
+    note: Callable[[PassReport], None],
+) -> _Result:
+    """The result of the first of ``plans`` that does not run out of memory."""
+    recoveries: list[str] = []
+    plan = next(plans)
+    while True:
+        report = _pass_report(plan, options)
+        report.recoveries.extend(recoveries)
+        note(report)
+        failure = None
+        following: Plan | None = None
+        with (
+            _device(options.device),
+            _PeakMemory(options.device, report, options.report is not None),
+            _progress(options) as progress,
+            torch.no_grad(),
+            named_out_of_memory(pinned=plan.schedule.pinned),
+        ):
+            try:
+                return attempt(plan, report, progress)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                # Only where this plan was a try without planning is there another.
+                following = next(plans, None)
+                if following is None:
+                    raise
+                failure = first_line(error)
+        give_back_cached(options.device)
+        recoveries.append(f"monolithic call out of memory ({failure}): planned anew")
+        plan = following
+
+
+def _pass_report(plan: Plan, options: Options) -> PassReport:
+    return PassReport(
+        kernel=plan.kernel,
+        levels=plan.levels,
+        planned_levels=plan.levels,
+        n_groups=plan.n_groups,
+        heads_per_group=plan.schedule.group.kv_heads * plan.work.queries_per_key_head,
+        n_cap=plan.schedule.n_cap,
+        accumulator=plan.schedule.accumulator,
+        streams=plan.schedule.streams,
+        planned_peak_bytes=plan.peak_bytes,
+        budget_bytes=plan.budget_bytes,
+        timed=options.report is not None,
+    )
+
+
+class _PeakMemory:
+    """Measures what the device's allocator hands out at most, for a report."""
+
+    def __init__(self, device: torch.device, report: PassReport, wanted: bool) -> None:
+        self.device, self.report = device, report
+        self.wanted = wanted and device.type == "cuda"
+
+    def __enter__(self) -> None:
+        if self.wanted:
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.before = torch.cuda.memory_allocated(self.device)
+
+    def __exit__(self, *exc: object) -> None:
+        if self.wanted:
+            peak = torch.cuda.max_memory_allocated(self.device)
+            self.report.peak_bytes = peak - self.before
+
+
+def _progress(options: Options) -> AbstractContextManager[Progress | None]:
+    if options.progress is None or options.progress is False:
+        return nullcontext(None)
+    if options.progress is True:
+        from quorum_attention.progress import progress_bar  # rich, only where it is shown
+
+        return progress_bar()
+    if not callable(options.progress):
+        raise TypeError(
+            f"progress must be None, True or a callable (done, total, label), "
+            f"got {type(options.progress).__name__}"
+        )
+    return nullcontext(options.progress)
+
+
+def _is_trivial(work: Workload) -> bool:
+    return 0 in (work.batch, work.heads, work.n_queries, work.n_keys, work.value_dim)
+
+
+def run_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    work: Workload,
+    options: Options,
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    *,
+    needs_grad: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plan the forward and run it, on checked arguments."""
+    if _is_trivial(work):
+        rows = tuple(query.shape[:-1])
+        if out is None:
+            out = torch.empty((*rows, work.value_dim), dtype=out_dtype, device=query.device)
+        lse = torch.full(rows, float("-inf"), dtype=work.state_dtype, device=query.device)
+        return out.zero_(), lse
+    shape = work.call_shape(options.device.type, needs_grad)
+    place = Placement(
+        options.device.type,
+        query.device == options.device,
+        out is not None,
+        out_dtype,
+        rows_are_dense(query, key, value),
+    )
+    kernel = kernel_of(work, options, shape, place, out_dtype, backward=False)
+    call = _call(query, key, value, work, options, kernel)
+
+    def attempt(
+        plan: Plan, report: PassReport, progress: Progress | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return forward(
+            call, plan.schedule, out=out, out_dtype=out_dtype, report=report, progress=progress
+        )
+
+    def note(report: PassReport) -> None:
+        if options.report is not None:
+            options.report.forward = report
+
+    plans = plans_of(work, options, kernel, place, backward=False)
+    return _run(plans, options, attempt, note)
+
+
+def run_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    work: Workload,
+    options: Options,
+    grads: Three | None = None,
+) -> Three:
+    """Plan the backward and run it, on checked arguments."""
+    if _is_trivial(work):
+        if grads is None:
+            return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        return grads[0].zero_(), grads[1].zero_(), grads[2].zero_()
+    shape = work.call_shape(options.device.type, needs_grad=True)
+    dtype = work.dtype if grads is None else grads[0].dtype
+    place = Placement(
+        options.device.type,
+        query.device == options.device,
+        grads is not None,
+        dtype,
+        rows_are_dense(query, key, value),
+        tuple(_copied_bytes(tensor, work.dtype, options.device) for tensor in (grad_out, out)),
+    )
+    # Rows whose output was not rounded: the same kernel as in the forward.
+    kernel = kernel_of(work, options, shape, place, out.dtype, backward=True)
+    call = _call(query, key, value, work, options, kernel)
+
+    def attempt(plan: Plan, report: PassReport, progress: Progress | None) -> Three:
+        return backward(
+            call,
+            plan.schedule,
+            _dense_rows(grad_out.to(work.dtype)),
+            _dense_rows(out.to(work.dtype)),
+            lse,
+            grads=grads,
+            report=report,
+            progress=progress,
+        )
+
+    def note(report: PassReport) -> None:
+        if options.report is not None:
+            options.report.backward = report
+
+    plans = plans_of(work, options, kernel, place, backward=True)
+    return _run(plans, options, attempt, note)
+
+
+def _has_dense_rows(tensor: torch.Tensor) -> bool:
+    return tensor.stride(-1) == 1 and 0 not in tensor.stride()
+
+
+def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """An expanded gradient (of a sum, say) has stride 0, which kernels do not take."""
+    return tensor if _has_dense_rows(tensor) else tensor.contiguous()
+
+
+def _copied_bytes(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> int:
+    """Device bytes of ``_dense_rows(tensor.to(dtype))``, 0 where that is the tensor itself."""
+    stays = tensor.dtype == dtype and _has_dense_rows(tensor)
+    return 0 if stays or tensor.device != device else tensor.numel() * dtype.itemsize
+
+
+def _device(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _call(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    work: Workload,
+    options: Options,
+    kernel: InnerKernel,
+) -> Call:
+    mask = None
+    if options.attn_mask is not None:
+        mask = MaskView(options.attn_mask, len(work.batch_shape))
+    return Call(
+        work,
+        query.detach(),
+        key.detach(),
+        value.detach(),
+        mask,
+        options.scale,
+        options.device,
+        kernel,
+    )
