@@ -213,6 +213,9 @@ def test_block_lists(name: str, tile: int, levels, is_causal: bool) -> None:
             continue
         block_mask = launch.block_mask()
         check_lists(block_mask)
+        longest = kernel._longest_list(-(-size // 128) + 1)
+        for lists in (block_mask.kv_indices, block_mask.q_indices):
+            assert lists.shape[-1] <= longest
         rows, columns = launch.lists.rows, launch.lists.columns
         found = torch.zeros_like(wanted)
         shape = (1, HEADS, rows.stop - rows.start, columns.stop - columns.start)
@@ -235,6 +238,17 @@ def test_lists_of_heads_apart() -> None:
     counts = kernel._launch(given).block_mask()
     assert counts.full_kv_num_blocks[0].sum(-1).tolist() == [0, 400]
     assert counts.kv_num_blocks[0].sum(-1).tolist() == [58, 0]
+
+
+def test_workspace_of_windows_is_linear() -> None:
+    n = 1 << 20
+    call = CallShape("cuda", torch.float16, 1, 1, 64, 64, True)
+    windowed, dense = (
+        kernel_of(None, mask).forward_workspace_bytes(call, Extent(1, 1, 1, n, n, n))
+        for mask in (sliding_window(4096) & document(torch.arange(n) // 20_000), prefix_lm(50))
+    )
+    assert dense > 16 * (n // 128) ** 2
+    assert windowed < 600 * n
 
 
 @pytest.mark.parametrize("levels", [(), (7,)])

@@ -167,13 +167,19 @@ class FlexKernel:
         blocks = -(-extent.n_tokens // BLOCK) + 1
         # Two lists by query and two by key, of int32, each as long as it can be; and counts, theirs
         # once more as zeros.
-        lists = lanes * (16 * blocks * blocks + 32 * blocks)
+        lists = lanes * (16 * blocks * self._longest_list(blocks) + 32 * blocks)
         tokens = 16 * extent.n_tokens
         if self._tries:
             tokens += 32 * extent.n_tokens
         tried = trial_bytes(lanes) if self._tries else 0
         # Blocks that the allocator does not split.
         return lists + tokens + tried + MERGE_WORKSPACE_BYTES + 8 * UNSPLIT_BYTES
+
+    def _longest_list(self, blocks: int) -> int:
+        """Listed blocks of a line at most; tokens that a task is without bring others nearer."""
+        if not isinstance(self.mask_mod, BlockMask) or sum(self.mask_mod.reach) >= BLOCK * blocks:
+            return blocks
+        return min(blocks, int(sum(self.mask_mod.reach)) // BLOCK + 3)
 
     @property
     def _tries(self) -> bool:

@@ -6,11 +6,13 @@ which pairs are kept. Combine them with ``&`` and ``|``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 
 from quorum_attention.decomposition import Ranges, Verdict
@@ -27,11 +29,14 @@ class BlockMask:
         keeps: the ``mask_mod``.
         verdict: of a block of positions, without looking at its pairs.
         placed: the ``mask_mod`` for one device, where it holds tensors; default ``keeps`` itself.
+        reach: (before, after) the query that no kept key lies farther from, in tokens; bounds
+            the memory that block lists take.
     """
 
     keeps: MaskMod
     verdict: Callable[[Ranges], Verdict]
     placed: Callable[[torch.device], MaskMod] | None = None
+    reach: tuple[float, float] = (math.inf, math.inf)
 
     def __call__(self, batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
         """Which pairs are kept."""
@@ -47,6 +52,7 @@ class BlockMask:
             _and(self, other),
             lambda r: _both(self.verdict(r), other.verdict(r)),
             lambda device: _and(self.on(device), other.on(device)),
+            _of_each(min, self.reach, other.reach),
         )
 
     def __or__(self, other: BlockMask) -> BlockMask:
@@ -55,7 +61,14 @@ class BlockMask:
             _or(self, other),
             lambda r: _either(self.verdict(r), other.verdict(r)),
             lambda device: _or(self.on(device), other.on(device)),
+            _of_each(max, self.reach, other.reach),
         )
+
+
+def _of_each(
+    pick: Callable[[float, float], float], one: tuple[float, float], other: tuple[float, float]
+) -> tuple[float, float]:
+    return pick(one[0], other[0]), pick(one[1], other[1])
 
 
 def _and(one: MaskMod, other: MaskMod) -> MaskMod:
@@ -86,7 +99,7 @@ def causal() -> BlockMask:
             return "empty"
         return "full" if r.last_key <= r.first_query else "mixed"
 
-    return BlockMask(lambda b, h, q, k: q >= k, verdict)
+    return BlockMask(lambda b, h, q, k: q >= k, verdict, reach=(math.inf, 0))
 
 
 def sliding_window(left: int, right: int = 0) -> BlockMask:
@@ -101,7 +114,7 @@ def sliding_window(left: int, right: int = 0) -> BlockMask:
     def keeps(b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
         return (q - k <= left) & (k - q <= right)  # type: ignore[no-any-return]
 
-    return BlockMask(keeps, window_verdict(left, right))
+    return BlockMask(keeps, window_verdict(left, right), reach=(left, right))
 
 
 def prefix_lm(prefix: int) -> BlockMask:
@@ -147,7 +160,9 @@ def document(ids: torch.Tensor) -> BlockMask:
             return "empty"
         return "full" if q0 == q1 == k0 == k1 else "mixed"
 
-    return BlockMask(lambda b, h, q, k: placed(q.device)(b, h, q, k), verdict, placed)
+    longest = int(np.unique(host, return_counts=True)[1].max(initial=1))
+    reach = (longest - 1, longest - 1)
+    return BlockMask(lambda b, h, q, k: placed(q.device)(b, h, q, k), verdict, placed, reach)
 
 
 def _same(ids: torch.Tensor) -> MaskMod:
