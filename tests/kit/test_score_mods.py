@@ -161,4 +161,4 @@ def test_plans_know_what_a_mask_leaves() -> None:
     assert less is None or less.tokens < 1.25 * n
     began = time.perf_counter()
     kept_share(Pairs(1 << 23, 1 << 23, True, sliding_window(4096).verdict))
-    assert time.perf_counter() - began < 2
+    assert time.perf_counter() - began < 20  # a fifth of a second; by area it would be minutes

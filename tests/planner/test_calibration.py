@@ -52,7 +52,7 @@ def test_a_cpu_is_measured_and_remembered() -> None:
     assert machine.flops == found.figures["flops"]["64"][0] > 1e8
     assert machine.backward_flops > 1e8
     assert machine.up_bytes_per_second > 1e8
-    assert found.seconds < 30
+    assert found.seconds < 300  # some seconds on a quiet machine
     # Others are kept beside it.
     calibrate("cpu", torch.float16)
     assert machine_of(CPU, torch.float32, 64).measured
