@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -17,7 +18,7 @@ from quorum_attention.planner.calibration import machine_of
 from quorum_attention.planner.footprint import Placement
 from quorum_attention.planner.plan import Plan
 from quorum_attention.planner.rivals import quickest
-from quorum_attention.planner.search import Candidate, Request, choose, undivided
+from quorum_attention.planner.search import Candidate, Request, choose, refitted, undivided
 from quorum_attention.sizes import format_bytes
 
 # Of what is free, this much is left alone when no budget is given.
@@ -47,13 +48,15 @@ def _budget(options: Options) -> int:
 
 
 def _check_budget(plan: Plan, budget: int | None) -> None:
-    """A plan pins everything, but a budget given beside it still holds."""
-    if budget is not None and plan.peak_bytes > budget:
-        raise BudgetError(
-            f"a budget of {format_bytes(budget)} ({budget} bytes) is too small for the plan given, "
-            f"which takes {format_bytes(plan.peak_bytes)} ({plan.peak_bytes} bytes)",
-            smallest_bytes=plan.peak_bytes,
-        )
+    """A plan pins everything, but a budget given beside it still holds, and so does its own: its
+    tasks are larger where this call's mask keeps more than the one it was made for."""
+    for limit, what in ((budget, "a budget"), (plan.budget_bytes, "the plan's budget")):
+        if limit is not None and plan.peak_bytes > limit:
+            raise BudgetError(
+                f"{what} of {format_bytes(limit)} ({limit} bytes) is too small for the plan given, "
+                f"which takes {format_bytes(plan.peak_bytes)} ({plan.peak_bytes} bytes)",
+                smallest_bytes=plan.peak_bytes,
+            )
 
 
 def _plan(
@@ -65,10 +68,13 @@ def _plan(
     backward: bool,
 ) -> Plan:
     """The plan of one pass under the call's options."""
-    if options.plan is not None and options.plan.backward == backward:
-        _check_budget(options.plan, options.budget_bytes)
-        return options.plan
     machine = machine_of(options.device, work.dtype, work.head_dim)
+    given = options.plan
+    if given is not None and given.backward == backward:
+        fitted = refitted(given.candidate, work, kernel, given.place, machine, backward=backward)
+        given = replace(given, candidate=fitted)
+        _check_budget(given, options.budget_bytes)
+        return given
     found = choose(work, _request(options), kernel, place, machine, backward=backward)
     return Plan(work, found, place, kernel.name, options.budget_bytes, backward)
 

@@ -14,8 +14,10 @@ from helpers_plans import unpinned
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition, Pairs
 from quorum_attention.decomposition.trimming import tokens_of, trimmed
+from quorum_attention.execution import runner
 from quorum_attention.execution.runner import _children
-from quorum_attention.execution.trimming import trimmed_tasks
+from quorum_attention.execution.slots import forward_layout
+from quorum_attention.execution.trimming import pairs_of, trimmed_tasks
 from quorum_attention.kernels import Gradients, Statistics, TaskTensors
 from quorum_attention.kernels.kit import document, from_score_mod, prefix_lm, sliding_window
 from quorum_attention.kernels.kit.masks import BlockMask
@@ -63,6 +65,11 @@ def kept(name: str) -> torch.Tensor:
     return torch.broadcast_to(MASKS[name](0, 0, at[:, None], at), (N, N))
 
 
+def kept_by(window: int) -> torch.Tensor:
+    at = torch.arange(N)
+    return at[:, None] - at <= window
+
+
 def both_passes(made, kernel, plans, **call):  # type: ignore[no-untyped-def]
     report = qa.Report()
     call = {"kernel": kernel, "report": report, "devices": "cpu", **call}
@@ -95,25 +102,25 @@ def test_results(name: str, levels: tuple[int, ...], is_causal: bool) -> None:
         assert "left out" in str(report)
 
 
-@pytest.mark.parametrize("n_cap", [1, 2, 3])
+@pytest.mark.parametrize("n_cap", [1, 2])
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "half-way"])
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("fails", [{0}, {5}, {3, 4}, {2, 7, 13}], ids=str)
+@pytest.mark.parametrize("fails", [{0}, {3, 4}, {2, 7, 13}], ids=str)
 @pytest.mark.parametrize("name", ["window", "documents", "a gap"])
 def test_whatever_fails(name, fails, backward, late, n_cap) -> None:  # type: ignore[no-untyped-def]
-    """A task that is cut further is cut within the tokens that it had been left with; a row whose
-    state was put away, or finished, before the failure is not begun anew."""
-    made = inputs(N)
+    """A row whose state was put away, or finished, before the failure is not begun anew. (In 16
+    bits, so that a finished row's state is nowhere to be had.)"""
+    made = inputs(N, dtype=torch.float16)
     kernel = WatchedMask(MASKS[name], fails, late)
     plan = unpinned(
         qa.plan(
-            N, heads=2, head_dim=8, dtype=torch.float32, levels=(7,), tile=TILE, kernel=kernel,
+            N, heads=2, head_dim=8, dtype=torch.float16, levels=(7,), tile=TILE, kernel=kernel,
             n_cap=n_cap, heads_per_group=1, backward=backward, is_causal=True, device="cpu",
         )
     )  # fmt: skip
     wanted = exact(made, mask=kept(name), is_causal=True, gradients=True)
     call = {"is_causal": True, "plan": plan, "kernel": kernel, "report": qa.Report()}
-    out, lse = wanted.out.float(), wanted.lse.float()
+    out, lse = wanted.out.half(), wanted.lse.float()
     kernel.arm()
     if backward:
         found = qa.attention_backward(made.grad_out, *made.three, out, lse, **call)
@@ -122,7 +129,7 @@ def test_whatever_fails(name, fails, backward, late, n_cap) -> None:  # type: ig
         found = qa.attention_with_lse(*made.three, **call)
         expected, done = (wanted.out, wanted.lse), call["report"].forward
     for actual, right in zip(found, expected, strict=True):
-        assert_close(actual, right, 5e-5)
+        assert_close(actual, right, 1e-2)
     assert len([line for line in done.recoveries if "out of memory" in line]) == len(fails)
     assert done.left_out > 0.2
     # Every pair that the mask keeps, once for each head group.
@@ -171,17 +178,43 @@ def test_remembered_as_long_as_the_kernel_lives() -> None:
     kernel = from_score_mod(None, sliding_window(50), compiled=False)
     shape = Decomposition(N, (7,), "aligned", TILE)
     pairs = kernel.kept_pairs(N, N, True)
-    first = trimmed_tasks(shape, pairs, kernel)
-    assert trimmed_tasks(shape, kernel.kept_pairs(N, N, True), kernel) is first
+    first = trimmed_tasks(shape, pairs, kernel, False)
+    assert trimmed_tasks(shape, kernel.kept_pairs(N, N, True), kernel, False) is first
     kernel.mask_mod = sliding_window(90)
-    assert trimmed_tasks(shape, kernel.kept_pairs(N, N, True), kernel) != first
-    alive, longnet = weakref.ref(kernel), qa.LongNetKernel([(64, 2)])
-    trimmed_tasks(shape, longnet.kept_pairs(N, N, True), longnet)
-    also = weakref.ref(longnet)
-    del kernel, pairs, longnet
+    assert trimmed_tasks(shape, kernel.kept_pairs(N, N, True), kernel, False) != first
+
+
+class _ByMethod(WatchedMask):
+    """Its verdict is a method of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(MASKS["window"])
+        del self.kept_pairs
+
+    def kept_pairs(self, n_queries, n_keys, is_causal):  # type: ignore[no-untyped-def]
+        return Pairs(n_queries, n_keys, is_causal, self.verdict)
+
+    def verdict(self, block):  # type: ignore[no-untyped-def]
+        return MASKS["window"].verdict(block)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: from_score_mod(None, sliding_window(50), compiled=False),
+     lambda: qa.LongNetKernel([(64, 2)]), lambda: _ByMethod()],
+    ids=["mask", "LongNet", "method"],
+)  # fmt: skip
+def test_what_is_remembered_does_not_keep_the_kernel(make) -> None:  # type: ignore[no-untyped-def]
+    kernel = make()
+    work = qa.plan(N, heads=2, head_dim=8, kernel=kernel, levels=(7,), dtype=torch.float32,
+                   device="cpu").work  # fmt: skip
+    pairs = pairs_of(work, kernel)
+    assert pairs == pairs_of(work, kernel)
+    trimmed_tasks(Decomposition(N, (7,)), pairs, kernel, False)
+    alive = weakref.ref(kernel)
+    del kernel, pairs
     gc.collect()
     assert alive() is None
-    assert also() is None
 
 
 @pytest.mark.parametrize("window", [30, 100, 333, 700])
@@ -191,20 +224,77 @@ def test_a_task_that_is_cut_further_gets_no_token_back(window: int) -> None:
     shape = Decomposition(n, (7,), "aligned", TILE)
     pairs = Pairs(n, n, True, sliding_window(window).verdict)
     for task in trimmed(list(shape.tasks()), pairs, TILE):
-        parts = _children([task], shape.deeper(7), pairs)
+        parts = _children([task], shape.deeper(7), pairs, True)
         held = {
             at for part in parts for start, stop in tokens_of(part) for at in range(start, stop)
         }
         assert held == {at for start, stop in tokens_of(task) for at in range(start, stop)}
 
 
-@pytest.mark.parametrize("mask", [None, sliding_window(400)], ids=["none", "wider"])
-def test_a_plan_for_a_narrower_mask_is_refused(mask) -> None:  # type: ignore[no-untyped-def]
-    """Its slots would be too small, and its memory more than was said."""
-    plan = qa.plan(N, heads=2, head_dim=8, dtype=torch.float32, levels=(7,), tile=TILE,
-                   is_causal=True, kernel=from_score_mod(None, sliding_window(9), compiled=False),
-                   device="cpu")  # fmt: skip
-    given = inputs(N)
+@pytest.mark.parametrize("mask", [None, sliding_window(400), sliding_window(3)],
+                         ids=["none", "wider", "narrower"])  # fmt: skip
+def test_a_plan_made_for_another_mask(mask) -> None:  # type: ignore[no-untyped-def]
+    """Slots are those that the call's own mask needs; a budget holds all the same."""
+    sizes = {"heads": 2, "head_dim": 8, "dtype": torch.float32, "levels": (7,), "tile": TILE,
+             "is_causal": True, "device": "cpu"}  # fmt: skip
+    first = from_score_mod(None, sliding_window(9), compiled=False)
+    plan = qa.plan(N, kernel=first, **sizes)
+    made, report = inputs(N), qa.Report()
     kernel = from_score_mod(None, mask, compiled=False)
-    with pytest.raises(ValueError, match="plan was made for a kernel whose tasks hold at most"):
-        qa.attention(*given.three, is_causal=True, plan=plan, kernel=kernel)
+    out = qa.attention(*made.three, is_causal=True, plan=plan, kernel=kernel, report=report)
+    at = torch.arange(N)
+    keeps = None if mask is None else mask(0, 0, at[:, None], at).expand(N, N)
+    assert_close(out, exact(made, mask=keeps, is_causal=True).out, 2e-5)
+    narrower = mask is not None and mask.reach[0] < 9
+    assert (report.forward.planned_peak_bytes < plan.peak_bytes) == narrower
+    tight = qa.plan(N, kernel=first, budget=plan.peak_bytes, **sizes)
+    if not narrower:
+        with pytest.raises(qa.BudgetError, match="the plan's budget"):
+            qa.attention(*made.three, is_causal=True, plan=tight, kernel=kernel)
+
+
+def test_another_mask_is_another_plan() -> None:
+    kernel = from_score_mod(None, sliding_window(9), compiled=False)
+    made, at = inputs(N, dtype=torch.float64), torch.arange(N)
+    for width in (9, 400, 30):
+        kernel.mask_mod = sliding_window(width)
+        out = qa.attention(*made.three, is_causal=True, kernel=kernel, depth=1)
+        wanted = exact(made, mask=at[:, None] - at <= width, is_causal=True)
+        assert_close(out, wanted.out, 1e-11)
+
+
+def test_keys_that_nobody_asks_about_are_not_copied() -> None:
+    """They have no row in the forward; in the backward their gradients are zeros."""
+    queries, keys = 100, 5000
+    made = inputs(queries, keys, dtype=torch.float64)
+    plans = [
+        qa.plan(queries, n_keys=keys, heads=2, head_dim=8, dtype=torch.float64, levels=(7,),
+                tile=TILE, is_causal=True, kernel="dense", backward=backward, device="cpu",
+                sweep=False)
+        for backward in (False, True)
+    ]  # fmt: skip
+    assert plans[0].schedule.task_tokens < 200
+    found, report = both_passes(made, "dense", plans, is_causal=True)
+    wanted = exact(made, is_causal=True, gradients=True)
+    for actual, expected in zip(found, (wanted.out, wanted.lse, *wanted.grads), strict=True):
+        assert_close(actual, expected, 1e-11)
+    assert report.forward.loaded_bytes < 0.1 * made.key.numel() * 8
+
+
+def test_the_way_back_to_coarser_tasks_counts_them_trimmed() -> None:
+    """After a deepening, where twice the slots of the trimmed coarser tasks are free."""
+    kernel = WatchedMask(sliding_window(30), {1})
+    plan = unpinned(
+        qa.plan(N, heads=2, head_dim=8, dtype=torch.float32, levels=(7,), tile=TILE, n_cap=1,
+                kernel=kernel, heads_per_group=1, is_causal=True, device="cpu")
+    )  # fmt: skip
+    slot = forward_layout(
+        plan.work, plan.schedule.group, plan.schedule.task_tokens, torch.float32
+    ).slot_bytes
+    made, report = inputs(N), qa.Report()
+    kernel.arm()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "available_bytes", lambda device: 2 * slot)
+        out = qa.attention(*made.three, is_causal=True, plan=plan, kernel=kernel, report=report)
+    assert_close(out, exact(made, mask=kept_by(30), is_causal=True).out, 2e-5)
+    assert report.forward.recoveries[-1].startswith("headroom")

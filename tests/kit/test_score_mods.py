@@ -162,3 +162,25 @@ def test_plans_know_what_a_mask_leaves() -> None:
     began = time.perf_counter()
     kept_share(Pairs(1 << 23, 1 << 23, True, sliding_window(4096).verdict))
     assert time.perf_counter() - began < 20  # a fifth of a second; by area it would be minutes
+
+
+def test_a_budget_that_is_too_small_names_the_smallest_of_trimmed_plans() -> None:
+    sizes = {"heads": 1, "head_dim": 64, "is_causal": True, "device": "cuda",
+             "kernel": from_score_mod(None, sliding_window(512), compiled=True)}  # fmt: skip
+    with pytest.raises(qa.BudgetError, match="smallest that works") as caught:
+        qa.plan(1 << 18, budget="1MiB", **sizes)
+    smallest = caught.value.smallest_bytes
+    assert qa.plan(1 << 18, budget=smallest, **sizes).peak_bytes <= smallest
+    for levels in ((57, 57), (31, 31), (91,)):
+        assert qa.plan(1 << 18, levels=levels, **sizes).peak_bytes >= smallest
+
+
+def test_what_is_never_sure_is_soon_given_up() -> None:
+    n, asked = 1 << 18, []
+
+    def verdict(block: Ranges) -> str:
+        asked.append(block)
+        return "mixed"
+
+    assert 0.45 < kept_share(Pairs(n, n, True, verdict)) < 0.55
+    assert len(asked) < 200_000

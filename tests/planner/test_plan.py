@@ -159,3 +159,11 @@ def test_drawing(tmp_path) -> None:
     path = tmp_path / "coverage.png"
     qa.plan(700, levels=(7,), **CALL).draw(path)
     assert path.stat().st_size > 1000
+
+
+def test_a_swept_plan_tells_the_size_of_its_tasks() -> None:
+    plan = qa.plan(65_536, heads=8, head_dim=64, levels=(7,), sweep=True, device="cuda",
+                   inputs="device", is_causal=True)  # fmt: skip
+    largest = max(task.n_tokens for task in plan.tasks())
+    assert plan.schedule.largest_task == largest
+    assert f"at most {largest} tokens (43.4%" in plan.describe()

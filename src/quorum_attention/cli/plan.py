@@ -72,7 +72,7 @@ def summary(made: Plan) -> dict[str, Any]:
         "levels": made.levels,
         "layout": made.decomposition.layout,
         "n_tasks": made.n_tasks,
-        "max_task_tokens": made.schedule.task_tokens,
+        "max_task_tokens": made.schedule.largest_task,
         "n_groups": made.n_groups,
         "heads_per_group": schedule.group.kv_heads * made.work.queries_per_key_head,
         "n_cap": schedule.n_cap,

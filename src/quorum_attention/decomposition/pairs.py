@@ -28,12 +28,15 @@ class Pairs:
         is_causal: a pair needs its key at or before its query.
         verdict: what a mask says of a block of positions, "mixed" where it is not sure; None is
             no mask. It means the same as long as it lives: answers are remembered.
+        share: of the pairs without the mask those that it keeps, for predictions, where that is
+            known and not to be had from ``verdict`` (dilated blocks are "mixed" however thin).
     """
 
     n_queries: int
     n_keys: int
     is_causal: bool
     verdict: Callable[[Ranges], Verdict] | None = None
+    share: float | None = None
 
     @property
     def every_token_meets(self) -> bool:

@@ -4,8 +4,8 @@ A task holds some chunks because their pairs are its own. Under a mask that keep
 sliding window, packed documents), or with fewer queries than keys, most of those tokens have no
 partner there: in a window a task needs the chunk that it owns and the edges of its neighbours.
 A task is its spans, so leaving such tokens out changes no pair that is kept, and they are neither
-copied nor merged. A token that no task needs stays in the first that has it: its row is written
-all the same.
+copied nor merged. A token that no task needs stays in the first that has it where its row is a
+result: it is written all the same.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ _Interval = tuple[int, int]
 _Node = tuple[int, int, int, int]
 
 
-def trimmed(tasks: Sequence[Task], pairs: Pairs, tile: int = 128) -> list[Task]:
+def trimmed(
+    tasks: Sequence[Task], pairs: Pairs, tile: int = 128, written: int | None = None
+) -> list[Task]:
     """``tasks`` in their order, less what they do not need, and less those that need nothing.
-
-    Together they hold the tokens that they held before.
 
     Args:
         tile: tasks are cut at multiples of so many tokens.
+        written: tokens below this position that ``tasks`` hold are held afterwards as well,
+            because their rows are results; None is all.
     """
     if pairs.every_token_meets:
         return list(tasks)
@@ -42,11 +44,13 @@ def trimmed(tasks: Sequence[Task], pairs: Pairs, tile: int = 128) -> list[Task]:
     for task in tasks:
         less = restricted(task, _needed(task, pairs, tile))
         found.append(task if less.n_tokens > _MOST_KEPT * task.n_tokens else less)
-    held, every = _positions(found), _positions(tasks)
+    end = max((task.spans[-1].stop for task in tasks if task.spans), default=0)
+    end = end if written is None else min(written, end)
+    held, every = _below(_positions(found), end), _below(_positions(tasks), end)
     for index, task in enumerate(tasks):
         if held == every:
             break
-        rest = _without(tokens_of(task), held)
+        rest = _without(_below(tokens_of(task), end), held)
         if rest:
             found[index] = restricted(task, _union([*tokens_of(found[index]), *rest]))
             held = _union([*held, *rest])
@@ -78,6 +82,10 @@ def _positions(tasks: Iterable[Task]) -> list[_Interval]:
     return _union(run for task in tasks for run in tokens_of(task))
 
 
+def _below(intervals: Iterable[_Interval], end: int) -> list[_Interval]:
+    return [(start, min(stop, end)) for start, stop in intervals if start < end]
+
+
 def _needed(task: Task, pairs: Pairs, tile: int) -> list[_Interval]:
     """Positions with a kept pair in ``task``, and few without."""
     if not task.spans:
@@ -96,11 +104,11 @@ def _needed(task: Task, pairs: Pairs, tile: int) -> list[_Interval]:
 
 
 class _Marks:
-    """Cells of the sequence that some query, or some key, of a kept pair lies in: bits."""
+    """Cells of the sequence that a query or a key of a kept pair lies in: bits."""
 
     def __init__(self, cell: int) -> None:
         self.cell = cell
-        self.queries = self.keys = 0
+        self.marked = 0
 
     def of(self, intervals: Iterable[_Interval]) -> int:
         """The cells of some positions."""
@@ -110,13 +118,13 @@ class _Marks:
             found |= ((1 << (stop - 1) // self.cell + 1 - first) - 1) << first
         return found
 
-    def have(self, queries: int, keys: int) -> bool:
+    def have(self, cells: int) -> bool:
         """Whether nothing of these cells is left to mark."""
-        return not (queries & ~self.queries or keys & ~self.keys)
+        return not cells & ~self.marked
 
     def intervals(self) -> Iterator[_Interval]:
         """The marked positions, in whole cells."""
-        marked, at = self.queries | self.keys, 0
+        marked, at = self.marked, 0
         while marked:
             skip = (marked & -marked).bit_length() - 1
             marked >>= skip
@@ -141,7 +149,7 @@ def _span_pairs(
             if first.bits & left.bits == 0:
                 yield first, left
             continue
-        if not marks.have(marks.of(_intervals(spans[q0:q1])), marks.of(_intervals(spans[k0:k1]))):
+        if not marks.have(marks.of(_intervals((*spans[q0:q1], *spans[k0:k1])))):
             nodes += _quarters(q0, q1, k0, k1, 1)
 
 
@@ -153,16 +161,15 @@ def _mark(query: Span, key: Span, pairs: Pairs, marks: _Marks) -> None:
     nodes: list[_Node] = [(query.start, query.stop, key.start, key.stop)]
     while nodes:
         q0, q1, k0, k1 = nodes.pop()
-        rows, columns = marks.of([(q0, q1)]), marks.of([(k0, k1)])
-        if marks.have(rows, columns):
+        cells = marks.of(((q0, q1), (k0, k1)))
+        if marks.have(cells):
             continue
         verdict = pairs.of(Ranges(q0, q1 - 1, k0, k1 - 1))
         if verdict == "empty":
             continue
         parts = _quarters(q0, q1, k0, k1, marks.cell)
         if verdict == "full" or len(parts) == 1:
-            marks.queries |= rows
-            marks.keys |= columns
+            marks.marked |= cells
         else:
             nodes += parts
 

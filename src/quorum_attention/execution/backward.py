@@ -244,6 +244,6 @@ def _through_slots(
 
     host = [call.query, call.key, call.value, grad_out, out, lse, *grads]
     host.extend(home.tensor for home in homes if isinstance(home, GroupBuffer))
-    run(make_pass, schedule, call, host, report, progress, "backward")
+    run(make_pass, schedule, call, host, report, progress, backward=True)
     report.repeated_units = sum(scaling.repeated for scaling in scalings)
     return grads

@@ -181,7 +181,7 @@ def _through_slots(
     host = [call.query, call.key, call.value, out, lse]
     if isinstance(home, GroupBuffer):
         host.append(home.tensor)
-    run(make_pass, schedule, call, host, report, progress, "forward")
+    run(make_pass, schedule, call, host, report, progress, backward=False)
     return out, lse
 
 

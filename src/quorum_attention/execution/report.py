@@ -26,7 +26,7 @@ class PassReport:
         seconds: host wall-clock time of the pass (on CUDA up to the end of its work where the
             results are in host memory; else the time to enqueue it).
         left_out: share of the tasks' tokens that were left out, because no query or key there is
-            their partner (docs/architecture.md, "Trimmed tasks").
+            their partner (docs/architecture.md, "Trimmed tasks"); of the levels at the end.
         loaded_bytes, stored_bytes: moved into and out of slots.
         planned_peak_bytes: what the plan said the pass would take at most.
         budget_bytes: what it was planned for; None where no budget was given.

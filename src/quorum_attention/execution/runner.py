@@ -32,7 +32,7 @@ from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.schedule import DEEPEN_BY, Schedule
 from quorum_attention.execution.tools import Progress, Tools, make_tools
 from quorum_attention.execution.transfers import CudaMover, HostMover, Mover
-from quorum_attention.execution.trimming import pairs_of, trimmed_tasks
+from quorum_attention.execution.trimming import pairs_of, trimmed_tasks, written
 from quorum_attention.execution.visits import Visit, touched_rows, visits
 from quorum_attention.execution.workload import Group, groups
 
@@ -79,7 +79,8 @@ def run(
     host_tensors: list[torch.Tensor],
     report: PassReport,
     progress: Progress | None = None,
-    label: str = "attention",
+    *,
+    backward: bool,
 ) -> None:
     """Run a pass under ``schedule``, recovering from out-of-memory failures unless pinned.
 
@@ -88,7 +89,6 @@ def run(
         host_tensors: tensors copied from or to; pageable ones are page-locked meanwhile.
 
     Raises:
-        ValueError: the schedule was made for a kernel that needs fewer tokens.
         OutOfMemoryError: nothing finer is left, or the schedule is pinned; completed work is
             lost with the call, nothing stays allocated.
     """
@@ -103,23 +103,21 @@ def run(
         pinned=schedule.pinned,
         deepened_n_cap=1,
     )
-    planned = schedule.task_tokens
-    every, schedule = _tasks(schedule, call, pairs)
-    if schedule.task_tokens > planned:
-        raise ValueError(
-            f"plan was made for a kernel whose tasks hold at most {planned} tokens, those of this "
-            f"{call.kernel.name!r} hold {schedule.task_tokens}: plan with the kernel of the call"
-        )
+    every, schedule = _tasks(schedule, call, pairs, backward)
     queue = _Queue(list(groups(work, schedule.group)), list(every), every, [])
     total = queue.units
     counted = 0
+    label = "backward" if backward else "forward"
     tools = make_tools(device, schedule, timed=report.timed)
     locks = PageLocks(host_tensors if device.type == "cuda" else [])
     with locks:
         while queue.groups:
             queue.last_done = time.perf_counter()
             failure: tuple[str, str] | None = None
-            room = _RoomForCoarser(schedule, guard, make_pass, device)
+            room = _RoomForCoarser(None, make_pass, device)
+            if guard.may_coarsen:
+                _, coarser = _tasks(schedule.coarser(work), call, pairs, backward)
+                room = _RoomForCoarser(coarser, make_pass, device)
             try:
                 counted = _attempt(
                     make_pass(schedule, tools), schedule, queue, device, locks,
@@ -148,11 +146,11 @@ def run(
                 report.recovery_seconds += time.perf_counter() - queue.last_done
             schedule = replace(schedule, n_cap=guard.n_cap)
             if isinstance(order, Deepen):
-                queue.every, schedule = _tasks(schedule.deeper(work), call, pairs)
-                queue.tasks = _children(queue.tasks, schedule.decomposition, pairs)
+                queue.every, schedule = _tasks(schedule.deeper(work), call, pairs, backward)
+                queue.tasks = _children(queue.tasks, schedule.decomposition, pairs, backward)
                 schedule = _sized(schedule, queue)
             elif isinstance(order, Coarsen):
-                queue.every, schedule = _tasks(schedule.coarser(work), call, pairs)
+                queue.every, schedule = _tasks(schedule.coarser(work), call, pairs, backward)
                 queue.tasks = list(queue.every)
             counted = report.units
             total = counted + queue.units
@@ -227,23 +225,26 @@ def _told(guard: Guardrail) -> str:
     return "".join(f"\n  before that: {line}" for line in guard.history)
 
 
-def _tasks(schedule: Schedule, call: Call, pairs: Pairs) -> tuple[list[Task], Schedule]:
+def _tasks(
+    schedule: Schedule, call: Call, pairs: Pairs, backward: bool
+) -> tuple[list[Task], Schedule]:
     """The tasks of a schedule, and the schedule with slots for those."""
     shape = schedule.decomposition
     if pairs.every_token_meets:
         return filled(list(shape.tasks()), shape, call.work), replace(schedule, trimmed=None)
-    found = trimmed_tasks(shape, pairs, call.kernel)
+    found = trimmed_tasks(shape, pairs, call.kernel, backward)
     return list(found.tasks), replace(schedule, trimmed=found.tally())
 
 
-def _children(tasks: list[Task], deeper: Decomposition, pairs: Pairs) -> list[Task]:
+def _children(tasks: list[Task], deeper: Decomposition, pairs: Pairs, backward: bool) -> list[Task]:
     found: list[Task] = []
     for task in tasks:
         children = [deeper.task((*task.path, i)) for i in range(DEEPEN_BY)]
         if not pairs.every_token_meets:
             # Of tokens that the task was without, others have the state, or it is finished.
             within = tokens_of(task)
-            children = trimmed([restricted(c, within) for c in children], pairs, deeper.tile)
+            children = [restricted(child, within) for child in children]
+            children = trimmed(children, pairs, deeper.tile, written(pairs, backward))
         found += children
     return found
 
@@ -272,13 +273,10 @@ def _deepest(shape: Decomposition) -> int:
 class _RoomForCoarser:
     """Whether memory has become free enough to undo a deepening."""
 
-    def __init__(
-        self, schedule: Schedule, guard: Guardrail, make_pass: MakePass, device: torch.device
-    ) -> None:
+    def __init__(self, coarser: Schedule | None, make_pass: MakePass, device: torch.device) -> None:
         self.device = device
         self.needed: int | None = None
-        if guard.may_coarsen:
-            coarser = schedule.coarser(make_pass(schedule, Tools(NoClock())).work)
+        if coarser is not None:
             slot_bytes = make_pass(coarser, Tools(NoClock())).layout.slot_bytes
             self.needed = 2 * coarser.n_cap * slot_bytes
 

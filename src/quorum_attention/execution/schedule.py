@@ -47,10 +47,12 @@ class Schedule:
     @property
     def task_tokens(self) -> int:
         """Tokens of the largest task that a kernel sees."""
-        shape = self.decomposition
-        if self.sweep:
-            return shape.n_tokens
-        return shape.max_task_tokens if self.trimmed is None else self.trimmed.largest
+        return self.decomposition.n_tokens if self.sweep else self.largest_task
+
+    @property
+    def largest_task(self) -> int:
+        """Tokens of the largest task, however it is run."""
+        return self.decomposition.max_task_tokens if self.trimmed is None else self.trimmed.largest
 
     @property
     def n_tasks(self) -> int:

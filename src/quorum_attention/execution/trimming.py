@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MethodType
+from weakref import WeakMethod
 
-from quorum_attention.decomposition import Decomposition, Pairs, Task
+from quorum_attention.decomposition import Decomposition, Pairs, Ranges, Task, Verdict
 from quorum_attention.decomposition.trimming import trimmed
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.protocol import InnerKernel, Sparse
@@ -48,14 +50,58 @@ class Trimmed:
 
 def pairs_of(work: Workload, kernel: InnerKernel) -> Pairs:
     """The pairs of a call, by its sizes and the kernel's own mask."""
-    if isinstance(kernel, Sparse):
-        return kernel.kept_pairs(work.n_queries, work.n_keys, work.is_causal)
-    return Pairs(work.n_queries, work.n_keys, work.is_causal)
+    if not isinstance(kernel, Sparse):
+        return Pairs(work.n_queries, work.n_keys, work.is_causal)
+    found = kernel.kept_pairs(work.n_queries, work.n_keys, work.is_causal)
+    if isinstance(found.verdict, MethodType) and found.verdict.__self__ is kernel:
+        return replace(found, verdict=_Weakly(found.verdict))
+    return found
 
 
-@remembered(64)
-def trimmed_tasks(shape: Decomposition, pairs: Pairs, kernel: InnerKernel) -> Trimmed:
+class _Weakly:
+    """A kernel's method that does not keep the kernel: what is remembered about it must not."""
+
+    __slots__ = ("method",)
+
+    def __init__(self, method: MethodType) -> None:
+        self.method = WeakMethod(method)
+
+    def __call__(self, block: Ranges) -> Verdict:
+        method = self.method()
+        assert method is not None, "whoever asks has the kernel"
+        found: Verdict = method(block)
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Weakly) and self.method == other.method
+
+    def __hash__(self) -> int:
+        return hash(self.method)
+
+
+# Few: thousands of tasks are some megabytes.
+@remembered(8)
+def trimmed_tasks(
+    shape: Decomposition, pairs: Pairs, kernel: InnerKernel, backward: bool
+) -> Trimmed:
     """The tasks that are run; remembered as long as the kernel lives."""
+    return _trim(shape, pairs, backward)
+
+
+@remembered(256)
+def tally(shape: Decomposition, pairs: Pairs, kernel: InnerKernel, backward: bool) -> Tally:
+    """What ``trimmed_tasks`` come to, without keeping them."""
+    return _trim(shape, pairs, backward).tally()
+
+
+def _trim(shape: Decomposition, pairs: Pairs, backward: bool) -> Trimmed:
     tasks = list(shape.tasks())
-    found = tasks if shape.depth == 0 else trimmed(tasks, pairs, shape.tile)
+    found = tasks
+    if shape.depth:
+        found = trimmed(tasks, pairs, shape.tile, written(pairs, backward))
     return Trimmed(tuple(found), sum(task.n_tokens for task in tasks))
+
+
+def written(pairs: Pairs, backward: bool) -> int:
+    """Tokens below this position have rows that the pass returns."""
+    return max(pairs.n_queries, pairs.n_keys) if backward else pairs.n_queries

@@ -2,8 +2,9 @@
 
 The state of a row (statistics in the forward, gradients in the backward) travels with the row:
 it starts empty at the first task that holds the row, is handed on from task to task, and is
-finished by the last. Two tasks of one level always share a chunk, so a part of the state need
-not travel at all: it is carried from one slot to the next on the device.
+finished by the last. Two tasks of one level always share a chunk (trimmed ones a part of it, or
+nothing), so a part of the state need not travel at all: it is carried from one slot to the next on
+the device.
 
 Everything here is integers: no tensors, no device.
 """

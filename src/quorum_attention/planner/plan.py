@@ -75,8 +75,8 @@ class Plan:
         return self.candidate.cost.seconds
 
     def tasks(self) -> Iterator[Task]:
-        """All tasks of a head group, lazily, in the order they run; with all their tokens, also
-        those that a kernel's mask leaves out."""
+        """All tasks of the decomposition, lazily, in the order they run; with the tokens, and the
+        whole tasks, that a kernel's mask leaves out (``n_tasks`` counts what is run)."""
         return self.decomposition.tasks()
 
     def task(self, path: tuple[int, ...]) -> Task:
@@ -111,8 +111,8 @@ class Plan:
         else:
             lines.append(
                 f"levels: {' x '.join(map(str, shape.levels))} chunks ({shape.layout}), "
-                f"{self.n_tasks} tasks of at most {schedule.task_tokens} tokens "
-                f"({schedule.task_tokens / max(1, shape.n_tokens):.1%} of the sequence)"
+                f"{self.n_tasks} tasks of at most {schedule.largest_task} tokens "
+                f"({schedule.largest_task / max(1, shape.n_tokens):.1%} of the sequence)"
             )
         lines.append(
             f"units: {self.n_groups} head group(s) of {schedule.group.batch} x "

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import product
+from itertools import pairwise, product
 
-from quorum_attention.decomposition import Decomposition
+from quorum_attention.decomposition import Decomposition, Pairs
 from quorum_attention.decomposition.share import kept_share
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.schedule import Home, Schedule, with_limits
-from quorum_attention.execution.trimming import Tally, pairs_of, trimmed_tasks
+from quorum_attention.execution.trimming import Tally, pairs_of, tally
 from quorum_attention.execution.workload import GroupSize, Workload, group_sizes
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.rectangles import RectangleKernel
@@ -45,8 +45,13 @@ _CLEARLY = 0.95
 _SMALL_BYTES = 256 << 20
 # Of plans about equally fast the one whose shapes are prepared sooner: it counts up to this share.
 _FIRST_CALL_COUNTS = 0.02
-# Tasks of a decomposition that are looked at under a kernel's mask: 0.3 milliseconds each.
-_MOST_TRIMMED = 100
+# Tasks of a decomposition that are trimmed for a plan, about 0.3 milliseconds each: at first, and
+# as long as nothing fits.
+_MOST_TRIMMED = (60, 400, 4000)
+# Under a mask a token is in about one task however many there are, so few cuts are worth a look.
+_TRIMMED_SINGLE = (3, 4, 5, 6, 8, 10)
+# Without a mask only this much fewer queries than keys, or keys than queries, are.
+_LOPSIDED = 2
 # The bias of one rectangle under a mask that spans rows and columns, in pairs.
 _MASKED_PAIRS = 32 << 20
 
@@ -121,6 +126,28 @@ def price(
     )
 
 
+def refitted(
+    found: Candidate,
+    work: Workload,
+    kernel: InnerKernel,
+    place: Placement,
+    machine: Machine,
+    *,
+    backward: bool,
+) -> Candidate:
+    """``found`` for a kernel that may leave out more, or less, than the one it was chosen for."""
+    pairs = pairs_of(work, kernel)
+    planned = found.schedule.trimmed
+    if planned is None and not _trims(pairs):
+        return found
+    less = _trimmed_tally(found.schedule.decomposition, pairs, kernel, backward=backward)
+    if less == planned:
+        return found
+    schedule = replace(found.schedule, trimmed=less)
+    paced = _paced(machine, kernel, work)
+    return replace(price(work, schedule, kernel, place, paced, backward=backward), why=found.why)
+
+
 def _launches_whole(kernel: InnerKernel) -> bool:
     return bool(getattr(kernel, "whole_tasks", False))
 
@@ -136,7 +163,6 @@ def _paced(machine: Machine, kernel: InnerKernel, work: Workload) -> Machine:
     )
 
 
-@remembered(256)
 def choose(
     work: Workload,
     request: Request,
@@ -154,13 +180,37 @@ def choose(
     Raises:
         BudgetError: nothing fits; names the smallest budget that would do.
     """
+    pairs = pairs_of(work, kernel)
+    return _choose(work, request, pairs, kernel, place, machine, backward=backward)
+
+
+@remembered(256)
+def _choose(
+    work: Workload,
+    request: Request,
+    pairs: Pairs,
+    kernel: InnerKernel,
+    place: Placement,
+    machine: Machine,
+    *,
+    backward: bool,
+) -> Candidate:
     smallest: tuple[Schedule, Footprint] | None = None
     best: Candidate | None = None
     undivided: Candidate | None = None
     seen = _Seen(request.budget_bytes)
     machine = _paced(machine, kernel, work)
     count = backward_footprint if backward else forward_footprint
-    for schedule in _schedules(work, request, kernel, place):
+
+    def schedules() -> Iterator[Schedule]:
+        yield from _schedules(work, request, pairs, kernel, place, backward=backward)
+        for counts in pairwise(_MOST_TRIMMED):
+            if best is None and undivided is None and _trims(pairs):
+                yield from _schedules(
+                    work, request, pairs, kernel, place, backward=backward, n_tasks=counts
+                )
+
+    for schedule in schedules():
         footprint = count(work, schedule, kernel, place)
         if smallest is None or footprint.total < smallest[1].total:
             smallest = schedule, footprint
@@ -283,8 +333,17 @@ def _breakdown(footprint: Footprint) -> str:
 
 
 def _schedules(
-    work: Workload, request: Request, kernel: InnerKernel, place: Placement
+    work: Workload,
+    request: Request,
+    pairs: Pairs,
+    kernel: InnerKernel,
+    place: Placement,
+    *,
+    backward: bool,
+    n_tasks: tuple[int, int] | None = None,
 ) -> Iterator[Schedule]:
+    """Every schedule worth a price; with ``n_tasks`` those of more than so many trimmed tasks, up
+    to so many."""
     sizes = [request.group] if request.group is not None else group_sizes(work)
     sizes = sizes or [GroupSize(max(1, work.batch), max(1, work.kv_heads))]
     n_caps = [request.n_cap] if request.n_cap is not None else [2, 1]
@@ -304,8 +363,10 @@ def _schedules(
     sweeping &= several and request.n_cap is None
     sweeping &= request.accumulator != "host" or place.device_type == "cpu"
     sweeping &= request.sweep is not False
-    shapes = _decompositions(work, request)
-    if sweeping:
+    shapes = _decompositions(work, request, pairs)
+    if n_tasks is not None:
+        shapes = tuple(s for s in shapes if n_tasks[0] < s.n_tasks <= n_tasks[1])
+    if sweeping and n_tasks is None:
         swept = [s for s in shapes if s.depth == 1 and s.levels[0] <= _MOST_SWEPT]
         if place.device_type == "cuda" and request.levels is None and request.depth in (None, 1):
             swept.append(_decomposition(work.n_tokens, _FEWEST, request.layout, request.tile))
@@ -316,7 +377,9 @@ def _schedules(
         if request.sweep and swept:
             return
     for shape in shapes:
-        less = _trimmed(work, shape, kernel, request)
+        less = None
+        if n_tasks is not None or shape.n_tasks <= _MOST_TRIMMED[0] or request.levels is not None:
+            less = _trimmed_tally(shape, pairs, kernel, backward=backward)
         for size, n_cap, home, n in product(sizes, n_caps, homes, streams if shape.depth else [1]):
             schedule = Schedule(shape, size, n_cap, home, 1, 1, request.pinned, n, trimmed=less)
             # Under a mask a monolithic call is one rectangle as well: torch's own does the same.
@@ -324,25 +387,27 @@ def _schedules(
             yield with_limits(schedule, work, limit)
 
 
-def _trimmed(
-    work: Workload, shape: Decomposition, kernel: InnerKernel, request: Request
+def _trimmed_tally(
+    shape: Decomposition, pairs: Pairs, kernel: InnerKernel, *, backward: bool
 ) -> Tally | None:
-    """What is left of the tasks under the kernel's mask, where that is soon found out."""
-    pairs = pairs_of(work, kernel)
-    if pairs.verdict is None or shape.depth == 0:
+    """What trimming leaves of the tasks, None where that is hardly less."""
+    if shape.depth == 0 or not _trims(pairs):
         return None
-    if shape.n_tasks > _MOST_TRIMMED and request.levels is None:
-        return None
-    return trimmed_tasks(shape, pairs, kernel).tally()
+    return tally(shape, pairs, kernel, backward)
 
 
-def _decompositions(work: Workload, request: Request) -> tuple[Decomposition, ...]:
+def _trims(pairs: Pairs) -> bool:
+    few, many = sorted((pairs.n_queries, pairs.n_keys))
+    return pairs.verdict is not None or few * _LOPSIDED <= many
+
+
+def _decompositions(work: Workload, request: Request, pairs: Pairs) -> tuple[Decomposition, ...]:
     if request.levels is not None:
         levels = [request.levels]
     else:
         levels = [
             chosen
-            for chosen in _level_choices()
+            for chosen in _level_choices(pairs.verdict is not None)
             if request.depth is None or len(chosen) == request.depth
         ]
         if request.depth is not None and request.depth > 3:
@@ -359,9 +424,10 @@ def _decomposition(n_tokens: int, levels: tuple[int, ...], layout: str, tile: in
     return Decomposition(n_tokens, levels, layout, tile)  # type: ignore[arg-type]
 
 
-@lru_cache(maxsize=1)
-def _level_choices() -> tuple[tuple[int, ...], ...]:
-    single = [(chunk_count(l),) for l in quorum_sizes(_LARGEST_SINGLE) if l >= 3]
+@lru_cache(maxsize=2)
+def _level_choices(masked: bool) -> tuple[tuple[int, ...], ...]:
+    sizes = _TRIMMED_SINGLE if masked else quorum_sizes(_LARGEST_SINGLE)
+    single = [(chunk_count(l),) for l in sizes if l >= 3]
     pairs = [(chunk_count(a), chunk_count(b)) for a, b in product(_PAIRED, _PAIRED) if a >= b]
     return ((), *single, *pairs, *_TRIPLES)
 

@@ -33,7 +33,7 @@ from quorum_attention.kernels.kit.flex_backward import (
 from quorum_attention.kernels.kit.flex_compiled import compiled_flex
 from quorum_attention.kernels.kit.flex_launch import SAMPLE, Indexed, Launch, has_diagonal, launch
 from quorum_attention.kernels.kit.kept import Kept
-from quorum_attention.kernels.kit.masks import BlockMask
+from quorum_attention.kernels.kit.masks import BlockMask, kept_pairs
 from quorum_attention.kernels.kit.reads import codes, reads
 from quorum_attention.kernels.kit.trials import (
     task_indices,
@@ -128,7 +128,7 @@ class FlexKernel:
 
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
         """See ``ScoreModKernel``."""
-        return self._in_memory.kept_pairs(n_queries, n_keys, is_causal)
+        return kept_pairs(self.mask_mod, n_queries, n_keys, is_causal)
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``forward`` allocates at any one time."""

@@ -90,13 +90,14 @@ class LongNetKernel:
         if inner is not None and not isinstance(inner, RectangleKernel):
             raise TypeError(f"inner must be a RectangleKernel or None, not {type(inner).__name__}")
         self._inner = inner
-        # No method: what is remembered about a kernel must not keep it.
         self._verdict = _verdict_of(self.settings)
         self.full_precision = full_precision
 
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
         """The pairs of a call: within the segments of any setting."""
-        return Pairs(n_queries, n_keys, is_causal, self._verdict)
+        n = max(n_queries, n_keys, 1)
+        share = sum(min(s.segment, n) / (n * s.dilation**2) for s in self.settings)
+        return Pairs(n_queries, n_keys, is_causal, self._verdict, share)
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""

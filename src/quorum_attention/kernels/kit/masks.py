@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from quorum_attention.decomposition import Ranges, Verdict
+from quorum_attention.decomposition import Pairs, Ranges, Verdict
 from quorum_attention.decomposition.pairs import window_verdict
 
 MaskMod = Callable[[Any, Any, Any, Any], torch.Tensor]
@@ -89,6 +89,12 @@ def _either(one: Verdict, other: Verdict) -> Verdict:
     if "full" in (one, other):
         return "full"
     return "empty" if one == other == "empty" else "mixed"
+
+
+def kept_pairs(mask: MaskMod | None, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
+    """The pairs of a call, as far as a mask tells of them without being tried."""
+    verdict = mask.verdict if isinstance(mask, BlockMask) else None
+    return Pairs(n_queries, n_keys, is_causal, verdict)
 
 
 def causal() -> BlockMask:

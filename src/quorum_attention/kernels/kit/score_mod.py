@@ -17,7 +17,7 @@ from quorum_attention.kernels.kit.block_masks import BLOCK, geometry, listed_nod
 from quorum_attention.kernels.kit.flex import FlexKernel
 from quorum_attention.kernels.kit.function import FunctionKernel, LseFunction, quadratic_workspace
 from quorum_attention.kernels.kit.kept import Kept
-from quorum_attention.kernels.kit.masks import BlockMask, MaskMod
+from quorum_attention.kernels.kit.masks import BlockMask, MaskMod, kept_pairs
 from quorum_attention.kernels.kit.materialised import ScoreMod, materialised
 from quorum_attention.kernels.kit.reads import reads
 from quorum_attention.kernels.kit.trials import (
@@ -54,9 +54,7 @@ class ScoreModKernel(FunctionKernel):
 
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
         """The pairs of a call, as far as the mask tells of them without being tried."""
-        if not isinstance(self.mask_mod, BlockMask):
-            return Pairs(n_queries, n_keys, is_causal)
-        return Pairs(n_queries, n_keys, is_causal, self.mask_mod.verdict)
+        return kept_pairs(self.mask_mod, n_queries, n_keys, is_causal)
 
     def rectangles(self, task: TaskTensors) -> Iterator[Rectangle]:
         """The task's rectangles, less what the mask empties."""
