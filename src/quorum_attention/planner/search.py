@@ -138,7 +138,7 @@ def refitted(
     """``found`` for a kernel that may leave out more, or less, than the one it was chosen for."""
     pairs = pairs_of(work, kernel)
     planned = found.schedule.trimmed
-    if planned is None and not _trims(pairs):
+    if found.schedule.sweep or (planned is None and not _trims(pairs)):
         return found
     less = _trimmed_tally(found.schedule.decomposition, pairs, kernel, backward=backward)
     if less == planned:
