@@ -13,9 +13,9 @@ from helpers_plans import unpinned
 
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition, Pairs
-from quorum_attention.decomposition.trimming import tokens_of, trimmed
+from quorum_attention.decomposition.trimming import tokens_of
 from quorum_attention.execution import runner
-from quorum_attention.execution.runner import _children
+from quorum_attention.execution.cutting import Cutting
 from quorum_attention.execution.slots import forward_layout
 from quorum_attention.execution.trimming import pairs_of, trimmed_tasks
 from quorum_attention.kernels import Gradients, Statistics, TaskTensors
@@ -221,10 +221,14 @@ def test_what_is_remembered_does_not_keep_the_kernel(make) -> None:  # type: ign
 def test_a_task_that_is_cut_further_gets_no_token_back(window: int) -> None:
     """Such a token's row may be finished, and its state is then nowhere to be had."""
     n = 6000
-    shape = Decomposition(n, (7,), "aligned", TILE)
-    pairs = Pairs(n, n, True, sliding_window(window).verdict)
-    for task in trimmed(list(shape.tasks()), pairs, TILE):
-        parts = _children([task], shape.deeper(7), pairs, True)
+    kernel = from_score_mod(None, sliding_window(window), compiled=False)
+    plan = qa.plan(n, heads=2, head_dim=8, dtype=torch.float32, levels=(7,), tile=TILE,
+                   is_causal=True, kernel=kernel, device="cpu", backward=True)  # fmt: skip
+    cutting = Cutting(plan.work, kernel, backward=True)
+    tasks, schedule = cutting.tasks(plan.schedule)
+    deeper = schedule.deeper(plan.work)
+    for task in tasks:
+        parts, _ = cutting.further([task], deeper)
         held = {
             at for part in parts for start, stop in tokens_of(part) for at in range(start, stop)
         }
@@ -256,11 +260,17 @@ def test_a_plan_made_for_another_mask(mask) -> None:  # type: ignore[no-untyped-
 def test_another_mask_is_another_plan() -> None:
     kernel = from_score_mod(None, sliding_window(9), compiled=False)
     made, at = inputs(N, dtype=torch.float64), torch.arange(N)
+    sizes = {"heads": 2, "head_dim": 8, "dtype": torch.float64, "depth": 1, "device": "cpu"}
+    peaks = []
     for width in (9, 400, 30):
         kernel.mask_mod = sliding_window(width)
+        peaks.append(qa.plan(N, is_causal=True, kernel=kernel, **sizes).peak_bytes)
+        anew = from_score_mod(None, sliding_window(width), compiled=False)
+        assert peaks[-1] == qa.plan(N, is_causal=True, kernel=anew, **sizes).peak_bytes
         out = qa.attention(*made.three, is_causal=True, kernel=kernel, depth=1)
         wanted = exact(made, mask=at[:, None] - at <= width, is_causal=True)
         assert_close(out, wanted.out, 1e-11)
+    assert peaks[0] < peaks[1] > peaks[2]
 
 
 def test_keys_that_nobody_asks_about_are_not_copied() -> None:

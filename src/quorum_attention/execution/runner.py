@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quorum_attention.decomposition import Decomposition, Pairs, Task
-from quorum_attention.decomposition.trimming import restricted, tokens_of, trimmed
+from quorum_attention.decomposition import Decomposition, Task
 from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.call import Call
 from quorum_attention.execution.clock import Clock, NoClock
+from quorum_attention.execution.cutting import Cutting
 from quorum_attention.execution.engine import Engine, Pass, Unit
 from quorum_attention.execution.guardrail import Coarsen, Deepen, Event, GiveUp, Guardrail
 from quorum_attention.execution.memory import (
@@ -27,12 +27,10 @@ from quorum_attention.execution.memory import (
     give_back_cached,
     is_out_of_memory,
 )
-from quorum_attention.execution.padding import filled
 from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.schedule import DEEPEN_BY, Schedule
 from quorum_attention.execution.tools import Progress, Tools, make_tools
 from quorum_attention.execution.transfers import CudaMover, HostMover, Mover
-from quorum_attention.execution.trimming import pairs_of, trimmed_tasks, written
 from quorum_attention.execution.visits import Visit, touched_rows, visits
 from quorum_attention.execution.workload import Group, groups
 
@@ -93,7 +91,7 @@ def run(
             lost with the call, nothing stays allocated.
     """
     work, device = call.work, call.device
-    pairs = pairs_of(work, call.kernel)
+    cutting = Cutting(work, call.kernel, backward=backward)
     shape = schedule.decomposition
     guard = Guardrail(
         n_cap=schedule.n_cap,
@@ -103,7 +101,7 @@ def run(
         pinned=schedule.pinned,
         deepened_n_cap=1,
     )
-    every, schedule = _tasks(schedule, call, pairs, backward)
+    every, schedule = cutting.tasks(schedule)
     queue = _Queue(list(groups(work, schedule.group)), list(every), every, [])
     total = queue.units
     counted = 0
@@ -114,10 +112,8 @@ def run(
         while queue.groups:
             queue.last_done = time.perf_counter()
             failure: tuple[str, str] | None = None
-            room = _RoomForCoarser(None, make_pass, device)
-            if guard.may_coarsen:
-                _, coarser = _tasks(schedule.coarser(work), call, pairs, backward)
-                room = _RoomForCoarser(coarser, make_pass, device)
+            coarser = cutting.tasks(schedule.coarser(work))[1] if guard.may_coarsen else None
+            room = _RoomForCoarser(coarser, make_pass, device)
             try:
                 counted = _attempt(
                     make_pass(schedule, tools), schedule, queue, device, locks,
@@ -146,11 +142,10 @@ def run(
                 report.recovery_seconds += time.perf_counter() - queue.last_done
             schedule = replace(schedule, n_cap=guard.n_cap)
             if isinstance(order, Deepen):
-                queue.every, schedule = _tasks(schedule.deeper(work), call, pairs, backward)
-                queue.tasks = _children(queue.tasks, schedule.decomposition, pairs, backward)
-                schedule = _sized(schedule, queue)
+                queue.every, schedule = cutting.tasks(schedule.deeper(work))
+                queue.tasks, schedule = cutting.further(queue.tasks, schedule)
             elif isinstance(order, Coarsen):
-                queue.every, schedule = _tasks(schedule.coarser(work), call, pairs, backward)
+                queue.every, schedule = cutting.tasks(schedule.coarser(work))
                 queue.tasks = list(queue.every)
             counted = report.units
             total = counted + queue.units
@@ -223,39 +218,6 @@ def _place(queue: _Queue) -> str:
 
 def _told(guard: Guardrail) -> str:
     return "".join(f"\n  before that: {line}" for line in guard.history)
-
-
-def _tasks(
-    schedule: Schedule, call: Call, pairs: Pairs, backward: bool
-) -> tuple[list[Task], Schedule]:
-    """The tasks of a schedule, and the schedule with slots for those."""
-    shape = schedule.decomposition
-    if pairs.every_token_meets:
-        return filled(list(shape.tasks()), shape, call.work), replace(schedule, trimmed=None)
-    found = trimmed_tasks(shape, pairs, call.kernel, backward)
-    return list(found.tasks), replace(schedule, trimmed=found.tally())
-
-
-def _children(tasks: list[Task], deeper: Decomposition, pairs: Pairs, backward: bool) -> list[Task]:
-    found: list[Task] = []
-    for task in tasks:
-        children = [deeper.task((*task.path, i)) for i in range(DEEPEN_BY)]
-        if not pairs.every_token_meets:
-            # Of tokens that the task was without, others have the state, or it is finished.
-            within = tokens_of(task)
-            children = [restricted(child, within) for child in children]
-            children = trimmed(children, pairs, deeper.tile, written(pairs, backward))
-        found += children
-    return found
-
-
-def _sized(schedule: Schedule, queue: _Queue) -> Schedule:
-    """``schedule`` with slots for the first group's tasks as well, trimmed by themselves."""
-    less = schedule.trimmed
-    if less is None:
-        return schedule
-    largest = max((task.n_tokens for task in queue.tasks), default=0)
-    return replace(schedule, trimmed=replace(less, largest=max(less.largest, largest)))
 
 
 def _deepest(shape: Decomposition) -> int:

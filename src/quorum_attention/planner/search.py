@@ -144,7 +144,7 @@ def refitted(
     if less == planned:
         return found
     schedule = replace(found.schedule, trimmed=less)
-    paced = _paced(machine, kernel, work)
+    paced = _paced(machine, kernel, pairs)
     return replace(price(work, schedule, kernel, place, paced, backward=backward), why=found.why)
 
 
@@ -152,11 +152,11 @@ def _launches_whole(kernel: InnerKernel) -> bool:
     return bool(getattr(kernel, "whole_tasks", False))
 
 
-def _paced(machine: Machine, kernel: InnerKernel, work: Workload) -> Machine:
+def _paced(machine: Machine, kernel: InnerKernel, pairs: Pairs) -> Machine:
     """The machine as fast as ``kernel`` drives it, all pairs of the call counted: faster by those
     that a mask of the kernel's own leaves out."""
     forward, backward = getattr(kernel, "rates", (1.0, 1.0))
-    share = kept_share(pairs_of(work, kernel))
+    share = kept_share(pairs)
     forward, backward = forward / share, backward / share
     return replace(
         machine, flops=machine.flops * forward, backward_flops=machine.backward_flops * backward
@@ -199,11 +199,12 @@ def _choose(
     best: Candidate | None = None
     undivided: Candidate | None = None
     seen = _Seen(request.budget_bytes)
-    machine = _paced(machine, kernel, work)
+    machine = _paced(machine, kernel, pairs)
     count = backward_footprint if backward else forward_footprint
 
     def schedules() -> Iterator[Schedule]:
         yield from _schedules(work, request, pairs, kernel, place, backward=backward)
+        # On to more tasks, which take longer to trim, as long as nothing has been found below.
         for counts in pairwise(_MOST_TRIMMED):
             if best is None and undivided is None and _trims(pairs):
                 yield from _schedules(
@@ -257,7 +258,7 @@ def undivided(
     shape = _decomposition(work.n_tokens, (), "aligned", 128)
     # Pinned: what fails is planned anew (passes.py).
     schedule = with_limits(Schedule(shape, sizes[0], 1, "device", 1, 1, True), work)
-    paced = _paced(machine, kernel, work)
+    paced = _paced(machine, kernel, pairs_of(work, kernel))
     found = price(work, schedule, kernel, place, paced, backward=backward)
     small = found.footprint.total <= _SMALL_BYTES and found.cost.seconds < _WORTH_COMPARING
     return found if found.direct and small else None
