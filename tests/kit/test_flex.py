@@ -20,6 +20,7 @@ import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition, Rectangle, Span, Task
 from quorum_attention.execution.masks import no_bias
 from quorum_attention.kernels import CallShape, Extent, TaskTensors
+from quorum_attention.kernels.kept import Kept
 from quorum_attention.kernels.kit import (
     document,
     flex,
@@ -29,7 +30,6 @@ from quorum_attention.kernels.kit import (
     trials,
 )
 from quorum_attention.kernels.kit.block_masks import block_lists, geometry, listed_nodes
-from quorum_attention.kernels.kit.kept import Kept
 from quorum_attention.kernels.kit.score_mod import ScoreModKernel
 
 pytest.importorskip("torch.nn.attention.flex_attention")

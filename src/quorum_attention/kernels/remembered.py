@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
+
+from quorum_attention.kernels.kept import Kept
 
 _Params = ParamSpec("_Params")
 _Answer = TypeVar("_Answer")
@@ -23,8 +25,7 @@ def remembered(most: int) -> Callable[[Callable[_Params, _Answer]], Callable[_Pa
 
     def decorate(function: Callable[_Params, _Answer]) -> Callable[_Params, _Answer]:
         at = list(inspect.signature(function).parameters).index("kernel")
-        answers: WeakKeyDictionary[Any, OrderedDict[Hashable, _Answer]] = WeakKeyDictionary()
-
+        answers: WeakKeyDictionary[Any, Kept[_Answer]] = WeakKeyDictionary()
         lock = threading.Lock()
 
         @wraps(function)
@@ -32,19 +33,10 @@ def remembered(most: int) -> Callable[[Callable[_Params, _Answer]], Callable[_Pa
             kernel: Any = args[at]
             key = (*args[:at], *args[at + 1 :], *sorted(named.items()))
             with lock:
-                try:
-                    known = answers.setdefault(kernel, OrderedDict())
-                except TypeError:
-                    known = OrderedDict()
-                if key in known:
-                    known.move_to_end(key)
-                    return known[key]
-            answer = function(*args, **named)
-            with lock:
-                known[key] = answer
-                if len(known) > most:
-                    known.popitem(last=False)
-            return answer
+                known: Kept[_Answer] = Kept(most, lambda answer: 1)
+                with suppress(TypeError):  # no weak reference
+                    known = answers.setdefault(kernel, known)
+            return known.get(key, lambda: function(*args, **named))
 
         return ask
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quorum_attention.decomposition import Decomposition, Pairs, Rectangle
+from quorum_attention.kernels.kept import Kept
 from quorum_attention.kernels.kit.block_masks import (
     BLOCK,
     BlockLists,
@@ -32,7 +33,6 @@ from quorum_attention.kernels.kit.flex_backward import (
 )
 from quorum_attention.kernels.kit.flex_compiled import compiled_flex
 from quorum_attention.kernels.kit.flex_launch import SAMPLE, Indexed, Launch, has_diagonal, launch
-from quorum_attention.kernels.kit.kept import Kept
 from quorum_attention.kernels.kit.masks import BlockMask, kept_pairs
 from quorum_attention.kernels.kit.reads import codes, reads
 from quorum_attention.kernels.kit.trials import (

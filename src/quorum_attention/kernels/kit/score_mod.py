@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from quorum_attention.decomposition import Pairs, Ranges, Rectangle, Task, Verdict
+from quorum_attention.kernels.kept import Kept
 from quorum_attention.kernels.kit.block_masks import BLOCK, geometry, listed_nodes
 from quorum_attention.kernels.kit.flex import FlexKernel
 from quorum_attention.kernels.kit.function import FunctionKernel, LseFunction, quadratic_workspace
-from quorum_attention.kernels.kit.kept import Kept
 from quorum_attention.kernels.kit.masks import BlockMask, MaskMod, kept_pairs
 from quorum_attention.kernels.kit.materialised import ScoreMod, materialised
 from quorum_attention.kernels.kit.reads import reads

@@ -1,4 +1,4 @@
-"""What is kept between calls, within a limit of bytes; several threads may ask."""
+"""What is kept between calls, within a limit of bytes or of number; several threads may ask."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Kept(Generic[_Value]):
     """What was used last.
 
     Args:
-        limit: bytes, of all together.
-        size: bytes of one.
+        limit: of all together.
+        size: of one, in bytes, or 1.
     """
 
     def __init__(self, limit: int, size: Callable[[_Value], int]) -> None:
