@@ -33,6 +33,7 @@ from quorum_attention.kernels.kit.flex_backward import (
 )
 from quorum_attention.kernels.kit.flex_compiled import compiled_flex
 from quorum_attention.kernels.kit.flex_launch import SAMPLE, Indexed, Launch, has_diagonal, launch
+from quorum_attention.kernels.kit.laid_out import always_in_words, sixteenth
 from quorum_attention.kernels.kit.masks import BlockMask, kept_pairs
 from quorum_attention.kernels.kit.reads import codes, reads
 from quorum_attention.kernels.kit.trials import (
@@ -301,20 +302,27 @@ class FlexKernel:
         return recomputed_gradients(attend, made.inputs, block_mask, rows)
 
     def _attend(
-        self, made: Launch, needs_grad: bool, indexed: Indexed | None = None
+        self,
+        made: Launch,
+        needs_grad: bool,
+        indexed: Indexed | None = None,
+        sixteenths: tuple[int | None, ...] | None = None,
     ) -> Callable[..., Any]:
         call = self._shared.calls.get(
             self._kind(made, needs_grad), lambda: compiled_flex(in_blocks=made.in_blocks)
         )
         score_mod = (indexed or made.indexed).score(self.score_mod)
-        return partial(call, score_mod=score_mod, scale=made.scale)
+        return partial(
+            call, score_mod=score_mod, scale=made.scale, sixteenths=sixteenths or made.sixteenths
+        )
 
     def _kind(self, made: Launch, needs_grad: bool) -> Hashable:
         return made.kind(needs_grad), self._codes
 
     def _sample(self, made: Launch) -> tuple[Attend, Three, Any]:
         inputs, indexed, block_mask = made.sample()
-        return self._attend(made, True, indexed), inputs, block_mask
+        attend = self._attend(made, True, indexed, tuple(map(sixteenth, inputs)))
+        return attend, inputs, block_mask
 
     def _launch(self, task: TaskTensors) -> Launch | None:
         if 0 in task.query.shape[:3] or 0 in task.key.shape[1:3]:
@@ -359,7 +367,9 @@ class FlexKernel:
 
 
 def _copied_bytes(call: CallShape, extent: Extent) -> int:
-    """Query, key and value laid out anew (``_part``)."""
+    """Query, key and value laid out anew (``laid_out``); slots of usual widths are not."""
+    if not extent.direct and always_in_words(call.head_dim, call.value_dim):
+        return 0
     by_query = extent.query_heads * call.head_dim
     by_key = extent.key_heads * (call.head_dim + call.value_dim)
     return extent.batch * extent.n_tokens * (by_query + by_key) * call.dtype.itemsize

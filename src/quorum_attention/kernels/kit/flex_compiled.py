@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 
+from quorum_attention.kernels.kit.laid_out import told
 from quorum_attention.kernels.kit.materialised import ScoreMod
 
 _NUMBERS = count()
 
 
 def compiled_flex(*, in_blocks: bool) -> Callable[..., Any]:
-    """``flex(query, key, value, block_mask, score_mod=, scale=) -> (out, lse)``, compiled anew.
+    """``flex(query, key, value, block_mask, score_mod=, scale=, sixteenths=) -> (out, lse)``,
+    compiled anew; ``sixteenths`` of the strides of query, key and value (``laid_out.py``).
 
     Args:
         in_blocks: queries and keys are whole blocks. Of sizes that vary FlexAttention would not
@@ -39,7 +41,11 @@ def compiled_flex(*, in_blocks: bool) -> Callable[..., Any]:
         block_mask: Any,
         score_mod: ScoreMod | None,
         scale: float,
+        sixteenths: tuple[int | None, ...],
     ) -> Any:
+        told(query, sixteenths[0])
+        told(key, sixteenths[1])
+        told(value, sixteenths[2])
         return flex_attention(
             query, key, value, score_mod=score_mod, block_mask=block_mask, scale=scale,
             enable_gqa=query.shape[1] != key.shape[1], return_lse=True,
@@ -59,14 +65,17 @@ def compiled_flex(*, in_blocks: bool) -> Callable[..., Any]:
         nonlocal current
         # Sizes that happen to be equal, to each other or to the number of heads, are not taken to
         # be so for ever: every task would be compiled again.
-        with fx_config.patch(use_duck_shape=False):
-            try:
-                return current(*args, **named)
-            except too_many:
-                # Modifications of one code may hold what torch tells apart (words, lists of other
-                # lengths): that begins anew.
-                current = anew()
-                return current(*args, **named)
+        # (What torch has to set such things for a while takes as long as all guards.)
+        before, fx_config.use_duck_shape = fx_config.use_duck_shape, False
+        try:
+            return current(*args, **named)
+        except too_many:
+            # Modifications of one code may hold what torch tells apart (words, lists of other
+            # lengths): that begins anew.
+            current = anew()
+            return current(*args, **named)
+        finally:
+            fx_config.use_duck_shape = before
 
     return call
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from quorum_attention.kernels.kit.block_masks import BLOCK, BlockLists
 from quorum_attention.kernels.kit.flex_backward import Three
+from quorum_attention.kernels.kit.laid_out import laid_out, layout, sixteenth
 from quorum_attention.kernels.kit.masks import BlockMask, MaskMod
 from quorum_attention.kernels.kit.materialised import ScoreMod
 from quorum_attention.kernels.kit.positions import positions
@@ -119,6 +121,11 @@ class Launch:
         return tensor[:, :, self.lists.columns]
 
     @property
+    def sixteenths(self) -> tuple[int | None, ...]:
+        """Of the strides of heads, where those follow from nothing else (``laid_out.py``)."""
+        return tuple(map(sixteenth, self.inputs))
+
+    @property
     def in_blocks(self) -> bool:
         """Whether queries and keys are whole blocks, so that no row has to be asked about."""
         return all(t.shape[2] % BLOCK == 0 for t in self.inputs)
@@ -129,7 +136,7 @@ class Launch:
         return (
             query.device, query.dtype, query.shape[0] == 1, query.shape[1], key.shape[1],
             query.shape[3], value.shape[3], self.is_causal, self.lists.in_pieces, self.in_blocks,
-            tuple(t.is_contiguous() for t in self.inputs),
+            tuple(layout(t) for t in self.inputs),
             tuple(size == 1 for t in (self.sent[0], self.sent[4]) for size in t.shape), needs_grad,
         )  # fmt: skip
 
@@ -165,27 +172,25 @@ def launch(task: TaskTensors, lists: BlockLists, mask_mod: MaskMod | None) -> La
     if isinstance(mask_mod, BlockMask):
         mask_mod = mask_mod.on(device)
     sent = lists.on(device)
-    first = task.first_head
     indexed = Indexed(
         positions(task.task, rows.start, rows.stop, device, torch.int32),
         positions(task.task, columns.start, columns.stop, device, torch.int32),
-        torch.arange(first, first + task.query.shape[1], dtype=torch.int32, device=device),
-        torch.tensor(task.entries, dtype=torch.int32).to(device, non_blocking=True),
+        _numbers(tuple(range(task.first_head, task.first_head + task.query.shape[1])), device),
+        _numbers(task.entries, device),
         (sent[8], sent[9], sent[10]) if lists.in_pieces else None,
     )
-    query = _part(task.query, rows)
-    key, value = (_part(t, columns) for t in (task.key, task.value))
+    query = laid_out(task.query[:, :, rows])
+    key, value = (laid_out(t[:, :, columns]) for t in (task.key, task.value))
     causal = has_diagonal(task)
     return Launch(lists, (query, key, value), indexed, sent, causal, mask_mod, task.scale)
 
 
-def _part(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
-    """Rows of (b, h, n, d), laid out so that compiled code knows every row to be aligned: a tensor
-    of arbitrary strides, such as a part of a slot, it reads more slowly than it is copied."""
-    part = tensor[:, :, rows].detach()
-    if part.transpose(1, 2).is_contiguous():
-        return part
-    return part.contiguous().detach()
+@lru_cache(maxsize=64)
+def _numbers(which: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Few bytes, which every task of a head group would send again."""
+    # Kept, so also for a backward, which takes no tensor of inference mode.
+    with torch.inference_mode(False):
+        return torch.tensor(which, dtype=torch.int32).to(device)
 
 
 def _flex_mask(sizes: tuple[int, int], lists: list[torch.Tensor], keeps: MaskMod) -> Any:
@@ -212,8 +217,10 @@ def _all_mixed(
 def _random_like(tensor: torch.Tensor, rows: int, generator: torch.Generator) -> torch.Tensor:
     """(b, h, rows, d), laid out as ``tensor`` is."""
     batch, heads, _, width = tensor.shape
-    if tensor.is_contiguous():
-        found = torch.randn(batch, heads, rows, width, generator=generator)
-        return found.to(tensor.device, tensor.dtype)
-    found = torch.randn(batch, rows, heads, width, generator=generator)
-    return found.to(tensor.device, tensor.dtype).transpose(1, 2).detach()
+    lies = layout(tensor)
+    if lies == "tokens":
+        found = torch.randn(batch, rows, heads, width, generator=generator)
+        return found.to(tensor.device, tensor.dtype).transpose(1, 2).detach()
+    more = 16 if lies == "apart" else 0
+    found = torch.randn(batch, heads, rows + more, width, generator=generator)
+    return found.to(tensor.device, tensor.dtype)[:, :, :rows].detach()

@@ -1,0 +1,79 @@
+"""What compiled FlexAttention is handed begins with its storage, in words, and is copied rarely."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quorum_attention.kernels.kit.laid_out import laid_out, layout, sixteenth, told
+
+BATCH, HEADS, TOKENS, WIDTH = 2, 4, 100, 32
+
+
+def base(batch: int = BATCH, width: int = WIDTH) -> torch.Tensor:
+    return torch.arange(batch * HEADS * TOKENS * width).view(batch, HEADS, TOKENS, width).half()
+
+
+def field() -> torch.Tensor:
+    """Dense, and within another storage, as a field of a slot is."""
+    whole = base()
+    arena = torch.zeros(whole.numel() + 256, dtype=whole.dtype)
+    arena[128 : 128 + whole.numel()] = whole.flatten()
+    return arena[128 : 128 + whole.numel()].view(whole.shape)
+
+
+@pytest.mark.parametrize(
+    ("make", "lies"),
+    [
+        (base, "rows"),
+        (field, "rows"),
+        (lambda: base()[1:], "rows"),
+        (lambda: base()[:, :, 16:80], "apart"),
+        (lambda: field()[:, :, 16:80], "apart"),
+        (lambda: base()[:1, :, 7:], "apart"),
+        (lambda: base()[:1, 1:3, :50], "apart"),
+        (lambda: base().transpose(1, 2).contiguous().transpose(1, 2), "tokens"),
+        (lambda: base(1).transpose(1, 2).contiguous().transpose(1, 2)[:, :, 8:], "tokens"),
+    ],
+)
+def test_what_lies_in_words_is_not_copied(make, lies: str) -> None:  # type: ignore[no-untyped-def]
+    tensor = make()
+    found = laid_out(tensor)
+    assert found.data_ptr() == tensor.data_ptr()
+    assert found.storage_offset() == 0
+    assert torch.equal(found, tensor)
+    assert layout(found) == lies
+    assert (sixteenth(found) is None) == (lies != "apart")
+    told(found, sixteenth(found))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: base()[..., 1:],
+        lambda: base()[..., ::2],
+        lambda: base().mT.contiguous().mT,
+        lambda: base(width=5)[:, :, 1:],
+        # Entries that lie otherwise than their heads.
+        lambda: base()[:, 1:3, 16:80],
+        lambda: torch.arange(1 + HEADS * TOKENS * WIDTH).half()[1:].view(1, HEADS, TOKENS, WIDTH),
+    ],
+)
+def test_anything_else_is_copied_into_words(make) -> None:  # type: ignore[no-untyped-def]
+    tensor = make()
+    found = laid_out(tensor)
+    assert found.data_ptr() != tensor.data_ptr()
+    assert torch.equal(found, tensor)
+    assert layout(found) == "rows"
+    assert found.storage_offset() == 0
+
+
+def test_what_is_laid_out_keeps_the_storage() -> None:
+    found = laid_out(field()[:, :, 16:80])
+    again = base()[:, :, 16:80]
+    assert torch.equal(found, again)
+
+
+def test_a_wrong_stride_is_no_secret() -> None:
+    with pytest.raises(RuntimeError):
+        told(laid_out(base()[:, :, 16:80]), 7)
