@@ -127,6 +127,17 @@ def test_exact_by_check_kernel(name: str) -> None:
     assert not found.skipped
 
 
+def test_inference_first_and_training_later() -> None:
+    """What is kept on the device from a call under inference mode serves a backward as well."""
+    case = cases(N, "cuda")["documents"]
+    kernel = from_score_mod(*case[:2], compiled=True)
+    tensors = random(N, torch.float16, heads=3, kv_heads=3)
+    with torch.inference_mode():
+        qa.attention(*tensors[:3], is_causal=case[2], kernel=kernel, devices="cuda")
+    found = errors(run(kernel, tensors, case[2], levels=(3,), tile=16), tensors, case)
+    assert max(found.values()) < 20 * TINY[torch.float16]
+
+
 def test_emptied_tasks_are_never_run() -> None:
     n = 32_768
     kernel = from_score_mod(None, sliding_window(512), compiled=True)

@@ -18,9 +18,12 @@ from quorum_attention.execution.memory import is_out_of_memory
 from quorum_attention.execution.padding import is_filled
 from quorum_attention.execution.rows import Axis, GroupBuffer, RowTensor
 from quorum_attention.execution.slots import SlotLayout
-from quorum_attention.execution.transfers import Mover
+from quorum_attention.execution.transfers import Mover, copy_on_device
 from quorum_attention.execution.visits import Rows, Visit
 from quorum_attention.execution.workload import Group, Workload
+
+# Views of tensors that are kept: a few head groups' worth.
+_MOST_BLOCKS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,8 @@ class Engine:
         self.clock = clock
         self.slots = [arena[i * size : (i + 1) * size] for i in range(n_cap)]
         self._views: dict[tuple[int, int, int, int, int], dict[str, torch.Tensor]] = {}
+        # Of the head groups at work; by identity, because the job holds on to them.
+        self._blocks: dict[tuple[int, Group], list[torch.Tensor]] = {}
 
     def run(self, turns: Iterable[tuple[Group, Visit]], done: Callable[[Unit], None]) -> None:
         """Run ``turns`` in order; ``done`` is called once a unit's results are on their way."""
@@ -200,6 +205,14 @@ class Engine:
             }
         return self._views[key]
 
+    def _blocks_of(self, rows: RowTensor | GroupBuffer, group: Group) -> list[torch.Tensor]:
+        key = (id(rows), group)
+        if key not in self._blocks:
+            if len(self._blocks) > _MOST_BLOCKS:
+                self._blocks.clear()
+            self._blocks[key] = rows.blocks(group)
+        return self._blocks[key]
+
     def _limit(self, axis: Axis) -> int:
         return self.job.work.n_queries if axis == "query" else self.job.work.n_keys
 
@@ -215,7 +228,7 @@ class Engine:
             for item in self.job.inputs:
                 passed_on = item.field in self.job.passed_on
                 pieces = self._clipped(new if passed_on else runs, item.rows.axis)
-                for entry, block in enumerate(item.rows.blocks(unit.group)):
+                for entry, block in enumerate(self._blocks_of(item.rows, unit.group)):
                     self.mover.load(unit.fields[item.field][entry], block, pieces)
 
     def _load_state(self, unit: Unit) -> None:
@@ -226,7 +239,7 @@ class Engine:
         with self.mover.state_stage(unit.slot, after):
             for state in self.job.states:
                 pieces = self._clipped(unit.visit.loaded, state.axis)
-                for entry, block in enumerate(state.home.blocks(unit.group)):
+                for entry, block in enumerate(self._blocks_of(state.home, unit.group)):
                     self.mover.load(unit.fields[state.field][entry], block, pieces)
 
     def _compute(self, unit: Unit) -> None:
@@ -270,9 +283,10 @@ class Engine:
                     continue
                 n = piece.stop - piece.start
                 there = carried.previous_local
-                unit.fields[field][:, :, piece.local : piece.local + n] = previous[field][
-                    :, :, there : there + n
-                ]
+                copy_on_device(
+                    unit.fields[field][:, :, piece.local : piece.local + n],
+                    previous[field][:, :, there : there + n],
+                )
         self.mover.carried_from(slot)
 
     def _store(self, unit: Unit) -> None:
@@ -292,5 +306,5 @@ class Engine:
         target: RowTensor | GroupBuffer,
     ) -> None:
         pieces = self._clipped(rows, axis)
-        for entry, block in enumerate(target.blocks(unit.group)):
+        for entry, block in enumerate(self._blocks_of(target, unit.group)):
             self.mover.store(block, source[entry], pieces)

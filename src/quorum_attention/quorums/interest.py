@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, lru_cache
 
 from quorum_attention.quorums.fields import prime_power
 from quorum_attention.quorums.singer import singer_set
@@ -40,6 +40,8 @@ def quorum_sizes(max_l: int) -> tuple[int, ...]:
     return tuple(l for l in range(1, max_l + 1) if has_interest_set(l))
 
 
+# Asked many times a call. By type as well: True is no whole number here, and must not find 1.
+@lru_cache(maxsize=4096, typed=True)
 def quorum_size(c: int) -> int:
     """The quorum size whose chunk count is ``c``.
 

@@ -8,6 +8,7 @@ only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +30,7 @@ _ALIGNED = 64
 
 Ints = NDArray[np.int64]
 Nodes = Ints
+Part = tuple[int, tuple[int, ...], tuple[int, ...]]
 """(k, 5) rows of (lane, first block row, last + 1, first block column, last + 1)."""
 
 
@@ -193,9 +195,10 @@ class BlockLists:
         rows, columns: the queries and keys (local) with any listed block; lists are relative.
         first: block column of a listed block of the first row.
         buffer: int32.
-        parts: of every list, where it begins in the buffer and its shape: counts and indices of
-            mixed blocks by query, of full ones, then of both by key; where rectangles end within
-            blocks, also the pieces of queries and of keys, and the table of pieces.
+        parts: of every list, where it begins in the buffer, its shape and its strides: counts
+            and indices of mixed blocks by query, of full ones, then of both by key; where
+            rectangles end within blocks, also the pieces of queries and of keys, and the table of
+            pieces.
         pruned, run: rectangles without a listed block, and with one.
     """
 
@@ -203,7 +206,7 @@ class BlockLists:
     columns: slice
     first: int
     buffer: torch.Tensor
-    parts: tuple[tuple[int, tuple[int, ...]], ...]
+    parts: tuple[Part, ...]
     pruned: int
     run: int
 
@@ -220,10 +223,10 @@ class BlockLists:
     def on(self, device: torch.device) -> list[torch.Tensor]:
         """The parts as int32 tensors on a device, views of one."""
         there = self.buffer.to(device, non_blocking=True)
-        found = []
-        for start, shape in self.parts:
-            found.append(there[start : start + int(np.prod(shape))].view(shape).detach())
-        return found
+        # Less to do for the host than a slice and a view.
+        return [
+            there.as_strided(shape, strides, start).detach() for start, shape, strides in self.parts
+        ]
 
 
 def block_lists(
@@ -325,15 +328,15 @@ def _any_in(r: Rectangle, nodes: Nodes) -> bool:
     return bool((down & (column * BLOCK < r.key_stop) & (right * BLOCK > r.key_start)).any())
 
 
-def _packed(
-    arrays: list[NDArray[Any]], pinned: bool
-) -> tuple[torch.Tensor, tuple[tuple[int, tuple[int, ...]], ...]]:
-    parts, at = [], 0
+def _packed(arrays: list[NDArray[Any]], pinned: bool) -> tuple[torch.Tensor, tuple[Part, ...]]:
+    parts: list[Part] = []
+    at = 0
     for array in arrays:
-        parts.append((at, array.shape))
+        strides = tuple(math.prod(array.shape[i + 1 :]) for i in range(array.ndim))
+        parts.append((at, array.shape, strides))
         at += -(-array.size // _ALIGNED) * _ALIGNED
     buffer = torch.zeros(at, dtype=torch.int32, pin_memory=pinned)
     host = buffer.numpy()
-    for (start, _), array in zip(parts, arrays, strict=True):
+    for (start, _, _), array in zip(parts, arrays, strict=True):
         host[start : start + array.size] = array.reshape(-1)
     return buffer, tuple(parts)

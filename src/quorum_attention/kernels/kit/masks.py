@@ -149,13 +149,16 @@ def document(ids: torch.Tensor) -> BlockMask:
     if ids.ndim != 1 or ids.is_floating_point() or bool((ids[1:] < ids[:-1]).any()):
         raise ValueError("ids must be one dimension of ascending integers")
     # Of its own: what is found out about the mask stays true whatever is done to the ids.
-    own = ids.detach().clone()
+    # Not of inference mode either, whose tensors no later backward takes.
+    with torch.inference_mode(False):
+        own = ids.detach().clone()
     host = own.cpu().numpy()
 
     # Where the ids are is settled here, and not in what is traced: that only reads a tensor.
     @lru_cache(maxsize=16)
     def placed(device: torch.device) -> MaskMod:
-        return _same(own.to(device))
+        with torch.inference_mode(False):
+            return _same(own.to(device))
 
     def verdict(r: Ranges) -> Verdict:
         last = max(r.last_query, r.last_key)

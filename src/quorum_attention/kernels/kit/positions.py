@@ -11,8 +11,11 @@ def positions(
     task: Task, start: int, stop: int, device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
     """Global positions of the local ones ``start`` to ``stop``."""
+    segments = task.segments(start, stop)
+    if len(segments) == 1:
+        return torch.arange(*segments[0][:2], dtype=dtype, device=device)
     found = torch.empty(stop - start, dtype=dtype, device=device)
-    for first, last, local in task.segments(start, stop):
+    for first, last, local in segments:
         at = local - start
         torch.arange(first, last, device=device, out=found[at : at + last - first])
     return found
