@@ -4,8 +4,8 @@
 
 fp16, 8 heads of 64, medians, in turn. The monolithic call is torch's compiled ``flex_attention``
 with the very block lists of the uncut kernel, made beforehand and not timed. Ours, inputs and
-results on the device: uncut, and at depth 1 (7 chunks); and under a budget of 1 GiB from and to
-page-locked host memory, transfers included. ``lengths``: the windowed call at depth 1 from 65,536
+results on the device: uncut; at depth 1 (7 chunks), the tasks in place; the same through slots; and
+under a budget of 1 GiB from and to page-locked host memory, transfers included. ``lengths``: the windowed call at depth 1 from 65,536
 to 1,048,576 tokens. Needs a CUDA device.
 """
 
@@ -33,6 +33,11 @@ _HEADS, _WIDTH, _WINDOW = 8, 64, 4096
 _ROUNDS = 3
 _ROW_SECONDS = 0.1
 _RESIDENT: dict[str, Any] = {"levels": (7,), "inputs": "device"}
+_WAYS: dict[str, dict[str, Any]] = {
+    "uncut": {"levels": (), "inputs": "device"},
+    "depth 1": _RESIDENT,
+    "slots": {**_RESIDENT, "sweep": False},
+}
 _LENGTHS = (65_536, 131_072, 262_144, 524_288, 1_048_576)
 Run = Callable[[], Any]
 
@@ -139,19 +144,17 @@ def measure(n: int, mask: Any, ways: list[str]) -> dict[str, Any]:
     """Seconds, ratios, and rectangles of one forward at depth 1."""
     kernel: Any = from_score_mod(None, mask, compiled=True)
     tensors = random(n)
-    resident = ours("depth 1", tensors, kernel, **_RESIDENT)
     runs = monolithic(tensors, mask)
-    if "uncut" in ways:
-        runs |= ours("uncut", tensors, kernel, levels=(), inputs="device")
-    if "depth 1" in ways:
-        runs |= resident
+    for way in ways:
+        if way in _WAYS:
+            runs |= ours(way, tensors, kernel, **_WAYS[way])
     if "1 GiB" in ways:
         host = [t.cpu().pin_memory() for t in tensors]
         on_host = [torch.empty_like(t).pin_memory() for t in host]
         runs |= ours("1 GiB", host, kernel, on_host, budget="1GiB", inputs="host")
     times = in_turn(runs)
     before = kernel.run, kernel.pruned
-    resident["depth 1, forward"]()
+    ours("depth 1", tensors, kernel, **_RESIDENT)["depth 1, forward"]()
     return {
         "seconds": times,
         "ratios": {
@@ -181,7 +184,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="causal,window,lengths")
-    parser.add_argument("--ways", default="uncut,depth 1,1 GiB")
+    parser.add_argument("--ways", default="uncut,depth 1,slots,1 GiB")
     parser.add_argument("--tokens", type=int, default=262_144)
     parser.add_argument("--json")
     args = parser.parse_args()

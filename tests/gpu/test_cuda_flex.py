@@ -79,7 +79,10 @@ def compare(case, tensors, levels=LEVELS, tiles=(16, 128)) -> None:  # type: ign
     whole = None
     for cut in levels:
         for tile in tiles if cut else tiles[:1]:
-            found = errors(run(kernel, tensors, case[2], levels=cut, tile=tile), tensors, case)
+            # Both ways: through slots, and on inputs as they lie.
+            in_place = tile == tiles[-1] if len(cut) == 1 else None
+            how = {"levels": cut, "tile": tile, "sweep": in_place}
+            found = errors(run(kernel, tensors, case[2], **how), tensors, case)
             whole = whole or found
             for name, error in found.items():
                 limit = 2 * whole[name] + TINY[tensors[0].dtype]
@@ -151,6 +154,33 @@ def test_emptied_tasks_are_never_run() -> None:
     assert report.forward is not None
     assert report.forward.left_out > 0.6
     assert kernel.run < 60
+
+
+@pytest.mark.parametrize("sweep", [True, False])
+@pytest.mark.parametrize("backward", [False, True])
+def test_memory_of_a_cut_call_is_within_its_plan(backward: bool, sweep: bool) -> None:
+    n, heads = 40_000, 4
+    kernel = from_score_mod(None, sliding_window(1500), compiled=True)
+    tensors = random(n, torch.float16, heads=heads, kv_heads=heads)
+    common = {"is_causal": True, "kernel": kernel, "devices": "cuda"}
+    plan = qa.plan(n, heads=heads, head_dim=WIDTH, dtype=torch.float16, levels=(7,),
+                   is_causal=True, kernel=kernel, backward=backward, device="cuda",
+                   inputs="device", sweep=sweep)  # fmt: skip
+    assert plan.schedule.one_by_one == sweep
+    out, lse = qa.attention_with_lse(*tensors[:3], **common)
+
+    def call() -> None:
+        if backward:
+            qa.attention_backward(tensors[3], *tensors[:3], out, lse, plan=plan, **common)
+        else:
+            qa.attention_with_lse(*tensors[:3], plan=plan, **common)
+
+    call()  # compiles, and tunes on tensors of its own
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    assert torch.cuda.max_memory_allocated() - before <= plan.peak_bytes
 
 
 @pytest.mark.parametrize("recomputed", [False, True])

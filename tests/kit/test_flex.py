@@ -76,14 +76,15 @@ def random(n: int, kv_heads: int = HEADS, n_keys: int | None = None) -> list[tor
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("sweep", [True, False])
 @pytest.mark.parametrize(("levels", "tile"), [((), 128), ((7,), 16), ((3,), 128), ((3, 3), 16)])
 @pytest.mark.parametrize("name", CASES)
-def test_against_float64(name: str, levels, tile: int) -> None:
+def test_against_float64(name: str, levels, tile: int, sweep: bool) -> None:
     """Edges on the borders of blocks and within, fewer key heads, both ways of the backward."""
     score_mod, mask_mod, is_causal = CASES[name]
     kernel = kernel_of(score_mod, mask_mod)
     tensors = random(N, kv_heads=1 if tile == 128 else HEADS)
-    out, lse, grads = run(kernel, tensors, is_causal, levels=levels, tile=tile)
+    out, lse, grads = run(kernel, tensors, is_causal, levels=levels, tile=tile, sweep=sweep)
     right = [t.double().requires_grad_() for t in tensors[:3]]
     expected, expected_lse = reference(*right, CASES[name])
     expected.backward(tensors[3].double())

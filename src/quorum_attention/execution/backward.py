@@ -15,6 +15,7 @@ from quorum_attention.execution.call import Call, empty_result
 from quorum_attention.execution.direct import pieces, runs_directly
 from quorum_attention.execution.engine import Input, Pass, State, Unit
 from quorum_attention.execution.forward import accumulator, gathered, inputs, passed_on
+from quorum_attention.execution.in_place import backward_in_place
 from quorum_attention.execution.memory import (
     first_line,
     give_back_cached,
@@ -24,7 +25,7 @@ from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.rows import Axis, GroupBuffer, RowTensor
 from quorum_attention.execution.runner import run
 from quorum_attention.execution.scaling import BackwardScaling, scales
-from quorum_attention.execution.schedule import Schedule, with_limits
+from quorum_attention.execution.schedule import Schedule, through_slots
 from quorum_attention.execution.slots import backward_layout
 from quorum_attention.execution.sweep import backward_sweep, sweeps
 from quorum_attention.execution.tools import Progress, Tools, make_tools
@@ -67,8 +68,8 @@ def backward(
                 failure = first_line(error)
             give_back_cached(call.device)
             report.recovery_seconds += time.perf_counter() - started
-            report.recoveries.append(f"all tasks at once out of memory ({failure}): one by one")
-            schedule = with_limits(replace(schedule, n_cap=1, sweep=False), call.work)
+            report.recoveries.append(f"inputs in place: out of memory ({failure}): through slots")
+            schedule = through_slots(schedule, call.work)
         elif runs_directly(call, schedule) and grad_out.device == out.device == call.device:
             failure = None
             try:
@@ -81,6 +82,8 @@ def backward(
             report.recovery_seconds += time.perf_counter() - started
             report.recoveries.append(f"monolithic call out of memory ({failure}): depth 0 -> 1")
             schedule = replace(schedule.deeper(call.work), n_cap=1)
+        elif schedule.sweep:
+            schedule = through_slots(schedule, call.work)
         return _through_slots(call, schedule, grad_out, out, lse, grads, report, progress)
     finally:
         report.seconds = time.perf_counter() - started
@@ -108,10 +111,13 @@ def _sweep(
     report.accumulator = "device"
     grads = _empty_gradients(call) if grads is None else grads
     tools = make_tools(call.device, schedule, timed=report.timed)
-    report.repeated_units = backward_sweep(
-        call, schedule, grad_out, out, lse, grads, tools, progress
-    )
+    given = (call, schedule, grad_out, out, lse, grads, tools, progress)
+    if schedule.one_by_one:
+        backward_in_place(*given)
+    else:
+        report.repeated_units = backward_sweep(*given)
     report.units += schedule.decomposition.n_tasks * count_groups(call.work, schedule.group)
+    report.left_out = 0.0 if schedule.trimmed is None else schedule.trimmed.left_out
     report.stages = tools.clock.seconds()
     return grads
 

@@ -10,6 +10,7 @@ import torch
 from quorum_attention.execution.call import Call, empty_result, travelling_home
 from quorum_attention.execution.direct import pieces, runs_directly
 from quorum_attention.execution.engine import Input, Pass, State, Unit
+from quorum_attention.execution.in_place import forward_in_place
 from quorum_attention.execution.masks import no_bias
 from quorum_attention.execution.memory import (
     first_line,
@@ -20,7 +21,7 @@ from quorum_attention.execution.padding import is_filled
 from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.rows import Axis, GroupBuffer, RowTensor
 from quorum_attention.execution.runner import run
-from quorum_attention.execution.schedule import Schedule, with_limits
+from quorum_attention.execution.schedule import Schedule, through_slots
 from quorum_attention.execution.slots import SlotLayout, forward_layout
 from quorum_attention.execution.sweep import forward_sweep, sweeps
 from quorum_attention.execution.tools import Progress, Tools, make_tools
@@ -51,8 +52,8 @@ def forward(
                 failure = first_line(error)
             give_back_cached(call.device)
             report.recovery_seconds += time.perf_counter() - started
-            report.recoveries.append(f"all tasks at once out of memory ({failure}): one by one")
-            schedule = with_limits(replace(schedule, n_cap=1, sweep=False), call.work)
+            report.recoveries.append(f"inputs in place: out of memory ({failure}): through slots")
+            schedule = through_slots(schedule, call.work)
         elif runs_directly(call, schedule):
             failure = None
             try:
@@ -65,6 +66,8 @@ def forward(
             report.recovery_seconds += time.perf_counter() - started
             report.recoveries.append(f"monolithic call out of memory ({failure}): depth 0 -> 1")
             schedule = replace(schedule.deeper(call.work), n_cap=1)
+        elif schedule.sweep:
+            schedule = through_slots(schedule, call.work)
         return _through_slots(call, schedule, out, out_dtype, report, progress)
     finally:
         report.seconds = time.perf_counter() - started
@@ -80,8 +83,10 @@ def _sweep(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     report.accumulator = "device"
     tools = make_tools(call.device, schedule, timed=report.timed)
-    results = forward_sweep(call, schedule, out, out_dtype, tools, progress)
+    work = forward_in_place if schedule.one_by_one else forward_sweep
+    results = work(call, schedule, out, out_dtype, tools, progress)
     report.units += schedule.decomposition.n_tasks * count_groups(call.work, schedule.group)
+    report.left_out = 0.0 if schedule.trimmed is None else schedule.trimmed.left_out
     report.stages = tools.clock.seconds()
     return results
 

@@ -40,3 +40,9 @@ class GroupBuffer:
         heads = group.query_heads if self.axis == "query" else group.key_heads
         count = heads.stop - heads.start
         return [self.tensor[entry, :count] for entry in range(len(group.entries))]
+
+
+def group_part(tensor: torch.Tensor, group: Group, axis: Axis) -> torch.Tensor:
+    """A head group's part of (*batch, heads, ...) as (1, heads, ...), a view; of one entry."""
+    heads = group.query_heads if axis == "query" else group.key_heads
+    return tensor[group.entries[0]][heads].unsqueeze(0)

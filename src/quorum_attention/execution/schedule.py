@@ -26,7 +26,8 @@ class Schedule:
         n_cap: slots, i.e. tasks resident at once.
         accumulator: where the travelling state lives between visits.
         max_queries, max_keys: no rectangle is larger, so a kernel's workspace has a bound.
-        sweep: all tasks of a head group at once, on the inputs as they lie (execution/sweep.py).
+        sweep: on the inputs as they lie, all tasks of a head group at once (execution/sweep.py).
+        one_by_one: of a sweep, the tasks one after the other (execution/in_place.py).
         streams: kernel calls of a task in flight at once.
         pinned: the user chose the depth; a failure is reported, not recovered from.
         trimmed: what the tasks come to without tokens that a mask leaves alone; None is not known,
@@ -42,11 +43,14 @@ class Schedule:
     pinned: bool = False
     streams: int = 1
     sweep: bool = False
+    one_by_one: bool = False
     trimmed: Tally | None = None
 
     @property
     def task_tokens(self) -> int:
         """Tokens of the largest task that a kernel sees."""
+        if self.one_by_one and self.trimmed is not None:
+            return self.trimmed.widest
         return self.decomposition.n_tokens if self.sweep else self.largest_task
 
     @property
@@ -80,6 +84,11 @@ class Schedule:
         shape = self.decomposition
         shorter = replace(shape, levels=shape.levels[:-1])
         return with_limits(replace(self, decomposition=shorter, trimmed=None), work)
+
+
+def through_slots(schedule: Schedule, work: Workload) -> Schedule:
+    """What is left to do where a sweep cannot be: its tasks through a slot."""
+    return with_limits(replace(schedule, n_cap=1, sweep=False, one_by_one=False), work)
 
 
 def with_limits(schedule: Schedule, work: Workload, max_pairs: int | None = None) -> Schedule:

@@ -15,13 +15,13 @@ import torch
 from quorum_attention.decomposition import Decomposition, Rectangle, Task
 from quorum_attention.execution.call import Call, empty_result
 from quorum_attention.execution.masks import no_bias
-from quorum_attention.execution.rows import Axis
+from quorum_attention.execution.rows import Axis, group_part
 from quorum_attention.execution.scaling import lower_shifts, scales, usual_shift
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.slots import OVERFLOW_FLAGS
 from quorum_attention.execution.tools import Progress, Tools
-from quorum_attention.execution.workload import Group, Workload, groups
-from quorum_attention.kernels.protocol import Gradients, Statistics, TaskTensors
+from quorum_attention.execution.workload import Group, Workload, flat_entries, groups
+from quorum_attention.kernels.protocol import Gradients, Statistics, TaskCalls, TaskTensors
 from quorum_attention.kernels.scaling import Scaling, divide_gradient_
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -29,8 +29,9 @@ _AXES: tuple[Axis, Axis, Axis] = ("query", "key", "key")
 
 
 def sweeps(call: Call, schedule: Schedule) -> bool:
-    """Whether a pass runs this way."""
-    return schedule.sweep and call.in_place and call.mask is None
+    """Whether a pass runs on the inputs as they lie, all tasks at once or one by one."""
+    able = not schedule.one_by_one or isinstance(call.kernel, TaskCalls)
+    return schedule.sweep and able and call.in_place and call.mask is None
 
 
 @lru_cache(maxsize=64)
@@ -59,11 +60,11 @@ def forward_sweep(
         task = _tensors(call, schedule, group, tools)
         shape = (*task.query.shape[:3], work.value_dim)
         state_out = torch.zeros(shape, dtype=work.state_dtype, device=device)
-        state_lse = _part(lse, group, "query").fill_(float("-inf"))
+        state_lse = group_part(lse, group, "query").fill_(float("-inf"))
         with tools.clock.timed("compute"):
             call.kernel.forward(task, Statistics(state_out, state_lse))
         with tools.clock.timed("scatter"):
-            _part(out, group, "query").copy_(state_out)
+            group_part(out, group, "query").copy_(state_out)
         del state_out
         if progress is not None:
             progress(done, len(everything), "forward")
@@ -86,7 +87,7 @@ def backward_sweep(
     everything = list(groups(work, schedule.group))
     for done, group in enumerate(everything, start=1):
         task = _tensors(call, schedule, group, tools)
-        upstream = _part(grad_out, group, "query")
+        upstream = group_part(grad_out, group, "query")
         scaling = Scaling()
         if scaled:
             upstream = upstream.clone(memory_format=torch.contiguous_format)
@@ -105,11 +106,11 @@ def backward_sweep(
                 call.kernel.backward(
                     task,
                     Gradients(
-                        upstream, _part(out, group, "query"), _part(lse, group, "query"),
+                        upstream, group_part(out, group, "query"), group_part(lse, group, "query"),
                         states[0], states[1], states[2], scaling,
                     ),
                 )  # fmt: skip
-            inputs = (task.query, task.key, task.value, upstream, _part(out, group, "query"))
+            inputs = (task.query, task.key, task.value, upstream, group_part(out, group, "query"))
             if not scaled or not lower_shifts(scaling, scaling.overflow, inputs):
                 break
             repeated += 1
@@ -118,17 +119,11 @@ def backward_sweep(
                 tensor.zero_()
         with tools.clock.timed("scatter"):
             for target, axis, state in zip(grads, _AXES, states, strict=True):
-                _part(target, group, axis).copy_(state)
+                group_part(target, group, axis).copy_(state)
         del states, upstream
         if progress is not None:
             progress(done, len(everything), "backward")
     return repeated
-
-
-def _part(tensor: torch.Tensor, group: Group, axis: Axis) -> torch.Tensor:
-    """A head group's part of (*batch, heads, ...) as (1, heads, ...), a view."""
-    heads = group.query_heads if axis == "query" else group.key_heads
-    return tensor[group.entries[0]][heads].unsqueeze(0)
 
 
 def _tensors(call: Call, schedule: Schedule, group: Group, tools: Tools) -> TaskTensors:
@@ -136,9 +131,9 @@ def _tensors(call: Call, schedule: Schedule, group: Group, tools: Tools) -> Task
     return TaskTensors(
         task=task,
         rectangles=rectangles,
-        query=_part(call.query, group, "query"),
-        key=_part(call.key, group, "key"),
-        value=_part(call.value, group, "key"),
+        query=group_part(call.query, group, "query"),
+        key=group_part(call.key, group, "key"),
+        value=group_part(call.value, group, "key"),
         scale=call.scale,
         is_causal=call.work.is_causal,
         bias=no_bias,
@@ -146,4 +141,6 @@ def _tensors(call: Call, schedule: Schedule, group: Group, tools: Tools) -> Task
         max_keys=schedule.max_keys,
         timed=tools.clock.timed,
         lanes=tools.lanes,
+        first_head=group.query_heads.start,
+        entries=flat_entries(call.work, group),
     )

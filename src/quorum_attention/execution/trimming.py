@@ -8,9 +8,13 @@ from weakref import WeakMethod
 
 from quorum_attention.decomposition import Decomposition, Pairs, Ranges, Task, Verdict
 from quorum_attention.decomposition.trimming import trimmed
+from quorum_attention.execution.shares import count_shared
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.protocol import InnerKernel, Sparse
 from quorum_attention.kernels.remembered import remembered
+
+# A kernel works in blocks, which reach beyond the tokens that it needs.
+_MARGIN = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +26,16 @@ class Tally:
         tokens: of all of them together.
         largest: of the largest.
         before: tokens that the tasks would have had.
+        widest: positions from a task's first token to its last, at most, with a margin.
+        shared: positions that lie within several tasks' first and last tokens, with a margin.
     """
 
     n_tasks: int
     tokens: int
     largest: int
     before: int
+    widest: int
+    shared: int
 
     @property
     def left_out(self) -> float:
@@ -45,7 +53,19 @@ class Trimmed:
     def tally(self) -> Tally:
         """What they come to."""
         sizes = [task.n_tokens for task in self.tasks]
-        return Tally(len(sizes), sum(sizes), max(sizes, default=0), self.before)
+        wide = [
+            (max(0, task.spans[0].start - _MARGIN), task.spans[-1].stop + _MARGIN)
+            for task in self.tasks
+            if task.spans
+        ]
+        return Tally(
+            n_tasks=len(sizes),
+            tokens=sum(sizes),
+            largest=max(sizes, default=0),
+            before=self.before,
+            widest=max((stop - start for start, stop in wide), default=0),
+            shared=count_shared(wide),
+        )
 
 
 def pairs_of(work: Workload, kernel: InnerKernel) -> Pairs:

@@ -16,6 +16,7 @@ from quorum_attention.kernels.protocol import (
     MaskShape,
     Sparse,
     Statistics,
+    TaskCalls,
     TaskTensors,
     WholeCalls,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "RectangleKernel",
     "Sparse",
     "Statistics",
+    "TaskCalls",
     "TaskTensors",
     "WholeCalls",
     "add_",

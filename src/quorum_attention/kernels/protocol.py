@@ -232,3 +232,32 @@ class WholeCalls(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients of query, key and value; lse is 0 in rows without keys."""
         ...
+
+
+@runtime_checkable
+class TaskCalls(Protocol):
+    """What a kernel of whole tasks may offer besides: a task as one call on inputs as they lie.
+
+    The task it is given is the whole sequence, with the rectangles of one task of a decomposition,
+    in positions of the sequence: its tensors are the call's own, of any strides with rows
+    contiguous, and of a head group. Rows between the rectangles cost nothing to speak of.
+    """
+
+    def task_span(self, task: TaskTensors) -> tuple[slice, slice] | None:
+        """Queries and keys that its results are of: none of its pairs lies outside. None where it
+        keeps no pair."""
+        ...
+
+    def task_forward(self, task: TaskTensors) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output (b, h, queries, dv) and lse (b, h, queries) over the task's keys alone, of the
+        queries of ``task_span``; rows without keys there: 0 and -inf."""
+        ...
+
+    def task_backward(
+        self, task: TaskTensors, grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The task's parts of the gradients, of the queries and keys of ``task_span``.
+
+        grad_out, out, lse: of all queries and the whole rows, lse -inf in rows without any key.
+        """
+        ...

@@ -215,7 +215,8 @@ def cost(
             whole=direct,
         )
     arithmetic = on_device * scale
-    units = count_groups(work, group) * (1 if schedule.sweep else schedule.n_tasks)
+    at_once = schedule.sweep and not schedule.one_by_one
+    units = count_groups(work, group) * (1 if at_once else schedule.n_tasks)
     call_seconds = machine.backward_call_seconds if backward else machine.call_seconds
     call_seconds += _STREAM_SECONDS * (schedule.streams > 1)
     calls = call_seconds * len(sample.calls) / sample.tasks * units
@@ -230,13 +231,17 @@ def cost(
     if whole_tasks:
         merged = 0.0  # the kernel begins where the state is
     merge = merged / machine.merge_bytes_per_second
+    visits = float(_visits(shape.levels))
+    if schedule.trimmed is not None:
+        visits = schedule.trimmed.tokens / max(1, work.n_tokens)
+    if schedule.one_by_one:
+        # Every task's results are written once more, and its copies issued.
+        merge = visits * _bytes_per_pass(work, backward)[1] / machine.merge_bytes_per_second
+        calls += units * (machine.unit_seconds + 4 * machine.copy_seconds)
     if schedule.sweep:
         issue = calls + units * machine.call_seconds
         return Cost(arithmetic, merge, 0.0, 0.0, issue, 0.0, 0.0, prepare, True, machine.overlaps)
     inputs, states, tensors = _bytes_per_pass(work, backward)
-    visits = float(_visits(shape.levels))
-    if schedule.trimmed is not None:
-        visits = schedule.trimmed.tokens / max(1, work.n_tokens)
     up, down = visits * inputs, float(states)
     if schedule.accumulator == "host":
         up += (visits - 1) * states

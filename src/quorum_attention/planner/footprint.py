@@ -87,7 +87,7 @@ def forward_footprint(
     """Device bytes of a forward pass."""
     call = work.call_shape(place.device_type, needs_grad=False)
     direct = goes_direct(work, schedule, kernel, place)
-    extent = replace(schedule.extent(work), direct=direct)
+    extent = replace(schedule.extent(work), direct=direct or schedule.one_by_one)
     workspace = kernel.forward_workspace_bytes(call, extent)
     rows = work.batch * work.heads * work.n_queries
     out = rows * work.value_dim * place.result_dtype.itemsize
@@ -103,10 +103,14 @@ def forward_footprint(
     if schedule.sweep:
         rows_of_group = _group_rows(work, schedule, "query")
         state = rows_of_group * work.value_dim * work.state_dtype.itemsize
+        accumulators: tuple[int, ...] = (state, lse)
+        if schedule.one_by_one:
+            # The state of shared rows, with an lse of its own.
+            accumulators = (state, rows_of_group * work.state_dtype.itemsize, lse)
         return _footprint(
             place,
             workspace=schedule.streams * workspace,
-            accumulators=(state, lse),
+            accumulators=accumulators,
             results=results,
         )
     layout = forward_layout(work, schedule.group, schedule.task_tokens, place.result_dtype)
@@ -131,7 +135,7 @@ def backward_footprint(
     """Device bytes of a backward pass; output and log-sum-exp are there already."""
     call = work.call_shape(place.device_type, needs_grad=True)
     direct = goes_direct(work, schedule, kernel, place)
-    extent = replace(schedule.extent(work), direct=direct)
+    extent = replace(schedule.extent(work), direct=direct or schedule.one_by_one)
     workspace = kernel.backward_workspace_bytes(call, extent)
     query_rows = work.batch * work.heads * work.n_queries
     key_rows = work.batch * work.kv_heads * work.n_keys
@@ -186,4 +190,7 @@ def _group_rows(work: Workload, schedule: Schedule, axis: str) -> int:
     heads, n = schedule.group.kv_heads, work.n_keys
     if axis == "query":
         heads, n = heads * work.queries_per_key_head, work.n_queries
+    if schedule.one_by_one and schedule.trimmed is not None:
+        # Rows of one task alone are written where they belong.
+        n = min(n, schedule.trimmed.shared)
     return math.prod((schedule.group.batch, heads, n))

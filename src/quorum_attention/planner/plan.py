@@ -122,6 +122,8 @@ class Plan:
         how = f"through slots, accumulators: {schedule.accumulator}"
         if self.candidate.direct:
             how = "inputs in place, nothing to merge"
+        elif schedule.one_by_one:
+            how = "inputs in place, task by task"
         elif schedule.sweep:
             how = "inputs in place, all tasks of a head group at once"
         lines.append(f"kernel: {self.kernel} on {self.place.device_type}, {how}")

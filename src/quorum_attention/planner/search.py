@@ -13,7 +13,7 @@ from quorum_attention.errors import BudgetError
 from quorum_attention.execution.schedule import Home, Schedule, with_limits
 from quorum_attention.execution.trimming import Tally, pairs_of, tally
 from quorum_attention.execution.workload import GroupSize, Workload, group_sizes
-from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.protocol import InnerKernel, TaskCalls
 from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.remembered import remembered
 from quorum_attention.planner.cost import Cost, cost
@@ -138,7 +138,8 @@ def refitted(
     """``found`` for a kernel that may leave out more, or less, than the one it was chosen for."""
     pairs = pairs_of(work, kernel)
     planned = found.schedule.trimmed
-    if found.schedule.sweep or (planned is None and not _trims(pairs)):
+    at_once = found.schedule.sweep and not found.schedule.one_by_one
+    if at_once or (planned is None and not _trims(pairs)):
         return found
     less = _trimmed_tally(found.schedule.decomposition, pairs, kernel, backward=backward)
     if less == planned:
@@ -361,7 +362,8 @@ def _schedules(
     if place.device_type == "cpu" or not several:
         streams = [1]
     sweeping = place.resident and place.dense_rows and work.mask is None
-    sweeping &= several and request.n_cap is None
+    one_by_one = isinstance(kernel, TaskCalls)
+    sweeping &= (several or one_by_one) and request.n_cap is None
     sweeping &= request.accumulator != "host" or place.device_type == "cpu"
     sweeping &= request.sweep is not False
     shapes = _decompositions(work, request, pairs)
@@ -371,10 +373,15 @@ def _schedules(
         swept = [s for s in shapes if s.depth == 1 and s.levels[0] <= _MOST_SWEPT]
         if place.device_type == "cuda" and request.levels is None and request.depth in (None, 1):
             swept.append(_decomposition(work.n_tokens, _FEWEST, request.layout, request.tile))
-        for shape, size, n in product(swept, sizes, streams):
-            if size.batch == 1:
-                schedule = Schedule(shape, size, 1, "device", 1, 1, request.pinned, n, True)
-                yield with_limits(schedule, work)
+        for shape in swept:
+            less = _trimmed_tally(shape, pairs, kernel, backward=backward) if one_by_one else None
+            for size, n in product(sizes, streams):
+                if size.batch == 1:
+                    schedule = Schedule(
+                        shape, size, 1, "device", 1, 1, request.pinned, n,
+                        sweep=True, one_by_one=one_by_one, trimmed=less,
+                    )  # fmt: skip
+                    yield with_limits(schedule, work)
         if request.sweep and swept:
             return
     for shape in shapes:

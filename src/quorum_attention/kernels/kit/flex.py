@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -58,6 +58,9 @@ if TYPE_CHECKING:
 # Host memory for finished lists, and the number of compiled calls.
 _KEPT_BYTES = 256 << 20
 _KEPT_CALLS = 128
+
+
+_Found = TypeVar("_Found")
 
 
 class Shared:
@@ -229,6 +232,35 @@ class FlexKernel:
             for target, part in zip(targets, found, strict=True):
                 add_(target, part)
 
+    def task_span(self, task: TaskTensors) -> tuple[slice, slice] | None:
+        """See ``TaskCalls``: to whole blocks."""
+        if not _has_rows(task):
+            return None
+        lists = self._listed(task)
+        return None if lists is None else (lists.rows, lists.columns)
+
+    def task_forward(self, task: TaskTensors) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``TaskCalls``; ``out`` in the query's dtype."""
+        if task.query.dtype == torch.float64:
+            state = _no_statistics(task.query, task.value)
+            self._in_memory.forward(task, state)
+            rows, _ = _known(self.task_span(task))
+            return state.out[:, :, rows], state.lse[:, :, rows]
+        return self._run_forward(_known(self._launch(task)))
+
+    def task_backward(
+        self, task: TaskTensors, grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+    ) -> Three:
+        """See ``TaskCalls``; gradients in the query's dtype."""
+        if task.query.dtype == torch.float64:
+            sums = tuple(map(torch.zeros_like, (task.query, task.key, task.value)))
+            grads = Gradients(grad_out, out, lse, sums[0], sums[1], sums[2])
+            self._in_memory.backward(task, grads)
+            rows, columns = _known(self.task_span(task))
+            return sums[0][:, :, rows], sums[1][:, :, columns], sums[2][:, :, columns]
+        made = _known(self._launch(task))
+        return self._gradients(made, Rows(*map(made.of_rows, (grad_out, out, lse))))
+
     def takes_whole(
         self, query_heads: int, key_heads: int, tokens: int, masked: bool, every: bool
     ) -> bool:
@@ -325,7 +357,7 @@ class FlexKernel:
         return attend, inputs, block_mask
 
     def _launch(self, task: TaskTensors) -> Launch | None:
-        if 0 in task.query.shape[:3] or 0 in task.key.shape[1:3]:
+        if not _has_rows(task):
             return None
         lists = self._listed(task)
         rectangles = sum(1 for r in task.rectangles if r.n_queries and r.n_keys)
@@ -364,6 +396,16 @@ class FlexKernel:
             return block_lists(pairs, full, mixed, lanes, pinned=task.query.is_cuda)
 
         return self._lists.get(key, make)
+
+
+def _has_rows(task: TaskTensors) -> bool:
+    return 0 not in task.query.shape[:3] and 0 not in task.key.shape[1:3]
+
+
+def _known(found: _Found | None) -> _Found:
+    """Nobody asks about a task without a span."""
+    assert found is not None
+    return found
 
 
 def _copied_bytes(call: CallShape, extent: Extent) -> int:

@@ -1,0 +1,213 @@
+"""Tasks one by one on inputs that lie where they are computed, for kernels of whole tasks.
+
+A kernel that takes a task in one launch (``TaskCalls``) reads its part of the call where it lies
+and returns results of its own. Rows that no other task has are written where they belong, in the
+dtype they have; only those that several tasks have are merged in a state. So there are no slots,
+nothing is copied before it is computed, and of a sparse mask's results hardly any are merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import torch
+
+from quorum_attention.decomposition import Decomposition, Rectangle, Task
+from quorum_attention.execution.call import Call, empty_result
+from quorum_attention.execution.masks import no_bias
+from quorum_attention.execution.rows import Axis, group_part
+from quorum_attention.execution.schedule import Schedule
+from quorum_attention.execution.shares import Share, Shares, shares
+from quorum_attention.execution.tools import Progress, Tools
+from quorum_attention.execution.transfers import copy_on_device
+from quorum_attention.execution.workload import Group, Workload, flat_entries, groups
+from quorum_attention.kernels.merge import add_, merge_
+from quorum_attention.kernels.protocol import TaskCalls, TaskTensors
+
+Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_AXES: tuple[Axis, Axis, Axis] = ("query", "key", "key")
+
+
+@lru_cache(maxsize=64)
+def rectangles_in_place(
+    work: Workload, shape: Decomposition
+) -> tuple[Task, tuple[tuple[Rectangle, ...], ...]]:
+    """The whole sequence as a task, and every task's rectangles in it."""
+    found = []
+    for task in shape.tasks():
+        parts = task.rectangles(work.is_causal, work.n_queries, work.n_keys)
+        found.append(tuple(part for r in parts for part in _in_the_sequence(task, r)))
+    return Decomposition(shape.n_tokens).task(()), tuple(found)
+
+
+def _in_the_sequence(task: Task, r: Rectangle) -> Iterator[Rectangle]:
+    """``r`` in positions of the sequence: neighbours in a task need not be neighbours there."""
+    for first, last, _ in task.segments(r.query_start, r.query_stop):
+        for start, stop, _ in task.segments(r.key_start, r.key_stop):
+            if r.causal and start > first:
+                continue
+            yield Rectangle(first, last, start, stop, causal=r.causal and start == first)
+
+
+def forward_in_place(
+    call: Call,
+    schedule: Schedule,
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    tools: Tools,
+    progress: Progress | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) as ``execution.forward`` returns them."""
+    work, device, kernel = call.work, call.device, call.kernel
+    assert isinstance(kernel, TaskCalls)
+    rows = (*work.batch_shape, work.heads, work.n_queries)
+    if out is None:
+        out = empty_result((*rows, work.value_dim), out_dtype, device, "the output")
+    lse = empty_result(rows, work.state_dtype, device, "the log-sum-exp")
+    steps = _Steps(work, schedule, progress, "forward")
+    for group in groups(work, schedule.group):
+        tasks = _tasks(call, schedule, group, tools)
+        held = shares(_spans(kernel, tasks)[0], work.n_queries)
+        target, target_lse = group_part(out, group, "query"), group_part(lse, group, "query")
+        sizes = (1, target.shape[1], held.n_shared)
+        state = torch.zeros((*sizes, work.value_dim), dtype=work.state_dtype, device=device)
+        state_lse = torch.full(sizes, -torch.inf, dtype=work.state_dtype, device=device)
+        for task, share in zip(tasks, held.tasks, strict=True):
+            if share.alone or share.shared:
+                with tools.clock.timed("compute"):
+                    part, part_lse = kernel.task_forward(task)
+                    with tools.clock.timed("merge"):
+                        for mine, here in _shared(share):
+                            merge_(
+                                state[:, :, here], state_lse[:, :, here],
+                                part[:, :, mine], part_lse[:, :, mine],
+                            )  # fmt: skip
+                with tools.clock.timed("scatter"):
+                    _put(target, part, share)
+                    _put(target_lse, part_lse, share)
+            steps.done()
+        with tools.clock.timed("scatter"):
+            _finish(target, state, held, 0.0)
+            _finish(target_lse, state_lse, held, -torch.inf)
+        del state, state_lse
+    return out, lse
+
+
+def backward_in_place(
+    call: Call,
+    schedule: Schedule,
+    grad_out: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    grads: Three,
+    tools: Tools,
+    progress: Progress | None,
+) -> None:
+    """Fill ``grads``."""
+    work, kernel = call.work, call.kernel
+    assert isinstance(kernel, TaskCalls)
+    steps = _Steps(work, schedule, progress, "backward")
+    for group in groups(work, schedule.group):
+        tasks = _tasks(call, schedule, group, tools)
+        by_query, by_key = _spans(kernel, tasks)
+        of_keys = shares(by_key, work.n_keys)
+        held = (shares(by_query, work.n_queries), of_keys, of_keys)
+        targets = [group_part(t, group, axis) for t, axis in zip(grads, _AXES, strict=True)]
+        states = [
+            torch.zeros(
+                (1, t.shape[1], h.n_shared, t.shape[3]), dtype=work.state_dtype, device=call.device
+            )
+            for t, h in zip(targets, held, strict=True)
+        ]
+        upstream, result = (group_part(t, group, "query") for t in (grad_out, out))
+        row_lse = group_part(lse, group, "query")
+        for index, task in enumerate(tasks):
+            mine = [h.tasks[index] for h in held]
+            if by_query[index] is not None:
+                with tools.clock.timed("compute"):
+                    parts = kernel.task_backward(task, upstream, result, row_lse)
+                    with tools.clock.timed("merge"):
+                        for state, part, share in zip(states, parts, mine, strict=True):
+                            for there, here in _shared(share):
+                                add_(state[:, :, here], part[:, :, there])
+                with tools.clock.timed("scatter"):
+                    for target, part, share in zip(targets, parts, mine, strict=True):
+                        _put(target, part, share)
+                del parts
+            steps.done()
+        with tools.clock.timed("scatter"):
+            for target, state, h in zip(targets, states, held, strict=True):
+                _finish(target, state, h, 0.0)
+        del states
+
+
+class _Steps:
+    """Tells of every task that is done."""
+
+    def __init__(
+        self, work: Workload, schedule: Schedule, progress: Progress | None, label: str
+    ) -> None:
+        count = sum(1 for _ in groups(work, schedule.group))
+        self.total = count * schedule.decomposition.n_tasks
+        self.progress, self.label, self.count = progress, label, 0
+
+    def done(self) -> None:
+        self.count += 1
+        if self.progress is not None:
+            self.progress(self.count, self.total, self.label)
+
+
+def _spans(
+    kernel: TaskCalls, tasks: list[TaskTensors]
+) -> tuple[list[tuple[int, int] | None], list[tuple[int, int] | None]]:
+    """Of every task the queries and the keys that a call of it takes."""
+    found = [kernel.task_span(task) for task in tasks]
+    return (
+        [None if one is None else (one[0].start, one[0].stop) for one in found],
+        [None if one is None else (one[1].start, one[1].stop) for one in found],
+    )
+
+
+def _tasks(call: Call, schedule: Schedule, group: Group, tools: Tools) -> list[TaskTensors]:
+    whole, every = rectangles_in_place(call.work, schedule.decomposition)
+    return [
+        TaskTensors(
+            task=whole,
+            rectangles=rectangles,
+            query=group_part(call.query, group, "query"),
+            key=group_part(call.key, group, "key"),
+            value=group_part(call.value, group, "key"),
+            scale=call.scale,
+            is_causal=call.work.is_causal,
+            bias=no_bias,
+            timed=tools.clock.timed,
+            first_head=group.query_heads.start,
+            entries=flat_entries(call.work, group),
+        )
+        for rectangles in every
+    ]
+
+
+def _shared(share: Share) -> Iterator[tuple[slice, slice]]:
+    """Where a task's shared rows lie in its part, and in the state."""
+    for rows, at in zip(share.shared, share.at, strict=True):
+        length = rows.stop - rows.start
+        yield slice(rows.local, rows.local + length), slice(at, at + length)
+
+
+def _put(target: torch.Tensor, part: torch.Tensor, share: Share) -> None:
+    for rows in share.alone:
+        length = rows.stop - rows.start
+        copy_on_device(
+            target[:, :, rows.start : rows.stop], part[:, :, rows.local : rows.local + length]
+        )
+
+
+def _finish(target: torch.Tensor, state: torch.Tensor, held: Shares, empty: float) -> None:
+    """Rows of several tasks from their state, and rows that nobody has."""
+    for rows in held.shared:
+        here = slice(rows.local, rows.local + rows.stop - rows.start)
+        target[:, :, rows.start : rows.stop].copy_(state[:, :, here])
+    for start, stop in held.nobody:
+        target[:, :, start:stop].fill_(empty)

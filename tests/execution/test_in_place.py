@@ -1,0 +1,312 @@
+"""Tasks one by one on inputs as they lie: the same results, whatever fails, in less memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers_attention import assert_close, exact, inputs
+from helpers_kernels import WatchedKernel
+from helpers_plans import unpinned
+from hypothesis import given as drawn
+from hypothesis import strategies as st
+
+import quorum_attention as qa
+from quorum_attention.decomposition import Decomposition
+from quorum_attention.execution.in_place import rectangles_in_place
+from quorum_attention.execution.shares import count_shared, shares
+from quorum_attention.execution.workload import Workload
+from quorum_attention.kernels import Gradients, Statistics, TaskCalls, TaskTensors
+from quorum_attention.kernels.kit import document, from_score_mod, sliding_window
+from quorum_attention.kernels.kit.masks import BlockMask
+
+pytest.importorskip("torch.nn.attention.flex_attention")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+N = 400
+TILE = 8
+_LATE = BlockMask(
+    lambda b, h, q, k: (q >= 130) & (k < 300),
+    lambda r: "empty" if r.last_query < 130 or r.first_key >= 300 else "mixed",
+)
+MASKS = {
+    "window": sliding_window(30),
+    "documents": document(torch.arange(N) // 45),
+    "rows and keys without a partner": _LATE & sliding_window(40),
+    "none": None,
+}
+
+
+class InPlace(WatchedKernel):
+    """Attention under a mask, task by task on inputs as they lie; fails when told to."""
+
+    own_attention = True
+    whole_tasks = True
+
+    def __init__(self, mask: BlockMask | None, fail_at: set[int] | None = None) -> None:
+        super().__init__(fail_at)
+        self.mask = mask
+        self.inner = from_score_mod(None, mask, compiled=False)
+        self.kept_pairs = self.inner.kept_pairs
+        self.forward_workspace_bytes = self.inner.forward_workspace_bytes
+        self.backward_workspace_bytes = self.inner.backward_workspace_bytes
+        self.in_place = 0
+
+    def forward(self, task: TaskTensors, state: Statistics) -> None:
+        self._watch(task, lambda: self.inner.forward(task, state))
+
+    def backward(self, task: TaskTensors, grads: Gradients) -> None:
+        self._watch(task, lambda: self.inner.backward(task, grads))
+
+    def task_span(self, task: TaskTensors) -> tuple[slice, slice] | None:
+        kept = torch.zeros(task.query.shape[2], task.key.shape[2], dtype=torch.bool)
+        for r in task.rectangles:
+            q = torch.arange(r.query_start, r.query_stop)[:, None]
+            k = torch.arange(r.key_start, r.key_stop)[None]
+            keep = torch.ones(r.n_queries, r.n_keys, dtype=torch.bool)
+            if self.mask is not None:
+                keep &= self.mask(torch.tensor(0), torch.tensor(0), q, k)
+            if r.causal:
+                keep &= q >= k
+            kept[r.query_start : r.query_stop, r.key_start : r.key_stop] |= keep
+        if not kept.any():
+            return None
+        rows, columns = (kept.any(dim).nonzero().flatten() for dim in (1, 0))
+        # A little more than it has to be, as a kernel's blocks are.
+        return slice(int(rows[0]) // 4 * 4, int(rows[-1]) + 1), slice(
+            int(columns[0]), min(task.key.shape[2], int(columns[-1]) + 3)
+        )
+
+    def task_forward(self, task: TaskTensors) -> tuple[torch.Tensor, torch.Tensor]:
+        self.in_place += 1
+        state = Statistics(
+            torch.zeros(*task.query.shape[:3], task.value.shape[3], dtype=self._wide(task)),
+            torch.full(task.query.shape[:3], -torch.inf, dtype=self._wide(task)),
+        )
+        self._watch(task, lambda: self.inner.forward(task, state))
+        rows = self._known(task)[0]
+        return state.out[:, :, rows].to(task.query.dtype), state.lse[:, :, rows]
+
+    def task_backward(self, task, grad_out, out, lse):  # type: ignore[no-untyped-def]
+        self.in_place += 1
+        sums = [torch.zeros(t.shape, dtype=self._wide(task)) for t in
+                (task.query, task.key, task.value)]  # fmt: skip
+        self._watch(task, lambda: self.inner.backward(task, Gradients(grad_out, out, lse, *sums)))
+        rows, columns = self._known(task)
+        axes = (rows, columns, columns)
+        return tuple(s[:, :, a].to(task.query.dtype) for s, a in zip(sums, axes, strict=True))
+
+    def _known(self, task: TaskTensors) -> tuple[slice, slice]:
+        span = self.task_span(task)
+        assert span is not None, "nobody asks about a task without a span"
+        return span
+
+    @staticmethod
+    def _wide(task: TaskTensors) -> torch.dtype:
+        return torch.promote_types(task.query.dtype, torch.float32)
+
+
+def plans(given, kernel, is_causal: bool, sweep: bool | None = True, **more):  # type: ignore[no-untyped-def]
+    """Forward's and backward's."""
+    q, k, _ = given.three
+    more = {"levels": (7,), "tile": TILE, **more}
+    return [
+        qa.plan(q.shape[-2], n_keys=k.shape[-2], heads=q.shape[-3], kv_heads=k.shape[-3],
+                head_dim=q.shape[-1], dtype=q.dtype, is_causal=is_causal, kernel=kernel,
+                batch=q.shape[:-3].numel(), device="cpu", sweep=sweep, backward=backward, **more)
+        for backward in (False, True)
+    ]  # fmt: skip
+
+
+def run(given, kernel, is_causal: bool, planned, reports=(None, None)):  # type: ignore[no-untyped-def]
+    common = {"is_causal": is_causal, "kernel": kernel, "devices": "cpu", "enable_gqa": True}
+    out, lse = qa.attention_with_lse(*given.three, plan=planned[0], report=reports[0], **common)
+    return out, lse, *qa.attention_backward(
+        given.grad_out, *given.three, out, lse, plan=planned[1], report=reports[1], **common
+    )  # fmt: skip
+
+
+@drawn(st.data(), st.integers(1, 40))
+def test_every_row_is_somebodys(data, n: int) -> None:  # type: ignore[no-untyped-def]
+    edge = st.integers(0, n)
+    span = st.none() | st.tuples(edge, edge).filter(lambda e: e[0] < e[1])
+    spans = data.draw(st.lists(span, max_size=5))
+    found = shares(spans, n)
+    holders = [[] for _ in range(n)]
+    for index, one in enumerate(spans):
+        for row in range(*(one or (0, 0))):
+            holders[row].append(index)
+    state = {}
+    for rows in found.shared:
+        for row in range(rows.start, rows.stop):
+            state[row] = rows.local + row - rows.start
+    assert sorted(state.values()) == list(range(found.n_shared))
+    assert count_shared([one for one in spans if one is not None]) == found.n_shared
+    assert set(state) == {row for row in range(n) if len(holders[row]) > 1}
+    assert {r for start, stop in found.nobody for r in range(start, stop)} == {
+        row for row in range(n) if not holders[row]
+    }
+    for index, (one, share) in enumerate(zip(spans, found.tasks, strict=True)):
+        first = 0 if one is None else one[0]
+        alone, shared = set(), set()
+        for rows in share.alone:
+            assert rows.local == rows.start - first
+            alone |= set(range(rows.start, rows.stop))
+        for rows, at in zip(share.shared, share.at, strict=True):
+            assert rows.local == rows.start - first
+            assert [state[r] for r in range(rows.start, rows.stop)] == list(
+                range(at, at + rows.stop - rows.start)
+            )
+            shared |= set(range(rows.start, rows.stop))
+        assert alone == {row for row in range(n) if holders[row] == [index]}
+        assert shared == {row for row in range(n) if index in holders[row]} - alone
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("sizes", [(200, 200), (90, 200), (200, 130), (1, 1), (0, 5)])
+@pytest.mark.parametrize("levels", [(3,), (7,), (31,), (3, 3)])
+def test_every_pair_is_in_one_task(sizes, levels, is_causal: bool) -> None:
+    n_queries, n_keys = sizes
+    work = Workload((1,), 1, 1, n_queries, n_keys, 8, 8, torch.float32, is_causal)
+    whole, tasks = rectangles_in_place(work, Decomposition(max(sizes), levels, tile=TILE))
+    assert whole.n_tokens == max(sizes)
+    kept = torch.zeros(n_queries, n_keys, dtype=torch.int32)
+    for rectangles in tasks:
+        for r in rectangles:
+            block = torch.ones(r.n_queries, r.n_keys, dtype=torch.int32)
+            if r.causal:
+                assert r.query_start == r.key_start
+                block = block.tril()
+            kept[r.query_start : r.query_stop, r.key_start : r.key_stop] += block
+    wanted = torch.ones(n_queries, n_keys, dtype=torch.int32)
+    assert torch.equal(kept, wanted.tril() if is_causal else wanted)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("sizes", [(N, N), (150, N), (N, 250)])
+@pytest.mark.parametrize("name", MASKS)
+def test_results_are_those_through_slots(name: str, sizes, is_causal: bool) -> None:
+    given = inputs(*sizes, heads=4, kv_heads=2, head_dim=8, dtype=torch.float64)
+    found = []
+    for sweep in (True, False):
+        kernel = InPlace(MASKS[name])
+        planned = plans(given, kernel, is_causal, sweep)
+        assert all(p.schedule.one_by_one == sweep for p in planned)
+        found.append(run(given, kernel, is_causal, planned))
+        assert bool(kernel.in_place) == sweep
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_batches_head_groups_and_strided_inputs(dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(3)
+    q, k, v, grad = (
+        torch.randn(2, N, 4, 8, generator=g).to(dtype).transpose(1, 2) for _ in range(4)
+    )
+    given = inputs(N, heads=4, head_dim=8, dtype=dtype)
+    given.query, given.key, given.value, given.grad_out = q, k, v, grad
+    kernel = InPlace(None)
+    for more in ({}, {"heads_per_group": 2}):
+        planned = plans(given, kernel, True, **more)
+        assert planned[0].schedule.one_by_one
+        out, _, *grads = run(given, kernel, True, planned)
+        right = exact(given, is_causal=True, gradients=True)
+        tolerance = 5e-3 if dtype == torch.float16 else 1e-4
+        assert_close(out, right.out, tolerance)
+        for mine, wanted in zip(grads, right.grads, strict=True):
+            assert_close(mine, wanted, tolerance)
+
+
+def test_other_results_than_inputs_dtype() -> None:
+    """Sums stay in fp32 where the caller has fp32 results."""
+    given = inputs(N, heads=2, head_dim=8, dtype=torch.float16)
+    kernel = InPlace(MASKS["window"])
+    planned = plans(given, kernel, True)
+    out = qa.attention(*given.three, is_causal=True, kernel=kernel, plan=planned[0],
+                       devices="cpu", out_dtype=torch.float32)  # fmt: skip
+    assert out.dtype == torch.float32
+    assert kernel.in_place
+    right = run(given, InPlace(MASKS["window"]), True, plans(given, kernel, True, sweep=False))
+    assert_close(out, right[0].double(), 4e-3)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_out_of_memory_goes_on_through_slots(backward: bool) -> None:
+    given = inputs(N, heads=2, head_dim=8, dtype=torch.float32)
+    whole = InPlace(MASKS["window"])
+    wanted = run(given, whole, True, plans(given, whole, True, sweep=False))
+    for fail_at in ({1}, {4}, {1, 2}):
+        kernel = InPlace(MASKS["window"], fail_at)
+        kernel.arm()
+        plan = unpinned(plans(given, kernel, True)[backward])
+        report = qa.Report()
+        common = {"is_causal": True, "kernel": kernel, "plan": plan, "devices": "cpu"}
+        if backward:
+            got = qa.attention_backward(
+                given.grad_out, *given.three, *wanted[:2], report=report, **common
+            )
+        else:
+            got = qa.attention_with_lse(*given.three, report=report, **common)
+        part = report.backward if backward else report.forward
+        assert part is not None
+        assert "through slots" in part.recoveries[0]
+        for mine, theirs in zip(got, wanted[2:] if backward else wanted[:2], strict=True):
+            assert_close(mine, theirs.double(), 1e-4)
+
+
+def test_a_pinned_plan_says_that_it_is_out_of_memory() -> None:
+    given = inputs(N, heads=2, head_dim=8)
+    kernel = InPlace(MASKS["window"], {2})
+    kernel.arm()
+    plan = plans(given, kernel, True)[0]
+    with pytest.raises(torch.OutOfMemoryError):
+        qa.attention(*given.three, is_causal=True, kernel=kernel, plan=plan, devices="cpu")
+
+
+def test_a_plan_serves_other_kernels() -> None:
+    """One of another mask, and one that takes no tasks in place."""
+    given = inputs(N, heads=2, head_dim=8, dtype=torch.float64)
+    plan = plans(given, InPlace(MASKS["window"]), True)
+    other = InPlace(MASKS["none"])
+    right = run(given, other, True, plans(given, other, True, sweep=False))
+    for mine, theirs in zip(run(given, other, True, plan), right, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-10)
+    plain = from_score_mod(None, None, compiled=False)
+    assert not isinstance(plain, TaskCalls)
+    for mine, theirs in zip(run(given, plain, True, plan), right, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-10)
+
+
+def test_what_is_told() -> None:
+    """Of every task, in the report and while it runs; and what the plan says of it."""
+    given = inputs(N, heads=2, head_dim=8)
+    kernel, seen, report = InPlace(MASKS["window"]), [], qa.Report()
+    plan = plans(given, kernel, True)[0]
+    assert "task by task" in plan.describe()
+    qa.attention(*given.three, is_causal=True, kernel=kernel, plan=plan, devices="cpu",
+                 progress=lambda *now: seen.append(now), report=report)  # fmt: skip
+    assert seen == [(i + 1, 7, "forward") for i in range(7)]
+    assert report.forward is not None
+    assert report.forward.units == 7
+    assert report.forward.left_out > 0.3
+
+
+def test_shared_rows_alone_have_a_state() -> None:
+    """A window's tasks share few rows: the plan counts those, and at least what is run shares."""
+    n = 16384
+    for mask, most in ((sliding_window(500), 0.6), (None, 1.0)):
+        kernel = InPlace(mask)
+        plan = qa.plan(n, levels=(7,), heads=1, head_dim=8, dtype=torch.float16, is_causal=True,
+                       kernel=kernel, device="cpu", sweep=True)  # fmt: skip
+        assert plan.schedule.one_by_one
+        whole = 4 * n * 9 + 4 * n
+        assert plan.candidate.footprint.accumulators <= most * whole + 4 * n
+    tally = plan_of_window = qa.plan(
+        n, levels=(7,), heads=1, head_dim=8, dtype=torch.float16, is_causal=True,
+        kernel=InPlace(sliding_window(500)), device="cpu", sweep=True,
+    ).schedule.trimmed  # fmt: skip
+    assert tally is not None
+    assert plan_of_window is not None
+    owners = [(i * 2432, min(n, (i + 1) * 2432 + 500)) for i in range(7)]
+    assert tally.shared >= shares([o for o in owners if o[0] < o[1]], n).n_shared
+    assert tally.widest >= max(stop - start for start, stop in owners)
