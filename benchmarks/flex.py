@@ -5,8 +5,8 @@
 fp16, 8 heads of 64, medians, in turn. The monolithic call is torch's compiled ``flex_attention``
 with the very block lists of the uncut kernel, made beforehand and not timed. Ours, inputs and
 results on the device: uncut; at depth 1 (7 chunks), the tasks in place; the same through slots; and
-under a budget of 1 GiB from and to page-locked host memory, transfers included. ``lengths``: the windowed call at depth 1 from 65,536
-to 1,048,576 tokens. Needs a CUDA device.
+under a budget of 1 GiB from and to page-locked host memory, transfers included. ``lengths``: the
+windowed call at depth 1 from 65,536 to 1,048,576 tokens. Needs a CUDA device.
 """
 
 from __future__ import annotations
