@@ -1,12 +1,14 @@
 """FlexAttention through quorum attention beside FlexAttention alone, on one GPU.
 
-    python benchmarks/flex.py [--only causal,window,lengths] [--ways ...] [--tokens N] [--json FILE]
+    python benchmarks/flex.py [--only causal,window,lengths,budgets] [--ways ...] [--tokens N] [--json FILE]
 
 fp16, 8 heads of 64, medians, in turn. The monolithic call is torch's compiled ``flex_attention``
 with the very block lists of the uncut kernel, made beforehand and not timed. Ours, inputs and
 results on the device: uncut; at depth 1 (7 chunks), the tasks in place; the same through slots; and
 under a budget of 1 GiB from and to page-locked host memory, transfers included. ``lengths``: the
-windowed call at depth 1 from 65,536 to 1,048,576 tokens. Needs a CUDA device.
+windowed call at depth 1 from 65,536 to 1,048,576 tokens. ``budgets``: the windowed call of
+1,048,576 tokens from and to page-locked host memory, as planned for several budgets, beside what
+the planner predicts. Needs a CUDA device.
 """
 
 from __future__ import annotations
@@ -180,10 +182,37 @@ def measure_lengths() -> dict[str, Any]:
     return found
 
 
+def measure_budgets() -> dict[str, Any]:
+    """Seconds of the planned windowed call from host memory, predicted and measured."""
+    found: dict[str, Any] = {}
+    n = _LENGTHS[-1]
+    kernel = from_score_mod(None, sliding_window(_WINDOW), compiled=True)
+    host = [torch.randn(1, _HEADS, n, _WIDTH).half().pin_memory() for _ in range(4)]
+    results = [torch.empty_like(t).pin_memory() for t in host]
+    sizes: dict[str, Any] = {"heads": _HEADS, "head_dim": _WIDTH, "is_causal": True}
+    for budget in ("1GiB", "256MiB", "64MiB"):
+        plans = [
+            qa.plan(n, **sizes, kernel=kernel, backward=backward, device="cuda", inputs="host",
+                    budget=budget)
+            for backward in (False, True)
+        ]  # fmt: skip
+        runs = ours(budget, host, kernel, results, inputs="host", budget=budget)
+        times = in_turn(runs)
+        forward, both = times[f"{budget}, forward"], times[f"{budget}, both"]
+        found[budget] = {
+            "levels": [p.levels for p in plans],
+            "forward": forward,
+            "forward, predicted": plans[0].predicted_seconds,
+            "backward": both - forward,
+            "backward, predicted": plans[1].predicted_seconds,
+        }
+    return found
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", default="causal,window,lengths")
+    parser.add_argument("--only", default="causal,window,lengths,budgets")
     parser.add_argument("--ways", default="uncut,depth 1,slots,1 GiB")
     parser.add_argument("--tokens", type=int, default=262_144)
     parser.add_argument("--json")
@@ -193,6 +222,7 @@ def main() -> None:
         "causal": lambda: measure(args.tokens, None, ways),
         "window": lambda: measure(args.tokens, sliding_window(_WINDOW), ways),
         "lengths": measure_lengths,
+        "budgets": measure_budgets,
     }
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),

@@ -135,30 +135,30 @@ def test_every_row_is_somebodys(data, n: int) -> None:  # type: ignore[no-untype
     for index, one in enumerate(spans):
         for row in range(*(one or (0, 0))):
             holders[row].append(index)
-    state = {}
-    for rows in found.shared:
-        for row in range(rows.start, rows.stop):
-            state[row] = rows.local + row - rows.start
-    assert sorted(state.values()) == list(range(found.n_shared))
+    assert found.n_shared == sum(len(who) > 1 for who in holders)
     assert count_shared([one for one in spans if one is not None]) == found.n_shared
-    assert set(state) == {row for row in range(n) if len(holders[row]) > 1}
-    assert {r for start, stop in found.nobody for r in range(start, stop)} == {
+    assert [row for here in found.nobody for row in range(n)[here]] == [
         row for row in range(n) if not holders[row]
-    }
-    for index, (one, share) in enumerate(zip(spans, found.tasks, strict=True)):
-        first = 0 if one is None else one[0]
-        alone, shared = set(), set()
-        for rows in share.alone:
-            assert rows.local == rows.start - first
-            alone |= set(range(rows.start, rows.stop))
-        for rows, at in zip(share.shared, share.at, strict=True):
-            assert rows.local == rows.start - first
-            assert [state[r] for r in range(rows.start, rows.stop)] == list(
-                range(at, at + rows.stop - rows.start)
-            )
-            shared |= set(range(rows.start, rows.stop))
-        assert alone == {row for row in range(n) if holders[row] == [index]}
-        assert shared == {row for row in range(n) if index in holders[row]} - alone
+    ]
+    places: dict[int, int] = {}
+    seen = [[] for _ in range(n)]
+    for index, (one, pieces) in enumerate(zip(spans, found.tasks, strict=True)):
+        own = range(*(one or (0, 0)))
+        assert [row for piece in pieces for row in range(n)[piece.rows]] == list(own)
+        for piece in pieces:
+            rows = range(n)[piece.rows]
+            assert list(own[piece.part]) == list(rows)
+            state = range(found.n_shared)[piece.state]
+            assert len(state) == (0 if piece.holder == "only" else len(rows))
+            for row, at in zip(rows, state, strict=False):
+                assert places.setdefault(row, at) == at
+            for row in rows:
+                seen[row].append(piece.holder)
+                assert holders[row][len(seen[row]) - 1] == index
+    assert sorted(places.values()) == list(range(found.n_shared))
+    for who in seen:
+        middle = ["next"] * (len(who) - 2)
+        assert who == (["only"][: len(who)] if len(who) < 2 else ["first", *middle, "last"])
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

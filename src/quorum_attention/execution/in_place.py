@@ -9,6 +9,7 @@ nothing is copied before it is computed, and of a sparse mask's results hardly a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -18,7 +19,7 @@ from quorum_attention.execution.call import Call, empty_result
 from quorum_attention.execution.masks import no_bias
 from quorum_attention.execution.rows import Axis, group_part
 from quorum_attention.execution.schedule import Schedule
-from quorum_attention.execution.shares import Share, Shares, shares
+from quorum_attention.execution.shares import Piece, shares
 from quorum_attention.execution.tools import Progress, Tools
 from quorum_attention.execution.transfers import copy_on_device
 from quorum_attention.execution.workload import Group, Workload, flat_entries, groups
@@ -71,25 +72,29 @@ def forward_in_place(
         held = shares(_spans(kernel, tasks)[0], work.n_queries)
         target, target_lse = group_part(out, group, "query"), group_part(lse, group, "query")
         sizes = (1, target.shape[1], held.n_shared)
-        state = torch.zeros((*sizes, work.value_dim), dtype=work.state_dtype, device=device)
-        state_lse = torch.full(sizes, -torch.inf, dtype=work.state_dtype, device=device)
-        for task, share in zip(tasks, held.tasks, strict=True):
-            if share.alone or share.shared:
+        state = torch.empty((*sizes, work.value_dim), dtype=work.state_dtype, device=device)
+        state_lse = torch.empty(sizes, dtype=work.state_dtype, device=device)
+        for task, pieces in zip(tasks, held.tasks, strict=True):
+            if pieces:
                 with tools.clock.timed("compute"):
                     part, part_lse = kernel.task_forward(task)
                     with tools.clock.timed("merge"):
-                        for mine, here in _shared(share):
-                            merge_(
-                                state[:, :, here], state_lse[:, :, here],
-                                part[:, :, mine], part_lse[:, :, mine],
-                            )  # fmt: skip
+                        for piece in _shared(pieces):
+                            there = (state[:, :, piece.state], state_lse[:, :, piece.state])
+                            mine = (part[:, :, piece.part], part_lse[:, :, piece.part])
+                            if piece.holder == "first":
+                                there[0].copy_(mine[0])
+                                there[1].copy_(mine[1])
+                            else:
+                                merge_(*there, *mine)
                 with tools.clock.timed("scatter"):
-                    _put(target, part, share)
-                    _put(target_lse, part_lse, share)
+                    _put(target, part, state, pieces)
+                    _put(target_lse, part_lse, state_lse, pieces)
+                del part, part_lse
             steps.done()
-        with tools.clock.timed("scatter"):
-            _finish(target, state, held, 0.0)
-            _finish(target_lse, state_lse, held, -torch.inf)
+        for here in held.nobody:
+            target[:, :, here] = 0.0
+            target_lse[:, :, here] = -torch.inf
         del state, state_lse
     return out, lse
 
@@ -115,7 +120,7 @@ def backward_in_place(
         held = (shares(by_query, work.n_queries), of_keys, of_keys)
         targets = [group_part(t, group, axis) for t, axis in zip(grads, _AXES, strict=True)]
         states = [
-            torch.zeros(
+            torch.empty(
                 (1, t.shape[1], h.n_shared, t.shape[3]), dtype=work.state_dtype, device=call.device
             )
             for t, h in zip(targets, held, strict=True)
@@ -123,23 +128,29 @@ def backward_in_place(
         upstream, result = (group_part(t, group, "query") for t in (grad_out, out))
         row_lse = group_part(lse, group, "query")
         for index, task in enumerate(tasks):
-            mine = [h.tasks[index] for h in held]
-            if by_query[index] is not None:
+            every = [h.tasks[index] for h in held]
+            if every[0]:
                 with tools.clock.timed("compute"):
                     parts = kernel.task_backward(task, upstream, result, row_lse)
                     with tools.clock.timed("merge"):
-                        for state, part, share in zip(states, parts, mine, strict=True):
-                            for there, here in _shared(share):
-                                add_(state[:, :, here], part[:, :, there])
+                        for state, part, pieces in zip(states, parts, every, strict=True):
+                            for piece in _shared(pieces):
+                                there, mine = state[:, :, piece.state], part[:, :, piece.part]
+                                if piece.holder == "first":
+                                    there.copy_(mine)
+                                else:
+                                    add_(there, mine)
                 with tools.clock.timed("scatter"):
-                    for target, part, share in zip(targets, parts, mine, strict=True):
-                        _put(target, part, share)
-                del parts
+                    for target, part, state, pieces in zip(
+                        targets, parts, states, every, strict=True
+                    ):
+                        _put(target, part, state, pieces)
+                del parts, part
             steps.done()
-        with tools.clock.timed("scatter"):
-            for target, state, h in zip(targets, states, held, strict=True):
-                _finish(target, state, h, 0.0)
-        del states
+        for target, h in zip(targets, held, strict=True):
+            for here in h.nobody:
+                target[:, :, here] = 0.0
+        del states, state
 
 
 class _Steps:
@@ -171,43 +182,32 @@ def _spans(
 
 def _tasks(call: Call, schedule: Schedule, group: Group, tools: Tools) -> list[TaskTensors]:
     whole, every = rectangles_in_place(call.work, schedule.decomposition)
-    return [
-        TaskTensors(
-            task=whole,
-            rectangles=rectangles,
-            query=group_part(call.query, group, "query"),
-            key=group_part(call.key, group, "key"),
-            value=group_part(call.value, group, "key"),
-            scale=call.scale,
-            is_causal=call.work.is_causal,
-            bias=no_bias,
-            timed=tools.clock.timed,
-            first_head=group.query_heads.start,
-            entries=flat_entries(call.work, group),
-        )
-        for rectangles in every
-    ]
+    one = TaskTensors(
+        task=whole,
+        rectangles=(),
+        query=group_part(call.query, group, "query"),
+        key=group_part(call.key, group, "key"),
+        value=group_part(call.value, group, "key"),
+        scale=call.scale,
+        is_causal=call.work.is_causal,
+        bias=no_bias,
+        timed=tools.clock.timed,
+        first_head=group.query_heads.start,
+        entries=flat_entries(call.work, group),
+    )
+    return [replace(one, rectangles=rectangles) for rectangles in every]
 
 
-def _shared(share: Share) -> Iterator[tuple[slice, slice]]:
-    """Where a task's shared rows lie in its part, and in the state."""
-    for rows, at in zip(share.shared, share.at, strict=True):
-        length = rows.stop - rows.start
-        yield slice(rows.local, rows.local + length), slice(at, at + length)
+def _shared(pieces: tuple[Piece, ...]) -> Iterator[Piece]:
+    return (piece for piece in pieces if piece.holder != "only")
 
 
-def _put(target: torch.Tensor, part: torch.Tensor, share: Share) -> None:
-    for rows in share.alone:
-        length = rows.stop - rows.start
-        copy_on_device(
-            target[:, :, rows.start : rows.stop], part[:, :, rows.local : rows.local + length]
-        )
-
-
-def _finish(target: torch.Tensor, state: torch.Tensor, held: Shares, empty: float) -> None:
-    """Rows of several tasks from their state, and rows that nobody has."""
-    for rows in held.shared:
-        here = slice(rows.local, rows.local + rows.stop - rows.start)
-        target[:, :, rows.start : rows.stop].copy_(state[:, :, here])
-    for start, stop in held.nobody:
-        target[:, :, start:stop].fill_(empty)
+def _put(
+    target: torch.Tensor, part: torch.Tensor, state: torch.Tensor, pieces: tuple[Piece, ...]
+) -> None:
+    """What is final now: rows that only this task has, and those that no later one has."""
+    for piece in pieces:
+        if piece.holder == "only":
+            copy_on_device(target[:, :, piece.rows], part[:, :, piece.part])
+        elif piece.holder == "last":
+            target[:, :, piece.rows].copy_(state[:, :, piece.state])

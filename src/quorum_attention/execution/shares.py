@@ -6,21 +6,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import Literal
 
-from quorum_attention.execution.visits import Rows
+Holder = Literal["only", "first", "next", "last"]
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """One task's rows: those that no other task has, and those that others have as well.
+class Piece:
+    """Neighbouring rows of one task.
 
-    ``local`` of both is where a row lies in the task's span; of ``shared`` rows ``at`` says where
-    they lie among all shared rows.
+    Attributes:
+        holder: which of those that have these rows the task is, in the order of tasks.
+        rows: of the whole sequence.
+        part: where they lie among the task's own.
+        state: where they lie among all rows of several tasks; empty if it is the only one.
     """
 
-    alone: tuple[Rows, ...]
-    shared: tuple[Rows, ...]
-    at: tuple[int, ...]
+    holder: Holder
+    rows: slice
+    part: slice
+    state: slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +33,14 @@ class Shares:
     """All tasks' rows.
 
     Attributes:
-        tasks: in order; a task without a span has neither kind.
-        shared: rows of several tasks, ascending; ``local`` is where they lie among themselves.
-        n_shared: how many those are.
-        nobody: (start, stop) of rows that no task has.
+        tasks: pieces of every task, in order; none where it has no rows.
+        n_shared: rows that several tasks have.
+        nobody: rows that no task has.
     """
 
-    tasks: tuple[Share, ...]
-    shared: tuple[Rows, ...]
+    tasks: tuple[tuple[Piece, ...], ...]
     n_shared: int
-    nobody: tuple[tuple[int, int], ...]
+    nobody: tuple[slice, ...]
 
 
 def count_shared(spans: Sequence[tuple[int, int]]) -> int:
@@ -59,49 +62,46 @@ def shares(spans: Sequence[tuple[int, int] | None], n: int) -> Shares:
 @lru_cache(maxsize=64)
 def _shares(spans: tuple[tuple[int, int] | None, ...], n: int) -> Shares:
     edges = sorted({0, n, *(edge for span in spans if span is not None for edge in span)})
-    cells = list(pairwise(edges))
-    counts = [
-        sum(span is not None and span[0] <= start and stop <= span[1] for span in spans)
-        for start, stop in cells
-    ]
-    runs = [cell for cell, count in zip(cells, counts, strict=True) if count > 1]
-    shared: list[Rows] = []
-    total = 0
-    for start, stop in _joined(runs):
-        shared.append(Rows(start, stop, total))
-        total += stop - start
-
-    def share(span: tuple[int, int] | None) -> Share:
-        if span is None:
-            return Share((), (), ())
-        first, last = span
-        alone = _joined(
-            [
-                (start, stop)
-                for (start, stop), count in zip(cells, counts, strict=True)
-                if count == 1 and first <= start and stop <= last
-            ]
-        )
-        cut = [
-            (max(first, r.start), min(last, r.stop), r.local + max(0, first - r.start))
-            for r in shared
-            if r.start < last and first < r.stop
+    tasks: list[list[Piece]] = [[] for _ in spans]
+    nobody: list[slice] = []
+    n_shared = 0
+    for start, stop in pairwise(edges):
+        holders = [
+            (index, span[0])
+            for index, span in enumerate(spans)
+            if span is not None and span[0] <= start and stop <= span[1]
         ]
-        return Share(
-            tuple(Rows(start, stop, start - first) for start, stop in alone),
-            tuple(Rows(start, stop, start - first) for start, stop, _ in cut),
-            tuple(at for _, _, at in cut),
-        )
+        if not holders:
+            nobody.append(slice(start, stop))
+        length = stop - start if len(holders) > 1 else 0
+        state = slice(n_shared, n_shared + length)
+        n_shared += length
+        for number, (index, first) in enumerate(holders):
+            part = slice(start - first, stop - first)
+            piece = Piece(_holder(number, len(holders)), slice(start, stop), part, state)
+            _append(tasks[index], piece)
+    return Shares(tuple(map(tuple, tasks)), n_shared, tuple(nobody))
 
-    nobody = [cell for cell, count in zip(cells, counts, strict=True) if not count]
-    return Shares(tuple(map(share, spans)), tuple(shared), total, tuple(_joined(nobody)))
+
+def _holder(number: int, count: int) -> Holder:
+    if count == 1:
+        return "only"
+    if number == 0:
+        return "first"
+    return "last" if number == count - 1 else "next"
 
 
-def _joined(pieces: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    joined: list[tuple[int, int]] = []
-    for start, stop in pieces:
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
-        else:
-            joined.append((start, stop))
-    return joined
+def _append(pieces: list[Piece], piece: Piece) -> None:
+    """After the last one, or as one with it."""
+    if pieces:
+        last = pieces[-1]
+        touches = last.rows.stop == piece.rows.start and last.state.stop == piece.state.start
+        if touches and last.holder == piece.holder:
+            pieces[-1] = Piece(
+                piece.holder,
+                slice(last.rows.start, piece.rows.stop),
+                slice(last.part.start, piece.part.stop),
+                slice(last.state.start, piece.state.stop),
+            )
+            return
+    pieces.append(piece)
