@@ -1,6 +1,6 @@
 """FlexAttention through quorum attention beside FlexAttention alone, on one GPU.
 
-    python benchmarks/flex.py [--only causal,window,lengths,budgets] [--ways ...] [--tokens N] [--json FILE]
+    python benchmarks/flex.py [--only causal,window,...] [--ways ...] [--tokens N] [--json FILE]
 
 fp16, 8 heads of 64, medians, in turn. The monolithic call is torch's compiled ``flex_attention``
 with the very block lists of the uncut kernel, made beforehand and not timed. Ours, inputs and
@@ -187,7 +187,7 @@ def measure_budgets() -> dict[str, Any]:
     found: dict[str, Any] = {}
     n = _LENGTHS[-1]
     kernel = from_score_mod(None, sliding_window(_WINDOW), compiled=True)
-    host = [torch.randn(1, _HEADS, n, _WIDTH).half().pin_memory() for _ in range(4)]
+    host = [t.cpu().pin_memory() for t in random(n)]
     results = [torch.empty_like(t).pin_memory() for t in host]
     sizes: dict[str, Any] = {"heads": _HEADS, "head_dim": _WIDTH, "is_causal": True}
     for budget in ("1GiB", "256MiB", "64MiB"):

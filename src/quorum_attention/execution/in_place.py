@@ -21,8 +21,8 @@ from quorum_attention.execution.rows import Axis, group_part
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.shares import Piece, shares
 from quorum_attention.execution.tools import Progress, Tools
-from quorum_attention.execution.transfers import copy_on_device
 from quorum_attention.execution.workload import Group, Workload, flat_entries, groups
+from quorum_attention.kernels.copies import copy_on_device
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.kernels.protocol import TaskCalls, TaskTensors
 

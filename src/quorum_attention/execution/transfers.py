@@ -18,10 +18,7 @@ import torch
 from quorum_attention.execution.clock import Clock
 from quorum_attention.execution.memory import PageLocks
 from quorum_attention.execution.visits import Rows
-
-_WORD = 16
-# Below it the host takes longer than the device.
-_LARGE_BYTES = 8 << 20
+from quorum_attention.kernels.copies import copy_on_device
 
 
 class Mover(Protocol):
@@ -371,28 +368,6 @@ class CudaMover:
                 f"cudaMemcpy2DAsync of {lines} x {n_bytes} bytes "
                 f"(pitches {target_pitch}, {source_pitch}) failed: {status}"
             )
-
-
-def copy_on_device(target: torch.Tensor, source: torch.Tensor) -> None:
-    """``target.copy_(source)``; many rows with gaps between heads in words of 16 bytes where they
-    allow it: torch moves one element at a time, which takes up to 1.6 times as long."""
-    large = target.is_cuda and target.numel() * target.element_size() >= _LARGE_BYTES
-    same = large and target.dtype == source.dtype
-    if same and _in_words(target) and _in_words(source):
-        target, source = target.view(torch.complex128), source.view(torch.complex128)
-    target.copy_(source, non_blocking=True)
-
-
-def _in_words(tensor: torch.Tensor) -> bool:
-    size = tensor.element_size()
-    *strides, last = tensor.stride()
-    return (
-        last == 1
-        and tensor.shape[-1] * size % _WORD == 0
-        and tensor.data_ptr() % _WORD == 0
-        and tensor.storage_offset() * size % _WORD == 0
-        and all(stride * size % _WORD == 0 for stride in strides)
-    )
 
 
 def _cuda_runtime() -> ModuleType | None:
