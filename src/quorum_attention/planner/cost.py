@@ -18,8 +18,6 @@ _DEVICE_COPIES = 6
 # What keeping two streams in order costs the host with every call.
 _STREAM_SECONDS = 30e-6
 _BACKWARD_WORK = 2.5  # five matrix products instead of two
-# Of a kernel that runs a task in one launch, forward and (with what goes before it) backward.
-_LAUNCH_SECONDS = (60e-6, 200e-6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,14 +184,15 @@ def cost(
     backward: bool,
     direct: bool,
     resident: bool = False,
-    whole_tasks: bool = False,
+    launch_seconds: tuple[float, float] | None = None,
 ) -> Cost:
     """The predicted cost of a pass.
 
     Args:
         direct: the kernel runs on the inputs as they lie.
         resident: the inputs are on the device.
-        whole_tasks: the kernel runs a task in one launch.
+        launch_seconds: of a kernel that runs a task in one launch, what issuing a forward and a
+            backward takes the host.
     """
     shape, group = schedule.decomposition, schedule.group
     lanes = group.batch * group.kv_heads * work.queries_per_key_head
@@ -202,6 +201,7 @@ def cost(
     heads = work.batch * work.heads
     # All pairs there are over those of the sample.
     scale = work.pairs * heads / max(1, sample.pairs * lanes)
+    whole_tasks = launch_seconds is not None
     if whole_tasks:
         on_device = _launch_seconds(sample, work, lanes, machine, backward=backward)
     else:
@@ -221,8 +221,8 @@ def cost(
     call_seconds += _STREAM_SECONDS * (schedule.streams > 1)
     calls = call_seconds * len(sample.calls) / sample.tasks * units
     prepare = sample.shapes * machine.plan_seconds
-    if whole_tasks:
-        calls, prepare = _LAUNCH_SECONDS[backward] * units, 0.0
+    if launch_seconds is not None:
+        calls, prepare = launch_seconds[backward] * units, 0.0
     if direct:
         return Cost(arithmetic, 0.0, 0.0, 0.0, calls, 0.0, 0.0, prepare, True, machine.overlaps)
 

@@ -33,6 +33,9 @@ _LARGEST_SINGLE = 50
 _PAIRED = (3, 4, 5, 6, 8)
 # Tasks of two chunks in three hold two thirds of the tokens: of use only where all run at once.
 _FEWEST = (3,)
+# Host time of a launch, forward and (with what goes before it) backward, where a kernel of whole
+# tasks says nothing else.
+_LAUNCH_SECONDS = (60e-6, 200e-6)
 # More chunks than this only make more calls of a sweep.
 _MOST_SWEPT = 57
 _TRIPLES = ((7, 7, 7), (13, 7, 7), (13, 13, 7), (13, 13, 13))
@@ -120,7 +123,7 @@ def price(
             backward=backward,
             direct=direct,
             resident=place.resident,
-            whole_tasks=_launches_whole(kernel),
+            launch_seconds=_launch_seconds(kernel),
         ),
         direct,
     )
@@ -149,8 +152,11 @@ def refitted(
     return replace(price(work, schedule, kernel, place, paced, backward=backward), why=found.why)
 
 
-def _launches_whole(kernel: InnerKernel) -> bool:
-    return bool(getattr(kernel, "whole_tasks", False))
+def _launch_seconds(kernel: InnerKernel) -> tuple[float, float] | None:
+    if not getattr(kernel, "whole_tasks", False):
+        return None
+    found: tuple[float, float] = getattr(kernel, "launch_seconds", _LAUNCH_SECONDS)
+    return found
 
 
 def _paced(machine: Machine, kernel: InnerKernel, pairs: Pairs) -> Machine:
@@ -205,9 +211,10 @@ def _choose(
 
     def schedules() -> Iterator[Schedule]:
         yield from _schedules(work, request, pairs, kernel, place, backward=backward)
-        # On to more tasks, which take longer to trim, as long as nothing has been found below.
+        # On to more tasks, which take longer to trim, as long as nothing has been found below, or
+        # nothing better than as many tasks untrimmed.
         for counts in pairwise(_MOST_TRIMMED):
-            if best is None and undivided is None and _trims(pairs):
+            if undivided is None and _trims(pairs) and (best is None or _many(best, counts[0])):
                 yield from _schedules(
                     work, request, pairs, kernel, place, backward=backward, n_tasks=counts
                 )
@@ -246,6 +253,11 @@ def _choose(
         f"{_pinned_words(request)}: {_breakdown(footprint)}",
         smallest_bytes=needed,
     )
+
+
+def _many(found: Candidate, tasks: int) -> bool:
+    """Whether it has more than so many, untrimmed."""
+    return found.schedule.trimmed is None and found.schedule.decomposition.n_tasks > tasks
 
 
 @remembered(256)
