@@ -1,0 +1,66 @@
+"""Plans for kernels of whole tasks under masks that tell what they keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import quorum_attention as qa
+from quorum_attention.kernels.kit import from_score_mod, sliding_window
+
+pytest.importorskip("torch.nn.attention.flex_attention")
+
+CALL: dict[str, Any] = {
+    "heads": 8, "head_dim": 64, "dtype": torch.float16, "is_causal": True, "device": "cuda",
+}  # fmt: skip
+
+
+def windowed(reach: int = 4096) -> Any:
+    return from_score_mod(None, sliding_window(reach), compiled=True)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_many_tasks_are_trimmed_before_they_are_taken(backward: bool) -> None:
+    """Thousands of whole tasks may fit as well, and take a hundred times as long."""
+    found = [
+        qa.plan(1 << 20, kernel=windowed(), budget=budget, backward=backward, inputs="host", **CALL)
+        for budget in ("1GiB", "64MiB")
+    ]
+    assert all(plan.schedule.trimmed is not None for plan in found)
+    assert found[1].predicted_seconds < 30 * found[0].predicted_seconds
+
+
+def test_a_kernels_launches_are_what_it_says() -> None:
+    quick, slow = windowed(), windowed()
+    quick.launch_seconds, slow.launch_seconds = (1e-6, 1e-6), (0.1, 0.1)
+    common = {**CALL, "levels": (7,), "inputs": "device"}
+    for sweep in (True, False):
+        apart = [
+            qa.plan(1 << 18, kernel=kernel, sweep=sweep, **common).predicted_seconds
+            for kernel in (quick, slow)
+        ]
+        # Seven tasks of one head group.
+        assert 0.6 < apart[1] - apart[0] < 0.71
+    units = [
+        plan.n_tasks * plan.n_groups
+        for plan in (
+            qa.plan(1 << 20, kernel=kernel, budget="1GiB", backward=True, inputs="host", **CALL)
+            for kernel in (quick, slow)
+        )
+    ]
+    assert units[1] < units[0]
+
+
+def test_what_lies_on_the_device_is_cut_in_place() -> None:
+    common = {**CALL, "kernel": windowed(), "levels": (7,), "inputs": "device"}
+    plan, slots = (qa.plan(1 << 18, sweep=sweep, **common) for sweep in (None, False))
+    assert plan.schedule.one_by_one
+    assert "task by task" in plan.describe()
+    assert not slots.schedule.one_by_one
+    assert plan.peak_bytes < slots.peak_bytes
+    assert plan.predicted_seconds < slots.predicted_seconds
+    assert not qa.plan(1 << 18, **{**common, "inputs": "host"}).schedule.sweep
+    # Whole, it has nothing to merge.
+    assert qa.plan(1 << 18, **{**common, "levels": None}).levels == ()
