@@ -71,7 +71,9 @@ def _plan(
     machine = machine_of(options.device, work.dtype, work.head_dim)
     given = options.plan
     if given is not None and given.backward == backward:
-        fitted = refitted(given.candidate, work, kernel, given.place, machine, backward=backward)
+        fitted = refitted(
+            given.candidate, work, kernel, given.place, place, machine, backward=backward
+        )
         given = replace(given, candidate=fitted)
         _check_budget(given, options.budget_bytes)
         return given

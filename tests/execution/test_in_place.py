@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from helpers_attention import assert_close, exact, inputs
@@ -33,6 +35,7 @@ MASKS = {
     "documents": document(torch.arange(N) // 45),
     "rows and keys without a partner": _LATE & sliding_window(40),
     "none": None,
+    "nothing at all": BlockMask(lambda b, h, q, k: (q < 0) & (k < 0), lambda r: "empty"),
 }
 
 
@@ -56,6 +59,9 @@ class InPlace(WatchedKernel):
 
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         self._watch(task, lambda: self.inner.backward(task, grads))
+
+    def takes_tasks(self, dtype: torch.dtype) -> bool:
+        return True
 
     def task_span(self, task: TaskTensors) -> tuple[slice, slice] | None:
         kept = torch.zeros(task.query.shape[2], task.key.shape[2], dtype=torch.bool)
@@ -192,7 +198,7 @@ def test_results_are_those_through_slots(name: str, sizes, is_causal: bool) -> N
         planned = plans(given, kernel, is_causal, sweep)
         assert all(p.schedule.one_by_one == sweep for p in planned)
         found.append(run(given, kernel, is_causal, planned))
-        assert bool(kernel.in_place) == sweep
+        assert bool(kernel.in_place) == (sweep and name != "nothing at all")
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-10)
 
@@ -273,8 +279,17 @@ def test_a_plan_serves_other_kernels() -> None:
         torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-10)
     plain = from_score_mod(None, None, compiled=False)
     assert not isinstance(plain, TaskCalls)
-    for mine, theirs in zip(run(given, plain, True, plan), right, strict=True):
+    reports = qa.Report(), qa.Report()
+    for mine, theirs in zip(run(given, plain, True, plan, reports), right, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-10)
+    # And is held to what slots take, not to what the plan took in place.
+    assert reports[0].forward is not None
+    needed = reports[0].forward.planned_peak_bytes
+    assert needed != plan[0].peak_bytes
+    common = {"is_causal": True, "kernel": plain, "plan": plan[0], "devices": "cpu"}
+    qa.attention(*given.three, budget=needed, **common)
+    with pytest.raises(qa.BudgetError, match="the plan given"):
+        qa.attention(*given.three, budget=needed - 1, **common)
 
 
 def test_what_is_told() -> None:
@@ -289,6 +304,35 @@ def test_what_is_told() -> None:
     assert report.forward is not None
     assert report.forward.units == 7
     assert report.forward.left_out > 0.3
+
+
+class Forgetful(InPlace):
+    """Looks whether the parts of the task before are gone when the next begins."""
+
+    parts: tuple[weakref.ref, ...] = ()
+
+    def task_forward(self, task: TaskTensors) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._watched(super().task_forward(task))
+
+    def task_backward(self, task, grad_out, out, lse):  # type: ignore[no-untyped-def]
+        return self._watched(super().task_backward(task, grad_out, out, lse))
+
+    def task_begins(self) -> None:
+        assert not any(part() is not None for part in self.parts)
+
+    def _watched(self, parts):  # type: ignore[no-untyped-def]
+        self.task_begins()
+        parts = tuple(part.clone() for part in parts)
+        self.parts = tuple(map(weakref.ref, parts))
+        return parts
+
+
+def test_one_tasks_results_at_a_time() -> None:
+    given = inputs(N, heads=2, head_dim=8)
+    kernel = Forgetful(MASKS["window"])
+    run(given, kernel, True, plans(given, kernel, True, heads_per_group=1))
+    assert kernel.in_place == 28
+    kernel.task_begins()
 
 
 def test_shared_rows_alone_have_a_state() -> None:

@@ -18,7 +18,11 @@ from helpers_score_mods import cases, local_global, reference
 
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition, Rectangle, Span, Task
+from quorum_attention.execution.in_place import rectangles_in_place
 from quorum_attention.execution.masks import no_bias
+from quorum_attention.execution.shares import count_shared
+from quorum_attention.execution.trimming import pairs_of, tally
+from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels import CallShape, Extent, TaskTensors
 from quorum_attention.kernels.kept import Kept
 from quorum_attention.kernels.kit import (
@@ -166,6 +170,64 @@ def test_head_groups_go_through_tasks() -> None:
     torch.testing.assert_close(out.double(), expected.detach(), atol=3e-6, rtol=1e-5)
     for mine, theirs in zip(grads, right, strict=True):
         torch.testing.assert_close(mine.double(), theirs.grad, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("sweep", [True, False])
+def test_a_head_that_keeps_nothing(sweep: bool) -> None:
+    """In a head group of its own."""
+
+    def near(b, h, q, k):  # type: ignore[no-untyped-def]
+        return (h == 1) & (q - k < 30)
+
+    kernel, tensors = kernel_of(None, near), random(300)
+    out, lse, grads = run(
+        kernel, tensors, True, levels=(3,), tile=128, heads_per_group=1, sweep=sweep
+    )
+    assert bool((lse[:, 0] == -torch.inf).all())
+    for found in (out, *grads):
+        assert not found[:, 0].any()
+        assert found[:, 1].any()
+
+
+@pytest.mark.parametrize(
+    ("n", "reach", "levels", "layout", "tile"),
+    [
+        (9000, 300, (7,), "aligned", 128),
+        (9000, 300, (13,), "aligned", 256),
+        (9000, 150, (31,), "balanced", 128),
+        (9000, 150, (57,), "aligned", 8),
+    ],
+)
+def test_spans_are_within_what_plans_count(n: int, reach: int, levels, layout: str, tile) -> None:  # type: ignore[no-untyped-def]
+    """Blocks of 128 that a task ends within are listed for what others keep of them."""
+    kernel = kernel_of(None, sliding_window(reach))
+    work = Workload((1,), 1, 1, n, n, 16, 16, torch.float32, is_causal=True)
+    shape = Decomposition(n, levels, layout, tile)
+    counted = tally(shape, pairs_of(work, kernel), kernel, backward=True)
+    whole, tasks = rectangles_in_place(work, shape)
+    row = torch.zeros(1, 1, n, 16)
+    spans = [
+        kernel.task_span(TaskTensors(whole, rectangles, row, row, row, 1.0, True, no_bias))
+        for rectangles in tasks
+    ]
+    for axis in (0, 1):
+        found = [(span[axis].start, span[axis].stop) for span in spans if span is not None]
+        assert max(stop - start for start, stop in found) <= counted.widest
+        assert count_shared(found) <= counted.shared
+    assert counted.widest < n or tile % 128 or layout == "balanced"
+
+
+def test_spans_are_kept_where_lists_are_too_long(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(flex, "_KEPT_BYTES", 1)
+    kernel, tensors = kernel_of(None, sliding_window(90)), random(N)
+    made = []
+    make = kernel._make_lists
+    monkeypatch.setattr(kernel, "_make_lists", lambda task: made.append(1) or make(task))
+    for wanted in (7 + 7 + 7, 7 + 7):
+        made.clear()
+        run(kernel, tensors, True, levels=(7,), tile=16, sweep=True)
+        # Once for the spans, the first time, and once a launch.
+        assert len(made) == wanted
 
 
 MASKS = {

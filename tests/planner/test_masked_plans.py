@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -30,6 +31,21 @@ def test_many_tasks_are_trimmed_before_they_are_taken(backward: bool) -> None:
     ]
     assert all(plan.schedule.trimmed is not None for plan in found)
     assert found[1].predicted_seconds < 30 * found[0].predicted_seconds
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"n_tokens": 1 << 20, "n_keys": 1 << 18, "backward": True, "budget": "100MiB"},
+        {"n_tokens": 1 << 18, "n_keys": 1 << 22, "budget": "300MiB"},
+    ],
+)
+def test_without_a_mask_planning_is_quick(call: dict[str, Any]) -> None:
+    """Many fewer queries than keys are trimmed as well, but not thousands of tasks for a plan that
+    is found."""
+    began = time.perf_counter()
+    qa.plan(**call, **CALL, kernel="native", inputs="host")
+    assert time.perf_counter() - began < 6
 
 
 def test_a_kernels_launches_are_what_it_says() -> None:

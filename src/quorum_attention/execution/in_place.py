@@ -18,16 +18,23 @@ from quorum_attention.decomposition import Decomposition, Rectangle, Task
 from quorum_attention.execution.call import Call, empty_result
 from quorum_attention.execution.masks import no_bias
 from quorum_attention.execution.rows import Axis, group_part
+from quorum_attention.execution.scaling import scales
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.shares import Piece, shares
 from quorum_attention.execution.tools import Progress, Tools
 from quorum_attention.execution.workload import Group, Workload, flat_entries, groups
 from quorum_attention.kernels.copies import copy_on_device
 from quorum_attention.kernels.merge import add_, merge_
-from quorum_attention.kernels.protocol import TaskCalls, TaskTensors
+from quorum_attention.kernels.protocol import InnerKernel, TaskCalls, TaskTensors
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _AXES: tuple[Axis, Axis, Axis] = ("query", "key", "key")
+
+
+def takes_tasks(kernel: InnerKernel, work: Workload) -> bool:
+    """Whether tasks of such a call can be run in place by ``kernel``: none is scaled here."""
+    able = isinstance(kernel, TaskCalls) and kernel.takes_tasks(work.dtype)
+    return able and not scales(kernel, work)
 
 
 @lru_cache(maxsize=64)
@@ -79,14 +86,7 @@ def forward_in_place(
                 with tools.clock.timed("compute"):
                     part, part_lse = kernel.task_forward(task)
                     with tools.clock.timed("merge"):
-                        for piece in _shared(pieces):
-                            there = (state[:, :, piece.state], state_lse[:, :, piece.state])
-                            mine = (part[:, :, piece.part], part_lse[:, :, piece.part])
-                            if piece.holder == "first":
-                                there[0].copy_(mine[0])
-                                there[1].copy_(mine[1])
-                            else:
-                                merge_(*there, *mine)
+                        _merge(state, state_lse, part, part_lse, pieces)
                 with tools.clock.timed("scatter"):
                     _put(target, part, state, pieces)
                     _put(target_lse, part_lse, state_lse, pieces)
@@ -127,30 +127,23 @@ def backward_in_place(
         ]
         upstream, result = (group_part(t, group, "query") for t in (grad_out, out))
         row_lse = group_part(lse, group, "query")
-        for index, task in enumerate(tasks):
-            every = [h.tasks[index] for h in held]
+        for number, task in enumerate(tasks):
+            every = [h.tasks[number] for h in held]
             if every[0]:
                 with tools.clock.timed("compute"):
                     parts = kernel.task_backward(task, upstream, result, row_lse)
                     with tools.clock.timed("merge"):
-                        for state, part, pieces in zip(states, parts, every, strict=True):
-                            for piece in _shared(pieces):
-                                there, mine = state[:, :, piece.state], part[:, :, piece.part]
-                                if piece.holder == "first":
-                                    there.copy_(mine)
-                                else:
-                                    add_(there, mine)
+                        for index in range(3):
+                            _add(states[index], parts[index], every[index])
                 with tools.clock.timed("scatter"):
-                    for target, part, state, pieces in zip(
-                        targets, parts, states, every, strict=True
-                    ):
-                        _put(target, part, state, pieces)
-                del parts, part
+                    for index in range(3):
+                        _put(targets[index], parts[index], states[index], every[index])
+                del parts
             steps.done()
         for target, h in zip(targets, held, strict=True):
             for here in h.nobody:
                 target[:, :, here] = 0.0
-        del states, state
+        del states
 
 
 class _Steps:
@@ -198,8 +191,33 @@ def _tasks(call: Call, schedule: Schedule, group: Group, tools: Tools) -> list[T
     return [replace(one, rectangles=rectangles) for rectangles in every]
 
 
-def _shared(pieces: tuple[Piece, ...]) -> Iterator[Piece]:
-    return (piece for piece in pieces if piece.holder != "only")
+# Functions of their own, so that no view of a part outlives it.
+
+
+def _merge(
+    state: torch.Tensor,
+    state_lse: torch.Tensor,
+    part: torch.Tensor,
+    part_lse: torch.Tensor,
+    pieces: tuple[Piece, ...],
+) -> None:
+    for piece in pieces:
+        there = (state[:, :, piece.state], state_lse[:, :, piece.state])
+        mine = (part[:, :, piece.part], part_lse[:, :, piece.part])
+        if piece.holder == "first":
+            there[0].copy_(mine[0])
+            there[1].copy_(mine[1])
+        elif piece.holder != "only":
+            merge_(*there, *mine)
+
+
+def _add(state: torch.Tensor, part: torch.Tensor, pieces: tuple[Piece, ...]) -> None:
+    for piece in pieces:
+        there, mine = state[:, :, piece.state], part[:, :, piece.part]
+        if piece.holder == "first":
+            there.copy_(mine)
+        elif piece.holder != "only":
+            add_(there, mine)
 
 
 def _put(

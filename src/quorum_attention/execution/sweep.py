@@ -14,6 +14,7 @@ import torch
 
 from quorum_attention.decomposition import Decomposition, Rectangle, Task
 from quorum_attention.execution.call import Call, empty_result
+from quorum_attention.execution.in_place import takes_tasks
 from quorum_attention.execution.masks import no_bias
 from quorum_attention.execution.rows import Axis, group_part
 from quorum_attention.execution.scaling import lower_shifts, scales, usual_shift
@@ -21,7 +22,7 @@ from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.slots import OVERFLOW_FLAGS
 from quorum_attention.execution.tools import Progress, Tools
 from quorum_attention.execution.workload import Group, Workload, flat_entries, groups
-from quorum_attention.kernels.protocol import Gradients, Statistics, TaskCalls, TaskTensors
+from quorum_attention.kernels.protocol import Gradients, Statistics, TaskTensors
 from quorum_attention.kernels.scaling import Scaling, divide_gradient_
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -30,7 +31,7 @@ _AXES: tuple[Axis, Axis, Axis] = ("query", "key", "key")
 
 def sweeps(call: Call, schedule: Schedule) -> bool:
     """Whether a pass runs on the inputs as they lie, all tasks at once or one by one."""
-    able = not schedule.one_by_one or isinstance(call.kernel, TaskCalls)
+    able = not schedule.one_by_one or takes_tasks(call.kernel, call.work)
     return schedule.sweep and able and call.in_place and call.mask is None
 
 

@@ -13,7 +13,9 @@ from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.protocol import InnerKernel, Sparse
 from quorum_attention.kernels.remembered import remembered
 
-# A kernel works in blocks, which reach beyond the tokens that it needs.
+# A kernel works in blocks, which reach beyond the tokens that it needs; of tasks that end within
+# one, as far as the mask keeps anything of it, whoever's pairs those are.
+_BLOCK = 128
 _MARGIN = 512
 
 
@@ -111,7 +113,11 @@ def trimmed_tasks(
 @remembered(256)
 def tally(shape: Decomposition, pairs: Pairs, kernel: InnerKernel, backward: bool) -> Tally:
     """What ``trimmed_tasks`` come to, without keeping them."""
-    return _trim(shape, pairs, backward).tally()
+    found = _trim(shape, pairs, backward).tally()
+    if shape.layout == "aligned" and shape.tile % _BLOCK == 0:
+        n = shape.n_tokens
+        return replace(found, widest=min(n, found.widest), shared=min(n, found.shared))
+    return replace(found, widest=shape.n_tokens, shared=shape.n_tokens)
 
 
 def _trim(shape: Decomposition, pairs: Pairs, backward: bool) -> Trimmed:

@@ -16,7 +16,8 @@ def copy_on_device(target: torch.Tensor, source: torch.Tensor) -> None:
     same = large and target.dtype == source.dtype
     if same and _in_words(target) and _in_words(source):
         target, source = target.view(torch.complex128), source.view(torch.complex128)
-    target.copy_(source, non_blocking=True)
+    # Into host memory it would be read before it is there.
+    target.copy_(source, non_blocking=target.is_cuda)
 
 
 def _in_words(tensor: torch.Tensor) -> bool:

@@ -243,6 +243,10 @@ class TaskCalls(Protocol):
     contiguous, and of a head group. Rows between the rectangles cost nothing to speak of.
     """
 
+    def takes_tasks(self, dtype: torch.dtype) -> bool:
+        """Whether it can be handed tasks of such inputs; others go through slots."""
+        ...
+
     def task_span(self, task: TaskTensors) -> tuple[slice, slice] | None:
         """Queries and keys that its results are of: none of its pairs lies outside. None where it
         keeps no pair."""

@@ -197,7 +197,8 @@ def cost(
     shape, group = schedule.decomposition, schedule.group
     lanes = group.batch * group.kv_heads * work.queries_per_key_head
     together = (schedule.max_queries, schedule.max_keys) if group.batch == 1 else None
-    sample = _sample(shape, work.is_causal, work.n_queries, work.n_keys, together, schedule.sweep)
+    at_once = schedule.sweep and not schedule.one_by_one
+    sample = _sample(shape, work.is_causal, work.n_queries, work.n_keys, together, at_once)
     heads = work.batch * work.heads
     # All pairs there are over those of the sample.
     scale = work.pairs * heads / max(1, sample.pairs * lanes)
@@ -215,7 +216,6 @@ def cost(
             whole=direct,
         )
     arithmetic = on_device * scale
-    at_once = schedule.sweep and not schedule.one_by_one
     units = count_groups(work, group) * (1 if at_once else schedule.n_tasks)
     call_seconds = machine.backward_call_seconds if backward else machine.call_seconds
     call_seconds += _STREAM_SECONDS * (schedule.streams > 1)

@@ -64,8 +64,8 @@ def plan(
         device: what computes; None is CUDA where there is one, else the CPU.
         inputs: where the call's tensors are; None is "host" for CUDA, "device" for the CPU.
         accumulator, heads_per_group (query heads), n_cap, streams (kernel calls in flight at
-            once, 1 or 2), sweep (all tasks of a head group at once, on inputs that lie on the
-            computing device, at depth 1): pin these choices.
+            once, 1 or 2), sweep (on inputs that lie on the computing device, at depth 1: all tasks
+            of a head group at once, or in place one by one, as the kernel can): pin these choices.
         kernel: name of an inner kernel, or one.
         backward: plan the backward pass instead of the forward.
 

@@ -10,10 +10,11 @@ from itertools import pairwise, product
 from quorum_attention.decomposition import Decomposition, Pairs
 from quorum_attention.decomposition.share import kept_share
 from quorum_attention.errors import BudgetError
-from quorum_attention.execution.schedule import Home, Schedule, with_limits
+from quorum_attention.execution.in_place import takes_tasks
+from quorum_attention.execution.schedule import Home, Schedule, through_slots, with_limits
 from quorum_attention.execution.trimming import Tally, pairs_of, tally
 from quorum_attention.execution.workload import GroupSize, Workload, group_sizes
-from quorum_attention.kernels.protocol import InnerKernel, TaskCalls
+from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.remembered import remembered
 from quorum_attention.planner.cost import Cost, cost
@@ -31,11 +32,12 @@ from quorum_attention.sizes import format_bytes
 # Single levels up to this quorum size; every pair and a few triples of small ones.
 _LARGEST_SINGLE = 50
 _PAIRED = (3, 4, 5, 6, 8)
-# Tasks of two chunks in three hold two thirds of the tokens: of use only where all run at once.
+# Tasks of two chunks in three hold two thirds of the tokens: of use only where all run at once, or
+# in place, or where a mask leaves less of them.
 _FEWEST = (3,)
 # Host time of a launch, forward and (with what goes before it) backward, where a kernel of whole
 # tasks says nothing else.
-_LAUNCH_SECONDS = (60e-6, 200e-6)
+_ISSUE_SECONDS = (60e-6, 200e-6)
 # More chunks than this only make more calls of a sweep.
 _MOST_SWEPT = 57
 _TRIPLES = ((7, 7, 7), (13, 7, 7), (13, 13, 7), (13, 13, 13))
@@ -49,10 +51,10 @@ _SMALL_BYTES = 256 << 20
 # Of plans about equally fast the one whose shapes are prepared sooner: it counts up to this share.
 _FIRST_CALL_COUNTS = 0.02
 # Tasks of a decomposition that are trimmed for a plan, about 0.3 milliseconds each: at first, and
-# as long as nothing fits.
+# as long as nothing fits, or nothing but many untrimmed ones.
 _MOST_TRIMMED = (60, 400, 4000)
 # Under a mask a token is in about one task however many there are, so few cuts are worth a look.
-_TRIMMED_SINGLE = (3, 4, 5, 6, 8, 10)
+_TRIMMED_SINGLE = (2, 3, 4, 5, 6, 8, 10)
 # Without a mask only this much fewer queries than keys, or keys than queries, are.
 _LOPSIDED = 2
 # The bias of one rectangle under a mask that spans rows and columns, in pairs.
@@ -133,29 +135,39 @@ def refitted(
     found: Candidate,
     work: Workload,
     kernel: InnerKernel,
+    planned: Placement,
     place: Placement,
     machine: Machine,
     *,
     backward: bool,
 ) -> Candidate:
-    """``found`` for a kernel that may leave out more, or less, than the one it was chosen for."""
+    """``found``, chosen for a ``planned`` place and maybe another kernel, for this call's.
+
+    A kernel may leave out more, or less; and what cannot run on the inputs as they lie goes through
+    slots.
+    """
+    schedule = found.schedule
+    if schedule.sweep:
+        able = place.resident and place.dense_rows and work.mask is None
+        if not able or (schedule.one_by_one and not takes_tasks(kernel, work)):
+            schedule, planned = through_slots(schedule, work), place
+        elif not schedule.one_by_one:
+            return found
     pairs = pairs_of(work, kernel)
-    planned = found.schedule.trimmed
-    at_once = found.schedule.sweep and not found.schedule.one_by_one
-    if at_once or (planned is None and not _trims(pairs)):
+    less = schedule.trimmed
+    if less is not None or _trims(pairs):
+        less = _trimmed_tally(schedule.decomposition, pairs, kernel, backward=backward)
+    if schedule is found.schedule and less == schedule.trimmed:
         return found
-    less = _trimmed_tally(found.schedule.decomposition, pairs, kernel, backward=backward)
-    if less == planned:
-        return found
-    schedule = replace(found.schedule, trimmed=less)
+    schedule = replace(schedule, trimmed=less)
     paced = _paced(machine, kernel, pairs)
-    return replace(price(work, schedule, kernel, place, paced, backward=backward), why=found.why)
+    return replace(price(work, schedule, kernel, planned, paced, backward=backward), why=found.why)
 
 
 def _launch_seconds(kernel: InnerKernel) -> tuple[float, float] | None:
     if not getattr(kernel, "whole_tasks", False):
         return None
-    found: tuple[float, float] = getattr(kernel, "launch_seconds", _LAUNCH_SECONDS)
+    found: tuple[float, float] = getattr(kernel, "launch_seconds", _ISSUE_SECONDS)
     return found
 
 
@@ -211,10 +223,13 @@ def _choose(
 
     def schedules() -> Iterator[Schedule]:
         yield from _schedules(work, request, pairs, kernel, place, backward=backward)
-        # On to more tasks, which take longer to trim, as long as nothing has been found below, or
-        # nothing better than as many tasks untrimmed.
+        # On to more tasks, which take longer to trim, as long as nothing has been found below; and
+        # under a mask once where that is as many tasks untrimmed.
         for counts in pairwise(_MOST_TRIMMED):
-            if undivided is None and _trims(pairs) and (best is None or _many(best, counts[0])):
+            nothing = best is None and _trims(pairs)
+            once = pairs.verdict is not None and counts[0] == _MOST_TRIMMED[0]
+            many = once and best is not None and _many(best, counts[0])
+            if undivided is None and (nothing or many):
                 yield from _schedules(
                     work, request, pairs, kernel, place, backward=backward, n_tasks=counts
                 )
@@ -374,7 +389,7 @@ def _schedules(
     if place.device_type == "cpu" or not several:
         streams = [1]
     sweeping = place.resident and place.dense_rows and work.mask is None
-    one_by_one = isinstance(kernel, TaskCalls)
+    one_by_one = takes_tasks(kernel, work)
     sweeping &= (several or one_by_one) and request.n_cap is None
     sweeping &= request.accumulator != "host" or place.device_type == "cpu"
     sweeping &= request.sweep is not False
@@ -410,7 +425,7 @@ def _schedules(
 def _trimmed_tally(
     shape: Decomposition, pairs: Pairs, kernel: InnerKernel, *, backward: bool
 ) -> Tally | None:
-    """What trimming leaves of the tasks, None where that is hardly less."""
+    """What trimming leaves of the tasks, None where there is nothing to leave out."""
     if shape.depth == 0 or not _trims(pairs):
         return None
     return tally(shape, pairs, kernel, backward)
@@ -447,7 +462,7 @@ def _decomposition(n_tokens: int, levels: tuple[int, ...], layout: str, tile: in
 @lru_cache(maxsize=2)
 def _level_choices(masked: bool) -> tuple[tuple[int, ...], ...]:
     sizes = _TRIMMED_SINGLE if masked else quorum_sizes(_LARGEST_SINGLE)
-    single = [(chunk_count(l),) for l in sizes if l >= 3]
+    single = [(chunk_count(l),) for l in sizes if l >= (2 if masked else 3)]
     pairs = [(chunk_count(a), chunk_count(b)) for a, b in product(_PAIRED, _PAIRED) if a >= b]
     return ((), *single, *pairs, *_TRIPLES)
 

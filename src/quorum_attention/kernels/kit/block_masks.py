@@ -29,8 +29,8 @@ _CODES = {"empty": EMPTY, "full": FULL, "mixed": MIXED}
 _ALIGNED = 64
 
 Ints = NDArray[np.int64]
-Nodes = Ints
 Part = tuple[int, tuple[int, ...], tuple[int, ...]]
+Nodes = Ints
 """(k, 5) rows of (lane, first block row, last + 1, first block column, last + 1)."""
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -60,9 +60,7 @@ if TYPE_CHECKING:
 # Host memory for finished lists, and the number of compiled calls.
 _KEPT_BYTES = 256 << 20
 _KEPT_CALLS = 128
-
-
-_Found = TypeVar("_Found")
+_KEPT_SPANS = 1024
 
 
 class Shared:
@@ -114,6 +112,7 @@ class FlexKernel:
         self._in_memory = in_memory
         self._pruned = self._run = 0
         self._lists: Kept[BlockLists | None] = Kept(_KEPT_BYTES, _host_bytes)
+        self._spans: Kept[tuple[slice, slice] | None] = Kept(_KEPT_SPANS, lambda span: 1)
         self._apart: Kept[tuple[bool, bool]] = Kept(64, lambda answer: 1)
         self._shared = _SHARED
         # Should a closure get other functions, torch sees that by itself.
@@ -237,32 +236,31 @@ class FlexKernel:
             for target, part in zip(targets, found, strict=True):
                 add_(target, part)
 
+    def takes_tasks(self, dtype: torch.dtype) -> bool:
+        """See ``TaskCalls``: what is compiled."""
+        return dtype != torch.float64
+
     def task_span(self, task: TaskTensors) -> tuple[slice, slice] | None:
         """See ``TaskCalls``: to whole blocks."""
-        if not _has_rows(task):
-            return None
-        lists = self._listed(task)
-        return None if lists is None else (lists.rows, lists.columns)
+
+        def make() -> tuple[slice, slice] | None:
+            lists = self._listed(task)
+            return None if lists is None else (lists.rows, lists.columns)
+
+        # Kept apart from the lists, which may be too long to be.
+        span = self._spans.get(self._list_key(task), make) if _has_rows(task) else None
+        if span is None:
+            self._pruned += _count(task)
+        return span
 
     def task_forward(self, task: TaskTensors) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``TaskCalls``; ``out`` in the query's dtype."""
-        if task.query.dtype == torch.float64:
-            state = _no_statistics(task.query, task.value)
-            self._in_memory.forward(task, state)
-            rows, _ = _known(self.task_span(task))
-            return state.out[:, :, rows], state.lse[:, :, rows]
         return self._run_forward(_known(self._launch(task)))
 
     def task_backward(
         self, task: TaskTensors, grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> Three:
         """See ``TaskCalls``; gradients in the query's dtype."""
-        if task.query.dtype == torch.float64:
-            sums = tuple(map(torch.zeros_like, (task.query, task.key, task.value)))
-            grads = Gradients(grad_out, out, lse, sums[0], sums[1], sums[2])
-            self._in_memory.backward(task, grads)
-            rows, columns = _known(self.task_span(task))
-            return sums[0][:, :, rows], sums[1][:, :, columns], sums[2][:, :, columns]
         made = _known(self._launch(task))
         # With heads far apart a part of the backward takes ten times as long as these copies.
         query, key, value = map(dense, made.inputs)
@@ -368,57 +366,68 @@ class FlexKernel:
         if not _has_rows(task):
             return None
         lists = self._listed(task)
-        rectangles = sum(1 for r in task.rectangles if r.n_queries and r.n_keys)
         self._run += 0 if lists is None else lists.run
-        self._pruned += rectangles if lists is None else lists.pruned
+        self._pruned += _count(task) if lists is None else lists.pruned
         if lists is None:
             return None
         return launch(task, lists, self.mask_mod)
 
     def _listed(self, task: TaskTensors) -> BlockLists | None:
-        rectangles, is_causal = tuple(task.rectangles), has_diagonal(task)
+        return self._lists.get(self._list_key(task), lambda: self._make_lists(task))
+
+    def _list_key(self, task: TaskTensors) -> Hashable:
+        """All that a task's lists depend on."""
+        seen = reads(self.mask_mod)
+        key: tuple[Hashable, ...] = (
+            task.task, tuple(task.rectangles), has_diagonal(task), task.query.is_cuda, seen,
+        )  # fmt: skip
+        # Other heads, or other batch entries, are the same to most masks.
+        entries, heads = self._tells_apart(task)
+        key += (task.entries if entries else (),)
+        return (*key, (task.first_head, task.query.shape[1]) if heads else ())
+
+    def _tells_apart(self, task: TaskTensors) -> tuple[bool, bool]:
+        """Whether the mask has to be tried for every batch entry, and for every head."""
+        mask, device = self.mask_mod, task.query.device
+        if mask is None or not self._tries:
+            return False, False
+        return self._apart.get((device, reads(mask)), lambda: told_apart(mask, device))
+
+    def _make_lists(self, task: TaskTensors) -> BlockLists | None:
+        mask, rectangles = self.mask_mod, tuple(task.rectangles)
         # There may be more rows than tokens: no position is made of those.
         sizes = (
             max((r.query_stop for r in rectangles), default=0),
             max((r.key_stop for r in rectangles), default=0),
         )
-        seen = reads(self.mask_mod)
-        key: tuple[Hashable, ...] = (
-            task.task, rectangles, is_causal, sizes, task.query.is_cuda, seen,
-        )  # fmt: skip
-        mask, apart = self.mask_mod, (False, False)
+        pairs = geometry(task.task, rectangles, has_diagonal(task), *sizes)
+        full, mixed = listed_nodes(pairs, mask if isinstance(mask, BlockMask) else None)
+        lanes = (1, 1)
         if self._tries and mask is not None:
-            device = task.query.device
-            apart = self._apart.get((device, seen), lambda: told_apart(mask, device))
-            # Other heads, or other batch entries, are the same to most masks.
-            key += (task.entries if apart[0] else (),)
-            key += ((task.first_head, task.query.shape[1]) if apart[1] else (),)
-
-        def make() -> BlockLists | None:
-            pairs = geometry(task.task, rectangles, is_causal, *sizes)
-            full, mixed = listed_nodes(pairs, mask if isinstance(mask, BlockMask) else None)
-            lanes = (1, 1)
-            if self._tries and mask is not None:
-                at = task_indices(task, *sizes)
-                full, mixed, lanes = tried_nodes(mask, pairs, full, mixed, at, apart)
-            return block_lists(pairs, full, mixed, lanes, pinned=task.query.is_cuda)
-
-        return self._lists.get(key, make)
+            at, apart = task_indices(task, *sizes), self._tells_apart(task)
+            full, mixed, lanes = tried_nodes(mask, pairs, full, mixed, at, apart)
+        return block_lists(pairs, full, mixed, lanes, pinned=task.query.is_cuda)
 
 
 def _has_rows(task: TaskTensors) -> bool:
     return 0 not in task.query.shape[:3] and 0 not in task.key.shape[1:3]
 
 
-def _known(found: _Found | None) -> _Found:
+def _known(made: Launch | None) -> Launch:
     """Nobody asks about a task without a span."""
-    assert found is not None
-    return found
+    assert made is not None
+    return made
+
+
+def _count(task: TaskTensors) -> int:
+    return sum(1 for r in task.rectangles if r.n_queries and r.n_keys)
 
 
 def _copied_bytes(call: CallShape, extent: Extent) -> int:
-    """Query, key and value laid out anew (``laid_out``); slots of usual widths are not."""
-    if not extent.direct and always_in_words(call.head_dim, call.value_dim):
+    """Query, key and value laid out anew (``laid_out``); slots of usual widths are not, but for one
+    head of several entries."""
+    several = extent.batch == 1 or min(extent.query_heads, extent.key_heads) > 1
+    if not extent.direct and several and always_in_words(call.head_dim, call.value_dim):
         return 0
     by_query = extent.query_heads * call.head_dim
     by_key = extent.key_heads * (call.head_dim + call.value_dim)

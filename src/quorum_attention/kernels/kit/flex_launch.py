@@ -221,6 +221,7 @@ def _random_like(tensor: torch.Tensor, rows: int, generator: torch.Generator) ->
     if lies == "tokens":
         found = torch.randn(batch, rows, heads, width, generator=generator)
         return found.to(tensor.device, tensor.dtype).transpose(1, 2).detach()
-    more = 16 if lies == "apart" else 0
+    # A whole number of sixteenths, and more than the rows.
+    more = 32 - rows % 16 if lies == "apart" else 0
     found = torch.randn(batch, heads, rows + more, width, generator=generator)
     return found.to(tensor.device, tensor.dtype)[:, :, :rows].detach()

@@ -30,7 +30,7 @@ def laid_out(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def layout(tensor: torch.Tensor) -> Layout | None:
-    """How a tensor lies; None if not in words, or otherwise."""
+    """How a tensor lies, if it begins at a word; None otherwise."""
     if tensor.data_ptr() % _BYTES:
         return None
     if tensor.is_contiguous():
@@ -55,5 +55,6 @@ def told(tensor: torch.Tensor, sixteenth: int | None) -> None:
 
 
 def always_in_words(*widths: int) -> bool:
-    """Whether any range of rows of a field of a slot is in a ``Layout``."""
+    """Whether any range of rows of a field of a slot, of several heads or of one entry, is in a
+    ``Layout``."""
     return all(width % _ELEMENTS == 0 for width in widths)
