@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -11,6 +12,14 @@ import torch
 
 # No test reads, or writes, the calibration of whoever runs it.
 os.environ["QUORUM_ATTENTION_CACHE"] = tempfile.mkdtemp(prefix="quorum-attention-tests-")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def collections_are_quick() -> None:
+    """What has been imported by now (all of torch's compiler, for some) is not looked through every
+    time that a test, or a recovery, collects garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
