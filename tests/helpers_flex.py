@@ -7,7 +7,7 @@ import math
 import torch
 
 from quorum_attention.kernels.kit.flex import FlexKernel, Shared
-from quorum_attention.kernels.kit.laid_out import layout, told
+from quorum_attention.kernels.kit.laid_out import layout, sixteenth, told
 from quorum_attention.kernels.kit.trials import over_pairs
 
 LOG2_E = math.log2(math.e)
@@ -101,13 +101,12 @@ def check_lists(block_mask) -> None:  # type: ignore[no-untyped-def]
         assert longest <= other
 
 
-def eager_flex(query, key, value, block_mask, *, score_mod, scale, sixteenths):  # type: ignore[no-untyped-def]
+def eager_flex(query, key, value, block_mask, *, score_mod, scale):  # type: ignore[no-untyped-def]
     """What ``compiled_flex`` makes, on the CPU."""
-    for tensor, part in zip((query, key, value), sixteenths, strict=True):
+    for tensor in (query, key, value):
         assert tensor.storage_offset() == 0
-        assert tensor.data_ptr() % 16 == 0
-        assert (part is None) == (layout(tensor) != "apart")
-        told(tensor, part)
+        assert layout(tensor) is not None
+        told(tensor, sixteenth(tensor))
     counts = block_mask.kv_num_blocks, block_mask.full_kv_num_blocks
     if int(counts[0].sum() + counts[1].sum()):
         check_lists(block_mask)

@@ -22,7 +22,7 @@ from quorum_attention.execution.scaling import scales
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.shares import Piece, shares
 from quorum_attention.execution.tools import Progress, Tools
-from quorum_attention.execution.workload import Group, Workload, flat_entries, groups
+from quorum_attention.execution.workload import Group, Workload, count_groups, flat_entries, groups
 from quorum_attention.kernels.copies import copy_on_device
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.kernels.protocol import InnerKernel, TaskCalls, TaskTensors
@@ -152,8 +152,7 @@ class _Steps:
     def __init__(
         self, work: Workload, schedule: Schedule, progress: Progress | None, label: str
     ) -> None:
-        count = sum(1 for _ in groups(work, schedule.group))
-        self.total = count * schedule.decomposition.n_tasks
+        self.total = count_groups(work, schedule.group) * schedule.decomposition.n_tasks
         self.progress, self.label, self.count = progress, label, 0
 
     def done(self) -> None:
@@ -173,21 +172,36 @@ def _spans(
     )
 
 
-def _tasks(call: Call, schedule: Schedule, group: Group, tools: Tools) -> list[TaskTensors]:
-    whole, every = rectangles_in_place(call.work, schedule.decomposition)
-    one = TaskTensors(
-        task=whole,
-        rectangles=(),
+def as_they_lie(
+    call: Call,
+    schedule: Schedule,
+    group: Group,
+    tools: Tools,
+    task: Task,
+    rectangles: tuple[Rectangle, ...],
+) -> TaskTensors:
+    """Rectangles of the whole sequence, on a head group's part of the inputs."""
+    return TaskTensors(
+        task=task,
+        rectangles=rectangles,
         query=group_part(call.query, group, "query"),
         key=group_part(call.key, group, "key"),
         value=group_part(call.value, group, "key"),
         scale=call.scale,
         is_causal=call.work.is_causal,
         bias=no_bias,
+        max_queries=schedule.max_queries,
+        max_keys=schedule.max_keys,
         timed=tools.clock.timed,
+        lanes=tools.lanes,
         first_head=group.query_heads.start,
         entries=flat_entries(call.work, group),
     )
+
+
+def _tasks(call: Call, schedule: Schedule, group: Group, tools: Tools) -> list[TaskTensors]:
+    whole, every = rectangles_in_place(call.work, schedule.decomposition)
+    one = as_they_lie(call, schedule, group, tools, whole, ())
     return [replace(one, rectangles=rectangles) for rectangles in every]
 
 

@@ -14,15 +14,14 @@ import torch
 
 from quorum_attention.decomposition import Decomposition, Rectangle, Task
 from quorum_attention.execution.call import Call, empty_result
-from quorum_attention.execution.in_place import takes_tasks
-from quorum_attention.execution.masks import no_bias
+from quorum_attention.execution.in_place import as_they_lie, takes_tasks
 from quorum_attention.execution.rows import Axis, group_part
 from quorum_attention.execution.scaling import lower_shifts, scales, usual_shift
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.slots import OVERFLOW_FLAGS
 from quorum_attention.execution.tools import Progress, Tools
-from quorum_attention.execution.workload import Group, Workload, flat_entries, groups
-from quorum_attention.kernels.protocol import Gradients, Statistics, TaskTensors
+from quorum_attention.execution.workload import Workload, groups
+from quorum_attention.kernels.protocol import Gradients, Statistics
 from quorum_attention.kernels.scaling import Scaling, divide_gradient_
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -58,7 +57,9 @@ def forward_sweep(
     lse = empty_result(rows, work.state_dtype, device, "the log-sum-exp")
     everything = list(groups(work, schedule.group))
     for done, group in enumerate(everything, start=1):
-        task = _tensors(call, schedule, group, tools)
+        task = as_they_lie(
+            call, schedule, group, tools, *swept_rectangles(work, schedule.decomposition)
+        )
         shape = (*task.query.shape[:3], work.value_dim)
         state_out = torch.zeros(shape, dtype=work.state_dtype, device=device)
         state_lse = group_part(lse, group, "query").fill_(float("-inf"))
@@ -87,7 +88,9 @@ def backward_sweep(
     scaled = scales(call.kernel, work)
     everything = list(groups(work, schedule.group))
     for done, group in enumerate(everything, start=1):
-        task = _tensors(call, schedule, group, tools)
+        task = as_they_lie(
+            call, schedule, group, tools, *swept_rectangles(work, schedule.decomposition)
+        )
         upstream = group_part(grad_out, group, "query")
         scaling = Scaling()
         if scaled:
@@ -125,23 +128,3 @@ def backward_sweep(
         if progress is not None:
             progress(done, len(everything), "backward")
     return repeated
-
-
-def _tensors(call: Call, schedule: Schedule, group: Group, tools: Tools) -> TaskTensors:
-    task, rectangles = swept_rectangles(call.work, schedule.decomposition)
-    return TaskTensors(
-        task=task,
-        rectangles=rectangles,
-        query=group_part(call.query, group, "query"),
-        key=group_part(call.key, group, "key"),
-        value=group_part(call.value, group, "key"),
-        scale=call.scale,
-        is_causal=call.work.is_causal,
-        bias=no_bias,
-        max_queries=schedule.max_queries,
-        max_keys=schedule.max_keys,
-        timed=tools.clock.timed,
-        lanes=tools.lanes,
-        first_head=group.query_heads.start,
-        entries=flat_entries(call.work, group),
-    )

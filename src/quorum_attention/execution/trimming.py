@@ -47,8 +47,9 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Trimmed:
-    """Tasks, trimmed, in order; ``before`` as in ``Tally``."""
+    """Tasks of a decomposition, trimmed, in order; ``before`` as in ``Tally``."""
 
+    shape: Decomposition
     tasks: tuple[Task, ...]
     before: int
 
@@ -60,14 +61,11 @@ class Trimmed:
             for task in self.tasks
             if task.spans
         ]
-        return Tally(
-            n_tasks=len(sizes),
-            tokens=sum(sizes),
-            largest=max(sizes, default=0),
-            before=self.before,
-            widest=max((stop - start for start, stop in wide), default=0),
-            shared=count_shared(wide),
-        )
+        n = widest = shared = self.shape.n_tokens
+        if self.shape.layout == "aligned" and self.shape.tile % _BLOCK == 0:
+            widest = min(n, max((stop - start for start, stop in wide), default=0))
+            shared = min(n, count_shared(wide))
+        return Tally(len(sizes), sum(sizes), max(sizes, default=0), self.before, widest, shared)
 
 
 def pairs_of(work: Workload, kernel: InnerKernel) -> Pairs:
@@ -113,11 +111,7 @@ def trimmed_tasks(
 @remembered(256)
 def tally(shape: Decomposition, pairs: Pairs, kernel: InnerKernel, backward: bool) -> Tally:
     """What ``trimmed_tasks`` come to, without keeping them."""
-    found = _trim(shape, pairs, backward).tally()
-    if shape.layout == "aligned" and shape.tile % _BLOCK == 0:
-        n = shape.n_tokens
-        return replace(found, widest=min(n, found.widest), shared=min(n, found.shared))
-    return replace(found, widest=shape.n_tokens, shared=shape.n_tokens)
+    return _trim(shape, pairs, backward).tally()
 
 
 def _trim(shape: Decomposition, pairs: Pairs, backward: bool) -> Trimmed:
@@ -125,7 +119,7 @@ def _trim(shape: Decomposition, pairs: Pairs, backward: bool) -> Trimmed:
     found = tasks
     if shape.depth:
         found = trimmed(tasks, pairs, shape.tile, written(pairs, backward))
-    return Trimmed(tuple(found), sum(task.n_tokens for task in tasks))
+    return Trimmed(shape, tuple(found), sum(task.n_tokens for task in tasks))
 
 
 def written(pairs: Pairs, backward: bool) -> int:

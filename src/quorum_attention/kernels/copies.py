@@ -12,24 +12,25 @@ _LARGE_BYTES = 8 << 20
 def copy_on_device(target: torch.Tensor, source: torch.Tensor) -> None:
     """``target.copy_(source)``; many rows with gaps between heads in words of 16 bytes where they
     allow it: torch moves one element at a time, which takes up to 1.6 times as long."""
-    large = target.is_cuda and target.numel() * target.element_size() >= _LARGE_BYTES
-    same = large and target.dtype == source.dtype
-    if same and _in_words(target) and _in_words(source):
-        target, source = target.view(torch.complex128), source.view(torch.complex128)
+    if target.is_cuda and target.numel() * target.element_size() >= _LARGE_BYTES:
+        target, source = in_words(target, source)
     # Into host memory it would be read before it is there.
     target.copy_(source, non_blocking=target.is_cuda)
 
 
-def _in_words(tensor: torch.Tensor) -> bool:
+def in_words(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both as words of 16 bytes, if both consist of whole ones and are of one dtype."""
+    if target.dtype != source.dtype or not (_whole_words(target) and _whole_words(source)):
+        return target, source
+    return target.view(torch.complex128), source.view(torch.complex128)
+
+
+def _whole_words(tensor: torch.Tensor) -> bool:
     size = tensor.element_size()
     *strides, last = tensor.stride()
-    return (
-        last == 1
-        and tensor.shape[-1] * size % _WORD == 0
-        and tensor.data_ptr() % _WORD == 0
-        and tensor.storage_offset() * size % _WORD == 0
-        and all(stride * size % _WORD == 0 for stride in strides)
-    )
+    counts = (tensor.shape[-1], tensor.storage_offset(), *strides)
+    aligned = tensor.data_ptr() % _WORD == 0
+    return last == 1 and aligned and all(count * size % _WORD == 0 for count in counts)
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:

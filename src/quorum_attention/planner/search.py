@@ -125,7 +125,7 @@ def price(
             backward=backward,
             direct=direct,
             resident=place.resident,
-            launch_seconds=_launch_seconds(kernel),
+            launch_seconds=_issue_seconds(kernel),
         ),
         direct,
     )
@@ -164,7 +164,7 @@ def refitted(
     return replace(price(work, schedule, kernel, planned, paced, backward=backward), why=found.why)
 
 
-def _launch_seconds(kernel: InnerKernel) -> tuple[float, float] | None:
+def _issue_seconds(kernel: InnerKernel) -> tuple[float, float] | None:
     if not getattr(kernel, "whole_tasks", False):
         return None
     found: tuple[float, float] = getattr(kernel, "launch_seconds", _ISSUE_SECONDS)

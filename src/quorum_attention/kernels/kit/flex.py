@@ -35,7 +35,7 @@ from quorum_attention.kernels.kit.flex_backward import (
 )
 from quorum_attention.kernels.kit.flex_compiled import compiled_flex
 from quorum_attention.kernels.kit.flex_launch import SAMPLE, Indexed, Launch, has_diagonal, launch
-from quorum_attention.kernels.kit.laid_out import always_in_words, sixteenth
+from quorum_attention.kernels.kit.laid_out import always_in_words
 from quorum_attention.kernels.kit.masks import BlockMask, kept_pairs
 from quorum_attention.kernels.kit.reads import codes, reads
 from quorum_attention.kernels.kit.trials import (
@@ -340,27 +340,20 @@ class FlexKernel:
         return recomputed_gradients(attend, made.inputs, block_mask, rows)
 
     def _attend(
-        self,
-        made: Launch,
-        needs_grad: bool,
-        indexed: Indexed | None = None,
-        sixteenths: tuple[int | None, ...] | None = None,
+        self, made: Launch, needs_grad: bool, indexed: Indexed | None = None
     ) -> Callable[..., Any]:
         call = self._shared.calls.get(
             self._kind(made, needs_grad), lambda: compiled_flex(in_blocks=made.in_blocks)
         )
         score_mod = (indexed or made.indexed).score(self.score_mod)
-        return partial(
-            call, score_mod=score_mod, scale=made.scale, sixteenths=sixteenths or made.sixteenths
-        )
+        return partial(call, score_mod=score_mod, scale=made.scale)
 
     def _kind(self, made: Launch, needs_grad: bool) -> Hashable:
         return made.kind(needs_grad), self._codes
 
     def _sample(self, made: Launch) -> tuple[Attend, Three, Any]:
         inputs, indexed, block_mask = made.sample()
-        attend = self._attend(made, True, indexed, tuple(map(sixteenth, inputs)))
-        return attend, inputs, block_mask
+        return self._attend(made, True, indexed), inputs, block_mask
 
     def _launch(self, task: TaskTensors) -> Launch | None:
         if not _has_rows(task):

@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 
-from quorum_attention.kernels.kit.laid_out import told
+from quorum_attention.kernels.kit.laid_out import sixteenth, told
 from quorum_attention.kernels.kit.materialised import ScoreMod
 
 _NUMBERS = count()
 
 
 def compiled_flex(*, in_blocks: bool) -> Callable[..., Any]:
-    """``flex(query, key, value, block_mask, score_mod=, scale=, sixteenths=) -> (out, lse)``,
-    compiled anew; ``sixteenths`` of the strides of query, key and value (``laid_out.py``).
+    """``flex(query, key, value, block_mask, score_mod=, scale=) -> (out, lse)``, compiled anew.
 
     Args:
         in_blocks: queries and keys are whole blocks. Of sizes that vary FlexAttention would not
@@ -63,6 +62,7 @@ def compiled_flex(*, in_blocks: bool) -> Callable[..., Any]:
 
     def call(*args: Any, **named: Any) -> Any:
         nonlocal current
+        named["sixteenths"] = tuple(map(sixteenth, args[:3]))
         # Sizes that happen to be equal, to each other or to the number of heads, are not taken to
         # be so for ever: every task would be compiled again.
         # (What torch has to set such things for a while takes as long as all guards.)

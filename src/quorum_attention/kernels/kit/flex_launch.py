@@ -11,7 +11,7 @@ import torch
 
 from quorum_attention.kernels.kit.block_masks import BLOCK, BlockLists
 from quorum_attention.kernels.kit.flex_backward import Three
-from quorum_attention.kernels.kit.laid_out import laid_out, layout, sixteenth
+from quorum_attention.kernels.kit.laid_out import laid_out, layout
 from quorum_attention.kernels.kit.masks import BlockMask, MaskMod
 from quorum_attention.kernels.kit.materialised import ScoreMod
 from quorum_attention.kernels.kit.positions import positions
@@ -119,11 +119,6 @@ class Launch:
     def of_columns(self, tensor: torch.Tensor) -> torch.Tensor:
         """The keys' part of (b, hk, nk, ...), a view."""
         return tensor[:, :, self.lists.columns]
-
-    @property
-    def sixteenths(self) -> tuple[int | None, ...]:
-        """Of the strides of heads, where those follow from nothing else (``laid_out.py``)."""
-        return tuple(map(sixteenth, self.inputs))
 
     @property
     def in_blocks(self) -> bool:
