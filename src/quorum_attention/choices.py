@@ -81,6 +81,40 @@ def _plan(
     return Plan(work, found, place, kernel.name, options.budget_bytes, backward)
 
 
+def check_both_passes(
+    work: Workload, options: Options, kernel: InnerKernel, place: Placement, shape: CallShape
+) -> None:
+    """Refuse a budget that the forward or the backward after it does not fit in, before either.
+
+    Args:
+        kernel, place: the forward's.
+        shape: of the backward.
+
+    Raises:
+        BudgetError: says which pass, and what would do for both.
+    """
+    result = place.result_dtype
+    # Whatever autograd hands over: an expanded gradient, and an output of another dtype, is copied.
+    after = replace(
+        place,
+        results_given=False,
+        result_dtype=work.dtype,
+        copied=1 + (result != work.dtype),
+    )
+    refused: list[tuple[int, str]] = []
+    for backward in (False, True):
+        try:
+            if backward:
+                kernel = kernel_of(work, options, shape, after, result, backward=True)
+            _plan(work, options, kernel, after if backward else place, backward=backward)
+        except BudgetError as error:
+            name = "backward" if backward else "forward"
+            refused.append((error.smallest_bytes or 0, f"{name} pass: {error}"))
+    if refused:
+        smallest, words = max(refused)
+        raise BudgetError(words, smallest_bytes=smallest or None)
+
+
 def _request(options: Options) -> Request:
     given = options.plan
     return Request(

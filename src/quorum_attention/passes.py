@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from quorum_attention.choices import kernel_of, plans_of
+from quorum_attention.choices import check_both_passes, kernel_of, plans_of
 from quorum_attention.execution.backward import Three, backward
-from quorum_attention.execution.call import Call, rows_are_dense
+from quorum_attention.execution.call import Call, is_operand, rows_are_dense
 from quorum_attention.execution.forward import forward
 from quorum_attention.execution.masks import MaskView
 from quorum_attention.execution.memory import (
@@ -147,6 +147,9 @@ def run_forward(
         rows_are_dense(query, key, value),
     )
     kernel = kernel_of(work, options, shape, place, out_dtype, backward=False)
+    if needs_grad and options.budget_bytes is not None:
+        later = work.call_shape(options.device.type, needs_grad=True)
+        check_both_passes(work, options, kernel, place, later)
     call = _call(query, key, value, work, options, kernel)
 
     def attempt(
@@ -188,7 +191,7 @@ def run_backward(
         grads is not None,
         dtype,
         rows_are_dense(query, key, value),
-        tuple(_copied_bytes(tensor, work.dtype, options.device) for tensor in (grad_out, out)),
+        sum(not is_operand(tensor, work.dtype) for tensor in (grad_out, out)),
     )
     # Rows whose output was not rounded: the same kernel as in the forward.
     kernel = kernel_of(work, options, shape, place, out.dtype, backward=True)
@@ -198,8 +201,8 @@ def run_backward(
         return backward(
             call,
             plan.schedule,
-            _dense_rows(grad_out.to(work.dtype)),
-            _dense_rows(out.to(work.dtype)),
+            grad_out,
+            out,
             lse,
             grads=grads,
             report=report,
@@ -212,21 +215,6 @@ def run_backward(
 
     plans = plans_of(work, options, kernel, place, backward=True)
     return _run(plans, options, attempt, note)
-
-
-def _has_dense_rows(tensor: torch.Tensor) -> bool:
-    return tensor.stride(-1) == 1 and 0 not in tensor.stride()
-
-
-def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """An expanded gradient (of a sum, say) has stride 0, which kernels do not take."""
-    return tensor if _has_dense_rows(tensor) else tensor.contiguous()
-
-
-def _copied_bytes(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> int:
-    """Device bytes of ``_dense_rows(tensor.to(dtype))``, 0 where that is the tensor itself."""
-    stays = tensor.dtype == dtype and _has_dense_rows(tensor)
-    return 0 if stays or tensor.device != device else tensor.numel() * dtype.itemsize
 
 
 def _device(device: torch.device) -> AbstractContextManager[Any]:

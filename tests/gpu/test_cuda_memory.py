@@ -88,6 +88,37 @@ def test_a_budget_is_kept(where, mask) -> None:
     assert (out.cuda().double() - reference.out).norm() / reference.out.norm() < 2e-3
 
 
+UPSTREAM = {
+    "of a sum": lambda g: torch.ones((), dtype=g.dtype, device=g.device).expand(g.shape),
+    "of rows' sums": lambda g: g[..., :1].expand(g.shape),
+    "transposed": lambda g: g.transpose(-1, -2).contiguous().transpose(-1, -2),
+}
+
+
+@pytest.mark.parametrize("upstream", list(UPSTREAM))
+@pytest.mark.parametrize("where", ["cuda", "cpu"])
+@pytest.mark.parametrize("room", [1.0, 4.0])
+def test_backward_of_whatever_autograd_hands_over(upstream, where, room) -> None:
+    """In the smallest budget that the forward lets through, and in a larger one."""
+    given = made(where)
+    grad_out = UPSTREAM[upstream](given.grad_out)
+    leaves = [t.clone().requires_grad_() for t in given.three]
+    call = {"devices": "cuda", "is_causal": True}
+    with pytest.raises(qa.BudgetError) as refused:
+        qa.attention(*leaves, **call, budget=1000)
+    budget = int(refused.value.smallest_bytes * room)
+    report = qa.Report()
+    for _ in range(2):
+        out = qa.attention(*leaves, **call, budget=budget, report=report)
+        grads = torch.autograd.grad(out, leaves, grad_out)
+    assert report.backward.peak_bytes <= report.backward.planned_peak_bytes <= budget
+    reference = exact(
+        Inputs(*(t.cuda() for t in (*given.three, grad_out))), is_causal=True, gradients=True
+    )
+    for actual, expected in zip(grads, reference.grads, strict=True):
+        assert (actual.cuda().double() - expected).norm() / expected.norm() < 3e-3
+
+
 def test_a_long_sequence_in_64_mib() -> None:
     """Exact on sampled rows, forward, from host memory."""
     n = 65_536

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from quorum_attention.execution.call import Call, empty_result
+from quorum_attention.execution.call import Call, empty_result, operand
 from quorum_attention.execution.direct import pieces, runs_directly
 from quorum_attention.execution.engine import Input, Pass, State, Unit
 from quorum_attention.execution.forward import accumulator, gathered, inputs, passed_on
@@ -52,7 +52,7 @@ def backward(
     """(grad_query, grad_key, grad_value), in the shapes, dtypes and places of the inputs, or
     ``grads``, filled.
 
-    grad_out and out: (*batch, heads, n_queries, value_dim) in the input dtype, anywhere; lse:
+    grad_out and out: (*batch, heads, n_queries, value_dim), anywhere, however they lie; lse:
     (*batch, heads, n_queries) as the forward returned it.
     """
     started = time.perf_counter()
@@ -132,7 +132,7 @@ def _direct(
     report: PassReport,
     progress: Progress | None,
 ) -> Three:
-    kernel = call.kernel
+    work, kernel = call.work, call.kernel
     assert isinstance(kernel, WholeCalls)
     report.accumulator = "none"
     lse = lse.to(call.device)
@@ -142,11 +142,11 @@ def _direct(
     parts = list(pieces(call, schedule, (grad_out, *inputs_of, out)))
     for done, piece in enumerate(parts, start=1):
         got = kernel.whole_backward(
-            piece.take(grad_out, "query"),
+            operand(piece.take(grad_out, "query"), work.dtype),
             piece.take(call.query, "query"),
             piece.take(call.key, "key"),
             piece.take(call.value, "key"),
-            piece.take(out, "query"),
+            operand(piece.take(out, "query"), work.dtype),
             piece.take(lse, "query"),
             piece.rectangle.causal,
             call.scale,

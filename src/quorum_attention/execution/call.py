@@ -47,6 +47,17 @@ def rows_are_dense(*tensors: torch.Tensor) -> bool:
     return all(t.stride(-1) == 1 or t.shape[-1] <= 1 for t in tensors)
 
 
+def is_operand(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether operators take an upstream gradient or an output as it lies."""
+    return tensor.dtype == dtype and tensor.stride(-1) == 1 and 0 not in tensor.stride()
+
+
+def operand(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A part of an upstream gradient or of an output as operators take it: in the inputs' dtype,
+    with a contiguous last dimension, not expanded (as the gradient of a sum is)."""
+    return tensor if is_operand(tensor, dtype) else tensor.to(dtype).contiguous()
+
+
 def empty_result(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, what: str
 ) -> torch.Tensor:

@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 
 from quorum_attention.decomposition import Decomposition, Rectangle, Task
-from quorum_attention.execution.call import Call, empty_result
+from quorum_attention.execution.call import Call, empty_result, operand
 from quorum_attention.execution.masks import no_bias
 from quorum_attention.execution.rows import Axis, group_part
 from quorum_attention.execution.scaling import scales
@@ -125,7 +125,9 @@ def backward_in_place(
             )
             for t, h in zip(targets, held, strict=True)
         ]
-        upstream, result = (group_part(t, group, "query") for t in (grad_out, out))
+        upstream, result = (
+            operand(group_part(t, group, "query"), work.dtype) for t in (grad_out, out)
+        )
         row_lse = group_part(lse, group, "query")
         for number, task in enumerate(tasks):
             every = [h.tasks[number] for h in held]
@@ -143,7 +145,7 @@ def backward_in_place(
         for target, h in zip(targets, held, strict=True):
             for here in h.nobody:
                 target[:, :, here] = 0.0
-        del states
+        del states, upstream, result
 
 
 class _Steps:

@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 
 from quorum_attention.decomposition import Decomposition, Rectangle, Task
-from quorum_attention.execution.call import Call, empty_result
+from quorum_attention.execution.call import Call, empty_result, operand
 from quorum_attention.execution.in_place import as_they_lie, takes_tasks
 from quorum_attention.execution.rows import Axis, group_part
 from quorum_attention.execution.scaling import lower_shifts, scales, usual_shift
@@ -91,7 +91,8 @@ def backward_sweep(
         task = as_they_lie(
             call, schedule, group, tools, *swept_rectangles(work, schedule.decomposition)
         )
-        upstream = group_part(grad_out, group, "query")
+        upstream = operand(group_part(grad_out, group, "query"), work.dtype)
+        result = operand(group_part(out, group, "query"), work.dtype)
         scaling = Scaling()
         if scaled:
             upstream = upstream.clone(memory_format=torch.contiguous_format)
@@ -110,11 +111,11 @@ def backward_sweep(
                 call.kernel.backward(
                     task,
                     Gradients(
-                        upstream, group_part(out, group, "query"), group_part(lse, group, "query"),
+                        upstream, result, group_part(lse, group, "query"),
                         states[0], states[1], states[2], scaling,
                     ),
                 )  # fmt: skip
-            inputs = (task.query, task.key, task.value, upstream, group_part(out, group, "query"))
+            inputs = (task.query, task.key, task.value, upstream, result)
             if not scaled or not lower_shifts(scaling, scaling.overflow, inputs):
                 break
             repeated += 1
@@ -124,7 +125,7 @@ def backward_sweep(
         with tools.clock.timed("scatter"):
             for target, axis, state in zip(grads, _AXES, states, strict=True):
                 group_part(target, group, axis).copy_(state)
-        del states, upstream
+        del states, upstream, result, inputs
         if progress is not None:
             progress(done, len(everything), "backward")
     return repeated

@@ -328,12 +328,11 @@ class CudaMover:
         if far.device.type != "cpu":
             copy_on_device(target, source)
             return
-        if not (width == 1 or far.stride(2) == 1):
-            target.copy_(source, non_blocking=True)
-            return
-        if self._runtime is None or not self._is_pinned(far):
-            # Pageable: the driver stages it; blocks the host, stays in stream order. Head by
-            # head, so that torch needs no contiguous temporary.
+        # A dtype to convert, or elements to gather one by one.
+        converted = target.dtype != source.dtype or not (width == 1 or far.stride(2) == 1)
+        if converted or self._runtime is None or not self._is_pinned(far):
+            # So is what is pageable: staged, blocks the host, stays in stream order. Head
+            # by head, so that torch needs no contiguous temporary on the device.
             for head in range(heads):
                 target[head].copy_(source[head], non_blocking=True)
             return

@@ -29,8 +29,8 @@ class Placement:
         results_given: the caller passed preallocated results, which the budget does not count.
         result_dtype: of the output (forward) or of the gradients (backward).
         dense_rows: the inputs' last dimension is contiguous, so a kernel can take them in place.
-        copied_bytes: of each tensor that the pass must copy first (a gradient or output of
-            another dtype).
+        copied: how many of the upstream gradient and the output operators cannot take as they lie
+            (expanded, or of another dtype): without slots they are copied, a head group at a time.
     """
 
     device_type: str
@@ -38,7 +38,7 @@ class Placement:
     results_given: bool
     result_dtype: torch.dtype
     dense_rows: bool = True
-    copied_bytes: tuple[int, ...] = ()
+    copied: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,9 @@ def backward_footprint(
     results: tuple[int, ...] = ()
     if place.resident and not place.results_given:
         results = tuple(width * place.result_dtype.itemsize for width in widths)
-    copied = place.copied_bytes
+    rows_of_group = schedule.group.batch * schedule.group.kv_heads * work.queries_per_key_head
+    rows_of_group *= work.n_queries
+    copied = (rows_of_group * work.value_dim * work.element_bytes,) * place.copied
     if direct:
         # The log-sum-exp is copied once, to take -inf out of it.
         lse = query_rows * work.state_dtype.itemsize
@@ -182,7 +184,7 @@ def backward_footprint(
         slots=schedule.n_cap * layout.slot_bytes,
         workspace=schedule.streams * workspace,
         accumulators=home,
-        results=(*copied, *results),
+        results=results,
     )
 
 

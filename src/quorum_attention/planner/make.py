@@ -90,7 +90,8 @@ def plan(
         raise ValueError("inputs must be 'device' when the CPU computes")
     shape = work.call_shape(where.type, backward)
     chosen = select_kernel(kernel, shape, where, tried=False)
-    place = Placement(where.type, resident, False, dtype)
+    # Autograd may hand over an expanded gradient (of a sum): the backward has room for its copy.
+    place = Placement(where.type, resident, False, dtype, copied=1 if backward else 0)
     bytes_given = None if budget is None else parse_bytes(budget)
     request = Request(
         budget_bytes=_free(where) if bytes_given is None else bytes_given,

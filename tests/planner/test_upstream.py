@@ -1,0 +1,78 @@
+"""Whatever gradient autograd hands over, the backward stays within what was promised.
+
+The gradient of a sum is one number expanded, the one of a transposed loss has other strides, the
+one of a cast another dtype: none of it may need memory that ``estimate`` did not count, and a
+budget in which the backward would not fit is refused by the forward.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers_attention import GRADIENT_TOLERANCE, Inputs, assert_close, exact, inputs
+from helpers_memory import usage
+
+import quorum_attention as qa
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+N = 700
+UPSTREAM = {
+    "of a sum": lambda g: torch.ones((), dtype=g.dtype).expand(g.shape),
+    "of rows' sums": lambda g: g[..., :1].expand(g.shape),
+    "transposed": lambda g: g.transpose(-1, -2).contiguous().transpose(-1, -2),
+    "as it should be": lambda g: g,
+}
+
+
+def sizes(dtype: torch.dtype) -> dict[str, object]:
+    return {"heads": 4, "head_dim": 16, "dtype": dtype, "device": "cpu", "is_causal": True}
+
+
+@pytest.mark.parametrize("upstream", list(UPSTREAM))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("share", [1.0, 0.8, 0.0])
+def test_backward_stays_within_the_estimate(upstream, dtype, share) -> None:
+    """From the smallest budget that works (share 0) to one in which the call need not be cut."""
+    most = qa.plan(N, levels=(), backward=True, **sizes(dtype)).peak_bytes
+    with pytest.raises(qa.BudgetError) as refused:
+        qa.plan(N, budget=1, backward=True, **sizes(dtype))
+    least = refused.value.smallest_bytes
+    budget = int(least + share * (most - least))
+    promised = qa.estimate(N, budget=budget, **sizes(dtype))
+    made = inputs(N, heads=4, head_dim=16, dtype=dtype)
+    grad_out = UPSTREAM[upstream](made.grad_out)
+    leaves = [t.clone().requires_grad_() for t in made.three]
+    report = qa.Report()
+
+    def forward() -> torch.Tensor:
+        return qa.attention(*leaves, is_causal=True, budget=budget, report=report)
+
+    out = forward()
+    peak = usage(lambda: torch.autograd.grad(out, leaves, grad_out)).peak
+    assert report.backward is not None
+    assert peak <= report.backward.planned_peak_bytes <= promised.backward.peak_bytes <= budget
+    grads = torch.autograd.grad(forward(), leaves, grad_out)
+    reference = exact(Inputs(*made.three, grad_out), is_causal=True, gradients=True)
+    for actual, wanted in zip(grads, reference.grads, strict=True):
+        assert_close(actual, wanted, GRADIENT_TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("out_dtype", [None, torch.float32])
+def test_forward_refuses_what_the_backward_would_not_fit_in(out_dtype) -> None:
+    made = inputs(N, heads=4, head_dim=16, dtype=torch.float16)
+    leaves = [t.clone().requires_grad_() for t in made.three]
+    call = {"is_causal": True, "out_dtype": out_dtype}
+    with pytest.raises(qa.BudgetError) as refused, torch.no_grad():
+        qa.attention(*leaves, budget=1, **call)
+    forward_alone = refused.value.smallest_bytes
+    with torch.no_grad():
+        qa.attention(*leaves, budget=forward_alone, **call)
+    for tried in (1, forward_alone):
+        with pytest.raises(qa.BudgetError, match="backward pass: ") as refused:
+            qa.attention(*leaves, budget=tried, **call)
+    enough = refused.value.smallest_bytes
+    assert enough > forward_alone
+    with pytest.raises(qa.BudgetError, match="backward pass: "):
+        qa.attention(*leaves, budget=enough - 1, **call)
+    qa.attention(*leaves, budget=enough, **call).sum().backward()
+    assert all(torch.isfinite(leaf.grad).all() for leaf in leaves)
