@@ -81,14 +81,11 @@ def _plan(
     return Plan(work, found, place, kernel.name, options.budget_bytes, backward)
 
 
-def check_both_passes(
-    work: Workload, options: Options, kernel: InnerKernel, place: Placement, shape: CallShape
-) -> None:
+def check_both_passes(work: Workload, options: Options, shape: CallShape, place: Placement) -> None:
     """Refuse a budget that the forward or the backward after it does not fit in, before either.
 
     Args:
-        kernel, place: the forward's.
-        shape: of the backward.
+        place: the forward's.
 
     Raises:
         BudgetError: says which pass, and what would do for both.
@@ -104,9 +101,9 @@ def check_both_passes(
     refused: list[tuple[int, str]] = []
     for backward in (False, True):
         try:
-            if backward:
-                kernel = kernel_of(work, options, shape, after, result, backward=True)
-            _plan(work, options, kernel, after if backward else place, backward=backward)
+            where = after if backward else place
+            kernel = kernel_of(work, options, shape, where, result, backward=backward)
+            _plan(work, options, kernel, where, backward=backward)
         except BudgetError as error:
             name = "backward" if backward else "forward"
             refused.append((error.smallest_bytes or 0, f"{name} pass: {error}"))

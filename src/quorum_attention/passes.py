@@ -146,10 +146,9 @@ def run_forward(
         out_dtype,
         rows_are_dense(query, key, value),
     )
-    kernel = kernel_of(work, options, shape, place, out_dtype, backward=False)
     if needs_grad and options.budget_bytes is not None:
-        later = work.call_shape(options.device.type, needs_grad=True)
-        check_both_passes(work, options, kernel, place, later)
+        check_both_passes(work, options, shape, place)
+    kernel = kernel_of(work, options, shape, place, out_dtype, backward=False)
     call = _call(query, key, value, work, options, kernel)
 
     def attempt(
