@@ -15,7 +15,8 @@ import quorum_attention
 ROOT = Path(quorum_attention.__file__).parent
 # From the ground up. Rooms of one line may not import each other, those of api excepted.
 FLOORS = (
-    ("errors", "sizes"),
+    ("counts",),
+    ("devices", "errors", "mapped", "overlap", "sizes"),
     ("quorums",),
     ("decomposition",),
     ("kernels", "pictures"),

@@ -86,7 +86,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    home = import_module(f"{__name__}.{_HOMES[name]}")
+    # A subpackage of that name is in its place by now, and stays: it answers as the function too.
+    value = home if _HOMES[name] == name else getattr(home, name)
     globals()[name] = value
     return value
 

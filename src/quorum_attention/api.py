@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from quorum_attention.choices import check_plan
+from quorum_attention.counts import shown
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.options import Device, settle
@@ -16,6 +17,7 @@ from quorum_attention.planner.plan import Plan
 from quorum_attention.validation import (
     as_tensor,
     check_apart,
+    check_given,
     check_inputs,
     check_options,
     check_result,
@@ -74,7 +76,10 @@ def attention(
         accumulator: where unfinished rows wait between tasks: "device", "host" or "auto".
         devices: where to compute; None: the inputs' device, or for host inputs the current CUDA
             device if there is one. One device so far.
-        out: preallocated result (..., heads, n_queries, value_dim) of any dtype and residency.
+        out: preallocated result (..., heads, n_queries, value_dim) of any dtype and residency. It
+            may be a view between others of one tensor, but share no memory with what is read, nor
+            overlap itself. A read-only array or memory map is refused; that a tensor lies over an
+            object that must not change (``torch.frombuffer`` of bytes) cannot be seen.
         out_dtype: of the result, None for the query's. Statistics are merged in fp32 whatever it
             is; torch.float32 returns them without a last rounding.
         progress: True for a progress bar on stderr, or a callable (done, total, label).
@@ -143,12 +148,13 @@ def attention_with_lse(
     query, key, value = as_tensor(query, "query"), as_tensor(key, "key"), as_tensor(value, "value")
     mask = None if attn_mask is None else as_tensor(attn_mask, "attn_mask")
     if out is not None:
-        out = as_tensor(out, "out")
-    check_options(dropout_p, depth, accumulator, out_dtype)
+        out = as_tensor(out, "out", written=True)
+    check_options(dropout_p, out_dtype)
     work = check_inputs(query, key, value, mask, is_causal=is_causal, enable_gqa=enable_gqa)
     if out is not None:
-        check_result(out, (*query.shape[:-1], value.shape[-1]), "out", out_dtype)
-        check_apart(out, "out", {"query": query, "key": key, "value": value})
+        check_result(out, (*query.shape[:-1], value.shape[-1]), "out", query.device, out_dtype)
+        read = {"query": query, "key": key, "value": value, "attn_mask": mask}
+        check_apart({"out": out}, read)
     options = settle(
         query, scale, mask, is_causal, enable_gqa, budget, plan, depth, kernel, accumulator,
         devices, progress, report,
@@ -187,11 +193,12 @@ def attention_backward(
     """The gradients of ``attention``, without autograd, into preallocated tensors if wished.
 
     Args:
-        grad_out: upstream gradient, shape of ``out``.
+        grad_out: upstream gradient, shape of ``out``; fp16, bf16, fp32 or fp64.
         query, key, value, attn_mask, is_causal, scale, enable_gqa: as in the forward.
         out, lse: as ``attention_with_lse`` returned them.
         grads: (grad_query, grad_key, grad_value) to fill, one dtype, any residency (so that
-            gradients larger than memory can go to memory-mapped files).
+            gradients larger than memory can go to memory-mapped files). They share no memory with
+            each other, nor with what is read; see ``out`` of ``attention``.
 
     Other arguments, and errors, as in ``attention``.
 
@@ -202,25 +209,26 @@ def attention_backward(
     grad_out, out = as_tensor(grad_out, "grad_out"), as_tensor(out, "out")
     lse = as_tensor(lse, "lse")
     mask = None if attn_mask is None else as_tensor(attn_mask, "attn_mask")
-    check_options(0.0, depth, accumulator, None)
     work = check_inputs(query, key, value, mask, is_causal=is_causal, enable_gqa=enable_gqa)
-    shape = (*query.shape[:-1], value.shape[-1])
-    for name, tensor, wanted in (
-        ("grad_out", grad_out, shape),
-        ("out", out, shape),
-        ("lse", lse, shape[:-1]),
-    ):
-        if tuple(tensor.shape) != wanted:
-            raise ValueError(f"{name} must have shape {wanted}, got {tuple(tensor.shape)}")
+    rows, home = tuple(query.shape[:-1]), query.device
+    check_given(grad_out, (*rows, value.shape[-1]), "grad_out", home)
+    check_given(out, (*rows, value.shape[-1]), "out", home)
+    check_given(lse, rows, "lse", home, work.state_dtype)
     if grads is not None:
+        if not isinstance(grads, (tuple, list)):
+            raise TypeError(f"grads must be three tensors, got {shown(grads)}")
         if len(grads) != 3:
             raise ValueError(f"grads must be three tensors, got {len(grads)}")
-        grads = tuple(as_tensor(g, "grads") for g in grads)  # type: ignore[assignment]
-        assert grads is not None
-        for index, like in enumerate((query, key, value)):
-            check_result(grads[index], tuple(like.shape), f"grads[{index}]", grads[0].dtype)
-            read = {"query": query, "key": key, "value": value, "out": out, "grad_out": grad_out}
-            check_apart(grads[index], f"grads[{index}]", read)
+        names = ("grads[0]", "grads[1]", "grads[2]")
+        given = [as_tensor(g, name, written=True) for g, name in zip(grads, names, strict=True)]
+        for target, name, like in zip(given, names, (query, key, value), strict=True):
+            check_result(target, tuple(like.shape), name, home, given[0].dtype)
+        read = {
+            "query": query, "key": key, "value": value, "attn_mask": mask, "out": out,
+            "grad_out": grad_out, "lse": lse,
+        }  # fmt: skip
+        check_apart(dict(zip(names, given, strict=True)), read)
+        grads = (given[0], given[1], given[2])
     options = settle(
         query, scale, mask, is_causal, enable_gqa, budget, plan, depth, kernel, accumulator,
         devices, progress, report,

@@ -108,11 +108,6 @@ def _progress(options: Options) -> AbstractContextManager[Progress | None]:
         from quorum_attention.progress import progress_bar  # rich, only where it is shown
 
         return progress_bar()
-    if not callable(options.progress):
-        raise TypeError(
-            f"progress must be None, True or a callable (done, total, label), "
-            f"got {type(options.progress).__name__}"
-        )
     return nullcontext(options.progress)
 
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
+from typing import Any
+
+from quorum_attention.counts import shown, whole_number
 
 _UNITS = {
     "": 1,
@@ -23,31 +27,44 @@ _UNITS = {
 _PATTERN = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*")
 
 
-def parse_bytes(value: int | str, name: str = "budget") -> int:
+# More than any machine has; what a tensor can be counted in.
+_MOST_BYTES = 2**63 - 1
+
+
+def parse_bytes(value: Any, name: str = "budget") -> int:
     """Bytes of ``value``: a whole number of bytes, or text such as "512MiB", "2 GiB", "1.5GB".
 
     Binary units (KiB, MiB, GiB, TiB; also K, M, G, T) are powers of 1024, decimal ones (KB, MB,
     GB, TB) powers of 1000; case does not matter.
 
     Raises:
-        TypeError: ``value`` is neither an int nor a str.
-        ValueError: it is negative or not of that form; ``name`` says which argument it was.
+        TypeError: ``value`` is neither an integer (Python's or NumPy's) nor a str.
+        ValueError: it is negative, 2**63 or more, or not of that form; ``name`` says which
+            argument it was.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise TypeError(
-            f"{name} must be a number of bytes or text such as '2GiB', got {type(value).__name__}"
-        )
-    if isinstance(value, int):
-        if value < 0:
-            raise ValueError(f"{name} must not be negative, got {value}")
-        return value
-    match = _PATTERN.fullmatch(value)
-    if match is None or match[2].lower() not in _UNITS:
-        raise ValueError(
-            f"{name} must be a number of bytes or text such as '512MiB', '2GiB' or '1.5GB', "
-            f"got {value!r}"
-        )
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    if isinstance(value, str):
+        match = _PATTERN.fullmatch(value)
+        if match is None or match[2].lower() not in _UNITS:
+            raise ValueError(
+                f"{name} must be a number of bytes or text such as '512MiB', '2GiB' or '1.5GB', "
+                f"got {shown(value)}"
+            )
+        # Nothing that long fits, and Python refuses to read thousands of digits.
+        short = len(match[1]) <= 40
+        n_bytes = int(Fraction(match[1]) * _UNITS[match[2].lower()]) if short else _MOST_BYTES + 1
+    else:
+        try:
+            n_bytes = whole_number(value, name, -_MOST_BYTES)
+        except TypeError:
+            raise TypeError(
+                f"{name} must be a number of bytes or text such as '2GiB', "
+                f"got {type(value).__name__}"
+            ) from None
+    if n_bytes < 0:
+        raise ValueError(f"{name} must not be negative, got {n_bytes}")
+    if n_bytes > _MOST_BYTES:
+        raise ValueError(f"{name} must be less than 2**63 bytes, got {shown(value)}")
+    return n_bytes
 
 
 def format_bytes(n_bytes: int | float) -> str:

@@ -6,27 +6,90 @@ Every error names the argument, what came and what is allowed.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from quorum_attention.counts import shown, switch
 from quorum_attention.execution.masks import mask_shape
 from quorum_attention.execution.workload import ELEMENT_BYTES, Workload
+from quorum_attention.mapped import Mappings
+from quorum_attention.overlap import Lie, overlaps_itself, share_memory
 
 _DTYPES = ", ".join(str(d).removeprefix("torch.") for d in ELEMENT_BYTES)
 
 
-def as_tensor(value: Any, name: str) -> torch.Tensor:
-    """``value`` as a tensor; a NumPy array (np.memmap too) is shared, not copied."""
+def as_tensor(value: Any, name: str, *, written: bool = False) -> torch.Tensor:
+    """``value`` as a tensor; a NumPy array (np.memmap too) is shared, not copied.
+
+    Args:
+        written: the call writes to it.
+
+    Raises:
+        TypeError: it is neither, or an array of a dtype that torch lacks.
+        ValueError: an array that torch cannot share, or that is written to and must not be.
+    """
     if isinstance(value, torch.Tensor):
-        return value
-    if isinstance(value, np.ndarray):
-        with warnings.catch_warnings():
-            # A read-only map is only read; torch cannot know.
-            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        # A lazy sign would be lost on kernels, which read memory as it is.
+        return value if written or not value.is_neg() else value.resolve_neg()
+    if not isinstance(value, np.ndarray):
+        raise TypeError(
+            f"{name} must be a torch.Tensor or a numpy.ndarray, got {type(value).__name__}"
+        )
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"{name} must not be a masked array: its mask would be ignored")
+    if not value.dtype.isnative:
+        raise TypeError(f"{name} must have this machine's byte order, got {value.dtype!r}")
+    if min(value.strides, default=0) < 0:
+        raise ValueError(
+            f"{name} must not have negative strides, which tensors cannot have, got "
+            f"{value.strides}; numpy.ascontiguousarray makes a copy that has none"
+        )
+    if written and not value.flags.writeable:
+        raise ValueError(f"{name} must be writable (it is written to), got a read-only array")
+    with warnings.catch_warnings():
+        # A read-only map is only read; torch cannot know.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        try:
             return torch.from_numpy(value)
-    raise TypeError(f"{name} must be a torch.Tensor or a numpy.ndarray, got {type(value).__name__}")
+        except TypeError:
+            raise TypeError(
+                f"{name} must have a dtype that torch has, got {value.dtype!r}"
+            ) from None
+        except ValueError as error:
+            raise ValueError(f"{name} cannot be shared with torch: {error}") from None
+
+
+def _check_kind(tensor: torch.Tensor, name: str) -> None:
+    """Refuse what has no memory of its own that a kernel could read."""
+    if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
+        raise NotImplementedError(
+            f"{name} must be a plain tensor, got a {type(tensor).__name__}, which stands for others"
+        )
+    if tensor.layout != torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise NotImplementedError(f"{name} must be a dense (strided) tensor, got a {kind} one")
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _check_device(tensor: torch.Tensor, name: str) -> None:
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(
+            f"{name} must be on a CPU or CUDA device, got {str(tensor.device)!r}"
+        )
+
+
+def _check_place(tensor: torch.Tensor, name: str, home: torch.device) -> None:
+    """Beside the inputs, which are at ``home``, tensors may be in host memory."""
+    if tensor.device.type != "cpu" and tensor.device != home:
+        raise ValueError(
+            f"{name} must be in host memory or on the query's device {home}, got {tensor.device}"
+        )
 
 
 def check_inputs(
@@ -45,6 +108,7 @@ def check_inputs(
     """
     tensors = {"query": query, "key": key, "value": value}
     for name, tensor in tensors.items():
+        _check_kind(tensor, name)
         if tensor.dim() < 3:
             raise ValueError(
                 f"{name} must have at least 3 dimensions (..., heads, tokens, head_dim), "
@@ -52,6 +116,7 @@ def check_inputs(
             )
         if tensor.dtype not in ELEMENT_BYTES:
             raise TypeError(f"{name} must be one of {_DTYPES}, got {tensor.dtype}")
+    _check_device(query, "query")
     for name in ("key", "value"):
         other = tensors[name]
         if other.dtype != query.dtype:
@@ -90,6 +155,8 @@ def check_inputs(
             )
     mask = None
     if attn_mask is not None:
+        _check_kind(attn_mask, "attn_mask")
+        _check_device(attn_mask, "attn_mask")
         _check_mask(attn_mask, query, key)
         mask = mask_shape(attn_mask, query.dim() - 3)
     return Workload(
@@ -101,7 +168,7 @@ def check_inputs(
         head_dim=query.shape[-1],
         value_dim=value.shape[-1],
         dtype=query.dtype,
-        is_causal=bool(is_causal),
+        is_causal=switch(is_causal, "is_causal"),
         mask=mask,
     )
 
@@ -125,41 +192,47 @@ def _check_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> N
         )
 
 
-def check_options(
-    dropout_p: float, depth: int | str, accumulator: str, out_dtype: torch.dtype | None
-) -> None:
-    """The options that need no tensors."""
+def check_options(dropout_p: float, out_dtype: torch.dtype | None) -> None:
+    """The options that need no tensors and are not kept (``options.settle`` has the others)."""
     if dropout_p != 0.0:
         raise NotImplementedError(
             f"dropout_p must be 0.0 (dropout inside the attention is not supported), "
-            f"got {dropout_p}"
+            f"got {shown(dropout_p)}"
         )
-    is_depth = isinstance(depth, int) and not isinstance(depth, bool) and depth >= 0
-    if depth != "auto" and not is_depth:
-        raise ValueError(f"depth must be 'auto' or a whole number from 0, got {depth!r}")
-    if accumulator not in ("auto", "device", "host"):
-        raise ValueError(f"accumulator must be 'auto', 'device' or 'host', got {accumulator!r}")
     if out_dtype is not None and out_dtype not in ELEMENT_BYTES:
-        raise TypeError(f"out_dtype must be None or one of {_DTYPES}, got {out_dtype}")
+        raise TypeError(f"out_dtype must be None or one of {_DTYPES}, got {shown(out_dtype)}")
 
 
-def check_apart(result: torch.Tensor, name: str, inputs: dict[str, torch.Tensor]) -> None:
-    """A preallocated result must not lie over an input: rows are read again after it is written."""
-    for other, tensor in inputs.items():
-        same = result.device == tensor.device and result.numel() and tensor.numel()
-        if same and _span(result)[0] < _span(tensor)[1] and _span(tensor)[0] < _span(result)[1]:
-            raise ValueError(f"{name} must not share memory with {other}")
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+def check_given(
+    tensor: torch.Tensor,
+    shape: tuple[int, ...],
+    name: str,
+    home: torch.device,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """What a backward reads beside the inputs: shape, dtype (None: any floating one), place."""
+    _check_kind(tensor, name)
+    _check_place(tensor, name, home)
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+    if dtype is not None and tensor.dtype != dtype:
+        raise TypeError(
+            f"{name} must be {dtype}, as attention_with_lse returns it, got {tensor.dtype}"
+        )
+    if tensor.dtype not in ELEMENT_BYTES:
+        raise TypeError(f"{name} must be one of {_DTYPES}, got {tensor.dtype}")
 
 
 def check_result(
-    result: torch.Tensor, shape: tuple[int, ...], name: str, dtype: torch.dtype | None = None
+    result: torch.Tensor,
+    shape: tuple[int, ...],
+    name: str,
+    home: torch.device,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """A preallocated result: shape, dtype, and that it can be written."""
+    """A preallocated result: shape, dtype, place, and that it can be written."""
+    _check_kind(result, name)
+    _check_place(result, name, home)
     if tuple(result.shape) != shape:
         raise ValueError(f"{name} must have shape {shape}, got {tuple(result.shape)}")
     if dtype is not None and result.dtype != dtype:
@@ -168,5 +241,55 @@ def check_result(
         raise TypeError(f"{name} must be one of {_DTYPES}, got {result.dtype}")
     if result.requires_grad:
         raise ValueError(f"{name} must not require a gradient")
+    if result.is_neg():
+        raise ValueError(f"{name} must not be a view with a sign of its own (it is written to)")
     if any(n > 1 and s == 0 for n, s in zip(result.shape, result.stride(), strict=True)):
         raise ValueError(f"{name} must not be an expanded tensor (it is written to)")
+
+
+def check_apart(
+    results: Mapping[str, torch.Tensor], read: Mapping[str, torch.Tensor | None]
+) -> None:
+    """Results must share no memory: not with what is read (again, after a part of them has been
+    written), not with each other, and no element with another.
+
+    Interleaved views of one packed tensor share none. Two maps of one file do, and a result in a
+    read-only map cannot be written; both are known where the system tells (``mapped.py``). What
+    stays unknown is a tensor over an object's memory that must not change, such as
+    ``torch.frombuffer`` of bytes: as a NumPy array it would have been refused.
+
+    Raises:
+        ValueError: they do, or one cannot be written; by name.
+    """
+    # Memory that torch allocated itself is neither a file's nor read-only.
+    foreign = any(not t.untyped_storage().resizable() for t in results.values())
+    known = Mappings.now() if foreign else Mappings(())
+    lies: dict[str, Lie] = {}
+    for name, result in results.items():
+        if known.read_only(result):
+            raise ValueError(f"{name} must be writable (it is written to), got a read-only map")
+        lies[name] = Lie.of(result)
+        if overlaps_itself(lies[name]):
+            raise ValueError(
+                f"{name} must not overlap itself (it is written to), got shape "
+                f"{tuple(result.shape)} with strides {result.stride()}"
+            )
+    before: dict[str, torch.Tensor] = {n: t for n, t in read.items() if t is not None}
+    for name, result in results.items():
+        for other, tensor in before.items():
+            apart = result.device != tensor.device or not _meet(
+                result, lies[name], tensor, lies.get(other) or Lie.of(tensor), known
+            )
+            if not apart:
+                raise ValueError(f"{name} must not share memory with {other}")
+        before[name] = result
+
+
+def _meet(one: torch.Tensor, lie: Lie, other: torch.Tensor, lie_2: Lie, known: Mappings) -> bool:
+    if share_memory(lie, lie_2):
+        return True
+    place, place_2 = known.in_file(one), known.in_file(other)
+    if place is None or place_2 is None or not place[0].shared:
+        return False
+    same = place[0].file == place_2[0].file
+    return same and share_memory(Lie.of(one, place[1]), Lie.of(other, place_2[1]))

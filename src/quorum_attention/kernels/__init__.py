@@ -1,4 +1,11 @@
-"""Inner kernels: what computes one task, behind one protocol, and the merge of statistics."""
+"""Inner kernels: what computes one task, behind one protocol, and the merge of statistics.
+
+The package can be called: ``quorum_attention.kernels`` is both it and the public function of that
+name, whichever was asked for first.
+"""
+
+import sys
+from types import ModuleType
 
 from quorum_attention.kernels.cpu import CpuKernel
 from quorum_attention.kernels.cudnn import CudnnKernel
@@ -56,3 +63,14 @@ __all__ = [
     "register_kernel",
     "why_not",
 ]
+
+
+class _CallableModule(ModuleType):
+    """An import binds a subpackage to its name in the package above, over any function there."""
+
+    def __call__(self) -> dict[str, InnerKernel]:
+        """Every registered kernel by name, the preferred ones first (a copy)."""
+        return kernels()
+
+
+sys.modules[__name__].__class__ = _CallableModule

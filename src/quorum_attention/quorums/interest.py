@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from functools import cache, lru_cache
+from functools import lru_cache
 
+from quorum_attention.counts import whole_number
 from quorum_attention.quorums.fields import prime_power
 from quorum_attention.quorums.singer import singer_set
 
@@ -36,7 +37,7 @@ def has_interest_set(l: int) -> bool:
 
 def quorum_sizes(max_l: int) -> tuple[int, ...]:
     """All quorum sizes up to ``max_l`` for which there is an interest set."""
-    _check_whole("max_l", max_l)
+    max_l = whole_number(max_l, "max_l", 1)
     return tuple(l for l in range(1, max_l + 1) if has_interest_set(l))
 
 
@@ -48,7 +49,7 @@ def quorum_size(c: int) -> int:
     Raises:
         ValueError: no interest set has that chunk count; names the nearest that work.
     """
-    _check_whole("c", c)
+    c = whole_number(c, "c", 1)
     l = max(1, (1 + math.isqrt(max(0, 4 * c - 3))) // 2)
     if chunk_count(l) == c and has_interest_set(l):
         return l
@@ -57,7 +58,7 @@ def quorum_size(c: int) -> int:
     raise ValueError(f"no interest set has {c} chunks; the nearest chunk counts are {names}")
 
 
-@cache
+@lru_cache(maxsize=None, typed=True)
 def interest_set(l: int) -> tuple[int, ...]:
     """The interest set of quorum size ``l``: ascending residues modulo c = l (l - 1) + 1.
 
@@ -68,7 +69,7 @@ def interest_set(l: int) -> tuple[int, ...]:
         ValueError: no set of that size is known (7 and 11 have none); names the nearest sizes.
         TypeError: ``l`` is no whole number.
     """
-    _check_whole("l", l)
+    l = whole_number(l, "l", 1)
     if l in _PAPER:
         return _PAPER[l]
     if not has_interest_set(l):
@@ -116,10 +117,3 @@ def _neighbours(l: int) -> tuple[int | None, int | None]:
     while not has_interest_set(above):
         above += 1
     return below, above
-
-
-def _check_whole(name: str, value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a whole number, got {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")

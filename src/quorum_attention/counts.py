@@ -1,0 +1,93 @@
+"""Numbers and switches as people hand them over, checked by name."""
+
+from __future__ import annotations
+
+import math
+from operator import index
+from typing import Any
+
+
+def whole_number(value: Any, name: str, least: int, most: int | None = None) -> int:
+    """``value`` as an int: a Python or NumPy integer, or anything else that is one by itself.
+
+    Raises:
+        TypeError: it is none (a bool is none either).
+        ValueError: it is below ``least`` or above ``most``.
+    """
+    try:
+        if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
+            raise TypeError
+        number = index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number from {least}, got {shown(value)}") from None
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {shown(number)}")
+    if most is not None and number > most:
+        raise ValueError(f"{name} must be at most {most}, got {shown(number)}")
+    return number
+
+
+def real_number(value: Any, name: str) -> float:
+    """``value`` as a finite float.
+
+    Raises:
+        TypeError: it is no real number (a bool is none, nor a tensor that requires a gradient).
+        ValueError: it is NaN or infinite.
+    """
+    no_number = isinstance(value, (bool, str, bytes, complex)) or not hasattr(value, "__float__")
+    kind = str(getattr(value, "dtype", ""))
+    if no_number or "bool" in kind or "complex" in kind or getattr(value, "requires_grad", False):
+        raise TypeError(f"{name} must be a real number, got {shown(value)}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    except (TypeError, ValueError, RuntimeError):  # of several elements
+        raise TypeError(f"{name} must be a real number, got {shown(value)}") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be finite, got {shown(value)}")
+    return number
+
+
+def switch(value: Any, name: str) -> bool:
+    """``value`` as a bool.
+
+    Raises:
+        TypeError: it is none; other objects are not asked whether they are true.
+    """
+    if isinstance(value, bool):
+        return value
+    if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
+        return bool(value)
+    raise TypeError(f"{name} must be True or False, got {shown(value)}")
+
+
+def one_of(value: Any, name: str, allowed: tuple[Any, ...]) -> Any:
+    """``value``, which is one of the strings (and perhaps None) ``allowed``.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not (value is None or isinstance(value, str)) or value not in allowed:
+        *most, last = map(repr, allowed)
+        raise ValueError(f"{name} must be {', '.join(most)} or {last}, got {shown(value)}")
+    return value
+
+
+def shown(value: Any) -> str:
+    """``value`` in an error message: short, whatever it is."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        # Python refuses to print numbers of thousands of digits.
+        return str(value) if abs(value) < 10**40 else "a number of more than 40 digits"
+    try:
+        text = repr(value)
+    except Exception:  # whatever an object's own method does
+        text = ""
+    text = " ".join(text.split())
+    if not text or len(text) > 80:
+        kind = type(value).__name__
+        shape = getattr(value, "shape", None)
+        text = f"a {kind}" if not isinstance(shape, tuple) else f"a {kind} of shape {tuple(shape)}"
+        if isinstance(value, str):
+            text = repr(value[:40] + "...")
+    return text

@@ -1,0 +1,307 @@
+"""Nothing of the caller's is written but ``out`` and ``grads``, and those only where allowed."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers_attention import TOLERANCE, assert_close, exact, inputs
+
+import quorum_attention as qa
+from quorum_attention.mapped import Mappings
+from quorum_attention.overlap import Lie, overlaps_itself, share_memory
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+N, H, D = 40, 2, 8
+SHAPE = (1, H, N, D)
+
+
+def random_view(base: torch.Tensor, draw: random.Random) -> torch.Tensor:
+    """A view of ``base`` with any strides: gaps, overlaps, interleavings."""
+    while True:
+        sizes = [draw.choice((1, 2, 2, 3, 3, 4, 5, 0 if draw.random() < 0.1 else 2))
+                 for _ in range(draw.randint(0, 4))]  # fmt: skip
+        strides = [draw.choice((0, 1, 1, 2, 3, 4, 5, 6, 8, 12, 15, 16, 24, 30, 31, 60))
+                   for _ in sizes]  # fmt: skip
+        start = draw.randint(0, 60)
+        last = sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+        if start + last < base.numel():
+            return base.as_strided(sizes, strides, start)
+
+
+def elements(view: torch.Tensor) -> list[int]:
+    """The places of a view's elements in its storage, one by one."""
+    places = []
+    for index in product(*(range(n) for n in view.shape)):
+        steps = (i * s for i, s in zip(index, view.stride(), strict=True))
+        places.append(view.storage_offset() + sum(steps))
+    return places
+
+
+def test_overlaps_of_any_strides_are_told_as_by_looking_at_every_element() -> None:
+    """Also those that only arithmetic tells: views between each other's elements."""
+    draw = random.Random(2026)
+    base = torch.zeros(400, dtype=torch.int16)
+    found = {"share": 0, "span, but do not share": 0, "overlap themselves": 0}
+    for _ in range(3000):
+        one, other = random_view(base, draw), random_view(base, draw)
+        places, others = elements(one), elements(other)
+        shared = bool(set(places) & set(others))
+        seen = share_memory(Lie.of(one), Lie.of(other))
+        assert seen == shared, (one.shape, one.stride(), other.shape, other.stride())
+        twice = len(set(places)) < len(places)
+        assert overlaps_itself(Lie.of(one)) == twice, (one.shape, one.stride())
+        found["share"] += shared
+        found["overlap themselves"] += twice
+        if places and others and not shared:
+            found["span, but do not share"] += min(places) <= max(others) and min(others) <= max(
+                places
+            )
+    assert min(found.values()) > 200, found
+
+
+def test_huge_interleaved_views_are_told_at_once() -> None:
+    """A packed projection of a million tokens and 32 heads; nothing of it is there to be read."""
+    b, n, h, d = 2, 1_000_000, 32, 128
+    packed = torch.empty(b, n, 3, h, d, dtype=torch.float16, device="meta")
+    lies = [Lie.of(packed[:, :, j].transpose(1, 2), 2**20 + j * h * d * 2) for j in range(3)]
+    assert not any(share_memory(lies[i], lies[j]) for i in range(3) for j in range(3) if i != j)
+    assert not any(map(overlaps_itself, lies))
+    off_by_one = Lie.of(packed[:, :, 1].transpose(1, 2), 2**20 + h * d * 2 - 2)
+    assert share_memory(lies[0], off_by_one)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_views_between_each_other_in_one_tensor_are_fine(depth: int) -> None:
+    """Inputs, results and gradients as slices of packed tensors: spans overlap, elements do not."""
+    plain = inputs(N, heads=H, head_dim=D)
+    packed = torch.zeros(1, N, 4, H, D)
+    for j, tensor in enumerate(plain.three):
+        packed[:, :, j] = tensor.transpose(1, 2)
+    query, key, value, out = (packed[:, :, j].transpose(1, 2) for j in range(4))
+    result, lse = qa.attention_with_lse(query, key, value, out=out, depth=depth)
+    assert result is out
+    wanted = exact(plain, gradients=True)
+    assert wanted.grads is not None
+    assert_close(out, wanted.out, TOLERANCE[torch.float32])
+    assert torch.equal(query, plain.query)
+    gradients = torch.zeros(1, H, N, 3, D)
+    grads = tuple(gradients[:, :, :, j] for j in range(3))
+    qa.attention_backward(
+        plain.grad_out, query, key, value, out, lse, grads=grads, depth=depth
+    )  # fmt: skip
+    for mine, reference in zip(grads, wanted.grads, strict=True):
+        assert_close(mine, reference, TOLERANCE[torch.float32])
+
+
+def call_with(**given):
+    tensors = {name: torch.randn(SHAPE) for name in ("query", "key", "value")}
+    return qa.attention(**{**tensors, **given})
+
+
+def test_a_result_over_a_mask_is_refused() -> None:
+    mask = torch.zeros(1, H, N, N)
+    with pytest.raises(ValueError, match="out must not share memory with attn_mask"):
+        call_with(attn_mask=mask, out=mask.flatten()[: H * N * D].view(SHAPE))
+    kept = torch.ones(1, H, N, 4 * D, dtype=torch.bool)
+    over = kept.view(torch.float32)
+    with pytest.raises(ValueError, match="out must not share memory with attn_mask"):
+        call_with(
+            key=torch.randn(1, H, 4 * D, D), value=torch.randn(1, H, 4 * D, D),
+            attn_mask=kept, out=over,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("strides", "says"),
+    [
+        ((0, 320, 8, 1), None),  # of one entry: nothing overlaps
+        ((640, 320, 4, 1), "out must not overlap itself"),
+        ((640, 8, 8, 1), "out must not overlap itself"),
+        ((640, 320, 0, 1), "out must not be an expanded tensor"),
+        ((640, 3, 7, 1), "out must not overlap itself"),
+    ],
+)
+def test_a_result_that_overlaps_itself_is_refused(strides, says) -> None:
+    out = torch.zeros(2000).as_strided(SHAPE, strides)
+    if says is None:
+        call_with(out=out)
+    else:
+        with pytest.raises(ValueError, match=says):
+            call_with(out=out)
+
+
+def backward_with(change) -> None:
+    plain = inputs(N, heads=H, head_dim=D)
+    out, lse = qa.attention_with_lse(*plain.three)
+    tensors = {
+        "grad_out": plain.grad_out, "query": plain.query, "key": plain.key, "value": plain.value,
+        "out": out, "lse": lse,
+    }  # fmt: skip
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    grads = [torch.zeros(SHAPE) for _ in range(3)]
+    kept = dict(tensors)
+    try:
+        qa.attention_backward(**{**tensors, **change(tensors, grads)})
+    finally:
+        for name, tensor in kept.items():
+            assert torch.equal(tensor, before[name]), f"{name} was written to"
+
+
+def over_lse(tensors, grads):
+    """A gradient whose memory the log-sum-exp lies in."""
+    base = torch.zeros(SHAPE)
+    lse = base.flatten()[: H * N].view(1, H, N)
+    lse.copy_(tensors["lse"])
+    return {"lse": lse, "grads": (base, grads[1], grads[2])}
+
+
+def shifted(tensors, grads):
+    """Two gradients that share half of their memory."""
+    base = torch.zeros(2 * H * N * D)
+    size = H * N * D
+    one, other = base[:size].view(SHAPE), base[size // 2 : size // 2 + size].view(SHAPE)
+    return {"grads": (one, grads[1], other)}
+
+
+def crossed(tensors, grads):
+    """A gradient whose rows overlap."""
+    return {"grads": (grads[0], grads[1], torch.zeros(999).as_strided(SHAPE, (9, 320, 4, 1)))}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda t, g: {"grads": (g[0],) * 3}, r"grads\[1\] must not share memory with grads\[0\]"),
+        (lambda t, g: {"grads": (g[0], g[1], g[1])}, r"grads\[2\] must not .* grads\[1\]"),
+        (shifted, r"grads\[2\] must not share memory with grads\[0\]"),
+        (over_lse, r"grads\[0\] must not share memory with lse"),
+        (lambda t, g: {"grads": (t["query"], g[1], g[2])}, r"grads\[0\] must not .* query"),
+        (lambda t, g: {"grads": (g[0], t["grad_out"], g[2])}, r"grads\[1\] must not .* grad_out"),
+        (lambda t, g: {"grads": (g[0], g[1], t["out"])}, r"grads\[2\] must not .* with out"),
+        (crossed, r"grads\[2\] must not overlap itself"),
+    ],
+    ids=["one three times", "one twice", "halves", "lse", "query", "grad_out", "out", "itself"],
+)  # fmt: skip
+def test_gradients_over_anything_are_refused_before_any_work(change, says) -> None:
+    with pytest.raises(ValueError, match=says):
+        backward_with(change)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "says"),
+    [
+        ({"lse": torch.zeros(1, H, N).long()}, TypeError, "lse must be torch.float32.*int64"),
+        ({"lse": torch.zeros(1, H, N).half()}, TypeError, "lse must be torch.float32.*float16"),
+        ({"lse": torch.zeros(1, H, N).double()}, TypeError, "lse must be torch.float32.*float64"),
+        ({"lse": torch.zeros(1, H, N).cfloat()}, TypeError, "lse must be .*complex64"),
+        ({"grad_out": torch.ones(SHAPE).bool()}, TypeError, "grad_out must be one of .*bool"),
+        ({"grad_out": torch.ones(SHAPE).int()}, TypeError, "grad_out must be one of .*int32"),
+        ({"grad_out": torch.ones(SHAPE).cfloat()}, TypeError, "grad_out must be .*complex64"),
+        ({"out": torch.ones(SHAPE).int()}, TypeError, "out must be one of .*int32"),
+        ({"lse": torch.zeros(1, H, N, device="meta")}, ValueError, "lse must be in host memory"),
+        ({"out": torch.zeros(SHAPE, device="meta")}, ValueError, "out must be in host memory"),
+        ({"grad_out": torch.ones(SHAPE, device="meta")}, ValueError, "grad_out must be in host"),
+        ({"grad_out": torch.ones(SHAPE).to_sparse()}, NotImplementedError, "grad_out must be a de"),
+        ({"grads": torch.zeros(3, *SHAPE)}, TypeError, "grads must be three tensors"),
+        ({"grads": (torch.zeros(SHAPE),) * 2}, ValueError, "grads must be three tensors, got 2"),
+        ({"grads": 3}, TypeError, "grads must be three tensors, got 3"),
+    ],
+)
+def test_what_a_backward_reads_has_to_be_what_a_forward_returns(change, kind, says) -> None:
+    with pytest.raises(kind, match=says):
+        backward_with(lambda tensors, grads: change)
+
+
+def read_only(kind: str, folder: Path) -> np.ndarray | torch.Tensor:
+    n_bytes = 4 * H * N * D
+    if kind == "flag":
+        array = np.zeros(SHAPE, np.float32)
+        array.flags.writeable = False
+        return array
+    if kind == "bytes":
+        return np.frombuffer(bytes(n_bytes), np.float32).reshape(SHAPE)
+    if kind == "broadcast":
+        return np.broadcast_to(np.zeros((1, 1, 1, D), np.float32), SHAPE)
+    path = folder / "result"
+    np.zeros(SHAPE, np.float32).tofile(path)
+    array = np.memmap(path, np.float32, mode="r", shape=SHAPE)
+    return array if kind == "map" else torch.from_numpy(array)
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+@pytest.mark.parametrize("kind", ["flag", "bytes", "broadcast", "map", "tensor of a map"])
+def test_read_only_memory_is_read_but_never_written(tmp_path: Path, kind: str) -> None:
+    """Writing to a read-only map ends the process; bytes are objects that do not change."""
+    memory = read_only(kind, tmp_path)
+    before = torch.as_tensor(memory).tolist()
+    with pytest.raises(ValueError, match="out must be writable"):
+        call_with(out=memory)
+    with pytest.raises(ValueError, match=r"grads\[1\] must be writable"):
+        backward_with(lambda tensors, grads: {"grads": (grads[0], memory, grads[2])})
+    assert torch.as_tensor(memory).tolist() == before
+    assert torch.isfinite(call_with(key=memory)).all()
+
+
+def test_two_maps_of_one_file_are_the_same_memory(tmp_path: Path) -> None:
+    """At two addresses, so that no arithmetic on addresses tells."""
+    if not Mappings.now().every:
+        pytest.skip("this system does not say what is mapped where")
+    path = tmp_path / "both"
+    np.random.default_rng(0).standard_normal((2, *SHAPE)).astype(np.float32).tofile(path)
+    before = path.read_bytes()
+    whole = np.memmap(path, np.float32, mode="r", shape=(2, *SHAPE))
+    again = np.memmap(path, np.float32, mode="r+", shape=(2, *SHAPE))
+    private = np.memmap(path, np.float32, mode="c", shape=(2, *SHAPE))
+    with pytest.raises(ValueError, match="out must not share memory with value"):
+        call_with(value=whole[0], out=again[0])
+    assert path.read_bytes() == before
+    call_with(value=whole[0], out=private[0])  # writes go nowhere else
+    assert path.read_bytes() == before
+    wanted = call_with(query=torch.ones(SHAPE), key=torch.ones(SHAPE), value=whole[0])
+    found = call_with(query=torch.ones(SHAPE), key=torch.ones(SHAPE), value=whole[0], out=again[1])
+    assert torch.equal(found, wanted)
+    assert not torch.equal(torch.from_numpy(np.fromfile(path, np.float32)[H * N * D :]), wanted)
+
+
+@pytest.mark.parametrize(
+    ("array", "kind", "says"),
+    [
+        (np.zeros(SHAPE, np.float32)[:, :, ::-1], ValueError, "must not have negative strides"),
+        (np.zeros(SHAPE, ">f4"), TypeError, "must have this machine's byte order"),
+        (np.zeros(SHAPE, np.longdouble), TypeError, "must have a dtype that torch has"),
+        (np.zeros(SHAPE, "U3"), TypeError, "must have a dtype that torch has"),
+        (np.zeros(SHAPE, [("a", "f4")]), TypeError, "must have a dtype that torch has"),
+        (np.zeros(SHAPE, object), TypeError, "must have a dtype that torch has"),
+        (np.ma.masked_array(np.zeros(SHAPE, np.float32)), TypeError, "must not be a masked array"),
+        (
+            np.zeros(SHAPE, [("a", "f4"), ("b", "i1")])["a"],
+            ValueError,
+            "cannot be shared with torch",
+        ),
+        (np.zeros(SHAPE, np.int32), TypeError, "must be one of float16"),
+        (np.zeros(SHAPE, np.complex64), TypeError, "must be one of float16"),
+    ],
+)
+@pytest.mark.parametrize("name", ["query", "value", "out"])
+def test_arrays_that_torch_cannot_hold_are_refused_by_name(name, array, kind, says) -> None:
+    with pytest.raises(kind, match=f"{name} {says}"):
+        call_with(**{name: array})
+
+
+def test_a_lazy_sign_is_not_lost() -> None:
+    """The imaginary part of a conjugate is a view with the sign still to come."""
+    numbers = torch.randn(SHAPE, dtype=torch.complex64)
+    negative = numbers.conj().imag
+    assert negative.is_neg()
+    others = {"query": torch.randn(SHAPE), "key": torch.randn(SHAPE)}
+    assert torch.equal(
+        call_with(**others, value=negative, depth=1),
+        call_with(**others, value=-numbers.imag.clone(), depth=1),
+    )
+    with pytest.raises(ValueError, match="out must not be a view with a sign of its own"):
+        call_with(out=negative)

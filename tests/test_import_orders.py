@@ -1,0 +1,90 @@
+"""Public names mean the same thing, whatever was imported before them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+# One process, torch loaded once: the library alone is forgotten and imported anew for every order.
+ORDERS = """
+import importlib, json, pkgutil, sys
+import quorum_attention
+
+names = quorum_attention.__all__
+# What lies deeper binds no name up here.
+modules = [m.name for m in pkgutil.iter_modules(quorum_attention.__path__, "quorum_attention.")]
+modules += ["quorum_attention.kernels.native", "quorum_attention.planner.calibration"]
+
+
+def forget():
+    for name in [n for n in sys.modules if n.split(".")[0] == "quorum_attention"]:
+        del sys.modules[name]
+
+
+def kind(value):
+    return "class" if isinstance(value, type) else "function" if callable(value) else "neither"
+
+
+wrong = []
+usual = {name: kind(getattr(quorum_attention, name)) for name in names}
+for first in [*modules, *names]:
+    forget()
+    qa = importlib.import_module("quorum_attention")
+    if first in names:
+        getattr(qa, first)
+    else:
+        try:
+            importlib.import_module(first)
+        except ImportError as error:
+            if "quorum_attention" in str(error):
+                raise
+            continue  # an optional package is not here
+    # Twice: a later import may put something over a name that was right.
+    for _ in range(2):
+        for name in names:
+            if kind(getattr(qa, name)) != usual[name]:
+                wrong.append((first, name))
+        importlib.import_module("quorum_attention.cli")
+    if "dense" not in qa.kernels():
+        wrong.append((first, "kernels()"))
+    import quorum_attention.kernels as package
+    if not hasattr(package, "get_kernel"):
+        wrong.append((first, "import quorum_attention.kernels as ..."))
+print(json.dumps({"wrong": wrong, "orders": len(modules) + len(names), "usual": usual}))
+"""
+
+SHORT = {
+    "a call, then the kernels": "import quorum_attention as qa; qa.attention; print(*qa.kernels())",
+    "the subpackage first": (
+        "import quorum_attention.kernels.cpu, quorum_attention as qa; print(*qa.kernels())"
+    ),
+    "the function by name": "from quorum_attention import attention, kernels; print(*kernels())",
+    "the function, then the subpackage": (
+        "import quorum_attention as qa; list(qa.kernels());"
+        "import quorum_attention.kernels as package; package.get_kernel('dense');"
+        "qa.kernels.get_kernel('dense'); print(*qa.kernels())"
+    ),
+    "everything": "from quorum_attention import *; attention; plan; print(*kernels())",
+}
+
+
+@pytest.mark.parametrize("order", SHORT)
+def test_kernels_can_be_called_after_anything(order: str) -> None:
+    """``quorum_attention.kernels`` is a function and a subpackage; an import of the second put it
+    over the first."""
+    ran = subprocess.run([sys.executable, "-c", SHORT[order]], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert "dense" in ran.stdout.split()
+
+
+def test_no_import_changes_what_a_public_name_is() -> None:
+    """Every module up here as the first one imported, every public name as the first one used."""
+    ran = subprocess.run([sys.executable, "-c", ORDERS], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout.splitlines()[-1])
+    assert found["orders"] > 40
+    assert "neither" not in found["usual"].values()
+    assert found["wrong"] == []
