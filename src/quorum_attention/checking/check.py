@@ -1,116 +1,40 @@
-"""Runs an inner kernel against itself: as one task, and cut in many ways."""
+"""Runs an inner kernel against itself: uncut, and cut in tokens, heads and batch in many ways."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from quorum_attention.api import attention_backward, attention_with_lse
-from quorum_attention.checking.causes import likely_cause
+from quorum_attention.checking import causes
+from quorum_attention.checking.experiments import likely_causes
+from quorum_attention.checking.laws import Broken, broken_laws, fewer_key_heads
+from quorum_attention.checking.result import CaseResult, CheckResult, Verdict
+from quorum_attention.checking.rounding import apart, far, limit, repeated, size
+from quorum_attention.checking.subject import Sizes
+from quorum_attention.execution.memory import first_line, is_out_of_memory
 from quorum_attention.execution.report import Report
-from quorum_attention.kernels import CallShape, InnerKernel, get_kernel
+from quorum_attention.kernels import InnerKernel, get_kernel
 from quorum_attention.planner import plan
-from quorum_attention.sizes import format_bytes
-
-Verdict = Literal["bit-identical", "exact within rounding", "not exact"]
 
 _NAMES = ("out", "lse", "grad_query", "grad_key", "grad_value")
 _CUTS: tuple[tuple[int, ...], ...] = ((3,), (7,), (13,), (3, 3), (7, 3), (3, 3, 3))
-# Of a kernel's own distance from float64: a cut call may be this many times as far ...
-_FACTOR = 8.0
-# ... and no less than so many units in the last place of the largest value.
-_ULPS = 8.0
+
+Results = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class CaseResult:
-    """One decomposition against the monolithic call.
-
-    Attributes:
-        levels, layout, is_causal: which.
-        verdict: of all results together.
-        errors: by result, the largest difference from the monolithic call as a share of its
-            largest value.
-        limits: by result, the largest that is rounding.
-        rows: the first rows that are off, as (result, batch, head, row); at most five.
-        seconds: forward and backward.
-    """
-
+class _Cut:
     levels: tuple[int, ...]
     layout: str
-    is_causal: bool
-    verdict: Verdict
-    errors: dict[str, float]
-    limits: dict[str, float]
-    rows: tuple[tuple[str, int, int, int], ...]
-    seconds: float
+    heads_per_group: int | None
 
 
-@dataclass(slots=True)
-class CheckResult:
-    """What ``check_kernel`` found.
-
-    Attributes:
-        kernel: its name.
-        cases: every decomposition tried.
-        cause: what is likely wrong, None where nothing is.
-        skipped: what could not be tried, and why.
-        monolithic_seconds: of the uncut call, forward and backward, by causality.
-        peak_bytes: device memory of the uncut call and of a cut one, None where it is not counted.
-    """
-
-    kernel: str
-    cases: list[CaseResult] = field(default_factory=list)
-    cause: str | None = None
-    skipped: list[str] = field(default_factory=list)
-    monolithic_seconds: dict[bool, float] = field(default_factory=dict)
-    peak_bytes: tuple[int | None, int | None] = (None, None)
-
-    @property
-    def verdict(self) -> Verdict:
-        """The worst of all cases."""
-        order: tuple[Verdict, ...] = ("bit-identical", "exact within rounding", "not exact")
-        return max((c.verdict for c in self.cases), key=order.index, default="not exact")
-
-    @property
-    def exact(self) -> bool:
-        """Whether every case is."""
-        return self.verdict != "not exact"
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
-        return {"verdict": self.verdict, **asdict(self)}
-
-    def __str__(self) -> str:
-        lines = [f"{self.kernel}: {self.verdict}, {len(self.cases)} decompositions"]
-        if self.cause:
-            lines.append(f"likely cause: {self.cause}")
-        for case in self.cases:
-            if case.verdict != "not exact":
-                continue
-            name = " x ".join(map(str, case.levels))
-            kind = "causal" if case.is_causal else "plain"
-            worst = max(case.errors, key=lambda n: case.errors[n] / max(case.limits[n], 1e-300))
-            lines.append(
-                f"levels {name}, {case.layout}, {kind}: {worst} off by {case.errors[worst]:.1e} of "
-                f"its size, rounding would be {case.limits[worst]:.1e}"
-            )
-            for what, batch, head, row in case.rows:
-                lines.append(f"  first rows: {what}[{batch}, {head}, {row}]")
-        for causal, seconds in self.monolithic_seconds.items():
-            mine = [c.seconds for c in self.cases if c.is_causal == causal and len(c.levels) == 1]
-            if mine and seconds:
-                kind = "causal" if causal else "plain"
-                lines.append(f"time, {kind}: {min(mine) / seconds:.2f} x the uncut call at depth 1")
-        whole, cut = self.peak_bytes
-        if whole is not None and cut is not None:
-            lines.append(f"memory: {format_bytes(whole)} uncut, {format_bytes(cut)} cut")
-        lines += [f"not tried: {reason}" for reason in self.skipped]
-        return "\n".join(lines)
+_UNCUT = _Cut((), "aligned", None)
 
 
 def check_kernel(
@@ -118,7 +42,8 @@ def check_kernel(
     *,
     n_tokens: int = 331,
     n_keys: int | None = None,
-    heads: int = 2,
+    batch: int = 2,
+    heads: int = 4,
     kv_heads: int | None = None,
     head_dim: int = 16,
     value_dim: int | None = None,
@@ -127,117 +52,261 @@ def check_kernel(
     is_causal: bool | None = None,
     backward: bool = True,
     levels: Sequence[tuple[int, ...]] = _CUTS,
+    other_sizes: bool = True,
     scale_of_inputs: float = 1.0,
     seed: int = 0,
 ) -> CheckResult:
     """Whether a kernel's results are the same however the call is cut.
 
-    The kernel is compared with itself, uncut against depths 1 to 3, several chunk counts and both
-    layouts, at a length that is a multiple of nothing. Rounding is judged by the kernel's own
-    distance from float64.
+    The kernel is compared with itself: uncut against depths 1 to 3, several chunk counts, both
+    layouts, heads and batch entries together and one by one, at a length that is a multiple of
+    nothing. What no cut shows is tried besides: the same call twice, the backward against steps of
+    the forward, and laws of every attention (``checking/laws.py``). What may differ is rounding, by
+    the dtype and the sizes of scores.
 
     Args:
         kernel: name of a registered kernel, or an ``InnerKernel``.
-        n_tokens, n_keys, heads, kv_heads, head_dim, value_dim, dtype: of the calls.
+        n_tokens, n_keys, batch, heads, kv_heads, head_dim, value_dim, dtype: of the calls.
         device: where; default CUDA where there is one.
         is_causal: only that; default both.
         backward: gradients as well.
         levels: the decompositions.
+        other_sizes: also fewer key heads, more and fewer keys than queries, other widths, as far as
+            the kernel takes them.
         scale_of_inputs: factor of the normally distributed inputs.
         seed: of the inputs.
 
     Returns:
-        a ``CheckResult``: verdict, errors, first offending rows, likely cause, time and memory.
+        a ``CheckResult``: verdict, errors, first offending rows, causes, time and memory.
 
     Raises:
         NotImplementedError: the kernel does not take these calls; says why.
     """
     kernel = get_kernel(kernel)
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    sizes = _Sizes(
-        n_tokens, n_tokens if n_keys is None else n_keys, heads, kv_heads or heads, head_dim,
+    sizes = Sizes(
+        n_tokens, n_tokens if n_keys is None else n_keys, batch, heads, kv_heads or heads, head_dim,
         value_dim or head_dim, dtype, where, backward,
     )  # fmt: skip
-    result = CheckResult(kernel.name)
-    generator = torch.Generator().manual_seed(seed)
-    inputs = sizes.inputs(generator, scale_of_inputs)
+    check = _Check(CheckResult(kernel.name), kernel, sizes, seed, scale_of_inputs)
+    kinds = []
     for causal in (False, True) if is_causal is None else (is_causal,):
-        reason = kernel.refusal(sizes.call(causal, dtype))
+        reason = kernel.refusal(sizes.call(causal))
+        if reason is None:
+            kinds.append(causal)
+        elif is_causal is not None:
+            raise NotImplementedError(f"kernel {kernel.name!r} cannot run this call: {reason}")
+        else:
+            check.result.skipped.append(f"{'causal' if causal else 'plain'}: {reason}")
+    if not kinds:
+        raise NotImplementedError(f"kernel {kernel.name!r}: {'; '.join(check.result.skipped)}")
+    for causal in kinds:
+        check.cuts(causal, levels)
+    if not check.spoiled and other_sizes:
+        check.other_sizes(kinds)
+    check.name_causes(kinds, other_sizes)
+    return check.result
+
+
+@dataclass(slots=True)
+class _Check:
+    result: CheckResult
+    kernel: InnerKernel
+    sizes: Sizes
+    seed: int
+    factor: float
+
+    @property
+    def spoiled(self) -> bool:
+        """Whether nothing that a call returns can be relied on."""
+        unsteady = (causes.REPEATABLE, causes.STATE, causes.INPUTS)
+        return any(b.cause in unsteady for b in self.result.broken)
+
+    def cuts(self, causal: bool, levels: Sequence[tuple[int, ...]]) -> None:
+        """One call, uncut and in every cut."""
+        inputs = self._inputs(self.sizes)
+        first, _, _ = self._run(self.sizes, inputs, causal, _UNCUT)
+        whole, seconds, peak = self._run(self.sizes, inputs, causal, _UNCUT)
+        self.result.monolithic_seconds[causal] = seconds
+        self._steadiness(inputs, first, whole, causal)
+        self._precision(inputs, whole, causal)
+        limits = self._limits(inputs, whole)
+        for cut in _cuts(self.sizes, levels):
+            found, seconds, cut_peak = self._run(self.sizes, inputs, causal, cut)
+            if len(cut.levels) == 1:
+                self.result.peak_bytes = peak, cut_peak
+            self.result.cases.append(_judge(found, whole, limits, cut, causal, "", seconds))
+
+    def other_sizes(self, kinds: Sequence[bool]) -> None:
+        """Calls of other sizes, as far as the kernel takes them, uncut and in a few cuts."""
+        sizes = self.sizes
+        n = min(sizes.n_queries, sizes.n_keys)
+        fewer = max(1, 2 * n // 3)
+        tried = {
+            f"{fewer} queries, {n} keys": replace(sizes, n_queries=fewer, n_keys=n),
+            f"{n} queries, {fewer} keys": replace(sizes, n_queries=n, n_keys=fewer),
+        }
+        wide = sizes.finest(self.kernel, kinds[0])
+        if torch.finfo(sizes.dtype).eps > 1e-6 and wide != sizes:
+            # What 16 bits may round away shows there.
+            tried[f"in {str(wide.dtype).removeprefix('torch.')}"] = wide
+        if sizes.heads == sizes.kv_heads > 1:
+            grouped = fewer_key_heads(sizes)
+            tried[f"{grouped.heads} heads over {grouped.kv_heads}"] = grouped
+        for name, other in tried.items():
+            for causal in kinds:
+                if self.kernel.refusal(other.call(causal)) is not None:
+                    continue
+                try:
+                    self._other_size(name, other, causal)
+                except Exception as error:
+                    if is_out_of_memory(error):
+                        raise
+                    self._skip(f"{name}: {type(error).__name__}: {first_line(error)}")
+
+    def _other_size(self, name: str, sizes: Sizes, causal: bool) -> None:
+        inputs = self._inputs(sizes)
+        whole, _, _ = self._run(sizes, inputs, causal, _UNCUT)
+        limits = self._limits(inputs, whole)
+        for cut in _cuts(sizes, ((3,),)):
+            found, seconds, _ = self._run(sizes, inputs, causal, cut)
+            self.result.cases.append(_judge(found, whole, limits, cut, causal, name, seconds))
+
+    def name_causes(self, kinds: Sequence[bool], other_sizes: bool) -> None:
+        """What is wrong, by experiments where a cut differs, and by laws."""
+        result, found = self.result, []
+        wrong = [c for c in result.cases if c.verdict == "not exact"]
+        asked = [c for c in wrong if not c.sizes or c.sizes.startswith("in ")]
+        if asked:
+            found += likely_causes(self.kernel, self.sizes, asked[0].is_causal, self.seed)
+        if not self.spoiled:
+            result.broken += broken_laws(
+                self.kernel, self.sizes, tuple(kinds), self.seed, result.skipped, other_sizes
+            )
+        found += [b.cause for b in result.broken]
+        if wrong and not asked:
+            grouped = any(" heads over " in c.sizes for c in wrong)
+            found.append(causes.GROUPED if grouped else causes.KEYS)
+        named = [c for c in dict.fromkeys(found) if c != causes.UNKNOWN]
+        if causes.PRECISION in named:
+            # What it follows from is said instead, where that is known.
+            named.remove(causes.PRECISION)
+            named.append(causes.PRECISION)
+        if wrong and not named:
+            named = [causes.UNKNOWN]
+        result.cause, result.others = (named[0], named[1:]) if named else (None, [])
+
+    def _steadiness(
+        self, inputs: list[torch.Tensor], first: Results, whole: Results, causal: bool
+    ) -> None:
+        kind = "causal" if causal else "plain"
+        for name, tensor in whole.items():
+            if not repeated(tensor, first[name], self.sizes.dtype):
+                self._broken(causes.REPEATABLE, f"{name} of two {kind} calls, uncut")
+        kept = [t.clone() for t in inputs]
+        results = {name: tensor.clone() for name, tensor in whole.items()}
+        self._run(self.sizes, [-t for t in inputs], causal, _UNCUT)
+        self._run(self.sizes, inputs, causal, _UNCUT)
+        if not all(torch.equal(a, b) for a, b in zip(kept, inputs, strict=True)):
+            self._broken(causes.INPUTS, f"an uncut {kind} call")
+        self._run(self.sizes, [2 * t for t in inputs], causal, _UNCUT)
+        for name, tensor in results.items():
+            if not torch.equal(tensor.nan_to_num(), whole[name].nan_to_num()):
+                self._broken(causes.STATE, f"{name} of an uncut {kind} call, after another")
+
+    def _precision(self, inputs: list[torch.Tensor], whole: Results, causal: bool) -> None:
+        """Against the kernel's own float64: dtypes may round, and no more."""
+        wide = replace(self.sizes, dtype=torch.float64)
+        reason = self.kernel.refusal(wide.call(causal))
+        if self.sizes.dtype == torch.float64:
+            return
+        if reason is None:
+            try:
+                exact, _, _ = self._run(wide, [t.double() for t in inputs], causal, _UNCUT)
+            except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+                if is_out_of_memory(error):
+                    raise
+                reason = first_line(error)
         if reason is not None:
-            if is_causal is not None:
-                raise NotImplementedError(f"kernel {kernel.name!r} cannot run this call: {reason}")
-            result.skipped.append(f"{'causal' if causal else 'plain'}: {reason}")
-            continue
-        _check(result, kernel, sizes, inputs, causal, levels)
-    if not result.cases:
-        raise NotImplementedError(f"kernel {kernel.name!r}: {'; '.join(result.skipped)}")
-    broken = [c for c in result.cases if c.verdict == "not exact"]
-    if broken:
-        result.cause = likely_cause(kernel, inputs, broken[0].is_causal)
-    return result
+            self._skip(f"float64, to see what is rounded: {reason}")
+            return
+        limits = self._limits(inputs, exact)
+        for name, tensor in whole.items():
+            if far(tensor, exact[name], limits[name]):
+                kind = "causal" if causal else "plain"
+                off = float(apart(tensor, exact[name]).max()) / size(exact[name])
+                self._broken(
+                    causes.PRECISION,
+                    f"{name} of an uncut {kind} call is off float64 by {off:.1e} of its size, "
+                    f"rounding would be {limits[name]:.1e}",
+                )
+                return
+
+    def _limits(self, inputs: list[torch.Tensor], whole: Results) -> dict[str, float]:
+        found = limit(inputs[0], inputs[1], whole["lse"], self.sizes.head_dim**-0.5)
+        return dict.fromkeys(whole, found)
+
+    def _broken(self, cause: str, where: str) -> None:
+        self.result.broken.append(Broken(cause, where))
+
+    def _skip(self, reason: str) -> None:
+        if reason not in self.result.skipped:
+            self.result.skipped.append(reason)
+
+    def _inputs(self, sizes: Sizes) -> list[torch.Tensor]:
+        return sizes.inputs(torch.Generator().manual_seed(self.seed), self.factor)
+
+    def _run(
+        self, sizes: Sizes, inputs: list[torch.Tensor], causal: bool, cut: _Cut
+    ) -> tuple[Results, float, int | None]:
+        """Results of a call, its seconds and its peak memory."""
+        query, key, value, grad = inputs
+        common: dict[str, Any] = {
+            "heads": sizes.heads, "kv_heads": sizes.kv_heads, "head_dim": sizes.head_dim,
+            "value_dim": sizes.value_dim, "n_keys": sizes.n_keys, "batch": sizes.batch,
+            "dtype": query.dtype, "is_causal": causal, "levels": cut.levels, "layout": cut.layout,
+            "tile": 16, "heads_per_group": cut.heads_per_group, "kernel": self.kernel,
+            "device": sizes.device, "inputs": "device",
+        }  # fmt: skip
+        options: dict[str, Any] = {
+            "is_causal": causal, "enable_gqa": sizes.heads != sizes.kv_heads,
+            "kernel": self.kernel, "devices": sizes.device,
+        }  # fmt: skip
+        report = Report()
+        plans = [plan(sizes.n_queries, backward=b, **common) for b in (False, sizes.backward)]
+        _wait(sizes.device)
+        began = time.perf_counter()
+        out, lse = attention_with_lse(query, key, value, plan=plans[0], report=report, **options)
+        found = {"out": out, "lse": lse}
+        if sizes.backward:
+            grads = attention_backward(
+                grad, query, key, value, out, lse, report=report, plan=plans[1], **options
+            )  # fmt: skip
+            found |= dict(zip(_NAMES[2:], grads, strict=True))
+        _wait(sizes.device)
+        passes = [p for p in (report.forward, report.backward) if p is not None]
+        peaks = [p.peak_bytes for p in passes if p.peak_bytes is not None]
+        return found, time.perf_counter() - began, max(peaks, default=None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    n_queries: int
-    n_keys: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    dtype: torch.dtype
-    device: torch.device
-    backward: bool
-
-    def call(self, is_causal: bool, dtype: torch.dtype) -> CallShape:
-        return CallShape(
-            self.device.type, dtype, self.heads, self.kv_heads, self.head_dim, self.value_dim,
-            is_causal, self.backward,
-        )  # fmt: skip
-
-    def inputs(self, generator: torch.Generator, factor: float) -> list[torch.Tensor]:
-        shapes = (
-            (1, self.heads, self.n_queries, self.head_dim),
-            (1, self.kv_heads, self.n_keys, self.head_dim),
-            (1, self.kv_heads, self.n_keys, self.value_dim),
-            (1, self.heads, self.n_queries, self.value_dim),
-        )
-        return [
-            (torch.randn(s, generator=generator) * factor).to(self.dtype).to(self.device)
-            for s in shapes
-        ]
-
-
-def _check(
-    result: CheckResult,
-    kernel: InnerKernel,
-    sizes: _Sizes,
-    inputs: list[torch.Tensor],
-    causal: bool,
-    levels: Sequence[tuple[int, ...]],
-) -> None:
-    _run(kernel, sizes, inputs, causal, (), "aligned")  # what only a first call costs
-    whole, seconds, peak = _run(kernel, sizes, inputs, causal, (), "aligned")
-    result.monolithic_seconds[causal] = seconds
-    exact, reason = _in_float64(kernel, sizes, inputs, causal)
-    if exact is None and reason not in result.skipped:
-        result.skipped.append(reason)
-    limits = _limits(whole, exact, sizes.dtype)
+def _cuts(sizes: Sizes, levels: Sequence[tuple[int, ...]]) -> Iterator[_Cut]:
+    """Heads alone, then every cut of the tokens: with heads and entries together in aligned chunks,
+    one by one in balanced ones of one level."""
+    alone = sizes.heads // sizes.kv_heads
+    if sizes.batch > 1 or sizes.kv_heads > 1:
+        yield _Cut((), "aligned", alone)
     for cut in levels:
-        for layout in ("aligned", "balanced"):
-            found, seconds, cut_peak = _run(kernel, sizes, inputs, causal, cut, layout)
-            if len(cut) == 1:
-                result.peak_bytes = peak, cut_peak
-            result.cases.append(_judge(found, whole, limits, cut, layout, causal, seconds))
+        yield _Cut(tuple(cut), "aligned", None)
+        yield _Cut(tuple(cut), "balanced", alone if len(cut) == 1 else None)
 
 
 def _judge(
-    found: dict[str, torch.Tensor],
-    whole: dict[str, torch.Tensor],
+    found: Results,
+    whole: Results,
     limits: dict[str, float],
-    levels: tuple[int, ...],
-    layout: str,
+    cut: _Cut,
     causal: bool,
+    sizes: str,
     seconds: float,
 ) -> CaseResult:
     errors: dict[str, float] = {}
@@ -246,11 +315,11 @@ def _judge(
     for name, mine in found.items():
         wanted = whole[name]
         same &= torch.equal(mine, wanted)
-        apart = _apart(mine, wanted)
-        errors[name] = float(apart.max()) / _size(wanted) if apart.numel() else 0.0
-        off = apart > limits[name] * _size(wanted)
-        if off.any() and len(rows) < 5:
-            by_row = off if off.ndim == 3 else off.any(dim=-1)
+        off = apart(mine, wanted)
+        errors[name] = float(off.max()) / size(wanted) if off.numel() else 0.0
+        wrong = off > limits[name] * size(wanted)
+        if wrong.any() and len(rows) < 5:
+            by_row = wrong if wrong.ndim == 3 else wrong.any(dim=-1)
             first = by_row.nonzero()[: 5 - len(rows)].tolist()
             rows += [(name, b, h, n) for b, h, n in first]
     exact = all(errors[name] <= limits[name] for name in errors)
@@ -259,83 +328,10 @@ def _judge(
         verdict = "bit-identical"
     elif exact:
         verdict = "exact within rounding"
-    return CaseResult(levels, layout, causal, verdict, errors, limits, tuple(rows), seconds)
-
-
-def _limits(
-    whole: dict[str, torch.Tensor], exact: dict[str, torch.Tensor] | None, dtype: torch.dtype
-) -> dict[str, float]:
-    """What a result may be off by, as a share of its largest value."""
-    ulp = torch.finfo(dtype).eps
-    # Without float64 to compare with: a sum's rounding, generously.
-    if exact is None:
-        return dict.fromkeys(whole, 64 * ulp)
-    found = {}
-    for name, mine in whole.items():
-        own = float(_apart(mine, exact[name]).max()) / _size(mine) if mine.numel() else 0.0
-        found[name] = _FACTOR * own + _ULPS * ulp
-    return found
-
-
-def _in_float64(
-    kernel: InnerKernel, sizes: _Sizes, inputs: list[torch.Tensor], causal: bool
-) -> tuple[dict[str, torch.Tensor] | None, str]:
-    reason = kernel.refusal(sizes.call(causal, torch.float64))
-    if reason is not None or sizes.dtype == torch.float64:
-        return None, f"float64, to judge rounding by: {reason or 'the calls are float64'}"
-    wide = [t.double() for t in inputs]
-    try:
-        return _run(kernel, sizes, wide, causal, (), "aligned")[0], ""
-    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-        first = str(error).strip().splitlines()[:1] or [type(error).__name__]
-        return None, f"float64, to judge rounding by: {first[0]}"
-
-
-def _run(
-    kernel: InnerKernel,
-    sizes: _Sizes,
-    inputs: list[torch.Tensor],
-    causal: bool,
-    levels: tuple[int, ...],
-    layout: str,
-) -> tuple[dict[str, torch.Tensor], float, int | None]:
-    query, key, value, grad = inputs
-    common: dict[str, Any] = {
-        "heads": sizes.heads, "kv_heads": sizes.kv_heads, "head_dim": sizes.head_dim,
-        "value_dim": sizes.value_dim, "n_keys": sizes.n_keys, "dtype": query.dtype,
-        "is_causal": causal, "levels": levels, "layout": layout, "tile": 16, "kernel": kernel,
-        "device": sizes.device, "inputs": "device",
-    }  # fmt: skip
-    options: dict[str, Any] = {
-        "is_causal": causal, "enable_gqa": sizes.heads != sizes.kv_heads, "kernel": kernel,
-        "devices": sizes.device,
-    }  # fmt: skip
-    report = Report()
-    plans = [plan(sizes.n_queries, backward=b, **common) for b in (False, sizes.backward)]
-    _wait(sizes.device)
-    began = time.perf_counter()
-    out, lse = attention_with_lse(query, key, value, plan=plans[0], report=report, **options)
-    found = {"out": out, "lse": lse}
-    if sizes.backward:
-        grads = attention_backward(
-            grad, query, key, value, out, lse, report=report, plan=plans[1], **options
-        )  # fmt: skip
-        found |= dict(zip(_NAMES[2:], grads, strict=True))
-    _wait(sizes.device)
-    passes = [p for p in (report.forward, report.backward) if p is not None]
-    peaks = [p.peak_bytes for p in passes if p.peak_bytes is not None]
-    return found, time.perf_counter() - began, max(peaks, default=None)
-
-
-def _apart(mine: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Differences; equal infinities do not differ, and what is no number is infinitely off."""
-    a, b = mine.double(), wanted.double()
-    return torch.where(a == b, 0.0, (a - b).abs()).nan_to_num(nan=torch.inf)
-
-
-def _size(tensor: torch.Tensor) -> float:
-    finite = tensor[tensor.isfinite()]
-    return max(float(finite.abs().max()), 1e-30) if finite.numel() else 1.0
+    return CaseResult(
+        cut.levels, cut.layout, causal, cut.heads_per_group, sizes, verdict, errors, limits,
+        tuple(rows), seconds,
+    )  # fmt: skip
 
 
 def _wait(device: torch.device) -> None:

@@ -1,0 +1,605 @@
+"""What is wrong with a kernel: experiments, each of which varies exactly one thing.
+
+A forward is read as what it must have computed: values that are 1 for one key give each key's weight,
+weights and lse give the scores of every pair. Those of the whole sequence say what any part of it
+has to give: the same scores, and an lse of exactly those. So where an experiment differs, what it
+varied is the cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from quorum_attention.checking import causes
+from quorum_attention.checking.gradients import slopes
+from quorum_attention.checking.rounding import far, repeated, size
+from quorum_attention.checking.subject import (
+    Sizes,
+    Subject,
+    Tensors,
+    Weights,
+    rectangle,
+    square,
+    tokens,
+)
+from quorum_attention.decomposition import Decomposition, Task
+from quorum_attention.kernels import InnerKernel, Statistics, merge_
+
+# Tokens of the sequences that are tried.
+_TOKENS = 251
+# Shares and scores that are closer are taken for the same.
+_LEAST = 2e-5
+# Of the inputs, for how rough a kernel is: a smooth one's second difference is its square.
+_TINY = 1e-4
+_ROUGH = 3e-5
+
+
+def likely_causes(kernel: InnerKernel, sizes: Sizes, is_causal: bool, seed: int) -> list[str]:
+    """What is wrong, the likeliest first: tried in the widest dtype that the kernel takes, where
+    rounding hides nothing, and in the call's own if nothing shows there.
+
+    Args:
+        kernel: the kernel.
+        sizes: of the calls that came out wrong.
+        is_causal: whether they were causal.
+        seed: of the inputs.
+    """
+    n = min(_TOKENS, sizes.n_queries, sizes.n_keys)
+    small = replace(sizes, n_queries=n, n_keys=n)
+    finest = small.finest(kernel, is_causal)
+    for tried in dict.fromkeys((finest, small)):
+        found = Experiments(Subject(kernel, tried), is_causal, seed).run()
+        if found:
+            return found
+    return [causes.UNKNOWN]
+
+
+@dataclass(frozen=True, slots=True)
+class _Difference:
+    """How the weights of a task differ from what the whole sequence's scores say.
+
+    Attributes:
+        nan_rows: (b, h, rows) whose result is no number, or an lse without a weight.
+        nan_without_keys: all of them are rows that keep no key.
+        outside: pairs that the task does not keep weigh something.
+        added: pairs that the whole sequence does not keep weigh something.
+        filled: all those are rows that keep no key, and there every key weighs something.
+        missing: pairs that are kept weigh nothing.
+        weights: others weigh something else.
+        lse, lse_off: what is added to the lse, and whether that is anything.
+    """
+
+    nan_rows: torch.Tensor
+    nan_without_keys: bool
+    outside: bool
+    added: bool
+    filled: bool
+    missing: bool
+    weights: bool
+    lse: torch.Tensor
+    lse_off: bool
+
+    def __bool__(self) -> bool:
+        return bool(
+            self.nan_rows.any()
+            or self.outside
+            or self.added
+            or self.missing
+            or self.weights
+            or self.lse_off
+        )
+
+
+class Experiments:
+    """All experiments on one kernel, at one dtype."""
+
+    def __init__(self, subject: Subject, is_causal: bool, seed: int) -> None:
+        self.subject, self.sizes = subject, subject.sizes
+        self.seed = seed
+        self.n = self.sizes.n_keys
+        self.plain = subject.kernel.refusal(self.sizes.call(False)) is None
+        self.causal = subject.kernel.refusal(self.sizes.call(True)) is None
+        # The base: where a kernel takes plain calls, all pairs are seen.
+        self.base_causal = not self.plain
+        self.is_causal = is_causal
+        self.grad_out = torch.empty(0)
+        self.tensors = self._draw(seed)
+        # Weights and lse, apart from those below, are the same.
+        self.loose = [max(_LEAST, 16 * torch.finfo(self.sizes.dtype).eps)] * 2
+        self.found: list[str] = []
+        self.scores = torch.empty(0)
+
+    def run(self) -> list[str]:
+        """The causes, in the order in which they were found."""
+        if not self._steady():
+            return self.found
+        rough = self.roughness()
+        later = self._apart(self._forward_of_part)
+        if self._base_is_sound():
+            self._parts()
+            self._tasks()
+            self._causal_squares()
+        self._add(*later)
+        if not self.found and rough[0]:
+            self._add(causes.PRECISION)
+        elif not self.found and rough[1]:
+            self._add(causes.LSE)
+        if not self.found and self.sizes.backward:
+            self._backward()
+        return self.found
+
+    def causal_against_plain(self) -> list[str]:
+        """Whether a causal call is the plain one without the keys after each query."""
+        if self._base_is_sound():
+            self._causal_squares()
+        return self.found if self.scores.numel() else []
+
+    # What is asked before anything else: the same call, the same result, its inputs untouched.
+
+    def _steady(self) -> bool:
+        for causal in self._kinds():
+            kept = [t.clone() for t in self.tensors]
+            first = self._whole(self.tensors, causal)
+            if not all(torch.equal(a, b) for a, b in zip(kept, self.tensors, strict=True)):
+                self._add(causes.INPUTS)
+                return False
+            again = self._whole(self.tensors, causal)
+            if not _same(again, first, self.sizes.dtype):
+                self._add(causes.REPEATABLE)
+                return False
+            others = self._draw(self.seed + 1)[:3]
+            other = self._whole(others, causal)
+            third = self._whole(self.tensors, causal)
+            stale = torch.equal(other.out, first.out) and first.out.numel() > 0
+            if stale or not _same(third, first, self.sizes.dtype):
+                self._add(causes.STATE)
+                return False
+            before = Statistics(torch.ones_like(first.out), torch.full_like(first.lse, 2.0))
+            after = Statistics(before.out.clone(), before.lse.clone())
+            merge_(before.out, before.lse, first.out, first.lse)
+            self.subject.forward(self.tensors, square(self.n), causal, state=after)
+            if far(after.out, before.out, self.loose[0]) or far(
+                after.lse, before.lse, self.loose[1]
+            ):
+                self._add(causes.MERGE)
+                return False
+        return True
+
+    # Views, heads and entries, by plain results.
+
+    def _apart(self, difference: Callable[..., tuple[bool, bool]]) -> list[str]:
+        """Adds what differs; returns what differs in lse alone, which may have other causes."""
+        later: list[str] = []
+        for cause, one in (
+            (causes.STRIDES, self._strided),
+            (causes.HEADS, self._heads),
+            (causes.BATCH, self._entries),
+        ):
+            for causal in self._kinds():
+                results = [difference(part, causal) for part in one()]
+                if any(out for out, _ in results):
+                    self._add(cause)
+                elif any(lse for _, lse in results):
+                    later.append(cause)
+        return later
+
+    def _strided(self) -> list[_Part]:
+        """Everything, in views of larger storage, and of heads after tokens."""
+        every = (slice(None), slice(None))
+        padded = tuple(_within(t) for t in (*self.tensors, self.grad_out))
+        turned = tuple(
+            t.transpose(1, 2).contiguous().transpose(1, 2) for t in (*self.tensors, self.grad_out)
+        )
+        return [_Part(t, *every, 0, None, slice(None)) for t in (padded, turned)]
+
+    def _heads(self) -> list[_Part]:
+        group = self.sizes.heads // self.sizes.kv_heads
+        if self.sizes.kv_heads == 1:
+            return []
+        found = []
+        for head in range(self.sizes.kv_heads):
+            queries, keys = slice(head * group, (head + 1) * group), slice(head, head + 1)
+            q, k, v = self.tensors
+            part = (q[:, queries], k[:, keys], v[:, keys], self.grad_out[:, queries])
+            found.append(_Part(_copies(part), slice(None), queries, head * group, None, keys))
+        return found
+
+    def _entries(self) -> list[_Part]:
+        if self.sizes.batch == 1:
+            return []
+        return [
+            _Part(
+                _copies(tuple(t[b : b + 1] for t in (*self.tensors, self.grad_out))),
+                slice(b, b + 1), slice(None), 0, (b,), slice(None),
+            )
+            for b in range(self.sizes.batch)
+        ]  # fmt: skip
+
+    def _forward_of_part(self, part: _Part, causal: bool) -> tuple[bool, bool]:
+        whole = self._whole(self.tensors, causal)
+        found = self.subject.forward(
+            part.inputs, square(self.n), causal, first_head=part.first_head, entries=part.entries
+        )
+        wanted_out = whole.out[part.batch, part.queries]
+        wanted_lse = whole.lse[part.batch, part.queries]
+        return (
+            far(found.out, wanted_out, self.loose[0]),
+            far(found.lse, wanted_lse, self.loose[1]),
+        )
+
+    # How finely a kernel computes.
+
+    def roughness(self) -> tuple[bool, bool]:
+        """Whether out and lse jump where inputs hardly move; tolerances are widened by as much."""
+        if torch.finfo(self.sizes.dtype).eps > 1e-6:
+            return False, False
+        generator = torch.Generator().manual_seed(self.seed + 7)
+        found = [0.0, 0.0]
+        for causal in self._kinds():
+            here = self._whole(self.tensors, causal)
+            nearby = []
+            by = [
+                _TINY * torch.randn(t.shape, generator=generator, dtype=torch.float64)
+                for t in self.tensors
+            ]
+            for sign in (1, -1):
+                moved = tuple(
+                    t + (sign * d).to(t.device, t.dtype)
+                    for t, d in zip(self.tensors, by, strict=True)
+                )
+                nearby.append(self._whole((moved[0], moved[1], moved[2]), causal))
+            for index, name in enumerate(("out", "lse")):
+                middle, one, other = (getattr(s, name).double() for s in (here, *nearby))
+                bent = (one + other - 2 * middle).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+                found[index] = max(found[index], float(bent.abs().max()) / size(middle))
+        if max(found) > _ROUGH:
+            # Of both: merging makes weights of an lse, and an lse is held against weights.
+            self.loose = [max(*self.loose, 16 * max(found))] * 2
+        return found[0] > _ROUGH, found[1] > _ROUGH
+
+    # Weights and scores.
+
+    def _base_is_sound(self) -> bool:
+        """Whether an uncut call is a mean of values; its scores are what others are held against."""
+        query, key, value = (t[:1] for t in self.tensors)
+        task, causal = square(self.n), self.base_causal
+        found = self.subject.weights(query, key, task, causal)
+        shares, lse = found.shares, found.lse
+        if shares.isnan().any() or lse.isnan().any() or (lse == torch.inf).any():
+            empty = ~(shares.nan_to_num(nan=0.0) > 0).any(dim=-1)
+            bad = shares.isnan().any(dim=-1) | lse.isnan()
+            self._add(causes.NO_KEYS if bool((empty | ~bad).all()) else causes.NOT_FINITE)
+            return False
+        out = self.subject.forward((query, key, value), task, causal).out
+        group = self.sizes.heads // self.sizes.kv_heads
+        wanted = shares @ value.double().repeat_interleave(group, dim=1)
+        if far(out, wanted, 4 * self.loose[0]):
+            self._add(causes.VALUES)
+            return False
+        total = shares.sum(dim=-1)
+        live = (total != 0) | (lse != -torch.inf)
+        off = (total - 1).abs().masked_fill(~live, 0.0)
+        if float(off.max()) > self.loose[0]:
+            below = bool((total[live] < 1 + self.loose[0]).all())
+            spread = float(total[live].max() - total[live].min()) > self.loose[0]
+            self._add(causes.BESIDE if below and spread else causes.NORMALISATION)
+            return False
+        self.scores = found.scores()
+        return True
+
+    def _parts(self) -> None:
+        """The later rows against some of the keys before them: fewer rows, fewer keys."""
+        n = self.n
+        first, second = n // 3, 2 * n // 3
+        middle = (second + n) // 2
+        cuts = [
+            ((0, second), (second, n)),
+            ((0, second), (middle, n)),
+            ((0, first), (second, n)),
+            ((first, second), (second, n)),
+            ((first + 1, second - 2), (second + 1, n)),
+        ]
+        differences = []
+        for keys, queries in cuts:
+            task = rectangle(keys, queries)
+            difference = self._difference(task, True, self.tensors, self.scores)
+            if difference:
+                differences.append((task, difference))
+        self._name(differences)
+
+    def _tasks(self) -> None:
+        """Tasks as they are."""
+        differences = []
+        for levels in ((3,), (7,)):
+            shape = Decomposition(self.n, levels, "balanced")
+            for owner in (0, 1):
+                for causal in self._kinds():
+                    if self.base_causal and not causal:
+                        continue
+                    task = shape.task((owner,))
+                    difference = self._difference(task, causal, self.tensors, self.scores)
+                    if difference and not (causal and self._causal_is_off()):
+                        differences.append((task, difference))
+        self._name(differences)
+
+    def _causal_is_off(self) -> bool:
+        if not (self.plain and self.causal):
+            return False
+        return bool(self._difference(square(self.n), True, self.tensors, self.scores))
+
+    def _causal_squares(self) -> None:
+        if not (self.plain and self.causal):
+            return
+        difference = self._difference(square(self.n), True, self.tensors, self.scores)
+        if not difference:
+            return
+        if difference.nan_rows.any():
+            self._add(causes.NO_KEYS if difference.nan_without_keys else causes.NOT_FINITE)
+        elif difference.lse_off and not difference.weights:
+            self._add(causes.LSE)
+        else:
+            self._add(causes.CAUSAL)
+
+    def _name(self, differences: list[tuple[Task, _Difference]]) -> None:
+        """Names what parts differ in."""
+        found = [d for _, d in differences]
+        if not found:
+            return
+        if any(d.nan_rows.any() for d in found):
+            bad = [d for d in found if d.nan_rows.any()]
+            empty = all(d.nan_without_keys for d in bad)
+            self._add(causes.NO_KEYS if empty else causes.NOT_FINITE)
+        elif any(d.outside for d in found):
+            self._add(causes.TWICE)
+        elif any(d.added for d in found):
+            others = any(d.missing or d.weights or not d.filled for d in found)
+            self._add(causes.POSITIONS if others else causes.NO_KEYS)
+        elif any(d.missing for d in found):
+            self._add(causes.MISSING)
+        elif any(d.weights for d in found):
+            self._add(causes.POSITIONS if self._by_place() else causes.LENGTH)
+        elif any(d.lse_off for d in found):
+            shifts = self._by_place() and self._same_for_other_contents(differences)
+            self._add(causes.POSITIONS if shifts else causes.LSE)
+
+    def _by_place(self) -> bool:
+        """Whether a pair's score depends on where its key is: keys in another order."""
+        generator = torch.Generator().manual_seed(self.seed + 3)
+        order = torch.randperm(self.n, generator=generator).to(self.sizes.device)
+        query, key, _ = (t[:1] for t in self.tensors)
+        if self.base_causal:
+            # Rows of the last third against the keys before them.
+            task = rectangle((0, 2 * self.n // 3), (2 * self.n // 3, self.n))
+            order = torch.cat(
+                [torch.randperm(2 * self.n // 3, generator=generator),
+                 torch.arange(2 * self.n // 3, self.n)]
+            ).to(self.sizes.device)  # fmt: skip
+        else:
+            task = square(self.n)
+        causal = self.base_causal
+        here = self.subject.weights(query, key, task, causal).shares
+        there = self.subject.weights(query, key[:, :, order], task, causal).shares
+        return far(there, here[..., order], self.loose[0])
+
+    def _same_for_other_contents(self, differences: list[tuple[Task, _Difference]]) -> bool:
+        """Whether the lse is off by as much whatever the tokens are: what positions would do."""
+        others = self._draw(self.seed + 2)
+        task = square(self.n)
+        scores = self.subject.weights(
+            others[0][:1], others[1][:1], task, self.base_causal
+        ).scores()  # fmt: skip
+        for part, difference in differences:
+            if not difference.lse_off or difference.weights or len(part.spans) != 2:
+                continue
+            again = self._difference(part, True, others, scores)
+            apart = (again.lse - difference.lse).nan_to_num(nan=0.0).abs()
+            if float(apart.max()) > 4 * self.loose[1]:
+                return False
+        return True
+
+    def _difference(
+        self, task: Task, causal: bool, tensors: Tensors, scores: torch.Tensor
+    ) -> _Difference:
+        rows = tokens(task, self.sizes.device)
+        query, key, _ = (t[:1, :, rows] for t in tensors)
+        found = self.subject.weights(query, key, task, causal)
+        keep = torch.from_numpy(task.mask()).to(rows.device)
+        if causal or self.base_causal:
+            keep = keep.tril()
+        wanted = scores[:, :, rows][..., rows].masked_fill(~keep, -torch.inf)
+        return _compare(found, wanted, keep, self.loose)
+
+    # The backward.
+
+    def _backward(self) -> None:
+        for causal in self._kinds():
+            whole = self._whole(self.tensors, causal)
+            first = self._gradients(whole, causal)
+            if not _all_same(self._gradients(whole, causal), first, self.sizes.dtype):
+                self._add(causes.REPEATABLE)
+                return
+            if not all(bool(g.isfinite().all()) for g in first):
+                self._not_finite(whole)
+                return
+            more = self._gradients(whole, causal, 1.0)
+            if any(far(a - 1, b, 64 * self.loose[0]) for a, b in zip(more, first, strict=True)):
+                self._add(causes.in_backward(causes.MERGE))
+                return
+        later = [causes.in_backward(cause) for cause in self._apart(self._gradients_of_part)]
+        self.found = [
+            causes.in_backward(c) if c in (causes.STRIDES, causes.HEADS, causes.BATCH) else c
+            for c in self.found
+        ]
+        self._add(*later)
+        if self.found:
+            return
+        for causal in self._kinds():
+            found = slopes(
+                self.subject, self.tensors, self.grad_out, square(self.n), causal, self.seed
+            )
+            if not all(slope.right for slope in found):
+                self._add(causes.GRADIENT)
+                return
+        if self._ignores_lse():
+            self._add(causes.GIVEN_LSE)
+        if self._ignores_out():
+            self._add(causes.GIVEN_OUT)
+        if not self.found:
+            self._gradients_of_parts()
+
+    def _not_finite(self, whole: Statistics) -> None:
+        empty = bool((whole.lse == -torch.inf).any())
+        self._add(causes.in_backward(causes.NO_KEYS if empty else causes.NOT_FINITE))
+
+    def _gradients_of_parts(self) -> None:
+        """A part as if it were everything: its backward against steps of its forward."""
+        n = self.n
+        task = rectangle((n // 3, 2 * n // 3), (2 * n // 3, n))
+        rows = tokens(task, self.sizes.device)
+        query, key, value = (t[:, :, rows] for t in self.tensors)
+        grad_out = self.grad_out[:, :, rows]
+        found = slopes(self.subject, (query, key, value), grad_out, task, True, self.seed)
+        if any(s.error == torch.inf for s in found):
+            own = self.subject.forward((query, key, value), task, True)
+            empty = bool((own.lse[:, :, n // 3 :] == -torch.inf).any())
+            self._add(causes.in_backward(causes.NO_KEYS if empty else causes.NOT_FINITE))
+        elif not all(s.right for s in found):
+            place = self._by_place() if self.scores.numel() or self._base_is_sound() else False
+            self._add(causes.in_backward(causes.POSITIONS if place else causes.LENGTH))
+
+    def _ignores_lse(self) -> bool:
+        """Twice the row's sum halves every share of it, and so the gradient of values."""
+        causal = self._kinds()[0]
+        whole = self._whole(self.tensors, causal)
+        more = Statistics(whole.out, whole.lse + torch.log(torch.tensor(2.0)).item())
+        first, halved = (self._gradients(s, causal)[2] for s in (whole, more))
+        return far(2 * halved, first, 64 * self.loose[0])
+
+    def _ignores_out(self) -> bool:
+        """Another output is another delta, and other gradients of queries and keys."""
+        causal = self._kinds()[0]
+        whole = self._whole(self.tensors, causal)
+        other = Statistics(whole.out + self.grad_out.to(whole.out.dtype), whole.lse)
+        first, moved = (self._gradients(s, causal) for s in (whole, other))
+        return not (far(moved[0], first[0], 1e-2) and far(moved[1], first[1], 1e-2))
+
+    def _gradients_of_part(self, part: _Part, causal: bool) -> tuple[bool, bool]:
+        whole = self._whole(self.tensors, causal)
+        wanted = self._gradients(whole, causal)
+        rows = Statistics(
+            whole.out[part.batch, part.queries].contiguous(),
+            whole.lse[part.batch, part.queries].contiguous(),
+        )
+        found = self.subject.backward(
+            part.inputs, part.tensors[3], rows, square(self.n), causal,
+            first_head=part.first_head, entries=part.entries,
+        )  # fmt: skip
+        heads = (part.queries, part.keys, part.keys)
+        off = any(
+            far(mine, theirs[part.batch, at], 16 * self.loose[0])
+            for mine, theirs, at in zip(found, wanted, heads, strict=True)
+        )
+        return off, False
+
+    def _gradients(self, rows: Statistics, causal: bool, filled: float = 0.0) -> Tensors:
+        return self.subject.backward(
+            self.tensors, self.grad_out, rows, square(self.n), causal, filled=filled
+        )
+
+    # Small things.
+
+    def _kinds(self) -> tuple[bool, ...]:
+        """Plain and causal, as far as the kernel takes them; that of the wrong call first."""
+        taken = {False: self.plain, True: self.causal}
+        return tuple(c for c in (self.is_causal, not self.is_causal) if taken[c])
+
+    def _whole(self, tensors: Tensors, causal: bool) -> Statistics:
+        return self.subject.forward(tensors, square(self.n), causal)
+
+    def _draw(self, seed: int) -> Tensors:
+        query, key, value, grad_out = self.sizes.inputs(torch.Generator().manual_seed(seed))
+        if not self.grad_out.numel():
+            self.grad_out = grad_out
+        return query, key, value
+
+    def _add(self, *found: str) -> None:
+        self.found += [cause for cause in found if cause not in self.found]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some heads or entries of the call, or all of them in other memory.
+
+    Attributes:
+        tensors: its query, key, value and grad_out.
+        batch, queries: where its rows are in the results of all.
+        first_head, entries: as a task has them.
+        keys: its key heads.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    batch: slice
+    queries: slice
+    first_head: int
+    entries: tuple[int, ...] | None
+    keys: slice
+
+    @property
+    def inputs(self) -> Tensors:
+        """Query, key and value."""
+        return self.tensors[0], self.tensors[1], self.tensors[2]
+
+
+def _within(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of a larger tensor, whose other elements are far from any of these."""
+    b, h, n, d = tensor.shape
+    room = torch.full((b, h + 1, n + 5, d + 8), 7.0, dtype=tensor.dtype, device=tensor.device)
+    view = room[:, :h, 2 : n + 2, :d]
+    return view.copy_(tensor)
+
+
+def _copies(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(t.clone(memory_format=torch.contiguous_format) for t in tensors)
+
+
+def _compare(
+    found: Weights, scores: torch.Tensor, keep: torch.Tensor, loose: list[float]
+) -> _Difference:
+    """The weights of a task against those that the whole sequence's scores give."""
+    lse = torch.logsumexp(scores, dim=-1)
+    empty = lse == -torch.inf
+    wanted = torch.exp(scores - lse.masked_fill(empty, 0.0).unsqueeze(-1))
+    shares = found.shares
+    nan = shares.isnan().any(dim=-1) | found.lse.isnan() | (found.lse == torch.inf)
+    nan |= empty & (found.lse != -torch.inf) & ~(shares > loose[0]).any(dim=-1)
+    shares = shares.nan_to_num(nan=0.0)
+    seen = shares > loose[0]
+    sure = wanted > loose[0]
+    missing = bool((sure & (shares == 0) & ~nan.unsqueeze(-1)).any())
+    extra = seen & keep & (scores == -torch.inf)
+    whole_rows = empty & (extra | ~keep).all(dim=-1)
+    live = ~(nan | empty)
+    apart = (shares - wanted).abs().amax(dim=-1).masked_fill(~live, 0.0)
+    off = torch.where(live, found.lse - lse, 0.0)
+    return _Difference(
+        nan,
+        bool((empty | ~nan).all()),
+        bool((seen & ~keep).any()),
+        bool(extra.any()),
+        bool((whole_rows | ~extra.any(dim=-1)).all()),
+        missing,
+        bool((apart > loose[0]).any()),
+        off,
+        bool((off.abs() > loose[1] * max(1.0, size(lse))).any()),
+    )
+
+
+def _same(one: Statistics, other: Statistics, dtype: torch.dtype) -> bool:
+    return repeated(one.out, other.out, dtype) and repeated(one.lse, other.lse, dtype)
+
+
+def _all_same(one: Tensors, other: Tensors, dtype: torch.dtype) -> bool:
+    return all(repeated(a, b, dtype) for a, b in zip(one, other, strict=True))

@@ -1,0 +1,120 @@
+"""What ``check_kernel`` found, as data and in words."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from quorum_attention.checking.laws import Broken
+from quorum_attention.sizes import format_bytes
+
+Verdict = Literal["bit-identical", "exact within rounding", "not exact"]
+
+
+@dataclass(frozen=True, slots=True)
+class CaseResult:
+    """One way to cut a call against the same call uncut.
+
+    Attributes:
+        levels, layout, is_causal: how tokens were cut.
+        heads_per_group: query heads of a unit, None where heads and batch entries stayed together.
+        sizes: what was other than asked for ("4 heads over 2"), "" where nothing was.
+        verdict: of all results together.
+        errors: by result, the largest difference from the uncut call as a share of its largest
+            value.
+        limits: by result, the largest that is rounding.
+        rows: the first rows that are off, as (result, batch, head, row); at most five.
+        seconds: forward and backward.
+    """
+
+    levels: tuple[int, ...]
+    layout: str
+    is_causal: bool
+    heads_per_group: int | None
+    sizes: str
+    verdict: Verdict
+    errors: dict[str, float]
+    limits: dict[str, float]
+    rows: tuple[tuple[str, int, int, int], ...]
+    seconds: float
+
+    def __str__(self) -> str:
+        name = " x ".join(map(str, self.levels)) or "tokens uncut"
+        name = f"levels {name}, {self.layout}" if self.levels else name
+        if self.heads_per_group is not None:
+            name += f", {self.heads_per_group} head(s) at a time"
+        kind = "causal" if self.is_causal else "plain"
+        return f"{name}, {kind}" + (f", {self.sizes}" if self.sizes else "")
+
+
+@dataclass(slots=True)
+class CheckResult:
+    """What ``check_kernel`` found.
+
+    Attributes:
+        kernel: its name.
+        cases: every cut that was tried.
+        broken: what no cut would show: laws of every attention that do not hold.
+        cause: what is wrong, the likeliest first; None where nothing is.
+        others: what else was found.
+        skipped: what could not be tried, and why.
+        monolithic_seconds: of the uncut call, forward and backward, by causality.
+        peak_bytes: device memory of the uncut call and of a cut one, None where it is not counted.
+    """
+
+    kernel: str
+    cases: list[CaseResult] = field(default_factory=list)
+    broken: list[Broken] = field(default_factory=list)
+    cause: str | None = None
+    others: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    monolithic_seconds: dict[bool, float] = field(default_factory=dict)
+    peak_bytes: tuple[int | None, int | None] = (None, None)
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst of all cases; "not exact" too where a law is broken."""
+        if self.broken:
+            return "not exact"
+        order: tuple[Verdict, ...] = ("bit-identical", "exact within rounding", "not exact")
+        return max((c.verdict for c in self.cases), key=order.index, default="not exact")
+
+    @property
+    def exact(self) -> bool:
+        """Whether every case is, and no law is broken."""
+        return self.verdict != "not exact"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return {"verdict": self.verdict, **asdict(self)}
+
+    def __str__(self) -> str:
+        lines = [f"{self.kernel}: {self.verdict}, {len(self.cases)} ways to cut"]
+        if self.cause:
+            lines.append(f"cause: {self.cause}")
+        lines += [f"also: {other}" for other in self.others]
+        lines += [f"{b.cause.partition(':')[0]}: {b.where}" for b in self.broken]
+        for case in self.cases:
+            if case.verdict != "not exact":
+                continue
+            worst = max(case.errors, key=lambda n: case.errors[n] / max(case.limits[n], 1e-300))
+            lines.append(
+                f"{case}: {worst} off by {case.errors[worst]:.1e} of its size, rounding would be "
+                f"{case.limits[worst]:.1e}"
+            )
+            for what, batch, head, row in case.rows:
+                lines.append(f"  first rows: {what}[{batch}, {head}, {row}]")
+        for causal, seconds in self.monolithic_seconds.items():
+            mine = [
+                c.seconds
+                for c in self.cases
+                if c.is_causal == causal and len(c.levels) == 1 and not c.sizes
+            ]
+            if mine and seconds:
+                kind = "causal" if causal else "plain"
+                lines.append(f"time, {kind}: {min(mine) / seconds:.2f} x the uncut call at depth 1")
+        whole, cut = self.peak_bytes
+        if whole is not None and cut is not None:
+            lines.append(f"memory: {format_bytes(whole)} uncut, {format_bytes(cut)} cut")
+        lines += [f"not tried: {reason}" for reason in self.skipped]
+        return "\n".join(lines)
