@@ -1,6 +1,7 @@
 # make demo   an attention call that runs out of memory, recovered, on whatever device is here
 # make test   lint, types, tests
-# Both set up an environment of their own in .venv first.
+# make resolve   whether the pins can be had from the default index, on every Python here; installs nothing
+# The first two set up an environment of their own in .venv first.
 
 PYTHON ?= python3
 VENV := .venv
@@ -19,7 +20,7 @@ CONSTRAINTS := -c constraints.txt
 TORCH := "$(shell grep '^torch==' constraints.txt)"
 endif
 
-.PHONY: demo test lint types clean
+.PHONY: demo test lint types resolve clean
 
 # torch first and by its exact version: a resolver left free would fetch the largest build there is.
 $(VENV)/.run: pyproject.toml constraints.txt
@@ -45,6 +46,16 @@ lint: $(VENV)/.dev
 
 types: $(VENV)/.dev
 	$(BIN)/mypy
+
+# Local wheels, which may ask for less than those of the index do, are left out.
+resolve:
+	@for v in 3.10 3.11 3.12 3.13; do \
+	  if ! python$$v -m pip --version >/dev/null 2>&1; then echo "Python $$v: not here"; continue; fi; \
+	  env -u PIP_FIND_LINKS -u PIP_EXTRA_INDEX_URL PIP_CONFIG_FILE=/dev/null \
+	    python$$v -m pip --disable-pip-version-check install --quiet --dry-run --ignore-installed \
+	    $(if $(CONSTRAINTS),$(CONSTRAINTS),-c constraints.txt) ".[dev]" || exit 1; \
+	  echo "Python $$v: resolves"; \
+	done
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -243,6 +243,31 @@ class TestTheBudgetIsNeverExceeded:
             found = usage(lambda: qa.attention(*made.three, **call))
         assert found.peak <= plan.peak_bytes <= found.peak + 4096
 
+    @pytest.mark.parametrize("lengths", [(16_384, 64), (64, 16_384)], ids=["queries", "keys"])
+    @pytest.mark.parametrize("given", [False, True], ids=["made", "given"])
+    @pytest.mark.parametrize("backward", [False, True])
+    def test_measured_peak_where_heads_alone_are_cut(self, lengths, given, backward) -> None:
+        """One head group's results at a time; so long that no workspace bound hides a second."""
+        n_queries, n_keys = lengths
+        made = inputs(n_queries, n_keys, heads=4, head_dim=64)
+        plan = qa.plan(
+            n_queries, n_keys=n_keys, heads=4, head_dim=64, dtype=torch.float32, levels=(),
+            heads_per_group=2, backward=backward,
+        )  # fmt: skip
+        out, lse = qa.attention_with_lse(*made.three)
+        results = tuple(map(torch.empty_like, made.three)) if backward else torch.empty_like(out)
+
+        def call() -> None:
+            if backward:
+                grads = results if given else None
+                qa.attention_backward(made.grad_out, *made.three, out, lse, plan=plan, grads=grads)
+            else:
+                qa.attention(*made.three, plan=plan, out=results if given else None)
+
+        assert plan.n_groups == 2
+        mine = sum(t.nbytes for t in (results if backward else (results,))) if given else 0
+        assert usage(call).peak <= plan.peak_bytes - mine
+
     @pytest.mark.parametrize("depth", [0, 1])
     @pytest.mark.parametrize("what", ["expanded", "unrounded"])
     def test_copies_that_the_backward_has_to_make_are_counted(self, depth, what) -> None:

@@ -164,6 +164,8 @@ def _direct(
         grads = _empty_gradients(call) if grads is None else grads
         for target, axis, part in zip(grads, _AXES, got, strict=True):
             piece.put(target, axis, part)
+        # Let go before the next piece's are made: the plan counts one piece's results, not two.
+        del got, part
     assert grads is not None
     return grads
 

@@ -126,6 +126,8 @@ def _direct(
         else:
             lse = _or_empty(lse, rows, work.state_dtype, call, "the log-sum-exp")
             piece.put(lse, "query", part_lse)
+        # Let go before the next piece's are made: the plan counts one piece's results, not two.
+        del part, part_lse
         if progress is not None:
             progress(done, len(parts), "forward")
     assert out is not None
