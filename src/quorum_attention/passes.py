@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 
 from quorum_attention.choices import kernel_of, plans_of
-from quorum_attention.execution.backward import Three, backward
-from quorum_attention.execution.call import Call, rows_are_dense
+from quorum_attention.execution.backward import backward
+from quorum_attention.execution.call import Call, Three, rows_are_dense
 from quorum_attention.execution.forward import forward
 from quorum_attention.execution.masks import MaskView
 from quorum_attention.execution.memory import (
@@ -20,7 +20,15 @@ from quorum_attention.execution.memory import (
     named_out_of_memory,
 )
 from quorum_attention.execution.report import PassReport
+from quorum_attention.execution.scaling import scales
 from quorum_attention.execution.tools import Progress
+from quorum_attention.execution.upstream import (
+    dense_rows,
+    has_dense_rows,
+    outreaches,
+    upstream_bytes,
+    upstream_of,
+)
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.options import Options
@@ -188,7 +196,11 @@ def run_backward(
         grads is not None,
         dtype,
         rows_are_dense(query, key, value),
-        tuple(_copied_bytes(tensor, work.dtype, options.device) for tensor in (grad_out, out)),
+        (
+            upstream_bytes(grad_out, work, options.device),
+            _copied_bytes(out, work.dtype, options.device),
+        ),
+        outreaches(grad_out.dtype, work.dtype),
     )
     # Rows whose output was not rounded: the same kernel as in the forward.
     kernel = kernel_of(work, options, shape, place, out.dtype, backward=True)
@@ -198,8 +210,8 @@ def run_backward(
         return backward(
             call,
             plan.schedule,
-            _dense_rows(grad_out.to(work.dtype)),
-            _dense_rows(out.to(work.dtype)),
+            upstream_of(grad_out, work, options.device, scaled=scales(kernel, work)),
+            dense_rows(out.to(work.dtype)),
             lse,
             grads=grads,
             report=report,
@@ -214,18 +226,9 @@ def run_backward(
     return _run(plans, options, attempt, note)
 
 
-def _has_dense_rows(tensor: torch.Tensor) -> bool:
-    return tensor.stride(-1) == 1 and 0 not in tensor.stride()
-
-
-def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """An expanded gradient (of a sum, say) has stride 0, which kernels do not take."""
-    return tensor if _has_dense_rows(tensor) else tensor.contiguous()
-
-
 def _copied_bytes(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> int:
-    """Device bytes of ``_dense_rows(tensor.to(dtype))``, 0 where that is the tensor itself."""
-    stays = tensor.dtype == dtype and _has_dense_rows(tensor)
+    """Device bytes of ``dense_rows(tensor.to(dtype))``, 0 where that is the tensor itself."""
+    stays = tensor.dtype == dtype and has_dense_rows(tensor)
     return 0 if stays or tensor.device != device else tensor.numel() * dtype.itemsize
 
 
