@@ -9,6 +9,7 @@ import torch
 
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.memory import available_bytes
+from quorum_attention.execution.upstream import divided_bytes, outreaches
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.protocol import CallShape, InnerKernel
 from quorum_attention.kernels.registry import why_not
@@ -92,11 +93,14 @@ def check_both_passes(work: Workload, options: Options, shape: CallShape, place:
     """
     result = place.result_dtype
     # Whatever autograd hands over: an expanded gradient, and an output of another dtype, is copied.
+    divided = outreaches(result, work.dtype)
     after = replace(
         place,
         results_given=False,
         result_dtype=work.dtype,
-        copied=1 + (result != work.dtype),
+        copied=(not divided) + (result != work.dtype),
+        copied_bytes=divided_bytes(result, work) if place.resident else 0,
+        divided=divided,
     )
     refused: list[tuple[int, str]] = []
     for backward in (False, True):

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 
 from quorum_attention.choices import check_both_passes, kernel_of, plans_of
-from quorum_attention.execution.backward import Three, backward
-from quorum_attention.execution.call import Call, is_operand, rows_are_dense
+from quorum_attention.execution.backward import backward
+from quorum_attention.execution.call import Call, Three, is_operand, rows_are_dense
 from quorum_attention.execution.forward import forward
 from quorum_attention.execution.masks import MaskView
 from quorum_attention.execution.memory import (
@@ -20,7 +20,9 @@ from quorum_attention.execution.memory import (
     named_out_of_memory,
 )
 from quorum_attention.execution.report import PassReport
+from quorum_attention.execution.scaling import scales
 from quorum_attention.execution.tools import Progress
+from quorum_attention.execution.upstream import divided_bytes, outreaches, upstream_of
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.options import Options
@@ -179,13 +181,16 @@ def run_backward(
         return grads[0].zero_(), grads[1].zero_(), grads[2].zero_()
     shape = work.call_shape(options.device.type, needs_grad=True)
     dtype = work.dtype if grads is None else grads[0].dtype
+    divided = outreaches(grad_out.dtype, work.dtype)
     place = Placement(
         options.device.type,
         query.device == options.device,
         grads is not None,
         dtype,
         rows_are_dense(query, key, value),
-        sum(not is_operand(tensor, work.dtype) for tensor in (grad_out, out)),
+        (not divided and not is_operand(grad_out, work.dtype)) + (not is_operand(out, work.dtype)),
+        divided_bytes(grad_out.dtype, work) if grad_out.device == options.device else 0,
+        divided,
     )
     # Rows whose output was not rounded: the same kernel as in the forward.
     kernel = kernel_of(work, options, shape, place, out.dtype, backward=True)
@@ -195,7 +200,7 @@ def run_backward(
         return backward(
             call,
             plan.schedule,
-            grad_out,
+            upstream_of(grad_out, work, options.device, scaled=scales(kernel, work)),
             out,
             lse,
             grads=grads,

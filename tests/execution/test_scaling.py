@@ -167,9 +167,14 @@ def test_broken_inputs_stay_broken_and_end(broken: float) -> None:
     report = qa.Report()
     got = computed(tensors, True, torch.float32, report)
     assert not torch.isfinite(got[2][0, 0, :100]).all()
-    assert torch.isfinite(got[0][0, 1]).all()  # the other head has nothing to do with it
+    # Neither the other head nor the head's other queries have anything to do with it.
+    assert all(torch.isfinite(part[0, 1]).all() for part in got)
+    wanted = exact(tensors, True)[0]
+    assert torch.equal(torch.isfinite(got[0]), torch.isfinite(wanted))
+    right = torch.isfinite(wanted)
+    torch.testing.assert_close(got[0][right].double(), wanted[right], atol=2e-3, rtol=0)
     assert report.backward is not None
-    assert report.backward.repeated_units == 0
+    assert report.backward.repeated_units <= report.backward.units
 
 
 def test_the_bound_holds_and_is_not_wasteful() -> None:
@@ -194,7 +199,12 @@ def test_norms_are_those_of_rows() -> None:
     assert largest_norm(tensor) == pytest.approx(float(tensor.float().norm(dim=-1).max()))
     assert math.isfinite(largest_norm(torch.full((1, 1, 4, 64), 6e4).half()))
     tensor[1, 1, 3, 4] = torch.nan
-    assert math.isnan(largest_norm(tensor))
+    # A broken row does not spoil the scale of the others.
+    without = tensor.clone()
+    without[1, 1, 3] = 0
+    assert largest_norm(tensor) == largest_norm(without)
+    tensor[1, 1, 3, 4] = torch.inf
+    assert largest_norm(tensor) == largest_norm(without)
 
 
 def test_division_is_exact_and_by_head() -> None:

@@ -39,7 +39,7 @@ workloads = st.builds(
 def extent(layout: SlotLayout, work: Workload, name: str, tokens: int) -> tuple[int, int]:
     field = layout.fields[name]
     rows = min(tokens, work.n_queries if field.axis == "query" else work.n_keys)
-    rows = rows if field.rows is None else field.rows
+    rows = field.rows if field.fixed else rows
     count = layout.group.batch * layout.heads(field.axis) * rows * field.width
     return field.offset, field.offset + count * field.dtype.itemsize
 
@@ -56,10 +56,11 @@ def test_fields_lie_inside_the_slot_and_overlap_only_where_shared(
     work: Workload, tokens: int, result: torch.dtype, backward: bool, scaled: bool
 ) -> None:
     group = GroupSize(work.batch, work.kv_heads)
+    rows = min(tokens, work.n_queries), min(tokens, work.n_keys)
     if backward:
-        layout = backward_layout(work, group, tokens, result, scaled=scaled)
+        layout = backward_layout(work, group, rows, result, scaled=scaled)
     else:
-        layout = forward_layout(work, group, tokens, result)
+        layout = forward_layout(work, group, rows, result)
     places = {name: extent(layout, work, name, tokens) for name in layout.fields}
     assert layout.slot_bytes % ALIGNMENT == 0
     for name, (start, stop) in places.items():
@@ -77,7 +78,7 @@ def test_fields_lie_inside_the_slot_and_overlap_only_where_shared(
 def test_carved_fields_are_dense_views_that_do_not_disturb_each_other(heads: int) -> None:
     """Also for a group smaller than the slot was made for."""
     work = Workload((2,), 4, 2, 9, 11, 5, 3, torch.float16, False)
-    layout = forward_layout(work, GroupSize(2, 2), 8, torch.float16)
+    layout = forward_layout(work, GroupSize(2, 2), (8, 8), torch.float16)
     slot = torch.zeros(layout.slot_bytes, dtype=torch.uint8)
     apart = [name for name in layout.fields if name not in SHARED]
     views = {name: layout.carve(slot, name, 1, heads, 7) for name in apart}

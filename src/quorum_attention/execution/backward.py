@@ -7,41 +7,35 @@ P = exp(s - lse) <= 1, so gradients of tasks simply add (paper, Equation 9).
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 
-from quorum_attention.execution.call import Call, empty_result, operand
-from quorum_attention.execution.direct import pieces, runs_directly
+from quorum_attention.execution.call import AXES, BackwardResults, Call, Three, operand
+from quorum_attention.execution.direct import Piece, gives_directly, pieces, runs_directly
 from quorum_attention.execution.engine import Input, Pass, State, Unit
-from quorum_attention.execution.forward import accumulator, gathered, inputs, passed_on
-from quorum_attention.execution.in_place import backward_in_place
-from quorum_attention.execution.memory import (
-    first_line,
-    give_back_cached,
-    is_out_of_memory,
-)
+from quorum_attention.execution.forward import accumulator, gathered, inputs
+from quorum_attention.execution.in_place import as_they_lie, backward_in_place
+from quorum_attention.execution.recovery import AsTheyLie, run_pass
 from quorum_attention.execution.report import PassReport
-from quorum_attention.execution.rows import Axis, GroupBuffer, RowTensor
+from quorum_attention.execution.rows import GroupBuffer, RowTensor
 from quorum_attention.execution.runner import run
 from quorum_attention.execution.scaling import BackwardScaling, scales
-from quorum_attention.execution.schedule import Schedule, through_slots
+from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.slots import backward_layout
-from quorum_attention.execution.sweep import backward_sweep, sweeps
+from quorum_attention.execution.sweep import backward_group, backward_sweep, sweeps
 from quorum_attention.execution.tools import Progress, Tools, make_tools
-from quorum_attention.execution.workload import count_groups
+from quorum_attention.execution.upstream import Upstream
+from quorum_attention.execution.workload import Group, groups
 from quorum_attention.kernels.protocol import Gradients, WholeCalls
 from quorum_attention.kernels.scaling import Scaling
-
-Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-_AXES: tuple[Axis, Axis, Axis] = ("query", "key", "key")
 
 
 def backward(
     call: Call,
     schedule: Schedule,
-    grad_out: torch.Tensor,
+    upstream: Upstream,
     out: torch.Tensor,
     lse: torch.Tensor,
     *,
@@ -52,97 +46,76 @@ def backward(
     """(grad_query, grad_key, grad_value), in the shapes, dtypes and places of the inputs, or
     ``grads``, filled.
 
-    grad_out and out: (*batch, heads, n_queries, value_dim), anywhere, however they lie; lse:
-    (*batch, heads, n_queries) as the forward returned it.
+    out: (*batch, heads, n_queries, value_dim), anywhere, however it lies, as the upstream gradient;
+    lse: (*batch, heads, n_queries) as the forward returned it.
     """
     started = time.perf_counter()
+    results = BackwardResults(call, grads)
+    tools = make_tools(call.device, schedule, timed=report.timed)
+    here = upstream.tensor.device == out.device == call.device
+    divided = upstream.divisor is not None
+    lying: AsTheyLie | None = None
+    if (
+        sweeps(call, schedule)
+        and here
+        and lse.device == call.device
+        and not (divided and schedule.one_by_one)
+    ):
+        report.accumulator = "device"
+        report.left_out = 0.0 if schedule.trimmed is None else schedule.trimmed.left_out
+        if schedule.one_by_one:
+            work = backward_in_place(
+                call, schedule, upstream.tensor, out, lse, results, tools, progress
+            )
+        else:
+            work = backward_sweep(
+                call, schedule, upstream, out, lse, results, tools, progress, report
+            )
+        everything = tuple(groups(call.work, schedule.group))
+        lying = AsTheyLie(everything, work, schedule.decomposition.n_tasks, tools.clock)
+    elif (
+        runs_directly(call, schedule)
+        and here
+        and gives_directly(call.kernel, call.work, results.dtype, divided=divided)
+    ):
+        report.accumulator = "none"
+        parts = pieces(call, schedule, (upstream.tensor, call.query, call.key, call.value, out))
+        work = _direct(call, schedule, parts, upstream, out, lse, results, tools, progress, report)
+        lying = AsTheyLie(tuple(piece.group for piece in parts), work, units=1)
+
+    def slots(schedule: Schedule, left: list[Group]) -> None:
+        _through_slots(call, schedule, left, upstream, out, lse, results, report, progress)
+
     try:
-        together = grad_out.device == out.device == lse.device == call.device
-        if sweeps(call, schedule) and together:
-            failure = None
-            try:
-                return _sweep(call, schedule, grad_out, out, lse, grads, report, progress)
-            except Exception as error:
-                if schedule.pinned or not is_out_of_memory(error):
-                    raise
-                failure = first_line(error)
-            give_back_cached(call.device)
-            report.recovery_seconds += time.perf_counter() - started
-            report.recoveries.append(f"inputs in place: out of memory ({failure}): through slots")
-            schedule = through_slots(schedule, call.work)
-        elif runs_directly(call, schedule) and grad_out.device == out.device == call.device:
-            failure = None
-            try:
-                return _direct(call, schedule, grad_out, out, lse, grads, report, progress)
-            except Exception as error:
-                if schedule.pinned or not is_out_of_memory(error):
-                    raise
-                failure = first_line(error)
-            give_back_cached(call.device)
-            report.recovery_seconds += time.perf_counter() - started
-            report.recoveries.append(f"monolithic call out of memory ({failure}): depth 0 -> 1")
-            schedule = replace(schedule.deeper(call.work), n_cap=1)
-        elif schedule.sweep:
-            schedule = through_slots(schedule, call.work)
-        return _through_slots(call, schedule, grad_out, out, lse, grads, report, progress)
+        run_pass(call, schedule, report, lying, slots)
     finally:
         report.seconds = time.perf_counter() - started
-
-
-def _empty_gradients(call: Call) -> Three:
-    where = call.query.device
-    return (
-        empty_result(tuple(call.query.shape), call.work.dtype, where, "the query's gradient"),
-        empty_result(tuple(call.key.shape), call.work.dtype, where, "the key's gradient"),
-        empty_result(tuple(call.value.shape), call.work.dtype, where, "the value's gradient"),
-    )
-
-
-def _sweep(
-    call: Call,
-    schedule: Schedule,
-    grad_out: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    grads: Three | None,
-    report: PassReport,
-    progress: Progress | None,
-) -> Three:
-    report.accumulator = "device"
-    grads = _empty_gradients(call) if grads is None else grads
-    tools = make_tools(call.device, schedule, timed=report.timed)
-    given = (call, schedule, grad_out, out, lse, grads, tools, progress)
-    if schedule.one_by_one:
-        backward_in_place(*given)
-    else:
-        report.repeated_units = backward_sweep(*given)
-    report.units += schedule.decomposition.n_tasks * count_groups(call.work, schedule.group)
-    report.left_out = 0.0 if schedule.trimmed is None else schedule.trimmed.left_out
-    report.stages = tools.clock.seconds()
-    return grads
+    return results.made()
 
 
 def _direct(
     call: Call,
     schedule: Schedule,
-    grad_out: torch.Tensor,
+    parts: Sequence[Piece],
+    upstream: Upstream,
     out: torch.Tensor,
     lse: torch.Tensor,
-    grads: Three | None,
-    report: PassReport,
+    results: BackwardResults,
+    tools: Tools,
     progress: Progress | None,
-) -> Three:
+    report: PassReport,
+) -> Iterator[None]:
+    """Fill ``results``, a kernel call at a time."""
     work, kernel = call.work, call.kernel
     assert isinstance(kernel, WholeCalls)
-    report.accumulator = "none"
-    lse = lse.to(call.device)
+    given_lse = lse = lse.to(call.device)
     # A row without a key has lse -inf; with 0 in its place exp(-inf - 0) is 0, not NaN.
     lse = torch.where(lse == float("-inf"), torch.zeros_like(lse), lse)
-    inputs_of = (call.query, call.key, call.value)
-    parts = list(pieces(call, schedule, (grad_out, *inputs_of, out)))
+    # Looking at results of a GPU would hold the host up.
+    checked = call.device.type == "cpu" and scales(kernel, call.work)
     for done, piece in enumerate(parts, start=1):
         got = kernel.whole_backward(
-            operand(piece.take(grad_out, "query"), work.dtype),
+            operand(piece.take(upstream.tensor, "query"), work.dtype),
             piece.take(call.query, "query"),
             piece.take(call.key, "key"),
             piece.take(call.value, "key"),
@@ -151,45 +124,69 @@ def _direct(
             piece.rectangle.causal,
             call.scale,
             piece.bias(piece.rectangle),
-            None if grads is None else grads[0].dtype,
+            None if results.three is None else results.dtype,
         )
-        report.units += 1
+        broken = checked and not all(bool(torch.isfinite(part).all()) for part in got)
+        if piece.whole and results.three is None and not broken:
+            like = (call.query, call.key, call.value)
+            results.three = tuple(  # type: ignore[assignment]
+                part.reshape(t.shape).to(t.dtype) for part, t in zip(got, like, strict=True)
+            )
+        elif not broken:
+            for target, axis, part in zip(results.made(), AXES, got, strict=True):
+                piece.put(target, axis, part)
+        del got
+        if broken:
+            report.repeated_units += 1
+            _scaled(call, schedule, piece.group, upstream, out, given_lse, results.made(), tools)
         if progress is not None:
             progress(done, len(parts), "backward")
-        if piece.whole and grads is None:
-            query, key, value = (
-                g.reshape(t.shape).to(t.dtype) for g, t in zip(got, inputs_of, strict=True)
-            )
-            return query, key, value
-        grads = _empty_gradients(call) if grads is None else grads
-        for target, axis, part in zip(grads, _AXES, got, strict=True):
-            piece.put(target, axis, part)
-        # Let go before the next piece's are made: the plan counts one piece's results, not two.
-        del got, part
-    assert grads is not None
-    return grads
+        yield
+
+
+def _scaled(
+    call: Call,
+    schedule: Schedule,
+    group: Group,
+    upstream: Upstream,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    grads: Three,
+    tools: Tools,
+) -> None:
+    """A head group whose gradients an operator did not bring out finite: scaled, head by head."""
+    whole = schedule.decomposition.task(())
+    rectangles = whole.rectangles(call.work.is_causal, call.work.n_queries, call.work.n_keys)
+    for entry in group.entries:
+        for head in range(group.kv_start, group.kv_stop):
+            one = replace(group, entries=(entry,), kv_start=head, kv_stop=head + 1)
+            task = as_they_lie(call, schedule, one, tools, whole, rectangles)
+            if call.mask is not None:
+                task.bias = call.mask.bias(one, whole, call.work.dtype, call.device)
+            backward_group(call, task, one, upstream, out, lse, grads, tools)
 
 
 def _through_slots(
     call: Call,
     schedule: Schedule,
-    grad_out: torch.Tensor,
+    left: list[Group],
+    upstream: Upstream,
     out: torch.Tensor,
     lse: torch.Tensor,
-    grads: Three | None,
+    results: BackwardResults,
     report: PassReport,
     progress: Progress | None,
-) -> Three:
+) -> None:
+    """Fill ``results`` for the head groups that are ``left``."""
     work = call.work
-    if grads is None:
-        grads = _empty_gradients(call)
+    grads, grad_out = results.made(), upstream.tensor
     home_device = call.device if schedule.accumulator == "device" else torch.device("cpu")
     report.accumulator = schedule.accumulator
     names = ("query", "key", "value")
     homes: list[RowTensor | GroupBuffer] = []
-    finals = [RowTensor(g, axis) for g, axis in zip(grads, _AXES, strict=True)]
+    finals = [RowTensor(g, axis) for g, axis in zip(grads, AXES, strict=True)]
     dtype = grads[0].dtype
-    for final, axis in zip(finals, _AXES, strict=True):
+    for final, axis in zip(finals, AXES, strict=True):
         if dtype == work.state_dtype:
             homes.append(final)
         else:
@@ -206,7 +203,9 @@ def _through_slots(
     scalings: list[BackwardScaling] = []
 
     def make_pass(schedule: Schedule, tools: Tools) -> Pass:
-        layout = backward_layout(work, schedule.group, schedule.task_tokens, dtype, scaled=scaled)
+        layout = backward_layout(
+            work, schedule.group, schedule.task_rows(work), dtype, scaled=scaled
+        )
         scaling = BackwardScaling(work.n_keys, call.device) if scaled else None
         if scaling is not None:
             scalings.append(scaling)
@@ -247,11 +246,14 @@ def _through_slots(
             compute,
             prepare=None if scaling is None else scaling.prepare,
             spoiled=None if scaling is None else scaling.spoiled,
-            passed_on=passed_on(layout, {name: f"final_{name}" for name in names}, reused),
+            mended=None if scaling is None else scaling.mended,
+            factor=None if upstream.divisor is None else upstream.factor,
+            passed_on=frozenset(filter(layout.keeps, reused)),
         )
 
     host = [call.query, call.key, call.value, grad_out, out, lse, *grads]
     host.extend(home.tensor for home in homes if isinstance(home, GroupBuffer))
-    run(make_pass, schedule, call, host, report, progress, backward=True)
-    report.repeated_units = sum(scaling.repeated for scaling in scalings)
-    return grads
+    try:
+        run(make_pass, schedule, left, call, host, report, progress, backward=True)
+    finally:
+        report.repeated_units += sum(scaling.repeated for scaling in scalings)

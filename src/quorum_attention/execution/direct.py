@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -12,6 +11,7 @@ from quorum_attention.decomposition import Rectangle
 from quorum_attention.execution.call import Call, flat_batch
 from quorum_attention.execution.masks import no_bias
 from quorum_attention.execution.rows import Axis
+from quorum_attention.execution.scaling import scales
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.workload import Group, GroupSize, Workload, groups
 from quorum_attention.kernels.protocol import Bias, InnerKernel, WholeCalls
@@ -20,6 +20,18 @@ from quorum_attention.kernels.protocol import Bias, InnerKernel, WholeCalls
 def runs_directly(call: Call, schedule: Schedule) -> bool:
     """Whether the inner kernel can take the inputs as they lie: no slots, nothing to merge."""
     return call.in_place and runs_whole(call.work, schedule, call.kernel)
+
+
+def gives_directly(
+    kernel: InnerKernel, work: Workload, dtype: torch.dtype, *, divided: bool
+) -> bool:
+    """Whether an operator's gradients can be the results as they are.
+
+    Args:
+        dtype: of the results. What a scaled backward rounds to 16 bits is not right in 32.
+        divided: the upstream gradient was divided (execution/upstream.py).
+    """
+    return not divided and (dtype == work.dtype or not scales(kernel, work))
 
 
 def runs_whole(work: Workload, schedule: Schedule, kernel: InnerKernel) -> bool:
@@ -84,7 +96,7 @@ class Piece:
         return tensor[self.group.entries[0]][heads]
 
 
-def pieces(call: Call, schedule: Schedule, tensors: tuple[torch.Tensor, ...]) -> Iterator[Piece]:
+def pieces(call: Call, schedule: Schedule, tensors: tuple[torch.Tensor, ...]) -> list[Piece]:
     """The kernel calls of a monolithic schedule.
 
     Args:
@@ -97,8 +109,10 @@ def pieces(call: Call, schedule: Schedule, tensors: tuple[torch.Tensor, ...]) ->
     every = GroupSize(work.batch, work.kv_heads)
     whole = schedule.group == every and all(flat_batch(t) is not None for t in tensors)
     size = every if whole else replace(schedule.group, batch=1)
+    found = []
     for group in groups(work, size):
         bias: Bias = no_bias
         if call.mask is not None:
             bias = call.mask.bias(group, task, work.dtype, call.device)
-        yield Piece(group, whole, rectangle, bias)
+        found.append(Piece(group, whole, rectangle, bias))
+    return found

@@ -85,9 +85,13 @@ class Pass:
     Attributes:
         compute: runs a loaded unit.
         prepare: runs once on a unit's freshly loaded inputs, before ``compute``.
-        spoiled: asked once a unit has been computed; True has it run again from what was stored
-            before it. None: nothing to ask, so the host never waits.
+        spoiled: asked once a unit has been computed, of what it noted meanwhile: whether it should
+            be run again. None: nothing to ask, so the host never waits.
+        mended: asked of a spoiled unit with its inputs in the slot as they were given: whether to
+            run it again, otherwise, from what was stored before it; False leaves it as it is.
         passed_on: inputs that may be copied from the slot before instead of loaded again.
+        factor: what the finished rows of a group's queries or keys are multiplied by, (entries,
+            heads, 1, 1) in the state's dtype; None is 1.
     """
 
     work: Workload
@@ -97,7 +101,9 @@ class Pass:
     compute: Callable[[Unit], None]
     prepare: Callable[[Unit], None] | None = None
     spoiled: Callable[[Unit], bool] | None = None
+    mended: Callable[[Unit], bool] | None = None
     passed_on: frozenset[str] = frozenset()
+    factor: Callable[[Group, Axis], torch.Tensor | None] | None = None
 
 
 class Engine:
@@ -154,21 +160,42 @@ class Engine:
             raise
 
     def _settle(self, computed: deque[Unit], done: Callable[[Unit], None]) -> None:
-        """Store the first of ``computed``, or run it and those behind it again."""
-        unit = computed[0]
+        """Store the first of ``computed``, where it is spoiled after having it mended."""
         spoiled = self.job.spoiled
         if spoiled is not None:
-            self.mover.wait_computed(unit.slot)
-            again = spoiled(unit)
-            if again:
-                while again:
-                    self._run_again(unit.from_home())
-                    again = spoiled(unit)
-                for follower in list(computed)[1:]:
-                    self._run_again(follower)
-        computed.popleft()
+            self.mover.wait_computed(computed[0].slot)
+            if spoiled(computed[0]):
+                # Whatever fails meanwhile, none of them counts as computed.
+                first, *followers = computed
+                computed.clear()
+                if self._mend(first):
+                    for follower in followers:
+                        self._run_again(follower)
+                computed.extend((first, *followers))
+        unit = computed.popleft()
         self._store(unit)
         done(unit)
+
+    def _mend(self, unit: Unit) -> bool:
+        """Run a spoiled unit again for as long as that helps; whether it was."""
+        assert self.job.spoiled is not None
+        assert self.job.mended is not None
+        whole, changed = unit.from_home(), False
+        while self.job.spoiled(unit):
+            # Finished rows may lie over the inputs by now.
+            self.mover.finish(wait=True)
+            self._load_inputs(whole)
+            self.mover.finish(wait=True)
+            if not self.job.mended(whole):
+                with self.mover.compute_stage(unit.slot):
+                    self._finish(unit, over_inputs=True)
+                self.mover.wait_computed(unit.slot)
+                break
+            self._load_state(whole)
+            self._compute(whole)
+            self.mover.wait_computed(unit.slot)
+            changed = True
+        return changed
 
     def _run_again(self, unit: Unit) -> None:
         self.mover.finish(wait=True)
@@ -261,13 +288,24 @@ class Engine:
             with self.clock.timed("compute"):
                 self.job.compute(unit)
             with self.clock.timed("scatter"):
-                for state in self.job.states:
-                    if state.final_field is None:
-                        continue
-                    final, current = unit.fields[state.final_field], unit.fields[state.field]
-                    for piece in self._clipped(unit.visit.finished, state.axis):
-                        local = slice(piece.local, piece.local + piece.stop - piece.start)
-                        final[:, :, local] = current[:, :, local]
+                self._finish(unit)
+
+    def _finish(self, unit: Unit, *, over_inputs: bool = False) -> None:
+        """Bring finished rows into their final form; ``over_inputs``: only those not in place."""
+        for state in self.job.states:
+            factor = None
+            if self.job.factor is not None:
+                factor = self.job.factor(unit.group, state.axis)
+            if state.final_field is None and (factor is None or over_inputs):
+                continue
+            current = unit.fields[state.field]
+            final = unit.fields[state.final_field] if state.final_field else current
+            for piece in self._clipped(unit.visit.finished, state.axis):
+                local = slice(piece.local, piece.local + piece.stop - piece.start)
+                if factor is None:
+                    final[:, :, local] = current[:, :, local]
+                else:
+                    torch.mul(current[:, :, local], factor, out=final[:, :, local])
 
     def _carry(self, unit: Unit, slot: int, previous: dict[str, torch.Tensor]) -> None:
         fields = [(state.field, state.axis) for state in self.job.states]

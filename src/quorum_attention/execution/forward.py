@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from quorum_attention.execution.call import Call, empty_result, travelling_home
-from quorum_attention.execution.direct import pieces, runs_directly
+from quorum_attention.execution.call import Call, ForwardResults, travelling_home
+from quorum_attention.execution.direct import Piece, pieces, runs_directly
 from quorum_attention.execution.engine import Input, Pass, State, Unit
 from quorum_attention.execution.in_place import forward_in_place
 from quorum_attention.execution.masks import no_bias
-from quorum_attention.execution.memory import (
-    first_line,
-    give_back_cached,
-    is_out_of_memory,
-)
 from quorum_attention.execution.padding import is_filled
+from quorum_attention.execution.recovery import AsTheyLie, run_pass
 from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.rows import Axis, GroupBuffer, RowTensor
 from quorum_attention.execution.runner import run
-from quorum_attention.execution.schedule import Schedule, through_slots
-from quorum_attention.execution.slots import SlotLayout, forward_layout
+from quorum_attention.execution.schedule import Schedule
+from quorum_attention.execution.slots import forward_layout
 from quorum_attention.execution.sweep import forward_sweep, sweeps
 from quorum_attention.execution.tools import Progress, Tools, make_tools
-from quorum_attention.execution.workload import count_groups, flat_entries
+from quorum_attention.execution.workload import Group, flat_entries, groups
 from quorum_attention.kernels.protocol import Statistics, TaskTensors, WholeCalls
 
 
@@ -41,70 +37,45 @@ def forward(
     """(out, lse): out (*batch, heads, n_queries, value_dim) in ``out_dtype`` where the inputs are
     (or ``out``, filled); lse (*batch, heads, n_queries), natural log, in the state dtype."""
     started = time.perf_counter()
+    results = ForwardResults(call, out_dtype, out)
+    lying: AsTheyLie | None = None
+    if sweeps(call, schedule):
+        tools = make_tools(call.device, schedule, timed=report.timed)
+        report.accumulator = "device"
+        report.left_out = 0.0 if schedule.trimmed is None else schedule.trimmed.left_out
+        work = forward_in_place if schedule.one_by_one else forward_sweep
+        everything = tuple(groups(call.work, schedule.group))
+        lying = AsTheyLie(
+            everything,
+            work(call, schedule, results, tools, progress),
+            schedule.decomposition.n_tasks,
+            tools.clock,
+        )
+    elif runs_directly(call, schedule):
+        report.accumulator = "none"
+        parts = pieces(call, schedule, (call.query, call.key, call.value))
+        lying = AsTheyLie(
+            tuple(piece.group for piece in parts),
+            _direct(call, parts, results, progress),
+            units=1,
+        )
+
+    def slots(schedule: Schedule, left: list[Group]) -> None:
+        _through_slots(call, schedule, left, results, report, progress)
+
     try:
-        if sweeps(call, schedule):
-            failure = None
-            try:
-                return _sweep(call, schedule, out, out_dtype, report, progress)
-            except Exception as error:
-                if schedule.pinned or not is_out_of_memory(error):
-                    raise
-                failure = first_line(error)
-            give_back_cached(call.device)
-            report.recovery_seconds += time.perf_counter() - started
-            report.recoveries.append(f"inputs in place: out of memory ({failure}): through slots")
-            schedule = through_slots(schedule, call.work)
-        elif runs_directly(call, schedule):
-            failure = None
-            try:
-                return _direct(call, schedule, out, out_dtype, report, progress)
-            except Exception as error:
-                if schedule.pinned or not is_out_of_memory(error):
-                    raise
-                failure = first_line(error)
-            give_back_cached(call.device)
-            report.recovery_seconds += time.perf_counter() - started
-            report.recoveries.append(f"monolithic call out of memory ({failure}): depth 0 -> 1")
-            schedule = replace(schedule.deeper(call.work), n_cap=1)
-        elif schedule.sweep:
-            schedule = through_slots(schedule, call.work)
-        return _through_slots(call, schedule, out, out_dtype, report, progress)
+        run_pass(call, schedule, report, lying, slots)
     finally:
         report.seconds = time.perf_counter() - started
-
-
-def _sweep(
-    call: Call,
-    schedule: Schedule,
-    out: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    report: PassReport,
-    progress: Progress | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    report.accumulator = "device"
-    tools = make_tools(call.device, schedule, timed=report.timed)
-    work = forward_in_place if schedule.one_by_one else forward_sweep
-    results = work(call, schedule, out, out_dtype, tools, progress)
-    report.units += schedule.decomposition.n_tasks * count_groups(call.work, schedule.group)
-    report.left_out = 0.0 if schedule.trimmed is None else schedule.trimmed.left_out
-    report.stages = tools.clock.seconds()
-    return results
+    return results.made()
 
 
 def _direct(
-    call: Call,
-    schedule: Schedule,
-    out: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    report: PassReport,
-    progress: Progress | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    work, kernel = call.work, call.kernel
+    call: Call, parts: Sequence[Piece], results: ForwardResults, progress: Progress | None
+) -> Iterator[None]:
+    """Fill ``results``, a kernel call at a time."""
+    kernel, work = call.kernel, call.work
     assert isinstance(kernel, WholeCalls)
-    report.accumulator = "none"
-    rows = (*work.batch_shape, work.heads, work.n_queries)
-    lse: torch.Tensor | None = None
-    parts = list(pieces(call, schedule, (call.query, call.key, call.value)))
     for done, piece in enumerate(parts, start=1):
         part, part_lse = kernel.whole_forward(
             piece.take(call.query, "query"),
@@ -113,49 +84,39 @@ def _direct(
             piece.rectangle.causal,
             call.scale,
             piece.bias(piece.rectangle),
-            out_dtype,
+            results.out_dtype,
         )
-        report.units += 1
-        if piece.whole and out is None:
-            out = part.reshape(*rows, work.value_dim).to(out_dtype)
-        else:
-            out = _or_empty(out, (*rows, work.value_dim), out_dtype, call, "the output")
-            piece.put(out, "query", part)
         if piece.whole:
-            lse = part_lse.reshape(rows)
+            # The kernel's own, wherever nothing else was given.
+            if results.out is None:
+                results.out = part.reshape(*results.rows, work.value_dim).to(results.out_dtype)
+            else:
+                piece.put(results.out, "query", part)
+            results.lse = part_lse.reshape(results.rows)
         else:
-            lse = _or_empty(lse, rows, work.state_dtype, call, "the log-sum-exp")
+            out, lse = results.made()
+            piece.put(out, "query", part)
             piece.put(lse, "query", part_lse)
         # Let go before the next piece's are made: the plan counts one piece's results, not two.
         del part, part_lse
         if progress is not None:
             progress(done, len(parts), "forward")
-    assert out is not None
-    assert lse is not None
-    return out, lse
-
-
-def _or_empty(
-    tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, call: Call, what: str
-) -> torch.Tensor:
-    return empty_result(shape, dtype, call.query.device, what) if tensor is None else tensor
+        yield
 
 
 def _through_slots(
     call: Call,
     schedule: Schedule,
-    out: torch.Tensor | None,
-    out_dtype: torch.dtype,
+    left: list[Group],
+    results: ForwardResults,
     report: PassReport,
     progress: Progress | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> None:
+    """Fill ``results`` for the head groups that are ``left``."""
     work = call.work
-    state = work.state_dtype
+    state, out_dtype = work.state_dtype, results.out_dtype
     home_device = call.device if schedule.accumulator == "device" else torch.device("cpu")
-    rows = (*work.batch_shape, work.heads, work.n_queries)
-    if out is None:
-        out = empty_result((*rows, work.value_dim), out_dtype, call.query.device, "the output")
-    lse = empty_result(rows, state, home_device, "the log-sum-exp")
+    out, lse = results.made(home_device)
     final = RowTensor(out, "query")
     home: RowTensor | GroupBuffer = final
     if out_dtype != state:
@@ -165,7 +126,7 @@ def _through_slots(
     lse_rows = RowTensor(lse.unsqueeze(-1), "query")
 
     def make_pass(schedule: Schedule, tools: Tools) -> Pass:
-        layout = forward_layout(work, schedule.group, schedule.task_tokens, out_dtype)
+        layout = forward_layout(work, schedule.group, schedule.task_rows(work), out_dtype)
 
         def compute(unit: Unit) -> None:
             call.kernel.forward(
@@ -182,14 +143,13 @@ def _through_slots(
                 State("state_lse", float("-inf"), lse_rows, lse_rows, None),
             ),
             compute,
-            passed_on=passed_on(layout, {"query": "final_out"}, ("query", "key", "value")),
+            passed_on=frozenset(filter(layout.keeps, ("query", "key", "value"))),
         )
 
     host = [call.query, call.key, call.value, out, lse]
     if isinstance(home, GroupBuffer):
         host.append(home.tensor)
-    run(make_pass, schedule, call, host, report, progress, backward=False)
-    return out, lse
+    run(make_pass, schedule, left, call, host, report, progress, backward=False)
 
 
 def inputs(call: Call) -> tuple[Input, ...]:
@@ -198,23 +158,6 @@ def inputs(call: Call) -> tuple[Input, ...]:
         Input("query", RowTensor(call.query, "query")),
         Input("key", RowTensor(call.key, "key")),
         Input("value", RowTensor(call.value, "key")),
-    )
-
-
-def passed_on(
-    layout: SlotLayout, overlays: dict[str, str], names: tuple[str, ...]
-) -> frozenset[str]:
-    """Of the inputs ``names``, those that one slot can take over from another.
-
-    Args:
-        overlays: by input, the finished result that may be written over it.
-    """
-    return frozenset(
-        name
-        for name in names
-        if layout.keeps_inputs(
-            name, found if (found := overlays.get(name)) in layout.fields else None
-        )
     )
 
 

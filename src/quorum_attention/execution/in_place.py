@@ -15,9 +15,9 @@ from functools import lru_cache
 import torch
 
 from quorum_attention.decomposition import Decomposition, Rectangle, Task
-from quorum_attention.execution.call import Call, empty_result, operand
+from quorum_attention.execution.call import AXES, BackwardResults, Call, ForwardResults, operand
 from quorum_attention.execution.masks import no_bias
-from quorum_attention.execution.rows import Axis, group_part
+from quorum_attention.execution.rows import group_part
 from quorum_attention.execution.scaling import scales
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.shares import Piece, shares
@@ -26,9 +26,6 @@ from quorum_attention.execution.workload import Group, Workload, count_groups, f
 from quorum_attention.kernels.copies import copy_on_device
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.kernels.protocol import InnerKernel, TaskCalls, TaskTensors
-
-Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-_AXES: tuple[Axis, Axis, Axis] = ("query", "key", "key")
 
 
 def takes_tasks(kernel: InnerKernel, work: Workload) -> bool:
@@ -59,20 +56,12 @@ def _in_the_sequence(task: Task, r: Rectangle) -> Iterator[Rectangle]:
 
 
 def forward_in_place(
-    call: Call,
-    schedule: Schedule,
-    out: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    tools: Tools,
-    progress: Progress | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) as ``execution.forward`` returns them."""
+    call: Call, schedule: Schedule, results: ForwardResults, tools: Tools, progress: Progress | None
+) -> Iterator[None]:
+    """Fill ``results``, a head group at a time."""
     work, device, kernel = call.work, call.device, call.kernel
     assert isinstance(kernel, TaskCalls)
-    rows = (*work.batch_shape, work.heads, work.n_queries)
-    if out is None:
-        out = empty_result((*rows, work.value_dim), out_dtype, device, "the output")
-    lse = empty_result(rows, work.state_dtype, device, "the log-sum-exp")
+    out, lse = results.made()
     steps = _Steps(work, schedule, progress, "forward")
     for group in groups(work, schedule.group):
         tasks = _tasks(call, schedule, group, tools)
@@ -96,7 +85,7 @@ def forward_in_place(
             target[:, :, here] = 0.0
             target_lse[:, :, here] = -torch.inf
         del state, state_lse
-    return out, lse
+        yield
 
 
 def backward_in_place(
@@ -105,20 +94,21 @@ def backward_in_place(
     grad_out: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    grads: Three,
+    results: BackwardResults,
     tools: Tools,
     progress: Progress | None,
-) -> None:
-    """Fill ``grads``."""
+) -> Iterator[None]:
+    """Fill ``results``, a head group at a time."""
     work, kernel = call.work, call.kernel
     assert isinstance(kernel, TaskCalls)
+    grads = results.made()
     steps = _Steps(work, schedule, progress, "backward")
     for group in groups(work, schedule.group):
         tasks = _tasks(call, schedule, group, tools)
         by_query, by_key = _spans(kernel, tasks)
         of_keys = shares(by_key, work.n_keys)
         held = (shares(by_query, work.n_queries), of_keys, of_keys)
-        targets = [group_part(t, group, axis) for t, axis in zip(grads, _AXES, strict=True)]
+        targets = [group_part(t, group, axis) for t, axis in zip(grads, AXES, strict=True)]
         states = [
             torch.empty(
                 (1, t.shape[1], h.n_shared, t.shape[3]), dtype=work.state_dtype, device=call.device
@@ -146,6 +136,7 @@ def backward_in_place(
             for here in h.nobody:
                 target[:, :, here] = 0.0
         del states, upstream, result
+        yield
 
 
 class _Steps:

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from quorum_attention.decomposition import Decomposition, Task
 from quorum_attention.execution.workload import Workload
+from quorum_attention.quorums import quorum_size
 
 # More than this share of rows that count for nothing is not worth it.
 _MOST_PADDING = 1 / 32
@@ -22,6 +23,20 @@ def filled(tasks: Sequence[Task], shape: Decomposition, work: Workload) -> list[
     """``tasks`` of a decomposition, the last chunk filled up where that changes nothing."""
     end = _filled_end(shape, work)
     return list(tasks) if end is None else [_filled(task, work.n_tokens, end) for task in tasks]
+
+
+def task_rows(shape: Decomposition, work: Workload) -> tuple[int, int]:
+    """Most rows of queries, and of keys, that a task of ``shape`` has, filled up or not.
+
+    Whatever is reckoned by the size of a task asks here: slots, workspaces, limits of rectangles.
+    """
+    end = _filled_end(shape, work)
+    if end is None:
+        tokens = shape.max_task_tokens
+        return min(tokens, work.n_queries), min(tokens, work.n_keys)
+    # A filled chunk is a whole one, so a task that has it may be longer than the sequence.
+    tokens = min(end, quorum_size(shape.levels[0]) * shape.chunk_tokens)
+    return tokens, tokens
 
 
 def is_filled(task: Task, work: Workload) -> bool:

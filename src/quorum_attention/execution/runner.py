@@ -32,7 +32,7 @@ from quorum_attention.execution.schedule import DEEPEN_BY, Schedule
 from quorum_attention.execution.tools import Progress, Tools, make_tools
 from quorum_attention.execution.transfers import CudaMover, HostMover, Mover
 from quorum_attention.execution.visits import Visit, touched_rows, visits
-from quorum_attention.execution.workload import Group, groups
+from quorum_attention.execution.workload import Group
 
 MakePass = Callable[[Schedule, Tools], Pass]
 
@@ -73,6 +73,7 @@ class _Queue:
 def run(
     make_pass: MakePass,
     schedule: Schedule,
+    left: list[Group],
     call: Call,
     host_tensors: list[torch.Tensor],
     report: PassReport,
@@ -84,6 +85,7 @@ def run(
 
     Args:
         make_pass: builds the pass for a schedule (its slots depend on the task size).
+        left: the head groups to run, none larger than the schedule's.
         host_tensors: tensors copied from or to; pageable ones are page-locked meanwhile.
 
     Raises:
@@ -102,7 +104,7 @@ def run(
         deepened_n_cap=1,
     )
     every, schedule = cutting.tasks(schedule)
-    queue = _Queue(list(groups(work, schedule.group)), list(every), every, [])
+    queue = _Queue(list(left), list(every), every, [])
     total = queue.units
     counted = 0
     label = "backward" if backward else "forward"
@@ -149,7 +151,9 @@ def run(
                 queue.tasks = list(queue.every)
             counted = report.units
             total = counted + queue.units
-    report.stages = tools.clock.seconds()
+    # Of what went before on the inputs as they lie, too.
+    for stage, seconds in tools.clock.seconds().items():
+        report.stages[stage] = report.stages.get(stage, 0.0) + seconds
     report.levels = schedule.decomposition.levels
     report.left_out = 0.0 if schedule.trimmed is None else schedule.trimmed.left_out
     report.n_cap = schedule.n_cap

@@ -10,8 +10,12 @@ uses fp16's range: with g the largest row norm of ``grad_out`` after the divisio
 
 holds by construction (design, section 2). What has no useful bound are the sums over rows, dK and
 dV of a key that everything attends to. They are checked as they are added up (kernels/merge.py);
-a unit with a gradient that is not finite is run again from its stored state, the calls at fault
-with a smaller shift, down to far below zero, where not even the sum of a sink overflows.
+a unit with a gradient that is not finite is run again from its stored state, the heads at fault
+with ``grad_out`` divided further, and a little of that taken from the shift instead, so that both
+stay normal numbers. That goes on until not even the sum of a sink overflows.
+
+A row that is not finite leaves the others of its head what they are. Where there is one, its
+head's gradients stay broken whatever is done, so such a head gets one more try and no second.
 
 Nothing here makes the device wait: norms and factors stay on it, and the host reads a unit's flags
 while the next one computes.
@@ -20,6 +24,7 @@ while the next one computes.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 
 import torch
 
@@ -28,15 +33,24 @@ from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.blocks import row_blocks
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.rectangles import RectangleKernel
-from quorum_attention.kernels.scaling import Scaling, divide_gradient_
+from quorum_attention.kernels.scaling import (
+    Scaling,
+    divide_gradient_,
+    divisor_exponent,
+    largest_norm,
+)
 
 # 2**shift P of a row that attends evenly should come out about here ...
 _LOG2_TYPICAL = -8
 # ... with a shift of at most this.
 _LARGEST_SHIFT = 14
-# A call that overflowed is tried again with so much less, down to the last.
+# A head that overflowed is tried again with products smaller by so many powers of two ...
 _STEP = 8
-_SMALLEST_SHIFT = -48
+# ... of which the shift takes so many, up to the last: typical probabilities stay normal.
+_OFF_THE_SHIFT = 4
+_MOST_OFF_THE_SHIFT = 6
+# Not so far that the largest row of ``grad_out`` itself would be lost.
+_SMALLEST_ROW = 2.0**-18
 
 
 def usual_shift(n_keys: int) -> int:
@@ -49,87 +63,130 @@ def scales(kernel: InnerKernel, work: Workload) -> bool:
     return isinstance(kernel, RectangleKernel) and kernel.scales_backward(work.dtype)
 
 
+@dataclass(slots=True)
+class Level:
+    """How far one unit is scaled: ``steps`` down for each (entry, key/value head)."""
+
+    n_keys: int
+    steps: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    @property
+    def shift(self) -> int:
+        """Of the probabilities of all its heads."""
+        return self._shift(max(self.steps.values(), default=0))
+
+    def _shift(self, steps: int) -> int:
+        return usual_shift(self.n_keys) - min(_MOST_OFF_THE_SHIFT, steps * _OFF_THE_SHIFT)
+
+    def divide_(self, grad_out: torch.Tensor, value: torch.Tensor, unscale: torch.Tensor) -> None:
+        """Divide ``grad_out`` (b, h, n, dv) in place; ``unscale`` (b, hk) receives by what."""
+        divide_gradient_(grad_out, value, unscale, self.shift)
+        for (entry, head), steps in self.steps.items():
+            _head(grad_out, value, entry, head).mul_(2.0 ** (-_STEP * steps))
+            unscale[entry, head].mul_(2.0 ** (_STEP * steps))
+
+    def lower(
+        self,
+        overflow: torch.Tensor,
+        by_query: tuple[torch.Tensor, ...],
+        by_key: tuple[torch.Tensor, ...],
+    ) -> bool:
+        """One step down for the heads that ``overflow`` (b, hk) flags; False where none is left.
+
+        Args:
+            by_query: query, out and grad_out as they were given, (b, h, n, d) each.
+            by_key: key and value.
+        """
+        lowered = False
+        grad_out, value = by_query[-1], by_key[-1]
+        for entry, head in overflow.nonzero().tolist():
+            steps = self.steps.get((entry, head), 0) + 1
+            parts = [_head(tensor, value, entry, head) for tensor in (*by_query, *by_key)]
+            if steps > 1 and not all(_is_finite(part) for part in parts):
+                continue
+            largest = largest_norm(_head(grad_out, value, entry, head))
+            exponent = divisor_exponent(
+                largest, largest_norm(_head(value, value, entry, head)), self._shift(steps)
+            )
+            if math.ldexp(largest, -exponent - _STEP * steps) < _SMALLEST_ROW:
+                continue
+            self.steps[entry, head] = steps
+            lowered = True
+        return lowered
+
+
+def _head(tensor: torch.Tensor, value: torch.Tensor, entry: int, head: int) -> torch.Tensor:
+    """What of (b, h, n, d) goes with a key/value head, (1, h / hk, n, d)."""
+    shared = tensor.shape[1] // value.shape[1]
+    return tensor[entry : entry + 1, head * shared : (head + 1) * shared]
+
+
+@dataclass(slots=True)
+class _Held:
+    """Of the unit in a slot: its level, and its flags as the host gets them."""
+
+    unit: Unit
+    level: Level
+    flags: torch.Tensor
+
+
 class BackwardScaling:
-    """Scales the units of one backward pass; one object for an arena of ``n_slots`` slots.
+    """Scales the units of one backward pass; one object for an arena of slots.
 
     Attributes:
         repeated: how often a unit had to be run again.
     """
 
     def __init__(self, n_keys: int, device: torch.device) -> None:
-        self.shift = usual_shift(n_keys)
         self.repeated = 0
+        self._n_keys = n_keys
         self._device = device
-        self._scalings: dict[int, tuple[Unit, Scaling, torch.Tensor]] = {}
+        self._held: dict[int, _Held] = {}
 
     def prepare(self, unit: Unit) -> None:
         """Divide the unit's ``grad_out`` in its slot, and note by what."""
-        fields = unit.fields
-        unscale = fields["unscale"]
-        divide_gradient_(
-            fields["grad_out"], fields["value"], unscale.view(unscale.shape[:2]), self.shift
+        unscale = _by_head(unit, "unscale")
+        held = self._held.get(unit.slot)
+        again = (
+            held is not None
+            and held.unit.visit.task == unit.visit.task
+            and held.unit.group == unit.group
         )
+        if held is None or not again:
+            flags = torch.zeros(
+                unscale.shape, dtype=torch.int32, pin_memory=self._device.type == "cuda"
+            )
+            held = self._held[unit.slot] = _Held(unit, Level(self._n_keys), flags)
+        held.level.divide_(unit.fields["grad_out"], unit.fields["value"], unscale)
 
     def scaling(self, unit: Unit) -> Scaling:
         """What the kernel is told of a prepared unit."""
-        entries, key_heads = unit.fields["unscale"].shape[:2]
-        overflow = unit.fields["overflow"].view(-1)
-        overflow.zero_()
-        _, known, flags = self._scalings.get(unit.slot, (None, None, None))
-        if flags is None:
-            flags = torch.zeros(
-                overflow.numel(), dtype=overflow.dtype, pin_memory=self._device.type == "cuda"
-            )
-        lowered = known.lowered if known is not None and self._is_same(unit) else {}
-        scaling = Scaling(
-            self.shift, unit.fields["unscale"].view(entries, key_heads), overflow, lowered
-        )
-        self._scalings[unit.slot] = (unit, scaling, flags)
-        return scaling
+        overflow = _by_head(unit, "overflow").zero_()
+        return Scaling(self._held[unit.slot].level.shift, _by_head(unit, "unscale"), overflow)
 
     def computed(self, unit: Unit) -> None:
         """After the unit's kernel calls, in their stream: send the flags to the host."""
-        _, scaling, flags = self._scalings[unit.slot]
-        assert scaling.overflow is not None
-        flags[: scaling.overflow.numel()].copy_(scaling.overflow, non_blocking=True)
+        self._held[unit.slot].flags.copy_(_by_head(unit, "overflow"), non_blocking=True)
 
     def spoiled(self, unit: Unit) -> bool:
-        """Whether the unit, now computed, has to be run again; the shifts at fault are lowered."""
-        _, scaling, flags = self._scalings[unit.slot]
-        assert scaling.overflow is not None
-        names = ("query", "key", "value", "out", "grad_out")
-        inputs = tuple(unit.fields[name] for name in names)
-        again = lower_shifts(scaling, flags[: scaling.overflow.numel()], inputs)
-        self.repeated += again
-        return again
+        """Whether a gradient of the unit, now computed, is not finite."""
+        return bool(self._held[unit.slot].flags.any())
 
-    def _is_same(self, unit: Unit) -> bool:
-        held, _, _ = self._scalings[unit.slot]
-        return held.visit.task == unit.visit.task and held.group == unit.group
+    def mended(self, unit: Unit) -> bool:
+        """Whether the unit, whose inputs are in its slot as they were given, is scaled less now."""
+        held, fields = self._held[unit.slot], unit.fields
+        by_query = (fields["query"], fields["out"], fields["grad_out"])
+        lowered = held.level.lower(held.flags, by_query, (fields["key"], fields["value"]))
+        self.repeated += lowered
+        return lowered
 
 
-def lower_shifts(
-    scaling: Scaling, overflow: torch.Tensor | None, inputs: tuple[torch.Tensor, ...]
-) -> bool:
-    """Lower the shifts of the calls that ``overflow`` flags; False where nothing is to be done.
-
-    Nothing is where no flag is set, where no smaller shift is left, and where an input is not
-    finite: no shift cures that, and the result is what the kernel makes of it.
-    """
-    calls = [] if overflow is None else overflow.nonzero().flatten().tolist()
-    if not calls or not all(_is_finite(tensor) for tensor in inputs):
-        return False
-    lower = {call: scaling.shift_of(call) - _STEP for call in calls}
-    if min(lower.values()) < _SMALLEST_SHIFT:
-        return False
-    scaling.lowered.update(lower)
-    return True
+def _by_head(unit: Unit, name: str) -> torch.Tensor:
+    field = unit.fields[name]
+    return field.view(field.shape[:2])
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    return all(bool(torch.isfinite(tensor[block]).all()) for block in _blocks(tensor))
-
-
-def _blocks(tensor: torch.Tensor) -> list[tuple[slice, slice, slice]]:
     batch, heads, rows, width = tensor.shape
-    return list(row_blocks(batch, heads, rows, max(1, width)))
+    blocks = row_blocks(batch, heads, rows, max(1, width))
+    return all(bool(torch.isfinite(tensor[block]).all()) for block in blocks)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from quorum_attention.decomposition import Decomposition
+from quorum_attention.execution.padding import task_rows
 from quorum_attention.execution.trimming import Tally
 from quorum_attention.execution.workload import GroupSize, Workload
 from quorum_attention.kernels.protocol import Extent
@@ -46,12 +47,14 @@ class Schedule:
     one_by_one: bool = False
     trimmed: Tally | None = None
 
-    @property
-    def task_tokens(self) -> int:
-        """Tokens of the largest task that a kernel sees."""
-        if self.one_by_one and self.trimmed is not None:
-            return self.trimmed.widest
-        return self.decomposition.n_tokens if self.sweep else self.largest_task
+    def task_rows(self, work: Workload) -> tuple[int, int]:
+        """Rows of queries and of keys of the largest task that a kernel sees."""
+        tokens = work.n_tokens
+        if self.trimmed is not None and (self.one_by_one or not self.sweep):
+            tokens = self.trimmed.widest if self.one_by_one else self.trimmed.largest
+        elif not self.sweep:
+            return task_rows(self.decomposition, work)
+        return min(tokens, work.n_queries), min(tokens, work.n_keys)
 
     @property
     def largest_task(self) -> int:
@@ -69,7 +72,7 @@ class Schedule:
             batch=self.group.batch,
             query_heads=self.group.kv_heads * work.queries_per_key_head,
             key_heads=self.group.kv_heads,
-            n_tokens=self.task_tokens,
+            n_tokens=max(self.task_rows(work)),
             max_queries=self.max_queries,
             max_keys=self.max_keys,
         )
@@ -106,7 +109,8 @@ def with_limits(schedule: Schedule, work: Workload, max_pairs: int | None = None
             max_queries=max((r.n_queries for r in rectangles), default=1),
             max_keys=max((r.n_keys for r in rectangles), default=1),
         )
-    tokens = shape.max_task_tokens
+    rows = schedule.task_rows(work)
+    tokens = max(task_rows(shape, work))
     unit = shape.tile if shape.layout == "aligned" else 1
     if shape.depth == 0:
         queries, keys = work.n_queries, work.n_keys
@@ -117,8 +121,7 @@ def with_limits(schedule: Schedule, work: Workload, max_pairs: int | None = None
         chunks = quorum_size(shape.levels[-1])
         half = -(-tokens * -(-chunks // 2) // chunks)
         half = -(-half // unit) * unit
-        half = min(half, schedule.task_tokens)
-        queries, keys = min(half, work.n_queries), min(half, work.n_keys)
+        queries, keys = (min(half, limit) for limit in rows)
     queries, keys = max(queries, 1), max(keys, 1)
     while max_pairs is not None and queries * keys > max_pairs and max(queries, keys) > 1:
         if queries >= keys:

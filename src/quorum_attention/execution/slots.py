@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -10,8 +11,10 @@ from quorum_attention.execution.rows import Axis
 from quorum_attention.execution.workload import GroupSize, Workload
 
 ALIGNMENT = 256
-# Kernel calls of a task whose overflow is told apart (times entries and heads).
-OVERFLOW_FLAGS = 64
+
+
+class LayoutError(RuntimeError):
+    """Fields of a slot would overlap: a mistake of this library, never of the caller's."""
 
 
 def aligned(n_bytes: int) -> int:
@@ -23,9 +26,12 @@ def aligned(n_bytes: int) -> int:
 class Field:
     """One tensor of a slot: (entries, heads, rows, width) of ``dtype``.
 
-    ``offset`` is in bytes from the slot's start; fields may share bytes where their lifetimes do
-    not meet (a finished result takes the place of an input of the same shape). ``rows`` is None
-    where the task decides.
+    Attributes:
+        offset: in bytes from the slot's start.
+        rows: there is room for, in every head of the largest group.
+        fixed: always so many rows, whatever the task.
+        over: the input whose place it takes, of which no row may be read any more that it writes:
+            a finished result. None: it has a place of its own.
     """
 
     name: str
@@ -33,7 +39,14 @@ class Field:
     width: int
     dtype: torch.dtype
     offset: int
-    rows: int | None = None
+    rows: int
+    fixed: bool = False
+    over: str | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of one head."""
+        return self.width * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +58,9 @@ class SlotLayout:
         slot_bytes: bytes of one slot.
         group: the largest head group a slot takes.
         shared: query heads to a key/value head.
+
+    Raises:
+        LayoutError: fields overlap of which none takes the other's place, or leave the slot.
     """
 
     fields: dict[str, Field]
@@ -52,21 +68,44 @@ class SlotLayout:
     group: GroupSize
     shared: int
 
+    def __post_init__(self) -> None:
+        placed = sorted((self.extent(name), name) for name in self.fields)
+        for (start, stop), name in placed:
+            if start % ALIGNMENT or not 0 <= start <= stop <= self.slot_bytes:
+                raise LayoutError(f"field {name!r} lies at {start} to {stop} of {self.slot_bytes}")
+        # A finished result lies within the input's place, so it can be left out of the order.
+        apart = [item for item in placed if self.fields[item[1]].over is None]
+        for ((_, stop), name), ((start, _), other) in pairwise(apart):
+            if stop > start:
+                raise LayoutError(f"fields {name!r} and {other!r} overlap")
+        for field in self.fields.values():
+            if field.over is None:
+                continue
+            (start, stop), (low, high) = self.extent(field.name), self.extent(field.over)
+            if start != low or stop > -(-high // ALIGNMENT) * ALIGNMENT:
+                raise LayoutError(f"field {field.name!r} does not fit over {field.over!r}")
+
     def heads(self, axis: Axis) -> int:
         """Heads of the largest group, of queries or of keys."""
         return self.group.kv_heads * (self.shared if axis == "query" else 1)
 
-    def keeps_inputs(self, name: str, overlay: str | None) -> bool:
+    def extent(self, name: str) -> tuple[int, int]:
+        """The bytes [start, stop) of a slot that the field ``name`` may use."""
+        field = self.fields[name]
+        count = self.group.batch * self.heads(field.axis) * field.rows
+        return field.offset, field.offset + count * field.row_bytes
+
+    def keeps(self, name: str) -> bool:
         """Whether rows of the input ``name`` stay as they are while *other* rows are finished.
 
         They do unless a finished result of another row size is written over them.
         """
-        if overlay is None:
-            return True
-        a, b = self.fields[name], self.fields[overlay]
-        if a.offset != b.offset:
-            return True
-        return a.width * a.dtype.itemsize == b.width * b.dtype.itemsize
+        field = self.fields[name]
+        return all(
+            other.row_bytes == field.row_bytes
+            for other in self.fields.values()
+            if other.over == name
+        )
 
     def carve(
         self, slot: torch.Tensor, name: str, entries: int, kv_heads: int, rows: int
@@ -74,10 +113,19 @@ class SlotLayout:
         """The field ``name`` of a slot (uint8) as a dense (entries, heads, rows, width).
 
         Dense for the sizes at hand, so that a kernel always gets contiguous rows.
+
+        Raises:
+            LayoutError: it was laid out for less, and would reach into the next field.
         """
         field = self.fields[name]
         heads = kv_heads * (self.shared if field.axis == "query" else 1)
-        rows = rows if field.rows is None else field.rows
+        rows = field.rows if field.fixed else rows
+        room = (self.group.batch, self.group.kv_heads, field.rows)
+        if any(asked > there for asked, there in zip((entries, kv_heads, rows), room, strict=True)):
+            raise LayoutError(
+                f"field {name!r} has room for {room} (entries, key/value heads, rows), and is "
+                f"carved for {(entries, kv_heads, rows)}"
+            )
         count = entries * heads * rows * field.width
         n_bytes = count * field.dtype.itemsize
         flat = slot[field.offset : field.offset + n_bytes].view(field.dtype)
@@ -85,9 +133,9 @@ class SlotLayout:
 
 
 class _Builder:
-    def __init__(self, group: GroupSize, shared: int, queries: int, keys: int) -> None:
+    def __init__(self, group: GroupSize, shared: int, rows: tuple[int, int]) -> None:
         self.group, self.shared = group, shared
-        self.rows = {"query": queries, "key": keys}
+        self.rows = {"query": rows[0], "key": rows[1]}
         self.fields: dict[str, Field] = {}
         self.end = 0
 
@@ -96,40 +144,38 @@ class _Builder:
         return aligned(self.group.batch * heads * self.rows[axis] * width * dtype.itemsize)
 
     def add(self, name: str, axis: Axis, width: int, dtype: torch.dtype) -> None:
-        self.fields[name] = Field(name, axis, width, dtype, self.end)
+        self.fields[name] = Field(name, axis, width, dtype, self.end, self.rows[axis])
         self.end += self.size(axis, width, dtype)
 
     def add_fixed(self, name: str, rows: int, dtype: torch.dtype) -> None:
         """A field with ``rows`` elements for every entry and key/value head, whatever the task."""
-        self.fields[name] = Field(name, "key", 1, dtype, self.end, rows)
+        self.fields[name] = Field(name, "key", 1, dtype, self.end, rows, fixed=True)
         self.end += aligned(self.group.batch * self.group.kv_heads * rows * dtype.itemsize)
 
-    def share(self, name: str, axis: Axis, width: int, dtype: torch.dtype, over: str) -> None:
-        """Place a field over an earlier one, or at the end where it does not fit there."""
+    def finish(self, name: str, width: int, dtype: torch.dtype, over: str) -> None:
+        """A finished result: in the place of an input, or at the end where it does not fit."""
         place = self.fields[over]
-        room = self.size(place.axis, place.width, place.dtype)
-        if self.size(axis, width, dtype) <= room:
-            self.fields[name] = Field(name, axis, width, dtype, place.offset)
+        if self.size(place.axis, width, dtype) <= self.size(place.axis, place.width, place.dtype):
+            self.fields[name] = Field(
+                name, place.axis, width, dtype, place.offset, place.rows, over=over
+            )
         else:
-            self.add(name, axis, width, dtype)
+            self.add(name, place.axis, width, dtype)
 
     def layout(self) -> SlotLayout:
         return SlotLayout(self.fields, self.end, self.group, self.shared)
 
 
 def forward_layout(
-    work: Workload, group: GroupSize, task_tokens: int, out_dtype: torch.dtype
+    work: Workload, group: GroupSize, rows: tuple[int, int], out_dtype: torch.dtype
 ) -> SlotLayout:
     """The slot of a forward task: inputs, running statistics, and the finished rows.
 
+    ``rows``: most queries and keys of a task (``Schedule.task_rows``).
+
     The finished rows in their final dtype lie over the queries, which are no longer needed then.
     """
-    built = _Builder(
-        group,
-        work.queries_per_key_head,
-        min(task_tokens, work.n_queries),
-        min(task_tokens, work.n_keys),
-    )
+    built = _Builder(group, work.queries_per_key_head, rows)
     state = work.state_dtype
     built.add("query", "query", work.head_dim, work.dtype)
     built.add("key", "key", work.head_dim, work.dtype)
@@ -137,30 +183,27 @@ def forward_layout(
     built.add("state_out", "query", work.value_dim, state)
     built.add("state_lse", "query", 1, state)
     if out_dtype != state:
-        built.share("final_out", "query", work.value_dim, out_dtype, over="query")
+        built.finish("final_out", work.value_dim, out_dtype, over="query")
     return built.layout()
 
 
 def backward_layout(
     work: Workload,
     group: GroupSize,
-    task_tokens: int,
+    rows: tuple[int, int],
     gradient_dtype: torch.dtype,
     *,
     scaled: bool,
 ) -> SlotLayout:
     """The slot of a backward task: inputs, and three gradients that accumulate.
 
-    ``scaled`` adds what a scaled backward notes on the device (execution/scaling.py).
+    ``rows`` as in ``forward_layout``; ``scaled`` adds what a scaled backward notes on the device
+    (execution/scaling.py).
 
     Finished gradients in their final dtype lie over the inputs that they are the gradients of.
+    Whoever runs a task again loads its inputs again.
     """
-    built = _Builder(
-        group,
-        work.queries_per_key_head,
-        min(task_tokens, work.n_queries),
-        min(task_tokens, work.n_keys),
-    )
+    built = _Builder(group, work.queries_per_key_head, rows)
     state = work.state_dtype
     built.add("query", "query", work.head_dim, work.dtype)
     built.add("key", "key", work.head_dim, work.dtype)
@@ -173,9 +216,9 @@ def backward_layout(
     built.add("state_value", "key", work.value_dim, state)
     if scaled:
         built.add_fixed("unscale", 1, torch.float32)
-        built.add_fixed("overflow", OVERFLOW_FLAGS, torch.int32)
+        built.add_fixed("overflow", 1, torch.int32)
     if gradient_dtype != state:
-        built.share("final_query", "query", work.head_dim, gradient_dtype, over="query")
-        built.share("final_key", "key", work.head_dim, gradient_dtype, over="key")
-        built.share("final_value", "key", work.value_dim, gradient_dtype, over="value")
+        built.finish("final_query", work.head_dim, gradient_dtype, over="query")
+        built.finish("final_key", work.head_dim, gradient_dtype, over="key")
+        built.finish("final_value", work.value_dim, gradient_dtype, over="value")
     return built.layout()

@@ -8,24 +8,31 @@ place. A few kernel calls do what as many tasks would take several each for.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 
 import torch
 
 from quorum_attention.decomposition import Decomposition, Rectangle, Task
-from quorum_attention.execution.call import Call, empty_result, operand
+from quorum_attention.execution.call import (
+    AXES,
+    BackwardResults,
+    Call,
+    ForwardResults,
+    Three,
+    operand,
+)
 from quorum_attention.execution.in_place import as_they_lie, takes_tasks
-from quorum_attention.execution.rows import Axis, group_part
-from quorum_attention.execution.scaling import lower_shifts, scales, usual_shift
+from quorum_attention.execution.report import PassReport
+from quorum_attention.execution.rows import group_part
+from quorum_attention.execution.scaling import Level, scales
 from quorum_attention.execution.schedule import Schedule
-from quorum_attention.execution.slots import OVERFLOW_FLAGS
 from quorum_attention.execution.tools import Progress, Tools
-from quorum_attention.execution.workload import Workload, groups
-from quorum_attention.kernels.protocol import Gradients, Statistics
-from quorum_attention.kernels.scaling import Scaling, divide_gradient_
-
-Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-_AXES: tuple[Axis, Axis, Axis] = ("query", "key", "key")
+from quorum_attention.execution.upstream import Upstream
+from quorum_attention.execution.workload import Group, Workload, groups
+from quorum_attention.kernels.copies import copy_on_device
+from quorum_attention.kernels.protocol import Gradients, Statistics, TaskTensors
+from quorum_attention.kernels.scaling import Scaling
 
 
 def sweeps(call: Call, schedule: Schedule) -> bool:
@@ -42,19 +49,11 @@ def swept_rectangles(work: Workload, shape: Decomposition) -> tuple[Task, tuple[
 
 
 def forward_sweep(
-    call: Call,
-    schedule: Schedule,
-    out: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    tools: Tools,
-    progress: Progress | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) as ``execution.forward`` returns them."""
+    call: Call, schedule: Schedule, results: ForwardResults, tools: Tools, progress: Progress | None
+) -> Iterator[None]:
+    """Fill ``results``, a head group at a time."""
     work, device = call.work, call.device
-    rows = (*work.batch_shape, work.heads, work.n_queries)
-    if out is None:
-        out = empty_result((*rows, work.value_dim), out_dtype, device, "the output")
-    lse = empty_result(rows, work.state_dtype, device, "the log-sum-exp")
+    out, lse = results.made()
     everything = list(groups(work, schedule.group))
     for done, group in enumerate(everything, start=1):
         task = as_they_lie(
@@ -70,62 +69,86 @@ def forward_sweep(
         del state_out
         if progress is not None:
             progress(done, len(everything), "forward")
-    return out, lse
+        yield
 
 
 def backward_sweep(
     call: Call,
     schedule: Schedule,
-    grad_out: torch.Tensor,
+    upstream: Upstream,
     out: torch.Tensor,
     lse: torch.Tensor,
-    grads: Three,
+    results: BackwardResults,
     tools: Tools,
     progress: Progress | None,
-) -> int:
-    """Fill ``grads``; returns how often a head group had to be run again (execution/scaling.py)."""
-    work, repeated = call.work, 0
-    scaled = scales(call.kernel, work)
+    report: PassReport,
+) -> Iterator[None]:
+    """Fill ``results``, a head group at a time."""
+    work = call.work
+    grads = results.made()
     everything = list(groups(work, schedule.group))
     for done, group in enumerate(everything, start=1):
         task = as_they_lie(
             call, schedule, group, tools, *swept_rectangles(work, schedule.decomposition)
         )
-        upstream = operand(group_part(grad_out, group, "query"), work.dtype)
-        result = operand(group_part(out, group, "query"), work.dtype)
-        scaling = Scaling()
-        if scaled:
-            upstream = upstream.clone(memory_format=torch.contiguous_format)
-            unscale = torch.empty(task.value.shape[:2], dtype=torch.float32, device=call.device)
-            with tools.clock.timed("gather"):
-                shift = usual_shift(work.n_keys)
-                divide_gradient_(upstream, task.value, unscale, shift)
-            flags = torch.zeros(OVERFLOW_FLAGS, dtype=torch.int32, device=call.device)
-            scaling = Scaling(shift, unscale, flags)
-        states = [
-            torch.zeros(t.shape, dtype=work.state_dtype, device=call.device)
-            for t in (task.query, task.key, task.value)
-        ]
-        while True:
-            with tools.clock.timed("compute"):
-                call.kernel.backward(
-                    task,
-                    Gradients(
-                        upstream, result, group_part(lse, group, "query"),
-                        states[0], states[1], states[2], scaling,
-                    ),
-                )  # fmt: skip
-            inputs = (task.query, task.key, task.value, upstream, result)
-            if not scaled or not lower_shifts(scaling, scaling.overflow, inputs):
-                break
-            repeated += 1
-            assert scaling.overflow is not None
-            for tensor in (*states, scaling.overflow):
-                tensor.zero_()
-        with tools.clock.timed("scatter"):
-            for target, axis, state in zip(grads, _AXES, states, strict=True):
-                group_part(target, group, axis).copy_(state)
-        del states, upstream, result, inputs
+        report.repeated_units += backward_group(call, task, group, upstream, out, lse, grads, tools)
         if progress is not None:
             progress(done, len(everything), "backward")
+        yield
+
+
+def backward_group(
+    call: Call,
+    task: TaskTensors,
+    group: Group,
+    upstream: Upstream,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    grads: Three,
+    tools: Tools,
+) -> int:
+    """Put the gradients of a head group, all of it ``task``, into ``grads``; returns how often it
+    had to be run again (execution/scaling.py)."""
+    work, repeated = call.work, 0
+    given, result, row_lse = (
+        group_part(tensor, group, "query") for tensor in (upstream.tensor, out, lse)
+    )
+    result = operand(result, work.dtype)
+    scaling, level = Scaling(), Level(work.n_keys)
+    scaled = scales(call.kernel, work)
+    if scaled:
+        grad_out = torch.empty(given.shape, dtype=work.dtype, device=call.device)
+    else:
+        grad_out = operand(given, work.dtype)
+    states = [
+        torch.zeros(t.shape, dtype=work.state_dtype, device=call.device)
+        for t in (task.query, task.key, task.value)
+    ]
+    while True:
+        if scaled:
+            with tools.clock.timed("gather"):
+                sizes = task.value.shape[:2]
+                unscale = torch.empty(sizes, dtype=torch.float32, device=call.device)
+                overflow = torch.zeros(sizes, dtype=torch.int32, device=call.device)
+                copy_on_device(grad_out, given)
+                level.divide_(grad_out, task.value, unscale)
+            scaling = Scaling(level.shift, unscale, overflow)
+        with tools.clock.timed("compute"):
+            call.kernel.backward(
+                task,
+                Gradients(grad_out, result, row_lse, states[0], states[1], states[2], scaling),
+            )
+        if scaling.overflow is None or not bool(scaling.overflow.any()):
+            break
+        if not level.lower(scaling.overflow, (task.query, result, given), (task.key, task.value)):
+            break
+        repeated += 1
+        for state in states:
+            state.zero_()
+    with tools.clock.timed("scatter"):
+        for target, axis, state in zip(grads, AXES, states, strict=True):
+            factor = upstream.factor(group, axis)
+            if factor is not None:
+                state.mul_(factor)
+            group_part(target, group, axis).copy_(state)
     return repeated

@@ -72,7 +72,7 @@ def add_(
         target: fp32 or fp64; any strides.
         source: same shape, any floating dtype.
         unscale: (b or 1, h / g) fp32: one factor for g neighbouring heads.
-        overflow: (1,) int32, set to 1 if any element of ``source`` is not finite.
+        overflow: as ``unscale``, int32; set to 1 where any element of ``source`` is not finite.
     """
     if target.is_cuda and _triton_can_merge(target, source):
         from quorum_attention.kernels.merge_triton import add_triton_
@@ -86,8 +86,8 @@ def add_(
     # In blocks, because a 16-bit source is upcast first.
     for block in row_blocks(batch, heads, rows, max(1, width) * target.element_size()):
         part = source[block].to(target.dtype)
-        if overflow is not None and not bool(torch.isfinite(part).all()):
-            overflow.fill_(1)
+        if overflow is not None:
+            _flag_(overflow, torch.isfinite(part), heads, block)
         if unscale is not None:
             part = part * _by_head(unscale, heads).expand(batch, heads, 1, 1)[block[:2]]
         target[block].add_(part, alpha=alpha)
@@ -110,6 +110,18 @@ def add_all_(
         return
     for target, source in pairs:
         add_(target, source, alpha, unscale, overflow)
+
+
+def _flag_(
+    overflow: torch.Tensor, finite: torch.Tensor, heads: int, block: tuple[slice, slice, slice]
+) -> None:
+    """Set the entries of ``overflow`` of heads in ``block`` that are not all ``finite``."""
+    if bool(finite.all()):
+        return
+    shared = heads // overflow.shape[1]
+    for entry, head in (~finite).flatten(2).any(-1).nonzero().tolist():
+        at = 0 if overflow.shape[0] == 1 else block[0].start + entry
+        overflow[at, (block[1].start + head) // shared] = 1
 
 
 def _by_head(unscale: torch.Tensor, heads: int) -> torch.Tensor:

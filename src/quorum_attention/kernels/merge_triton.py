@@ -123,9 +123,11 @@ def add_triton_(
         targets: (b, h, rows, d) fp32; any strides, the last dimension contiguous.
         sources: as ``targets``, fp16, bf16 or fp32, one dtype.
         unscale: (b or 1, h / g) fp32: one factor for g neighbouring heads; None is 1.
-        overflow: (1,) int32, set to 1 if any element of a source is not finite; None: not looked
-            at.
+        overflow: as ``unscale``, int32, set to 1 where any element of a source is not finite;
+            None: not looked at.
     """
+    by_head = unscale if overflow is None else overflow
+    assert unscale is None or by_head is None or unscale.stride() == by_head.stride()
     arguments: list[object] = []
     widths, blocks = [], []
     for i in range(3):
@@ -136,9 +138,9 @@ def add_triton_(
         block_rows, block_width = _block(width)
         unscale_b = unscale_h = 0
         shared = 1
-        if unscale is not None:
-            unscale_b = unscale.stride(0) if unscale.shape[0] > 1 else 0
-            unscale_h, shared = unscale.stride(1), max(1, heads // max(1, unscale.shape[1]))
+        if by_head is not None:
+            unscale_b = by_head.stride(0) if by_head.shape[0] > 1 else 0
+            unscale_h, shared = by_head.stride(1), max(1, heads // max(1, by_head.shape[1]))
         widths += [width, block_rows, block_width]
         blocks.append(-(-total // block_rows))
         arguments += [
@@ -200,9 +202,9 @@ def _add_block(
     part = tl.load(source_at, mask=cells, other=0.0).to(tl.float32)
     if CHECKED:
         # Also false for NaN.
-        bad = tl.where(tl.abs(part) < float("inf"), 0, 1)
-        if tl.max(tl.max(bad, axis=1), axis=0) > 0:
-            tl.store(overflow, 1)
+        bad = tl.max(tl.where(tl.abs(part) < float("inf"), 0, 1), axis=1)
+        flag_at = overflow + b * unscale_b + (h // shared) * unscale_h
+        tl.store(flag_at, bad, mask=live & (bad > 0))
     factor = tl.full((BLOCK_ROWS,), 1.0, tl.float32) * alpha
     if SCALED:
         factor *= tl.load(unscale + b * unscale_b + (h // shared) * unscale_h, mask=live, other=0.0)

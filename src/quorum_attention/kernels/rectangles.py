@@ -265,9 +265,8 @@ class RectangleKernel(ABC):
     ) -> None:
         given = task.bias(batch.first)
         bias = None if given is None else _four_dims(given)
-        shift = grads.scaling.shift_of(number)
-        lowered = grads.scaling.shift - shift
-        undo = _Undo(2.0**-shift, grads.scaling.unscale, grads.scaling.flag_of(number))
+        scaling = grads.scaling
+        undo = _Undo(2.0**-scaling.shift, scaling.unscale, scaling.overflow)
         for pick in self._head_views(task):
             piece = _BackwardPiece(
                 query=query_rows(pick(task.query), batch),
@@ -275,7 +274,7 @@ class RectangleKernel(ABC):
                 value=key_rows(task.value, batch),
                 grad_out=query_rows(pick(grads.grad_out), batch),
                 out=query_rows(pick(grads.out), batch),
-                lse=_raised(query_rows(pick(lse), batch), lowered),
+                lse=query_rows(pick(lse), batch),
                 grad_query=query_rows(pick(grads.grad_query), batch),
                 grad_key=key_rows(grads.grad_key, batch),
                 grad_value=key_rows(grads.grad_value, batch),
@@ -456,11 +455,6 @@ def _four_dims(bias: torch.Tensor) -> torch.Tensor:
 
 def _pick_bias(pick: Pick, bias: torch.Tensor, query_heads: int) -> torch.Tensor:
     return pick(bias) if bias.shape[1] == query_heads and query_heads > 1 else bias
-
-
-def _raised(lse: torch.Tensor, lowered: int) -> torch.Tensor:
-    """An already shifted lse for a call whose shift is smaller by ``lowered``."""
-    return lse + lowered * math.log(2.0) if lowered else lse
 
 
 def _shifted_lse(lse: torch.Tensor, shift: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ number meanwhile. Both scale all three gradients alike, which one fp32 factor un
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -27,31 +27,13 @@ class Scaling:
     Attributes:
         shift: probabilities are computed times 2**shift.
         unscale: (b, key heads) fp32, powers of two: what ``grad_out`` was divided by; None is 1.
-        overflow: (n,) int32 on the device; a call whose partial gradients are not all finite sets
-            the entry of its number (the last entry stands for all beyond). None: not looked at.
-        lowered: shifts of single calls, by number, that have been seen to overflow.
+        overflow: like ``unscale``, int32; set to 1 for the heads whose partial gradients are not
+            all finite. None: not looked at.
     """
 
     shift: int = 0
     unscale: torch.Tensor | None = None
     overflow: torch.Tensor | None = None
-    lowered: dict[int, int] = field(default_factory=dict)
-
-    def shift_of(self, call: int) -> int:
-        """The shift of the task's ``call``-th call."""
-        if not self.lowered:
-            return self.shift
-        return self.lowered.get(self._entry(call), self.shift)
-
-    def flag_of(self, call: int) -> torch.Tensor | None:
-        """Where the ``call``-th call reports an overflow: a view of one entry."""
-        if self.overflow is None:
-            return None
-        entry = self._entry(call)
-        return self.overflow[entry : entry + 1]
-
-    def _entry(self, call: int) -> int:
-        return call if self.overflow is None else min(call, self.overflow.numel() - 1)
 
 
 def divide_gradient_(
@@ -85,12 +67,16 @@ def divide_gradient_(
 
 
 def largest_norm(tensor: torch.Tensor) -> float:
-    """The largest Euclidean norm of a row of (b, h, n, d); NaN if one is."""
-    norms = [
-        float(torch.linalg.vector_norm(tensor[block], dim=-1, dtype=torch.float32).max())
-        for block in _blocks(tensor)
-    ]
-    return math.nan if any(map(math.isnan, norms)) else max(norms, default=0.0)
+    """The largest Euclidean norm of a finite row of (b, h, n, d).
+
+    What comes of a row that is not finite is not either, however it is scaled; the others keep the
+    scale that is right for them.
+    """
+    largest = 0.0
+    for block in _blocks(tensor):
+        norms = torch.linalg.vector_norm(tensor[block], dim=-1, dtype=torch.float32)
+        largest = max(largest, float(norms.nan_to_num(0.0, posinf=0.0).max()))
+    return largest
 
 
 def divisor_exponent(gradient: float, value: float, shift: int) -> int:

@@ -67,13 +67,10 @@ def _norm_kernel(
         at = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
         x = tl.load(base + at, mask=cells, other=0.0).to(tl.float32)
         squares = tl.sum(x * x, axis=1)
-        # NaN must not get lost in a maximum.
-        best = tl.where((squares > best) | (squares != squares), squares, best)
+        # Of finite rows only: also false for NaN.
+        best = tl.where((squares > best) & (squares < float("inf")), squares, best)
         start += programs * BLOCK_ROWS
-    broken = tl.max(tl.where(best != best, 1, 0), axis=0)
-    norm = tl.sqrt(tl.max(tl.where(best != best, 0.0, best), axis=0))
-    norm = tl.where(broken > 0, float("inf"), norm)
-    tl.atomic_max(largest + group, norm)
+    tl.atomic_max(largest + group, tl.sqrt(tl.max(best, axis=0)))
 
 
 @triton.jit

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quorum_attention.execution.direct import runs_whole
+from quorum_attention.execution.direct import gives_directly, runs_whole
 from quorum_attention.execution.scaling import scales
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.slots import aligned, backward_layout, forward_layout
@@ -31,6 +31,8 @@ class Placement:
         dense_rows: the inputs' last dimension is contiguous, so a kernel can take them in place.
         copied: how many of the upstream gradient and the output operators cannot take as they lie
             (expanded, or of another dtype): without slots they are copied, a head group at a time.
+        copied_bytes: of a copy of the upstream gradient made before anything else.
+        divided: it is made, because the inputs' dtype cannot hold the gradient as it is.
     """
 
     device_type: str
@@ -39,6 +41,8 @@ class Placement:
     result_dtype: torch.dtype
     dense_rows: bool = True
     copied: int = 0
+    copied_bytes: int = 0
+    divided: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +80,14 @@ def _footprint(
     return Footprint(slots, workspace, sum(accumulators), sum(results), rounding)
 
 
-def goes_direct(work: Workload, schedule: Schedule, kernel: InnerKernel, place: Placement) -> bool:
+def goes_direct(
+    work: Workload, schedule: Schedule, kernel: InnerKernel, place: Placement, *, backward: bool
+) -> bool:
     """Whether the kernel runs on the inputs as they lie (see ``execution.forward``)."""
-    return place.resident and place.dense_rows and runs_whole(work, schedule, kernel)
+    able = place.resident and place.dense_rows and runs_whole(work, schedule, kernel)
+    if able and backward:
+        return gives_directly(kernel, work, place.result_dtype, divided=place.divided)
+    return able
 
 
 def forward_footprint(
@@ -86,7 +95,7 @@ def forward_footprint(
 ) -> Footprint:
     """Device bytes of a forward pass."""
     call = work.call_shape(place.device_type, needs_grad=False)
-    direct = goes_direct(work, schedule, kernel, place)
+    direct = goes_direct(work, schedule, kernel, place, backward=False)
     extent = replace(schedule.extent(work), direct=direct or schedule.one_by_one)
     workspace = kernel.forward_workspace_bytes(call, extent)
     rows = work.batch * work.heads * work.n_queries
@@ -113,7 +122,7 @@ def forward_footprint(
             accumulators=accumulators,
             results=results,
         )
-    layout = forward_layout(work, schedule.group, schedule.task_tokens, place.result_dtype)
+    layout = forward_layout(work, schedule.group, schedule.task_rows(work), place.result_dtype)
     home: tuple[int, ...] = ()
     if place.device_type == "cpu" or schedule.accumulator == "device":
         home = (aligned(lse),)
@@ -134,7 +143,7 @@ def backward_footprint(
 ) -> Footprint:
     """Device bytes of a backward pass; output and log-sum-exp are there already."""
     call = work.call_shape(place.device_type, needs_grad=True)
-    direct = goes_direct(work, schedule, kernel, place)
+    direct = goes_direct(work, schedule, kernel, place, backward=True)
     extent = replace(schedule.extent(work), direct=direct or schedule.one_by_one)
     workspace = kernel.backward_workspace_bytes(call, extent)
     query_rows = work.batch * work.heads * work.n_queries
@@ -146,34 +155,36 @@ def backward_footprint(
     rows_of_group = schedule.group.batch * schedule.group.kv_heads * work.queries_per_key_head
     rows_of_group *= work.n_queries
     copied = (rows_of_group * work.value_dim * work.element_bytes,) * place.copied
+    before = (place.copied_bytes,)
     if direct:
         # The log-sum-exp is copied once, to take -inf out of it.
         lse = query_rows * work.state_dtype.itemsize
+        repeated: tuple[int, ...] = ()
+        if place.device_type == "cpu" and scales(kernel, work):
+            # One head at a time where an operator's gradients are not finite.
+            one = replace(schedule, group=GroupSize(1, 1))
+            repeated = _scaled_state(work, one)
         whole = schedule.group == GroupSize(work.batch, work.kv_heads)
         return _footprint(
             place,
             workspace=workspace,
-            accumulators=(lse, lse, query_rows),
-            results=copied if whole else (*copied, *results),
+            accumulators=(lse, lse, query_rows, *repeated),
+            results=(*before, *copied, *(() if whole and not repeated else results)),
         )
-    query, key = _group_rows(work, schedule, "query"), _group_rows(work, schedule, "key")
-    size = work.state_dtype.itemsize
-    state = tuple(
-        width * size for width in (query * work.head_dim, key * work.head_dim, key * work.value_dim)
-    )
+    state = _gradient_state(work, schedule)
     if schedule.sweep:
         if scales(kernel, work):
-            state += (query * work.value_dim * work.element_bytes, *(_ROUNDING,) * 4)
+            state = _scaled_state(work, schedule)
         return _footprint(
             place,
             workspace=schedule.streams * workspace,
             accumulators=state,
-            results=(*copied, *results),
+            results=(*before, *copied, *results),
         )
     layout = backward_layout(
         work,
         schedule.group,
-        schedule.task_tokens,
+        schedule.task_rows(work),
         place.result_dtype,
         scaled=scales(kernel, work),
     )
@@ -184,8 +195,21 @@ def backward_footprint(
         slots=schedule.n_cap * layout.slot_bytes,
         workspace=schedule.streams * workspace,
         accumulators=home,
-        results=results,
+        results=(*before, *results),
     )
+
+
+def _gradient_state(work: Workload, schedule: Schedule) -> tuple[int, ...]:
+    """Of a head group's three gradients."""
+    query, key = _group_rows(work, schedule, "query"), _group_rows(work, schedule, "key")
+    widths = (query * work.head_dim, key * work.head_dim, key * work.value_dim)
+    return tuple(width * work.state_dtype.itemsize for width in widths)
+
+
+def _scaled_state(work: Workload, schedule: Schedule) -> tuple[int, ...]:
+    """The same where the backward is scaled: a copy of ``grad_out``, and numbers for each head."""
+    copy = _group_rows(work, schedule, "query") * work.value_dim * work.element_bytes
+    return (*_gradient_state(work, schedule), copy, *(_ROUNDING,) * 4)
 
 
 def _group_rows(work: Workload, schedule: Schedule, axis: str) -> int:

@@ -114,7 +114,7 @@ def price(
     """Bytes and seconds of one schedule."""
     count = backward_footprint if backward else forward_footprint
     footprint = count(work, schedule, kernel, place)
-    direct = goes_direct(work, schedule, kernel, place)
+    direct = goes_direct(work, schedule, kernel, place, backward=backward)
     return Candidate(
         schedule,
         footprint,
@@ -149,7 +149,8 @@ def refitted(
     schedule = found.schedule
     if schedule.sweep:
         able = place.resident and place.dense_rows and work.mask is None
-        if not able or (schedule.one_by_one and not takes_tasks(kernel, work)):
+        taken = takes_tasks(kernel, work) and not place.divided
+        if not able or (schedule.one_by_one and not taken):
             schedule, planned = through_slots(schedule, work), place
         elif not schedule.one_by_one:
             return found
@@ -390,6 +391,7 @@ def _schedules(
         streams = [1]
     sweeping = place.resident and place.dense_rows and work.mask is None
     one_by_one = takes_tasks(kernel, work)
+    sweeping &= not (one_by_one and place.divided)
     sweeping &= (several or one_by_one) and request.n_cap is None
     sweeping &= request.accumulator != "host" or place.device_type == "cpu"
     sweeping &= request.sweep is not False
