@@ -2,9 +2,10 @@
 
 With S = scale Q K^T + bias, -inf where the task does not keep a pair,
 
-    lse = logsumexp(S),   P = exp(S - lse),   O = P V,
+    lse = logsumexp(S),   P = exp(S - lse),   O = P V
 
-and with the global lse and D = rowsum(dO * O),
+(in the forward by the largest score m of a row, P = exp(S - m) / rowsum(exp(S - m)), which is more
+exact), and with the global lse and D = rowsum(dO * O),
 
     dV = P^T dO,   dS = P * (dO V^T - D),   dQ = scale dS K,   dK = scale dS^T Q.
 
@@ -86,8 +87,12 @@ def _forward_group(group: _Group, kept: torch.Tensor, state: Statistics) -> None
     at = (slice(group.batch, group.batch + 1), group.heads)
     dtype = state.out.dtype
     scores = _scores(group, kept, dtype)
-    lse = torch.logsumexp(scores, dim=-1)
-    out = _probabilities(scores, lse) @ group.value.to(dtype)
+    # By the sum, not by exp(S - lse): a large lse has few digits left for what is below 1.
+    largest = scores.amax(dim=-1)
+    p = _probabilities(scores, largest)
+    total = p.sum(dim=-1)
+    lse = largest + total.log()
+    out = (p @ group.value.to(dtype)).div_(total.masked_fill(total == 0.0, 1.0).unsqueeze(-1))
     merge_(state.out[at], state.lse[at], out.unsqueeze(0), lse.unsqueeze(0))
 
 
@@ -151,7 +156,10 @@ def _kept(task: TaskTensors) -> torch.Tensor:
 
 
 def _probabilities(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """P = exp(S - lse) in the place of S; rows without keys (lse -inf) are 0, not NaN."""
+    """exp(S - lse) in the place of S; rows without keys (lse -inf) are 0, not NaN.
+
+    ``lse`` may be any other reference of the rows, their largest score say.
+    """
     finite = lse.masked_fill(lse == -math.inf, 0.0)
     return scores.sub_(finite.unsqueeze(-1)).exp_()
 
