@@ -41,6 +41,7 @@ class Case:
     spread: float = 1.0
     together: bool = True  # rectangles of one shape as one operator call
     shift: int = 0
+    factor: float | None = None  # of the scores, where not the usual one
     seed: int = 0
     query: torch.Tensor = field(init=False)
     key: torch.Tensor = field(init=False)
@@ -64,7 +65,7 @@ class Case:
 
     @property
     def scale(self) -> float:
-        return 1.0 / math.sqrt(self.head_dim)
+        return 1.0 / math.sqrt(self.head_dim) if self.factor is None else self.factor
 
     def call(self, device: str) -> CallShape:
         mask = None
@@ -81,6 +82,7 @@ class Case:
             self.causal,
             True,
             mask,
+            self.scale > 0,
         )
 
     def additive_mask(self, dtype: torch.dtype) -> torch.Tensor | None:

@@ -73,6 +73,21 @@ def test_depths_and_layouts(
 
 
 @pytest.mark.parametrize(("name", "device"), KERNELS)
+@pytest.mark.parametrize("causal", [False, True], ids=["plain", "causal"])
+@pytest.mark.parametrize("factor", [0.0, -0.3, -2.0])
+@pytest.mark.parametrize("levels", [(), (7,)], ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+def test_scales_that_are_not_positive(
+    name: str, device: str, causal: bool, factor: float, levels: tuple[int, ...], masked: bool
+) -> None:
+    """Operators mask with -inf, and take maxima, before they multiply by the scale."""
+    mask = torch.randn(1, 1, 140, 140) if masked else None
+    dtype = torch.float64 if device == "cpu" else torch.float16
+    case = Case(140, causal=causal, factor=factor, levels=levels, mask=mask, dtype=dtype)
+    check(name, device, case)
+
+
+@pytest.mark.parametrize(("name", "device"), KERNELS)
 @pytest.mark.parametrize("n", [0, 1, 2, 6, 7, 8, 48, 49, 50, 1000, 1021])
 def test_lengths(name: str, device: str, n: int) -> None:
     dtype = torch.float64 if device == "cpu" else torch.float16

@@ -33,6 +33,8 @@ SMALL = {
     "odd": {"n_queries": 60, "head_dim": 72, "levels": (3,), "causal": True, "dtype": half},
     "balanced": {"n_queries": 130, "layout": "balanced", "causal": True},
     "large scores": {"n_queries": 90, "spread": 80.0, "levels": (3,), "causal": True},
+    "negative scale": {"n_queries": 90, "factor": -0.7, "levels": (3,), "causal": True},
+    "no scale": {"n_queries": 90, "factor": 0.0, "causal": True},
     "mask by head": {"n_queries": 90, "causal": True, "mask": "heads"},
     "boolean mask": {"n_queries": 90, "mask": "boolean"},
     "mask of keys": {"n_queries": 90, "levels": (3,), "mask": "keys", "layout": "balanced"},

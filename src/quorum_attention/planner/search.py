@@ -161,7 +161,7 @@ def refitted(
     less = schedule.trimmed
     if less is not None or _trims(pairs):
         less = _trimmed_tally(schedule.decomposition, pairs, kernel, backward=backward)
-    if schedule is found.schedule and less == schedule.trimmed:
+    if schedule is found.schedule and less == schedule.trimmed and work.positive_scale:
         return found
     schedule = replace(schedule, trimmed=less)
     paced = _paced(machine, kernel, pairs)
