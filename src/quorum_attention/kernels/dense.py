@@ -62,11 +62,11 @@ class DenseKernel:
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``forward`` allocates at any one time; quadratic in tokens."""
-        return _pair_bytes(call, extent) + _row_bytes(call, extent) + MERGE_WORKSPACE_BYTES
+        return _pair_bytes(call, extent, 1) + _row_bytes(call, extent) + MERGE_WORKSPACE_BYTES
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time; quadratic in tokens."""
-        return _pair_bytes(call, extent) + 2 * _row_bytes(call, extent)
+        return _pair_bytes(call, extent, 2) + 2 * _row_bytes(call, extent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +164,10 @@ def _probabilities(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     return scores.sub_(finite.unsqueeze(-1)).exp_()
 
 
-def _pair_bytes(call: CallShape, extent: Extent) -> int:
-    """Scores and one more matrix like them, full precision; boolean masks; the bias."""
+def _pair_bytes(call: CallShape, extent: Extent, matrices: int) -> int:
+    """So many matrices of scores at full precision; boolean masks; the bias, and it widened."""
     group = extent.query_heads // max(1, extent.key_heads)
-    matrices = 2 if call.mask is None else 3
+    matrices += call.mask is not None
     pairs = extent.n_tokens * extent.n_tokens
     bias = 0
     if call.mask is not None:
