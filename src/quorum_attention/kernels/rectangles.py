@@ -176,7 +176,7 @@ class RectangleKernel(ABC):
         out, lse = self.rectangle_forward(upright, key, value, causal, factor, bias)
         if bias is not None:
             # Operators differ on rows without keys (0 with lse 0, NaN); only those rows are mended.
-            dead = dead_rows(_four_dims(bias), query.shape[2], causal)
+            dead = dead_rows(four_dims(bias), query.shape[2], causal)
             out.masked_fill_(dead.unsqueeze(-1), 0.0)
             lse.masked_fill_(dead, -torch.inf)
         return out, lse
@@ -248,7 +248,7 @@ class RectangleKernel(ABC):
         self, task: TaskTensors, batch: Batch, state: Statistics, number: int
     ) -> None:
         given = task.bias(batch.first)
-        bias = None if given is None else _four_dims(given)
+        bias = None if given is None else four_dims(given)
         for pick in self._head_views(task):
             self._merge_rectangle(
                 query_rows(pick(task.query), batch),
@@ -270,7 +270,7 @@ class RectangleKernel(ABC):
         number: int,
     ) -> None:
         given = task.bias(batch.first)
-        bias = None if given is None else _four_dims(given)
+        bias = None if given is None else four_dims(given)
         shift = grads.scaling.shift_of(number)
         lowered = grads.scaling.shift - shift
         undo = _Undo(2.0**-shift, grads.scaling.unscale, grads.scaling.flag_of(number))
@@ -474,7 +474,8 @@ def _first_pair(rectangle: Rectangle) -> Rectangle:
     return Rectangle(q, q + 1, k, k + 1)
 
 
-def _four_dims(bias: torch.Tensor) -> torch.Tensor:
+def four_dims(bias: torch.Tensor) -> torch.Tensor:
+    """(b, h, lq, lk) of a mask, dimensions of size 1 before what it has."""
     return bias[(None,) * (4 - bias.dim())]
 
 
