@@ -236,6 +236,22 @@ def errors(result: Result, reference: Result) -> dict[str, float]:
     return found
 
 
+def check_nan_in_a_query(kernel: InnerKernel, case: Case, device: str = "cpu") -> None:
+    """One element of a query is NaN: so are its output and gradient, no other row's, and the
+    gradients of the keys that it sees."""
+    row = case.n_queries // 2
+    case.query[:, :, row, 0] = torch.nan
+    result = run(kernel, case, device, check=False)
+    others = torch.arange(case.n_queries) != row
+    for name in ("out", "lse", "grad_query"):
+        rows = getattr(result, name)
+        assert bool(rows[:, :, others].isfinite().all()), name
+        assert not bool(rows[:, :, row].isfinite().any()), name
+    seen = row + 1 if case.causal else case.n_keys
+    for name in ("grad_key", "grad_value"):
+        assert bool(getattr(result, name)[:, :, :seen].isnan().all()), name
+
+
 def rms_errors(result: Result, reference: Result) -> dict[str, float]:
     """Root mean square error of each result, as a share of its root mean square."""
     found = {}

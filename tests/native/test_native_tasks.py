@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_harness import Case, errors, exact, run
+from kernel_harness import Case, check_nan_in_a_query, errors, exact, run
 
 from quorum_attention.kernels.native import NativeKernel
 
@@ -60,6 +60,13 @@ def check(device: str, case: dict) -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_small(name: str, device: str) -> None:
     check(device, SMALL[name])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("n", [3, 70])
+def test_a_query_of_nan(n: int, causal: bool, device: str) -> None:
+    case = Case(n, causal=causal, levels=(3,), layout="balanced", dtype=half)
+    check_nan_in_a_query(NativeKernel(), case, device)
 
 
 def test_a_row_without_keys(device: str) -> None:
