@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers_attention import TOLERANCE, Inputs, assert_close, exact, inputs
+from helpers_attention import GRADIENT_TOLERANCE, TOLERANCE, Inputs, assert_close, exact, inputs
+from helpers_memory import usage
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import quorum_attention as qa
@@ -175,10 +176,37 @@ def test_no_heads_and_no_batch(batch, heads, depth) -> None:
 
 @pytest.mark.parametrize("scale", [0.5, 2.0, -1.0, 0.0])
 @pytest.mark.parametrize("depth", [0, 1])
-def test_scale(scale: float, depth: int) -> None:
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_scale(scale: float, depth: int, is_causal: bool, masked: bool) -> None:
     given = inputs(300)
-    out = qa.attention(*given.three, scale=scale, depth=depth)
-    assert_close(out, exact(given, scale=scale).out, FP32)
+    call = {"scale": scale, "is_causal": is_causal}
+    mask = torch.rand(300, 300) < 0.8 if masked else None
+    out, lse = qa.attention_with_lse(*given.three, mask, depth=depth, **call)
+    grads = qa.attention_backward(given.grad_out, *given.three, out, lse, mask, depth=depth, **call)
+    reference = exact(given, mask=mask, gradients=True, **call)
+    for found, expected in zip(
+        (out, lse, *grads), (reference.out, reference.lse, *reference.grads), strict=True
+    ):
+        assert_close(found, expected, GRADIENT_TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("mask", [None, "rows"])
+def test_a_negative_scale_stays_within_what_is_planned(depth: int, mask: str | None) -> None:
+    """Its sign goes to a copy of the queries: of a call of the operator, and counted."""
+    given = inputs(900, heads=4, head_dim=64)
+    call = {"scale": -0.1, "depth": depth, "is_causal": True}
+    call["attn_mask"] = None if mask is None else torch.randn(900, 900)
+    report = qa.Report()
+    out, lse = qa.attention_with_lse(*given.three, **call)  # the kernel is tried out once
+    qa.attention_backward(given.grad_out, *given.three, out, lse, **call)
+    found = usage(lambda: qa.attention(*given.three, **call, report=report))
+    assert found.peak <= report.forward.planned_peak_bytes
+    found = usage(
+        lambda: qa.attention_backward(given.grad_out, *given.three, out, lse, **call, report=report)
+    )
+    assert found.peak <= report.backward.planned_peak_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -342,6 +370,13 @@ def test_what_does_not_fit_is_refused_by_name_before_any_work(change, kind, says
         pytest.skip("with a GPU the call would go there")
     with pytest.raises(kind, match=says):
         qa.attention(**given)
+
+
+def test_a_depth_at_which_nothing_gets_smaller_is_refused() -> None:
+    """Seven times the tasks with every level, and each as large as before: it would never end."""
+    given = inputs(300)
+    with pytest.raises(ValueError, match=r"at most 3 for 300 tokens.*largest useful depth is 0"):
+        qa.attention(*given.three, depth=10)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 from collections import Counter
 
@@ -11,6 +12,7 @@ import torch
 from helpers_attention import GRADIENT_TOLERANCE, TOLERANCE, assert_close, error, exact, inputs
 from helpers_kernels import IdleKernel, WatchedKernel
 from helpers_memory import FailingAllocations, usage
+from helpers_not_finite import assert_between, least, most
 from helpers_plans import unpinned
 from hypothesis import given as for_all
 from hypothesis import settings
@@ -488,6 +490,49 @@ class TestNoNonFiniteNumberOfOurOwn:
         elif kind == "chunks":
             mask[:, 60:] = False  # most rectangles hold nothing for anybody
         self.check(made, 2e-5, depth, kernel, mask=mask, is_causal=is_causal)
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+    @pytest.mark.parametrize("kernel", ["cpu", "dense"])
+    @pytest.mark.parametrize("sweep", [None, False])
+    def test_inputs_that_are_not_finite(self, dtype, kernel, sweep) -> None:
+        """A NaN or an infinity in one element of one input, few keys and many: nothing that comes
+        of it disappears, and nothing else is touched."""
+        seed = random.SystemRandom().randrange(1 << 31)
+        draw = random.Random(seed)
+        for number in range(60):
+            n, tile = draw.choice([1, 2, 3, 5, 17, 70]), draw.choice([1, 8])
+            m, is_causal = draw.choice([n, n, 1, 3, 16, 77]), draw.random() < 0.5
+            made = inputs(n, m, heads=1, head_dim=8, dtype=dtype)
+            name = draw.choice(["query", "key", "value", "grad_out"])
+            tensor, value = getattr(made, name), draw.choice([math.nan, math.inf, -math.inf])
+            row = draw.randrange(tensor.shape[-2])
+            tensor[..., row, draw.randrange(8)] = value
+            kept = torch.ones(n, m, dtype=torch.bool)
+            kept = kept.tril() if is_causal else kept
+            mask = None
+            if draw.random() < 0.3:
+                mask = torch.rand(n, m) < 0.8
+                mask[:, 0] = True  # rows without keys are a matter of their own
+                kept &= mask
+            levels, scale = draw.choice([(), (3,), (7,), (3, 3)]), draw.choice([0.3, 0.3, -0.3])
+            sizes = {
+                "heads": 1, "n_keys": m, "head_dim": 8, "dtype": dtype, "levels": levels,
+                "layout": draw.choice(["balanced", "aligned"]), "tile": tile, "kernel": kernel,
+                "is_causal": is_causal, "sweep": sweep,
+            }  # fmt: skip
+            call = {"attn_mask": mask, "is_causal": is_causal, "scale": scale}
+            out, lse = qa.attention_with_lse(*made.three, plan=qa.plan(n, **sizes), **call)
+            grads = qa.attention_backward(
+                made.grad_out,
+                *made.three,
+                out,
+                lse,
+                plan=qa.plan(n, backward=True, **sizes),
+                **call,
+            )
+            what = f"seed {seed}, number {number}: {value} in row {row} of {name}, {sizes}, {call}"
+            bounds = least(made, kept, scale), most(made, kept, scale)
+            assert_between((out, lse, *grads), *bounds, what)
 
     @pytest.mark.parametrize("offset", [-3e4, 3e4])
     @pytest.mark.parametrize("depth", [0, 1])

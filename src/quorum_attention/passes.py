@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -129,6 +130,7 @@ def run_forward(
     needs_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Plan the forward and run it, on checked arguments."""
+    work = replace(work, positive_scale=options.scale > 0)
     if _is_trivial(work):
         rows = tuple(query.shape[:-1])
         if out is None:
@@ -175,6 +177,7 @@ def run_backward(
     grads: Three | None = None,
 ) -> Three:
     """Plan the backward and run it, on checked arguments."""
+    work = replace(work, positive_scale=options.scale > 0)
     if _is_trivial(work):
         if grads is None:
             return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)

@@ -103,6 +103,15 @@ def test_run_writes_what_attention_returns(tmp_path: Path) -> None:
     assert "<svg" in Path(picture).read_text()
 
 
+def test_run_refuses_a_depth_at_which_nothing_gets_smaller(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    safetensors.torch.save_file({n: torch.randn(1, 1, 400, 8) for n in "qkv"}, tmp_path / "in")
+    arguments = [str(tmp_path / "in"), str(tmp_path / "out"), "--depth", "9", "--device", "cpu"]
+    assert main(["run", *arguments]) == 2
+    assert "largest useful depth is 1" in capsys.readouterr().err
+
+
 def test_recover_really_fails_and_comes_back(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -60,6 +60,16 @@ def test_chunks_that_are_wholly_empty_stay_empty() -> None:
         assert_close(actual, expected, 1e-11)
 
 
+@pytest.mark.parametrize("n", [125, 126, 127, 249, 255])
+@pytest.mark.parametrize("levels", [(7,), (13,), (31,)])
+def test_tasks_without_any_token_stay_empty(n: int, levels: tuple[int, ...]) -> None:
+    """A sequence of one or two tiles has a chunk or two with tokens in it, and tasks with none."""
+    made = plan(n, levels=levels, tile=128)
+    empty = [not task.spans for task in made.tasks()]
+    assert any(empty)
+    assert [not task.spans for task in tasks(made)] == empty
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 @pytest.mark.parametrize("n_cap", [1, 2, 3])
 def test_results(dtype: torch.dtype, n_cap: int) -> None:

@@ -41,6 +41,7 @@ class Case:
     spread: float = 1.0
     together: bool = True  # rectangles of one shape as one operator call
     shift: int = 0
+    factor: float | None = None  # of the scores, where not the usual one
     seed: int = 0
     query: torch.Tensor = field(init=False)
     key: torch.Tensor = field(init=False)
@@ -64,7 +65,7 @@ class Case:
 
     @property
     def scale(self) -> float:
-        return 1.0 / math.sqrt(self.head_dim)
+        return 1.0 / math.sqrt(self.head_dim) if self.factor is None else self.factor
 
     def call(self, device: str) -> CallShape:
         mask = None
@@ -81,6 +82,7 @@ class Case:
             self.causal,
             True,
             mask,
+            self.scale > 0,
         )
 
     def additive_mask(self, dtype: torch.dtype) -> torch.Tensor | None:
@@ -232,6 +234,22 @@ def errors(result: Result, reference: Result) -> dict[str, float]:
         # Some gradients are exactly 0; inputs are of size 1, so rounding is against that.
         found[name] = difference.max().item() / max(size, 1.0) if difference.numel() else 0.0
     return found
+
+
+def check_nan_in_a_query(kernel: InnerKernel, case: Case, device: str = "cpu") -> None:
+    """One element of a query is NaN: so are its output and gradient, no other row's, and the
+    gradients of the keys that it sees."""
+    row = case.n_queries // 2
+    case.query[:, :, row, 0] = torch.nan
+    result = run(kernel, case, device, check=False)
+    others = torch.arange(case.n_queries) != row
+    for name in ("out", "lse", "grad_query"):
+        rows = getattr(result, name)
+        assert bool(rows[:, :, others].isfinite().all()), name
+        assert not bool(rows[:, :, row].isfinite().any()), name
+    seen = row + 1 if case.causal else case.n_keys
+    for name in ("grad_key", "grad_value"):
+        assert bool(getattr(result, name)[:, :, :seen].isnan().all()), name
 
 
 def rms_errors(result: Result, reference: Result) -> dict[str, float]:

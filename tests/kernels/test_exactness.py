@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_harness import Case, errors, exact, rms_errors, run
+from kernel_harness import Case, check_nan_in_a_query, errors, exact, rms_errors, run
 
 from quorum_attention.kernels import CpuKernel, get_kernel, why_not
 
@@ -70,6 +70,37 @@ def test_depths_and_layouts(
 ) -> None:
     dtype = torch.float32 if device == "cpu" or name == "dense" else torch.bfloat16
     check(name, device, Case(341, dtype=dtype, causal=causal, levels=levels, layout=layout))
+
+
+@pytest.mark.parametrize(("name", "device"), KERNELS)
+@pytest.mark.parametrize("causal", [False, True], ids=["plain", "causal"])
+@pytest.mark.parametrize("factor", [0.0, -0.3, -2.0])
+@pytest.mark.parametrize("levels", [(), (7,)], ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+def test_scales_that_are_not_positive(
+    name: str, device: str, causal: bool, factor: float, levels: tuple[int, ...], masked: bool
+) -> None:
+    """Operators mask with -inf, and take maxima, before they multiply by the scale."""
+    mask = torch.randn(1, 1, 140, 140) if masked else None
+    dtype = torch.float64 if device == "cpu" else torch.float16
+    case = Case(140, causal=causal, factor=factor, levels=levels, mask=mask, dtype=dtype)
+    check(name, device, case)
+
+
+@pytest.mark.parametrize(("name", "device"), KERNELS)
+@pytest.mark.parametrize("causal", [False, True], ids=["plain", "causal"])
+@pytest.mark.parametrize("n", [3, 7, 15, 60])
+@pytest.mark.parametrize("levels", [(), (3,), (7,)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_query_of_nan(
+    name: str, device: str, causal: bool, n: int, levels: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Operators look for a row's largest score, and some pass over a NaN."""
+    case = Case(n, causal=causal, levels=levels, dtype=dtype, layout="balanced")
+    reason = why_not(get_kernel(name), case.call(device))
+    if reason is not None:
+        pytest.skip(f"{name}: {reason}")
+    check_nan_in_a_query(get_kernel(name), case, device)
 
 
 @pytest.mark.parametrize(("name", "device"), KERNELS)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_harness import Case, errors, exact, run
+from kernel_harness import Case, check_nan_in_a_query, errors, exact, run
 
 from quorum_attention.kernels.native import NativeKernel
 
@@ -33,6 +33,8 @@ SMALL = {
     "odd": {"n_queries": 60, "head_dim": 72, "levels": (3,), "causal": True, "dtype": half},
     "balanced": {"n_queries": 130, "layout": "balanced", "causal": True},
     "large scores": {"n_queries": 90, "spread": 80.0, "levels": (3,), "causal": True},
+    "negative scale": {"n_queries": 90, "factor": -0.7, "levels": (3,), "causal": True},
+    "no scale": {"n_queries": 90, "factor": 0.0, "causal": True},
     "mask by head": {"n_queries": 90, "causal": True, "mask": "heads"},
     "boolean mask": {"n_queries": 90, "mask": "boolean"},
     "mask of keys": {"n_queries": 90, "levels": (3,), "mask": "keys", "layout": "balanced"},
@@ -58,6 +60,13 @@ def check(device: str, case: dict) -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_small(name: str, device: str) -> None:
     check(device, SMALL[name])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("n", [3, 70])
+def test_a_query_of_nan(n: int, causal: bool, device: str) -> None:
+    case = Case(n, causal=causal, levels=(3,), layout="balanced", dtype=half)
+    check_nan_in_a_query(NativeKernel(), case, device)
 
 
 def test_a_row_without_keys(device: str) -> None:

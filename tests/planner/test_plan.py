@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import time
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
 import quorum_attention as qa
+from quorum_attention.decomposition import Decomposition
 
 CALL = {"heads": 4, "head_dim": 16, "dtype": torch.float32, "device": "cpu"}
 
@@ -69,6 +71,22 @@ def test_given_levels_are_kept() -> None:
 @pytest.mark.parametrize("depth", [0, 1, 2, 3, 4])
 def test_a_given_depth_is_kept(depth: int) -> None:
     assert qa.plan(200_000, depth=depth, **CALL).depth == depth
+
+
+@pytest.mark.parametrize(
+    ("n", "layout", "useful"), [(300, "aligned", 0), (4096, "aligned", 4), (500, "balanced", 7)]
+)
+def test_a_depth_at_which_nothing_gets_smaller_is_refused(n, layout, useful) -> None:
+    """Each level is seven times the tasks: on, and nothing gets smaller, it never ends."""
+    shapes = [Decomposition(n, (7,) * depth, layout) for depth in range(useful + 2)]
+    sizes = [shape.max_task_tokens for shape in shapes]
+    assert all(after < before for before, after in pairwise(sizes[:-1]))
+    assert sizes[-1] == sizes[-2]
+    call = {"layout": layout, **CALL}
+    for depth in (max(3, useful) + 1, 10, 40):
+        with pytest.raises(ValueError, match=f"the largest useful depth is {useful},"):
+            qa.plan(n, depth=depth, **call)
+    assert qa.plan(n, depth=useful, **call).depth == useful
 
 
 def test_pins_are_kept() -> None:

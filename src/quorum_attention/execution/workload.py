@@ -23,7 +23,8 @@ ELEMENT_BYTES = {
 class Workload:
     """What one call computes, in counts; hashable, without tensors.
 
-    ``batch_shape`` is everything before the head dimension, () for 3-D inputs.
+    ``batch_shape`` is everything before the head dimension, () for 3-D inputs; ``positive_scale``
+    whether the factor of the scores is above 0.
     """
 
     batch_shape: tuple[int, ...]
@@ -36,6 +37,7 @@ class Workload:
     dtype: torch.dtype
     is_causal: bool
     mask: MaskShape | None = None
+    positive_scale: bool = True
 
     @property
     def batch(self) -> int:
@@ -83,6 +85,7 @@ class Workload:
             is_causal=self.is_causal,
             needs_grad=needs_grad,
             mask=self.mask,
+            positive_scale=self.positive_scale,
         )
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from quorum_attention.kernels.odd_rows import mend_odd_rows_
 from quorum_attention.kernels.operators import operator_reason
 from quorum_attention.kernels.padding import pad_last
 from quorum_attention.kernels.protocol import CallShape, Extent
-from quorum_attention.kernels.rectangles import RectangleKernel
+from quorum_attention.kernels.rectangles import RectangleKernel, four_dims
 from quorum_attention.kernels.workspace import (
     RectangleSizes,
     backward_bytes,
@@ -60,6 +61,22 @@ class CpuKernel(RectangleKernel):
             scale=scale,
         )
         return out[..., : value.shape[-1]], lse
+
+    def whole_forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        causal: bool,
+        scale: float,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``RectangleKernel.whole_forward``; rows of scores that are not finite mended too."""
+        out, lse = super().whole_forward(query, key, value, causal, scale, bias, out_dtype)
+        mask = None if bias is None else four_dims(bias)
+        mend_odd_rows_(out, lse, query, key, causal, scale, mask)
+        return out, lse
 
     def rectangle_backward(
         self,

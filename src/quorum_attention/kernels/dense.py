@@ -2,9 +2,10 @@
 
 With S = scale Q K^T + bias, -inf where the task does not keep a pair,
 
-    lse = logsumexp(S),   P = exp(S - lse),   O = P V,
+    lse = logsumexp(S),   P = exp(S - lse),   O = P V
 
-and with the global lse and D = rowsum(dO * O),
+(in the forward by the largest score m of a row, P = exp(S - m) / rowsum(exp(S - m)), which is more
+exact), and with the global lse and D = rowsum(dO * O),
 
     dV = P^T dO,   dS = P * (dO V^T - D),   dQ = scale dS K,   dK = scale dS^T Q.
 
@@ -61,11 +62,11 @@ class DenseKernel:
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``forward`` allocates at any one time; quadratic in tokens."""
-        return _pair_bytes(call, extent) + _row_bytes(call, extent) + MERGE_WORKSPACE_BYTES
+        return _pair_bytes(call, extent, 1) + _row_bytes(call, extent) + MERGE_WORKSPACE_BYTES
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time; quadratic in tokens."""
-        return _pair_bytes(call, extent) + 2 * _row_bytes(call, extent)
+        return _pair_bytes(call, extent, 2) + 2 * _row_bytes(call, extent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +87,12 @@ def _forward_group(group: _Group, kept: torch.Tensor, state: Statistics) -> None
     at = (slice(group.batch, group.batch + 1), group.heads)
     dtype = state.out.dtype
     scores = _scores(group, kept, dtype)
-    lse = torch.logsumexp(scores, dim=-1)
-    out = _probabilities(scores, lse) @ group.value.to(dtype)
+    # By the sum, not by exp(S - lse): a large lse has few digits left for what is below 1.
+    largest = scores.amax(dim=-1)
+    p = _probabilities(scores, largest)
+    total = p.sum(dim=-1)
+    lse = largest + total.log()
+    out = (p @ group.value.to(dtype)).div_(total.masked_fill(total == 0.0, 1.0).unsqueeze(-1))
     merge_(state.out[at], state.lse[at], out.unsqueeze(0), lse.unsqueeze(0))
 
 
@@ -151,15 +156,18 @@ def _kept(task: TaskTensors) -> torch.Tensor:
 
 
 def _probabilities(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """P = exp(S - lse) in the place of S; rows without keys (lse -inf) are 0, not NaN."""
+    """exp(S - lse) in the place of S; rows without keys (lse -inf) are 0, not NaN.
+
+    ``lse`` may be any other reference of the rows, their largest score say.
+    """
     finite = lse.masked_fill(lse == -math.inf, 0.0)
     return scores.sub_(finite.unsqueeze(-1)).exp_()
 
 
-def _pair_bytes(call: CallShape, extent: Extent) -> int:
-    """Scores and one more matrix like them, full precision; boolean masks; the bias."""
+def _pair_bytes(call: CallShape, extent: Extent, matrices: int) -> int:
+    """So many matrices of scores at full precision; boolean masks; the bias, and it widened."""
     group = extent.query_heads // max(1, extent.key_heads)
-    matrices = 2 if call.mask is None else 3
+    matrices += call.mask is not None
     pairs = extent.n_tokens * extent.n_tokens
     bias = 0
     if call.mask is not None:

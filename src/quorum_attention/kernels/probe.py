@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 
@@ -46,6 +47,13 @@ class _Question:
     grouped: bool
     mask: MaskShape | None
     needs_grad: bool
+    positive_scale: bool
+
+    @property
+    def scales(self) -> tuple[float, ...]:
+        """Factors of the scores to try."""
+        usual = 1.0 / math.sqrt(max(1, self.head_dim))
+        return (usual,) if self.positive_scale else (-usual, 0.0)
 
 
 def probe(kernel: InnerKernel, call: CallShape, device: torch.device | None = None) -> str | None:
@@ -73,15 +81,16 @@ def probe(kernel: InnerKernel, call: CallShape, device: torch.device | None = No
             call.query_heads != call.key_heads,
             call.mask,
             call.needs_grad,
+            call.positive_scale,
         )
     )
 
 
 @functools.cache
 def _answer(question: _Question) -> str | None:
-    for is_causal in (False, True):
+    for is_causal, scale in product((False, True), question.scales):
         try:
-            wrong = _compare(question, is_causal)
+            wrong = _compare(question, is_causal, scale)
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
                 raise
@@ -90,16 +99,18 @@ def _answer(question: _Question) -> str | None:
         if wrong is not None:
             kind = "causal" if is_causal else "plain"
             dtype = str(question.dtype).removeprefix("torch.")
-            return f"it returned {wrong} for a {kind} {dtype} test on {question.device}"
+            sign = "" if question.positive_scale else f", scale {scale:.3g}"
+            return f"it returned {wrong} for a {kind} {dtype} test on {question.device}{sign}"
     return None
 
 
-def _compare(question: _Question, is_causal: bool) -> str | None:
+def _compare(question: _Question, is_causal: bool, scale: float) -> str | None:
     """Run the kernel and the reference; what is wrong with the kernel's results, or None."""
     n_keys = _QUERIES if is_causal else _KEYS
     inputs = _Inputs.random(question, n_keys)
-    exact = _run(DenseKernel(), inputs.to(dtype=torch.float64), is_causal, question.needs_grad)
-    found = _run(question.kernel, inputs.to(device=question.device), is_causal, question.needs_grad)
+    how = (is_causal, scale, question.needs_grad)
+    exact = _run(DenseKernel(), inputs.to(dtype=torch.float64), *how)
+    found = _run(question.kernel, inputs.to(device=question.device), *how)
     tolerance = _TOLERANCES.get(question.dtype, 1e-1)
     for name, reference in exact.items():
         result = found[name].to("cpu", torch.float64)
@@ -161,7 +172,7 @@ class _Inputs:
 
 
 def _run(
-    kernel: InnerKernel, inputs: _Inputs, is_causal: bool, needs_grad: bool
+    kernel: InnerKernel, inputs: _Inputs, is_causal: bool, scale: float, needs_grad: bool
 ) -> dict[str, torch.Tensor]:
     """The kernel's statistics, and gradients if wanted, of one task that is everything."""
     query, key, value, grad_out = inputs.query, inputs.key, inputs.value, inputs.grad_out
@@ -173,7 +184,7 @@ def _run(
         query=query,
         key=key,
         value=value,
-        scale=1.0 / math.sqrt(max(1, query.shape[-1])),
+        scale=scale,
         is_causal=is_causal,
         bias=inputs.bias,
     )

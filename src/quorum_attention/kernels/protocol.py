@@ -42,7 +42,11 @@ class MaskShape:
 
 @dataclass(frozen=True, slots=True)
 class CallShape:
-    """The shape of an attention call, as far as a kernel's yes or no depends on it."""
+    """The shape of an attention call, as far as a kernel's yes or no depends on it.
+
+    Attributes:
+        positive_scale: whether the factor of the scores is above 0 (its usual value is).
+    """
 
     device_type: str
     dtype: torch.dtype
@@ -53,6 +57,7 @@ class CallShape:
     is_causal: bool = False
     needs_grad: bool = False
     mask: MaskShape | None = None
+    positive_scale: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,7 +123,7 @@ class RectangleKernel(ABC):
             key: (b, hk, lk, d).
             value: (b, hk, lk, dv).
             causal: mask keys after the query; the rectangle is then a square.
-            scale: factor of the scores.
+            scale: factor of the scores, above 0 (``signed`` sees to that).
             bias: additive mask broadcastable to (b, h, lq, lk), or None.
 
         Returns:
@@ -146,7 +146,8 @@ class RectangleKernel(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients of one rectangle, given the *global* out and lse of its rows.
 
-        ``lse`` is finite everywhere. Returns the gradients of query, key and value.
+        ``lse`` is finite everywhere, ``scale`` above 0. Returns the gradients of query, key and
+        value.
         """
 
     def takes_whole(
@@ -171,10 +172,11 @@ class RectangleKernel(ABC):
 
         ``out_dtype`` is what the output will be stored as; a kernel that can returns it so.
         """
-        out, lse = self.rectangle_forward(query, key, value, causal, scale, bias)
+        upright, factor, _ = signed(query, scale)
+        out, lse = self.rectangle_forward(upright, key, value, causal, factor, bias)
         if bias is not None:
             # Operators differ on rows without keys (0 with lse 0, NaN); only those rows are mended.
-            dead = dead_rows(_four_dims(bias), query.shape[2], causal)
+            dead = dead_rows(four_dims(bias), query.shape[2], causal)
             out.masked_fill_(dead.unsqueeze(-1), 0.0)
             lse.masked_fill_(dead, -torch.inf)
         return out, lse
@@ -196,7 +198,11 @@ class RectangleKernel(ABC):
 
         ``grad_dtype`` is what the gradients will be stored as; a kernel that can returns them so.
         """
-        return self.rectangle_backward(grad_out, query, key, value, out, lse, causal, scale, bias)
+        upright, factor, sign = signed(query, scale)
+        grad_query, grad_key, grad_value = self.rectangle_backward(
+            grad_out, upright, key, value, out, lse, causal, factor, bias
+        )
+        return grad_query if sign == 1 else grad_query.mul_(sign), grad_key, grad_value
 
     def preferred_sizes(self, sizes: TaskSizes, r: Rectangle, backward: bool) -> tuple[int, int]:
         """Most (queries, keys) in one plain call, for speed alone; as they are unless overridden.
@@ -242,7 +248,7 @@ class RectangleKernel(ABC):
         self, task: TaskTensors, batch: Batch, state: Statistics, number: int
     ) -> None:
         given = task.bias(batch.first)
-        bias = None if given is None else _four_dims(given)
+        bias = None if given is None else four_dims(given)
         for pick in self._head_views(task):
             self._merge_rectangle(
                 query_rows(pick(task.query), batch),
@@ -264,7 +270,7 @@ class RectangleKernel(ABC):
         number: int,
     ) -> None:
         given = task.bias(batch.first)
-        bias = None if given is None else _four_dims(given)
+        bias = None if given is None else four_dims(given)
         scaling = grads.scaling
         undo = _Undo(2.0**-scaling.shift, scaling.unscale, scaling.overflow)
         for pick in self._head_views(task):
@@ -330,7 +336,7 @@ class RectangleKernel(ABC):
     def _add_gradients(
         self, p: _BackwardPiece, causal: bool, task: TaskTensors, undo: _Undo, number: int
     ) -> None:
-        grad_query, grad_key, grad_value = self.rectangle_backward(
+        grad_query, grad_key, grad_value = self.whole_backward(
             p.grad_out, p.query, p.key, p.value, p.out, p.lse, causal, task.scale, p.bias
         )
         with _merging(task, number):
@@ -444,12 +450,31 @@ def _planned_calls(
     )
 
 
+def signed(query: torch.Tensor, scale: float) -> tuple[torch.Tensor, float, float]:
+    """The queries and the factor above 0 that give the same scores as ``query`` and ``scale``.
+
+    Operators take the maximum of a row, and mask it with -inf, before they multiply by the factor:
+    with one of 0 or below they return NaN, or weights of the wrong end. The sign is exact anywhere
+    else: a query times -1, or for a factor of 0, times 0.
+
+    Returns:
+        queries (``query`` itself where ``scale`` is above 0), the factor, and the sign -1.0, 0.0 or
+        1.0, by which the gradient of these queries is to be multiplied.
+    """
+    if scale > 0:
+        return query, scale, 1.0
+    sign = -1.0 if scale < 0 else 0.0
+    # 0 times NaN or infinity is NaN, as in the scores.
+    return query * sign, abs(scale) or 1.0, sign
+
+
 def _first_pair(rectangle: Rectangle) -> Rectangle:
     q, k = rectangle.query_start, rectangle.key_start
     return Rectangle(q, q + 1, k, k + 1)
 
 
-def _four_dims(bias: torch.Tensor) -> torch.Tensor:
+def four_dims(bias: torch.Tensor) -> torch.Tensor:
+    """(b, h, lq, lk) of a mask, dimensions of size 1 before what it has."""
     return bias[(None,) * (4 - bias.dim())]
 
 

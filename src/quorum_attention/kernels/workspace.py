@@ -48,6 +48,7 @@ class RectangleSizes:
         dead_bytes: what finding rows without keys takes.
         work: bytes of an element of the statistics (4, or 8 for float64).
         task_rows: query rows of a whole task.
+        signed_query: whether a copy of the call's queries bears the sign of its scale.
     """
 
     batch: int
@@ -63,6 +64,7 @@ class RectangleSizes:
     aligned_bias_bytes: int
     dead_bytes: int
     task_rows: int
+    signed_query: bool = False
 
     @classmethod
     def of(cls, call: CallShape, extent: Extent, grouped: bool) -> RectangleSizes:
@@ -93,6 +95,7 @@ class RectangleSizes:
             aligned_bias_bytes=aligned,
             dead_bytes=dead,
             task_rows=extent.batch * extent.query_heads * extent.n_tokens,
+            signed_query=not call.positive_scale,
         )
 
     @property
@@ -109,6 +112,11 @@ class RectangleSizes:
     def shared_key_rows(self) -> int:
         """Key rows of one call, expanded to its query heads."""
         return self.batch * self.heads * self.keys
+
+    @property
+    def signed_bytes(self) -> int:
+        """The copy of the queries of one call that bears the sign of its scale."""
+        return self.rows * self.head_dim * self.item if self.signed_query else 0
 
     @property
     def lse_bytes(self) -> int:
@@ -129,10 +137,11 @@ class RectangleSizes:
 def forward_bytes(sizes: RectangleSizes, out_width: int, inside: int) -> int:
     """Bound of a forward whose operator holds ``inside`` bytes until it returns (out, lse)."""
     results = sizes.rows * out_width * sizes.item + sizes.lse_bytes
-    return sizes.bias_bytes + results + max(inside, sizes.after_bytes) + SLACK_BYTES
+    held = sizes.bias_bytes + sizes.signed_bytes + results
+    return held + max(inside, sizes.after_bytes) + SLACK_BYTES
 
 
 def backward_bytes(sizes: RectangleSizes, gradients: int, inside: int) -> int:
     """Bound of a backward that returns ``gradients`` bytes and holds ``inside`` until it does."""
-    held = sizes.bias_bytes + sizes.shifted_lse_bytes + gradients
+    held = sizes.bias_bytes + sizes.signed_bytes + sizes.shifted_lse_bytes + gradients
     return held + max(inside, MERGE_WORKSPACE_BYTES) + SLACK_BYTES

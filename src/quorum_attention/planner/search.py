@@ -41,6 +41,10 @@ _ISSUE_SECONDS = (60e-6, 200e-6)
 # More chunks than this only make more calls of a sweep.
 _MOST_SWEPT = 57
 _TRIPLES = ((7, 7, 7), (13, 7, 7), (13, 13, 7), (13, 13, 13))
+# Levels of the deepest of these: so many are run whatever the length, to no harm.
+_LISTED = 3
+# What a greater depth than theirs is made of.
+_DEEP = 7
 # A monolithic call shorter than this (seconds) is taken without looking further; a decomposed one
 # has to be predicted this much faster.
 _WORTH_COMPARING = 0.02
@@ -158,7 +162,7 @@ def refitted(
     less = schedule.trimmed
     if less is not None or _trims(pairs):
         less = _trimmed_tally(schedule.decomposition, pairs, kernel, backward=backward)
-    if schedule is found.schedule and less == schedule.trimmed:
+    if schedule is found.schedule and less == schedule.trimmed and work.positive_scale:
         return found
     schedule = replace(schedule, trimmed=less)
     paced = _paced(machine, kernel, pairs)
@@ -447,13 +451,31 @@ def _decompositions(work: Workload, request: Request, pairs: Pairs) -> tuple[Dec
             for chosen in _level_choices(pairs.verdict is not None)
             if request.depth is None or len(chosen) == request.depth
         ]
-        if request.depth is not None and request.depth > 3:
-            levels = [(7,) * request.depth]
+        if request.depth is not None and request.depth > _LISTED:
+            _check_depth(work.n_tokens, request)
+            levels = [(_DEEP,) * request.depth]
         useful = [chosen for chosen in levels if _is_useful(chosen, work.n_tokens, request)]
         levels = useful or levels[:1]
     return tuple(
         _decomposition(work.n_tokens, chosen, request.layout, request.tile) for chosen in levels
     )
+
+
+def _check_depth(n_tokens: int, request: Request) -> None:
+    """Refuse a depth at which nothing gets smaller: seven times the tasks of the one before."""
+    assert request.depth is not None
+    useful, tokens = 0, n_tokens
+    while useful < request.depth:
+        finer = _decomposition(n_tokens, (_DEEP,) * (useful + 1), request.layout, request.tile)
+        if finer.max_task_tokens >= tokens:
+            break
+        useful, tokens = useful + 1, finer.max_task_tokens
+    if useful < request.depth:
+        tiles = f" in tiles of {request.tile}" if request.layout == "aligned" else ""
+        raise ValueError(
+            f"depth must be at most {max(useful, _LISTED)} for {n_tokens} tokens{tiles}, got "
+            f"{request.depth}: the largest useful depth is {useful}, beyond it no task gets smaller"
+        )
 
 
 @lru_cache(maxsize=1024)

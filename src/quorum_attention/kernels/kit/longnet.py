@@ -146,7 +146,7 @@ class LongNetKernel:
         for part in self._parts(task):
             rows, columns = (slice(None), part.heads, part.rows), (slice(None), part.heads,
                                                                    part.columns)  # fmt: skip
-            found = inner.rectangle_backward(
+            found = inner.whole_backward(
                 self._wide(grads.grad_out[rows]),
                 self._wide(task.query[rows]),
                 self._wide(task.key[columns]),
