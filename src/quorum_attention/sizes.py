@@ -1,8 +1,9 @@
-"""Bytes as people write them: "2GiB" in, "1.50 GiB" out."""
+"""Bytes and counts as people write them: "2GiB" and "1M" in, "1.50 GiB" out."""
 
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 _UNITS = {
     "": 1,
@@ -20,18 +21,28 @@ _UNITS = {
     "tib": 1024**4,
     "tb": 1000**4,
 }
-_PATTERN = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*")
+# Of things that are counted, not measured in bytes, a suffix is a power of 1024 as well.
+_COUNTS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
+# An exponent of three digits already has no meaning, and longer ones would take all memory.
+_PATTERN = re.compile(
+    r"\s*(?P<number>([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]{1,2})?)\s*(?P<unit>[a-z]*)\s*",
+    re.IGNORECASE,
+)
+_LONGEST = 40  # characters: beyond it a text is no size, and error messages stay short
+_LARGEST = 1 << 63
 
 
 def parse_bytes(value: int | str, name: str = "budget") -> int:
-    """Bytes of ``value``: a whole number of bytes, or text such as "512MiB", "2 GiB", "1.5GB".
+    """Bytes of ``value``: a whole number of bytes, or text such as "512MiB", "2 GiB", "1.5GB",
+    "1e9".
 
     Binary units (KiB, MiB, GiB, TiB; also K, M, G, T) are powers of 1024, decimal ones (KB, MB,
-    GB, TB) powers of 1000; case does not matter.
+    GB, TB) powers of 1000; case does not matter. A fraction of a byte is dropped.
 
     Raises:
         TypeError: ``value`` is neither an int nor a str.
-        ValueError: it is negative or not of that form; ``name`` says which argument it was.
+        ValueError: it is negative, not of that form, or beyond 64 bits; ``name`` says which
+            argument it was.
     """
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise TypeError(
@@ -41,13 +52,46 @@ def parse_bytes(value: int | str, name: str = "budget") -> int:
         if value < 0:
             raise ValueError(f"{name} must not be negative, got {value}")
         return value
-    match = _PATTERN.fullmatch(value)
-    if match is None or match[2].lower() not in _UNITS:
+    found = _parsed(value, _UNITS)
+    if found is None:
         raise ValueError(
-            f"{name} must be a number of bytes or text such as '512MiB', '2GiB' or '1.5GB', "
-            f"got {value!r}"
+            f"{name} must be a number of bytes or text such as '512MiB', '2GiB', '1.5GB' or "
+            f"'1e9', got {_shortened(value)}"
         )
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    return int(found)
+
+
+def parse_count(text: str) -> int:
+    """A positive whole number from text: "1048576", "1_048_576", "1,048,576", "1e6", "128K", "1M".
+
+    K, M and G are powers of 1024, as sequence lengths usually are: "1M" is 1,048,576, and a
+    million is "1e6".
+
+    Raises:
+        ValueError: it is not of that form, not whole, below 1 or beyond 64 bits.
+    """
+    found = _parsed(text.replace(",", "").replace("_", ""), _COUNTS)
+    if found is None or found.denominator != 1:
+        raise ValueError(
+            f"must be a whole number such as 1048576, 1,048,576, 1e6, 128K or 1M "
+            f"(1M is 1,048,576), got {_shortened(text)}"
+        )
+    if found < 1:
+        raise ValueError(f"must be at least 1, got {_shortened(text)}")
+    return int(found)
+
+
+def _parsed(text: str, units: dict[str, int]) -> Fraction | None:
+    """``text`` as an exact number, None where it is none."""
+    match = _PATTERN.fullmatch(text) if len(text) <= _LONGEST else None
+    if match is None or match["unit"].lower() not in units:
+        return None
+    found = Fraction(match["number"]) * units[match["unit"].lower()]
+    return found if found < _LARGEST else None
+
+
+def _shortened(text: str) -> str:
+    return repr(text if len(text) <= _LONGEST else f"{text[:_LONGEST]}...")
 
 
 def format_bytes(n_bytes: int | float) -> str:
