@@ -177,7 +177,7 @@ def _end(entries: list[_Entry]) -> int:
     return max((entry.stop for entry in entries), default=0)
 
 
-class _Repeated(ValueError):
+class _RepeatedNameError(ValueError):
     """A name that occurs twice in a JSON object."""
 
 
@@ -185,7 +185,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise _Repeated(next(name for name in names if names.count(name) > 1))
+        raise _RepeatedNameError(next(name for name in names if names.count(name) > 1))
     return found
 
 
@@ -203,7 +203,7 @@ def _entries(path: Path_, text: bytes, n_bytes: int) -> list[_Entry]:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=_without_repeats)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not a safetensors file: its header is not UTF-8") from error
-    except _Repeated as error:
+    except _RepeatedNameError as error:
         raise ValueError(f"{path} is corrupt: its header has {error.args[0]!r} twice") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a safetensors file: its header is no JSON") from error

@@ -45,21 +45,28 @@ _ACCEPTED = {
 
 def add_to(commands: Any) -> None:
     """Add the command."""
-    parser = commands.add_parser(
+    parser = shared.add_command(
+        commands,
         "recover",
-        help="watch a call that runs out of memory come back with the exact answer",
-        description=__doc__,
+        "watch a call that runs out of memory come back with the exact answer",
+        __doc__,
     )
-    shared.add_sizes(parser, tokens_required=False)
-    shared.add_budget(parser, "the memory limit for both methods, e.g. 64MiB")
+    shared.add_sizes(
+        parser,
+        tokens_required=False,
+        usual_tokens="262,144; 16,384 on a CPU",
+        usual_dtype="float16; float32 on a CPU",
+    )
+    shared.add_budget(
+        parser, "the memory limit for both methods, e.g. 64MiB (default: too little for torch)"
+    )
     shared.add_device(parser)
     parser.add_argument("--qkv", metavar="FILE", help="safetensors file with your own tensors")
     parser.add_argument("--forward-only", action="store_true", help="no gradients")
-    parser.add_argument(
-        "--picture", default="quorum-attention-out/recover.png", help="where to draw (PNG)"
-    )
+    shared.add_draw(parser, "it", "quorum-attention-out/recover.png")
     parser.add_argument("--seed", type=int, default=0, help="of random inputs")
     shared.add_json(parser)
+    shared.add_glossary(parser)
     parser.set_defaults(run=_run)
 
 
@@ -109,7 +116,7 @@ def _run(options: argparse.Namespace) -> int:
         if ours.ran:
             _check(setting, outcomes)
         recovered = _is_recovered(setting, ours)
-        picture = _draw(setting, outcomes, options.picture)
+        picture = _draw(setting, outcomes, options.draw)
         if options.json:
             print_json(_as_json(setting, outcomes, recovered, picture))
         else:
