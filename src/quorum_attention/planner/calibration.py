@@ -226,12 +226,7 @@ def _measured(bench: _Bench, progress: Callable[[str], object]) -> list[dict[str
             )
         if len(rounds) < _ROUNDS:
             continue
-        wrong = []
-        for name in rounds[0]:
-            values = [found[name] for found in rounds]
-            limit = _RATE_SPREAD if name.startswith("head_dim") else _OTHER_SPREAD
-            if name not in _UNCHECKED and _apart(name, values) > limit:
-                wrong.append(f"{name} ({', '.join(f'{value:.3g}' for value in values)})")
+        wrong = _disagreeing(rounds)
         if not wrong:
             return rounds
         if len(rounds) == _MOST_ROUNDS:
@@ -240,6 +235,17 @@ def _measured(bench: _Bench, progress: Callable[[str], object]) -> list[dict[str
                 f"{'; '.join(wrong)}. Something else keeps the machine busy, or its clock changes: "
                 f"try again when it is quiet"
             )
+
+
+def _disagreeing(rounds: list[dict[str, float]]) -> list[str]:
+    """The figures whose two best measurements are too far apart, with all of them."""
+    wrong = []
+    for name in rounds[0]:
+        values = [found[name] for found in rounds]
+        limit = _RATE_SPREAD if name.startswith("head_dim") else _OTHER_SPREAD
+        if name not in _UNCHECKED and _apart(name, values) > limit:
+            wrong.append(f"{name} ({', '.join(f'{value:.3g}' for value in values)})")
+    return wrong
 
 
 def _filling(causal: float, rate: float, bench: _Bench) -> float:

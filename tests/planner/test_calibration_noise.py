@@ -1,0 +1,172 @@
+"""What a busy machine measures is not remembered as a fact about it: everything is measured several
+times, the best is kept, and what disagrees with itself is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from quorum_attention.cli import main
+from quorum_attention.errors import CalibrationError
+from quorum_attention.planner import calibration
+from quorum_attention.planner.calibration import (
+    cache_file,
+    calibrate,
+    cpu_name,
+    device_key,
+    machine_of,
+)
+from quorum_attention.planner.machine import assumed
+
+CPU = torch.device("cpu")
+# What a quiet machine measures.
+QUIET = {
+    "head_dim 64 forward": 9e10,
+    "head_dim 64 backward": 8e10,
+    "head_dim 128 forward": 7e10,
+    "head_dim 128 backward": 6e10,
+    "causal": 5e10,
+    "merge_bytes_per_second": 3e10,
+    "up_bytes_per_second": 2e10,
+    "down_bytes_per_second": 2e10,
+    "call_seconds": 1e-4,
+    "backward_call_seconds": 2e-4,
+    "plan_seconds": 1e-3,
+}
+Noise = Callable[[int, str], float]
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Noise], None]]:
+    """Takes by how much everything is slowed down, by round and figure."""
+
+    def forget() -> None:
+        calibration._known.cache_clear()
+        machine_of.cache_clear()
+
+    def set_noise(noise: Noise) -> None:
+        def take(bench: object, number: int) -> dict[str, float]:
+            return {
+                name: right * noise(number, name)
+                if name.endswith("_seconds")
+                else right / noise(number, name)
+                for name, right in QUIET.items()
+            }
+
+        monkeypatch.setattr(calibration._Bench, "round", take)
+
+    monkeypatch.setenv("QUORUM_ATTENTION_CACHE", str(tmp_path))
+    forget()
+    yield set_noise
+    forget()
+
+
+def test_the_fake_measures_what_the_bench_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration._Bench, "seconds", lambda bench, run, at_least: 1e-3)
+    assert calibration._Bench(CPU, torch.float32).round(0).keys() == QUIET.keys()
+
+
+def test_the_best_is_kept_and_the_spread_shown(measured: Callable[[Noise], None]) -> None:
+    measured(lambda number, name: (4.0, 1.0, 1.1)[number])
+    told: list[str] = []
+    found = calibrate("cpu", torch.float32, told.append)
+    assert found.rounds == len(told) == 3
+    assert found.figures["flops"] == {"64": [9e10, 8e10], "128": [7e10, 6e10]}
+    assert found.figures["call_seconds"] == 1e-4
+    assert found.figures["up_bytes_per_second"] == 2e10
+    assert list(found.spread.values()) == pytest.approx([4.0] * len(QUIET))
+    machine = machine_of(CPU, torch.float32, 128)
+    assert (machine.flops, machine.backward_flops) == (7e10, 6e10)
+    assert machine.measured
+
+
+def test_another_round_is_taken_where_two_do_not_agree(measured: Callable[[Noise], None]) -> None:
+    measured(lambda number, name: (8.0, 3.0, 1.0, 2.0, 1.15, 1.0)[number])
+    found = calibrate("cpu", torch.float32)
+    assert found.rounds == 5
+    assert found.figures["flops"]["64"] == [9e10, 8e10]
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_what_disagrees_with_itself_is_not_stored(
+    measured: Callable[[Noise], None], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured(lambda number, figure: 1.0)
+    calibrate("cpu", torch.float32)
+    before = cache_file().read_bytes()
+    measured(lambda number, figure: 2.0**number if figure == name else 1.0)
+    if name == "plan_seconds":  # of a shape that is new: there is no second time
+        calibrate("cpu", torch.float32)
+        return
+    with pytest.raises(CalibrationError, match=f"nothing was stored: {name} "):
+        calibrate("cpu", torch.float32)
+    assert main(["calibrate", "--device", "cpu"]) == 2
+    assert "try again when it is quiet" in capsys.readouterr().err.splitlines()[-1]
+    assert cache_file().read_bytes() == before
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_what_cannot_be_is_not_stored(measured: Callable[[Noise], None], value: float) -> None:
+    measured(lambda number, name: value)
+    with pytest.raises(CalibrationError, match="cannot be"):
+        calibrate("cpu", torch.float32)
+    assert not cache_file().exists()
+
+
+def test_a_busy_machine_is_right_or_refused(measured: Callable[[Noise], None]) -> None:
+    """Every other measurement is up to thirty times slower than it should be."""
+    stored = refused = 0
+    for seed in range(200):
+        draw = random.Random(seed)
+
+        def noise(number: int, name: str, draw: random.Random = draw) -> float:
+            return draw.uniform(1.0, 1.05) if draw.random() < 0.6 else draw.uniform(2, 30)
+
+        measured(noise)
+        try:
+            found = calibrate("cpu", torch.float32)
+        except CalibrationError:
+            refused += 1
+            continue
+        stored += 1
+        right = [rate for d in ("64", "128") for rate in found.figures["flops"][d]]
+        off = [a / b for a, b in zip(list(QUIET.values())[:4], right, strict=True)]
+        # Two that are wrong by the same factor are not told from two that are right.
+        assert max(off) < 1.06 or max(off) > 2
+        stored -= max(off) > 2
+    assert stored > 100
+    assert refused > 0
+
+
+def test_a_profile_belongs_to_a_model_and_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cpu_name() in device_key(CPU, torch.float32)
+    assert "\n" not in cpu_name()
+    assert cpu_name()
+    keys = set()
+    for name in ("Quick 9000", "Slow 10"):
+        for threads in (2, 4):
+            monkeypatch.setattr(calibration, "cpu_name", lambda name=name: name)
+            monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+            keys.add(device_key(CPU, torch.float32))
+    assert len(keys) == 4
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), None, "quick", [1]])
+@pytest.mark.parametrize("name", ["call_seconds", "filling_causal", "flops"])
+def test_stored_figures_that_cannot_be_are_not_used(
+    measured: Callable[[Noise], None], name: str, value: object
+) -> None:
+    measured(lambda number, figure: 1.0)
+    calibrate("cpu", torch.float32)
+    stored = json.loads(cache_file().read_text())
+    entry = stored[device_key(CPU, torch.float32)]
+    entry[name] = {"64": [value, value], "128": [value, value]} if name == "flops" else value
+    cache_file().write_text(json.dumps(stored))
+    calibration._known.cache_clear()
+    machine_of.cache_clear()
+    assert machine_of(CPU, torch.float32, 64) == assumed("cpu", torch.float32, 64)
