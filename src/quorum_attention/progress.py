@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
     stay."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _Lines(console)
+        yield _Lines()
         return
     columns = (
         TextColumn("{task.description}"),
@@ -52,8 +53,7 @@ def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
 class _Lines:
     """Progress for whoever reads a file or a pipe."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self) -> None:
         self._opened = time.monotonic()
         # When, and with what share of it done, a label was first heard of, and last had a line.
         self._first: dict[str, tuple[float, float]] = {}
@@ -71,7 +71,7 @@ class _Lines:
         if known < share < 1:
             left = f", about {(now - began) * (1 - share) / (share - known):.0f} s left"
         spent = now - self._opened
-        _line(self._console, f"{label}: {done} of {total} after {spent:.0f} s{left}")
+        _line(f"{label}: {done} of {total} after {spent:.0f} s{left}")
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def status_line(first: str) -> Iterator[Callable[[str], None]]:
     """A callable that says what is being done: in place in a terminal, a line each elsewhere."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda text: _line(console, text)
+        yield _line
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
@@ -87,5 +87,5 @@ def status_line(first: str) -> Iterator[Callable[[str], None]]:
         yield lambda text: progress.update(shown, description=text)
 
 
-def _line(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+def _line(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

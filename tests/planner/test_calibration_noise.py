@@ -3,8 +3,11 @@ times, the best is kept, and what disagrees with itself is refused."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -59,6 +62,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
             }
 
         monkeypatch.setattr(calibration._Bench, "round", take)
+        monkeypatch.setattr(calibration, "_waited_seconds", lambda: 0.0)
 
     monkeypatch.setenv("QUORUM_ATTENTION_CACHE", str(tmp_path))
     forget()
@@ -67,7 +71,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 
 
 def test_the_fake_measures_what_the_bench_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration._Bench, "seconds", lambda bench, run, at_least: 1e-3)
+    monkeypatch.setattr(calibration._Bench, "seconds", lambda bench, run, *seconds: 1e-3)
     assert calibration._Bench(CPU, torch.float32).round(0).keys() == QUIET.keys()
 
 
@@ -103,11 +107,41 @@ def test_what_disagrees_with_itself_is_not_stored(
     if name == "plan_seconds":  # of a shape that is new: there is no second time
         calibrate("cpu", torch.float32)
         return
-    with pytest.raises(CalibrationError, match=f"nothing was stored: {name} "):
+    with pytest.raises(CalibrationError, match=f"disagree with each other: {name} "):
         calibrate("cpu", torch.float32)
     assert main(["calibrate", "--device", "cpu"]) == 2
     assert "try again when it is quiet" in capsys.readouterr().err.splitlines()[-1]
     assert cache_file().read_bytes() == before
+
+
+def test_a_core_that_is_shared_all_the_time_is_noticed(
+    measured: Callable[[Noise], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything takes twice as long, every time: nothing disagrees."""
+    measured(lambda number, name: 2.0)
+    waited = itertools.count()
+    monkeypatch.setattr(calibration, "_waited_seconds", lambda: float(next(waited)))
+    with pytest.raises(CalibrationError, match="nothing was stored: in 6 of 6 rounds this process"):
+        calibrate("cpu", torch.float32)
+    assert not cache_file().exists()
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the system does not say")
+def test_waiting_for_a_core_is_counted() -> None:
+    """Two threads of work that never waits for anything, on one core: each waits for the other."""
+    spin = "import time\nend = time.monotonic() + 1.0\nwhile time.monotonic() < end: pass\n"
+    count = (
+        "import os, subprocess, sys\n"
+        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "from quorum_attention.planner.calibration import _waited_seconds\n"
+        f"other = subprocess.Popen([sys.executable, '-c', {spin!r}])\n"
+        "before = _waited_seconds()\n"
+        f"exec({spin!r})\n"
+        "print(_waited_seconds() - before)\n"
+        "other.wait()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", count], capture_output=True, text=True, check=True)
+    assert float(done.stdout) > 0.15
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])

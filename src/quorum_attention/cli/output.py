@@ -6,14 +6,18 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
 # Of tables, where nobody says how wide the place is that they will be read in.
 _PIPE_COLUMNS = 132
+# Rows that can stand side by side; and words no longer than this are not broken.
+_FEW, _LONGEST_WORD = 4, 24
 
 
 def console() -> Console:
@@ -43,7 +47,8 @@ def show_table(
     left: Sequence[str] = (),
     red: Sequence[int] = (),
 ) -> None:
-    """Print a table as the width allows: upright, on its side, or row by row.
+    """Print a table as the width allows: upright, on its side, with cells of several lines, or row
+    by row.
 
     Args:
         columns: their headings.
@@ -53,30 +58,50 @@ def show_table(
         red: numbers of rows that stand out.
     """
     out = console()
+    endless = out.options.update(width=1000)
     if title:
         say(title)
-    words = {columns[0], *left}
-    upright = Table()
-    for column in columns:
-        upright.add_column(column, justify="left" if column in words else "right", no_wrap=True)
-    for number, row in enumerate(rows):
-        upright.add_row(*row, style="red" if number in red else None)
-    if Measurement.get(out, out.options, upright).maximum <= out.width:
+    styles = ["red" if number in red else None for number in range(len(rows))]
+    words = [column == columns[0] or column in left for column in columns]
+    upright = _table(columns, rows, words, styles)
+    whole = Measurement.get(out, endless, upright)
+    if whole.maximum <= out.width:
         out.print(upright)
         return
-    sideways = Table()
-    for heading in (columns[0], *(row[0] for row in rows)):
-        sideways.add_column(heading)
-    for place, column in enumerate(columns[1:], 1):
-        sideways.add_row(column, *(row[place] for row in rows))
-    if Measurement.get(out, out.options.update(width=1000), sideways).minimum <= out.width:
-        out.print(sideways)
+    if len(rows) <= _FEW:
+        turned = [list(line) for line in zip(columns, *rows, strict=True)]
+        sideways = _table(turned[0], turned[1:], [True] * len(turned[0]))
+        if Measurement.get(out, endless, sideways).minimum <= out.width:
+            out.print(sideways)
+            return
+    if whole.minimum <= out.width:
+        out.print(upright)
         return
-    for number, row in enumerate(rows):
-        single = Table(show_header=False)
-        for heading, cell in zip(columns, row, strict=True):
-            single.add_row(heading, cell, style="red" if number in red else None)
-        out.print(single)
+    for row, style in zip(rows, styles, strict=True):
+        out.print(
+            _table((), list(zip(columns, row, strict=True)), [True, True], [style] * len(row))
+        )
+
+
+def _table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    words: Sequence[bool],
+    styles: Sequence[str | None] = (),
+) -> Table:
+    """A table whose lines break between words only; without columns, one without a heading."""
+    table = Table(show_header=bool(columns))
+    for place, is_words in enumerate(words):
+        cells = [*columns[place : place + 1], *(row[place] for row in rows)]
+        longest = max((len(word) for cell in cells for word in cell.split()), default=0)
+        table.add_column(
+            columns[place] if columns else "",
+            justify="left" if is_words else "right",
+            min_width=min(longest, _LONGEST_WORD),
+        )
+    for row, style in zip_longest(rows, styles):
+        table.add_row(*(Text(cell) for cell in row), style=style)
+    return table
 
 
 def print_json(result: dict[str, Any]) -> None:

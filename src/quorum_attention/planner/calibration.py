@@ -17,6 +17,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -43,6 +44,8 @@ _ROUNDS, _MOST_ROUNDS = 3, 6
 # How far the two best measurements of a figure may be apart: rates of seconds are steadier than
 # those of microseconds, and a shape is new only once.
 _RATE_SPREAD, _OTHER_SPREAD = 1.2, 1.5
+# Of its time, a process that is left alone waits less than this for a core.
+_WAITING = 0.1
 _UNCHECKED = ("plan_seconds",)
 
 
@@ -125,7 +128,7 @@ class Calibration:
         figures: as in the file; the best of all rounds.
         path: the file.
         seconds: how long it took.
-        rounds: how often everything was measured.
+        rounds: how often everything was measured, undisturbed.
         spread: by figure, its worst measurement over its best, as a factor of at least 1.
     """
 
@@ -209,32 +212,53 @@ def _apart(name: str, values: list[float]) -> float:
 
 
 def _measured(bench: _Bench, progress: Callable[[str], object]) -> list[dict[str, float]]:
-    """Rounds of measurements, until every figure has been seen twice.
+    """Rounds of measurements, until every figure has been seen twice by a process left alone.
 
     Raises:
         CalibrationError: some have not, after as many rounds as there is patience for.
     """
     rounds: list[dict[str, float]] = []
-    while True:
-        progress(f"round {len(rounds) + 1} of at least {_ROUNDS}")
-        rounds.append(bench.round(len(rounds)))
-        broken = [n for n, v in rounds[-1].items() if not (math.isfinite(v) and v > 0)]
+    busy: list[float] = []
+    for number in range(_MOST_ROUNDS):
+        progress(f"round {number + 1} of at least {_ROUNDS}")
+        began, waited = time.perf_counter(), _waited_seconds()
+        found = bench.round(number)
+        share = (_waited_seconds() - waited) / (time.perf_counter() - began) / bench.threads
+        broken = [name for name, value in found.items() if not (math.isfinite(value) and value > 0)]
         if broken:
             raise CalibrationError(
-                f"{broken[0]} was measured as {rounds[-1][broken[0]]}, which cannot be; nothing "
-                f"was stored"
+                f"{broken[0]} was measured as {found[broken[0]]}, which cannot be; nothing was "
+                f"stored"
             )
-        if len(rounds) < _ROUNDS:
+        if share > _WAITING:
+            # However often it is repeated, half of a core stays half of a core.
+            busy.append(share)
             continue
-        wrong = _disagreeing(rounds)
-        if not wrong:
+        rounds.append(found)
+        if len(rounds) >= _ROUNDS and not _disagreeing(rounds):
             return rounds
-        if len(rounds) == _MOST_ROUNDS:
-            raise CalibrationError(
-                f"measurements disagree with each other, so nothing was stored: "
-                f"{'; '.join(wrong)}. Something else keeps the machine busy, or its clock changes: "
-                f"try again when it is quiet"
-            )
+    why = []
+    if busy:
+        why.append(
+            f"in {len(busy)} of {_MOST_ROUNDS} rounds this process waited for the CPU, up to "
+            f"{max(busy):.0%} of the time"
+        )
+    if len(rounds) > 1 and _disagreeing(rounds):
+        why.append(f"measurements disagree with each other: {'; '.join(_disagreeing(rounds))}")
+    raise CalibrationError(
+        f"nothing was stored: {'; '.join(why)}. Something else keeps the machine busy, or its "
+        f"clock changes: try again when it is quiet"
+    )
+
+
+def _waited_seconds() -> float:
+    """How long the threads of this process have been ready to run while others had the cores; 0
+    where the system does not say."""
+    waited = 0
+    for thread in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError, ValueError, IndexError):  # it may be gone by now
+            waited += int(thread.read_text(encoding="ascii").split()[1])
+    return waited / 1e9
 
 
 def _disagreeing(rounds: list[dict[str, float]]) -> list[str]:
@@ -260,12 +284,15 @@ class _Bench:
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
         self.on_cuda = device.type == "cuda"
+        self.threads = 1 if self.on_cuda else torch.get_num_threads()  # that do the work
         base = assumed(device.type, dtype)
         # Whole waves, so that what is timed is the rate and not the last wave.
         self.rows = 8 * base.wave_rows if self.on_cuda else 2048
         if self.on_cuda:
             self.rows = 8 * 128 * torch.cuda.get_device_properties(device).multi_processor_count
         self.other = 65_536 if self.on_cuda else 2048
+        # A GPU's clock falls within its first second of work.
+        self.warm = 0.7 if self.on_cuda else 0.0
         self.causal_rows = self.rows // 2
 
     def round(self, number: int) -> dict[str, float]:
@@ -288,11 +315,12 @@ class _Bench:
     def random(self, rows: int, head_dim: int) -> torch.Tensor:
         return torch.randn(1, 1, rows, head_dim, device=self.device).to(self.dtype)
 
-    def seconds(self, run: Callable[[], object], at_least: float) -> float:
-        """Median of runs that together take ``at_least`` seconds, as long again for warming up."""
-        for _ in range(2):
+    def seconds(self, run: Callable[[], object], at_least: float, warm: float = 0.0) -> float:
+        """Median of runs that together take ``at_least`` seconds, after as long, or ``warm``, of
+        warming up."""
+        for lasting in (max(warm, at_least), at_least):
             times: list[float] = []
-            while sum(times) < at_least or len(times) < 3:
+            while sum(times) < lasting or len(times) < 3:
                 self._wait()
                 started = time.perf_counter()
                 run()
@@ -311,7 +339,7 @@ class _Bench:
         query, grad = self.random(self.rows, head_dim), self.random(self.rows, head_dim)
         key, value = self.random(self.other, head_dim), self.random(self.other, head_dim)
         spent = self.seconds(
-            lambda: kernel.rectangle_forward(query, key, value, False, scale, None), 0.3
+            lambda: kernel.rectangle_forward(query, key, value, False, scale, None), 0.3, self.warm
         )
         # A backward is parallel over keys: the long side is theirs.
         query, key = key, query
@@ -322,6 +350,7 @@ class _Bench:
                 grad, query, key, value, out, lse, False, scale, None
             ),
             0.3,
+            self.warm,
         )
         return flops / spent, 2.5 * flops / backward
 
