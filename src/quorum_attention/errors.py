@@ -12,6 +12,10 @@ class OutOfMemoryError(_TorchOutOfMemory):  # type: ignore[misc, valid-type]
     """The call ran out of memory and no finer plan was left (or the plan was pinned)."""
 
 
+class CalibrationError(RuntimeError):
+    """Measurements of a device disagree with each other; nothing was stored."""
+
+
 class BudgetError(OutOfMemoryError):
     """The budget is too small to work in; raised before any work.
 

@@ -1,27 +1,45 @@
-"""A progress bar with the time left, on stderr."""
+"""Progress on stderr: a bar with the time left in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+# Plain lines: none sooner than this after another, and none for what is done before the first.
+_SECONDS = 2.0
+# ... and none for less than this share of the work, but after a minute.
+_SHARE = 0.1
+_PATIENCE = 60.0
 
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
-    """A callable (done, total, label) that draws; the bar goes away with the ``with`` block."""
+    """A callable (done, total, label) that draws; a bar goes away with the ``with`` block, lines
+    stay."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _Lines()
+        return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
     )
-    console = Console(stderr=True)
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         ids = {}
 
         def update(done: int, total: int, label: str) -> None:
@@ -30,3 +48,44 @@ def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
             bar.update(ids[label], completed=done, total=total)
 
         yield update
+
+
+class _Lines:
+    """Progress for whoever reads a file or a pipe."""
+
+    def __init__(self) -> None:
+        self._opened = time.monotonic()
+        # When, and with what share of it done, a label was first heard of, and last had a line.
+        self._first: dict[str, tuple[float, float]] = {}
+        self._last: dict[str, tuple[float, float]] = {}
+
+    def __call__(self, done: int, total: int, label: str) -> None:
+        now, share = time.monotonic(), done / max(1, total)
+        began, known = self._first.setdefault(label, (now, share))
+        when, told = self._last.setdefault(label, (self._opened, 0.0))
+        waited = now - when
+        if waited < _SECONDS or (share - told < _SHARE and share < 1 and waited < _PATIENCE):
+            return
+        self._last[label] = now, share
+        left = ""
+        if known < share < 1:
+            left = f", about {(now - began) * (1 - share) / (share - known):.0f} s left"
+        spent = now - self._opened
+        _line(f"{label}: {done} of {total} after {spent:.0f} s{left}")
+
+
+@contextmanager
+def status_line(first: str) -> Iterator[Callable[[str], None]]:
+    """A callable that says what is being done: in place in a terminal, a line each elsewhere."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _line
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        shown = progress.add_task(first, total=None)
+        yield lambda text: progress.update(shown, description=text)
+
+
+def _line(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Bytes as people write them: "2GiB" in, "1.50 GiB" out."""
+"""Bytes and counts as people write them: "2GiB" and "1M" in, "1.50 GiB" out."""
 
 from __future__ import annotations
 
@@ -24,18 +24,25 @@ _UNITS = {
     "tib": 1024**4,
     "tb": 1000**4,
 }
-_PATTERN = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*")
-
-
+# Of things that are counted, not measured in bytes, a suffix is a power of 1024 as well.
+_COUNTS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
+# An exponent of three digits already has no meaning, and longer ones would take all memory.
+_PATTERN = re.compile(
+    r"\s*(?P<number>([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]{1,2})?)\s*(?P<unit>[a-z]*)\s*",
+    re.IGNORECASE,
+)
+# Characters of a number: nothing that long fits, and Python refuses to read thousands of digits.
+_LONGEST = 40
 # More than any machine has; what a tensor can be counted in.
-_MOST_BYTES = 2**63 - 1
+_LIMIT = 2**63
 
 
 def parse_bytes(value: Any, name: str = "budget") -> int:
-    """Bytes of ``value``: a whole number of bytes, or text such as "512MiB", "2 GiB", "1.5GB".
+    """Bytes of ``value``: a whole number of bytes, or text such as "512MiB", "2 GiB", "1.5GB",
+    "1e9".
 
     Binary units (KiB, MiB, GiB, TiB; also K, M, G, T) are powers of 1024, decimal ones (KB, MB,
-    GB, TB) powers of 1000; case does not matter.
+    GB, TB) powers of 1000; case does not matter. A fraction of a byte is dropped.
 
     Raises:
         TypeError: ``value`` is neither an integer (Python's or NumPy's) nor a str.
@@ -43,18 +50,16 @@ def parse_bytes(value: Any, name: str = "budget") -> int:
             argument it was.
     """
     if isinstance(value, str):
-        match = _PATTERN.fullmatch(value)
-        if match is None or match[2].lower() not in _UNITS:
+        found = _parsed(value, _UNITS)
+        if found is None:
             raise ValueError(
-                f"{name} must be a number of bytes or text such as '512MiB', '2GiB' or '1.5GB', "
-                f"got {shown(value)}"
+                f"{name} must be a number of bytes or text such as '512MiB', '2GiB', '1.5GB' or "
+                f"'1e9', got {shown(value)}"
             )
-        # Nothing that long fits, and Python refuses to read thousands of digits.
-        short = len(match[1]) <= 40
-        n_bytes = int(Fraction(match[1]) * _UNITS[match[2].lower()]) if short else _MOST_BYTES + 1
+        n_bytes = int(found)
     else:
         try:
-            n_bytes = whole_number(value, name, -_MOST_BYTES)
+            n_bytes = whole_number(value, name, 1 - _LIMIT)
         except TypeError:
             raise TypeError(
                 f"{name} must be a number of bytes or text such as '2GiB', "
@@ -62,9 +67,39 @@ def parse_bytes(value: Any, name: str = "budget") -> int:
             ) from None
     if n_bytes < 0:
         raise ValueError(f"{name} must not be negative, got {n_bytes}")
-    if n_bytes > _MOST_BYTES:
+    if n_bytes >= _LIMIT:
         raise ValueError(f"{name} must be less than 2**63 bytes, got {shown(value)}")
     return n_bytes
+
+
+def parse_count(text: str) -> int:
+    """A positive whole number from text: "1048576", "1_048_576", "1,048,576", "1e6", "128K", "1M".
+
+    K, M and G are powers of 1024, as sequence lengths usually are: "1M" is 1,048,576, and a
+    million is "1e6".
+
+    Raises:
+        ValueError: it is not of that form, not whole, below 1 or 2**63 or more.
+    """
+    found = _parsed(text.replace(",", "").replace("_", ""), _COUNTS)
+    if found is None or found.denominator != 1 or found >= _LIMIT:
+        raise ValueError(
+            f"must be a whole number such as 1048576, 1,048,576, 1e6, 128K or 1M "
+            f"(1M is 1,048,576), got {shown(text)}"
+        )
+    if found < 1:
+        raise ValueError(f"must be at least 1, got {shown(text)}")
+    return int(found)
+
+
+def _parsed(text: str, units: dict[str, int]) -> Fraction | None:
+    """``text`` as an exact number, None where it is none; one too long to read is the limit."""
+    match = _PATTERN.fullmatch(text)
+    if match is None or match["unit"].lower() not in units:
+        return None
+    if len(match["number"]) > _LONGEST:
+        return Fraction(_LIMIT)
+    return Fraction(match["number"]) * units[match["unit"].lower()]
 
 
 def format_bytes(n_bytes: int | float) -> str:

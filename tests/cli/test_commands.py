@@ -116,9 +116,19 @@ def test_recover_really_fails_and_comes_back(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """torch's own allocator refuses under the limit; ours returns and is right."""
-    sizes = ["--tokens", "8192", "--heads", "16", "--budget", "24MiB", "--device", "cpu"]
+    sizes = [
+        "--tokens",
+        "8192",
+        "--heads",
+        "16",
+        "--budget",
+        "24MiB",
+        "--device",
+        "cpu",
+        "--causal",
+    ]
     picture = str(tmp_path / "picture.png")
-    assert main(["recover", *sizes, "--json", "--picture", picture, "--forward-only"]) == 0
+    assert main(["recover", *sizes, "--json", "--draw", picture, "--forward-only"]) == 0
     found = json.loads(capsys.readouterr().out)
     limited, ours = found["methods"][:2]
     assert limited["result"] == "out of memory"

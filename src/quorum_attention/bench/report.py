@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from quorum_attention.bench.settings import Section
+from quorum_attention.pictures.canvas import new_figure, save
+from quorum_attention.writing import write_text
+
+FILES = ("report.md", "results.json")
 
 
 def write(
@@ -27,12 +31,10 @@ def write(
         lines += table(section.columns, section.rows)
         if section.name in figures:
             lines += ["", f"![{section.title}]({figures[section.name].name})"]
-    text = folder / "report.md"
-    text.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    raw = folder / "results.json"
-    raw.write_text(
-        json.dumps({"about": about, "command": command, "measurements": records}, indent=1),
-        encoding="utf-8",
+    text, raw = (folder / name for name in FILES)
+    write_text(text, "\n".join(lines) + "\n")
+    write_text(
+        raw, json.dumps({"about": about, "command": command, "measurements": records}, indent=1)
     )
     return [text, raw, *figures.values()]
 
@@ -52,17 +54,14 @@ def _figures(folder: Path, sections: list[Section]) -> dict[str, Path]:
     drawn = [section for section in sections if section.draw is not None]
     if not drawn or importlib.util.find_spec("matplotlib") is None:
         return {}
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     found = {}
     for section in drawn:
         assert section.draw is not None
-        figure = Figure(figsize=(8, 4.5), layout="constrained")
-        FigureCanvasAgg(figure)
+        figure = new_figure(8, 4.5)
+        figure.set_layout_engine("constrained")
         axes = figure.add_subplot()
         section.draw(axes)
         axes.set_title(section.title)
         found[section.name] = folder / f"{section.name}.png"
-        figure.savefig(found[section.name], dpi=130)
+        save(figure, found[section.name], dpi=130)
     return found

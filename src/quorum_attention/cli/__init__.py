@@ -3,42 +3,72 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
 
 import quorum_attention
-from quorum_attention.cli import bench, calibrate, check, doctor, plan, recover, run
-from quorum_attention.execution.memory import is_out_of_memory
+from quorum_attention.cli.help import HelpFormatter
+from quorum_attention.cli.stopping import Stopped, stoppable
 
 FAILED, USER_ERROR = 1, 2
-_COMMANDS = (recover, run, plan, plan.Estimate, doctor, check, calibrate, bench)
+_HOMES = {"estimate": "plan"}
+COMMANDS = ("recover", "run", "plan", "estimate", "doctor", "check", "calibrate", "bench")
 
 
-def parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+def parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The command line; only of the command that ``arguments`` name, if they name one.
+
+    A command brings torch with it, which takes seconds to load: what needs none (``--version``)
+    loads none.
+    """
     top = argparse.ArgumentParser(
         prog="quorum-attention",
         description="Attention that never runs out of memory: exact, inside any memory budget.",
+        formatter_class=HelpFormatter,
     )
     top.add_argument("--version", action="version", version=quorum_attention.__version__)
+    if "--version" in arguments[:1]:
+        return top
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in _COMMANDS:
-        command.add_to(commands)
+    named = next((word for word in arguments if not word.startswith("-")), None)
+    for command in (named,) if named in COMMANDS else COMMANDS:
+        _module(command).add_to(commands)
     return top
 
 
+def _module(command: str | None) -> Any:
+    found = import_module(f"{__name__}.{_HOMES.get(str(command), command)}")
+    return found.Estimate if command == "estimate" else found
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit status is 0, 1 (a check failed) or 2 (the user's error)."""
-    options = parser().parse_args(arguments)
+    """Run a command.
+
+    Returns:
+        0, 1 (a check failed), 2 (the user's error), or 128 and the number of the signal that
+        stopped it.
+    """
+    given = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        status: int = options.run(options)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+        with stoppable():
+            options = parser(given).parse_args(given)
+            status: int = options.run(options)
+            sys.stdout.flush()
+    except Stopped as stopped:
+        print(f"quorum-attention: stopped by {stopped.name}", file=sys.stderr)
+        return stopped.status
+    except BrokenPipeError:
+        return _reader_gone()
     except (ValueError, TypeError, NotImplementedError, OSError, ImportError) as error:
         return _user_error(error)
     except Exception as error:
-        if is_out_of_memory(error):
+        from quorum_attention.errors import CalibrationError
+        from quorum_attention.execution.memory import is_out_of_memory
+
+        if isinstance(error, CalibrationError) or is_out_of_memory(error):
             return _user_error(error)
         raise
     return status
@@ -47,3 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _user_error(error: BaseException) -> int:
     print(f"quorum-attention: {error}", file=sys.stderr)
     return USER_ERROR
+
+
+def _reader_gone() -> int:
+    """Whoever read the output has had enough (``| head``): no error, and nothing more to say."""
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+    return 0

@@ -9,36 +9,56 @@ from pathlib import Path
 from typing import Any
 
 from quorum_attention.cli import options as shared
-from quorum_attention.cli.output import console, print_json
+from quorum_attention.cli.output import print_json, say, show_table
 
+_DESCRIPTION = (
+    "The paper's experiments on this machine, side by side with torch's kernels. Their calls are "
+    "causal, as the paper's are."
+)
 EXPERIMENTS = ("accuracy", "cost", "recovery", "stages", "census", "boundary", "wrapped")
 
 
 def add_to(commands: Any) -> None:
     """Add the command."""
-    parser = commands.add_parser("bench", help="the paper's experiments", description=__doc__)
+    parser = shared.add_command(commands, "bench", "the paper's experiments", _DESCRIPTION)
     parser.add_argument(
         "--only", nargs="+", choices=EXPERIMENTS, default=list(EXPERIMENTS), metavar="EXPERIMENT",
         help=f"some of {', '.join(EXPERIMENTS)} (default: all)",
     )  # fmt: skip
-    parser.add_argument("--methods", help="comma-separated (default: all that can run)")
-    parser.add_argument("--heads", type=shared.count_of, default=None, help="default 8; CPU 2")
-    parser.add_argument("--kv-heads", type=shared.count_of, help="default: as --heads")
-    parser.add_argument("--head-dim", type=shared.count_of, default=64, help="default 64")
-    parser.add_argument("--dtype", type=shared.dtype_of, help="default float16; CPU float32")
-    parser.add_argument("--tokens", type=shared.count_of, help="of the accuracy tables")
-    parser.add_argument("--min-tokens", type=shared.count_of, help="where sweeps begin")
-    parser.add_argument("--max-tokens", type=shared.count_of, help="where sweeps end")
-    shared.add_budget(parser, "the capped budget, enforced (default 1GiB; CPU 48MiB)")
-    parser.add_argument("--repeats", type=shared.count_of, default=3, help="default 3")
-    parser.add_argument("--draws", type=shared.count_of, default=None, help="default 10")
     parser.add_argument(
-        "--method-seconds", type=float, default=None,
-        help="a sweep ends where a method's next length should take longer (default 300)",
+        "--methods", metavar="A,B", help="comma-separated (default: all that can run)"
+    )
+    for name, text in (
+        ("heads", "query heads (default: 8; 2 on a CPU)"),
+        ("kv-heads", "key/value heads (default: as --heads)"),
+        ("tokens", "of the accuracy tables, such as 8192 or 8K (default: 8K; 1K on a CPU)"),
+        ("min-tokens", "where sweeps begin (default: 8K; 1K on a CPU)"),
+        ("max-tokens", "where sweeps end (default: 1M, 1,048,576; 16K on a CPU)"),
+        ("draws", "random inputs of an accuracy table (default: 10; 2 with --quick)"),
+    ):
+        parser.add_argument(f"--{name}", type=shared.count_of, metavar="N", help=text)
+    parser.add_argument(
+        "--head-dim", type=shared.count_of, default=64, metavar="N", help="numbers in a head"
+    )
+    parser.add_argument(
+        "--repeats", type=shared.count_of, default=3, metavar="N",
+        help="of every measurement; 1 with --quick",
     )  # fmt: skip
-    parser.add_argument("--timeout", type=float, default=1800.0, help="of one measurement, seconds")
+    parser.add_argument(
+        "--dtype", type=shared.dtype_of, metavar="DTYPE",
+        help=f"one of {', '.join(shared.DTYPES)} (default: float16; float32 on a CPU)",
+    )  # fmt: skip
+    shared.add_budget(parser, "the capped budget, enforced (default: 1GiB; 48MiB on a CPU)")
+    parser.add_argument(
+        "--method-seconds", type=float, metavar="S",
+        help="a sweep ends where a method's next length should take longer "
+        "(default: 300; 20 with --quick)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--timeout", type=float, default=1800.0, metavar="S", help="of one measurement, seconds"
+    )
     parser.add_argument("--quick", action="store_true", help="small sizes: a few minutes on a CPU")
-    parser.add_argument("--output", default="bench-results", help="folder (default bench-results)")
+    parser.add_argument("--output", metavar="FOLDER", default="bench-results", help="for results")
     shared.add_device(parser)
     shared.add_json(parser)
     parser.set_defaults(run=_run)
@@ -47,46 +67,43 @@ def add_to(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     from importlib import import_module
 
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
     from quorum_attention.bench.about import about
-    from quorum_attention.bench.report import write
+    from quorum_attention.bench.report import FILES, write
     from quorum_attention.bench.runner import Runner
     from quorum_attention.bench.spec import Answer, Spec
+    from quorum_attention.progress import status_line
+    from quorum_attention.writing import check_target
 
     settings = _settings(options)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    out = console()
-    with Progress(*columns, console=_stderr(), transient=True) as progress:
-        shown = progress.add_task("starting", total=None)
+    folder = Path(options.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in FILES:
+        check_target(folder / name)
+    with status_line("starting") as show:
 
         def told(spec: Spec, answer: Answer) -> None:
             passes = "forward+backward" if spec.backward else "forward"
-            progress.update(
-                shown,
-                description=f"{spec.method} {passes} {spec.tokens} tokens: {answer.status}",
-            )
+            show(f"{spec.method} {passes} {spec.tokens} tokens: {answer.status}")
 
         runner = Runner(options.timeout, told)
         sections = []
         for name in options.only:
             experiment = import_module(f"quorum_attention.bench.{name}")
             sections += experiment.run(settings, runner)
+    known = about(settings.device)
     command = shlex.join(["quorum-attention", *sys.argv[1:]])
-    files = write(Path(options.output), sections, runner.records, about(settings.device), command)
+    files = write(folder, sections, runner.records, known, command)
     if options.json:
         print_json({"files": [str(file) for file in files], "measurements": runner.records})
         return 0
-    out.print(files[0].read_text(encoding="utf-8"), markup=False, highlight=False)
+    say(", ".join(f"{name} {value}" for name, value in known.items()))
+    for section in sections:
+        say(f"\n{section.title}\n{section.text}")
+        if section.columns:
+            show_table(section.columns, section.rows)
     for file in files:
-        out.print(f"wrote {file}", highlight=False)
+        say(f"wrote {file}")
     return 0
-
-
-def _stderr() -> Any:
-    from rich.console import Console
-
-    return Console(stderr=True)
 
 
 def _settings(options: argparse.Namespace) -> Any:

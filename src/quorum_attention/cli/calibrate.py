@@ -6,44 +6,79 @@ import argparse
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from quorum_attention.cli import options as shared
-from quorum_attention.cli.output import console, print_json
-from quorum_attention.planner.calibration import calibrate
+from quorum_attention.cli.output import print_json, say, show_table
+from quorum_attention.planner.calibration import Calibration, calibrate
 
 
 def add_to(commands: Any) -> None:
     """Add the command."""
-    parser = commands.add_parser(
-        "calibrate", help="measure this machine for the planner", description=__doc__
+    parser = shared.add_command(
+        commands, "calibrate", "measure this machine for the planner", _DESCRIPTION
     )
     shared.add_device(parser)
     parser.add_argument(
-        "--dtype", type=shared.dtype_of, metavar="DTYPE", help="default: float16, on a CPU float32"
-    )
+        "--dtype", type=shared.dtype_of, metavar="DTYPE",
+        help=f"one of {', '.join(shared.DTYPES)} (default: float16; float32 on a CPU)",
+    )  # fmt: skip
     shared.add_json(parser)
     parser.set_defaults(run=_run)
 
 
+_DESCRIPTION = (
+    "Measure this machine, so that predicted times are its own: everything at least three times, "
+    "the best is kept. Best done while nothing else runs; measurements that disagree with each "
+    "other are refused, and nothing is stored."
+)
+
+
 def _run(options: argparse.Namespace) -> int:
+    from quorum_attention.progress import status_line
+
     device = shared.default_device(options.device)
     usual = torch.float16 if device.type == "cuda" else torch.float32
-    found = calibrate(device, options.dtype or usual)
+    with status_line("measuring") as show:
+        found = calibrate(device, options.dtype or usual, show)
     if options.json:
-        print_json({"key": found.key, "seconds": found.seconds, **found.figures})
+        print_json(
+            {
+                "key": found.key,
+                "seconds": found.seconds,
+                "rounds": found.rounds,
+                "spread": found.spread,
+                **found.figures,
+            }
+        )
         return 0
-    out = console()
-    table = Table(title=found.key, title_justify="left", show_header=False)
+    show_table(["figure", "best", "worst is off by"], _rows(found), title=found.key)
+    say(
+        f"measured {found.rounds} times in {found.seconds:.1f} s; kept in {found.path}; plans use "
+        f"it from now on"
+    )
+    return 0
+
+
+def _rows(found: Calibration) -> list[list[str]]:
+    def off(name: str) -> str:
+        return f"{found.spread[name] - 1:.0%}" if name in found.spread else ""
+
+    rows = []
     for name, value in found.figures.items():
         if name == "flops":
-            for head_dim, (forward, backward) in value.items():
-                rates = f"{forward / 1e12:.3g} / {backward / 1e12:.3g} TFLOP/s"
-                table.add_row(f"head_dim {head_dim}, forward / backward", rates)
-        elif isinstance(value, float):
-            table.add_row(name, f"{value:.4g}")
+            for head_dim, rates in value.items():
+                for which, rate in zip(("forward", "backward"), rates, strict=True):
+                    label = f"head_dim {head_dim} {which}"
+                    rows.append([label, f"{rate / 1e12:.3g} TFLOP/s", off(label)])
+        elif name.endswith("_bytes_per_second"):
+            rows.append(
+                [name.removesuffix("_bytes_per_second"), f"{value / 1e9:.3g} GB/s", off(name)]
+            )
+        elif name.endswith("_seconds"):
+            label = f"{name.removesuffix('_seconds')}, each"
+            rows.append([label, f"{value * 1e3:.3g} ms", off(name)])
+        elif name == "filling_causal":
+            rows.append(["rows that half fill a causal call", f"{value:.3g}", ""])
         else:
-            table.add_row(name, str(value))
-    out.print(table)
-    out.print(f"measured in {found.seconds:.1f} s; plans use it from now on", highlight=False)
-    return 0
+            rows.append([name, str(value), ""])
+    return rows

@@ -8,29 +8,35 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from quorum_attention.cli import options as shared
-from quorum_attention.cli.output import console, print_json
+from quorum_attention.cli.output import print_json, say
 
 
 def add_to(commands: Any) -> None:
     """Add the command."""
-    parser = commands.add_parser(
-        "check", help="run a kernel against itself, cut and uncut", description=__doc__
+    parser = shared.add_command(
+        commands, "check", "run a kernel against itself, cut and uncut", __doc__
     )
     parser.add_argument(
         "kernel",
         help="a registered kernel's name, or module:name of an inner kernel or of a function that "
         "returns (out, lse)",
     )
-    parser.add_argument("--tokens", type=shared.count_of, default=331)
-    parser.add_argument("--heads", type=shared.count_of, default=2)
-    parser.add_argument("--kv-heads", type=shared.count_of, help="default: as --heads")
-    parser.add_argument("--head-dim", type=shared.count_of, default=16)
-    parser.add_argument("--dtype", type=shared.dtype_of, default=torch.float32)
-    parser.add_argument("--causal", action=argparse.BooleanOptionalAction, help="default: both")
-    parser.add_argument("--forward-only", action="store_true")
+    for name, usual, text in (
+        ("tokens", 331, "number of queries and of keys"),
+        ("heads", 2, "query heads"),
+        ("kv-heads", None, "key/value heads (default: as --heads)"),
+        ("head-dim", 16, "numbers in a head"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=shared.count_of, default=usual, metavar="N", help=text
+        )
+    parser.add_argument(
+        "--dtype", type=shared.dtype_of, default="float32", metavar="DTYPE",
+        help=f"one of {', '.join(shared.DTYPES)}",
+    )  # fmt: skip
+    shared.add_flag(parser, "causal", "only causal calls (default: both kinds)", None)
+    parser.add_argument("--forward-only", action="store_true", help="no gradients")
     shared.add_device(parser)
     shared.add_json(parser)
     parser.set_defaults(run=_run)
@@ -80,5 +86,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         print_json(result.to_dict())
     else:
-        console().print(str(result), highlight=False, markup=False)
+        tried = {None: "causal and not causal", True: "causal", False: "not causal"}
+        say(str(result))
+        say(f"calls tried: {tried[options.causal]}")
     return 0 if result.exact else 1

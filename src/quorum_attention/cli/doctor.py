@@ -8,14 +8,13 @@ import platform
 from typing import Any
 
 import torch
-from rich.table import Table
 
 import quorum_attention
 from quorum_attention.cli import options as shared
-from quorum_attention.cli.output import console, print_json
+from quorum_attention.cli.output import print_json, say, show_table
 from quorum_attention.execution.memory import available_bytes
 from quorum_attention.kernels import CallShape, kernels, why_not
-from quorum_attention.planner.calibration import machine_of
+from quorum_attention.planner.calibration import cpu_name, machine_of
 from quorum_attention.sizes import format_bytes
 
 _OPTIONAL = ("triton", "matplotlib", "cuda-bindings", "safetensors", "numpy")
@@ -23,7 +22,7 @@ _OPTIONAL = ("triton", "matplotlib", "cuda-bindings", "safetensors", "numpy")
 
 def add_to(commands: Any) -> None:
     """Add the command."""
-    parser = commands.add_parser("doctor", help="what this machine can run", description=__doc__)
+    parser = shared.add_command(commands, "doctor", "what this machine can run", __doc__)
     shared.add_json(parser)
     parser.set_defaults(run=_run)
 
@@ -36,7 +35,7 @@ def _devices() -> list[torch.device]:
 def _name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{platform.machine()}, {torch.get_num_threads()} threads"
+    return f"{cpu_name()}, {platform.machine()}, {torch.get_num_threads()} thread(s)"
 
 
 def _verdicts(device: torch.device) -> dict[str, dict[str, str | None]]:
@@ -81,28 +80,22 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         print_json({"versions": versions, "devices": devices})
         return 0
-    out = console()
-    known = (f"{name} {version or 'not installed'}" for name, version in versions.items())
-    out.print(", ".join(known), highlight=False)
+    say(", ".join(f"{name} {version or 'not installed'}" for name, version in versions.items()))
     for entry in devices:
-        table = Table(
-            title=f"{entry['device']}: {entry['name']}, {format_bytes(entry['free_bytes'])} free",
-            title_justify="left",
-        )
-        table.add_column("kernel")
-        for label in shared.DTYPES:
-            table.add_column(label)
-        reasons: dict[str, str] = {}
+        reasons: dict[str, None] = {}
+        rows = []
         for name, verdicts in entry["kernels"].items():
-            cells = []
-            for verdict in verdicts.values():
-                cells.append("yes" if verdict is None else "no")
-                if verdict is not None:
-                    reasons.setdefault(f"{name}: {verdict}", "")
-            table.add_row(name, *cells)
-        out.print(table)
+            rows.append([name, *("no" if why else "yes" for why in verdicts.values())])
+            reasons |= dict.fromkeys(f"{name}: {why}" for why in verdicts.values() if why)
+        free = format_bytes(entry["free_bytes"])
+        show_table(
+            ["kernel", *shared.DTYPES],
+            rows,
+            title=f"{entry['device']}: {entry['name']}, {free} free",
+            left=list(shared.DTYPES),
+        )
         rates = "calibrated" if entry["calibrated"] else "assumed (quorum-attention calibrate)"
-        out.print(f"  rates the planner uses: {rates}", highlight=False)
+        say(f"  rates the planner uses: {rates}")
         for reason in reasons:
-            out.print(f"  {reason}", highlight=False)
+            say(f"  {reason}")
     return 0

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import torch
 
+from quorum_attention.cli.help import GLOSSARY, HelpFormatter
 from quorum_attention.execution.workload import ELEMENT_BYTES
-from quorum_attention.sizes import parse_bytes
+from quorum_attention.sizes import parse_bytes, parse_count
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ELEMENT_BYTES}
 _SHORT = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
@@ -24,22 +26,26 @@ def dtype_of(text: str) -> torch.dtype:
 
 
 def bytes_of(text: str) -> int:
-    """``text`` as bytes: a number, or 512MiB and the like."""
+    """``text`` as bytes: a number, 1e9, 512MiB and the like."""
     try:
-        return parse_bytes(int(text) if text.isdigit() else text)
+        return parse_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def count_of(text: str) -> int:
-    """``text`` as a positive number; 1_048_576 and 1,048,576 are fine."""
+    """``text`` as a positive number; 1_048_576, 1,048,576, 1e6, 128K and 1M are fine."""
     try:
-        count = int(text.replace(",", "").replace("_", ""))
+        return parse_count(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from error
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {count}")
-    return count
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def depth_of(text: str) -> int | str:
+    """``text`` as a number of levels, or "auto"."""
+    if text != "auto" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be auto, 0 (uncut), 1, 2, ..., got {text!r}")
+    return text if text == "auto" else int(text)
 
 
 def levels_of(text: str) -> tuple[int, ...]:
@@ -49,20 +55,66 @@ def levels_of(text: str) -> tuple[int, ...]:
     return tuple(count_of(part) for part in text.split(","))
 
 
-def add_sizes(parser: argparse.ArgumentParser, *, tokens_required: bool) -> None:
+def add_command(commands: Any, name: str, summary: str, description: str) -> Any:
+    """A parser for a command, which looks as all do."""
+    return commands.add_parser(
+        name,
+        help=summary,
+        description=description.replace("``", ""),
+        formatter_class=HelpFormatter,
+    )
+
+
+def add_glossary(parser: argparse.ArgumentParser) -> None:
+    """What the words mean that plans and reports are written in."""
+    parser.epilog = GLOSSARY
+
+
+def add_causal(parser: argparse.ArgumentParser) -> None:
+    """Whether queries see later keys: the same default everywhere, which is torch's."""
+    add_flag(parser, "causal", "query i sees keys up to i (default: not causal, as in torch)")
+
+
+def add_flag(
+    parser: argparse.ArgumentParser, name: str, text: str, default: bool | None = False
+) -> None:
+    """``--name`` and ``--no-name``."""
+    parser.add_argument(f"--{name}", dest=name, action="store_true", default=default, help=text)
+    parser.add_argument(
+        f"--no-{name}", dest=name, action="store_false", default=default, help=f"not {name}"
+    )
+
+
+def causality(is_causal: bool) -> str:
+    """What a command prints of it."""
+    return "causal (--no-causal for all keys)" if is_causal else "not causal (see --causal)"
+
+
+def add_sizes(
+    parser: argparse.ArgumentParser,
+    *,
+    tokens_required: bool,
+    usual_tokens: str = "",
+    usual_dtype: str = "float16",
+) -> None:
     """The sizes of a call."""
     parser.add_argument(
-        "--tokens", type=count_of, required=tokens_required, help="number of queries and of keys"
-    )
-    parser.add_argument("--heads", type=count_of, help="query heads")
-    parser.add_argument("--kv-heads", type=count_of, help="key/value heads (default: as --heads)")
-    parser.add_argument("--head-dim", type=count_of, default=64, help="default 64")
+        "--tokens", type=count_of, required=tokens_required, metavar="N",
+        help="number of queries and of keys: 100000, 1e6, or 1M, which is 1,048,576"
+        + (f" (default: {usual_tokens})" if usual_tokens else ""),
+    )  # fmt: skip
+    parser.add_argument("--heads", type=count_of, metavar="N", help="query heads (default: 8)")
     parser.add_argument(
-        "--dtype", type=dtype_of, metavar="DTYPE", help=f"one of {', '.join(DTYPES)}"
+        "--kv-heads", type=count_of, metavar="N", help="key/value heads (default: as --heads)"
     )
     parser.add_argument(
-        "--causal", action=argparse.BooleanOptionalAction, default=True, help="default: causal"
+        "--head-dim", type=count_of, default=64, metavar="N", help="numbers in a head"
     )
+    parser.add_argument(
+        "--dtype", type=dtype_of, metavar="DTYPE",
+        help=f"one of {', '.join(DTYPES)} (default: {usual_dtype})",
+    )  # fmt: skip
+    add_causal(parser)
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
@@ -73,6 +125,13 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 def add_budget(parser: argparse.ArgumentParser, text: str) -> None:
     """The memory budget."""
     parser.add_argument("--budget", type=bytes_of, metavar="BYTES", help=text)
+
+
+def add_draw(parser: argparse.ArgumentParser, text: str, default: str | None = None) -> None:
+    """Where a picture goes."""
+    parser.add_argument(
+        "--draw", metavar="FILE", default=default, help=f"write a picture of {text} (.png, .svg)"
+    )
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -3,15 +3,105 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+# Of tables, where nobody says how wide the place is that they will be read in.
+_PIPE_COLUMNS = 132
+# Rows that can stand side by side; and words no longer than this are not broken.
+_FEW, _LONGEST_WORD = 4, 24
 
 
 def console() -> Console:
-    """Text for people, on stdout; wide enough for a table where it is not a terminal."""
+    """Text for people, on stdout: as wide as the terminal, or as COLUMNS says."""
     found = Console()
-    return found if found.is_terminal else Console(width=132)
+    if found.is_terminal or os.environ.get("COLUMNS", "").isdigit():
+        return found
+    return Console(width=_PIPE_COLUMNS)
+
+
+def say(text: str) -> None:
+    """Print sentences: broken between words in a terminal, and nowhere for whoever reads a pipe."""
+    out = console()
+    out.print(text, highlight=False, markup=False, soft_wrap=not out.is_terminal)
+
+
+def warn(text: str) -> None:
+    """Print a sentence on stderr, where it is seen beside JSON as well."""
+    print(f"quorum-attention: {text}", file=sys.stderr)
+
+
+def show_table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    title: str = "",
+    left: Sequence[str] = (),
+    red: Sequence[int] = (),
+) -> None:
+    """Print a table as the width allows: upright, on its side, with cells of several lines, or row
+    by row.
+
+    Args:
+        columns: their headings.
+        rows: a text for every column.
+        title: a line above it.
+        left: columns of words, which are aligned to the left like the first.
+        red: numbers of rows that stand out.
+    """
+    out = console()
+    endless = out.options.update(width=1000)
+    if title:
+        say(title)
+    styles = ["red" if number in red else None for number in range(len(rows))]
+    words = [column == columns[0] or column in left for column in columns]
+    upright = _table(columns, rows, words, styles)
+    whole = Measurement.get(out, endless, upright)
+    if whole.maximum <= out.width:
+        out.print(upright)
+        return
+    if len(rows) <= _FEW:
+        turned = [list(line) for line in zip(columns, *rows, strict=True)]
+        sideways = _table(turned[0], turned[1:], [True] * len(turned[0]))
+        if Measurement.get(out, endless, sideways).minimum <= out.width:
+            out.print(sideways)
+            return
+    if whole.minimum <= out.width:
+        out.print(upright)
+        return
+    for row, style in zip(rows, styles, strict=True):
+        out.print(
+            _table((), list(zip(columns, row, strict=True)), [True, True], [style] * len(row))
+        )
+
+
+def _table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    words: Sequence[bool],
+    styles: Sequence[str | None] = (),
+) -> Table:
+    """A table whose lines break between words only; without columns, one without a heading."""
+    table = Table(show_header=bool(columns))
+    for place, is_words in enumerate(words):
+        cells = [*columns[place : place + 1], *(row[place] for row in rows)]
+        longest = max((len(word) for cell in cells for word in cell.split()), default=0)
+        table.add_column(
+            columns[place] if columns else "",
+            justify="left" if is_words else "right",
+            min_width=min(longest, _LONGEST_WORD),
+        )
+    for row, style in zip_longest(rows, styles):
+        table.add_row(*(Text(cell) for cell in row), style=style)
+    return table
 
 
 def print_json(result: dict[str, Any]) -> None:

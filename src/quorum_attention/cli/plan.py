@@ -8,22 +8,28 @@ from typing import Any
 import torch
 
 from quorum_attention.cli import options as shared
-from quorum_attention.cli.output import console, print_json
+from quorum_attention.cli.help import GLOSSARY
+from quorum_attention.cli.output import print_json, say
+from quorum_attention.pictures import check_drawable
 from quorum_attention.planner import Plan, estimate, plan
 from quorum_attention.sizes import format_bytes
 
 
 def add_to(commands: Any) -> None:
     """Add the command ``plan``."""
-    parser = commands.add_parser("plan", help="describe and draw a plan", description=__doc__)
+    parser = shared.add_command(commands, "plan", "describe and draw a plan", __doc__)
     _add_common(parser)
     parser.add_argument(
-        "--levels", type=shared.levels_of, help="chunk counts, e.g. 7 or 7,7; none is monolithic"
-    )
-    parser.add_argument("--layout", choices=["aligned", "balanced"], default="aligned")
+        "--levels", type=shared.levels_of,
+        help="chunk counts, e.g. 7 or 7,7; none is monolithic (default: the planner's choice)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--layout", choices=["aligned", "balanced"], default="aligned",
+        help="chunks of whole tiles, or as equal as can be",
+    )  # fmt: skip
     parser.add_argument("--backward", action="store_true", help="plan the backward pass")
     parser.add_argument("--census", action="store_true", help="count tiles by verdict")
-    parser.add_argument("--draw", metavar="FILE", help="write a picture of the coverage")
+    shared.add_draw(parser, "the coverage")
     parser.set_defaults(run=_plan)
 
 
@@ -33,10 +39,8 @@ class Estimate:
     @staticmethod
     def add_to(commands: Any) -> None:
         """Add it."""
-        parser = commands.add_parser(
-            "estimate",
-            help="does a call fit, which plan would it run, alternatives",
-            description=__doc__,
+        parser = shared.add_command(
+            commands, "estimate", "does a call fit, which plan would it run, alternatives", __doc__
         )
         _add_common(parser)
         parser.set_defaults(run=_estimate)
@@ -44,11 +48,14 @@ class Estimate:
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     shared.add_sizes(parser, tokens_required=True)
-    parser.add_argument("--batch", type=shared.count_of, default=1)
+    parser.add_argument("--batch", type=shared.count_of, default=1, metavar="N", help="sequences")
     shared.add_budget(parser, "device memory, e.g. 2GiB (default: what is free)")
-    parser.add_argument("--device", help="cuda or cpu, also one that is not here")
-    parser.add_argument("--kernel", default="auto", help="inner kernel (default: auto)")
+    parser.add_argument(
+        "--device", help="cuda or cpu, also one that is not here (default: the best that is)"
+    )
+    parser.add_argument("--kernel", default="auto", help="inner kernel")
     shared.add_json(parser)
+    shared.add_glossary(parser)
 
 
 def _sizes(options: argparse.Namespace) -> dict[str, Any]:
@@ -85,6 +92,8 @@ def summary(made: Plan) -> dict[str, Any]:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    if options.draw:
+        check_drawable(options.draw)
     made = plan(
         options.tokens,
         levels=options.levels,
@@ -92,7 +101,7 @@ def _plan(options: argparse.Namespace) -> int:
         backward=options.backward,
         **_sizes(options),
     )
-    result = summary(made)
+    result = {"is_causal": options.causal, **summary(made)}
     if options.census:
         census = made.census()
         result["census"] = {
@@ -107,15 +116,19 @@ def _plan(options: argparse.Namespace) -> int:
     if options.json:
         print_json(result)
         return 0
-    out = console()
-    out.print(made.describe(), highlight=False)
+    say(made.describe())
     if options.census:
         found = result["census"]
         shares = " / ".join(f"{100 * found[k]:.2f}" for k in ("masked", "clear", "mixed"))
-        out.print(f"tiles of 128 x 128: {shares} % masked / clear / mixed", highlight=False)
+        say(f"tiles of 128 x 128: {shares} % masked / clear / mixed")
     if options.draw:
-        out.print(f"picture: {options.draw}", highlight=False)
+        say(f"picture: {options.draw}")
+    _explain(options)
     return 0
+
+
+def _explain(options: argparse.Namespace) -> None:
+    say(f"planned {shared.causality(options.causal)}; {GLOSSARY}")
 
 
 def _estimate(options: argparse.Namespace) -> int:
@@ -123,6 +136,7 @@ def _estimate(options: argparse.Namespace) -> int:
     if options.json:
         print_json(
             {
+                "is_causal": options.causal,
                 "budget_bytes": found.budget_bytes,
                 "fits_monolithic": found.fits_monolithic,
                 "monolithic_bytes": found.monolithic_bytes,
@@ -132,8 +146,8 @@ def _estimate(options: argparse.Namespace) -> int:
             }
         )
         return 0
-    out = console()
     if found.budget_bytes is not None:
-        out.print(f"budget: {format_bytes(found.budget_bytes)}", highlight=False)
-    out.print(found.describe(), highlight=False)
+        say(f"budget: {format_bytes(found.budget_bytes)}")
+    say(found.describe())
+    _explain(options)
     return 0

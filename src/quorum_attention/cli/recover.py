@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.child import Answer, Spec
-from quorum_attention.cli.output import console, print_json
+from quorum_attention.cli.output import print_json, say, show_table
 from quorum_attention.cli.run import read_qkv
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.execution.memory import available_bytes
@@ -45,21 +44,28 @@ _ACCEPTED = {
 
 def add_to(commands: Any) -> None:
     """Add the command."""
-    parser = commands.add_parser(
+    parser = shared.add_command(
+        commands,
         "recover",
-        help="watch a call that runs out of memory come back with the exact answer",
-        description=__doc__,
+        "watch a call that runs out of memory come back with the exact answer",
+        __doc__,
     )
-    shared.add_sizes(parser, tokens_required=False)
-    shared.add_budget(parser, "the memory limit for both methods, e.g. 64MiB")
+    shared.add_sizes(
+        parser,
+        tokens_required=False,
+        usual_tokens="262,144; 16,384 on a CPU",
+        usual_dtype="float16; float32 on a CPU",
+    )
+    shared.add_budget(
+        parser, "the memory limit for both methods, e.g. 64MiB (default: too little for torch)"
+    )
     shared.add_device(parser)
     parser.add_argument("--qkv", metavar="FILE", help="safetensors file with your own tensors")
     parser.add_argument("--forward-only", action="store_true", help="no gradients")
-    parser.add_argument(
-        "--picture", default="quorum-attention-out/recover.png", help="where to draw (PNG)"
-    )
+    shared.add_draw(parser, "it", "quorum-attention-out/recover.png")
     parser.add_argument("--seed", type=int, default=0, help="of random inputs")
     shared.add_json(parser)
+    shared.add_glossary(parser)
     parser.set_defaults(run=_run)
 
 
@@ -100,7 +106,7 @@ def _run(options: argparse.Namespace) -> int:
         quiet = options.json
         budget = format_bytes(setting.budget_bytes)
         if not quiet:
-            console().print(_headline(setting), highlight=False)
+            say(_headline(setting))
         limited = _measure(setting, f"torch SDPA within {budget}", "sdpa", True, quiet)
         ours = _measure(setting, f"Quorum Attention within {budget}", "quorum", True, quiet)
         outcomes = [limited, ours]
@@ -109,7 +115,7 @@ def _run(options: argparse.Namespace) -> int:
         if ours.ran:
             _check(setting, outcomes)
         recovered = _is_recovered(setting, ours)
-        picture = _draw(setting, outcomes, options.picture)
+        picture = _draw(setting, outcomes, options.draw)
         if options.json:
             print_json(_as_json(setting, outcomes, recovered, picture))
         else:
@@ -355,44 +361,40 @@ def _as_json(
 def _print(
     setting: _Setting, outcomes: list[_Outcome], recovered: bool, picture: str | None
 ) -> None:
-    table = Table(title_justify="left")
     columns = ["method", "result", "forward", "backward", "peak memory", "error: out"]
     columns += ["dQ", "dK", "dV"] if setting.backward else []
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("method", "result") else "right")
-    for outcome in outcomes:
-        table.add_row(*_cells(setting, outcome), style=None if outcome.ran else "red")
-    out = console()
-    out.print(table)
+    show_table(
+        columns,
+        [_cells(setting, outcome) for outcome in outcomes],
+        left=["result"],
+        red=[number for number, outcome in enumerate(outcomes) if not outcome.ran],
+    )
     limited, ours = outcomes[:2]
     if limited.ran:
-        out.print(
+        say(
             f"The budget was enough for the monolithic call: nothing to recover. "
             f"It needs {format_bytes(_needed_bytes(setting))}; try a smaller --budget.",
-            highlight=False,
         )
     else:
-        out.print(f"torch, in its {limited.answer.stage}: {limited.answer.error}", highlight=False)
+        say(f"torch, in its {limited.answer.stage}: {limited.answer.error}")
     if not ours.ran:
-        out.print(f"Quorum Attention failed: {ours.answer.error}", highlight=False)
+        say(f"Quorum Attention failed: {ours.answer.error}")
     for name, part in ours.answer.report.items():
         if part:
             levels = " x ".join(map(str, part["levels"])) or "none"
-            out.print(
+            say(
                 f"{name}: levels {levels}, {part['units']} units of {part['heads_per_group']} "
                 f"head(s), kernel {part['kernel']}, planned peak "
                 f"{format_bytes(part['planned_peak_bytes'])}",
-                highlight=False,
             )
     if ours.errors is not None:
         how = "every row's" if ours.errors.lse_is_exact else "sampled rows'"
-        out.print(
+        say(
             f"Errors are relative to float64 on sampled rows (log-sum-exp in float64: {how}): "
             f"{'right' if recovered else 'WRONG'}.",
-            highlight=False,
         )
     drawn = picture or 'none; pip install "quorum-attention[draw]"'
-    out.print(f"picture: {drawn}", highlight=False)
+    say(f"picture: {drawn}")
 
 
 def _cells(setting: _Setting, outcome: _Outcome) -> list[str]:

@@ -1,18 +1,23 @@
-"""Measures the rates of a device once, and keeps them where the platform keeps caches.
+"""Measures the rates of a device, and keeps them where the platform keeps caches.
 
 Rates are those a device holds for seconds, not its first millisecond's: every figure is taken
-after the device has been busy for a while. Without a calibration plans are made with the assumed
-figures of ``machine.py``.
+after the device has been busy for a while. A machine that is busy with something else only makes
+figures worse, so all of them are taken several times and the best is kept; where even the two best
+are far apart, nothing is. Without a calibration plans are made with the assumed figures of
+``machine.py``.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
+import platform
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -21,11 +26,13 @@ from typing import Any
 import platformdirs
 import torch
 
+from quorum_attention.errors import CalibrationError
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.select import select_kernel
 from quorum_attention.planner.machine import Machine, assumed, by_head_dim
+from quorum_attention.writing import check_target, write_text
 
 _FILE = "calibration.json"
 _HEAD_DIMS = (64, 128)
@@ -33,6 +40,13 @@ _COMMON = (
     "up_bytes_per_second", "down_bytes_per_second", "merge_bytes_per_second", "call_seconds",
     "backward_call_seconds", "plan_seconds",
 )  # fmt: skip
+_ROUNDS, _MOST_ROUNDS = 3, 6
+# How far the two best measurements of a figure may be apart: rates of seconds are steadier than
+# those of microseconds, and a shape is new only once.
+_RATE_SPREAD, _OTHER_SPREAD = 1.2, 1.5
+# Of its time, a process that is left alone waits less than this for a core.
+_WAITING = 0.1
+_UNCHECKED = ("plan_seconds",)
 
 
 def cache_file() -> Path:
@@ -41,13 +55,31 @@ def cache_file() -> Path:
     return Path(named or platformdirs.user_cache_dir("quorum-attention")) / _FILE
 
 
+@lru_cache(maxsize=1)
+def cpu_name() -> str:
+    """The CPU's model as the system names it, for one line."""
+    known: dict[str, str] = {}
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                what, _, value = line.partition(":")
+                known.setdefault(what.strip(), value.strip())
+    except OSError:
+        pass  # not Linux
+    # ARM kernels give numbers for names.
+    numbers = [known[name] for name in ("CPU implementer", "CPU part") if known.get(name)]
+    name = known.get("model name") or " ".join(numbers) or platform.processor()
+    return " ".join((name or platform.machine() or "unknown").split())
+
+
 def device_key(device: torch.device, dtype: torch.dtype) -> str:
     """What a calibration is valid for: the device model, torch, and the width of the dtype."""
     width = f"{dtype.itemsize * 8} bit"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         return f"{name}, torch {torch.__version__}, {width}"
-    return f"cpu, {torch.get_num_threads()} threads, torch {torch.__version__}, {width}"
+    threads = f"{torch.get_num_threads()} threads"
+    return f"cpu {cpu_name()}, {threads}, torch {torch.__version__}, {width}"
 
 
 @lru_cache(maxsize=1)
@@ -80,8 +112,10 @@ def machine_of(device: torch.device, dtype: torch.dtype, head_dim: int) -> Machi
         table = {int(d): (float(a), float(b)) for d, (a, b) in entry["flops"].items()}
         forward, backward = by_head_dim(table, head_dim)
         common: dict[str, Any] = {name: float(entry[name]) for name in (*_COMMON, "filling_causal")}
-    except (KeyError, IndexError, TypeError, ValueError):
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError):
         return base  # of an older version
+    if not all(math.isfinite(rate) and rate > 0 for rate in (forward, backward, *common.values())):
+        return base
     return replace(base, flops=forward, backward_flops=backward, measured=True, **common)
 
 
@@ -91,54 +125,157 @@ class Calibration:
 
     Attributes:
         key: what it is valid for.
-        figures: as in the file.
+        figures: as in the file; the best of all rounds.
         path: the file.
         seconds: how long it took.
+        rounds: how often everything was measured, undisturbed.
+        spread: by figure, its worst measurement over its best, as a factor of at least 1.
     """
 
     key: str
     figures: dict[str, Any]
     path: Path
     seconds: float
+    rounds: int
+    spread: dict[str, float]
 
 
 def calibrate(
-    device: str | torch.device | None = None, dtype: torch.dtype = torch.float16
+    device: str | torch.device | None = None,
+    dtype: torch.dtype = torch.float16,
+    progress: Callable[[str], object] | None = None,
 ) -> Calibration:
-    """Measure a device (well under 30 s on a GPU) and remember it.
+    """Measure a device (half a minute) and remember it.
+
+    Everything is measured at least three times, and more often while the two best measurements of
+    a figure are far apart.
 
     Args:
         device: None is the current CUDA device where there is one, else the CPU.
         dtype: fp16 and bf16 share a calibration; so do fp32 and other 32-bit types.
+        progress: told what is being done.
 
     Raises:
         NotImplementedError: no kernel that works on rectangles runs there in this dtype.
+        CalibrationError: measurements disagree with each other; nothing has been stored.
+        OSError: there is nowhere to store them.
     """
     started = time.perf_counter()
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if where.type == "cuda" and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
+    path = cache_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    check_target(path)
     bench = _Bench(where, dtype)
-    flops = {str(d): bench.rates(d) for d in _HEAD_DIMS}
+    rounds = _measured(bench, progress or (lambda text: None))
+    best = {name: _best(name, [found[name] for found in rounds]) for name in rounds[0]}
     figures = {
         "date": datetime.date.today().isoformat(),
         "kernel": bench.kernel(_HEAD_DIMS[0]).name,
-        "flops": flops,
-        "filling_causal": bench.filling_causal(flops["64"][0]),
-        **bench.copies(),
-        **bench.calls(),
+        "flops": {str(d): [best[_rate(d, which)] for which in _PASSES] for d in _HEAD_DIMS},
+        "filling_causal": _filling(best["causal"], best[_rate(_HEAD_DIMS[0], "forward")], bench),
+        **{name: best[name] for name in _COMMON},
     }
-    path = cache_file()
-    path.parent.mkdir(parents=True, exist_ok=True)
     key = device_key(where, dtype)
     _known.cache_clear()
-    # Written beside and moved over, so that another process never reads half a file.
-    fresh = path.with_suffix(f".{os.getpid()}")
-    fresh.write_text(json.dumps({**_known(), key: figures}, indent=1), encoding="utf-8")
-    fresh.replace(path)
+    write_text(path, json.dumps({**_known(), key: figures}, indent=1))
     _known.cache_clear()
     machine_of.cache_clear()
-    return Calibration(key, figures, path, time.perf_counter() - started)
+    spread = {
+        name: max(found[name] for found in rounds) / min(found[name] for found in rounds)
+        for name in best
+    }
+    return Calibration(key, figures, path, time.perf_counter() - started, len(rounds), spread)
+
+
+_PASSES = ("forward", "backward")
+
+
+def _rate(head_dim: int, which: str) -> str:
+    """The name of a rate among the measurements of a round."""
+    return f"head_dim {head_dim} {which}"
+
+
+def _best(name: str, values: list[float]) -> float:
+    """Seconds are best when they are few, rates when they are high."""
+    return min(values) if name.endswith("_seconds") else max(values)
+
+
+def _apart(name: str, values: list[float]) -> float:
+    """The factor between the two best."""
+    first = _best(name, values)
+    others = list(values)
+    others.remove(first)
+    second = _best(name, others)
+    return max(first, second) / min(first, second)
+
+
+def _measured(bench: _Bench, progress: Callable[[str], object]) -> list[dict[str, float]]:
+    """Rounds of measurements, until every figure has been seen twice by a process left alone.
+
+    Raises:
+        CalibrationError: some have not, after as many rounds as there is patience for.
+    """
+    rounds: list[dict[str, float]] = []
+    busy: list[float] = []
+    for number in range(_MOST_ROUNDS):
+        progress(f"round {number + 1} of at least {_ROUNDS}")
+        began, waited = time.perf_counter(), _waited_seconds()
+        found = bench.round(number)
+        share = (_waited_seconds() - waited) / (time.perf_counter() - began) / bench.threads
+        broken = [name for name, value in found.items() if not (math.isfinite(value) and value > 0)]
+        if broken:
+            raise CalibrationError(
+                f"{broken[0]} was measured as {found[broken[0]]}, which cannot be; nothing was "
+                f"stored"
+            )
+        if share > _WAITING:
+            # However often it is repeated, half of a core stays half of a core.
+            busy.append(share)
+            continue
+        rounds.append(found)
+        if len(rounds) >= _ROUNDS and not _disagreeing(rounds):
+            return rounds
+    why = []
+    if busy:
+        why.append(
+            f"in {len(busy)} of {_MOST_ROUNDS} rounds this process waited for the CPU, up to "
+            f"{max(busy):.0%} of the time"
+        )
+    if len(rounds) > 1 and _disagreeing(rounds):
+        why.append(f"measurements disagree with each other: {'; '.join(_disagreeing(rounds))}")
+    raise CalibrationError(
+        f"nothing was stored: {'; '.join(why)}. Something else keeps the machine busy, or its "
+        f"clock changes: try again when it is quiet"
+    )
+
+
+def _waited_seconds() -> float:
+    """How long the threads of this process have been ready to run while others had the cores; 0
+    where the system does not say."""
+    waited = 0
+    for thread in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError, ValueError, IndexError):  # it may be gone by now
+            waited += int(thread.read_text(encoding="ascii").split()[1])
+    return waited / 1e9
+
+
+def _disagreeing(rounds: list[dict[str, float]]) -> list[str]:
+    """The figures whose two best measurements are too far apart, with all of them."""
+    wrong = []
+    for name in rounds[0]:
+        values = [found[name] for found in rounds]
+        limit = _RATE_SPREAD if name.startswith("head_dim") else _OTHER_SPREAD
+        if name not in _UNCHECKED and _apart(name, values) > limit:
+            wrong.append(f"{name} ({', '.join(f'{value:.3g}' for value in values)})")
+    return wrong
+
+
+def _filling(causal: float, rate: float, bench: _Bench) -> float:
+    """Rows at which a causal square reaches half of ``rate``, from one that reaches ``causal``."""
+    share = causal / rate
+    return float(bench.causal_rows * (1 / max(0.05, min(0.999, share)) - 1))
 
 
 class _Bench:
@@ -147,12 +284,24 @@ class _Bench:
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
         self.on_cuda = device.type == "cuda"
+        self.threads = 1 if self.on_cuda else torch.get_num_threads()  # that do the work
         base = assumed(device.type, dtype)
         # Whole waves, so that what is timed is the rate and not the last wave.
         self.rows = 8 * base.wave_rows if self.on_cuda else 2048
         if self.on_cuda:
             self.rows = 8 * 128 * torch.cuda.get_device_properties(device).multi_processor_count
         self.other = 65_536 if self.on_cuda else 2048
+        # A GPU's clock falls within its first second of work.
+        self.warm = 0.7 if self.on_cuda else 0.0
+        self.causal_rows = self.rows // 2
+
+    def round(self, number: int) -> dict[str, float]:
+        """Everything once: FLOP/s, bytes a second, and seconds (names that end so)."""
+        found = {}
+        for head_dim in _HEAD_DIMS:
+            for which, rate in zip(_PASSES, self.rates(head_dim), strict=True):
+                found[_rate(head_dim, which)] = rate
+        return {**found, "causal": self.causal(), **self.copies(), **self.calls(number)}
 
     def kernel(self, head_dim: int) -> RectangleKernel:
         call = CallShape(self.device.type, self.dtype, 1, 1, head_dim, head_dim, True, True)
@@ -166,11 +315,12 @@ class _Bench:
     def random(self, rows: int, head_dim: int) -> torch.Tensor:
         return torch.randn(1, 1, rows, head_dim, device=self.device).to(self.dtype)
 
-    def seconds(self, run: Callable[[], object], at_least: float) -> float:
-        """Median of runs that together take ``at_least`` seconds, as long again for warming up."""
-        for _ in range(2):
+    def seconds(self, run: Callable[[], object], at_least: float, warm: float = 0.0) -> float:
+        """Median of runs that together take ``at_least`` seconds, after as long, or ``warm``, of
+        warming up."""
+        for lasting in (max(warm, at_least), at_least):
             times: list[float] = []
-            while sum(times) < at_least or len(times) < 3:
+            while sum(times) < lasting or len(times) < 3:
                 self._wait()
                 started = time.perf_counter()
                 run()
@@ -189,7 +339,7 @@ class _Bench:
         query, grad = self.random(self.rows, head_dim), self.random(self.rows, head_dim)
         key, value = self.random(self.other, head_dim), self.random(self.other, head_dim)
         spent = self.seconds(
-            lambda: kernel.rectangle_forward(query, key, value, False, scale, None), 0.7
+            lambda: kernel.rectangle_forward(query, key, value, False, scale, None), 0.3, self.warm
         )
         # A backward is parallel over keys: the long side is theirs.
         query, key = key, query
@@ -199,20 +349,20 @@ class _Bench:
             lambda: kernel.rectangle_backward(
                 grad, query, key, value, out, lse, False, scale, None
             ),
-            0.7,
+            0.3,
+            self.warm,
         )
         return flops / spent, 2.5 * flops / backward
 
-    def filling_causal(self, rate: float) -> float:
-        """Rows at which a causal square reaches half of ``rate``."""
-        rows = self.rows // 2
+    def causal(self) -> float:
+        """FLOP/s of a causal square."""
+        rows = self.causal_rows
         kernel, scale = self.kernel(64), 0.125
         query, key, value = (self.random(rows, 64) for _ in range(3))
         spent = self.seconds(
             lambda: kernel.rectangle_forward(query, key, value, True, scale, None), 0.2
         )
-        share = 2.0 * 64 * rows * rows / spent / rate
-        return rows * (1 / max(0.05, min(0.999, share)) - 1)
+        return 2.0 * 64 * rows * rows / spent
 
     def copies(self) -> dict[str, float]:
         """Bytes a second up and down, both at once, and through device memory."""
@@ -241,8 +391,9 @@ class _Bench:
         rate = n_bytes / self.seconds(both, 0.2)
         return {**found, "up_bytes_per_second": rate, "down_bytes_per_second": rate}
 
-    def calls(self) -> dict[str, float]:
-        """What the host takes for one call with its merge, and a kernel for a new shape."""
+    def calls(self, number: int) -> dict[str, float]:
+        """What the host takes for one call with its merge, and a kernel for a new shape: another
+        one in every round."""
         kernel, count = self.kernel(64), 20
         query, key, value, grad = (self.random(128, 64) for _ in range(4))
         state = torch.zeros(1, 1, 128, 64, device=self.device)
@@ -266,7 +417,7 @@ class _Bench:
             "call_seconds": 2 * self.seconds(forward, 0.1) / count,
             "backward_call_seconds": 2.5 * self.seconds(backward, 0.1) / count,
         }
-        fresh = [self.random(640 + 128 * i, 64) for i in range(3)]
+        fresh = [self.random(640 + 128 * (3 * number + i), 64) for i in range(3)]
         times = []
         for tensor in fresh:
             self._wait()

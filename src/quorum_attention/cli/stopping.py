@@ -1,0 +1,51 @@
+"""Signals that end a process, as exceptions: what is unfinished is cleaned up on the way out."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal asked this process to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.name = signal.Signals(number).name
+        self.status = 128 + number
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    # One is enough: the second would only interrupt the cleaning up.
+    for other in _signals():
+        if signal.getsignal(other) is _stop:
+            signal.signal(other, signal.SIG_IGN)
+    raise Stopped(number)
+
+
+def _signals() -> list[int]:
+    names = ("SIGINT", "SIGTERM", "SIGHUP")
+    return [getattr(signal, name) for name in names if hasattr(signal, name)]
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """In the block SIGINT, SIGTERM and SIGHUP raise ``Stopped``.
+
+    Those that are ignored stay so (``nohup`` ignores SIGHUP), as do handlers of somebody else's,
+    and nothing is changed outside the main thread.
+    """
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        usual = (signal.SIG_DFL, signal.default_int_handler)
+        for number in _signals():
+            if signal.getsignal(number) in usual:
+                before[number] = signal.signal(number, _stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,388 @@
+"""``run`` destroys nothing: what is on the disk is replaced when its successor is whole, or not at
+all, whatever is asked for and whatever happens on the way."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+
+import quorum_attention as qa
+from quorum_attention import writing
+from quorum_attention.cli import main
+from quorum_attention.files import open_tensors
+
+CPU = ["--device", "cpu"]
+# A kernel that says when it is in the middle of the work, and then takes its time.
+SLOW = """
+import sys, time
+from pathlib import Path
+import torch
+import quorum_attention as qa
+from quorum_attention.cli import main
+
+marker, calls = Path(sys.argv[1]), []
+
+def slow(query, key, value, *, is_causal, scale):
+    calls.append(1)
+    if len(calls) == 4:
+        marker.touch()
+        time.sleep(60)
+    scores = scale * (query @ key.mT)
+    lse = torch.logsumexp(scores, dim=-1)
+    return torch.exp(scores - lse.unsqueeze(-1)) @ value, lse
+
+qa.register_kernel(qa.from_lse_function(slow, name="slow"))
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    tensors = {name: torch.randn(1, 4, 300, 16) for name in ("query", "key", "value")}
+    safetensors.torch.save_file(tensors, tmp_path / "in.safetensors")
+    return tmp_path / "in.safetensors"
+
+
+@pytest.fixture
+def earlier(tmp_path: Path) -> Path:
+    """A good result of an earlier call."""
+    path = tmp_path / "out.safetensors"
+    safetensors.torch.save_file({"out": torch.ones(7)}, path)
+    return path
+
+
+def in_folder(path: Path) -> dict[str, bytes]:
+    return {found.name: found.read_bytes() for found in path.parent.iterdir() if found.is_file()}
+
+
+@pytest.fixture
+def nothing_changes(inputs: Path, earlier: Path) -> Iterator[None]:
+    before = in_folder(inputs)
+    yield
+    assert in_folder(inputs) == before
+
+
+@pytest.mark.usefixtures("nothing_changes")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--budget", "1"], "too small"),
+        (["--kernel", "nope"], "no kernel is named"),
+        (["--depth", "1", "--kernel", "cudnn"], "cudnn"),
+        (["--device", "tpu"], "--device must be"),
+        pytest.param(
+            ["--device", "cuda"], "no CUDA device",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+        (["--draw", "picture.xyz"], "must end in one of"),
+        (["--draw", "no/such/folder/picture.png"], "there is no directory"),
+    ],
+)  # fmt: skip
+def test_a_refused_call_leaves_the_earlier_output(
+    inputs: Path,
+    earlier: Path,
+    arguments: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    device = [] if "--device" in arguments else CPU
+    assert main(["run", str(inputs), str(earlier), *device, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("quorum-attention: ")
+    assert error.count("\n") == 1
+    assert said in error
+
+
+@pytest.mark.usefixtures("nothing_changes")
+@pytest.mark.parametrize(
+    "arguments",
+    [["--depth", "x"], ["--depth", "-1"], ["--scale", "nan"], ["--scale", "x"], ["--budget", "x"]],
+)
+def test_an_option_without_sense_leaves_the_earlier_output(
+    inputs: Path, earlier: Path, arguments: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", str(inputs), str(earlier), *CPU, f"{arguments[0]}={arguments[1]}"])
+    assert ended.value.code == 2
+
+
+@pytest.mark.usefixtures("nothing_changes")
+def test_no_matplotlib_is_said_before_any_work(
+    inputs: Path, earlier: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["run", str(inputs), str(earlier), *CPU, "--draw", "picture.png"]) == 2
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"query": torch.zeros(1, 2, 5, 4), "key": torch.zeros(1, 2, 5, 4)},
+        {"q": torch.zeros(1, 2, 5, 4), "k": torch.zeros(1, 2, 5, 8), "v": torch.zeros(1, 2, 5, 4)},
+        {name: torch.zeros(3) for name in "qkv"},
+        {name: torch.zeros(1, 2, 5, 4, dtype=torch.int32) for name in "qkv"},
+        {name: torch.zeros(1, 2, 5, 4) for name in ("q", "query", "k", "v")},
+        {**{n: torch.zeros(1, 2, 5, 4) for n in "qkv"}, "mask": torch.zeros(9, 9).bool()},
+    ],
+)
+def test_a_file_that_is_no_call_leaves_the_earlier_output(
+    tmp_path: Path, earlier: Path, tensors: dict[str, torch.Tensor]
+) -> None:
+    safetensors.torch.save_file(tensors, tmp_path / "odd")
+    before = in_folder(earlier)
+    assert main(["run", str(tmp_path / "odd"), str(earlier), *CPU]) == 2
+    assert in_folder(earlier) == before
+
+
+@pytest.mark.parametrize("how", ["path", "dot", "symlink", "hard link"])
+def test_the_input_is_no_output(
+    inputs: Path, how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = inputs.parent / "other"
+    if how == "symlink":
+        other.symlink_to(inputs)
+    elif how == "hard link":
+        other.hardlink_to(inputs)
+    before = in_folder(inputs)
+    monkeypatch.chdir(inputs.parent)
+    output = {"path": str(inputs), "dot": f"./{inputs.name}"}.get(how, str(other))
+    assert main(["run", str(inputs), output, *CPU]) == 2
+    assert "is the input" in capsys.readouterr().err
+    assert in_folder(inputs) == before
+
+
+def test_a_picture_is_no_tensor_file(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    same = str(inputs.parent / "same.png")
+    assert main(["run", str(inputs), same, *CPU, "--draw", same]) == 2
+    assert "another file than the output" in capsys.readouterr().err
+    assert not Path(same).exists()
+
+
+def test_what_is_no_file_is_not_replaced(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pipe = inputs.parent / "pipe"
+    os.mkfifo(pipe)
+    for output in (pipe, inputs.parent):
+        assert main(["run", str(inputs), str(output), *CPU]) == 2
+        assert "not a regular file" in capsys.readouterr().err
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def started(inputs: Path, output: Path) -> subprocess.Popen[str]:
+    """``run`` in a process of its own, in the middle of its work."""
+    marker = output.parent / "marker"
+    command = [sys.executable, "-c", SLOW, str(marker), "run", str(inputs), str(output)]
+    command += ["--kernel", "slow", "--depth", "1", *CPU]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not marker.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    marker.unlink()
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.usefixtures("nothing_changes")
+def test_a_signal_leaves_the_earlier_output(
+    inputs: Path, earlier: Path, number: signal.Signals
+) -> None:
+    process = started(inputs, earlier)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert said.splitlines()[-1] == f"quorum-attention: stopped by {number.name}"
+    assert "Traceback" not in said
+
+
+def test_a_kill_leaves_the_earlier_output_and_nothing_that_loads(
+    inputs: Path, earlier: Path
+) -> None:
+    before = in_folder(inputs)
+    process = started(inputs, earlier)
+    process.kill()
+    process.communicate(timeout=60)
+    left = in_folder(inputs)
+    (extra,) = left.keys() - before.keys()
+    assert extra.endswith(".unfinished")
+    assert {name: left[name] for name in before} == before
+    with pytest.raises(ValueError, match="not a safetensors file"):
+        open_tensors(inputs.parent / extra)
+    # The next one takes it away.
+    assert main(["run", str(inputs), str(earlier), *CPU]) == 0
+    assert in_folder(inputs).keys() == before.keys()
+
+
+def test_what_another_process_is_writing_is_left_to_it(inputs: Path, earlier: Path) -> None:
+    process = started(inputs, earlier)
+    (other,) = earlier.parent.glob("*.unfinished")
+    assert main(["run", str(inputs), str(earlier), *CPU]) == 0
+    assert other.exists()
+    process.terminate()
+    process.communicate(timeout=60)
+    assert not other.exists()
+    assert set(open_tensors(earlier)) == {"out"}
+
+
+def full(handle: int, start: int, n_bytes: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def not_supported(handle: int, start: int, n_bytes: int) -> None:
+    raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+
+@pytest.mark.usefixtures("nothing_changes")
+@pytest.mark.parametrize("allocate", [full, not_supported])
+def test_a_disk_without_room_is_said(
+    inputs: Path,
+    earlier: Path,
+    allocate: Callable[[int, int, int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Also where space cannot be asked for, only counted."""
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    monkeypatch.setattr(writing, "_free_bytes", lambda file: 70_000)
+    assert main(["run", str(inputs), str(earlier), *CPU]) == 2
+    said = capsys.readouterr().err
+    size = 1 * 4 * 300 * 16 * 4 + 8 + len("header")
+    missing = next(int(word) for word in said.split() if word.isdigit())
+    assert size < missing + 70_000 < size + 1_000
+    assert "are missing" in said
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """256 KiB, for whoever may mount."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
+    try:
+        done = subprocess.run(command, capture_output=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no mount here")
+    if done.returncode:
+        pytest.skip("mounting a small disk is not allowed here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_is_no_bus_error(
+    tmp_path: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = {name: torch.randn(1, 4, 1_500, 16) for name in ("query", "key", "value")}
+    safetensors.torch.save_file(tensors, tmp_path / "in")
+    safetensors.torch.save_file({"out": torch.ones(7)}, small_disk / "out")
+    before = in_folder(small_disk / "out")
+    assert main(["run", str(tmp_path / "in"), str(small_disk / "out"), *CPU]) == 2
+    assert "are missing" in capsys.readouterr().err
+    assert in_folder(small_disk / "out") == before
+    picture = str(small_disk / "picture.png")
+    (small_disk / "filler").write_bytes(bytes(240 << 10))
+    assert main(["plan", "--tokens", "9999", *CPU, "--levels", "7", "--draw", picture]) == 2
+    assert not Path(picture).exists()
+
+
+def test_a_limit_on_files_is_no_bus_error(inputs: Path, earlier: Path) -> None:
+    before = in_folder(inputs)
+    limited = (
+        "import resource, sys\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
+        "from quorum_attention.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", limited, "run", str(inputs), str(earlier), *CPU]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert "more than a file may have here" in done.stderr
+    assert in_folder(inputs) == before
+
+
+def test_the_new_output_has_the_place_and_the_permissions_of_the_old(
+    inputs: Path, earlier: Path
+) -> None:
+    earlier.chmod(0o640)
+    link = earlier.parent / "link"
+    link.symlink_to(earlier.name)
+    assert main(["run", str(inputs), str(link), *CPU, "--lse", "--causal"]) == 0
+    assert link.is_symlink()
+    assert stat.S_IMODE(earlier.stat().st_mode) == 0o640
+    given = safetensors.torch.load_file(inputs)
+    given = [given[name] for name in ("query", "key", "value")]
+    out, lse = qa.attention_with_lse(*given, is_causal=True, devices="cpu")
+    written = safetensors.torch.load_file(earlier)
+    torch.testing.assert_close(written["out"], out)
+    torch.testing.assert_close(written["lse"], lse)
+    with safetensors.safe_open(earlier, "pt") as file:
+        metadata = file.metadata()
+    assert metadata["quorum_attention"] == qa.__version__
+    assert metadata["complete"] == "true"
+    assert json.loads(metadata["arguments"])["causal"] is True
+
+
+def test_a_file_that_may_not_be_written_stays(
+    inputs: Path, earlier: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = in_folder(inputs)
+    # Root may write everything.
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != earlier)
+    assert main(["run", str(inputs), str(earlier), *CPU]) == 2
+    assert in_folder(inputs) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_results_of_odd_length_are_written(tmp_path: Path, dtype: torch.dtype) -> None:
+    """A float32 log-sum-exp behind an odd number of 16-bit ones lies at no multiple of four."""
+    tensors = {name: torch.randn(1, 1, 7, 3).to(dtype) for name in "qkv"}
+    safetensors.torch.save_file(tensors, tmp_path / "in")
+    assert main(["run", str(tmp_path / "in"), str(tmp_path / "out"), *CPU, "--lse"]) == 0
+    written = safetensors.torch.load_file(tmp_path / "out")
+    out, lse = qa.attention_with_lse(*tensors.values(), devices="cpu")
+    torch.testing.assert_close(written["out"], out)
+    torch.testing.assert_close(written["lse"], lse)
+
+
+@pytest.mark.parametrize("name", ["mask", "attn_mask"])
+@pytest.mark.parametrize("additive", [False, True])
+def test_a_mask_in_the_file_is_taken(
+    tmp_path: Path, name: str, additive: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = {n: torch.randn(1, 2, 40, 8) for n in ("query", "key", "value")}
+    mask = torch.rand(40, 40) < 0.5
+    if additive:
+        mask = torch.randn(40, 40)
+    path, output = tmp_path / "in", tmp_path / "out"
+    safetensors.torch.save_file({**tensors, name: mask}, path)
+    assert main(["run", str(path), str(output), *CPU]) == 0
+    assert "mask 40 x 40 of the file" in capsys.readouterr().out
+    wanted = torch.nn.functional.scaled_dot_product_attention(*tensors.values(), attn_mask=mask)
+    torch.testing.assert_close(safetensors.torch.load_file(output)["out"], wanted)
+    # Who cannot take one says so.
+    assert main(["recover", "--qkv", str(path), *CPU]) == 2
+    assert "has a mask" in capsys.readouterr().err
+
+
+def test_tensors_without_a_use_are_named(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = {**safetensors.torch.load_file(inputs), "sinks": torch.zeros(4)}
+    safetensors.torch.save_file(tensors, tmp_path / "more")
+    assert main(["run", str(tmp_path / "more"), str(tmp_path / "out"), *CPU, "--json"]) == 0
+    printed = capsys.readouterr()
+    assert "also has sinks" in printed.err
+    assert json.loads(printed.out)["unknown"] == ["sinks"]

@@ -1,0 +1,183 @@
+"""Files are whole or not there: tensors, pictures, reports, calibrations; whoever is stopped."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+
+import quorum_attention as qa
+from quorum_attention import writing
+from quorum_attention.bench import report as bench_report
+from quorum_attention.bench.settings import Section
+from quorum_attention.execution.report import PassReport
+from quorum_attention.pictures import check_drawable
+from quorum_attention.writing import check_target, replacing, write_text
+
+EARLIER = b"what was there"
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt, SystemExit, MemoryError])
+def test_whatever_goes_wrong_the_earlier_file_stays(
+    tmp_path: Path, error: type[BaseException]
+) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(EARLIER)
+
+    def halfway() -> None:
+        with replacing(path) as file:
+            file.write(b"half of")
+            file.flush()
+            raise error
+
+    with pytest.raises(error):
+        halfway()
+    assert names(tmp_path) == ["x"]
+    assert path.read_bytes() == EARLIER
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_a_failure_of_the_last_steps_is_one(
+    tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*arguments: object) -> None:
+        raise OSError("no more")
+
+    (tmp_path / "x").write_bytes(EARLIER)
+    monkeypatch.setattr(os, step, failing)
+    with pytest.raises(OSError, match="no more"):
+        write_text(tmp_path / "x", "new")
+    assert names(tmp_path) == ["x"]
+    assert (tmp_path / "x").read_bytes() == EARLIER
+
+
+def test_everything_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = []
+    for step in ("fsync", "replace"):
+        real: Callable[..., Any] = getattr(os, step)
+
+        def told(*arguments: Any, real: Any = real, step: str = step) -> Any:
+            done.append(step)
+            return real(*arguments)
+
+        monkeypatch.setattr(os, step, told)
+    write_text(tmp_path / "x", "new")
+    assert done == ["fsync", "replace", "fsync"]  # the content, the name, the directory
+
+
+def test_new_files_have_the_usual_permissions(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_text(tmp_path / "x", "new")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "x").stat().st_mode & 0o777 == 0o640
+
+
+def test_links_lead_where_they_led(tmp_path: Path) -> None:
+    (tmp_path / "far").mkdir()
+    (tmp_path / "dangling").symlink_to(tmp_path / "far" / "x")
+    write_text(tmp_path / "dangling", "new")
+    assert (tmp_path / "far" / "x").read_text() == "new"
+    assert (tmp_path / "dangling").is_symlink()
+    (tmp_path / "hard").hardlink_to(tmp_path / "far" / "x")
+    write_text(tmp_path / "dangling", "newer")
+    assert (tmp_path / "hard").read_text() == "new"
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(OSError, match="loop"):
+        check_target(tmp_path / "loop")
+
+
+def test_long_and_odd_names(tmp_path: Path) -> None:
+    for name in ("x" * 255, "ü" * 127, "a b\n[c]*?", os.fsdecode(b"\xff\xfe")):
+        for text in ("old", "new"):
+            write_text(tmp_path / name, text)
+        assert (tmp_path / name).read_text() == "new"
+    assert len(names(tmp_path)) == 4
+
+
+def test_only_ones_own_leftovers_are_removed(tmp_path: Path) -> None:
+    mine = tmp_path / "x.0123abcd.unfinished"
+    others = [
+        "y.0123abcd.unfinished",
+        "x.unfinished",
+        "x.mine.unfinished",
+        "xx.0123abcd.unfinished",
+    ]
+    for name in (mine.name, *others):
+        (tmp_path / name).write_bytes(EARLIER)
+    write_text(tmp_path / "x", "new")
+    assert names(tmp_path) == sorted(["x", *others])
+
+
+def test_where_nothing_can_be_locked_nothing_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "_lock", lambda file: False)
+    (tmp_path / "x.0123abcd.unfinished").write_bytes(EARLIER)
+    write_text(tmp_path / "x", "new")
+    assert names(tmp_path) == ["x", "x.0123abcd.unfinished"]
+
+
+def drawn_plan(path: Path) -> None:
+    qa.plan(2_000, levels=(7,), device="cpu").draw(path)
+
+
+def drawn_report(path: Path) -> None:
+    part = PassReport("cpu", (), (), 1, 1, 1, "none", planned_peak_bytes=1, peak_bytes=1)
+    qa.Report(forward=part).draw(path)
+
+
+def drawn_section(path: Path) -> None:
+    section = Section("x", "X", "text", [], [], lambda axes: axes.plot([1, 2]))
+    path.rename(path.parent / "x.png")
+    try:
+        bench_report.write(path.parent, [section], [], {}, "")
+    finally:
+        (path.parent / "x.png").rename(path)
+
+
+@pytest.mark.parametrize("draw", [drawn_plan, drawn_report, drawn_section])
+def test_half_a_picture_replaces_none(
+    tmp_path: Path, draw: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def halfway(figure: Figure, target: Any, **options: object) -> None:
+        if hasattr(target, "write"):
+            target.write(b"half")
+        else:
+            Path(target).write_bytes(b"half")
+        raise OSError("no more")
+
+    path = tmp_path / "picture.png"
+    path.write_bytes(EARLIER)
+    monkeypatch.setattr(Figure, "savefig", halfway)
+    with pytest.raises(OSError, match="no more"):
+        draw(path)
+    assert path.read_bytes() == EARLIER
+    assert names(tmp_path) == ["picture.png"]
+
+
+def test_pictures_of_every_ending(tmp_path: Path) -> None:
+    for name, first in (
+        ("a.png", b"\x89PNG"),
+        ("a.svg", b"<?xml"),
+        ("a.pdf", b"%PDF"),
+        ("a", b"\x89PNG"),
+    ):
+        drawn_plan(tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(first)
+    with pytest.raises(ValueError, match="must end in one of"):
+        check_drawable(tmp_path / "a.xyz")
+    with pytest.raises(ValueError, match="must end in one of"):
+        drawn_plan(tmp_path / "a.xyz")
+    assert names(tmp_path) == ["a", "a.pdf", "a.png", "a.svg"]
