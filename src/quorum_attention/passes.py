@@ -191,7 +191,8 @@ def run_backward(
         grads is not None,
         dtype,
         rows_are_dense(query, key, value),
-        (not divided and not is_operand(grad_out, work.dtype)) + (not is_operand(out, work.dtype)),
+        # A gradient that need not be copied is planned for as one that must: as estimated.
+        (not divided) + (not is_operand(out, work.dtype)),
         divided_bytes(grad_out.dtype, work) if grad_out.device == options.device else 0,
         divided,
     )

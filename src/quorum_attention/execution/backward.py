@@ -135,6 +135,8 @@ def _direct(
         elif not broken:
             for target, axis, part in zip(results.made(), AXES, got, strict=True):
                 piece.put(target, axis, part)
+                # Let go before the next piece's are made: the plan counts one piece's results.
+                del part
         del got
         if broken:
             report.repeated_units += 1
