@@ -299,7 +299,7 @@ def test_the_way_back_to_coarser_tasks_counts_them_trimmed() -> None:
                 kernel=kernel, heads_per_group=1, is_causal=True, device="cpu")
     )  # fmt: skip
     slot = forward_layout(
-        plan.work, plan.schedule.group, plan.schedule.task_tokens, torch.float32
+        plan.work, plan.schedule.group, plan.schedule.task_rows(plan.work), torch.float32
     ).slot_bytes
     made, report = inputs(N), qa.Report()
     kernel.arm()
