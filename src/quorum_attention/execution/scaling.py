@@ -73,17 +73,15 @@ class Level:
     @property
     def shift(self) -> int:
         """Of the probabilities of all its heads."""
-        return self._shift(max(self.steps.values(), default=0))
-
-    def _shift(self, steps: int) -> int:
-        return usual_shift(self.n_keys) - min(_MOST_OFF_THE_SHIFT, steps * _OFF_THE_SHIFT)
+        return usual_shift(self.n_keys) - _off_the_shift(max(self.steps.values(), default=0))
 
     def divide_(self, grad_out: torch.Tensor, value: torch.Tensor, unscale: torch.Tensor) -> None:
         """Divide ``grad_out`` (b, h, n, dv) in place; ``unscale`` (b, hk) receives by what."""
-        divide_gradient_(grad_out, value, unscale, self.shift)
+        divide_gradient_(grad_out, value, unscale, usual_shift(self.n_keys))
         for (entry, head), steps in self.steps.items():
-            _head(grad_out, value, entry, head).mul_(2.0 ** (-_STEP * steps))
-            unscale[entry, head].mul_(2.0 ** (_STEP * steps))
+            further = 2.0 ** _off_the_gradient(steps)
+            _head(grad_out, value, entry, head).div_(further)
+            unscale[entry, head].mul_(further)
 
     def lower(
         self,
@@ -106,13 +104,22 @@ class Level:
                 continue
             largest = largest_norm(_head(grad_out, value, entry, head))
             exponent = divisor_exponent(
-                largest, largest_norm(_head(value, value, entry, head)), self._shift(steps)
+                largest, largest_norm(_head(value, value, entry, head)), usual_shift(self.n_keys)
             )
-            if math.ldexp(largest, -exponent - _STEP * steps) < _SMALLEST_ROW:
+            if math.ldexp(largest, -exponent - _off_the_gradient(steps)) < _SMALLEST_ROW:
                 continue
             self.steps[entry, head] = steps
             lowered = True
         return lowered
+
+
+def _off_the_shift(steps: int) -> int:
+    return min(_MOST_OFF_THE_SHIFT, steps * _OFF_THE_SHIFT)
+
+
+def _off_the_gradient(steps: int) -> int:
+    # A unit's shift is that of its head with the most steps; the others lose what that takes.
+    return steps * _STEP - _off_the_shift(steps)
 
 
 def _head(tensor: torch.Tensor, value: torch.Tensor, entry: int, head: int) -> torch.Tensor:

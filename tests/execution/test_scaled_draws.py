@@ -1,0 +1,71 @@
+"""fp16 gradients near the edges of fp16, drawn by the hundred, on every route, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers_attention import Inputs, exact
+from helpers_fp16 import ROUTES, drawn, wrong
+
+import quorum_attention as qa
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_no_infinity_that_float64_does_not_have(route: str) -> None:
+    """Whatever fits the result comes out, and is right (6)."""
+    found = [wrong(drawn(seed), route, seed) for seed in range(60)]
+    assert [words for words in found if words is not None] == []
+
+
+def sink(n: int, heads: int = 1) -> Inputs:
+    """Every query attends to one key alone, and every gradient points the same way."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, heads, n, 64, generator=generator) for _ in range(3))
+    u = torch.nn.functional.normalize(torch.randn(64, generator=generator), dim=0)
+    q, k[:, :, n // 8] = q / 2 + 6 * u, 20 * u
+    # Small values: the bound of the scaling leaves gradients large.
+    return Inputs(q.half(), k.half(), (v / 8).half(), torch.full_like(q, 1 / n).half())
+
+
+@pytest.mark.parametrize("n_cap", [1, 2, 3])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("levels", [(3,), (7,)])
+def test_a_sink_through_slots(n_cap: int, is_causal: bool, levels: tuple[int, ...]) -> None:
+    """Its dV is the sum over all queries: 1, where products scaled for the others overflow.
+    Finished gradients lie over the inputs by the time that is seen."""
+    n = 1024
+    made = sink(n)
+    reference = exact(made, is_causal=is_causal, gradients=True)
+    report = qa.Report()
+    plan = qa.plan(
+        n, heads=1, head_dim=64, dtype=torch.float16, is_causal=is_causal, levels=levels,
+        sweep=False, n_cap=n_cap, backward=True, device="cpu",
+    )  # fmt: skip
+    got = qa.attention_backward(
+        made.grad_out, *made.three, reference.out.half(), reference.lse.float(),
+        is_causal=is_causal, plan=plan, report=report,
+    )  # fmt: skip
+    assert report.backward.repeated_units > 0
+    for actual, wanted in zip(got, reference.grads, strict=True):
+        torch.testing.assert_close(actual.double(), wanted, atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("broken", [torch.inf, torch.nan])
+def test_a_broken_row_does_not_keep_other_heads_from_being_mended(broken: float) -> None:
+    """Head 0 holds a number that is not one, head 1 a sink: it comes out all the same."""
+    n = 512
+    made = sink(n, heads=2)
+    made.query[0, 0, 100, 3] = broken
+    one = Inputs(*(t[:, 1:] for t in (*made.three, made.grad_out)))
+    reference = exact(one, gradients=True)
+    out, lse = qa.attention_with_lse(*made.three)
+    plan = qa.plan(
+        n, heads=2, head_dim=64, dtype=torch.float16, levels=(7,), sweep=False, n_cap=2,
+        backward=True, device="cpu", heads_per_group=2,
+    )  # fmt: skip
+    got = qa.attention_backward(made.grad_out, *made.three, out, lse, plan=plan)
+    assert not bool(got[1][0, 0].isfinite().all())
+    for actual, wanted in zip(got, reference.grads, strict=True):
+        torch.testing.assert_close(actual[:, 1:].double(), wanted, atol=2e-3, rtol=0)

@@ -1,0 +1,110 @@
+"""fp16 calls at the edges of what fp16 can hold, drawn; and what float64 makes of them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+from helpers_attention import Inputs, exact
+
+import quorum_attention as qa
+
+ROUTES = ("direct", "sweep", "slots", "slots of a strided query")
+_LARGEST = 65_504.0
+
+
+@dataclass
+class Drawn:
+    """A call, and in words how it was drawn."""
+
+    made: Inputs
+    is_causal: bool
+    words: str
+
+
+def drawn(seed: int) -> Drawn:
+    """Sinks, few keys, loss-scaled gradients, large queries and values; of one head and more."""
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(rng.randrange(1 << 31))
+    n = rng.choice([1, 2, 3, 5, 17, 60, 128, 300])
+    m = rng.choice([n, n, n, 1, 2, 3, 5, rng.randint(1, 300)])
+    key_heads, shared = rng.choice([1, 2]), rng.choice([1, 2])
+    d = rng.choice([8, 16, 64])
+    dv = rng.choice([d, d, 8])
+
+    def normal(heads: int, rows: int, width: int) -> torch.Tensor:
+        return torch.randn(1, heads, rows, width, generator=generator)
+
+    q, k, v = normal(key_heads * shared, n, d), normal(key_heads, m, d), normal(key_heads, m, dv)
+    grad_out = normal(key_heads * shared, n, dv)
+    kind = rng.choice(["plain", "sink", "sink", "uniform", "large queries", "large values"])
+    if kind == "sink":
+        u = torch.nn.functional.normalize(torch.randn(d, generator=generator), dim=0)
+        q = q / 2 + u * rng.choice([2, 6, 12])
+        k[:, :, 0] = u * rng.choice([5, 20, 60])
+        grad_out = rng.choice([torch.full_like(grad_out, 1 / n), grad_out, grad_out.abs()])
+    elif kind == "uniform":
+        grad_out = torch.full_like(grad_out, rng.choice([1 / n, 1.0, 100.0]))
+    elif kind == "large queries":  # which leave the scores alone
+        q[..., 0] *= rng.choice([50, 1000])
+        k[..., 0] *= 1e-3
+    elif kind == "large values":
+        v *= rng.choice([30, 1000])
+    size = rng.choice([0, 0, 0, -14, -8, 4, 8, 12, 14, 16])
+    grad_out = (grad_out * 2.0**size).clamp(-_LARGEST, _LARGEST)
+    made = Inputs(q.half(), k.half(), v.half(), grad_out.half())
+    causal = rng.random() < 0.5
+    words = f"seed {seed}: {kind}, {n} x {m}, heads {key_heads} x {shared}, gradient times 2^{size}"
+    return Drawn(made, causal, words)
+
+
+def wrong(call: Drawn, route: str, seed: int) -> str | None:
+    """What is wrong with the gradients of a drawn call on a route, in words; None is nothing."""
+    rng, made = random.Random(seed), call.made
+    q, k, v = made.three
+    reference = exact(made, is_causal=call.is_causal, gradients=True)
+    assert reference.grads is not None
+    levels = {
+        "direct": [()],
+        "sweep": [(3,), (7,), (13,)],
+    }.get(route, [(), (1,), (3,), (7,), (3, 7)])
+    more = {"levels": rng.choice(levels), "tile": rng.choice([8, 16, 128])}
+    more |= {"layout": rng.choice(["aligned", "balanced"])}
+    if route != "direct":
+        more |= {"sweep": route == "sweep"}
+    if route.startswith("slots"):
+        more |= {"n_cap": rng.choice([1, 2, 3])}
+    if route == "slots of a strided query":
+        q = q.mT.contiguous().mT
+    plan = qa.plan(
+        q.shape[2], n_keys=k.shape[2], heads=q.shape[1], kv_heads=k.shape[1],
+        head_dim=q.shape[3], value_dim=v.shape[3], dtype=q.dtype, is_causal=call.is_causal,
+        device="cpu", backward=True, **more,
+    )  # fmt: skip
+    dtype = torch.float16 if route == "direct" else rng.choice([torch.float16, torch.float32])
+    # Whatever is not written stays NaN.
+    grads = tuple(torch.full(t.shape, torch.nan, dtype=dtype) for t in (q, k, v))
+    got = qa.attention_backward(
+        made.grad_out, q, k, v, reference.out.half(), reference.lse.float(),
+        is_causal=call.is_causal, enable_gqa=True, plan=plan, grads=grads,
+    )  # fmt: skip
+    for name, actual, wanted in zip(("query", "key", "value"), got, reference.grads, strict=True):
+        size = float(wanted.abs().max())
+        fits = wanted.abs() + 2e-3 * size < 0.99 * torch.finfo(dtype).max
+        if not bool(actual[fits].isfinite().all()):
+            return f"{call.words}; {route} {more}: the {name}'s gradient is not finite"
+        # dQ and dK cancel (P (dP - delta)), so that what is asked of their size is little.
+        allowed = (3e-3 * size if name == "value" else 0.02 * size + _terms(made)) + 6e-8
+        off = float((actual.double() - wanted)[fits].abs().max()) if bool(fits.any()) else 0.0
+        if off > allowed:
+            return f"{call.words}; {route} {more}: the {name}'s gradient is off by {off:.2e}"
+    return None
+
+
+def _terms(made: Inputs) -> float:
+    """What a rounding of the terms of dP - delta may come to in a gradient."""
+    largest = [float(t.double().norm(dim=-1).max()) for t in (made.grad_out, made.value)]
+    other = max(float(t.double().abs().max()) for t in (made.query, made.key))
+    rows = made.query.shape[2]
+    return 2e-3 * largest[0] * largest[1] * other * rows**0.5 * made.query.shape[3] ** -0.5
