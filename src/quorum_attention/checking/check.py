@@ -11,9 +11,12 @@ import torch
 
 from quorum_attention.api import attention_backward, attention_with_lse
 from quorum_attention.checking.causes import likely_cause
+from quorum_attention.counts import real_number, shown, switch, whole_number
+from quorum_attention.devices import present
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels import CallShape, InnerKernel, get_kernel
 from quorum_attention.planner import plan
+from quorum_attention.quorums import quorum_size
 from quorum_attention.sizes import format_bytes
 
 Verdict = Literal["bit-identical", "exact within rounding", "not exact"]
@@ -151,13 +154,26 @@ def check_kernel(
 
     Raises:
         NotImplementedError: the kernel does not take these calls; says why.
+        ValueError, TypeError: an argument that makes no sense, by name.
     """
     kernel = get_kernel(kernel)
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    where = present(default if device is None else device, "device")
+    # The planner checks the sizes by name.
+    work = plan(
+        n_tokens, n_keys=n_keys, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+        value_dim=value_dim, dtype=dtype, levels=(), kernel="dense", device=where, inputs="device",
+        backward=backward,
+    ).work  # fmt: skip
     sizes = _Sizes(
-        n_tokens, n_tokens if n_keys is None else n_keys, heads, kv_heads or heads, head_dim,
-        value_dim or head_dim, dtype, where, backward,
+        work.n_queries, work.n_keys, work.heads, work.kv_heads, work.head_dim, work.value_dim,
+        work.dtype, where, backward,
     )  # fmt: skip
+    if is_causal is not None:
+        is_causal = switch(is_causal, "is_causal")
+    levels = [_checked(cut) for cut in levels]
+    seed = whole_number(seed, "seed", -(2**63), 2**64 - 1)
+    scale_of_inputs = real_number(scale_of_inputs, "scale_of_inputs")
     result = CheckResult(kernel.name)
     generator = torch.Generator().manual_seed(seed)
     inputs = sizes.inputs(generator, scale_of_inputs)
@@ -175,6 +191,14 @@ def check_kernel(
     if broken:
         result.cause = likely_cause(kernel, inputs, broken[0].is_causal)
     return result
+
+
+def _checked(levels: tuple[int, ...]) -> tuple[int, ...]:
+    if isinstance(levels, str) or not isinstance(levels, Sequence):
+        raise TypeError(f"levels must be tuples of chunk counts, got {shown(levels)}")
+    for c in levels:
+        quorum_size(c)
+    return tuple(levels)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import argparse
 
 import torch
 
+from quorum_attention.devices import present
 from quorum_attention.execution.workload import ELEMENT_BYTES
 from quorum_attention.sizes import parse_bytes
 
@@ -26,7 +27,7 @@ def dtype_of(text: str) -> torch.dtype:
 def bytes_of(text: str) -> int:
     """``text`` as bytes: a number, or 512MiB and the like."""
     try:
-        return parse_bytes(int(text) if text.isdigit() else text)
+        return parse_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
@@ -84,16 +85,7 @@ def default_device(named: str | None) -> torch.device:
     """The device a command computes on.
 
     Raises:
-        ValueError: there is no such device here.
+        ValueError, NotImplementedError: there is no such device here.
     """
-    if named is None:
-        named = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(named)
-    except RuntimeError as error:
-        raise ValueError(f"--device must be cpu or cuda, got {named!r}") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device is cuda, but there is no CUDA device here")
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    return present(default if named is None else named, "--device")
