@@ -16,10 +16,13 @@ from quorum_attention.checking.laws import Broken, broken_laws, fewer_key_heads
 from quorum_attention.checking.result import CaseResult, CheckResult, Verdict
 from quorum_attention.checking.rounding import apart, far, limit, repeated, size
 from quorum_attention.checking.subject import Sizes
+from quorum_attention.counts import real_number, shown, switch, whole_number
+from quorum_attention.devices import present
 from quorum_attention.execution.memory import first_line, is_out_of_memory
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels import InnerKernel, get_kernel
 from quorum_attention.planner import plan
+from quorum_attention.quorums import quorum_size
 
 _NAMES = ("out", "lse", "grad_query", "grad_key", "grad_value")
 _CUTS: tuple[tuple[int, ...], ...] = ((3,), (7,), (13,), (3, 3), (7, 3), (3, 3, 3))
@@ -81,14 +84,27 @@ def check_kernel(
 
     Raises:
         NotImplementedError: the kernel does not take these calls; says why.
+        ValueError, TypeError: an argument that makes no sense, by name.
     """
     kernel = get_kernel(kernel)
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    where = present(default if device is None else device, "device")
+    # The planner checks the sizes by name.
+    work = plan(
+        n_tokens, n_keys=n_keys, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+        value_dim=value_dim, dtype=dtype, levels=(), kernel="dense", device=where, inputs="device",
+        backward=backward,
+    ).work  # fmt: skip
     sizes = Sizes(
-        n_tokens, n_tokens if n_keys is None else n_keys, batch, heads, kv_heads or heads, head_dim,
-        value_dim or head_dim, dtype, where, backward,
+        work.n_queries, work.n_keys, work.batch, work.heads, work.kv_heads, work.head_dim,
+        work.value_dim, work.dtype, where, backward,
     )  # fmt: skip
-    check = _Check(CheckResult(kernel.name), kernel, sizes, seed, scale_of_inputs)
+    if is_causal is not None:
+        is_causal = switch(is_causal, "is_causal")
+    levels = [_checked(cut) for cut in levels]
+    seed = whole_number(seed, "seed", -(2**63), 2**64 - 1)
+    factor = real_number(scale_of_inputs, "scale_of_inputs")
+    check = _Check(CheckResult(kernel.name), kernel, sizes, seed, factor)
     kinds = []
     for causal in (False, True) if is_causal is None else (is_causal,):
         reason = kernel.refusal(sizes.call(causal))
@@ -287,6 +303,14 @@ class _Check:
         passes = [p for p in (report.forward, report.backward) if p is not None]
         peaks = [p.peak_bytes for p in passes if p.peak_bytes is not None]
         return found, time.perf_counter() - began, max(peaks, default=None)
+
+
+def _checked(levels: tuple[int, ...]) -> tuple[int, ...]:
+    if isinstance(levels, str) or not isinstance(levels, Sequence):
+        raise TypeError(f"levels must be tuples of chunk counts, got {shown(levels)}")
+    for c in levels:
+        quorum_size(c)
+    return tuple(levels)
 
 
 def _cuts(sizes: Sizes, levels: Sequence[tuple[int, ...]]) -> Iterator[_Cut]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from quorum_attention.cli.help import GLOSSARY, HelpFormatter
+from quorum_attention.devices import present
 from quorum_attention.execution.workload import ELEMENT_BYTES
 from quorum_attention.sizes import parse_bytes, parse_count
 
@@ -143,16 +144,7 @@ def default_device(named: str | None) -> torch.device:
     """The device a command computes on.
 
     Raises:
-        ValueError: there is no such device here.
+        ValueError, NotImplementedError: there is no such device here.
     """
-    if named is None:
-        named = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(named)
-    except RuntimeError as error:
-        raise ValueError(f"--device must be cpu or cuda, got {named!r}") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device is cuda, but there is no CUDA device here")
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    return present(default if named is None else named, "--device")

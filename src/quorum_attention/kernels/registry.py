@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from quorum_attention.counts import shown
 from quorum_attention.kernels.cpu import CpuKernel
 from quorum_attention.kernels.cudnn import CudnnKernel
 from quorum_attention.kernels.dense import DenseKernel
@@ -28,10 +29,14 @@ def register_kernel(kernel: InnerKernel) -> None:
         TypeError: it lacks a part of the ``InnerKernel`` protocol.
         ValueError: its name is empty or "auto".
     """
+    if isinstance(kernel, type):
+        raise TypeError(f"a kernel is an object, not a class: make a {kernel.__name__} first")
     if not isinstance(kernel, InnerKernel):
         parts = ("name", "refusal", "forward_workspace_bytes", "backward_workspace_bytes")
         missing = [p for p in (*parts, "forward", "backward") if not hasattr(kernel, p)]
         raise TypeError(f"{kernel!r} is no inner kernel: it lacks {', '.join(missing)}")
+    if not isinstance(kernel.name, str):
+        raise TypeError(f"a kernel's name must be a str, got {shown(kernel.name)}")
     if not kernel.name or kernel.name == "auto":
         raise ValueError(f"a kernel cannot be named {kernel.name!r}")
     _KERNELS[kernel.name] = kernel
@@ -54,8 +59,10 @@ def get_kernel(kernel: str | InnerKernel) -> InnerKernel:
             known = ", ".join(kernels())
             raise ValueError(f"no kernel is named {kernel!r}; there are: {known}")
         return _KERNELS[kernel]
-    if isinstance(kernel, InnerKernel):
+    if isinstance(kernel, InnerKernel) and not isinstance(kernel, type):
         return kernel
+    if isinstance(kernel, type):
+        raise TypeError(f"kernel must be a name or an InnerKernel, not the class {kernel.__name__}")
     raise TypeError(f"kernel must be a name or an InnerKernel, not {type(kernel).__name__}")
 
 

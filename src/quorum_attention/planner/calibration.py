@@ -26,7 +26,10 @@ from typing import Any
 import platformdirs
 import torch
 
+from quorum_attention.counts import shown
+from quorum_attention.devices import present
 from quorum_attention.errors import CalibrationError
+from quorum_attention.execution.workload import ELEMENT_BYTES
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.kernels.rectangles import RectangleKernel
@@ -157,13 +160,16 @@ def calibrate(
 
     Raises:
         NotImplementedError: no kernel that works on rectangles runs there in this dtype.
+        ValueError, TypeError: ``device`` is not here; ``dtype`` is none that attention takes.
         CalibrationError: measurements disagree with each other; nothing has been stored.
         OSError: there is nowhere to store them.
     """
     started = time.perf_counter()
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if where.type == "cuda" and where.index is None:
-        where = torch.device("cuda", torch.cuda.current_device())
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    where = present(default if device is None else device, "device")
+    if dtype not in ELEMENT_BYTES:
+        names = ", ".join(str(known).removeprefix("torch.") for known in ELEMENT_BYTES)
+        raise TypeError(f"dtype must be one of torch's {names}, got {shown(dtype)}")
     path = cache_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     check_target(path)

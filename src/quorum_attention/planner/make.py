@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
+from quorum_attention.counts import one_of, shown, switch, whole_number
+from quorum_attention.devices import named_device, present
 from quorum_attention.execution.memory import available_bytes
 from quorum_attention.execution.workload import ELEMENT_BYTES, GroupSize, Workload
 from quorum_attention.kernels.protocol import InnerKernel
@@ -21,6 +24,8 @@ from quorum_attention.sizes import format_bytes, parse_bytes
 
 # What is assumed of a CUDA device that is not there to be asked.
 _ASSUMED_DEVICE_BYTES = 80 << 30
+# Of anything: what a tensor can be counted in.
+_MOST = 2**63 - 1
 
 
 def plan(
@@ -76,14 +81,19 @@ def plan(
     work = _workload(
         n_tokens, n_keys, heads, kv_heads, head_dim, value_dim, batch, dtype, is_causal
     )
-    if levels is not None:
-        levels = tuple(levels)
-        for c in levels:
-            quorum_size(c)
-        if depth is not None and depth != len(levels):
-            raise ValueError(f"depth is {depth} but levels {levels} has {len(levels)}")
-    if streams not in (None, 1, 2):
-        raise ValueError(f"streams must be 1 or 2, got {streams!r}")
+    levels = _levels(levels)
+    depth = None if depth is None else whole_number(depth, "depth", 0)
+    if levels is not None and depth is not None and depth != len(levels):
+        raise ValueError(f"depth is {depth} but levels {levels} has {len(levels)}")
+    one_of(layout, "layout", ("aligned", "balanced"))
+    one_of(inputs, "inputs", (None, "device", "host"))
+    one_of(accumulator, "accumulator", (None, "device", "host"))
+    tile = whole_number(tile, "tile", 1)
+    n_cap = None if n_cap is None else whole_number(n_cap, "n_cap", 1)
+    streams = None if streams is None else whole_number(streams, "streams", 1, 2)
+    sweep = None if sweep is None else switch(sweep, "sweep")
+    backward = switch(backward, "backward")
+    bytes_given = None if budget is None else parse_bytes(budget)
     where = _device(device)
     resident = where.type == "cpu" if inputs is None else inputs == "device"
     if where.type == "cpu" and not resident:
@@ -92,7 +102,6 @@ def plan(
     chosen = select_kernel(kernel, shape, where, tried=False)
     # Autograd may hand over an expanded gradient (of a sum): the backward has room for its copy.
     place = Placement(where.type, resident, False, dtype, copied=1 if backward else 0)
-    bytes_given = None if budget is None else parse_bytes(budget)
     request = Request(
         budget_bytes=_free(where) if bytes_given is None else bytes_given,
         levels=levels,
@@ -137,34 +146,46 @@ def _workload(
         "value_dim": head_dim if value_dim is None else value_dim,
         "batch": batch,
     }
-    for name, count in counts.items():
-        if not isinstance(count, int) or isinstance(count, bool):
-            raise TypeError(f"{name} must be a whole number, got {count!r}")
-        if count < (0 if name in ("n_tokens", "n_keys") else 1):
-            raise ValueError(f"{name} must be positive, got {count}")
+    counts = {
+        name: whole_number(count, name, 0 if name in ("n_tokens", "n_keys") else 1, _MOST)
+        for name, count in counts.items()
+    }
     if counts["heads"] % counts["kv_heads"]:
         raise ValueError(
             f"heads must be a multiple of kv_heads, got {counts['heads']} and {counts['kv_heads']}"
         )
     if dtype not in ELEMENT_BYTES:
-        raise TypeError(f"dtype must be one of {list(ELEMENT_BYTES)}, got {dtype}")
+        names = ", ".join(str(known).removeprefix("torch.") for known in ELEMENT_BYTES)
+        raise TypeError(f"dtype must be one of torch's {names}, got {shown(dtype)}")
     return Workload(
-        (batch,),
-        heads,
+        (counts["batch"],),
+        counts["heads"],
         counts["kv_heads"],
-        n_tokens,
+        counts["n_tokens"],
         counts["n_keys"],
-        head_dim,
+        counts["head_dim"],
         counts["value_dim"],
         dtype,
-        is_causal,
+        switch(is_causal, "is_causal"),
     )
+
+
+def _levels(levels: Iterable[int] | None) -> tuple[int, ...] | None:
+    if levels is None:
+        return None
+    if isinstance(levels, str) or not isinstance(levels, Iterable):
+        raise TypeError(f"levels must be chunk counts such as (7, 7) or None, got {shown(levels)}")
+    numbers = tuple(whole_number(c, "levels", 1) for c in levels)
+    for c in numbers:
+        quorum_size(c)
+    return numbers
 
 
 def _group(work: Workload, heads_per_group: int | None) -> GroupSize | None:
     if heads_per_group is None:
         return None
     shared = work.queries_per_key_head
+    heads_per_group = whole_number(heads_per_group, "heads_per_group", 1)
     if heads_per_group < shared or heads_per_group > work.heads or heads_per_group % shared:
         raise ValueError(
             f"heads_per_group must be a multiple of {shared} (query heads that share a key/value "
@@ -176,10 +197,9 @@ def _group(work: Workload, heads_per_group: int | None) -> GroupSize | None:
 def _device(device: str | torch.device | None) -> torch.device:
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    chosen = torch.device(device)
-    if chosen.type not in ("cpu", "cuda"):
-        raise NotImplementedError(f"device must be 'cpu' or 'cuda', got {chosen.type!r}")
-    return chosen
+    if torch.cuda.is_available():
+        return present(device, "device")
+    return named_device(device, "device")
 
 
 def _free(device: torch.device) -> int:

@@ -288,7 +288,7 @@ def undivided(
     sizes = group_sizes(work)
     if place.device_type != "cuda" or not sizes:
         return None
-    shape = _decomposition(work.n_tokens, (), "aligned", 128)
+    shape = decomposition_of(work.n_tokens, (), "aligned", 128)
     # Pinned: what fails is planned anew (passes.py).
     schedule = with_limits(Schedule(shape, sizes[0], 1, "device", 1, 1, True), work)
     paced = _paced(machine, kernel, pairs_of(work, kernel))
@@ -405,7 +405,7 @@ def _schedules(
     if sweeping and n_tasks is None:
         swept = [s for s in shapes if s.depth == 1 and s.levels[0] <= _MOST_SWEPT]
         if place.device_type == "cuda" and request.levels is None and request.depth in (None, 1):
-            swept.append(_decomposition(work.n_tokens, _FEWEST, request.layout, request.tile))
+            swept.append(decomposition_of(work.n_tokens, _FEWEST, request.layout, request.tile))
         for shape in swept:
             less = _trimmed_tally(shape, pairs, kernel, backward=backward) if one_by_one else None
             for size, n in product(sizes, streams):
@@ -457,7 +457,7 @@ def _decompositions(work: Workload, request: Request, pairs: Pairs) -> tuple[Dec
         useful = [chosen for chosen in levels if _is_useful(chosen, work.n_tokens, request)]
         levels = useful or levels[:1]
     return tuple(
-        _decomposition(work.n_tokens, chosen, request.layout, request.tile) for chosen in levels
+        decomposition_of(work.n_tokens, chosen, request.layout, request.tile) for chosen in levels
     )
 
 
@@ -466,7 +466,7 @@ def _check_depth(n_tokens: int, request: Request) -> None:
     assert request.depth is not None
     useful, tokens = 0, n_tokens
     while useful < request.depth:
-        finer = _decomposition(n_tokens, (_DEEP,) * (useful + 1), request.layout, request.tile)
+        finer = decomposition_of(n_tokens, (_DEEP,) * (useful + 1), request.layout, request.tile)
         if finer.max_task_tokens >= tokens:
             break
         useful, tokens = useful + 1, finer.max_task_tokens
@@ -479,7 +479,10 @@ def _check_depth(n_tokens: int, request: Request) -> None:
 
 
 @lru_cache(maxsize=1024)
-def _decomposition(n_tokens: int, levels: tuple[int, ...], layout: str, tile: int) -> Decomposition:
+def decomposition_of(
+    n_tokens: int, levels: tuple[int, ...], layout: str, tile: int
+) -> Decomposition:
+    """The one of these sizes, remembered."""
     return Decomposition(n_tokens, levels, layout, tile)  # type: ignore[arg-type]
 
 

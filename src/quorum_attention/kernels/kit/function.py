@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from quorum_attention.counts import shown, switch
 from quorum_attention.decomposition import Rectangle
 from quorum_attention.kernels.blocks import row_blocks
 from quorum_attention.kernels.kit.positions import positions
@@ -243,6 +244,12 @@ def from_lse_function(
     """
     if not callable(function):
         raise TypeError(f"function must be callable, got {type(function).__name__}")
+    for what, given in (("backward", backward), ("workspace", workspace)):
+        if given is not None and not callable(given):
+            raise TypeError(f"{what} must be callable or None, got {shown(given)}")
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name must be a str or None, got {shown(name)}")
+    grouped = switch(grouped, "grouped")
     found = name or str(getattr(function, "__name__", type(function).__name__))
     return FunctionKernel(
         function, name=found, backward=backward, grouped=grouped, workspace=workspace

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from quorum_attention.counts import shown, switch, whole_number
 from quorum_attention.decomposition import Pairs, Ranges, Rectangle, Task, Verdict
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.kernels.protocol import (
@@ -33,6 +34,7 @@ class DilatedSetting:
     """One (segment, dilation) pair, in tokens.
 
     Raises:
+        TypeError: no whole numbers.
         ValueError: a segment that is no multiple of the dilation, or a number below 1.
     """
 
@@ -40,6 +42,8 @@ class DilatedSetting:
     dilation: int
 
     def __post_init__(self) -> None:
+        whole_number(self.segment, "segment", -(2**63))
+        whole_number(self.dilation, "dilation", -(2**63))
         if self.segment < 1 or self.dilation < 1 or self.segment % self.dilation:
             raise ValueError(
                 "a segment must be a positive multiple of its dilation, got "
@@ -82,6 +86,12 @@ class LongNetKernel:
         *,
         full_precision: bool = False,
     ) -> None:
+        pairs = isinstance(settings, Sequence) and not isinstance(settings, str)
+        if not pairs or not all(
+            isinstance(s, DilatedSetting) or (isinstance(s, (tuple, list)) and len(s) == 2)
+            for s in settings
+        ):
+            raise TypeError(f"settings must be (segment, dilation) pairs, got {shown(settings)}")
         if not settings:
             raise ValueError("settings must name at least one (segment, dilation)")
         self.settings = tuple(
@@ -91,7 +101,7 @@ class LongNetKernel:
             raise TypeError(f"inner must be a RectangleKernel or None, not {type(inner).__name__}")
         self._inner = inner
         self._verdict = _verdict_of(self.settings)
-        self.full_precision = full_precision
+        self.full_precision = switch(full_precision, "full_precision")
 
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
         """The pairs of a call: within the segments of any setting."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from quorum_attention.counts import shown, switch
 from quorum_attention.decomposition import Pairs, Ranges, Rectangle, Task, Verdict
 from quorum_attention.kernels.kept import Kept
 from quorum_attention.kernels.kit.block_masks import BLOCK, geometry, listed_nodes
@@ -113,8 +114,11 @@ def from_score_mod(
     for what, given in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         if given is not None and not callable(given):
             raise TypeError(f"{what} must be callable or None, got {type(given).__name__}")
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"name must be a str of at least a letter, got {shown(name)}")
     if compiled is None:
         compiled = torch.cuda.is_available()
+    compiled = switch(compiled, "compiled")
     in_memory = ScoreModKernel(score_mod, mask_mod, name)
     return FlexKernel(in_memory) if compiled else in_memory
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 
+from quorum_attention.counts import real_number, switch
 from quorum_attention.decomposition import Rectangle
 from quorum_attention.kernels.native.bits import runs_of_bits
 from quorum_attention.kernels.native.config import Config, Half, config
@@ -76,8 +77,8 @@ def native_attention(
         bias = _additive(bias, query, key)
     call = _Call(
         kernel=kernel,
-        is_causal=is_causal,
-        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+        is_causal=switch(is_causal, "is_causal"),
+        scale=query.shape[-1] ** -0.5 if scale is None else real_number(scale, "scale"),
         bits=None if query_bits is None or key_bits is None else (query_bits, key_bits),
         out_dtype=out_dtype or query.dtype,
     )

@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from quorum_attention.counts import switch
 from quorum_attention.decomposition import Pairs, Rectangle, Task
 from quorum_attention.decomposition.pairs import window_verdict
 from quorum_attention.kernels.merge import triton_available
@@ -73,7 +74,7 @@ class NativeKernel(RectangleKernel):
         allow_tf32: bool = False,
     ) -> None:
         self.options = ScoreOptions.of(window, softcap, alibi_slopes)
-        self.allow_tf32 = allow_tf32
+        self.allow_tf32 = switch(allow_tf32, "allow_tf32")
         sides = self.options.left, self.options.right
         self._verdict = window_verdict(*sides) if self.options.windowed else None
         self._slopes: dict[torch.device, torch.Tensor] = {}

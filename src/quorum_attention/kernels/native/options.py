@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
+
+from quorum_attention.counts import real_number, shown, whole_number
 
 UNLIMITED = (1 << 30) - 1
 
@@ -39,17 +40,9 @@ class ScoreOptions:
             TypeError: an argument of the wrong type.
             ValueError: a value that makes no sense.
         """
-        pair = (-1, -1) if window is None else window
-        if isinstance(pair, int):
-            pair = (pair, pair)
-        whole = isinstance(pair, (tuple, list)) and all(isinstance(n, int) for n in pair)
-        if not whole or len(pair) != 2 or min(pair) < -1:
-            raise ValueError(
-                "window must be a number of tokens or (left, right), whole numbers from -1 "
-                f"(no limit), got {window!r}"
-            )
-        cap = 0.0 if softcap is None else float(softcap)
-        if softcap is not None and not (cap > 0 and math.isfinite(cap)):
+        pair = (-1, -1) if window is None else _pair(window)
+        cap = 0.0 if softcap is None else real_number(softcap, "softcap")
+        if softcap is not None and not cap > 0:
             raise ValueError(f"softcap must be a finite number above 0 or None, got {softcap!r}")
         if alibi_slopes is not None:
             if not isinstance(alibi_slopes, torch.Tensor):
@@ -78,3 +71,15 @@ class ScoreOptions:
     def positional(self) -> bool:
         """Whether global positions matter."""
         return self.windowed or self.slopes is not None
+
+
+def _pair(window: object) -> tuple[int, int]:
+    both = window if isinstance(window, (tuple, list)) else (window, window)
+    try:
+        left, right = (whole_number(n, "window", -1) for n in both)
+    except (TypeError, ValueError):
+        raise ValueError(
+            "window must be a number of tokens or (left, right), whole numbers from -1 "
+            f"(no limit), got {shown(window)}"
+        ) from None
+    return left, right

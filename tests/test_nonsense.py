@@ -1,0 +1,271 @@
+"""Whatever makes no sense gets an error that names the argument, what came and what is allowed."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import quorum_attention as qa
+from quorum_attention.cli import main
+
+Q = torch.randn(1, 2, 50, 8)
+
+
+def nested() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a prototype, says torch
+        return torch.nested.nested_tensor([torch.randn(2, 50, 8), torch.randn(2, 40, 8)])
+
+
+def jagged() -> torch.Tensor:
+    parts = [torch.randn(2, 8), torch.randn(3, 8)]
+    return torch.nested.nested_tensor(parts, layout=torch.jagged)
+
+
+def quantized() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated, says torch
+        return torch.quantize_per_tensor(Q, 0.1, 0, torch.qint8)
+
+
+LAZY = (nested, jagged, quantized)
+CALLS = {
+    "a CUDA device without one": (
+        {"devices": "cuda"}, ValueError, "devices is 'cuda', but there is no CUDA device",
+    ),
+    "a device of no kind": ({"devices": "xyz"}, ValueError, "devices must be .* got 'xyz'"),
+    "a device that is a number": ({"devices": 0}, TypeError, "devices must be .* got 0"),
+    "no devices": ({"devices": []}, NotImplementedError, "devices must name one device, got 0"),
+    "a list of numbers": ({"devices": [0]}, TypeError, "devices must be a torch.device .* got 0"),
+    "meta inputs": (
+        dict.fromkeys(("query", "key", "value"), Q.to("meta")),
+        NotImplementedError, "query must be on a CPU or CUDA device, got 'meta'",
+    ),
+    "a meta mask": (
+        {"attn_mask": torch.zeros(50, 50, device="meta")},
+        NotImplementedError, "attn_mask must be on a CPU or CUDA device, got 'meta'",
+    ),
+    "a meta result": ({"out": Q.to("meta")}, ValueError, "out must be in host memory .* got meta"),
+    "nested": ({"query": nested}, NotImplementedError, "query must be a .* got a nested one"),
+    "jagged": ({"key": jagged}, NotImplementedError, "key must be a plain tensor"),
+    "sparse": ({"value": Q.to_sparse()}, NotImplementedError, "value must be .* sparse_coo"),
+    "a sparse mask": (
+        {"attn_mask": torch.eye(50).to_sparse()},
+        NotImplementedError, "attn_mask must be .* sparse_coo",
+    ),
+    "mkldnn": ({"query": Q.to_mkldnn()}, NotImplementedError, "query must be .*mkldnn"),
+    "quantized": (
+        {"query": quantized},
+        TypeError, "query must be one of float16.*qint8",
+    ),
+    "lists": ({"query": [1.0, 2.0]}, TypeError, "query must be a torch.Tensor .* got list"),
+    "a budget of 400 digits": ({"budget": "9" * 400}, ValueError, "budget must be less than 2.*63"),
+    "a number of 400 digits": ({"budget": 10**400}, ValueError, "budget must be less than 2.*63"),
+    "a budget of thousands of digits": (
+        {"budget": "9" * 6000 + "GiB"}, ValueError, "budget must be less than 2.*63",
+    ),
+    "a budget that is true": ({"budget": True}, TypeError, "budget must be a number .* got bool"),
+    "a budget that is nothing": ({"budget": ""}, ValueError, "budget must be .* got ''"),
+    "an infinite budget": ({"budget": float("inf")}, TypeError, "budget must be .* got float"),
+    "NaN scale": ({"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
+    "infinite scale": ({"scale": float("inf")}, ValueError, "scale must be finite, got inf"),
+    "scale in words": ({"scale": "1"}, TypeError, "scale must be a real number, got '1'"),
+    "a true scale": ({"scale": True}, TypeError, "scale must be a real number, got True"),
+    "complex scale": ({"scale": 1j}, TypeError, "scale must be a real number"),
+    "several scales": ({"scale": torch.ones(3)}, TypeError, "scale must be a real number"),
+    "a learned scale": (
+        {"scale": torch.ones((), requires_grad=True)}, TypeError, "scale must be a real number",
+    ),
+    "causality in words": ({"is_causal": "no"}, TypeError, "is_causal must be True or False"),
+    "a causal mask by mistake": (
+        {"is_causal": torch.ones(50, 50)}, TypeError, "is_causal must be True or False",
+    ),
+    "grouped in words": ({"enable_gqa": "yes"}, TypeError, "enable_gqa must be True or False"),
+    "depth in words": ({"depth": "deep"}, ValueError, "depth must be 'auto' or .* got 'deep'"),
+    "no depth": ({"depth": None}, ValueError, "depth must be 'auto' or .* got None"),
+    "a kernel's class": ({"kernel": qa.NativeKernel}, TypeError, "not the class NativeKernel"),
+    "a place of numbers": ({"accumulator": 3}, ValueError, "accumulator must be .* got 3"),
+    "dropout in words": ({"dropout_p": "x"}, NotImplementedError, "dropout_p must be 0.0"),
+    "out_dtype in words": ({"out_dtype": "float32"}, TypeError, "out_dtype must be None or"),
+    "progress in words": ({"progress": "yes"}, TypeError, "progress must be None, True or"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_a_call(case: str) -> None:
+    if case == "a CUDA device without one" and torch.cuda.is_available():
+        pytest.skip("there is one")
+    change, kind, says = CALLS[case]
+    given = {"query": Q, "key": Q, "value": Q, **change}
+    given = {n: v() if v in LAZY else v for n, v in given.items()}
+    if case == "jagged":
+        given |= {"query": jagged(), "value": jagged()}
+        says = "query must be a plain tensor"
+    with pytest.raises(kind, match=says):
+        qa.attention(**given)
+
+
+PLANS = {
+    "n_tokens": (-1, 1.5, True, "many", None, 10**30),
+    "n_keys": (-1, 2.0, "x"),
+    "heads": (0, -3, 1.0, True),
+    "kv_heads": (0, "x", 3),
+    "head_dim": (0, None, 6.4),
+    "value_dim": (0, "x"),
+    "batch": (0, (1,)),
+    "dtype": (torch.int8, "float16", None),
+    "is_causal": ("no", 1, None),
+    "budget": (-1, "x", "9" * 400, 1.5, True),
+    "levels": ("7", 7, (7.0,), (0,), (8,), ("7",), (True,)),
+    "depth": (-1, "auto", 1.5, True),
+    "layout": ("x", None, 3),
+    "tile": (0, -128, 1.5, None),
+    "device": ("xyz", "tpu", "meta", 0, 1.5),
+    "inputs": ("x", "host", True),
+    "accumulator": ("x", "auto", 3),
+    "heads_per_group": (0, 9, "x", 1.5),
+    "n_cap": (0, -1, 1.5, "x", True),
+    "streams": (0, 3, True, "x"),
+    "sweep": ("x", 1, 0),
+    "kernel": ("x", 3, None, qa.NativeKernel),
+    "backward": ("x", 1, None),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in PLANS.items() for value in values]
+)
+def test_a_plan(name: str, value: object) -> None:
+    sizes = {"n_tokens": 300, "device": "cpu", "heads": 8, name: value}
+    with pytest.raises((ValueError, TypeError, NotImplementedError), match=f"{name}|chunks") as e:
+        qa.plan(**sizes)
+    assert "\n" not in str(e.value)
+    assert len(str(e.value)) < 300
+    if name in ("levels", "depth", "backward"):
+        return
+    with pytest.raises((ValueError, TypeError, NotImplementedError), match=name):
+        qa.estimate(**sizes)
+
+
+NUMPY = {
+    "n_tokens": np.int64(300),
+    "heads": np.int32(2),
+    "head_dim": np.uint8(8),
+    "tile": np.int16(16),
+}
+
+
+def test_numpy_integers_are_integers() -> None:
+    """In plans, calls and budgets; also NumPy's own truth values."""
+    plain = {name: int(value) for name, value in NUMPY.items()}
+    more = {"levels": (7, 3), "budget": 1 << 30, "dtype": torch.float32, "device": "cpu"}
+    theirs = {"levels": np.array([7, 3]), "budget": np.int64(1 << 30), "is_causal": np.True_}
+    assert qa.plan(**{**NUMPY, **more, **theirs}) == qa.plan(**{**plain, **more, "is_causal": True})
+    assert all(type(c) is int for c in qa.plan(**{**NUMPY, **more, **theirs}).levels)
+    for change in (
+        {"budget": np.int64(1 << 30)},
+        {"depth": np.int64(1)},
+        {"scale": np.float32(0.25)},
+        {"scale": 1},
+        {"scale": torch.tensor(0.25)},
+        {"is_causal": np.True_},
+    ):
+        assert qa.attention(Q, Q, Q, **change).shape == Q.shape
+    assert qa.interest_set(np.int64(3)) == (0, 1, 3)
+    with pytest.raises(TypeError, match="l must be a whole number"):
+        qa.interest_set(True)
+
+
+OTHERS = {
+    "calibrate a device of no kind": (lambda: qa.calibrate("xyz"), "device must be"),
+    "calibrate a number": (lambda: qa.calibrate(3), "device must be"),
+    "calibrate integers": (lambda: qa.calibrate("cpu", torch.int8), "dtype must be"),
+    "calibrate words": (lambda: qa.calibrate("cpu", "fp16"), "dtype must be"),
+    "check nothing": (lambda: qa.check_kernel("no such"), "no kernel is named"),
+    "check a class": (lambda: qa.check_kernel(qa.NativeKernel), "kernel must be a name or"),
+    "check no tokens": (lambda: qa.check_kernel("dense", n_tokens=-1), "n_tokens must be"),
+    "check half a head": (lambda: qa.check_kernel("dense", heads=0.5), "heads must be"),
+    "check no key heads": (lambda: qa.check_kernel("dense", kv_heads=0), "kv_heads must be"),
+    "check integers": (lambda: qa.check_kernel("dense", dtype=torch.int8), "dtype must be"),
+    "check there": (lambda: qa.check_kernel("dense", device="xyz"), "device must be"),
+    "check levels": (lambda: qa.check_kernel("dense", levels=(7,)), "levels must be"),
+    "check impossible levels": (lambda: qa.check_kernel("dense", levels=((8,),)), "8 chunks"),
+    "check a seed": (lambda: qa.check_kernel("dense", seed="x"), "seed must be"),
+    "check a factor": (
+        lambda: qa.check_kernel("dense", scale_of_inputs=float("nan")), "scale_of_inputs must be",
+    ),
+    "check causality": (lambda: qa.check_kernel("dense", is_causal="x"), "is_causal must be"),
+    "check gradients": (lambda: qa.check_kernel("dense", backward="x"), "backward must be"),
+    "register a number": (lambda: qa.register_kernel(3), "3 is no inner kernel"),
+    "register a class": (lambda: qa.register_kernel(qa.NativeKernel), "not a class"),
+    "a window of words": (lambda: qa.NativeKernel(window="x"), "window must be .* got 'x'"),
+    "a window of truth": (lambda: qa.NativeKernel(window=True), "window must be"),
+    "a window of three": (lambda: qa.NativeKernel(window=(1, 2, 3)), "window must be"),
+    "a window of halves": (lambda: qa.NativeKernel(window=(1.5, 2)), "window must be"),
+    "a cap in words": (lambda: qa.NativeKernel(softcap="x"), "softcap must be"),
+    "no cap": (lambda: qa.NativeKernel(softcap=0), "softcap must be"),
+    "a cap of nothing": (lambda: qa.NativeKernel(softcap=float("nan")), "softcap must be"),
+    "slopes in a list": (lambda: qa.NativeKernel(alibi_slopes=[1.0]), "alibi_slopes must be"),
+    "tf32 in words": (lambda: qa.NativeKernel(allow_tf32="x"), "allow_tf32 must be"),
+    "no function": (lambda: qa.from_lse_function(3), "function must be callable"),
+    "no backward": (lambda: qa.from_lse_function(len, backward=3), "backward must be callable"),
+    "no bound": (lambda: qa.from_lse_function(len, workspace=3), "workspace must be callable"),
+    "a number for a name": (lambda: qa.from_lse_function(len, name=3), "name must be a str"),
+    "groups in words": (lambda: qa.from_lse_function(len, grouped="x"), "grouped must be"),
+    "no score_mod": (lambda: qa.from_score_mod(3), "score_mod must be callable"),
+    "compiled in words": (lambda: qa.from_score_mod(compiled="x"), "compiled must be"),
+    "no settings": (lambda: qa.LongNetKernel(3), "settings must be"),
+    "settings of three": (lambda: qa.LongNetKernel([(1, 2, 3)]), "settings must be"),
+    "precision in words": (
+        lambda: qa.LongNetKernel([(8, 1)], full_precision="x"), "full_precision must be",
+    ),
+    "half a segment": (lambda: qa.LongNetKernel([(1.5, 1)]), "segment must be a whole number"),
+    "sets of words": (lambda: qa.interest_set("x"), "l must be a whole number"),
+    "sizes of words": (lambda: qa.quorum_sizes(None), "max_l must be a whole number"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_public_functions(case: str) -> None:
+    call, says = OTHERS[case]
+    with pytest.raises((ValueError, TypeError, NotImplementedError), match=says):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("plan --tokens 1000 --device tpu", "device must be 'cpu' or 'cuda'"),
+        ("plan --tokens 1000 --device meta", "device must be 'cpu' or 'cuda'"),
+        ("estimate --tokens 1000 --device tpu", "device must be 'cpu' or 'cuda'"),
+        ("plan --tokens 1000 --levels 8", "8 chunks"),
+        ("plan --tokens 1000 --levels x", "--levels"),
+        ("plan --tokens 1000 --heads 6 --kv-heads 4", "multiple of kv_heads"),
+        ("plan --tokens 1000 --budget 1", "smallest that works"),
+        (f"plan --tokens 1000 --budget {'9' * 400}", "budget must be less than"),
+        (f"plan --tokens 1000 --budget {'9' * 6000}", "budget must be less than"),
+        ("plan --tokens 1000 --budget ²", "budget must be"),
+        ("plan --tokens 1000 --kernel x", "no kernel is named 'x'"),
+        ("recover --tokens 100 --device tpu", "--device must be 'cpu' or 'cuda'"),
+        ("calibrate --device tpu", "--device must be 'cpu' or 'cuda'"),
+        ("check dense --device tpu", "device must be 'cpu' or 'cuda'"),
+    ],
+)
+def test_the_command_line_says_it_in_a_line(
+    words: str, says: str, capsys, monkeypatch, tmp_path
+) -> None:
+    """Exit status 2, and no traceback."""
+    monkeypatch.chdir(tmp_path)
+    try:
+        status = main(words.split())
+    except SystemExit as stop:  # argparse's own
+        status = stop.code
+    said = capsys.readouterr().err
+    assert status == 2, said
+    assert says in said
+    assert "Traceback" not in said
+    last = said.strip().splitlines()[-1]
+    assert says in last
