@@ -22,8 +22,8 @@ NO_KEYS = (
 )
 VALUES = "values: the output is not the mean of the values by weights that do not depend on them"
 BESIDE = (
-    "something beside the keys: weights do not add up to one, so something else is counted in every "
-    "call (a sink, padding); add it once, to the result, by its lse"
+    "something beside the keys: weights do not add up to one, so something else is counted in "
+    "every call (a sink, padding); add it once, to the result, by its lse"
 )
 NORMALISATION = (
     "normalisation: weights do not add up to one; out has to be divided by the sum of the "
@@ -67,8 +67,8 @@ HEAD_DIM = "head dimension: columns of zeros, added to queries and keys, change 
 KEYS = "other numbers of keys than of queries: the result changes with the cut"
 SCALE = "scale: it is ignored, or applied otherwise than as one factor of query times key"
 PRECISION = (
-    "precision: results are rounded more coarsely than their dtype (something inside is computed or "
-    "kept in fewer bits)"
+    "precision: results are rounded more coarsely than their dtype (something inside is computed "
+    "or kept in fewer bits)"
 )
 REFERENCE = (
     "not attention: an uncut call is not softmax attention, and the kernel does not say so "

@@ -1,9 +1,9 @@
 """What is wrong with a kernel: experiments, each of which varies exactly one thing.
 
-A forward is read as what it must have computed: values that are 1 for one key give each key's weight,
-weights and lse give the scores of every pair. Those of the whole sequence say what any part of it
-has to give: the same scores, and an lse of exactly those. So where an experiment differs, what it
-varied is the cause.
+A forward is read as what it must have computed: values that are 1 for one key give each key's
+weight, weights and lse give the scores of every pair. Those of the whole sequence say what any part
+of it has to give: the same scores, and an lse of exactly those. So where an experiment differs,
+what it varied is the cause.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ class Experiments:
         later = self._apart(self._forward_of_part)
         if self._base_is_sound():
             self._parts()
-            self._tasks()
+            if not self.found:
+                self._tasks()
             self._causal_squares()
         self._add(*later)
         if not self.found and rough[0]:
@@ -263,7 +264,7 @@ class Experiments:
     # Weights and scores.
 
     def _base_is_sound(self) -> bool:
-        """Whether an uncut call is a mean of values; its scores are what others are held against."""
+        """Whether an uncut call is a mean of values; its scores are what others are held to."""
         query, key, value = (t[:1] for t in self.tensors)
         task, causal = square(self.n), self.base_causal
         found = self.subject.weights(query, key, task, causal)

@@ -92,10 +92,8 @@ class _Step:
         said = self._by_head(grad.double() * moved)
         # What such a sum comes to where nothing is wrong: a gradient times random steps.
         count = self._by_head(torch.ones_like(moved))
-        scale = (
-            self._by_head(grad.double().square()) * self._by_head(moved.square()) / count
-        ).sqrt()
-        scale = torch.maximum(scale, measured.abs())
+        squares = self._by_head(grad.double().square()) * self._by_head(moved.square())
+        scale = torch.maximum((squares / count).sqrt(), measured.abs())
         # A gradient that is 0 throughout has no size of its own.
         scale = scale.clamp_min(float(scale.max()) * 1e-4).clamp_min(1e-300)
         error = float(((measured - said).abs() / scale).nan_to_num(nan=torch.inf).max())
@@ -121,5 +119,5 @@ class _Step:
 
     def _by_head(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sums by batch entry and key head."""
-        sums = tensor.sum(dim=(2, 3))
-        return sums.unflatten(1, (self.tensors[1].shape[1], -1)).sum(dim=2)
+        batch, heads = self.tensors[1].shape[:2]
+        return tensor.sum(dim=(2, 3)).reshape(batch, heads, -1).sum(dim=2)
