@@ -38,7 +38,7 @@ POSITIONS = (
     "query_positions and key_positions, or use TaskTensors.task)"
 )
 LENGTH = (
-    "length: a pair's score depends on how many other queries or keys the call has, or on which"
+    "length: what a pair weighs depends on how many other queries or keys a call has, or on which"
 )
 TWICE = "pairs counted more than once (the diagonal of a chunk belongs to the task that owns it)"
 MISSING = "pairs left out (every pair of every rectangle of a task has to be computed)"
@@ -81,7 +81,7 @@ GIVEN_LSE = (
 )
 GIVEN_OUT = (
     "the backward, given out: delta is not of the whole row's out that it is handed (one of its "
-    "own, of its own rectangle)"
+    "own, of its own rectangle; or, by autograd, an lse that carries no gradient)"
 )
 BACKWARD = "the backward: the forward is exact, the gradients of rectangles do not add up"
 UNKNOWN = "none of those that are looked for"
