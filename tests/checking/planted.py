@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 from quorum_attention.checking import causes
 from quorum_attention.kernels import InnerKernel, merge_
@@ -164,7 +164,7 @@ def sink_in_every_call(query, key, value, *, is_causal, scale):
 def softmax_one(query, key, value, *, is_causal, scale):
     """1 / (1 + sum)."""
     scores = scores_of(query, key, is_causal, scale)
-    lse = torch.logsumexp(F.pad(scores, (0, 1)), -1)
+    lse = torch.logsumexp(functional.pad(scores, (0, 1)), -1)
     return torch.exp(scores - lse.unsqueeze(-1)) @ value, lse
 
 
@@ -173,10 +173,10 @@ def padded_to_a_multiple(query, key, value, *, is_causal, scale):
     """With keys of zeros that are counted."""
     n, rows = key.shape[2], query.shape[2]
     pad = -n % 16
-    scores = F.pad(scores_of(query, key, is_causal, scale), (0, pad))
+    scores = functional.pad(scores_of(query, key, is_causal, scale), (0, pad))
     if is_causal:
         scores = scores.masked_fill(mask_of(rows, n + pad), -torch.inf)
-    return softmax(scores, F.pad(value, (0, 0, 0, pad)))
+    return softmax(scores, functional.pad(value, (0, 0, 0, pad)))
 
 
 # Pairs.
@@ -371,7 +371,7 @@ def queries_normalised_together(query, key, value, *, is_causal, scale):
 @forward_is(causes.VALUES)
 def output_normalised(query, key, value, *, is_causal, scale):
     out, lse = plain(query, key, value, is_causal=is_causal, scale=scale)
-    return F.normalize(out, dim=-1), lse
+    return functional.normalize(out, dim=-1), lse
 
 
 @forward_is(causes.VALUES)
@@ -449,7 +449,7 @@ def scale_twice(query, key, value, *, is_causal, scale):
 def padded_with_ones(query, key, value, *, is_causal, scale):
     """To a head dimension that is a multiple of 8."""
     pad = (0, -query.shape[-1] % 8)
-    query, key = (F.pad(t, pad, value=1.0) for t in (query, key))
+    query, key = (functional.pad(t, pad, value=1.0) for t in (query, key))
     return plain(query, key, value, is_causal=is_causal, scale=scale)
 
 
@@ -466,7 +466,7 @@ def value_dim_taken_for_head_dim(query, key, value, *, is_causal, scale):
     if wide != d:
         flat = value.contiguous().flatten(2)
         value = flat[..., : value.shape[2] * d].unflatten(2, (value.shape[2], d))
-        value = F.pad(value, (0, wide - d)) if wide > d else value[..., :wide]
+        value = functional.pad(value, (0, wide - d)) if wide > d else value[..., :wide]
     return plain(query, key, value, is_causal=is_causal, scale=scale)
 
 
@@ -494,14 +494,14 @@ def queries_scaled_in_place(query, key, value, *, is_causal, scale):
 @forward_is(causes.REPEATABLE)
 def dropout(query, key, value, *, is_causal, scale):
     out, lse = plain(query, key, value, is_causal=is_causal, scale=scale)
-    return F.dropout(out, 0.1), lse
+    return functional.dropout(out, 0.1), lse
 
 
 @forward_is(causes.REPEATABLE)
 def dropout_of_weights(query, key, value, *, is_causal, scale):
     scores = scores_of(query, key, is_causal, scale)
     lse = torch.logsumexp(scores, -1)
-    return F.dropout(torch.exp(scores - lse.unsqueeze(-1)), 0.1) @ value, lse
+    return functional.dropout(torch.exp(scores - lse.unsqueeze(-1)), 0.1) @ value, lse
 
 
 @forward_is(causes.REPEATABLE)
@@ -518,7 +518,7 @@ def noise_in_lse(query, key, value, *, is_causal, scale):
 
 @forward_is(causes.PRECISION)
 def sums_in_fp16(query, key, value, *, is_causal, scale):
-    out, lse = plain(query.half(), key.half(), value.half(), is_causal=is_causal, scale=scale)
+    out, _ = plain(query.half(), key.half(), value.half(), is_causal=is_causal, scale=scale)
     return out.to(query.dtype), plain(query, key, value, is_causal=is_causal, scale=scale)[1]
 
 
@@ -807,7 +807,9 @@ class Overwriting(WholeTask):
 class ReusingItsBuffer(WholeTask):
     """A monolithic call returns memory that the next one writes again."""
 
-    buffers: dict[Any, Any] = {}
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffers: dict[Any, Any] = {}
 
     def takes_whole(self, query_heads, key_heads, tokens, masked, every):
         return True

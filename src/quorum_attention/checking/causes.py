@@ -22,8 +22,8 @@ NO_KEYS = (
 )
 VALUES = "values: the output is not the mean of the values by weights that do not depend on them"
 BESIDE = (
-    "something beside the keys: weights do not add up to one, so something else is counted in every "
-    "call (a sink, padding); add it once, to the result, by its lse"
+    "something beside the keys: weights do not add up to one, so something else is counted in "
+    "every call (a sink, padding); add it once, to the result, by its lse"
 )
 NORMALISATION = (
     "normalisation: weights do not add up to one; out has to be divided by the sum of the "
@@ -38,7 +38,7 @@ POSITIONS = (
     "query_positions and key_positions, or use TaskTensors.task)"
 )
 LENGTH = (
-    "length: a pair's score depends on how many other queries or keys the call has, or on which"
+    "length: what a pair weighs depends on how many other queries or keys a call has, or on which"
 )
 TWICE = "pairs counted more than once (the diagonal of a chunk belongs to the task that owns it)"
 MISSING = "pairs left out (every pair of every rectangle of a task has to be computed)"
@@ -67,8 +67,8 @@ HEAD_DIM = "head dimension: columns of zeros, added to queries and keys, change 
 KEYS = "other numbers of keys than of queries: the result changes with the cut"
 SCALE = "scale: it is ignored, or applied otherwise than as one factor of query times key"
 PRECISION = (
-    "precision: results are rounded more coarsely than their dtype (something inside is computed or "
-    "kept in fewer bits)"
+    "precision: results are rounded more coarsely than their dtype (something inside is computed "
+    "or kept in fewer bits)"
 )
 REFERENCE = (
     "not attention: an uncut call is not softmax attention, and the kernel does not say so "
@@ -81,7 +81,7 @@ GIVEN_LSE = (
 )
 GIVEN_OUT = (
     "the backward, given out: delta is not of the whole row's out that it is handed (one of its "
-    "own, of its own rectangle)"
+    "own, of its own rectangle; or, by autograd, an lse that carries no gradient)"
 )
 BACKWARD = "the backward: the forward is exact, the gradients of rectangles do not add up"
 UNKNOWN = "none of those that are looked for"

@@ -1,9 +1,9 @@
 """What is wrong with a kernel: experiments, each of which varies exactly one thing.
 
-A forward is read as what it must have computed: values that are 1 for one key give each key's weight,
-weights and lse give the scores of every pair. Those of the whole sequence say what any part of it
-has to give: the same scores, and an lse of exactly those. So where an experiment differs, what it
-varied is the cause.
+A forward is read as what it must have computed: values that are 1 for one key give each key's
+weight, weights and lse give the scores of every pair. Those of the whole sequence say what any part
+of it has to give: the same scores, and an lse of exactly those. So where an experiment differs,
+what it varied is the cause.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ _LEAST = 2e-5
 # Of the inputs, for how rough a kernel is: a smooth one's second difference is its square.
 _TINY = 1e-4
 _ROUGH = 3e-5
+# However rough, results that differ by more do differ.
+_MOST = 0.1
 
 
 def likely_causes(kernel: InnerKernel, sizes: Sizes, is_causal: bool, seed: int) -> list[str]:
@@ -67,6 +69,7 @@ class _Difference:
         outside: pairs that the task does not keep weigh something.
         added: pairs that the whole sequence does not keep weigh something.
         filled: all those are rows that keep no key, and there every key weighs something.
+        blank: all those are rows that keep no key of the whole sequence.
         missing: pairs that are kept weigh nothing.
         weights: others weigh something else.
         lse, lse_off: what is added to the lse, and whether that is anything.
@@ -77,6 +80,7 @@ class _Difference:
     outside: bool
     added: bool
     filled: bool
+    blank: bool
     missing: bool
     weights: bool
     lse: torch.Tensor
@@ -109,6 +113,7 @@ class Experiments:
         self.tensors = self._draw(seed)
         # Weights and lse, apart from those below, are the same.
         self.loose = [max(_LEAST, 16 * torch.finfo(self.sizes.dtype).eps)] * 2
+        self.loose_gradients = 16 * self.loose[0]
         self.found: list[str] = []
         self.scores = torch.empty(0)
 
@@ -120,7 +125,8 @@ class Experiments:
         later = self._apart(self._forward_of_part)
         if self._base_is_sound():
             self._parts()
-            self._tasks()
+            if not self.found:
+                self._tasks()
             self._causal_squares()
         self._add(*later)
         if not self.found and rough[0]:
@@ -240,30 +246,46 @@ class Experiments:
         found = [0.0, 0.0]
         for causal in self._kinds():
             here = self._whole(self.tensors, causal)
-            nearby = []
-            by = [
-                _TINY * torch.randn(t.shape, generator=generator, dtype=torch.float64)
-                for t in self.tensors
-            ]
-            for sign in (1, -1):
-                moved = tuple(
-                    t + (sign * d).to(t.device, t.dtype)
-                    for t, d in zip(self.tensors, by, strict=True)
-                )
-                nearby.append(self._whole((moved[0], moved[1], moved[2]), causal))
+            nearby = [self._whole(moved, causal) for moved in self._nearby(generator)]
             for index, name in enumerate(("out", "lse")):
-                middle, one, other = (getattr(s, name).double() for s in (here, *nearby))
-                bent = (one + other - 2 * middle).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-                found[index] = max(found[index], float(bent.abs().max()) / size(middle))
+                bent = _bent(*(getattr(s, name) for s in (here, *nearby)))
+                found[index] = max(found[index], bent)
         if max(found) > _ROUGH:
             # Of both: merging makes weights of an lse, and an lse is held against weights.
-            self.loose = [max(*self.loose, 16 * max(found))] * 2
+            self.loose = [max(*self.loose, min(_MOST, 16 * max(found)))] * 2
         return found[0] > _ROUGH, found[1] > _ROUGH
+
+    def gradient_roughness(self) -> float:
+        """The same of the gradients, given the same rows; 0 where they are smooth."""
+        if torch.finfo(self.sizes.dtype).eps > 1e-6:
+            return 0.0
+        generator = torch.Generator().manual_seed(self.seed + 8)
+        found = 0.0
+        for causal in self._kinds():
+            rows = self._whole(self.tensors, causal)
+            here = self._gradients(rows, causal)
+            nearby = [self._gradients(rows, causal, at=m) for m in self._nearby(generator)]
+            for part in zip(here, *nearby, strict=True):
+                found = max(found, _bent(*part))
+        return found if found > _ROUGH else 0.0
+
+    def _nearby(self, generator: torch.Generator) -> list[Tensors]:
+        by = [
+            _TINY * torch.randn(t.shape, generator=generator, dtype=torch.float64)
+            for t in self.tensors
+        ]
+        found: list[Tensors] = []
+        for sign in (1, -1):
+            query, key, value = (
+                t + (sign * d).to(t.device, t.dtype) for t, d in zip(self.tensors, by, strict=True)
+            )
+            found.append((query, key, value))
+        return found
 
     # Weights and scores.
 
     def _base_is_sound(self) -> bool:
-        """Whether an uncut call is a mean of values; its scores are what others are held against."""
+        """Whether an uncut call is a mean of values; its scores are what others are held to."""
         query, key, value = (t[:1] for t in self.tensors)
         task, causal = square(self.n), self.base_causal
         found = self.subject.weights(query, key, task, causal)
@@ -355,8 +377,13 @@ class Experiments:
         elif any(d.outside for d in found):
             self._add(causes.TWICE)
         elif any(d.added for d in found):
-            others = any(d.missing or d.weights or not d.filled for d in found)
-            self._add(causes.POSITIONS if others else causes.NO_KEYS)
+            others = any(d.missing or d.weights for d in found)
+            if not others and all(d.blank for d in found):
+                self._add(causes.MISSING)
+            elif not others and all(d.filled for d in found):
+                self._add(causes.NO_KEYS)
+            else:
+                self._add(causes.POSITIONS if self._by_place() else causes.LENGTH)
         elif any(d.missing for d in found):
             self._add(causes.MISSING)
         elif any(d.weights for d in found):
@@ -366,7 +393,8 @@ class Experiments:
             self._add(causes.POSITIONS if shifts else causes.LSE)
 
     def _by_place(self) -> bool:
-        """Whether a pair's score depends on where its key is: keys in another order."""
+        """Whether a pair's score depends on where its tokens are: keys, or queries, in another
+        order."""
         generator = torch.Generator().manual_seed(self.seed + 3)
         order = torch.randperm(self.n, generator=generator).to(self.sizes.device)
         query, key, _ = (t[:1] for t in self.tensors)
@@ -382,7 +410,12 @@ class Experiments:
         causal = self.base_causal
         here = self.subject.weights(query, key, task, causal).shares
         there = self.subject.weights(query, key[:, :, order], task, causal).shares
-        return far(there, here[..., order], self.loose[0])
+        if far(there, here[..., order], self.loose[0]):
+            return True
+        if self.base_causal:
+            return False
+        turned = self.subject.weights(query[:, :, order], key, task, causal).shares
+        return far(turned, here[:, :, order], self.loose[0])
 
     def _same_for_other_contents(self, differences: list[tuple[Task, _Difference]]) -> bool:
         """Whether the lse is off by as much whatever the tokens are: what positions would do."""
@@ -409,15 +442,24 @@ class Experiments:
         keep = torch.from_numpy(task.mask()).to(rows.device)
         if causal or self.base_causal:
             keep = keep.tril()
-        wanted = scores[:, :, rows][..., rows].masked_fill(~keep, -torch.inf)
-        return _compare(found, wanted, keep, self.loose)
+        own = scores[:, :, rows]
+        wanted = own[..., rows].masked_fill(~keep, -torch.inf)
+        return _compare(found, wanted, keep, (own == -torch.inf).all(dim=-1), self.loose)
 
     # The backward.
 
     def _backward(self) -> None:
         for causal in self._kinds():
             whole = self._whole(self.tensors, causal)
+            handed = (*self.tensors, self.grad_out, whole.lse)
+            kept = [t.clone() for t in handed]
+            out = whole.out.clone()
             first = self._gradients(whole, causal)
+            if not all(torch.equal(a, b) for a, b in zip(kept, handed, strict=True)) or far(
+                whole.out, out, 0.0
+            ):
+                self._add(causes.in_backward(causes.INPUTS))
+                return
             if not _all_same(self._gradients(whole, causal), first, self.sizes.dtype):
                 self._add(causes.REPEATABLE)
                 return
@@ -428,6 +470,8 @@ class Experiments:
             if any(far(a - 1, b, 64 * self.loose[0]) for a, b in zip(more, first, strict=True)):
                 self._add(causes.in_backward(causes.MERGE))
                 return
+        rough = self.gradient_roughness()
+        self.loose_gradients = max(16 * self.loose[0], min(_MOST, 16 * rough))
         later = [causes.in_backward(cause) for cause in self._apart(self._gradients_of_part)]
         self.found = [
             causes.in_backward(c) if c in (causes.STRIDES, causes.HEADS, causes.BATCH) else c
@@ -438,8 +482,9 @@ class Experiments:
             return
         for causal in self._kinds():
             found = slopes(
-                self.subject, self.tensors, self.grad_out, square(self.n), causal, self.seed
-            )
+                self.subject, self.tensors, self.grad_out, square(self.n), causal, self.seed,
+                4 * rough,
+            )  # fmt: skip
             if not all(slope.right for slope in found):
                 self._add(causes.GRADIENT)
                 return
@@ -448,20 +493,24 @@ class Experiments:
         if self._ignores_out():
             self._add(causes.GIVEN_OUT)
         if not self.found:
-            self._gradients_of_parts()
+            self._gradients_of_parts(4 * rough)
+        if not self.found and rough:
+            self._add(causes.in_backward(causes.PRECISION))
 
     def _not_finite(self, whole: Statistics) -> None:
         empty = bool((whole.lse == -torch.inf).any())
         self._add(causes.in_backward(causes.NO_KEYS if empty else causes.NOT_FINITE))
 
-    def _gradients_of_parts(self) -> None:
+    def _gradients_of_parts(self, roughness: float) -> None:
         """A part as if it were everything: its backward against steps of its forward."""
         n = self.n
         task = rectangle((n // 3, 2 * n // 3), (2 * n // 3, n))
         rows = tokens(task, self.sizes.device)
         query, key, value = (t[:, :, rows] for t in self.tensors)
         grad_out = self.grad_out[:, :, rows]
-        found = slopes(self.subject, (query, key, value), grad_out, task, True, self.seed)
+        found = slopes(
+            self.subject, (query, key, value), grad_out, task, True, self.seed, roughness
+        )
         if any(s.error == torch.inf for s in found):
             own = self.subject.forward((query, key, value), task, True)
             empty = bool((own.lse[:, :, n // 3 :] == -torch.inf).any())
@@ -499,14 +548,16 @@ class Experiments:
         )  # fmt: skip
         heads = (part.queries, part.keys, part.keys)
         off = any(
-            far(mine, theirs[part.batch, at], 16 * self.loose[0])
+            far(mine, theirs[part.batch, at], self.loose_gradients)
             for mine, theirs, at in zip(found, wanted, heads, strict=True)
         )
         return off, False
 
-    def _gradients(self, rows: Statistics, causal: bool, filled: float = 0.0) -> Tensors:
+    def _gradients(
+        self, rows: Statistics, causal: bool, filled: float = 0.0, at: Tensors | None = None
+    ) -> Tensors:
         return self.subject.backward(
-            self.tensors, self.grad_out, rows, square(self.n), causal, filled=filled
+            at or self.tensors, self.grad_out, rows, square(self.n), causal, filled=filled
         )
 
     # Small things.
@@ -566,7 +617,11 @@ def _copies(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
 
 
 def _compare(
-    found: Weights, scores: torch.Tensor, keep: torch.Tensor, loose: list[float]
+    found: Weights,
+    scores: torch.Tensor,
+    keep: torch.Tensor,
+    blank: torch.Tensor,
+    loose: list[float],
 ) -> _Difference:
     """The weights of a task against those that the whole sequence's scores give."""
     lse = torch.logsumexp(scores, dim=-1)
@@ -574,9 +629,10 @@ def _compare(
     wanted = torch.exp(scores - lse.masked_fill(empty, 0.0).unsqueeze(-1))
     shares = found.shares
     nan = shares.isnan().any(dim=-1) | found.lse.isnan() | (found.lse == torch.inf)
-    nan |= empty & (found.lse != -torch.inf) & ~(shares > loose[0]).any(dim=-1)
+    nan |= empty & (found.lse != -torch.inf) & ~(shares > 0).any(dim=-1)
     shares = shares.nan_to_num(nan=0.0)
-    seen = shares > loose[0]
+    # What is masked weighs nothing at all, not a little.
+    seen = shares > 0
     sure = wanted > loose[0]
     missing = bool((sure & (shares == 0) & ~nan.unsqueeze(-1)).any())
     extra = seen & keep & (scores == -torch.inf)
@@ -590,6 +646,7 @@ def _compare(
         bool((seen & ~keep).any()),
         bool(extra.any()),
         bool((whole_rows | ~extra.any(dim=-1)).all()),
+        bool((blank | ~extra.any(dim=-1)).all()),
         missing,
         bool((apart > loose[0]).any()),
         off,
@@ -603,3 +660,9 @@ def _same(one: Statistics, other: Statistics, dtype: torch.dtype) -> bool:
 
 def _all_same(one: Tensors, other: Tensors, dtype: torch.dtype) -> bool:
     return all(repeated(a, b, dtype) for a, b in zip(one, other, strict=True))
+
+
+def _bent(middle: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> float:
+    """How far two neighbours' mean is from what lies between them, as a share of its size."""
+    found = one.double() + other.double() - 2 * middle.double()
+    return float(found.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max()) / size(middle)

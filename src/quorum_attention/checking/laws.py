@@ -97,7 +97,9 @@ class _Bench:
         rows: Statistics = subject.forward(tensors, task, self.causal, scale=scale)
         found = [rows.out, rows.lse]
         if sizes.backward:
-            found += subject.backward(tensors, grad_out, rows, task, self.causal, scale=scale)
+            found += subject.backward(
+                tensors, grad_out.clone(), rows, task, self.causal, scale=scale
+            )
         return found
 
     def equal(self, one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
@@ -187,6 +189,9 @@ def _scale(bench: _Bench) -> Iterator[Broken]:
         found = subject.weights(query * by, key, task, bench.causal, scale=factor * usual)
         return found.scores()
 
+    total = subject.weights(query, key, task, bench.causal).shares.sum(dim=-1)
+    if float(((total - 1).abs() * (total != 0)).max()) > bench.limit:
+        return  # No weights: scores cannot be told from them.
     once, twice, moved = scores(1.0, 1.0), scores(2.0, 1.0), scores(1.0, 2.0)
     if not far(moved, twice, bench.limit):
         return
@@ -218,9 +223,11 @@ def _gradient(bench: _Bench) -> Iterator[Broken]:
     if not sizes.backward:
         return
     query, key, value, grad_out = bench.draw(sizes)
+    subject = Subject(bench.kernel, sizes)
+    rough = Experiments(subject, bench.causal, bench.seed).gradient_roughness()
     found = slopes(
-        Subject(bench.kernel, sizes), (query, key, value), grad_out, square(sizes.n_keys),
-        bench.causal, bench.seed,
+        subject, (query, key, value), grad_out, square(sizes.n_keys), bench.causal, bench.seed,
+        4 * rough,
     )  # fmt: skip
     if any(s.error == torch.inf for s in found):
         yield Broken(causes.in_backward(causes.NOT_FINITE), "an uncut call")

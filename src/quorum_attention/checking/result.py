@@ -38,6 +38,12 @@ class CaseResult:
     rows: tuple[tuple[str, int, int, int], ...]
     seconds: float
 
+    def worst(self) -> tuple[str, float]:
+        """The result that is farthest beyond its limit, and by what factor."""
+        found = {name: self.errors[name] / self.limits[name] for name in self.errors}
+        name = max(found, key=lambda n: found[n])
+        return name, found[name]
+
     def __str__(self) -> str:
         name = " x ".join(map(str, self.levels)) or "tokens uncut"
         name = f"levels {name}, {self.layout}" if self.levels else name
@@ -93,17 +99,25 @@ class CheckResult:
         if self.cause:
             lines.append(f"cause: {self.cause}")
         lines += [f"also: {other}" for other in self.others]
-        lines += [f"{b.cause.partition(':')[0]}: {b.where}" for b in self.broken]
-        for case in self.cases:
-            if case.verdict != "not exact":
-                continue
-            worst = max(case.errors, key=lambda n: case.errors[n] / max(case.limits[n], 1e-300))
+        lines += dict.fromkeys(f"{b.cause.partition(':')[0]}: {b.where}" for b in self.broken)
+        wrong = [case for case in self.cases if case.verdict == "not exact"]
+        if wrong:
             lines.append(
-                f"{case}: {worst} off by {case.errors[worst]:.1e} of its size, rounding would be "
-                f"{case.limits[worst]:.1e}"
+                f"{len(wrong)} of {len(self.cases)} ways to cut differ; the worst of each:"
             )
-            for what, batch, head, row in case.rows:
-                lines.append(f"  first rows: {what}[{batch}, {head}, {row}]")
+        # One of each kind of cut says where to look.
+        shown: dict[tuple[bool, bool, str], CaseResult] = {}
+        for case in wrong:
+            of = (bool(case.levels), case.heads_per_group is not None, case.sizes)
+            if of not in shown or case.worst()[1] > shown[of].worst()[1]:
+                shown[of] = case
+        for case in shown.values():
+            name, _ = case.worst()
+            rows = ", ".join(f"{what}[{b}, {h}, {row}]" for what, b, h, row in case.rows)
+            lines.append(
+                f"  {case}: {name} off by {case.errors[name]:.1e} of its size, rounding would be "
+                f"{case.limits[name]:.1e}; first rows {rows}"
+            )
         for causal, seconds in self.monolithic_seconds.items():
             mine = [
                 c.seconds

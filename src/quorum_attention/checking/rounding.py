@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 
 # Units in the last place of a score or an lse that a kernel may have lost: an lse that is rounded
-# to its dtype weighs a whole rectangle by as much.
-_ULPS = 3.0
+# to its dtype weighs a whole rectangle by as much. In 16 bits sums are made in fp32, in the wider
+# dtypes in themselves.
+_ULPS, _ULPS_16_BITS = 6.0, 3.0
 
 
 def limit(query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, scale: float) -> float:
@@ -21,7 +22,8 @@ def limit(query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, scale: floa
     finite = lse[lse.isfinite()].abs()
     largest = float(finite.max()) if finite.numel() else 0.0
     norms = [float(t.double().norm(dim=-1).max()) if t.numel() else 0.0 for t in (query, key)]
-    return _ULPS * torch.finfo(query.dtype).eps * (1.0 + max(largest, scale * norms[0] * norms[1]))
+    ulps = _ULPS if query.dtype.itemsize > 2 else _ULPS_16_BITS
+    return ulps * torch.finfo(query.dtype).eps * (1.0 + max(largest, scale * norms[0] * norms[1]))
 
 
 def apart(mine: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -37,9 +39,9 @@ def far(mine: torch.Tensor, wanted: torch.Tensor, share: float) -> bool:
 
 
 def size(tensor: torch.Tensor) -> float:
-    """The largest finite magnitude."""
+    """The largest finite magnitude, 1 where there is none but 0."""
     finite = tensor[tensor.isfinite()]
-    return max(float(finite.abs().max()), 1e-30) if finite.numel() else 1.0
+    return (float(finite.abs().max()) if finite.numel() else 0.0) or 1.0
 
 
 def repeated(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> bool:

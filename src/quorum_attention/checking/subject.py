@@ -123,10 +123,8 @@ class Subject:
         filled: float = 0.0,
     ) -> Tensors:
         """The gradients of a task, given the whole rows' out and lse, added to ``filled``."""
-        grads = Gradients(
-            grad_out, rows.out.to(grad_out.dtype), rows.lse,
-            *(self._zeros(*t.shape) + filled for t in tensors),
-        )  # fmt: skip
+        query, key, value = (self._zeros(*t.shape) + filled for t in tensors)
+        grads = Gradients(grad_out, rows.out.to(grad_out.dtype), rows.lse, query, key, value)
         with torch.no_grad():
             self.kernel.backward(
                 self._task(tensors, task, is_causal, scale, first_head, entries), grads
