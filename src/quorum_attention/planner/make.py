@@ -41,6 +41,7 @@ def plan(
     tile: int = 128,
     device: str | torch.device | None = None,
     inputs: Literal["device", "host"] | None = None,
+    results_given: bool = False,
     accumulator: Literal["device", "host"] | None = None,
     heads_per_group: int | None = None,
     n_cap: int | None = None,
@@ -63,6 +64,7 @@ def plan(
             paper's.
         device: what computes; None is CUDA where there is one, else the CPU.
         inputs: where the call's tensors are; None is "host" for CUDA, "device" for the CPU.
+        results_given: the call will get ``out=`` or ``grads=``, which its budget does not count.
         accumulator, heads_per_group (query heads), n_cap, streams (kernel calls in flight at
             once, 1 or 2), sweep (on inputs that lie on the computing device, at depth 1: all tasks
             of a head group at once, or in place one by one, as the kernel can): pin these choices.
@@ -90,7 +92,7 @@ def plan(
         raise ValueError("inputs must be 'device' when the CPU computes")
     shape = work.call_shape(where.type, backward)
     chosen = select_kernel(kernel, shape, where, tried=False)
-    place = Placement(where.type, resident, False, dtype)
+    place = Placement(where.type, resident, results_given, dtype)
     bytes_given = None if budget is None else parse_bytes(budget)
     request = Request(
         budget_bytes=_free(where) if bytes_given is None else bytes_given,
