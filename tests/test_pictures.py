@@ -60,7 +60,7 @@ def test_recovery_shows_what_fits_and_what_does_not(tmp_path):
             decomposition=Decomposition(4_096, ()),
             is_causal=True,
             budget_bytes=1 << 20,
-            bars=[("one", largest, "a note"), ("other", 1 << 19, "")],
+            bars=[("one", largest, "a note", largest <= 1 << 20), ("other", 1 << 19, "", True)],
         )
         return colours_of(path)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import resource
 import threading
 from types import TracebackType
 
 import torch
+
+from quorum_attention.execution.memory import is_out_of_memory
 
 _SAMPLE_SECONDS = 0.002
 
@@ -20,20 +23,31 @@ def data_bytes() -> int:
     raise OSError("this system does not say how much data memory a process has")
 
 
-def limit_data_size(extra_bytes: int) -> None:
-    """Let this process allocate at most ``extra_bytes`` more than it has now.
-
-    File mappings that are shared or read-only do not count. Cannot be undone: for child processes.
-    """
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + extra_bytes, hard))
-
-
 def warm_up() -> None:
-    """Start torch's thread pools, whose stacks count as data, before a limit is set."""
+    """Start torch's thread pools, whose stacks count as data, before anything is measured."""
+    # Enough elements that every thread gets some.
+    torch.ones(torch.get_num_threads() << 17).add_(1.0)
     small = torch.randn(1, 2, 256, 16, requires_grad=True)
     out = torch.nn.functional.scaled_dot_product_attention(small, small, small)
-    out.sum().backward()
+    # The first gradient that is handed over imports torch's symbolic shapes: 30 MiB.
+    torch.autograd.grad(out, small, torch.ones_like(out))
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether ``error``, raised in a process with a limit of its own, comes of the limit.
+
+    There the interpreter runs out of memory as well, in the middle of anything: while it imports,
+    opens a file, or makes the exception itself (then a C function fails "without setting an
+    exception", which is a SystemError).
+    """
+    chain: BaseException | None = error
+    while chain is not None:
+        if is_out_of_memory(chain) or isinstance(chain, SystemError):
+            return True
+        if isinstance(chain, OSError) and chain.errno == errno.ENOMEM:
+            return True
+        chain = chain.__cause__ or chain.__context__
+    return False
 
 
 def limit_cuda_memory(extra_bytes: int, device: torch.device) -> None:
@@ -51,7 +65,7 @@ class PeakMemory:
     """Most memory in use during a ``with`` block beyond what was in use at its start.
 
     On CUDA as torch's allocator counts it (its peak counter is reset), on the CPU by sampling the
-    process's data size every two milliseconds.
+    process's data size every two milliseconds: all that it allocates, whoever asked for it.
 
     Attributes:
         peak_bytes: valid after the block.
@@ -62,10 +76,12 @@ class PeakMemory:
         self.peak_bytes = 0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._unlimited: tuple[int, int] | None = None
 
     def __enter__(self) -> PeakMemory:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
             self._before = torch.cuda.memory_allocated(self.device)
             return self
@@ -74,6 +90,19 @@ class PeakMemory:
         self._thread.start()
         self._ready.wait()  # the sampler's own stack belongs to the start
         return self
+
+    def limit(self, extra_bytes: int) -> None:
+        """Until the end of the block nobody gets more than ``extra_bytes`` beyond its start.
+
+        On CUDA that is torch's allocator in this process, for good. On the CPU it is the process,
+        except for file mappings that are shared or read-only.
+        """
+        if self.device.type == "cuda":
+            limit_cuda_memory(extra_bytes, self.device)
+            return
+        self._unlimited = resource.getrlimit(resource.RLIMIT_DATA)
+        # From where the peak is counted as well, so that no peak can be above the limit.
+        resource.setrlimit(resource.RLIMIT_DATA, (self._before + extra_bytes, self._unlimited[1]))
 
     def __exit__(
         self,
@@ -85,12 +114,17 @@ class PeakMemory:
             torch.cuda.synchronize(self.device)
             self.peak_bytes = torch.cuda.max_memory_allocated(self.device) - self._before
             return
+        if self._unlimited is not None:
+            resource.setrlimit(resource.RLIMIT_DATA, self._unlimited)
         self._stop.set()
         assert self._thread is not None
         self._thread.join()
 
     def _sample(self) -> None:
-        before = data_bytes()
+        self._before = data_bytes()
         self._ready.set()
         while not self._stop.wait(_SAMPLE_SECONDS):
-            self.peak_bytes = max(self.peak_bytes, data_bytes() - before)
+            try:
+                self.peak_bytes = max(self.peak_bytes, data_bytes() - self._before)
+            except (MemoryError, OSError, SystemError):
+                continue  # not even that much was left

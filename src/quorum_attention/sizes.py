@@ -1,9 +1,12 @@
-"""Bytes and counts as people write them: "2GiB" and "1M" in, "1.50 GiB" out."""
+"""Bytes, counts and seconds as people write them: "2GiB" and "1M" in, "1.50 GiB" and "4 h 28 min"
+out."""
 
 from __future__ import annotations
 
+import math
 import re
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 from quorum_attention.counts import shown, whole_number
@@ -35,6 +38,13 @@ _PATTERN = re.compile(
 _LONGEST = 40
 # More than any machine has; what a tensor can be counted in.
 _LIMIT = 2**63
+_DURATIONS = (
+    ("year", 365 * 86400.0),
+    ("day", 86400.0),
+    ("h", 3600.0),
+    ("min", 60.0),
+    ("s", 1.0),
+)
 
 
 def parse_bytes(value: Any, name: str = "budget") -> int:
@@ -110,3 +120,23 @@ def format_bytes(n_bytes: int | float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
         size /= 1024
     return f"{size:.2f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """``seconds`` in the units that fit: "85.3 ms", "6.54 s", "3 min 20 s", "4 h 28 min",
+    "67 days 6 h", "12 years 40 days"."""
+    if seconds == 0 or not math.isfinite(seconds):
+        return f"{seconds:.0f} s"
+    for limit, factor, unit in ((0.9995e-3, 1e6, "us"), (0.9995, 1e3, "ms"), (99.95, 1.0, "s")):
+        if seconds < limit:
+            return f"{seconds * factor:#.3g}".rstrip(".") + f" {unit}"
+    for (unit, size), (smaller, part) in pairwise(_DURATIONS):
+        if seconds >= size - part / 2:
+            whole, rest = divmod(round(seconds / part), round(size / part))
+            return _count(whole, unit) + (f" {_count(rest, smaller)}" if rest else "")
+    raise AssertionError("a minute and more has been dealt with")
+
+
+def _count(number: int, unit: str) -> str:
+    plural = "s" if unit in ("day", "year") and number != 1 else ""
+    return f"{number:,} {unit}{plural}"

@@ -19,7 +19,7 @@ from quorum_attention.bench.exact import exact, relative
 from quorum_attention.bench.methods import METHODS, Method, Tensors
 from quorum_attention.bench.spec import FAILED, OUT_OF_MEMORY, UNSUPPORTED, Answer, Spec
 from quorum_attention.execution.memory import first_line, is_out_of_memory
-from quorum_attention.limits import PeakMemory, limit_cuda_memory, limit_data_size, warm_up
+from quorum_attention.limits import PeakMemory, ran_out, warm_up
 
 _NAMES = ("grad_query", "grad_key", "grad_value")
 
@@ -46,7 +46,9 @@ def measure(spec: Spec) -> Answer:
             _times(spec, method, answer)
     except Exception as error:
         answer.reason = f"{type(error).__name__}: {first_line(error)}"
-        answer.status = OUT_OF_MEMORY if is_out_of_memory(error) else FAILED
+        limited = spec.budget_bytes is not None and spec.device == "cpu"
+        without_memory = ran_out(error) if limited else is_out_of_memory(error)
+        answer.status = OUT_OF_MEMORY if without_memory else FAILED
     answer.report = method.report()
     return answer
 
@@ -101,10 +103,7 @@ def _times(spec: Spec, method: Method, answer: Answer) -> None:
         torch.cuda.empty_cache()
     with PeakMemory(device) as peak:
         if spec.budget_bytes is not None:
-            if spec.device == "cuda":
-                limit_cuda_memory(spec.budget_bytes, device)
-            else:
-                limit_data_size(spec.budget_bytes)
+            peak.limit(spec.budget_bytes)
         answer.first_seconds = sum(_once(spec, method, inputs, answer))
         for _ in range(spec.repeats):
             forward, backward = _once(spec, method, inputs, answer)

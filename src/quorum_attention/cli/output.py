@@ -22,10 +22,11 @@ _FEW, _LONGEST_WORD = 4, 24
 
 def console() -> Console:
     """Text for people, on stdout: as wide as the terminal, or as COLUMNS says."""
-    found = Console()
+    # What is printed is data (paths, names of extras, messages): [x] and :x: are not markup.
+    found = Console(markup=False, emoji=False)
     if found.is_terminal or os.environ.get("COLUMNS", "").isdigit():
         return found
-    return Console(width=_PIPE_COLUMNS)
+    return Console(width=_PIPE_COLUMNS, markup=False, emoji=False)
 
 
 def say(text: str) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,18 +21,19 @@ from typing import Any
 import torch
 
 from quorum_attention.cli import options as shared
-from quorum_attention.cli.child import Answer, Spec
+from quorum_attention.cli.child import FAILED, OK, Answer, Spec
 from quorum_attention.cli.output import print_json, say, show_table
 from quorum_attention.cli.run import read_qkv
 from quorum_attention.decomposition import Decomposition
+from quorum_attention.errors import BudgetError
 from quorum_attention.execution.memory import available_bytes
 from quorum_attention.files import create_tensors, open_tensors
-from quorum_attention.planner import plan
-from quorum_attention.sizes import format_bytes
+from quorum_attention.planner import Plan, plan
+from quorum_attention.sizes import format_bytes, format_seconds
 from quorum_attention.verification import Problem, Sampled, compare, expect
 
-# What a Python process allocates beside the call while it runs, on the CPU.
-_PROCESS_BYTES = 4 << 20
+# What a Python process allocates beside the call's tensors while it runs, on the CPU.
+_PROCESS_BYTES = 2 << 20
 _BLOCK_TOKENS = 1 << 16
 # The unlimited monolithic call is only for comparison: not if it would take longer than this.
 _PATIENCE_SECONDS = 45.0
@@ -97,12 +100,13 @@ class _Outcome:
     @property
     def ran(self) -> bool:
         """Whether it returned a result."""
-        return self.answer.result == "ok"
+        return self.answer.result == OK
 
 
 def _run(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="quorum-attention-") as folder:
         setting = _setting(options, Path(folder))
+        _refuse_too_small(setting)
         quiet = options.json
         budget = format_bytes(setting.budget_bytes)
         if not quiet:
@@ -121,6 +125,40 @@ def _run(options: argparse.Namespace) -> int:
         else:
             _print(setting, outcomes, recovered, picture)
     return 0 if recovered else 1
+
+
+def _refuse_too_small(setting: _Setting) -> None:
+    """A budget that one of the passes cannot work in is refused before anything is run.
+
+    Raises:
+        ValueError: it is; names the smallest that works for both.
+    """
+    process = _process_bytes(setting.device)
+    smallest = 0
+    for backward in (False, True) if setting.backward else (False,):
+        try:
+            _planned(
+                setting,
+                backward=backward,
+                budget=max(0, setting.budget_bytes - process),
+                inputs="host" if setting.device.type == "cuda" else "device",
+                results_given=True,
+            )
+        except BudgetError as error:
+            smallest = max(smallest, error.smallest_bytes or 0)
+    if smallest:
+        # Rounded up, so that what is printed can be given.
+        mebibytes = math.ceil((smallest + process) / (1 << 20) * 100) / 100
+        parts = f" ({format_bytes(smallest)} for it, {format_bytes(process)} for its process)"
+        raise ValueError(
+            f"--budget {format_bytes(setting.budget_bytes)} is too small for this call; the "
+            f"smallest that works is {mebibytes:.2f}MiB{parts if process else ''}"
+        )
+
+
+def _process_bytes(device: torch.device) -> int:
+    """What of a limit is left to the process: on a GPU only torch's allocator is limited."""
+    return _PROCESS_BYTES if device.type == "cpu" else 0
 
 
 def _setting(options: argparse.Namespace, folder: Path) -> _Setting:
@@ -195,6 +233,20 @@ def _headline(setting: _Setting) -> str:
     )
 
 
+def _counted(setting: _Setting) -> str:
+    """What the limit and the peaks count."""
+    if setting.device.type != "cpu":
+        return (
+            "Limit and peaks count what torch's allocator hands out, inputs on the device included."
+        )
+    return (
+        f"Limit and peaks count all that the process allocates beyond its start (inputs and "
+        f"results are in files): of {format_bytes(setting.budget_bytes)}, "
+        f"{format_bytes(_PROCESS_BYTES)} are left to the process, "
+        f"{format_bytes(setting.budget_bytes - _PROCESS_BYTES)} are the budget of the attention."
+    )
+
+
 def _measure(setting: _Setting, label: str, method: str, limited: bool, quiet: bool) -> _Outcome:
     """Run a method in a child process and check what it returned."""
     name = f"{method}-{'limited' if limited else 'free'}"
@@ -210,7 +262,6 @@ def _measure(setting: _Setting, label: str, method: str, limited: bool, quiet: b
             tensor: torch.Tensor = getattr(setting, what)
             wanted[f"grad_{what}"] = (tuple(tensor.shape), tensor.dtype)
     create_tensors(results, wanted)
-    on_cpu = setting.device.type == "cpu"
     spec = Spec(
         method=method,
         inputs=setting.inputs,
@@ -219,7 +270,7 @@ def _measure(setting: _Setting, label: str, method: str, limited: bool, quiet: b
         device=str(setting.device),
         is_causal=setting.is_causal,
         limit_bytes=setting.budget_bytes if limited else None,
-        budget_bytes=setting.budget_bytes - (_PROCESS_BYTES if on_cpu else 0),
+        budget_bytes=max(0, setting.budget_bytes - _process_bytes(setting.device)),
         answer=str(setting.folder / f"{name}.json"),
         progress=not quiet,
     )
@@ -260,15 +311,21 @@ def _child(spec: Spec, path: Path) -> Answer:
     # A Ctrl-C reaches the child as well; run() waits for it and kills it if it does not go.
     finished = subprocess.run(command, env=environment, stderr=None, check=False)
     answer = Path(spec.answer)
-    if finished.returncode != 0 or not answer.exists():
-        raise OSError(
-            f"the process of method {spec.method!r} ended with status {finished.returncode} "
-            f"and no answer"
-        )
-    return Answer(**json.loads(answer.read_text()))
+    if finished.returncode == 0 and answer.exists():
+        return Answer(**json.loads(answer.read_text()))
+    if finished.returncode in (-signal.SIGINT, 130):
+        raise KeyboardInterrupt
+    how = f"status {finished.returncode}"
+    if finished.returncode < 0:
+        how = f"signal {-finished.returncode}"
+    return Answer(result=FAILED, error=f"its process ended with {how} and no answer")
 
 
-def _monolithic(setting: _Setting, *, backward: bool) -> Any:
+def _monolithic(setting: _Setting, *, backward: bool) -> Plan:
+    return _planned(setting, backward=backward, levels=(), inputs="device")
+
+
+def _planned(setting: _Setting, *, backward: bool, **how: Any) -> Plan:
     *batch, heads, tokens, width = setting.query.shape
     return plan(
         tokens,
@@ -280,10 +337,9 @@ def _monolithic(setting: _Setting, *, backward: bool) -> Any:
         batch=max(1, torch.Size(batch).numel()),
         dtype=setting.query.dtype,
         is_causal=setting.is_causal,
-        levels=(),
         device=setting.device,
-        inputs="device",
         backward=backward,
+        **how,
     )
 
 
@@ -320,8 +376,18 @@ def _draw(setting: _Setting, outcomes: list[_Outcome], path: str) -> str | None:
         limited, ours, *free = outcomes
         needed = free[0].answer.peak_bytes if free and free[0].ran else _needed_bytes(setting)
         bars = [
-            (limited.label, needed, f"what it needs; here: {limited.answer.result}"),
-            (ours.label, ours.answer.peak_bytes, f"what it took; here: {ours.answer.result}"),
+            (
+                limited.label,
+                limited.answer.peak_bytes if limited.ran else needed,
+                f"what it {'took' if limited.ran else 'needs'}; here: {limited.answer.result}",
+                limited.ran,
+            ),
+            (
+                ours.label,
+                ours.answer.peak_bytes,
+                f"what it took; here: {ours.answer.result}",
+                ours.ran,
+            ),
         ]
         report = ours.answer.report.get("backward") or ours.answer.report.get("forward") or {}
         tokens = max(setting.query.shape[-2], setting.key.shape[-2])
@@ -373,19 +439,22 @@ def _print(
     if limited.ran:
         say(
             f"The budget was enough for the monolithic call: nothing to recover. "
-            f"It needs {format_bytes(_needed_bytes(setting))}; try a smaller --budget.",
+            f"It took {format_bytes(limited.answer.peak_bytes)}; try a smaller --budget.",
         )
     else:
         say(f"torch, in its {limited.answer.stage}: {limited.answer.error}")
     if not ours.ran:
-        say(f"Quorum Attention failed: {ours.answer.error}")
+        where = f", in its {ours.answer.stage}" if ours.answer.stage else ""
+        say(f"Quorum Attention{where}: {ours.answer.error}")
+    say(_counted(setting))
     for name, part in ours.answer.report.items():
         if part:
             levels = " x ".join(map(str, part["levels"])) or "none"
             say(
                 f"{name}: levels {levels}, {part['units']} units of {part['heads_per_group']} "
                 f"head(s), kernel {part['kernel']}, planned peak "
-                f"{format_bytes(part['planned_peak_bytes'])}",
+                f"{format_bytes(part['planned_peak_bytes'])} of "
+                f"{format_bytes(part['budget_bytes'])}",
             )
     if ours.errors is not None:
         how = "every row's" if ours.errors.lse_is_exact else "sampled rows'"
@@ -401,7 +470,7 @@ def _cells(setting: _Setting, outcome: _Outcome) -> list[str]:
     answer, errors = outcome.answer, outcome.errors
 
     def seconds(value: float | None) -> str:
-        return "-" if value is None else f"{value:.2f} s"
+        return "-" if value is None else format_seconds(value)
 
     def error(value: float | None) -> str:
         return "-" if value is None else f"{value:.1e}"

@@ -23,14 +23,15 @@ def draw_recovery(
     decomposition: Decomposition,
     is_causal: bool,
     budget_bytes: int,
-    bars: Sequence[tuple[str, int, str]],
+    bars: Sequence[tuple[str, int, str, bool]],
 ) -> None:
     """Write a picture of a recovery: left the coverage, right memory by bar.
 
     Args:
         path: where to; its ending names the format (.png, .svg, .pdf).
         budget_bytes: drawn as a line across the bars.
-        bars: (label, bytes, note), from top to bottom; those beyond the budget are red.
+        bars: (label, bytes, note, whether it ran within the budget), from top to bottom; those
+            that did not are red.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -54,13 +55,13 @@ def _above(axes: Any, points: int, text: str, size: int, colour: str, weight: st
     )  # fmt: skip
 
 
-def _draw_bars(axes: Any, budget_bytes: int, bars: Sequence[tuple[str, int, str]]) -> None:
+def _draw_bars(axes: Any, budget_bytes: int, bars: Sequence[tuple[str, int, str, bool]]) -> None:
     bare(axes)
-    largest = max([budget_bytes, 1, *(size for _, size, _ in bars)])
+    largest = max([budget_bytes, 1, *(size for _, size, _, _ in bars)])
     axes.set_xlim(0, largest * 1.02)
     axes.set_ylim(max(3, len(bars)) - 0.4, -0.6)
-    for place, (label, size, note) in enumerate(bars):
-        colour = _OVER if size > budget_bytes else _FITS
+    for place, (label, size, note, ran) in enumerate(bars):
+        colour = _FITS if ran else _OVER
         axes.barh(place, size, height=0.34, color=[colour], zorder=2)
         _words(axes, place - 0.31, f"{label}: {format_bytes(size)}", INK, 11.5)
         _words(axes, place + 0.29, note, SOFT, 9.5)

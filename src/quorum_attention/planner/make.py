@@ -46,6 +46,7 @@ def plan(
     tile: int = 128,
     device: str | torch.device | None = None,
     inputs: Literal["device", "host"] | None = None,
+    results_given: bool = False,
     accumulator: Literal["device", "host"] | None = None,
     heads_per_group: int | None = None,
     n_cap: int | None = None,
@@ -68,6 +69,7 @@ def plan(
             paper's.
         device: what computes; None is CUDA where there is one, else the CPU.
         inputs: where the call's tensors are; None is "host" for CUDA, "device" for the CPU.
+        results_given: the call will get ``out=`` or ``grads=``, which its budget does not count.
         accumulator, heads_per_group (query heads), n_cap, streams (kernel calls in flight at
             once, 1 or 2), sweep (on inputs that lie on the computing device, at depth 1: all tasks
             of a head group at once, or in place one by one, as the kernel can): pin these choices.
@@ -101,7 +103,7 @@ def plan(
     shape = work.call_shape(where.type, backward)
     chosen = select_kernel(kernel, shape, where, tried=False)
     # Autograd may hand over an expanded gradient (of a sum): the backward has room for its copy.
-    place = Placement(where.type, resident, False, dtype, copied=1 if backward else 0)
+    place = Placement(where.type, resident, results_given, dtype, copied=1 if backward else 0)
     request = Request(
         budget_bytes=_free(where) if bytes_given is None else bytes_given,
         levels=levels,
