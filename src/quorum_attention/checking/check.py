@@ -89,9 +89,10 @@ class CheckResult:
         lines = [f"{self.kernel}: {self.verdict}, {len(self.cases)} decompositions"]
         if self.cause:
             lines.append(f"likely cause: {self.cause}")
-        for case in self.cases:
-            if case.verdict != "not exact":
-                continue
+        broken = [case for case in self.cases if case.verdict == "not exact"]
+        if broken:
+            lines.append(f"{len(broken)} of {len(self.cases)} differ; the first:")
+        for case in broken[:1]:
             name = " x ".join(map(str, case.levels))
             kind = "causal" if case.is_causal else "plain"
             worst = max(case.errors, key=lambda n: case.errors[n] / max(case.limits[n], 1e-300))

@@ -20,12 +20,18 @@ _PIPE_COLUMNS = 132
 _FEW, _LONGEST_WORD = 4, 24
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to the command line; rich would call it a failure."""
+        raise BrokenPipeError
+
+
 def console() -> Console:
     """Text for people, on stdout: as wide as the terminal, or as COLUMNS says."""
-    found = Console()
+    found = _Console()
     if found.is_terminal or os.environ.get("COLUMNS", "").isdigit():
         return found
-    return Console(width=_PIPE_COLUMNS)
+    return _Console(width=_PIPE_COLUMNS)
 
 
 def say(text: str) -> None:
