@@ -24,6 +24,7 @@ from rich.table import Table
 
 import quorum_attention as qa
 from quorum_attention.kernels import kernels
+from quorum_attention.writing import write_text
 
 NAMES = ("out", "dQ", "dK", "dV")
 _BLOCK = 8192
@@ -163,8 +164,7 @@ def main() -> None:
             "tokens": n,
             "errors": found,
         }
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(result, file, indent=1)
+        write_text(args.json, json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import quorum_attention as qa
+from quorum_attention.writing import write_text
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -101,8 +102,7 @@ def main() -> None:
             "seconds": seconds,
             "ratios": ratios,
         }
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(result, file, indent=1)
+        write_text(args.json, json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from quorum_attention.decomposition import Decomposition
 from quorum_attention.execution.masks import no_bias
 from quorum_attention.kernels import TaskTensors
 from quorum_attention.kernels.kit import from_score_mod, sliding_window
+from quorum_attention.writing import write_text
 
 _HEADS, _WIDTH, _WINDOW = 8, 64, 4096
 _ROUNDS = 3
@@ -235,8 +236,7 @@ def main() -> None:
         result[name] = measures[name]()
         console.print({name: result[name]})
         if args.json:
-            with open(args.json, "w", encoding="utf-8") as file:
-                json.dump(result, file, indent=1)
+            write_text(args.json, json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition, Task
 from quorum_attention.execution.masks import no_bias
 from quorum_attention.kernels import Gradients, Statistics, TaskTensors, kernels
+from quorum_attention.writing import write_text
 
 _TOKENS = 131_072
 
@@ -276,8 +277,7 @@ def main() -> None:
         result[name] = MEASURES[name]()
         console.print({name: {k: v for k, v in result[name].items() if k != "report"}})
         if args.json:
-            with open(args.json, "w", encoding="utf-8") as file:
-                json.dump(result, file, indent=1)
+            write_text(args.json, json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

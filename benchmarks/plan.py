@@ -23,6 +23,7 @@ import torch
 
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition
+from quorum_attention.writing import write_text
 
 # Seconds that the project promises.
 TARGETS = {"decomposition": 0.05, "plan": 0.05, "task": 0.001, "rectangles": 0.001}
@@ -92,8 +93,7 @@ def main() -> None:
             "summary": summary,
             "seconds": seconds,
         }
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(result, file, indent=1)
+        write_text(args.json, json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

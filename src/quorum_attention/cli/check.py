@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import sys
 from pathlib import Path
 from typing import Any
 
+from quorum_attention.checking import check_kernel
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say
 
@@ -22,15 +24,17 @@ def add_to(commands: Any) -> None:
         help="a registered kernel's name, or module:name of an inner kernel or of a function that "
         "returns (out, lse)",
     )
-    for name, usual, text in (
-        ("tokens", 331, "number of queries and of keys"),
-        ("heads", 2, "query heads"),
-        ("kv-heads", None, "key/value heads (default: as --heads)"),
-        ("head-dim", 16, "numbers in a head"),
+    usual = inspect.signature(check_kernel).parameters
+    for name, argument, text in (
+        ("tokens", "n_tokens", "number of queries and of keys"),
+        ("heads", "heads", "query heads"),
+        ("kv-heads", "kv_heads", "key/value heads (default: as --heads)"),
+        ("head-dim", "head_dim", "numbers in a head"),
     ):
         parser.add_argument(
-            f"--{name}", type=shared.count_of, default=usual, metavar="N", help=text
-        )
+            f"--{name}", type=shared.count_of, default=usual[argument].default, metavar="N",
+            help=text,
+        )  # fmt: skip
     parser.add_argument(
         "--dtype", type=shared.dtype_of, default="float32", metavar="DTYPE",
         help=f"one of {', '.join(shared.DTYPES)}",
@@ -70,8 +74,6 @@ def load(name: str) -> Any:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from quorum_attention.checking import check_kernel
-
     result = check_kernel(
         load(options.kernel),
         n_tokens=options.tokens,

@@ -20,13 +20,19 @@ _PIPE_COLUMNS = 132
 _FEW, _LONGEST_WORD = 4, 24
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to the command line; rich would call it a failure."""
+        raise BrokenPipeError
+
+
 def console() -> Console:
     """Text for people, on stdout: as wide as the terminal, or as COLUMNS says."""
     # What is printed is data (paths, names of extras, messages): [x] and :x: are not markup.
-    found = Console(markup=False, emoji=False)
+    found = _Console(markup=False, emoji=False)
     if found.is_terminal or os.environ.get("COLUMNS", "").isdigit():
         return found
-    return Console(width=_PIPE_COLUMNS, markup=False, emoji=False)
+    return _Console(width=_PIPE_COLUMNS, markup=False, emoji=False)
 
 
 def say(text: str) -> None:

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from quorum_attention.decomposition import Decomposition
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.memory import available_bytes
 from quorum_attention.files import create_tensors, open_tensors
+from quorum_attention.pictures import check_drawable
 from quorum_attention.planner import Plan, plan
 from quorum_attention.sizes import format_bytes, format_seconds
 from quorum_attention.verification import Problem, Sampled, compare, expect
@@ -63,7 +65,11 @@ def add_to(commands: Any) -> None:
         parser, "the memory limit for both methods, e.g. 64MiB (default: too little for torch)"
     )
     shared.add_device(parser)
-    parser.add_argument("--qkv", metavar="FILE", help="safetensors file with your own tensors")
+    parser.add_argument(
+        "--qkv",
+        metavar="FILE",
+        help="safetensors file with your own tensors (default: random ones)",
+    )
     parser.add_argument("--forward-only", action="store_true", help="no gradients")
     shared.add_draw(parser, "it", "quorum-attention-out/recover.png")
     parser.add_argument("--seed", type=int, default=0, help="of random inputs")
@@ -104,6 +110,9 @@ class _Outcome:
 
 
 def _run(options: argparse.Namespace) -> int:
+    Path(options.draw).parent.mkdir(parents=True, exist_ok=True)
+    with suppress(ImportError):  # then there is no picture, which is said at the end
+        check_drawable(options.draw)
     with tempfile.TemporaryDirectory(prefix="quorum-attention-") as folder:
         setting = _setting(options, Path(folder))
         _refuse_too_small(setting)
@@ -392,7 +401,6 @@ def _draw(setting: _Setting, outcomes: list[_Outcome], path: str) -> str | None:
         report = ours.answer.report.get("backward") or ours.answer.report.get("forward") or {}
         tokens = max(setting.query.shape[-2], setting.key.shape[-2])
         shape = Decomposition(tokens, tuple(report.get("levels", ())))
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
         draw_recovery(
             path,
             decomposition=shape,

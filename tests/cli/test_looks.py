@@ -1,0 +1,281 @@
+"""What a user sees: in a terminal, in a pipe, in 60 columns; the same words everywhere."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from quorum_attention import progress
+from quorum_attention.cli import COMMANDS, main, output, parser
+from quorum_attention.cli.output import say, show_table
+
+PLAN = ["--tokens", "100K", "--device", "cuda", "--budget", "64MiB"]
+SENTENCE = "word " * 80 + "[draw] end"
+TABLE = ["method", "result", "forward", "backward", "peak memory", "error: out", "dQ", "dK", "dV"]
+ROWS = [
+    ["torch SDPA within 24.00 MiB", "out of memory", *"-------"],
+    ["Quorum Attention within 24.00 MiB", "ok", "6.54 s", "18.25 s", "21.76 MiB", *["9.8e-07"] * 4],
+]
+
+
+def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    (commands,) = (a for a in parser()._actions if isinstance(a, argparse._SubParsersAction))
+    yield from commands.choices.items()
+
+
+def test_the_version_needs_no_torch() -> None:
+    code = (
+        "import sys\n"
+        "from quorum_attention.cli import main\n"
+        "try:\n"
+        "    main(['--version'])\n"
+        "except SystemExit as ended:\n"
+        "    assert ended.code == 0\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert 'numpy' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "0.1.0"
+
+
+def test_every_option_says_its_default() -> None:
+    for name, command in parsers():
+        for action in command._actions:
+            is_switch = action.nargs == 0 and action.dest != "causal"
+            is_no = action.option_strings[:1] == ["--no-causal"]
+            if not action.option_strings or action.required or is_switch or is_no:
+                continue
+            said = command._get_formatter()._expand_help(action)
+            if "--draw" in action.option_strings and action.default is None:
+                continue  # there is no picture unless one is asked for
+            assert said.count("default") == 1, (name, action.option_strings, said)
+
+
+def test_commands_speak_of_causality_alike() -> None:
+    for name, command in parsers():
+        actions = {option: a for a in command._actions for option in a.option_strings}
+        if name in ("plan", "estimate", "recover", "run"):
+            assert actions["--causal"].default is False
+            assert "default: not causal" in str(actions["--causal"].help)
+            assert command.parse_args([*arguments_of(name), "--no-causal"]).causal is False
+            assert command.parse_args([*arguments_of(name), "--causal"]).causal is True
+        if name == "bench":
+            assert "causal" in str(command.description)
+        assert "--picture" not in actions
+    for name in ("plan", "recover", "run"):
+        assert "--draw" in dict(parsers())[name].format_help()
+
+
+def arguments_of(command: str) -> list[str]:
+    return {"run": ["in", "out"], "recover": []}.get(command, ["--tokens", "5"])
+
+
+def test_units_levels_and_n_cap_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, command in parsers():
+        if name in ("plan", "estimate", "recover", "run"):
+            assert all(f"{word}:" in command.format_help() for word in ("levels", "unit", "n_cap"))
+    assert main(["plan", *PLAN]) == 0
+    assert "n_cap: most units on the device" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["plan", "estimate"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_causality_is_printed(
+    command: str, causal: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [command, *PLAN, *(["--causal"] if causal else [])]
+    assert main(arguments) == 0
+    assert f"planned {'causal' if causal else 'not causal'} (" in capsys.readouterr().out
+    assert main([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["is_causal"] is causal
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("1M", 1 << 20), ("1e6", 10**6), ("1_000", 1000), ("2k", 2048)]
+)
+def test_counts_as_people_write_them(
+    text: str, count: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["plan", "--tokens", text, "--device", "cuda", "--budget", "1e9"]
+    assert main(arguments) == 0
+    assert f"forward of {count} queries" in capsys.readouterr().out.replace(",", "")
+
+
+@pytest.mark.parametrize("columns", ["60", "80", "200", None])
+def test_no_sentence_is_broken_in_a_pipe(
+    columns: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns:
+        monkeypatch.setenv("COLUMNS", columns)
+    say(SENTENCE)
+    assert capsys.readouterr().out == SENTENCE + "\n"
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 200])
+def test_tables_fit_whatever_the_width(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    many = [[str(i) * 3 for i in range(12)] for _ in range(9)]
+    long = [["a figure of many words", str(i), "10%"] for i in range(9)]
+    tables = (
+        (TABLE, ROWS),
+        ([f"column {i}" for i in range(12)], many),
+        (["figure", "best", "worst is off by"], long),
+        (["only"], [["x"]]),
+        (["none"], []),
+    )
+    for headings, rows in tables:
+        show_table(headings, rows, left=["result"], red=[0])
+        printed = capsys.readouterr().out
+        assert max(map(len, printed.splitlines())) <= columns
+        assert "…" not in printed
+        for word in " ".join([*headings, *itertools.chain(*rows)]).split():
+            assert word in printed
+
+
+def test_columns_are_a_wish_also_of_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["doctor"]) == 0
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith(tuple("┏│└"))]
+    assert table
+    assert max(map(len, table)) <= 60
+
+
+def in_a_terminal(code: str, columns: int) -> str:
+    """What a program shows in a terminal of so many columns."""
+    above, below = pty.openpty()
+    environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR")}
+    environment |= {"TERM": "xterm", "LINES": "40"}
+    command = ["bash", "-c", f'stty cols {columns} rows 40; exec "$@"', "-", sys.executable, "-c"]
+    done = subprocess.Popen(
+        [*command, code], stdin=below, stdout=below, stderr=below, env=environment
+    )
+    os.close(below)
+    shown = b""
+    while True:
+        try:
+            part = os.read(above, 4096)
+        except OSError:  # nobody writes any more
+            break
+        if not part:
+            break
+        shown += part
+    os.close(above)
+    assert done.wait(timeout=60) == 0, shown
+    return shown.decode()
+
+
+def test_a_terminal_breaks_sentences_between_words() -> None:
+    shown = in_a_terminal(f"from quorum_attention.cli.output import say; say({SENTENCE!r})", 50)
+    lines = shown.splitlines()
+    assert len(lines) > 5
+    assert max(map(len, lines)) <= 50
+    assert " ".join(shown.split()) == SENTENCE
+
+
+def test_a_terminal_shows_a_bar() -> None:
+    code = (
+        "import time\n"
+        "from quorum_attention.progress import progress_bar\n"
+        "with progress_bar() as update:\n"
+        "    for done in range(5):\n"
+        "        update(done + 1, 5, 'forward')\n"
+        "        time.sleep(0.2)\n"
+    )
+    shown = in_a_terminal(code, 80)
+    assert "━" in shown
+    assert "5/5" in shown
+
+
+def test_a_pipe_gets_plain_lines_of_progress(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    with progress.progress_bar() as update:
+        for done in range(1, 101):
+            clock[0] += 1.0
+            update(done, 100, "forward")
+    printed = capsys.readouterr()
+    lines = printed.err.splitlines()
+    assert printed.out == ""
+    assert lines[0] == "forward: 10 of 100 after 10 s, about 90 s left"
+    assert lines[-1] == "forward: 100 of 100 after 100 s"
+    assert len(lines) == 10
+    assert "\x1b" not in printed.err
+    with progress.progress_bar() as update:
+        update(1, 1, "forward")
+        clock[0] += 90
+        update(2, 1000, "backward")  # little is done, but it is time to say something
+    assert capsys.readouterr().err == "backward: 2 of 1000 after 90 s\n"
+
+
+def test_what_is_done_at_once_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.progress_bar() as update:
+        for done in range(1, 101):
+            update(done, 100, "forward")
+    assert capsys.readouterr().err == ""
+
+
+WRONG = """
+import torch
+
+def wrong(query, key, value, *, is_causal, scale):
+    scores = scale * (query @ key.mT)
+    if is_causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf)
+    return torch.softmax(scores, -1) @ value, 0 * torch.logsumexp(scores, -1)
+"""
+
+
+def test_a_failing_check_says_its_verdict_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a_wrong_attention.py").write_text(WRONG)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["check", "a_wrong_attention:wrong", "--device", "cpu", "--forward-only"]) == 1
+    printed = capsys.readouterr()
+    assert printed.out.count("not exact") == 1
+    assert len(printed.out.splitlines()) < 25
+    assert printed.err == ""
+
+
+def test_a_reader_that_has_had_enough_is_no_error() -> None:
+    command = f"{sys.executable} -m quorum_attention.cli plan {' '.join(PLAN)} | head -c 1"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0
+    assert done.stderr == ""
+
+
+def test_only_the_command_that_is_asked_for_is_loaded() -> None:
+    named = parser(["doctor", "--json"])
+    (commands,) = (a for a in named._actions if isinstance(a, argparse._SubParsersAction))
+    assert list(commands.choices) == ["doctor"]
+    assert {name for name, _ in parsers()} == set(COMMANDS)
+    with pytest.raises(SystemExit) as ended:
+        main(["nonsense"])
+    assert ended.value.code == 2
+
+
+def test_what_is_printed_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    say('pip install "quorum-attention[draw]" [bold]x[/bold]')
+    assert '[draw]" [bold]x[/bold]' in capsys.readouterr().out
+    show_table(["a"], [["[red]x[/red]"]])
+    assert "[red]x[/red]" in capsys.readouterr().out
+    assert output._PIPE_COLUMNS > 100
