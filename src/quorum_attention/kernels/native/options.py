@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-UNLIMITED = (1 << 30) - 1
+UNLIMITED = (1 << 31) - 1
+"""No distance is greater; sums with it are taken in 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
