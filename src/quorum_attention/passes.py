@@ -172,6 +172,7 @@ def run_forward(
     def attempt(
         plan: Plan, report: PassReport, progress: Progress | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        _note_writing(() if out is None else (out,))
         return forward(
             call, plan.schedule, out=out, out_dtype=out_dtype, report=report, progress=progress
         )
@@ -228,6 +229,7 @@ def run_backward(
     call = _call(query, key, value, work, options, kernel)
 
     def attempt(plan: Plan, report: PassReport, progress: Progress | None) -> Three:
+        _note_writing(() if grads is None else grads)
         return backward(
             call,
             plan.schedule,
@@ -245,6 +247,13 @@ def run_backward(
 
     plans = plans_of(work, options, kernel, place, backward=True)
     return _run(plans, options, attempt, note)
+
+
+def _note_writing(results: tuple[torch.Tensor, ...]) -> None:
+    """Tell autograd that preallocated results are written from here on: copies by address and
+    kernels do not, and what was saved of them for a backward would be used without a word."""
+    for tensor in results:
+        torch.autograd.graph.increment_version(tensor)
 
 
 def _device(device: torch.device) -> AbstractContextManager[Any]:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quorum_attention.decomposition import Decomposition
-from quorum_attention.kernels.native.runs import NO_DIAGONAL, pieces, table, within_window
+from quorum_attention.decomposition import Decomposition, Rectangle
+from quorum_attention.kernels.native.runs import NO_DIAGONAL, Piece, pieces, table, within_window
 
 
 def pairs_of(starts, entries, n, m, block, axis, left=-1, right=-1) -> np.ndarray:
@@ -88,3 +88,9 @@ def test_nothing_to_do(axis) -> None:
     assert starts.tolist() == [0, 0, 0, 0]
     assert entries.shape == (0, 7)
     assert NO_DIAGONAL > 1 << 29
+
+
+def test_distances_that_32_bits_do_not_hold_are_refused() -> None:
+    far = [Piece(Rectangle(0, 64, 0, 64), distance=1 << 31)]
+    with pytest.raises(NotImplementedError, match="in 32 bits"):
+        table(far, 64, 64, "query")

@@ -56,7 +56,8 @@ def _norm_kernel(
     BLOCK_WIDTH: tl.constexpr,
 ):
     group = tl.program_id(0) // programs
-    first = (tl.program_id(0) % programs) * BLOCK_ROWS
+    # 64 bits: the query heads of a key head lie behind each other, as one run of rows.
+    first = (tl.program_id(0) % programs).to(tl.int64) * BLOCK_ROWS
     column = tl.arange(0, BLOCK_WIDTH)
     best = tl.zeros((BLOCK_ROWS,), tl.float32)
     base = tensor + group.to(tl.int64) * rows * WIDTH
@@ -64,7 +65,7 @@ def _norm_kernel(
     while start < rows:
         row = start + tl.arange(0, BLOCK_ROWS)
         cells = (row < rows)[:, None] & (column < WIDTH)[None, :]
-        at = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+        at = row[:, None] * WIDTH + column[None, :]
         x = tl.load(base + at, mask=cells, other=0.0).to(tl.float32)
         squares = tl.sum(x * x, axis=1)
         # Of finite rows only: also false for NaN.
@@ -99,11 +100,11 @@ def _divide_kernel(
         tl.store(unscale + group, divisor)
     column = tl.arange(0, BLOCK_WIDTH)
     base = tensor + group.to(tl.int64) * rows * WIDTH
-    start = (tl.program_id(0) % programs) * BLOCK_ROWS
+    start = (tl.program_id(0) % programs).to(tl.int64) * BLOCK_ROWS
     while start < rows:
         row = start + tl.arange(0, BLOCK_ROWS)
         cells = (row < rows)[:, None] & (column < WIDTH)[None, :]
-        at = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+        at = row[:, None] * WIDTH + column[None, :]
         x = tl.load(base + at, mask=cells, other=0.0).to(tl.float32) * factor
         tl.store(base + at, x.to(tensor.dtype.element_ty), mask=cells)
         start += programs * BLOCK_ROWS

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from quorum_attention.kernels.native.loads_triton import block_rows, lane_of
 from quorum_attention.kernels.native.scores_triton import kept, modified
-from quorum_attention.kernels.native.walk_triton import keys_of_run
+from quorum_attention.kernels.native.walk_triton import keys_of_run, rows_of_run
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -101,13 +101,11 @@ def _query_tile(
     bias_at, bias_live, scale, log2_scale, softcap, slope,
     MASKED: tl.constexpr, PLAIN: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     BIAS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, DESCRIBED: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, READ: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    k = block_rows(key, b, h_k, at_key, k_n, inside, HEAD_DIM, BLOCK_N, BLOCK_D, DESCRIBED, MASKED)
-    v = block_rows(
-        value, b, h_k, at_key, v_n, inside, VALUE_DIM, BLOCK_N, BLOCK_DV, DESCRIBED, MASKED
-    )
+    k = block_rows(key, b, h_k, at_key, k_n, inside, HEAD_DIM, BLOCK_N, BLOCK_D, READ, MASKED)
+    v = block_rows(value, b, h_k, at_key, v_n, inside, VALUE_DIM, BLOCK_N, BLOCK_DV, READ, MASKED)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
     slack = 1.0
@@ -144,7 +142,7 @@ def query_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EASED: tl.constexpr, ADD: tl.constexpr,
     PLAIN: tl.constexpr, SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, BIAS: tl.constexpr, WINDOW: tl.constexpr, BITS: tl.constexpr,
-    DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
+    READ: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add a task's dQ (b, h, n, d) to ``grad_query``, or write it there (ADD False).
 
@@ -169,8 +167,8 @@ def query_kernel(
     k_wide = (d < HEAD_DIM)[None, :]
     v_wide = (dv < VALUE_DIM)[None, :]
     query += b * q_b + h * q_h
-    key = lane_of(key, b, h_k, k_b, k_h, DESCRIBED)
-    value = lane_of(value, b, h_k, v_b, v_h, DESCRIBED)
+    key = lane_of(key, b, h_k, k_b, k_h, READ)
+    value = lane_of(value, b, h_k, v_b, v_h, READ)
     q = tl.load(
         query + wide_rows[:, None] * q_n + d[None, :], mask=live[:, None] & k_wide, other=0.0
     )
@@ -211,7 +209,7 @@ def query_kernel(
             dq = _query_tile(
                 dq, q, do, lse2, d_row, ease, key, value, b, h_k, at_key, k_n, v_n, True, True,
                 apart, bias_at, live[:, None], scale, log2_scale, softcap, slope, False, PLAIN,
-                SOFTCAP, ALIBI, BIAS, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, DESCRIBED,
+                SOFTCAP, ALIBI, BIAS, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, READ,
                 PRECISION,
             )  # fmt: skip
 
@@ -239,7 +237,7 @@ def query_kernel(
                     dq, q, do, lse2, d_row, ease, key, value, b, h_k, at_key, k_n, v_n,
                     keys < part_high, keep, apart, bias_at, keep, scale, log2_scale, softcap,
                     slope, True, PLAIN, SOFTCAP, ALIBI, BIAS, HEAD_DIM, VALUE_DIM, BLOCK_D,
-                    BLOCK_DV, BLOCK_N, DESCRIBED, PRECISION,
+                    BLOCK_DV, BLOCK_N, READ, PRECISION,
                 )  # fmt: skip
 
     dq = dq * (scale / ease * lowered)
@@ -257,12 +255,10 @@ def _key_tile(
     MASKED: tl.constexpr, PLAIN: tl.constexpr, SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, BIAS: tl.constexpr, GRAD_BIAS: tl.constexpr, HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, READ: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    q = block_rows(query, b, h, at_row, q_n, inside, HEAD_DIM, BLOCK_M, BLOCK_D, DESCRIBED, MASKED)
-    do = block_rows(
-        grad_out, b, h, at_row, g_n, inside, VALUE_DIM, BLOCK_M, BLOCK_DV, DESCRIBED, MASKED
-    )
+    q = block_rows(query, b, h, at_row, q_n, inside, HEAD_DIM, BLOCK_M, BLOCK_D, READ, MASKED)
+    do = block_rows(grad_out, b, h, at_row, g_n, inside, VALUE_DIM, BLOCK_M, BLOCK_DV, READ, MASKED)
     if MASKED:
         own = tl.load(lse_at, mask=inside, other=float("-inf"))
         delta = tl.load(delta_at, mask=inside, other=0.0)
@@ -313,7 +309,7 @@ def key_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EASED: tl.constexpr, ADD: tl.constexpr,
     PLAIN: tl.constexpr, SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, BIAS: tl.constexpr, GRAD_BIAS: tl.constexpr, WINDOW: tl.constexpr,
-    BITS: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
+    BITS: tl.constexpr, READ: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add a task's dK (b, hk, m, d) and dV (b, hk, m, dv), or write them (ADD False).
 
@@ -355,8 +351,8 @@ def key_kernel(
 
     for member in range(group):
         h = h_k * group + member
-        query_h = lane_of(query, b, h, q_b, q_h, DESCRIBED)
-        grad_h = lane_of(grad_out, b, h, g_b, g_h, DESCRIBED)
+        query_h = lane_of(query, b, h, q_b, q_h, READ)
+        grad_h = lane_of(grad_out, b, h, g_b, g_h, READ)
         lse_h = lse + b * l_b + h * l_h
         delta_h = delta + (b * key_heads * group + h) * n_queries
         slope = 0.0
@@ -368,31 +364,13 @@ def key_kernel(
         db = tl.zeros([BLOCK_N], tl.float32)
         for index in range(tl.load(starts + block), tl.load(starts + block + 1)):
             at = entries + index * 7
-            low = tl.load(at)
-            high = tl.load(at + 1)
             column_low = tl.load(at + 2)
             column_high = tl.load(at + 3)
             diagonal = tl.load(at + 4)
             distance = tl.load(at + 5)
-            mixed = tl.load(at + 6)
-            # Rows before the diagonal of the first key see nothing; from that of the last on, all.
-            start = tl.maximum(low, column_low - diagonal)
-            clear = tl.maximum(low, column_high - 1 - diagonal)
-            stop = high
-            beyond = high
-            if WINDOW:
-                start = tl.maximum(start, column_low - distance - right)
-                clear = tl.maximum(clear, column_high - 1 - distance - right)
-                stop = tl.minimum(stop, column_high + left - distance)
-                beyond = tl.minimum(beyond, column_low + left - distance + 1)
-            stop = tl.maximum(stop, start)
-            whole = (column_low == first) & (column_high == tl.minimum(first + BLOCK_N, n_keys))
-            if BITS:
-                whole = whole & (mixed == 0)
-            ragged = tl.where(whole, tl.maximum(0, clear - start), stop - start)
-            begin = tl.minimum(start + tl.cdiv(ragged, BLOCK_M) * BLOCK_M, stop)
-            beyond = tl.minimum(tl.maximum(beyond, begin), stop)
-            end = begin + (beyond - begin) // BLOCK_M * BLOCK_M
+            start, begin, end, stop = rows_of_run(
+                entries, index, first, n_keys, left, right, BLOCK_M, BLOCK_N, WINDOW, BITS
+            )
 
             for at_row in tl.range(begin, end, BLOCK_M):
                 wide_row = tl.cast(at_row, tl.int64)
@@ -408,7 +386,7 @@ def key_kernel(
                     lse_h + (wide_row + tile_rows) * l_n, delta_h + wide_row + tile_rows, True,
                     True, apart, bias_at, live[:, None], ease, scale, log2_scale, softcap, slope,
                     lift, False, PLAIN, SOFTCAP, ALIBI, BIAS, GRAD_BIAS, HEAD_DIM, VALUE_DIM,
-                    BLOCK_D, BLOCK_DV, BLOCK_M, DESCRIBED, PRECISION,
+                    BLOCK_D, BLOCK_DV, BLOCK_M, READ, PRECISION,
                 )  # fmt: skip
 
             # What is ragged: before the clear part (the diagonal), and after it.
@@ -437,7 +415,7 @@ def key_kernel(
                         lse_h + (wide_row + tile_rows) * l_n, delta_h + wide_row + tile_rows,
                         rows < part_high, keep, apart, bias_at, keep, ease, scale, log2_scale,
                         softcap, slope, lift, True, PLAIN, SOFTCAP, ALIBI, BIAS, GRAD_BIAS,
-                        HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, DESCRIBED, PRECISION,
+                        HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, READ, PRECISION,
                     )  # fmt: skip
         if GRAD_BIAS:
             db_at = grad_bias + b * db_b + h * db_h + wide_keys

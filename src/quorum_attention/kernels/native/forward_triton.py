@@ -49,10 +49,10 @@ def _tile(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    DESCRIBED: tl.constexpr,
+    READ: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    k = block_rows(key, b, h_k, at_key, k_n, inside, HEAD_DIM, BLOCK_N, BLOCK_D, DESCRIBED, MASKED)
+    k = block_rows(key, b, h_k, at_key, k_n, inside, HEAD_DIM, BLOCK_N, BLOCK_D, READ, MASKED)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if not PLAIN:
         s, _ = modified(s, apart, bias_at, bias_live, scale, softcap, slope, SOFTCAP, ALIBI, BIAS)
@@ -69,9 +69,7 @@ def _tile(
     alpha = tl.exp2(m - LIFT - base)
     l = l * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None]
-    v = block_rows(
-        value, b, h_k, at_key, v_n, inside, VALUE_DIM, BLOCK_N, BLOCK_DV, DESCRIBED, MASKED
-    )
+    v = block_rows(value, b, h_k, at_key, v_n, inside, VALUE_DIM, BLOCK_N, BLOCK_DV, READ, MASKED)
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     return acc, m_new, l
 
@@ -144,7 +142,7 @@ def forward_kernel(
     BIAS: tl.constexpr,
     WINDOW: tl.constexpr,
     BITS: tl.constexpr,
-    DESCRIBED: tl.constexpr,
+    READ: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Merge a task's runs into (out, lse), or write them there (RESUME False).
@@ -172,8 +170,8 @@ def forward_kernel(
     # 64 bits for whatever may span a tensor.
     wide_rows = rows.to(tl.int64)
     query += b * q_b + h * q_h
-    key = lane_of(key, b, h_k, k_b, k_h, DESCRIBED)
-    value = lane_of(value, b, h_k, v_b, v_h, DESCRIBED)
+    key = lane_of(key, b, h_k, k_b, k_h, READ)
+    value = lane_of(value, b, h_k, v_b, v_h, READ)
     out += b * o_b + h * o_h
     lse += b * l_b + h * l_h
     q = tl.load(
@@ -217,7 +215,7 @@ def forward_kernel(
             acc, m, l = _tile(
                 acc, m, l, q, key, value, b, h_k, at_key, k_n, v_n, True, True, apart, bias_at,
                 live[:, None], scale, log2_scale, softcap, slope, LIFT, False, PLAIN, SOFTCAP,
-                ALIBI, BIAS, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, DESCRIBED, PRECISION,
+                ALIBI, BIAS, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, READ, PRECISION,
             )  # fmt: skip
 
         # What is ragged: after the clear part, and before it (a window's left edge).
@@ -245,7 +243,7 @@ def forward_kernel(
                     acc, m, l, q, key, value, b, h_k, at_key, k_n, v_n, keys < part_high, keep,
                     apart, bias_at, keep, scale, log2_scale, softcap, slope, LIFT, True, PLAIN,
                     SOFTCAP, ALIBI, BIAS, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N,
-                    DESCRIBED, PRECISION,
+                    READ, PRECISION,
                 )  # fmt: skip
 
     empty = l == 0.0

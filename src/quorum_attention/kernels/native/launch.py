@@ -17,6 +17,8 @@ _FORWARD_LIFT = 8
 # ... and in a backward, where P is of the whole row, 2**lift P is about 2**-8 for even attention.
 _TYPICAL = -8
 _LARGEST_LIFT = 14
+# Elements, in 32 bits, with room for a row's columns.
+_LARGEST_OFFSET = 2**31 - 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +88,9 @@ def launch_forward(
     width = max(padded(head_dim), padded(value.shape[-1]))
     lift = _FORWARD_LIFT if query.dtype == torch.float16 else 0
     with _device_of(query):
-        described = _described(config, key, value)
+        way = _way(config, key, value)
         read = (key, value)
-        if described:
+        if way == "descriptors":
             read = tuple(_describe(t, config.block_n, width) for t in read)
         forward_kernel[(total,)](
             query, *read, out, lse, runs.starts, runs.entries,
@@ -99,7 +101,7 @@ def launch_forward(
             extras.bias_row, extras.bias_column,
             given.scale, extras.options.softcap, *_window(extras.options),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, LIFT=lift, LIFTED=2.0**lift,
-            RESUME=resume, DESCRIBED=described, **_shared(given, extras, head_dim, value.shape[-1]),
+            RESUME=resume, READ=way, **_shared(given, extras, head_dim, value.shape[-1]),
             num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
 
@@ -179,9 +181,9 @@ def launch_backward(
         window = _window(extras.options)
         scores = (given.scale, extras.options.softcap, *window, float(lift), 2.0**-lift)
         if by_query_runs.n_blocks:
-            described = _described(by_query, key, value)
+            way = _way(by_query, key, value)
             read = (key, value)
-            if described:
+            if way == "descriptors":
                 read = tuple(_describe(t, by_query.block_n, width) for t in read)
             query_kernel[(by_query_runs.n_blocks * batch * heads,)](
                 query, *read, grad_out, lse, delta, norms, grads[0], by_query_runs.starts,
@@ -189,13 +191,13 @@ def launch_backward(
                 heads, group, n_queries, m, by_query_runs.n_blocks, key_lanes,
                 *strides, *grads[0].stride()[:3], *masks, *scores,
                 BLOCK_M=by_query.block_m, BLOCK_N=by_query.block_n, **lengths,
-                DESCRIBED=described, **softened,
+                READ=way, **softened,
                 num_warps=by_query.warps, num_stages=by_query.stages,
             )  # fmt: skip
         if by_key_runs.n_blocks:
             by_row = (query, grad_out)
-            described = _described(by_key, query, grad_out)
-            if described:
+            way = _way(by_key, query, grad_out)
+            if way == "descriptors":
                 by_row = tuple(_describe(t, by_key.block_m, width) for t in by_row)
             bias_strides = (0, 0) if grad_bias is None else grad_bias.stride()[:2]
             key_kernel[(by_key_runs.n_blocks * key_lanes,)](
@@ -205,7 +207,7 @@ def launch_backward(
                 key_heads, group, n_queries, m, by_key_runs.n_blocks, key_lanes,
                 *strides, *grads[1].stride()[:3], *grads[2].stride()[:3], *masks, *bias_strides,
                 *scores, BLOCK_M=by_key.block_m, BLOCK_N=by_key.block_n, **lengths,
-                GRAD_BIAS=grad_bias is not None, DESCRIBED=described, **softened,
+                GRAD_BIAS=grad_bias is not None, READ=way, **softened,
                 num_warps=by_key.warps, num_stages=by_key.stages,
             )  # fmt: skip
 
@@ -231,6 +233,15 @@ def _shared(given: Operands, extras: Extras, head_dim: int, value_dim: int) -> d
         "BITS": extras.query_bits is not None,
         "PRECISION": "tf32" if extras.tf32 else "ieee",
     }
+
+
+def _way(config: Config, *tensors: torch.Tensor) -> str:
+    """How blocks of rows of these are read (loads_triton.py)."""
+    if _described(config, *tensors):
+        return "descriptors"
+    # The last row of a tile within 32 bits of its first.
+    furthest = max(config.block_m, config.block_n) * max(t.stride(2) for t in tensors)
+    return "wide" if furthest > _LARGEST_OFFSET else "pointers"
 
 
 def _described(config: Config, *tensors: torch.Tensor) -> bool:

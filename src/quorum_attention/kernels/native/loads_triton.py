@@ -1,15 +1,19 @@
 # Triton's decorators and its own language are beyond a type checker.
 # mypy: ignore-errors
-"""Reading a block of rows of one head: by pointers, or by tensor descriptors where that pays."""
+"""Reading a block of rows of one head, in one of three ways (READ):
+
+"pointers", "descriptors" where those pay, and "wide", pointers whose offsets within a tile take 64
+bits, where rows are so far apart.
+"""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def lane_of(source, b, h, stride_b, stride_h, DESCRIBED: tl.constexpr):
+def lane_of(source, b, h, stride_b, stride_h, READ: tl.constexpr):
     """Where a head begins; a descriptor is told with each load instead."""
-    if DESCRIBED:
+    if READ == "descriptors":
         return source
     else:  # noqa: RET505
         return source + b * stride_b + h * stride_h
@@ -26,7 +30,7 @@ def block_rows(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     PADDED: tl.constexpr,
-    DESCRIBED: tl.constexpr,
+    READ: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Rows ``at`` to ``at + ROWS`` of a head, (ROWS, PADDED); columns from WIDTH on are 0.
@@ -36,12 +40,15 @@ def block_rows(
         live: (ROWS,) which rows to read, where MASKED; by a descriptor, only those beyond the
             tensor are 0.
     """
-    if DESCRIBED:
+    if READ == "descriptors":
         return source.load([b.to(tl.int32), h.to(tl.int32), at, 0]).reshape(ROWS, PADDED)
     else:  # noqa: RET505
         columns = tl.arange(0, PADDED)
+        rows = tl.arange(0, ROWS)
+        if READ == "wide":
+            rows = rows.to(tl.int64)
         # 64 bits for what may span a tensor, 32 inside a tile.
-        tile = tl.arange(0, ROWS)[:, None] * stride + columns[None, :]
+        tile = rows[:, None] * stride + columns[None, :]
         pointers = source + tl.cast(at, tl.int64) * stride + tile
         if MASKED:
             return tl.load(pointers, mask=live[:, None] & (columns < WIDTH)[None, :], other=0.0)

@@ -8,7 +8,8 @@ import torch
 
 from quorum_attention.counts import real_number, shown, whole_number
 
-UNLIMITED = (1 << 30) - 1
+UNLIMITED = (1 << 31) - 1
+"""No distance is greater; sums with it are taken in 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)

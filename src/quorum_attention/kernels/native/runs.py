@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from quorum_attention.decomposition import Rectangle, Task
 
-NO_DIAGONAL = 1 << 30
-"""The ``diagonal`` of a run that no causal mask cuts."""
+NO_DIAGONAL = (1 << 31) - 1
+"""The ``diagonal`` of a run that no causal mask cuts; sums with it are taken in 64 bits."""
 
 FIELDS = ("query_start", "query_stop", "key_start", "key_stop", "diagonal", "distance",
           "mixed")  # fmt: skip
@@ -96,6 +96,9 @@ def table(
     Returns:
         (starts, entries): entries (n, 7), columns as in ``FIELDS``, those of block b at
         ``starts[b]`` to ``starts[b + 1]``; bounds along ``axis`` are clipped to the block.
+
+    Raises:
+        NotImplementedError: a position or a distance does not fit 32 bits.
     """
     n_blocks = -(-n_rows // block)
     parts = [_by_block(piece, n_rows, block, axis) for piece in found]
@@ -114,6 +117,11 @@ def table(
     # Of runs joined along keys the last may end on the diagonal; along queries, the first begins.
     joined[:, 4] = np.minimum.reduceat(entries[:, 4], groups)
     starts = np.searchsorted(numbers[groups], np.arange(n_blocks + 1))
+    if int(np.abs(joined).max()) > np.iinfo(np.int32).max:
+        raise NotImplementedError(
+            "kernel 'native' counts positions, and the distances of a window or of ALiBi, in 32 "
+            f"bits: up to {np.iinfo(np.int32).max}, got {int(np.abs(joined).max())}"
+        )
     return starts.astype(np.int32), joined.astype(np.int32)
 
 

@@ -62,9 +62,10 @@ def kept(
     WINDOW: tl.constexpr,
 ):
     """Pairs of a tile that belong to a run; rows are queries, columns keys."""
-    apart = rows - columns
     keep = (rows >= row_low) & (rows < row_high) & (columns >= column_low)
-    keep = keep & (columns < column_high) & (apart + diagonal >= 0)
+    # Not as a sum with the diagonal, which 32 bits might not hold.
+    keep = keep & (columns < column_high) & (columns - rows <= diagonal)
     if WINDOW:
+        apart = rows - columns
         keep = keep & (apart + distance <= left) & (apart + distance >= -right)
     return keep

@@ -1,0 +1,71 @@
+"""Preallocated results that autograd still needs: a backward says that they were written over."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers_attention import inputs
+
+import quorum_attention as qa
+from quorum_attention.execution import transfers
+
+
+@pytest.fixture
+def by_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows leave a slot as with pinned results of a GPU: by copies that torch never sees."""
+
+    def store(self, target, source, pieces) -> None:  # type: ignore[no-untyped-def]
+        for piece in pieces:
+            rows = source[:, piece.local : piece.local + piece.stop - piece.start]
+            target.numpy()[:, piece.start : piece.stop] = rows.numpy()
+
+    monkeypatch.setattr(transfers.HostMover, "store", store)
+
+
+def plan(backward: bool) -> qa.Plan:
+    return qa.plan(
+        64, heads=2, head_dim=8, dtype=torch.float32, levels=(3,), tile=8, sweep=False,
+        backward=backward,
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("by_address")
+def test_an_output_used_again() -> None:
+    given, weight = inputs(64), torch.randn(8, 8, requires_grad=True)
+    out = torch.empty(given.query.shape)
+    qa.attention(*given.three, plan=plan(False), out=out)
+    loss = (out @ weight).sum()
+    qa.attention(*inputs(64).three, plan=plan(False), out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.usefixtures("by_address")
+def test_gradients_used_again() -> None:
+    given, weight = inputs(64), torch.randn(8, 8, requires_grad=True)
+    grads = tuple(torch.empty(t.shape) for t in given.three)
+    out, lse = qa.attention_with_lse(*given.three)
+    for number in range(2):
+        qa.attention_backward(given.grad_out, *given.three, out, lse, plan=plan(True), grads=grads)
+        if number == 0:
+            losses = [(grad @ weight).sum() for grad in grads]
+    for loss in losses:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_a_refused_call_has_written_nothing() -> None:
+    given = inputs(64)
+    out = torch.empty(given.query.shape)
+    before = out._version
+    with pytest.raises(qa.BudgetError):
+        qa.attention(*given.three, budget=1, out=out)
+    assert out._version == before
+
+
+def test_an_output_made_under_inference_mode() -> None:
+    given = inputs(64)
+    with torch.inference_mode():
+        out = torch.empty(given.query.shape)
+        qa.attention(*given.three, out=out)
+    assert torch.equal(out, qa.attention(*given.three))
