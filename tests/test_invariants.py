@@ -10,6 +10,7 @@ from collections import Counter
 import pytest
 import torch
 from helpers_attention import GRADIENT_TOLERANCE, TOLERANCE, assert_close, error, exact, inputs
+from helpers_fp16 import ROUTES, drawn, wrong
 from helpers_kernels import IdleKernel, WatchedKernel
 from helpers_memory import FailingAllocations, usage
 from helpers_not_finite import assert_between, least, most
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition
 
-LEVELS = [(), (3,), (7,), (13,), (3, 7), (7, 3), (3, 3, 3)]
+LEVELS = [(), (1,), (3,), (7,), (13,), (3, 7), (7, 3), (3, 3, 3)]
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -56,14 +57,18 @@ class TestEveryPairIsComputedExactlyOnce:
     @pytest.mark.parametrize("levels", LEVELS)
     @pytest.mark.parametrize("is_causal", [False, True])
     @pytest.mark.parametrize("layout", ["aligned", "balanced"])
-    def test_probabilities_read_off_an_identity(self, levels, is_causal, layout) -> None:
+    @pytest.mark.parametrize("sweep", [None, False])
+    @pytest.mark.parametrize("n", [61, 255])
+    def test_probabilities_read_off_an_identity(self, levels, is_causal, layout, sweep, n) -> None:
         """With V = identity the output is the matrix of probabilities: a pair left out is 0, a
-        pair counted twice is too large; with equal scores both are seen to the last bit or so."""
-        n = 61
+        pair counted twice is too large; with equal scores both are seen to the last bit or so.
+
+        At 255 the last chunk of a causal task is filled up (padding is at most a share of the
+        rows), and one task may then be longer than the sequence."""
         zeros = torch.zeros(1, 1, n, n, dtype=torch.float64)
         plan = qa.plan(
             n, heads=1, head_dim=n, dtype=torch.float64, levels=levels, layout=layout, tile=4,
-            is_causal=is_causal,
+            is_causal=is_causal, sweep=sweep,
         )  # fmt: skip
         identity = torch.eye(n, dtype=torch.float64).expand(1, 1, n, n)
         out = qa.attention(zeros, zeros, identity, is_causal=is_causal, plan=plan)
@@ -390,7 +395,9 @@ class _Failing(WatchedKernel):
 
 @pytest.mark.usefixtures("one_thread")
 class TestCompletedTasksAreNeverRecomputed:
-    """5: whatever fails and when, a task that was done stays done, and the result is exact."""
+    """5: whatever fails and when, a task that was done stays done, and the result is exact.
+
+    Through slots; on inputs as they lie: execution/test_finished_groups.py, test_in_place.py."""
 
     N = 300
 
@@ -541,6 +548,14 @@ class TestNoNonFiniteNumberOfOurOwn:
         made = inputs(n, dtype=torch.float64)
         mask = torch.full((n, 1), offset, dtype=torch.float64)
         self.check(made, 1e-10, depth, "cpu", mask=mask)
+
+    @pytest.mark.parametrize("route", ROUTES)
+    def test_fp16_gradients_near_the_edges_of_fp16(self, route: str) -> None:
+        """Sinks, few keys, loss-scaled gradients, new ones every time; the same ones every time,
+        and what they are: execution/test_scaled_draws.py."""
+        first = random.SystemRandom().randrange(1 << 30)
+        found = [wrong(drawn(first + i), route, first + i) for i in range(25)]
+        assert [words for words in found if words is not None] == []
 
     @pytest.mark.parametrize("depth", [0, 1, 2])
     def test_fp16_at_its_extremes(self, depth: int) -> None:

@@ -260,6 +260,32 @@ def test_out_of_memory_goes_on_through_slots(backward: bool) -> None:
             assert_close(mine, theirs.double(), 1e-4)
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_groups_that_are_done_are_not_computed_again(backward: bool) -> None:
+    """A failure in the third of four costs what that one had come to, no more."""
+    n, kernel = 96, InPlace(None)
+    given = inputs(n, heads=4)
+    made = qa.plan(
+        n, heads=4, head_dim=8, dtype=torch.float32, is_causal=True, levels=(7,), tile=8,
+        sweep=True, heads_per_group=1, kernel=kernel, device="cpu", backward=backward,
+    )  # fmt: skip
+    assert made.schedule.one_by_one
+    out, lse = qa.attention_with_lse(*given.three, is_causal=True)
+    reference = exact(given, is_causal=True, gradients=True)
+    kernel.fail_at = {7 * 2 + 3}
+    kernel.arm()
+    call = {"is_causal": True, "plan": unpinned(made), "kernel": kernel, "devices": "cpu"}
+    if backward:
+        got = qa.attention_backward(given.grad_out, *given.three, out, lse, **call)
+        wanted = reference.grads
+    else:
+        got, wanted = (qa.attention(*given.three, **call),), (reference.out,)
+    for actual, expected in zip(got, wanted, strict=True):
+        assert_close(actual, expected, 5e-5)
+    one = n * (n + 1) // 2
+    assert 4 * one <= sum(kernel.pairs.values()) < 5 * one
+
+
 def test_a_pinned_plan_says_that_it_is_out_of_memory() -> None:
     given = inputs(N, heads=2, head_dim=8)
     kernel = InPlace(MASKS["window"], {2})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
-from helpers_attention import assert_close, exact, inputs
+from helpers_attention import GRADIENT_TOLERANCE, TOLERANCE, assert_close, exact, inputs
 from helpers_plans import unpinned
 
 import quorum_attention as qa
@@ -96,3 +98,34 @@ def test_what_lay_in_the_slot_before_does_not_matter() -> None:
     reference = exact(given, is_causal=True, gradients=True)
     for actual, expected in zip(grads, reference.grads, strict=True):
         assert_close(actual, expected, 5e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(12))
+def test_a_filled_task_may_be_longer_than_the_sequence(seed: int, dtype: torch.dtype) -> None:
+    """One task that holds every token and the rows it is filled up with: of a strided query, as
+    only those go through slots by themselves."""
+    rng = random.Random(seed)
+    n, levels = [(1020, (1,)), (511, (3,)), (253, (1,)), (505, (3,))][seed % 4]
+    if seed >= 4:
+        n = 128 * rng.randint(1, 8) - rng.randint(1, 9)
+        levels = rng.choice([(1,), (3,), (7,)])
+    heads, width = rng.choice([1, 2]), rng.choice([8, 24])
+    given = inputs(n, heads=heads, head_dim=16, value_dim=width, dtype=dtype)
+    given.query = given.query.mT.contiguous().mT
+    shape = {
+        "heads": heads, "head_dim": 16, "value_dim": width, "dtype": dtype, "levels": levels,
+        "tile": 128, "n_cap": rng.choice([1, 2]),
+    }  # fmt: skip
+    plans = [plan(n, backward, **shape) for backward in (False, True)]
+    rows = plans[0].schedule.task_rows(plans[0].work)
+    assert all(task.n_tokens <= rows[0] for task in tasks(plans[0]))
+    out, lse = qa.attention_with_lse(*given.three, is_causal=True, plan=plans[0])
+    grads = qa.attention_backward(
+        given.grad_out, *given.three, out, lse, is_causal=True, plan=plans[1]
+    )
+    reference = exact(given, is_causal=True, gradients=True)
+    assert_close(out, reference.out, TOLERANCE[dtype])
+    assert_close(lse, reference.lse, 5e-5)
+    for actual, expected in zip(grads, reference.grads, strict=True):
+        assert_close(actual, expected, GRADIENT_TOLERANCE[dtype])

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import quorum_attention as qa
+from quorum_attention.execution.cutting import Cutting
+from quorum_attention.execution.padding import is_filled
 from quorum_attention.execution.slots import (
     ALIGNMENT,
+    Field,
+    LayoutError,
     SlotLayout,
     aligned,
     backward_layout,
     forward_layout,
 )
 from quorum_attention.execution.workload import GroupSize, Workload
+from quorum_attention.kernels import DenseKernel
+from quorum_attention.kernels.kit import from_score_mod, sliding_window
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# What a finished result may be written over.
 SHARED = {
     "final_out": "query",
     "final_query": "query",
@@ -96,3 +104,109 @@ def test_carved_fields_are_dense_views_that_do_not_disturb_each_other(heads: int
 def test_alignment_rounds_up_and_never_down(n: int) -> None:
     assert n <= aligned(n) < n + ALIGNMENT
     assert aligned(n) % ALIGNMENT == 0
+
+
+KERNELS = {
+    "dense": DenseKernel(),
+    "window": from_score_mod(None, sliding_window(20), compiled=False),
+}
+LEVELS = [(), (1,), (3,), (7,), (13,), (1, 1), (3, 3), (3, 7), (7, 3), (7, 7), (3, 3, 3)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    n=st.integers(1, 1200),
+    other=st.none() | st.integers(1, 1200),
+    levels=st.sampled_from(LEVELS),
+    layout=st.sampled_from(["aligned", "balanced"]),
+    tile=st.sampled_from([1, 8, 16, 128]),
+    is_causal=st.booleans(),
+    backward=st.booleans(),
+    kernel=st.sampled_from(sorted(KERNELS)),
+    dtypes=st.sampled_from([(torch.float16, torch.float16), (torch.float16, torch.float32),
+                            (torch.float32, torch.float32), (torch.float32, torch.float16)]),
+)  # fmt: skip
+@example(1020, None, (1,), "aligned", 128, True, False, "dense", (torch.float16, torch.float16))
+@example(511, None, (3,), "aligned", 128, True, True, "dense", (torch.float16, torch.float32))
+def test_every_task_of_a_plan_fits_its_slot(
+    n, other, levels, layout, tile, is_causal, backward, kernel, dtypes
+) -> None:
+    """Filled up, trimmed or neither, at every depth, also after a recovery: no task has more rows
+    than the slot was laid out for, and no two fields that are in use at once share a byte."""
+    made = KERNELS[kernel]
+    plan = qa.plan(
+        n, n_keys=other, heads=2, kv_heads=1, head_dim=4, value_dim=3, dtype=dtypes[0],
+        is_causal=is_causal, levels=levels, layout=layout, tile=tile, kernel=made, sweep=False,
+        device="cpu", backward=backward, n_cap=1,
+    )  # fmt: skip
+    work, group = plan.work, plan.schedule.group
+    cutting = Cutting(work, made, backward=backward)
+    tasks, schedule = cutting.tasks(plan.schedule)
+    planned = plan.schedule.task_rows(work)
+    assert all(a <= b for a, b in zip(schedule.task_rows(work), planned, strict=True))
+    rounds = [(tasks, schedule)]
+    if len(levels) == 1:
+        rounds.append(cutting.further(tasks, cutting.tasks(schedule.deeper(work))[1]))
+    for found, at in rounds:
+        rows = at.task_rows(work)
+        if backward:
+            layout_of = backward_layout(work, group, rows, dtypes[1], scaled=True)
+        else:
+            layout_of = forward_layout(work, group, rows, dtypes[1])
+        slot = torch.empty(layout_of.slot_bytes, dtype=torch.uint8)
+        for task in found:
+            keys = queries = task.n_tokens
+            if not is_filled(task, work):
+                queries, keys = task.count_below(work.n_queries), task.count_below(work.n_keys)
+            taken = []
+            for name, field in layout_of.fields.items():
+                count = queries if field.axis == "query" else keys
+                view = layout_of.carve(slot, name, group.batch, group.kv_heads, count)
+                taken.append((view.data_ptr(), view.data_ptr() + view.nbytes, name, field.over))
+            for start, stop, name, over in taken:
+                for low, high, another, its in taken:
+                    if name != another and another != over and its != name:
+                        assert stop <= low or high <= start, f"{name} lies over {another}"
+
+
+def test_a_field_that_would_reach_into_the_next_is_refused() -> None:
+    work = Workload((), 4, 2, 40, 60, 5, 3, torch.float16, False)
+    layout = forward_layout(work, GroupSize(1, 2), (8, 10), torch.float16)
+    slot = torch.zeros(layout.slot_bytes, dtype=torch.uint8)
+    assert layout.carve(slot, "key", 1, 2, 10).shape == (1, 2, 10, 5)
+    for entries, heads, rows in ((2, 2, 10), (1, 3, 10), (1, 2, 11)):
+        with pytest.raises(LayoutError, match=r"'key' has room for \(1, 2, 10\)"):
+            layout.carve(slot, "key", entries, heads, rows)
+    # Also one that would fit by its bytes: a task that is larger than planned is a mistake.
+    with pytest.raises(LayoutError):
+        layout.carve(slot, "key", 1, 1, 11)
+
+
+def test_fields_over_each_other_are_refused_unless_they_say_so() -> None:
+    def field(name: str, offset: int, width: int = 4, over: str | None = None) -> Field:
+        return Field(name, "query", width, torch.float32, offset, 16, over=over)
+
+    def layout(*fields: Field, size: int = 1024) -> SlotLayout:
+        return SlotLayout({f.name: f for f in fields}, size, GroupSize(1, 1), 1)
+
+    layout(field("a", 0), field("b", 256), field("c", 256, over="b"))
+    for broken in (
+        (field("a", 0, width=5), field("b", 256)),
+        (field("a", 0), field("b", 0)),
+        (field("a", 0), field("b", 256, over="a")),
+        (field("a", 0), field("b", 0, width=5, over="a")),
+        (field("a", 0), field("b", 1024)),
+        (field("a", 8),),
+    ):
+        with pytest.raises(LayoutError):
+            layout(*broken)
+
+
+def test_inputs_that_a_result_of_another_size_is_written_over_are_not_kept() -> None:
+    work = Workload((), 1, 1, 40, 40, 8, 4, torch.float16, False)
+    same = backward_layout(work, GroupSize(1, 1), (8, 8), torch.float16, scaled=False)
+    assert all(same.keeps(name) for name in ("query", "key", "value", "out"))
+    narrower = forward_layout(work, GroupSize(1, 1), (8, 8), torch.float16)
+    assert narrower.fields["final_out"].over == "query"
+    assert not narrower.keeps("query")
+    assert narrower.keeps("key")

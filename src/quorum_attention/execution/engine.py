@@ -186,6 +186,7 @@ class Engine:
             self.mover.finish(wait=True)
             self._load_inputs(whole)
             self.mover.finish(wait=True)
+            self._clear_padding(whole)
             if not self.job.mended(whole):
                 with self.mover.compute_stage(unit.slot):
                     self._finish(unit, over_inputs=True)
@@ -279,16 +280,19 @@ class Engine:
                         unit.fields[state.field][:, :, piece.local : piece.local + n] = state.fill
                 if unit.previous is not None:
                     self._carry(unit, *unit.previous)
-                if is_filled(unit.visit.task, self.job.work):
-                    end = unit.visit.task.count_below(self.job.work.n_tokens)
-                    for item in self.job.inputs:
-                        unit.fields[item.field][:, :, end:] = 0
+                self._clear_padding(unit)
                 if self.job.prepare is not None:
                     self.job.prepare(unit)
             with self.clock.timed("compute"):
                 self.job.compute(unit)
             with self.clock.timed("scatter"):
                 self._finish(unit)
+
+    def _clear_padding(self, unit: Unit) -> None:
+        if is_filled(unit.visit.task, self.job.work):
+            end = unit.visit.task.count_below(self.job.work.n_tokens)
+            for item in self.job.inputs:
+                unit.fields[item.field][:, :, end:] = 0
 
     def _finish(self, unit: Unit, *, over_inputs: bool = False) -> None:
         """Bring finished rows into their final form; ``over_inputs``: only those not in place."""

@@ -160,9 +160,11 @@ class BackwardScaling:
             and held.unit.group == unit.group
         )
         if held is None or not again:
-            flags = torch.zeros(
-                unscale.shape, dtype=torch.int32, pin_memory=self._device.type == "cuda"
-            )
+            if held is not None and held.flags.shape == unscale.shape:
+                flags = held.flags
+            else:
+                pinned = self._device.type == "cuda"
+                flags = torch.zeros(unscale.shape, dtype=torch.int32, pin_memory=pinned)
             held = self._held[unit.slot] = _Held(unit, Level(self._n_keys), flags)
         held.level.divide_(unit.fields["grad_out"], unit.fields["value"], unscale)
 

@@ -151,6 +151,10 @@ def refitted(
     slots.
     """
     schedule = found.schedule
+    if found.direct and not goes_direct(work, schedule, kernel, place, backward=backward):
+        return replace(
+            price(work, schedule, kernel, place, machine, backward=backward), why=found.why
+        )
     if schedule.sweep:
         able = place.resident and place.dense_rows and work.mask is None
         taken = takes_tasks(kernel, work) and not place.divided
@@ -286,7 +290,8 @@ def undivided(
 ) -> Candidate | None:
     """The monolithic call, where it is so short and small that nothing else needs a thought."""
     sizes = group_sizes(work)
-    if place.device_type != "cuda" or not sizes:
+    # Several batch dimensions may be run one by one: what is done of them has to stay done.
+    if place.device_type != "cuda" or not sizes or len(work.batch_shape) > 1:
         return None
     shape = decomposition_of(work.n_tokens, (), "aligned", 128)
     # Pinned: what fails is planned anew (passes.py).

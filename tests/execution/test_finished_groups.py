@@ -1,0 +1,122 @@
+"""Head groups that are finished stay finished, on every route: no pair is computed twice."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers_attention import assert_close, inputs
+from helpers_plans import unpinned
+
+import quorum_attention as qa
+from quorum_attention.kernels.cpu import CpuKernel
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+N, HEADS = 96, 8
+
+
+class Counted(CpuKernel):
+    """Counts the pairs of calls that bring a result, and runs out of memory in chosen ones."""
+
+    name = "counted"
+
+    def __init__(self) -> None:
+        self.fail_at: set[int] = set()
+        self.armed = False
+        self.calls = 0
+        self.pairs = 0
+
+    def arm(self, fail_at: set[int]) -> None:
+        self.armed, self.fail_at, self.calls, self.pairs = True, fail_at, 0, 0
+
+    def rectangle_forward(self, query, key, value, causal, scale, bias):  # type: ignore[no-untyped-def]
+        return self._count(
+            query, key, causal,
+            lambda: super(Counted, self).rectangle_forward(query, key, value, causal, scale, bias),
+        )  # fmt: skip
+
+    def rectangle_backward(self, grad_out, query, key, *others):  # type: ignore[no-untyped-def]
+        causal = others[3]
+        return self._count(
+            query, key, causal,
+            lambda: super(Counted, self).rectangle_backward(grad_out, query, key, *others),
+        )  # fmt: skip
+
+    def _count(self, query, key, causal, work):  # type: ignore[no-untyped-def]
+        if not self.armed:
+            return work()
+        self.calls += 1
+        found = work()
+        if self.calls - 1 in self.fail_at:
+            del found
+            raise torch.OutOfMemoryError(f"sabotaged call {self.calls - 1}")
+        rows, columns = query.shape[2], key.shape[2]
+        one = rows * (rows + 1) // 2 if causal else rows * columns
+        self.pairs += one * math.prod(query.shape[:2])
+        return found
+
+
+ROUTES = {
+    "direct": {"levels": ()},
+    "sweep": {"levels": (7,), "sweep": True, "tile": 8},
+    "slots": {"levels": (7,), "sweep": False, "tile": 8, "n_cap": 2},
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("batch", [(), (2,), (2, 2)])
+def test_a_failure_costs_the_group_it_met(route, backward, is_causal, dtype, batch) -> None:
+    """In the sixth group of eight; what it was at is at most that group's."""
+    kernel = Counted()
+    made = inputs(N, batch=batch or (1,), heads=HEADS, head_dim=8, dtype=dtype)
+    if not batch:
+        for name in ("query", "key", "value", "grad_out"):
+            setattr(made, name, getattr(made, name)[0])
+    every = math.prod(batch)
+    plan = unpinned(
+        qa.plan(
+            N,
+            heads=HEADS,
+            head_dim=8,
+            dtype=dtype,
+            is_causal=is_causal,
+            batch=every,
+            heads_per_group=1,
+            kernel=kernel,
+            device="cpu",
+            backward=backward,
+            **ROUTES[route],
+        )
+    )
+    pin = {"is_causal": is_causal, "kernel": kernel}
+    out, lse = qa.attention_with_lse(*made.three, is_causal=is_causal)
+    # It is tried out once for either pass.
+    qa.attention(*made.three, **pin)
+    qa.attention_backward(made.grad_out, *made.three, out, lse, **pin)
+    report = qa.Report()
+
+    def call() -> tuple[torch.Tensor, ...]:
+        more = {**pin, "plan": plan, "report": report}
+        if backward:
+            return qa.attention_backward(made.grad_out, *made.three, out, lse, **more)
+        return qa.attention_with_lse(*made.three, **more)
+
+    kernel.arm(set())
+    usual = call()
+    calls, pairs = kernel.calls, kernel.pairs
+    groups = HEADS * every
+    assert pairs == groups * (N * (N + 1) // 2 if is_causal else N * N)
+    kernel.arm({calls * 5 // 8 + calls // groups // 2})
+    recovered = call()
+    assert (report.backward if backward else report.forward).recoveries
+    group = pairs // groups
+    assert kernel.pairs <= pairs + group
+    if route == "direct":
+        assert kernel.pairs == pairs
+    tolerance = 5e-5 if dtype == torch.float32 else 1e-2
+    for one, other in zip(recovered, usual, strict=True):
+        assert_close(one, other.double(), tolerance)

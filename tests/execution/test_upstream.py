@@ -1,0 +1,145 @@
+"""Upstream gradients of another dtype than the inputs': what these cannot hold is not lost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers_attention import Inputs, assert_close, exact, inputs
+from helpers_memory import usage
+
+import quorum_attention as qa
+from quorum_attention.execution.upstream import outreaches, upstream_of
+from quorum_attention.execution.workload import Workload
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+N = 300
+ROUTES = {
+    "direct": {"levels": ()},
+    "slots": {"levels": (7,), "sweep": False, "tile": 16, "n_cap": 2},
+    "one slot": {"levels": (3,), "sweep": False, "tile": 16, "n_cap": 1},
+    "sweep": {"levels": (7,), "sweep": True, "tile": 16},
+}
+
+
+def gradients(made: Inputs, route: str, result: torch.dtype, kernel: str = "auto"):  # type: ignore[no-untyped-def]
+    out, lse = qa.attention_with_lse(*made.three, is_causal=True, enable_gqa=True, kernel=kernel)
+    q, k = made.query, made.key
+    plan = qa.plan(
+        N, heads=q.shape[-3], kv_heads=k.shape[-3], head_dim=8, dtype=q.dtype, is_causal=True,
+        batch=q.shape[:-3].numel(), device="cpu", backward=True, kernel=kernel, **ROUTES[route],
+    )  # fmt: skip
+    grads = tuple(torch.full(t.shape, torch.nan, dtype=result) for t in made.three)
+    return qa.attention_backward(
+        made.grad_out, *made.three, out, lse, is_causal=True, enable_gqa=True, plan=plan,
+        grads=grads, kernel=kernel,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1e-12, 1e-9, 1.0, 1e5, 1e9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("kernel", ["cpu", "dense"])
+def test_gradients_that_fp16_cannot_hold(size, dtype, route: str, kernel: str) -> None:
+    if kernel == "dense" and route == "sweep":
+        pytest.skip("it takes tasks one by one")
+    made = inputs(N, heads=4, kv_heads=2, batch=(2,), dtype=torch.float16)
+    # Heads of different sizes: each has a power of two of its own.
+    sizes = torch.tensor([1.0, 1.0, 1e-6, 1e-6], dtype=torch.float64)[:, None, None]
+    made.grad_out = (made.grad_out.double() * sizes * size).to(dtype)
+    reference = exact(made, is_causal=True, gradients=True)
+    for actual, wanted in zip(
+        gradients(made, route, torch.float32, kernel), reference.grads, strict=True
+    ):
+        half = actual.shape[1] // 2
+        for heads in (slice(0, half), slice(half, None)):
+            largest = wanted[:, heads].abs().max()
+            assert_close(actual[:, heads].double() / largest, wanted[:, heads] / largest, 5e-3)
+
+
+def test_results_in_fp16_are_those_rounded() -> None:
+    made = inputs(N, dtype=torch.float16)
+    made.grad_out = torch.full_like(made.grad_out, 1e-9, dtype=torch.float32)
+    made.value = (
+        made.value.clamp(-2, 2) * 3e4
+    )  # so that the gradients of query and key are large enough again
+    reference = exact(made, is_causal=True, gradients=True)
+    for route in ROUTES:
+        for actual, wanted in zip(
+            gradients(made, route, torch.float16), reference.grads, strict=True
+        ):
+            torch.testing.assert_close(
+                actual.double(), wanted.half().double(), rtol=0,
+                atol=max(6e-8, 5e-3 * float(wanted.abs().max())),
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [1e-9, 1.0, 1e5])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_through_autograd(dtype: torch.dtype, size: float, depth: int) -> None:
+    made = inputs(N, dtype=dtype)
+    made.query *= 4
+    three = [t.clone().requires_grad_() for t in made.three]
+    out = qa.attention(*three, is_causal=True, out_dtype=torch.float32, depth=depth)
+    assert out.dtype == torch.float32
+    made.grad_out = made.grad_out.float() * size
+    reference = exact(made, is_causal=True, gradients=True)
+    for actual, wanted in zip(torch.autograd.grad(out, three, made.grad_out), reference.grads,
+                              strict=True):  # fmt: skip
+        assert actual.dtype == dtype
+        largest = float(wanted.abs().max())
+        share = 1e-2 if dtype == torch.float16 else 6e-2
+        fits = wanted.abs() + share * largest < torch.finfo(dtype).max
+        assert bool(actual[fits].isfinite().all())
+        off = (actual.double() - wanted)[fits].abs().max()
+        assert off <= share * largest + torch.finfo(dtype).smallest_normal / 512
+
+
+@pytest.mark.parametrize("broken", [torch.inf, torch.nan])
+def test_a_broken_row_leaves_the_scale_of_the_others(broken: float) -> None:
+    work = Workload((2,), 4, 2, 9, 9, 8, 8, torch.float16, False)
+    grad_out = torch.randn(2, 4, 9, 8) * 1e9
+    wanted = upstream_of(grad_out, work, torch.device("cpu"), scaled=True)
+    grad_out[1, 3, 4, 5] = broken
+    found = upstream_of(grad_out, work, torch.device("cpu"), scaled=True)
+    rows = grad_out.isfinite().all(-1)
+    assert not bool(found.tensor[1, 3, 4].isfinite().all())
+    assert bool(found.tensor[rows].isfinite().all())
+    factor = (found.divisor / wanted.divisor)[:, [0, 0, 1, 1], None, None]
+    assert torch.equal((found.tensor * factor)[rows], wanted.tensor[rows])
+
+
+def test_division_is_by_powers_of_two_and_loses_nothing_that_fits() -> None:
+    work = Workload((), 2, 2, 50, 50, 8, 8, torch.float16, False)
+    grad_out = torch.randn(2, 50, 8).half().float() * 2.0**40
+    for scaled in (False, True):
+        found = upstream_of(grad_out, work, torch.device("cpu"), scaled=scaled)
+        assert torch.equal(found.divisor.log2().frac(), torch.zeros(2))
+        back = found.tensor.float() * found.divisor[:, None, None]
+        torch.testing.assert_close(back, grad_out, rtol=0, atol=2.0**40 * 2.0**-16)
+
+
+def test_what_inputs_can_hold_is_taken_as_it_is() -> None:
+    assert not outreaches(torch.float32, torch.bfloat16)
+    assert not outreaches(torch.float16, torch.float16)
+    assert not outreaches(torch.float16, torch.float32)
+    assert outreaches(torch.float32, torch.float16)
+    assert outreaches(torch.bfloat16, torch.float16)
+    assert outreaches(torch.float64, torch.float32)
+    work = Workload((), 1, 1, 5, 5, 8, 8, torch.float16, False)
+    grad_out = torch.randn(1, 5, 8).half()
+    found = upstream_of(grad_out, work, torch.device("cpu"), scaled=True)
+    assert found.tensor is grad_out
+    assert found.divisor is None
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_copy_is_counted(depth: int) -> None:
+    made = inputs(3000, heads=2, head_dim=32, dtype=torch.float16)
+    out, lse = qa.attention_with_lse(*made.three)
+    report = qa.Report()
+    grad_out = made.grad_out.float() * 1e6
+    found = usage(
+        lambda: qa.attention_backward(grad_out, *made.three, out, lse, depth=depth, report=report)
+    )
+    assert found.peak <= report.backward.planned_peak_bytes
