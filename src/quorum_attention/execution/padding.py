@@ -55,7 +55,8 @@ def _filled_end(shape: Decomposition, work: Workload) -> int | None:
 
 
 def _filled(task: Task, n_tokens: int, end: int) -> Task:
-    last = task.spans[-1]
-    if last.stop < n_tokens:
+    # Of a short sequence in whole tiles most chunks are empty, and so are tasks of those alone.
+    if not task.spans or task.spans[-1].stop < n_tokens:
         return task
+    last = task.spans[-1]
     return Task(task.path, (*task.spans[:-1], replace(last, stop=end)))
