@@ -52,7 +52,6 @@ def backward(
     """
     started = time.perf_counter()
     results = BackwardResults(call, grads)
-    tools = make_tools(call.device, schedule, timed=report.timed)
     here = upstream.tensor.device == out.device == call.device
     divided = upstream.divisor is not None
     lying: AsTheyLie | None = None
@@ -62,6 +61,7 @@ def backward(
         and lse.device == call.device
         and not (divided and schedule.one_by_one)
     ):
+        tools = make_tools(call.device, schedule, timed=report.timed)
         report.accumulator = "device"
         report.left_out = 0.0 if schedule.trimmed is None else schedule.trimmed.left_out
         if schedule.one_by_one:
@@ -79,6 +79,7 @@ def backward(
         and here
         and gives_directly(call.kernel, call.work, results.dtype, divided=divided)
     ):
+        tools = make_tools(call.device, schedule, timed=False)
         report.accumulator = "none"
         parts = pieces(call, schedule, (upstream.tensor, call.query, call.key, call.value, out))
         work = _direct(call, schedule, parts, upstream, out, lse, results, tools, progress, report)
