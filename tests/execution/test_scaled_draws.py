@@ -6,8 +6,11 @@ import pytest
 import torch
 from helpers_attention import Inputs, exact
 from helpers_fp16 import ROUTES, drawn, wrong
+from helpers_memory import usage
+from helpers_plans import unpinned
 
 import quorum_attention as qa
+from quorum_attention.kernels.cpu import CpuKernel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -69,3 +72,80 @@ def test_a_broken_row_does_not_keep_other_heads_from_being_mended(broken: float)
     assert not bool(got[1][0, 0].isfinite().all())
     for actual, wanted in zip(got, reference.grads, strict=True):
         torch.testing.assert_close(actual[:, 1:].double(), wanted, atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_monolithic_call_that_overflows_stays_within_its_plan(heads: int, masked: bool) -> None:
+    """dS beyond fp16, dQ = dS K within: the operator's gradients are not finite, ours are."""
+    n, m = 3000, 2
+    generator = torch.Generator().manual_seed(5)
+    q, grad_out = (torch.randn(1, heads, n, 32, generator=generator) for _ in range(2))
+    k, v = (torch.randn(1, heads, m, 32, generator=generator) for _ in range(2))
+    made = Inputs(q.half(), (k / 4).half(), v.half(), (grad_out * 2**14).clamp(-6e4, 6e4).half())
+    mask = torch.randn(n, m).half() if masked else None
+    reference = exact(made, mask=mask, gradients=True)
+    out, lse = reference.out.half(), reference.lse.float()
+    report = qa.Report()
+
+    def call() -> tuple[torch.Tensor, ...]:
+        return qa.attention_backward(
+            made.grad_out, *made.three, out, lse, mask, depth=0, report=report
+        )
+
+    for actual, wanted in zip(call(), reference.grads, strict=True):
+        fits = wanted.abs() < 65_000
+        assert bool(actual[fits].isfinite().all())
+        assert (actual.double() - wanted)[fits].abs().max() < 5e-3 * wanted.abs().max()
+    assert report.backward.accumulator == "none"
+    assert report.backward.repeated_units == 1
+    assert usage(call).peak <= report.backward.planned_peak_bytes
+
+
+@pytest.mark.parametrize("n_cap", [1, 2, 3])
+def test_out_of_memory_while_a_unit_is_run_again(n_cap: int) -> None:
+    """Whichever kernel call fails, of the first try or a repeat: nothing half done is kept."""
+    n = 256
+    made = sink(n, heads=2)
+    reference = exact(made, is_causal=True, gradients=True)
+    kernel = Failing()
+    call = {"is_causal": True, "kernel": kernel}
+    made_plan = qa.plan(
+        n, heads=2, head_dim=64, dtype=torch.float16, levels=(7,), tile=8, sweep=False,
+        n_cap=n_cap, backward=True, device="cpu", heads_per_group=1, **call,
+    )  # fmt: skip
+
+    def computed(report: qa.Report) -> tuple[torch.Tensor, ...]:
+        return qa.attention_backward(
+            made.grad_out, *made.three, reference.out.half(), reference.lse.float(),
+            plan=unpinned(made_plan), report=report, **call,
+        )  # fmt: skip
+
+    computed(qa.Report())  # it is tried out once
+    kernel.calls, report = 0, qa.Report()
+    computed(report)
+    assert report.backward.repeated_units > 0
+    for number in range(0, kernel.calls, 3):
+        kernel.calls, kernel.fail_at, report = 0, {number, number + 4}, qa.Report()
+        got = computed(report)
+        assert report.backward.recoveries
+        for actual, wanted in zip(got, reference.grads, strict=True):
+            torch.testing.assert_close(actual.double(), wanted, atol=2e-3, rtol=0)
+
+
+class Failing(CpuKernel):
+    """Runs out of memory in chosen calls."""
+
+    name = "failing"
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.fail_at: set[int] = set()
+
+    def rectangle_backward(self, *given):  # type: ignore[no-untyped-def]
+        found = super().rectangle_backward(*given)
+        self.calls += 1
+        if self.calls - 1 in self.fail_at:
+            del found
+            raise torch.OutOfMemoryError(f"sabotaged call {self.calls - 1}")
+        return found

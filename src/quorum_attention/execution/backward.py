@@ -6,6 +6,7 @@ P = exp(s - lse) <= 1, so gradients of tasks simply add (paper, Equation 9).
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -51,7 +52,6 @@ def backward(
     """
     started = time.perf_counter()
     results = BackwardResults(call, grads)
-    tools = make_tools(call.device, schedule, timed=report.timed)
     here = upstream.tensor.device == out.device == call.device
     divided = upstream.divisor is not None
     lying: AsTheyLie | None = None
@@ -61,6 +61,7 @@ def backward(
         and lse.device == call.device
         and not (divided and schedule.one_by_one)
     ):
+        tools = make_tools(call.device, schedule, timed=report.timed)
         report.accumulator = "device"
         report.left_out = 0.0 if schedule.trimmed is None else schedule.trimmed.left_out
         if schedule.one_by_one:
@@ -78,6 +79,7 @@ def backward(
         and here
         and gives_directly(call.kernel, call.work, results.dtype, divided=divided)
     ):
+        tools = make_tools(call.device, schedule, timed=False)
         report.accumulator = "none"
         parts = pieces(call, schedule, (upstream.tensor, call.query, call.key, call.value, out))
         work = _direct(call, schedule, parts, upstream, out, lse, results, tools, progress, report)
@@ -111,8 +113,7 @@ def _direct(
     given_lse = lse = lse.to(call.device)
     # A row without a key has lse -inf; with 0 in its place exp(-inf - 0) is 0, not NaN.
     lse = torch.where(lse == float("-inf"), torch.zeros_like(lse), lse)
-    # Looking at results of a GPU would hold the host up.
-    checked = call.device.type == "cpu" and scales(kernel, call.work)
+    checked = scales(kernel, call.work) and not _captured(call.device)
     for done, piece in enumerate(parts, start=1):
         got = kernel.whole_backward(
             operand(piece.take(upstream.tensor, "query"), work.dtype),
@@ -126,7 +127,7 @@ def _direct(
             piece.bias(piece.rectangle),
             None if results.three is None else results.dtype,
         )
-        broken = checked and not all(bool(torch.isfinite(part).all()) for part in got)
+        broken = checked and not _all_finite(got)
         if piece.whole and results.three is None and not broken:
             like = (call.query, call.key, call.value)
             results.three = tuple(  # type: ignore[assignment]
@@ -144,6 +145,17 @@ def _direct(
         if progress is not None:
             progress(done, len(parts), "backward")
         yield
+
+
+def _captured(device: torch.device) -> bool:
+    """Whether a CUDA graph is being recorded: the host cannot look at anything then."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _all_finite(parts: Three) -> bool:
+    """Whether 16-bit gradients are finite everywhere; holds the host up once, takes no memory."""
+    query, key, value = (part.sum(dtype=torch.float32) for part in parts)
+    return math.isfinite(float(query + key + value))
 
 
 def _scaled(

@@ -160,10 +160,11 @@ def backward_footprint(
         # The log-sum-exp is copied once, to take -inf out of it.
         lse = query_rows * work.state_dtype.itemsize
         repeated: tuple[int, ...] = ()
-        if place.device_type == "cpu" and scales(kernel, work):
+        if scales(kernel, work):
             # One head at a time where an operator's gradients are not finite.
             one = replace(schedule, group=GroupSize(1, 1))
             repeated = _scaled_state(work, one)
+            workspace = max(workspace, kernel.backward_workspace_bytes(call, one.extent(work)))
         whole = schedule.group == GroupSize(work.batch, work.kv_heads)
         return _footprint(
             place,
