@@ -103,3 +103,23 @@ def test_errors_are_torchs(dtype: torch.dtype, route: str) -> None:
         ):
             off = float((mine.double() - exactly).abs().max())
             assert off <= limit, (seed, number, name, off, limit, sizes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_keys_that_are_a_part_of_the_row(dtype: torch.dtype) -> None:
+    """out and lse of more keys than are handed over, as in a ring of devices: gradients add up."""
+    draw = random.Random(5)
+    generator = torch.Generator().manual_seed(draw.randrange(1 << 31))
+    q, k, v, do = (torch.randn(1, 2, 12, 16, generator=generator).to(dtype) for _ in range(4))
+    out, lse = qa.attention_with_lse(q, k, v)
+    whole = exact(Inputs(q, k, v, do), gradients=True).grads
+    parts = [
+        qa.attention_backward(do, q, k[:, :, keys], v[:, :, keys], out, lse)
+        for keys in (slice(0, 5), slice(5, 12))
+    ]
+    found = (
+        parts[0][0].double() + parts[1][0].double(),
+        *(torch.cat([parts[0][i], parts[1][i]], dim=2).double() for i in (1, 2)),
+    )
+    for mine, exactly in zip(found, whole, strict=True):
+        assert float((mine - exactly).abs().max()) < 8 * torch.finfo(dtype).eps

@@ -22,6 +22,8 @@ from quorum_attention.kernels.workspace import SLACK_BYTES
 _MOST_PAIRS = 1 << 14
 # Columns that hold delta between them: each has the digits that the one before could not.
 _COLUMNS = 3
+# Probabilities of a whole row add up to 1 but for rounding.
+_WHOLE = 0.01
 
 
 def has_short_rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
@@ -53,21 +55,24 @@ def exact_carrier(
         lse: (*batch, h, nq), of the whole rows.
         mask: boolean or additive, broadcastable to (*batch, h, nq, nk), or None.
     """
-    work = lse.dtype
+    work = torch.promote_types(lse.dtype, torch.float32)
     shared = query.shape[-3] // key.shape[-3]
     k, v = (t.to(work).repeat_interleave(shared, dim=-3) for t in (key, value))
     # As the kernel gets it: dP is of this one.
     gradient = grad_out.to(query.dtype).to(work)
     scores = (query.to(work) @ k.mT).mul_(scale)
     if mask is not None and mask.dtype == torch.bool:
-        scores.masked_fill_(~mask, -torch.inf)
+        scores.masked_fill_(~mask.to(scores.device), -torch.inf)
     elif mask is not None:
-        scores += mask.to(query.dtype)
+        scores += mask.to(scores.device, query.dtype)
     if causal:
         above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
         scores.masked_fill_(above, -torch.inf)
     p = scores.sub_(lse.unsqueeze(-1)).exp_()
-    delta = (p * (gradient @ v.mT)).sum(dim=-1) / p.sum(dim=-1)
+    total = p.sum(dim=-1)
+    delta = (p * (gradient @ v.mT)).sum(dim=-1) / total
+    # An lse of more keys than these: delta is not to be had from them.
+    delta.masked_fill_((total - 1.0).abs() > _WHOLE, torch.nan)
     return _carrying(delta, gradient, out)
 
 
