@@ -26,6 +26,7 @@ from quorum_attention.execution.scaling import scales
 from quorum_attention.execution.tools import Progress
 from quorum_attention.execution.upstream import divided_bytes, outreaches, upstream_of
 from quorum_attention.execution.workload import Workload
+from quorum_attention.kernels.delta import exact_carrier, has_short_rows
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.options import Options
 from quorum_attention.planner.footprint import Placement
@@ -227,6 +228,13 @@ def run_backward(
     # Rows whose output was not rounded: the same kernel as in the forward.
     kernel = kernel_of(work, options, shape, place, out.dtype, backward=True)
     call = _call(query, key, value, work, options, kernel)
+    on_cpu = options.device.type == grad_out.device.type == out.device.type == "cpu"
+    if on_cpu and getattr(kernel, "plain_softmax", False) and has_short_rows(query, key, value):
+        with torch.no_grad():
+            out = exact_carrier(
+                grad_out, query, key, value, out.to(work.dtype), lse, options.attn_mask,
+                options.is_causal, options.scale,
+            )  # fmt: skip
 
     def attempt(plan: Plan, report: PassReport, progress: Progress | None) -> Three:
         _note_writing(() if grads is None else grads)

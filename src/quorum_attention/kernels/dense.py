@@ -38,6 +38,8 @@ class DenseKernel:
     """
 
     name = "dense"
+    plain_softmax = True
+    """What it computes is softmax of the scores, and it takes ``out`` for delta alone."""
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
