@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,25 @@ def test_links_lead_where_they_led(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(OSError, match="loop"):
         check_target(tmp_path / "loop")
+
+
+def test_a_file_that_is_a_mount_is_refused_before_any_work(tmp_path: Path) -> None:
+    """Nothing can take its place: a long call would find out at its end."""
+    for name in ("from", "to and\tfro"):
+        (tmp_path / name).write_bytes(EARLIER)
+    mount = ["mount", "--bind", str(tmp_path / "from"), str(tmp_path / "to and\tfro")]
+    try:
+        done = subprocess.run(mount, capture_output=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no mount here")
+    if done.returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        with pytest.raises(OSError, match="it is mounted"):
+            check_target(tmp_path / "to and\tfro")
+        assert check_target(tmp_path / "from") == tmp_path / "from"
+    finally:
+        subprocess.run(["umount", mount[-1]], check=True)
 
 
 def test_long_and_odd_names(tmp_path: Path) -> None:
