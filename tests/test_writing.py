@@ -140,6 +140,25 @@ def test_only_ones_own_leftovers_are_removed(tmp_path: Path) -> None:
     assert names(tmp_path) == sorted(["x", *others])
 
 
+def test_a_file_that_another_took_for_a_leftover_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between making and locking it, it looks like one."""
+    taken: list[str] = []
+    lock = writing._lock
+
+    def too_late(file: Any) -> bool:
+        if not taken:
+            taken.append(file.name)
+            os.unlink(file.name)
+        return lock(file)
+
+    monkeypatch.setattr(writing, "_lock", too_late)
+    write_text(tmp_path / "x", "new")
+    assert (tmp_path / "x").read_text() == "new"
+    assert names(tmp_path) == ["x"]
+
+
 def test_where_nothing_can_be_locked_nothing_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,8 +28,8 @@ _PATTERN = re.compile(
     r"\s*(?P<number>([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]{1,2})?)\s*(?P<unit>[a-z]*)\s*",
     re.IGNORECASE,
 )
-_LONGEST = 40  # characters: beyond it a text is no size, and error messages stay short
-_LARGEST = 1 << 63
+_LONGEST = 40  # digits of a number that is read, and characters of a text that is shown
+_LARGEST = 1 << 63  # more than any machine has
 
 
 def parse_bytes(value: int | str, name: str = "budget") -> int:
@@ -51,13 +51,16 @@ def parse_bytes(value: int | str, name: str = "budget") -> int:
     if isinstance(value, int):
         if value < 0:
             raise ValueError(f"{name} must not be negative, got {value}")
-        return value
-    found = _parsed(value, _UNITS)
+        found: Fraction | int | None = value
+    else:
+        found = _parsed(value, _UNITS)
     if found is None:
         raise ValueError(
             f"{name} must be a number of bytes or text such as '512MiB', '2GiB', '1.5GB' or "
             f"'1e9', got {_shortened(value)}"
         )
+    if found >= _LARGEST:
+        raise ValueError(f"{name} must be less than 2**63 bytes, got {_shortened(value)}")
     return int(found)
 
 
@@ -76,22 +79,26 @@ def parse_count(text: str) -> int:
             f"must be a whole number such as 1048576, 1,048,576, 1e6, 128K or 1M "
             f"(1M is 1,048,576), got {_shortened(text)}"
         )
-    if found < 1:
-        raise ValueError(f"must be at least 1, got {_shortened(text)}")
+    if not 1 <= found < _LARGEST:
+        raise ValueError(f"must be at least 1 and less than 2**63, got {_shortened(text)}")
     return int(found)
 
 
 def _parsed(text: str, units: dict[str, int]) -> Fraction | None:
-    """``text`` as an exact number, None where it is none."""
-    match = _PATTERN.fullmatch(text) if len(text) <= _LONGEST else None
+    """``text`` as an exact number, None where it is none; ``_LARGEST`` where it has so many digits
+    that Python may refuse to read it."""
+    match = _PATTERN.fullmatch(text)
     if match is None or match["unit"].lower() not in units:
         return None
-    found = Fraction(match["number"]) * units[match["unit"].lower()]
-    return found if found < _LARGEST else None
+    if len(match["number"]) > _LONGEST:
+        return Fraction(_LARGEST)
+    return Fraction(match["number"]) * units[match["unit"].lower()]
 
 
-def _shortened(text: str) -> str:
-    return repr(text if len(text) <= _LONGEST else f"{text[:_LONGEST]}...")
+def _shortened(value: int | str) -> str:
+    if isinstance(value, int):
+        return f"a number of {value.bit_length()} bits"
+    return repr(value if len(value) <= _LONGEST else f"{value[:_LONGEST]}...")
 
 
 def format_bytes(n_bytes: int | float) -> str:

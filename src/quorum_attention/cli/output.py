@@ -28,10 +28,11 @@ class _Console(Console):
 
 def console() -> Console:
     """Text for people, on stdout: as wide as the terminal, or as COLUMNS says."""
-    found = _Console()
+    # What is printed is data (paths, names of extras, messages): [x] and :x: are not markup.
+    found = _Console(markup=False, emoji=False)
     if found.is_terminal or os.environ.get("COLUMNS", "").isdigit():
         return found
-    return _Console(width=_PIPE_COLUMNS)
+    return _Console(width=_PIPE_COLUMNS, markup=False, emoji=False)
 
 
 def say(text: str) -> None:

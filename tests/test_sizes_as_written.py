@@ -50,6 +50,13 @@ def test_counts_are_whole(text: str) -> None:
         parse_count(text)
 
 
+@pytest.mark.parametrize("value", [1 << 63, 10**400, "9" * 400, "9" * 5000, "1e20", "1e99"])
+def test_more_than_any_machine_has_is_refused(value: int | str) -> None:
+    with pytest.raises(ValueError, match=r"must be less than 2\*\*63 bytes") as raised:
+        parse_bytes(value)
+    assert len(str(raised.value)) < 200
+
+
 def test_every_number_is_exact() -> None:
     draw = random.Random(0)
     for _ in range(1000):
