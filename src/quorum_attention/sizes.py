@@ -92,18 +92,19 @@ def parse_count(text: str) -> int:
         ValueError: it is not of that form, not whole, below 1 or 2**63 or more.
     """
     found = _parsed(text.replace(",", "").replace("_", ""), _COUNTS)
-    if found is None or found.denominator != 1 or found >= _LIMIT:
+    if found is None or found.denominator != 1:
         raise ValueError(
             f"must be a whole number such as 1048576, 1,048,576, 1e6, 128K or 1M "
             f"(1M is 1,048,576), got {shown(text)}"
         )
-    if found < 1:
-        raise ValueError(f"must be at least 1, got {shown(text)}")
+    if not 1 <= found < _LIMIT:
+        raise ValueError(f"must be at least 1 and less than 2**63, got {shown(text)}")
     return int(found)
 
 
 def _parsed(text: str, units: dict[str, int]) -> Fraction | None:
-    """``text`` as an exact number, None where it is none; one too long to read is the limit."""
+    """``text`` as an exact number, None where it is none; the limit where it has so many digits
+    that Python may refuse to read it."""
     match = _PATTERN.fullmatch(text)
     if match is None or match["unit"].lower() not in units:
         return None

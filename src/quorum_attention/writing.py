@@ -45,12 +45,24 @@ def check_target(path: str | PathLike[str]) -> Path:
         raise OSError(f"{path} cannot be written: it is not a regular file")
     if mode is not None and not os.access(target, os.W_OK):
         raise PermissionError(f"{path} cannot be written: it is read-only")
+    if mode is not None and _is_mounted(target):
+        raise OSError(f"{path} cannot be replaced: it is mounted; name a file in its directory")
     if not os.access(target.parent, os.W_OK | os.X_OK):
         raise PermissionError(
             f"{path} cannot be written: {target.parent} may not be written, and the new file is "
             f"made beside the old one"
         )
     return target
+
+
+def _is_mounted(target: Path) -> bool:
+    """Whether ``target`` is a mount of its own, as files of containers can be: nothing can take its
+    place."""
+    with suppress(OSError), open("/proc/self/mountinfo", "rb") as mounts:
+        # In octal, where they are blanks and the like.
+        name = re.sub(rb"[ \t\n\\]", lambda c: b"\\%03o" % ord(c[0]), os.fsencode(target))
+        return any(line.split(b" ", 5)[4] == name for line in mounts)
+    return False
 
 
 @contextmanager

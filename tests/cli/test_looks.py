@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import quorum_attention as qa
 from quorum_attention import progress
 from quorum_attention.cli import COMMANDS, main, output, parser
 from quorum_attention.cli.output import say, show_table
@@ -44,7 +45,7 @@ def test_the_version_needs_no_torch() -> None:
         "assert 'numpy' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "0.1.0"
+    assert done.stdout.strip() == qa.__version__
 
 
 def test_every_option_says_its_default() -> None:

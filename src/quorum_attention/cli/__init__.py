@@ -75,7 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _user_error(error: BaseException) -> int:
-    print(f"quorum-attention: {error}", file=sys.stderr)
+    said = str(error)
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        said = f"{error.filename}: {error.strerror}"
+    print(f"quorum-attention: {said}", file=sys.stderr)
     return USER_ERROR
 
 

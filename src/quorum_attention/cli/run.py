@@ -161,9 +161,6 @@ def _run(options: argparse.Namespace) -> int:
         )
         if options.lse:
             results["lse"].copy_(lse)
-    # A call without queries or keys is no pass, and leaves nothing to draw.
-    if options.draw and report.forward is not None:
-        report.draw(options.draw)
     if options.json:
         print_json(
             {
@@ -178,6 +175,11 @@ def _run(options: argparse.Namespace) -> int:
         say(str(report))
         say(GLOSSARY)
         say(f"wrote {options.output}")
+    # A call without queries or keys is no pass, and leaves nothing to draw.
+    if options.draw and report.forward is not None:
+        report.draw(options.draw)
+        if not options.json:
+            say(f"picture: {options.draw}")
     return 0
 
 
