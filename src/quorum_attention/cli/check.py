@@ -25,7 +25,7 @@ def add_to(commands: Any) -> None:
         "returns (out, lse)",
     )
     parser.add_argument("--tokens", type=shared.count_of, default=331)
-    parser.add_argument("--heads", type=shared.count_of, default=2)
+    parser.add_argument("--heads", type=shared.count_of, default=4)
     parser.add_argument("--kv-heads", type=shared.count_of, help="default: as --heads")
     parser.add_argument("--head-dim", type=shared.count_of, default=16)
     parser.add_argument("--dtype", type=shared.dtype_of, default=torch.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from planted import (
+from helpers_planted_errors import (
     Grouped,
     WholeTask,
     biased,
