@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from helpers_planted_errors import FUNCTIONS, gradients, plain, planted
-from helpers_right_kernels import RIGHT, SIXTEEN_BITS
+from helpers_right_kernels import ONLY, RIGHT, SIXTEEN_BITS
 
 import quorum_attention as qa
 from quorum_attention.checking import causes
@@ -59,6 +59,14 @@ def test_sixteen_bits_round_and_are_exact(name: str) -> None:
     for index, draw in enumerate(draws(name)):
         dtype = (torch.float16, torch.bfloat16)[(len(name) + index) % 2]
         found = qa.check_kernel(RIGHT[name](), dtype=dtype, **draw)
+        assert found.exact, (draw, str(found))
+
+
+@pytest.mark.parametrize("name", ONLY)
+def test_kernels_that_take_nothing_wider(name: str) -> None:
+    for draw in draws(name):
+        kernel = ONLY[name]()
+        found = qa.check_kernel(kernel, dtype=kernel.dtype, **draw)
         assert found.exact, (draw, str(found))
 
 
