@@ -48,7 +48,7 @@ def broken_laws(
     n = min(_TOKENS, sizes.n_queries, sizes.n_keys)
     found: list[Broken] = []
     limits: dict[bool, float] = {}
-    laws = (_causal, _scale, _gradient)
+    laws = (_untouched, _causal, _scale, _gradient)
     for law in (*laws, _grouped, _value_width, _head_dimension) if other_sizes else laws:
         for causal in kinds:
             small = replace(sizes, n_queries=n, n_keys=n).finest(kernel, causal)
@@ -64,6 +64,8 @@ def broken_laws(
                 reason = f"{_NAMES[law]}: {type(error).__name__}: {first_line(error)}"
                 if reason not in skipped:
                     skipped.append(reason)
+        if law is _untouched and found:
+            break  # The others hand the same tensors over more than once.
     return found
 
 
@@ -223,6 +225,29 @@ def _causal(bench: _Bench) -> Iterator[Broken]:
         yield Broken(cause, "a causal square")
 
 
+def _untouched(bench: _Bench) -> Iterator[Broken]:
+    """A call writes nothing but its results: what it is handed may be the caller's own."""
+    sizes, task = bench.sizes, square(bench.sizes.n_keys)
+    query, key, value, grad_out = bench.draw(sizes)
+    subject = Subject(bench.kernel, sizes)
+    handed = [query, key, value]
+    kept = [t.clone() for t in handed]
+    rows = subject.forward((query, key, value), task, bench.causal)
+    kind = "forward"
+    if sizes.backward and all(torch.equal(a, b) for a, b in zip(kept, handed, strict=True)):
+        kind = "backward"
+        handed += [grad_out, rows.out, rows.lse]
+        kept += [t.clone() for t in handed[3:]]
+        subject.backward((query, key, value), grad_out, rows, task, bench.causal)
+    if not all(_unchanged(a, b) for a, b in zip(kept, handed, strict=True)):
+        cause = causes.INPUTS if kind == "forward" else causes.in_backward(causes.INPUTS)
+        yield Broken(cause, f"a {kind}")
+
+
+def _unchanged(before: torch.Tensor, after: torch.Tensor) -> bool:
+    return torch.equal(before.nan_to_num(), after.nan_to_num())
+
+
 def _gradient(bench: _Bench) -> Iterator[Broken]:
     """A backward is the gradient of its forward."""
     sizes = bench.sizes
@@ -249,6 +274,7 @@ def _gradient(bench: _Bench) -> Iterator[Broken]:
 
 _Law = Callable[[_Bench], Iterator[Broken]]
 _NAMES: dict[_Law, str] = {
+    _untouched: "what is handed over",
     _grouped: "grouped heads",
     _value_width: "values wider than queries",
     _head_dimension: "other head dimensions",
