@@ -84,7 +84,10 @@ GIVEN_OUT = (
     "own, of its own rectangle; or, by autograd, an lse that carries no gradient)"
 )
 BACKWARD = "the backward: the forward is exact, the gradients of rectangles do not add up"
-UNKNOWN = "none of those that are looked for"
+UNKNOWN = (
+    "none of those that are looked for: its tasks are right one by one (which may be a fault of "
+    "quorum_attention and not of the kernel: please report it)"
+)
 
 
 def in_backward(cause: str) -> str:

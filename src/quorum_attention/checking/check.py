@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -131,6 +131,7 @@ class _Check:
     sizes: Sizes
     seed: int
     factor: float
+    tried: dict[str, Sizes] = field(default_factory=dict)
 
     @property
     def spoiled(self) -> bool:
@@ -158,7 +159,7 @@ class _Check:
         sizes = self.sizes
         n = min(sizes.n_queries, sizes.n_keys)
         fewer = max(1, 2 * n // 3)
-        tried = {
+        self.tried = tried = {
             f"{fewer} queries, {n} keys": replace(sizes, n_queries=fewer, n_keys=n),
             f"{n} queries, {fewer} keys": replace(sizes, n_queries=n, n_keys=fewer),
         }
@@ -200,9 +201,12 @@ class _Check:
                 self.kernel, self.sizes, tuple(kinds), self.seed, result.skipped, other_sizes
             )
         found += [b.cause for b in result.broken]
-        if wrong and not asked:
-            grouped = any(" heads over " in c.sizes for c in wrong)
-            found.append(causes.GROUPED if grouped else causes.KEYS)
+        if wrong and not asked and not found:
+            case = wrong[0]
+            sizes = self.tried[case.sizes]
+            found += likely_causes(self.kernel, sizes, case.is_causal, self.seed)
+            if sizes.n_queries != sizes.n_keys and found == [causes.UNKNOWN]:
+                found = [causes.KEYS]
         named = [c for c in dict.fromkeys(found) if c != causes.UNKNOWN]
         if causes.PRECISION in named:
             # What it follows from is said instead, where that is known.

@@ -62,6 +62,9 @@ def slopes(
     generator = torch.Generator().manual_seed(seed)
     found = []
     for index, name in enumerate(("grad_query", "grad_key", "grad_value")):
+        if not bool(grads[index].isfinite().all()):
+            found.append(Slope(name, torch.inf, 0.0))
+            continue
         worst = Slope(name, 0.0, torch.inf)
         for _ in range(_DIRECTIONS):
             direction = torch.randn(tensors[index].shape, generator=generator, dtype=torch.float64)

@@ -831,6 +831,71 @@ KERNELS["returns one buffer again and again"] = ReusingItsBuffer, causes.STATE
 KERNELS["state overwritten"] = Overwriting, causes.MERGE
 
 
+class WritingKeys(WholeTask):
+    """After it has used them."""
+
+    def forward(self, task, state):
+        super().forward(task, state)
+        task.key.mul_(1.01)
+
+
+class WritingGradOut(WholeTask):
+    def backward(self, task, grads):
+        super().backward(task, grads)
+        grads.grad_out.mul_(0.5)
+
+
+class OverwritingGradients(WholeTask):
+    """Those of other tasks are lost."""
+
+    def backward(self, task, grads):
+        for tensor in (grads.grad_query, grads.grad_key, grads.grad_value):
+            tensor.zero_()
+        super().backward(task, grads)
+
+
+class NanInTheBackward(WholeTask):
+    """Of rows that keep no key of a task."""
+
+    def backward(self, task, grads):
+        super().backward(task, grads)
+        none = (self.scores(task) == -torch.inf).all(-1, keepdim=True)
+        grads.grad_query.masked_fill_(none, math.nan)
+
+
+class LseOfTheLastForward(WholeTask):
+    last: Any = None
+
+    def forward(self, task, state):
+        super().forward(task, state)
+        self.last = state.lse.clone()
+
+    def backward(self, task, grads):
+        if self.last is not None and self.last.shape == grads.lse.shape:
+            grads.lse = self.last
+        super().backward(task, grads)
+
+
+class HeadsOfTheGroup(WholeTask):
+    """TaskTensors.first_head is not asked."""
+
+    def scores(self, task):
+        scores = super().scores(task)
+        return scores - 0.2 * torch.arange(scores.shape[1])[:, None, None] * torch.arange(
+            scores.shape[-1]
+        )
+
+
+KERNELS |= {
+    "keys written": (WritingKeys, causes.INPUTS),
+    "grad_out written": (WritingGradOut, causes.in_backward(causes.INPUTS)),
+    "gradients overwritten": (OverwritingGradients, causes.in_backward(causes.MERGE)),
+    "NaN in the backward": (NanInTheBackward, causes.in_backward(causes.NO_KEYS)),
+    "lse of the last forward": (LseOfTheLastForward, causes.GIVEN_LSE),
+    "positions within the task, slopes of the group": (HeadsOfTheGroup, causes.POSITIONS),
+}
+
+
 def planted() -> dict[str, Planted]:
     """Every wrong kernel by name."""
     found: dict[str, Planted] = {}

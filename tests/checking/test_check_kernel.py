@@ -1,0 +1,126 @@
+"""``check_kernel`` finds what is wrong with a kernel and calls it by its name, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+from helpers_planted_errors import FUNCTIONS, gradients, plain, planted
+from helpers_right_kernels import ONLY, RIGHT, SIXTEEN_BITS
+
+import quorum_attention as qa
+from quorum_attention.checking import causes
+from quorum_attention.kernels.kit import from_lse_function
+
+WRONG = planted()
+# What only calls of other widths or fewer key heads show.
+OTHER_SIZES = (causes.GROUPED, causes.VALUE_DIM, causes.HEAD_DIM)
+# Draws of each right kernel; more of them by the environment.
+DRAWS = int(os.environ.get("CHECK_KERNEL_DRAWS", "1"))
+SMALL = {"device": "cpu", "n_tokens": 67, "levels": ((3,),)}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_planted_error_is_found_and_named(name: str) -> None:
+    make, cause = WRONG[name]
+    wider = cause in OTHER_SIZES
+    found = qa.check_kernel(make(), other_sizes=wider, heads=4 if wider else 2, seed=1, **SMALL)
+    assert not found.exact
+    assert found.cause == cause, str(found)
+    assert cause in str(found)
+
+
+def draws(name: str):
+    """Sizes of inputs, numbers of heads and tokens, and cuts, drawn."""
+    for seed in range(DRAWS):
+        seed = seed + sum(map(ord, name)) % 83
+        g = torch.Generator().manual_seed(seed)
+        tokens = int(torch.randint(65, 90 if DRAWS == 1 else 120, (1,), generator=g))
+        yield {
+            "seed": seed, "n_tokens": tokens, "device": "cpu", "heads": (4, 2, 3)[seed % 3],
+            "scale_of_inputs": (1.0, 0.3, 2.0, 1.0)[seed % 4],
+            "levels": (((3,),), ((7,),), ((3, 3),))[seed % 3],
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_kernel_is_exact(name: str) -> None:
+    for draw in draws(name):
+        found = qa.check_kernel(RIGHT[name](), **draw)
+        assert found.exact, (draw, str(found))
+        assert found.cause is None
+        assert all("Error" not in reason for reason in found.skipped), found.skipped
+
+
+@pytest.mark.parametrize("name", SIXTEEN_BITS)
+def test_sixteen_bits_round_and_are_exact(name: str) -> None:
+    for index, draw in enumerate(draws(name)):
+        dtype = (torch.float16, torch.bfloat16)[(len(name) + index) % 2]
+        found = qa.check_kernel(RIGHT[name](), dtype=dtype, **draw)
+        assert found.exact, (draw, str(found))
+
+
+@pytest.mark.parametrize("name", ONLY)
+def test_kernels_that_take_nothing_wider(name: str) -> None:
+    for draw in draws(name):
+        kernel = ONLY[name]()
+        found = qa.check_kernel(kernel, dtype=kernel.dtype, **draw)
+        assert found.exact, (draw, str(found))
+
+
+@pytest.mark.parametrize("name", ["noise", "dropout", "lse_rounded_to_fp16", "local_slopes"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_an_error_is_named_in_other_dtypes(name: str, dtype: torch.dtype) -> None:
+    """Limits come from the dtype: noise must not widen its own."""
+    function, cause = FUNCTIONS[name]
+    found = qa.check_kernel(from_lse_function(function), dtype=dtype, seed=2, **SMALL)
+    assert found.cause == cause, str(found)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_heads_and_entries_are_cut(is_causal: bool) -> None:
+    function, _ = FUNCTIONS["local_slopes"]
+    found = qa.check_kernel(from_lse_function(function), is_causal=is_causal, **SMALL)
+    (alone,) = (c for c in found.cases if not c.levels and not c.sizes)
+    assert alone.heads_per_group == 1
+    assert alone.verdict == "not exact"
+    together = [c for c in found.cases if c.levels and c.heads_per_group is None and not c.sizes]
+    assert together
+    assert all(c.verdict != "not exact" for c in together)
+    assert "1 head(s) at a time" in str(found)
+
+
+def test_a_whole_check_takes_seconds() -> None:
+    began = time.process_time()
+    found = qa.check_kernel(from_lse_function(plain, backward=gradients), device="cpu")
+    assert time.process_time() - began < 10
+    assert found.exact
+    asked = [c for c in found.cases if not c.sizes]
+    assert len(asked) == 2 * (6 * 2 + 1)
+    assert {c.levels for c in asked} == {(), (3,), (7,), (13,), (3, 3), (7, 3), (3, 3, 3)}
+    assert {c.sizes for c in found.cases if c.sizes} == {
+        "220 queries, 331 keys", "331 queries, 220 keys", "4 heads over 2"
+    }  # fmt: skip
+    assert found.to_dict()["verdict"] == found.verdict
+
+
+def test_what_a_kernel_refuses_is_no_error_of_its_own() -> None:
+    """No more is said than that it was not tried."""
+
+    def narrow(query, key, value, *, is_causal, scale):
+        if value.shape[-1] != query.shape[-1]:
+            raise NotImplementedError("one width")
+        return plain(query, key, value, is_causal=is_causal, scale=scale)
+
+    found = qa.check_kernel(from_lse_function(narrow), **SMALL)
+    assert found.exact
+    assert any("one width" in reason for reason in found.skipped)
+
+
+def test_what_it_found_is_data() -> None:
+    found = qa.check_kernel(WRONG["backward: halved"][0](), **SMALL)
+    assert {b.cause for b in found.broken} == {causes.GRADIENT}
+    assert {b["cause"] for b in found.to_dict()["broken"]} == {causes.GRADIENT}
+    assert "grad_query off by 5.0e-01" in str(found)
