@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from quorum_attention.kernels.grouped import grouped_backward, grouped_forward
 from quorum_attention.kernels.operators import operator_reason
 from quorum_attention.kernels.padding import pad_last
 from quorum_attention.kernels.protocol import CallShape, Extent
@@ -39,6 +40,12 @@ class CpuKernel(RectangleKernel):
             return "it takes no head dimension of 0"
         return operator_reason(_FORWARD, *([_BACKWARD] if call.needs_grad else []))
 
+    def takes_whole(
+        self, query_heads: int, key_heads: int, tokens: int, masked: bool, every: bool
+    ) -> bool:
+        """Any call: grouped heads go to the operator as views (``grouped.py``)."""
+        return True
+
     def rectangle_forward(
         self,
         query: torch.Tensor,
@@ -48,7 +55,12 @@ class CpuKernel(RectangleKernel):
         scale: float,
         bias: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``RectangleKernel.rectangle_forward``."""
+        """See ``RectangleKernel.rectangle_forward``; grouped heads too, in a whole call."""
+        if query.shape[1] != key.shape[1]:
+            return grouped_forward(
+                lambda q, k, v, mask: self.rectangle_forward(q, k, v, causal, scale, mask),
+                query, key, value, bias,
+            )  # fmt: skip
         width = max(query.shape[-1], value.shape[-1])
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             pad_last(query, width),
@@ -73,7 +85,14 @@ class CpuKernel(RectangleKernel):
         scale: float,
         bias: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See ``RectangleKernel.rectangle_backward``."""
+        """See ``RectangleKernel.rectangle_backward``; grouped heads too, in a whole call."""
+        if query.shape[1] != key.shape[1]:
+            return grouped_backward(
+                lambda g, q, k, v, o, row, mask: self.rectangle_backward(
+                    g, q, k, v, o, row, causal, scale, mask
+                ),
+                grad_out, query, key, value, out, lse, bias,
+            )  # fmt: skip
         head_dim, value_dim = query.shape[-1], value.shape[-1]
         width = max(head_dim, value_dim)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -96,7 +115,8 @@ class CpuKernel(RectangleKernel):
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``forward`` allocates at any one time."""
-        sizes = RectangleSizes.of(call, extent, self.grouped)
+        sizes = RectangleSizes.of(call, extent, extent.direct)
+        shared = sizes.heads // max(1, sizes.key_heads)
         width = max(call.head_dim, call.value_dim)
         tile_queries, tile_keys = _tile(sizes)
         # Scores, row maximum and sum, and output of one tile a thread; 16-bit ones again reduced.
@@ -113,11 +133,15 @@ class CpuKernel(RectangleKernel):
             inside += (sizes.rows + sizes.key_rows) * width * sizes.item
         if call.value_dim < width:
             inside += sizes.key_rows * width * sizes.item
+        if shared > 1:
+            # Queries by group, and results back in the order of heads.
+            inside += 2 * sizes.rows * width * sizes.item + sizes.lse_bytes
         return forward_bytes(sizes, width, inside)
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
-        sizes = RectangleSizes.of(call, extent, self.grouped)
+        sizes = RectangleSizes.of(call, extent, extent.direct)
+        shared = sizes.heads // max(1, sizes.key_heads)
         width = max(call.head_dim, call.value_dim)
         tile_queries, tile_keys = _tile(sizes)
         tiles = tile_queries * (2 * tile_keys + 1) * sizes.work
@@ -128,6 +152,10 @@ class CpuKernel(RectangleKernel):
             tiles += (tile_queries + tile_keys) * width * 8
         parts = 1 if call.mask is not None else self.backward_parts(sizes.batch * sizes.heads)
         gradients = (sizes.rows + 2 * parts * sizes.key_rows) * width * sizes.item
+        if shared > 1:
+            # Of every query head before they are summed; rows by group, and back.
+            gradients += 2 * sizes.shared_key_rows * width * sizes.item
+            gradients += 4 * sizes.rows * width * sizes.item + 2 * sizes.lse_bytes
         # The operator copies a grad_out that is not token-major.
         inside = torch.get_num_threads() * tiles + sizes.rows * width * sizes.item
         if call.head_dim < width:

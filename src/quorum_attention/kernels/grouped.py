@@ -1,0 +1,127 @@
+"""Grouped heads for operators that take as many key heads as query heads: views, nothing expanded.
+
+The query heads that share a key/value head become the heads of one batch entry, whose keys lie
+under all of them with a stride of 0. Where batch and key heads do not flatten to a view, the j-th
+query heads of all groups are one call, for every j.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from quorum_attention.kernels.views import jth_of_group
+
+Forward = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+Backward = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+def grouped_forward(
+    run: Forward,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``run(query, key, value, bias)`` for query (b, h, n, d), key (b, hk, m, d), h > hk: out and
+    lse of all h heads."""
+    if _flattens(query, key, value, bias):
+        shared = query.shape[1] // key.shape[1]
+        out, lse = run(
+            _by_group(query, key),
+            _under(key, shared),
+            _under(value, shared),
+            _bias_by_group(bias, key),
+        )
+        return out.reshape(*query.shape[:-1], -1), lse.reshape(query.shape[:-1])
+    outs, lses = [], []
+    for j in range(query.shape[1] // key.shape[1]):
+        out, lse = run(_jth(query, key, j), key, value, _jth_bias(bias, key, j))
+        outs.append(out)
+        lses.append(lse)
+    return torch.stack(outs, 2).flatten(1, 2), torch.stack(lses, 2).flatten(1, 2)
+
+
+def grouped_backward(
+    run: Backward,
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``run(grad_out, query, key, value, out, lse, bias)`` likewise: the three gradients, those of
+    key and value summed over the query heads that share them."""
+    if _flattens(query, key, value, bias):
+        shared = query.shape[1] // key.shape[1]
+        rows = (_by_group(t, key) for t in (grad_out, query))
+        found = run(
+            *rows,
+            _under(key, shared),
+            _under(value, shared),
+            _by_group(out, key),
+            _by_group(lse, key),
+            _bias_by_group(bias, key),
+        )
+        grad_query, grad_key, grad_value = found
+        return (
+            grad_query.reshape(query.shape),
+            grad_key.sum(1).view(key.shape),
+            grad_value.sum(1).view(value.shape),
+        )
+    queries: list[torch.Tensor] = []
+    keys: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    for j in range(query.shape[1] // key.shape[1]):
+        mine, grad_key, grad_value = run(
+            _jth(grad_out, key, j), _jth(query, key, j), key, value, _jth(out, key, j),
+            _jth(lse, key, j), _jth_bias(bias, key, j),
+        )  # fmt: skip
+        queries.append(mine)
+        # In fp32, as torch sums: 16-bit partial sums would be rounded once for every head.
+        wide = torch.promote_types(key.dtype, torch.float32)
+        keys = grad_key.to(wide) if keys is None else keys.add_(grad_key)
+        values = grad_value.to(wide) if values is None else values.add_(grad_value)
+    assert keys is not None
+    assert values is not None
+    grad_query = torch.stack(queries, 2).flatten(1, 2)
+    return grad_query, keys.to(key.dtype), values.to(value.dtype)
+
+
+def _flattens(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None
+) -> bool:
+    """Whether (batch, key heads) is one dimension without a copy."""
+    batch, heads = key.shape[:2]
+    if batch == 1:
+        return True
+    if heads > 1 and any(t.stride(0) != heads * t.stride(1) for t in (key, value)):
+        return False
+    flat_queries = query.stride(0) == query.shape[1] * query.stride(1)
+    return flat_queries and (bias is None or bias.shape[:2] == (1, 1))
+
+
+def _by_group(tensor: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """(b, h, ...) as (b hk, h / hk, ...); copied where its strides allow no view."""
+    batch, heads = key.shape[:2]
+    return tensor.reshape(batch * heads, tensor.shape[1] // heads, *tensor.shape[2:])
+
+
+def _under(tensor: torch.Tensor, shared: int) -> torch.Tensor:
+    """(b, hk, m, d) as (b hk, shared, m, d), a view."""
+    return tensor.flatten(0, 1).unsqueeze(1).expand(-1, shared, -1, -1)
+
+
+def _bias_by_group(bias: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor | None:
+    return bias if bias is None or bias.shape[1] == 1 else _by_group(bias, key)
+
+
+def _jth(tensor: torch.Tensor, key: torch.Tensor, j: int) -> torch.Tensor:
+    return jth_of_group(key.shape[1], j, tensor)
+
+
+def _jth_bias(bias: torch.Tensor | None, key: torch.Tensor, j: int) -> torch.Tensor | None:
+    return bias if bias is None or bias.shape[1] == 1 else _jth(bias, key, j)
