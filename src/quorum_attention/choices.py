@@ -19,6 +19,7 @@ from quorum_attention.planner.footprint import Placement
 from quorum_attention.planner.plan import Plan
 from quorum_attention.planner.rivals import quickest
 from quorum_attention.planner.search import Candidate, Request, choose, refitted, undivided
+from quorum_attention.planner.small import is_small
 from quorum_attention.sizes import format_bytes
 
 # Of what is free, this much is left alone when no budget is given.
@@ -124,6 +125,27 @@ def kernel_of(
         backward=backward,
         believed=lambda kernel: why_not(kernel, shape, options.device) is None,
     )
+
+
+def small_kernel(
+    work: Workload,
+    options: Options,
+    shape: CallShape,
+    place: Placement,
+    result: torch.dtype,
+    *,
+    backward: bool,
+) -> InnerKernel | None:
+    """The kernel that runs a pass whole and without a plan; None where one has to be made."""
+    pinned = options.plan is not None or options.depth is not None
+    if pinned or options.budget_bytes is not None or options.report is not None or options.progress:
+        return None
+    if place.results_given or place.copied_bytes != (0,) * len(place.copied_bytes):
+        return None
+    wanted = unrounded_kernel(options.kernel, shape, options.device, result)
+    kernel = select_kernel(wanted, shape, options.device)
+    small = is_small(work, kernel, place, options.device, backward=backward)
+    return kernel if small else None
 
 
 def _short_plan(

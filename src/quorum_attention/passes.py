@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from quorum_attention.choices import kernel_of, plans_of
+from quorum_attention.choices import kernel_of, plans_of, small_kernel
+from quorum_attention.execution.at_once import backward_at_once, forward_at_once
 from quorum_attention.execution.backward import Three, backward
 from quorum_attention.execution.call import Call, rows_are_dense
 from quorum_attention.execution.forward import forward
@@ -65,6 +66,18 @@ def _run(
         give_back_cached(options.device)
         recoveries.append(f"monolithic call out of memory ({failure}): planned anew")
         plan = following
+
+
+def _at_once(options: Options, attempt: Callable[[], _Result]) -> _Result | None:
+    """The result of a small call; None where it runs out of memory, and has to be planned."""
+    try:
+        with _device(options.device), torch.no_grad():
+            return attempt()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    give_back_cached(options.device)
+    return None
 
 
 def _pass_report(plan: Plan, options: Options) -> PassReport:
@@ -141,6 +154,12 @@ def run_forward(
         out_dtype,
         rows_are_dense(query, key, value),
     )
+    small = small_kernel(work, options, shape, place, out_dtype, backward=False)
+    if small is not None:
+        call = _call(query, key, value, work, options, small)
+        found = _at_once(options, lambda: forward_at_once(call, out_dtype))
+        if found is not None:
+            return found
     kernel = kernel_of(work, options, shape, place, out_dtype, backward=False)
     call = _call(query, key, value, work, options, kernel)
 
@@ -185,6 +204,13 @@ def run_backward(
         rows_are_dense(query, key, value),
         tuple(_copied_bytes(tensor, work.dtype, options.device) for tensor in (grad_out, out)),
     )
+    if grad_out.dtype == out.dtype == dtype and lse.device == options.device:
+        small = small_kernel(work, options, shape, place, out.dtype, backward=True)
+        if small is not None:
+            call = _call(query, key, value, work, options, small)
+            found = _at_once(options, lambda: backward_at_once(call, grad_out, out, lse))
+            if found is not None:
+                return found
     # Rows whose output was not rounded: the same kernel as in the forward.
     kernel = kernel_of(work, options, shape, place, out.dtype, backward=True)
     call = _call(query, key, value, work, options, kernel)

@@ -121,7 +121,7 @@ def test_predicted_seconds_and_census() -> None:
         ({"n_tokens": -1}, ValueError, "n_tokens must be"),
         ({"n_tokens": 2.5}, TypeError, "n_tokens must be a whole number"),
         ({"n_tokens": True}, TypeError, "n_tokens must be a whole number"),
-        ({"heads": 0}, ValueError, "heads must be positive, got 0"),
+        ({"heads": 0}, ValueError, "heads must be at least 1, got 0"),
         ({"heads": 4, "kv_heads": 3}, ValueError, "multiple of kv_heads, got 4 and 3"),
         ({"head_dim": "64"}, TypeError, "head_dim must be a whole number"),
         ({"dtype": torch.int32}, TypeError, "dtype must be one of"),

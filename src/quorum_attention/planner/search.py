@@ -283,7 +283,7 @@ def undivided(
     sizes = group_sizes(work)
     if place.device_type != "cuda" or not sizes:
         return None
-    shape = _decomposition(work.n_tokens, (), "aligned", 128)
+    shape = decomposition_of(work.n_tokens, (), "aligned", 128)
     # Pinned: what fails is planned anew (passes.py).
     schedule = with_limits(Schedule(shape, sizes[0], 1, "device", 1, 1, True), work)
     paced = _paced(machine, kernel, pairs_of(work, kernel))
@@ -399,7 +399,7 @@ def _schedules(
     if sweeping and n_tasks is None:
         swept = [s for s in shapes if s.depth == 1 and s.levels[0] <= _MOST_SWEPT]
         if place.device_type == "cuda" and request.levels is None and request.depth in (None, 1):
-            swept.append(_decomposition(work.n_tokens, _FEWEST, request.layout, request.tile))
+            swept.append(decomposition_of(work.n_tokens, _FEWEST, request.layout, request.tile))
         for shape in swept:
             less = _trimmed_tally(shape, pairs, kernel, backward=backward) if one_by_one else None
             for size, n in product(sizes, streams):
@@ -450,12 +450,15 @@ def _decompositions(work: Workload, request: Request, pairs: Pairs) -> tuple[Dec
         useful = [chosen for chosen in levels if _is_useful(chosen, work.n_tokens, request)]
         levels = useful or levels[:1]
     return tuple(
-        _decomposition(work.n_tokens, chosen, request.layout, request.tile) for chosen in levels
+        decomposition_of(work.n_tokens, chosen, request.layout, request.tile) for chosen in levels
     )
 
 
 @lru_cache(maxsize=1024)
-def _decomposition(n_tokens: int, levels: tuple[int, ...], layout: str, tile: int) -> Decomposition:
+def decomposition_of(
+    n_tokens: int, levels: tuple[int, ...], layout: str, tile: int
+) -> Decomposition:
+    """The one of these sizes, remembered."""
     return Decomposition(n_tokens, levels, layout, tile)  # type: ignore[arg-type]
 
 

@@ -1,0 +1,69 @@
+"""Which calls are so small that they are run whole, without a plan.
+
+Making a plan takes longer than such a call, and a model that decodes makes one of a new length
+every time: so lengths are rounded up to a power of two before anything is asked or remembered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from quorum_attention.execution.schedule import Schedule, with_limits
+from quorum_attention.execution.workload import GroupSize, Workload
+from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.remembered import remembered
+from quorum_attention.planner.calibration import machine_of
+from quorum_attention.planner.footprint import Placement
+from quorum_attention.planner.search import decomposition_of, price, undivided
+
+# On a CPU: what no machine is short of. (A failed allocation is planned for; a killed process not.)
+_SMALL_BYTES = 64 << 20
+_SHORTEST = 16
+
+
+def is_small(
+    work: Workload,
+    kernel: InnerKernel,
+    place: Placement,
+    device: torch.device,
+    *,
+    backward: bool,
+) -> bool:
+    """Whether ``kernel`` takes the call whole, and it is so short that nothing else needs a
+    thought."""
+    if not (place.resident and place.dense_rows) or len(work.batch_shape) > 1:
+        return False
+    if _fits(_rounded(work), kernel, place, device, backward=backward):
+        return True
+    # In between, a GPU's longer calls: one that has been planned is as quick.
+    return device.type == "cuda" and _fits(work, kernel, place, device, backward=backward)
+
+
+def _rounded(work: Workload) -> Workload:
+    """The call with lengths rounded up, square where it is (a causal one is cut otherwise)."""
+    longer = (max(_SHORTEST, 1 << (n - 1).bit_length()) for n in (work.n_queries, work.n_keys))
+    n_queries, n_keys = longer
+    if work.is_causal and work.n_queries != work.n_keys:
+        return work
+    return replace(work, n_queries=n_queries, n_keys=n_keys)
+
+
+@remembered(256)
+def _fits(
+    work: Workload,
+    kernel: InnerKernel,
+    place: Placement,
+    device: torch.device,
+    *,
+    backward: bool,
+) -> bool:
+    machine = machine_of(device, work.dtype, work.head_dim)
+    if device.type == "cuda":
+        return undivided(work, kernel, place, machine, backward=backward) is not None
+    every = GroupSize(work.batch, work.kv_heads)
+    shape = decomposition_of(work.n_tokens, (), "aligned", 128)
+    schedule = with_limits(Schedule(shape, every, 1, "device", 1, 1), work)
+    found = price(work, schedule, kernel, place, machine, backward=backward)
+    return found.direct and found.footprint.total <= _SMALL_BYTES
