@@ -59,7 +59,7 @@ class CpuKernel(RectangleKernel):
         if query.shape[1] != key.shape[1]:
             return grouped_forward(
                 lambda q, k, v, mask: self.rectangle_forward(q, k, v, causal, scale, mask),
-                query, key, value, bias,
+                query, key, value, bias, causal,
             )  # fmt: skip
         width = max(query.shape[-1], value.shape[-1])
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -91,7 +91,7 @@ class CpuKernel(RectangleKernel):
                 lambda g, q, k, v, o, row, mask: self.rectangle_backward(
                     g, q, k, v, o, row, causal, scale, mask
                 ),
-                grad_out, query, key, value, out, lse, bias,
+                grad_out, query, key, value, out, lse, bias, causal,
             )  # fmt: skip
         head_dim, value_dim = query.shape[-1], value.shape[-1]
         width = max(head_dim, value_dim)
