@@ -46,6 +46,49 @@ class CpuKernel(RectangleKernel):
         """Any call: grouped heads go to the operator as views (``grouped.py``)."""
         return True
 
+    def whole_forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        causal: bool,
+        scale: float,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``RectangleKernel.whole_forward``; with grouped heads too."""
+        if query.shape[1] != key.shape[1]:
+            return grouped_forward(
+                lambda q, k, v, mask: self.whole_forward(q, k, v, causal, scale, mask, out_dtype),
+                query, key, value, bias, causal,
+            )  # fmt: skip
+        return super().whole_forward(query, key, value, causal, scale, bias, out_dtype)
+
+    def whole_backward(
+        self,
+        grad_out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        causal: bool,
+        scale: float,
+        bias: torch.Tensor | None,
+        grad_dtype: torch.dtype | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See ``RectangleKernel.whole_backward``; with grouped heads too."""
+        if query.shape[1] != key.shape[1]:
+            return grouped_backward(
+                lambda g, q, k, v, o, row, mask: self.whole_backward(
+                    g, q, k, v, o, row, causal, scale, mask, grad_dtype
+                ),
+                grad_out, query, key, value, out, lse, bias, causal,
+            )  # fmt: skip
+        return super().whole_backward(
+            grad_out, query, key, value, out, lse, causal, scale, bias, grad_dtype
+        )
+
     def rectangle_forward(
         self,
         query: torch.Tensor,
@@ -55,12 +98,7 @@ class CpuKernel(RectangleKernel):
         scale: float,
         bias: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``RectangleKernel.rectangle_forward``; grouped heads too, in a whole call."""
-        if query.shape[1] != key.shape[1]:
-            return grouped_forward(
-                lambda q, k, v, mask: self.rectangle_forward(q, k, v, causal, scale, mask),
-                query, key, value, bias, causal,
-            )  # fmt: skip
+        """See ``RectangleKernel.rectangle_forward``."""
         width = max(query.shape[-1], value.shape[-1])
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             pad_last(query, width),
@@ -85,14 +123,7 @@ class CpuKernel(RectangleKernel):
         scale: float,
         bias: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See ``RectangleKernel.rectangle_backward``; grouped heads too, in a whole call."""
-        if query.shape[1] != key.shape[1]:
-            return grouped_backward(
-                lambda g, q, k, v, o, row, mask: self.rectangle_backward(
-                    g, q, k, v, o, row, causal, scale, mask
-                ),
-                grad_out, query, key, value, out, lse, bias, causal,
-            )  # fmt: skip
+        """See ``RectangleKernel.rectangle_backward``."""
         head_dim, value_dim = query.shape[-1], value.shape[-1]
         width = max(head_dim, value_dim)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
