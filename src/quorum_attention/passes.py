@@ -204,11 +204,15 @@ def run_backward(
         rows_are_dense(query, key, value),
         tuple(_copied_bytes(tensor, work.dtype, options.device) for tensor in (grad_out, out)),
     )
-    if grad_out.dtype == out.dtype == dtype and lse.device == options.device:
+    here = all(t.device == options.device for t in (grad_out, out, lse))
+    if grad_out.dtype == out.dtype == work.dtype and here:
         small = small_kernel(work, options, shape, place, out.dtype, backward=True)
         if small is not None:
             call = _call(query, key, value, work, options, small)
-            found = _at_once(options, lambda: backward_at_once(call, grad_out, out, lse))
+            found = _at_once(
+                options,
+                lambda: backward_at_once(call, _dense_rows(grad_out), _dense_rows(out), lse),
+            )
             if found is not None:
                 return found
     # Rows whose output was not rounded: the same kernel as in the forward.
