@@ -217,24 +217,19 @@ def run_backward(
         divided_bytes(grad_out.dtype, work) if grad_out.device == options.device else 0,
         divided,
     )
-    at_hand = is_operand(grad_out, dtype) and is_operand(out, dtype)
-    if at_hand and grad_out.device == out.device == lse.device == options.device:
+    here = all(t.device == options.device for t in (grad_out, out, lse))
+    if grad_out.dtype == out.dtype == work.dtype and here:
         small = small_kernel(work, options, shape, place, out.dtype, backward=True)
         if small is not None:
             call = _call(query, key, value, work, options, small)
-            found = _at_once(options, lambda: backward_at_once(call, grad_out, out, lse))
+            carrier = _carrier(call, options, grad_out, out, lse)
+            found = _at_once(options, lambda: backward_at_once(call, grad_out, carrier, lse))
             if found is not None:
                 return found
     # Rows whose output was not rounded: the same kernel as in the forward.
     kernel = kernel_of(work, options, shape, place, out.dtype, backward=True)
     call = _call(query, key, value, work, options, kernel)
-    on_cpu = options.device.type == grad_out.device.type == out.device.type == "cpu"
-    if on_cpu and getattr(kernel, "plain_softmax", False) and has_short_rows(query, key, value):
-        with torch.no_grad():
-            out = exact_carrier(
-                grad_out, query, key, value, out.to(work.dtype), lse, options.attn_mask,
-                options.is_causal, options.scale,
-            )  # fmt: skip
+    carrier = _carrier(call, options, grad_out, out, lse)
 
     def attempt(plan: Plan, report: PassReport, progress: Progress | None) -> Three:
         _note_writing(() if grads is None else grads)
@@ -242,7 +237,7 @@ def run_backward(
             call,
             plan.schedule,
             upstream_of(grad_out, work, options.device, scaled=scales(kernel, work)),
-            out,
+            carrier,
             lse,
             grads=grads,
             report=report,
@@ -255,6 +250,21 @@ def run_backward(
 
     plans = plans_of(work, options, kernel, place, backward=True)
     return _run(plans, options, attempt, note)
+
+
+def _carrier(
+    call: Call, options: Options, grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+) -> torch.Tensor:
+    """``out``, or what stands for it in delta where its rounding is all that is left of dS."""
+    on_cpu = call.device.type == grad_out.device.type == out.device.type == "cpu"
+    plain = getattr(call.kernel, "plain_softmax", False)
+    if not (on_cpu and plain and has_short_rows(call.query, call.key, call.value)):
+        return out
+    with torch.no_grad():
+        return exact_carrier(
+            grad_out, call.query, call.key, call.value, out.to(call.work.dtype), lse,
+            options.attn_mask, options.is_causal, options.scale,
+        )  # fmt: skip
 
 
 def _note_writing(results: tuple[torch.Tensor, ...]) -> None:

@@ -10,7 +10,7 @@ from typing import cast
 
 import torch
 
-from quorum_attention.execution.call import Call, Three
+from quorum_attention.execution.call import Call, Three, operand
 from quorum_attention.execution.masks import MaskView
 from quorum_attention.execution.scaling import scales
 from quorum_attention.kernels.protocol import WholeCalls
@@ -31,20 +31,21 @@ def forward_at_once(call: Call, out_dtype: torch.dtype) -> tuple[torch.Tensor, t
 def backward_at_once(
     call: Call, grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
 ) -> Three | None:
-    """Gradients of query, key and value; grad_out and out in the inputs' dtype, and beside them.
+    """Gradients of query, key and value; grad_out and out in the inputs' dtype, and beside them,
+    however they lie.
 
     None where an operator on the CPU did not bring them out finite in 16 bits: they may be finite
     once they are scaled (execution/backward.py).
     """
-    kernel = cast(WholeCalls, call.kernel)
+    kernel, dtype = cast(WholeCalls, call.kernel), call.work.dtype
     # A row without a key has lse -inf; with 0 in its place exp(-inf - 0) is 0, not NaN.
     lse = lse.masked_fill(lse == -torch.inf, 0.0)
     grads = kernel.whole_backward(
-        _four(grad_out), _four(call.query), _four(call.key), _four(call.value), _four(out),
+        operand(_four(grad_out), dtype), _four(call.query), _four(call.key), _four(call.value),
+        operand(_four(out), dtype),
         lse if lse.dim() == 3 else lse.unsqueeze(0), call.work.is_causal, call.scale, _bias(call),
-        call.work.dtype,
+        dtype,
     )  # fmt: skip
-    dtype = call.work.dtype
     checked = call.device.type == "cpu" and scales(call.kernel, call.work)
     if checked and not all(bool(torch.isfinite(g).all()) for g in grads):
         return None

@@ -48,6 +48,53 @@ class CpuKernel(RectangleKernel):
         """Any call: grouped heads go to the operator as views (``grouped.py``)."""
         return True
 
+    def whole_forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        causal: bool,
+        scale: float,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``RectangleKernel.whole_forward``; with grouped heads too, and rows of scores that are
+        not finite mended."""
+        if query.shape[1] != key.shape[1]:
+            return grouped_forward(
+                lambda q, k, v, mask: self.whole_forward(q, k, v, causal, scale, mask, out_dtype),
+                query, key, value, bias, causal,
+            )  # fmt: skip
+        out, lse = super().whole_forward(query, key, value, causal, scale, bias, out_dtype)
+        mask = None if bias is None else four_dims(bias)
+        mend_odd_rows_(out, lse, query, key, causal, scale, mask)
+        return out, lse
+
+    def whole_backward(
+        self,
+        grad_out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        causal: bool,
+        scale: float,
+        bias: torch.Tensor | None,
+        grad_dtype: torch.dtype | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See ``RectangleKernel.whole_backward``; with grouped heads too."""
+        if query.shape[1] != key.shape[1]:
+            return grouped_backward(
+                lambda g, q, k, v, o, row, mask: self.whole_backward(
+                    g, q, k, v, o, row, causal, scale, mask, grad_dtype
+                ),
+                grad_out, query, key, value, out, lse, bias, causal,
+            )  # fmt: skip
+        return super().whole_backward(
+            grad_out, query, key, value, out, lse, causal, scale, bias, grad_dtype
+        )
+
     def rectangle_forward(
         self,
         query: torch.Tensor,
@@ -57,12 +104,7 @@ class CpuKernel(RectangleKernel):
         scale: float,
         bias: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``RectangleKernel.rectangle_forward``; grouped heads too, in a whole call."""
-        if query.shape[1] != key.shape[1]:
-            return grouped_forward(
-                lambda q, k, v, mask: self.rectangle_forward(q, k, v, causal, scale, mask),
-                query, key, value, bias,
-            )  # fmt: skip
+        """See ``RectangleKernel.rectangle_forward``."""
         width = max(query.shape[-1], value.shape[-1])
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             pad_last(query, width),
@@ -74,22 +116,6 @@ class CpuKernel(RectangleKernel):
             scale=scale,
         )
         return out[..., : value.shape[-1]], lse
-
-    def whole_forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        causal: bool,
-        scale: float,
-        bias: torch.Tensor | None,
-        out_dtype: torch.dtype | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``RectangleKernel.whole_forward``; rows of scores that are not finite mended too."""
-        out, lse = super().whole_forward(query, key, value, causal, scale, bias, out_dtype)
-        mask = None if bias is None else four_dims(bias)
-        mend_odd_rows_(out, lse, query, key, causal, scale, mask)
-        return out, lse
 
     def rectangle_backward(
         self,
@@ -103,14 +129,7 @@ class CpuKernel(RectangleKernel):
         scale: float,
         bias: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See ``RectangleKernel.rectangle_backward``; grouped heads too, in a whole call."""
-        if query.shape[1] != key.shape[1]:
-            return grouped_backward(
-                lambda g, q, k, v, o, row, mask: self.rectangle_backward(
-                    g, q, k, v, o, row, causal, scale, mask
-                ),
-                grad_out, query, key, value, out, lse, bias,
-            )  # fmt: skip
+        """See ``RectangleKernel.rectangle_backward``."""
         head_dim, value_dim = query.shape[-1], value.shape[-1]
         width = max(head_dim, value_dim)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(

@@ -1,8 +1,9 @@
 """Grouped heads for operators that take as many key heads as query heads: views, nothing expanded.
 
-The query heads that share a key/value head become the heads of one batch entry, whose keys lie
-under all of them with a stride of 0. Where batch and key heads do not flatten to a view, the j-th
-query heads of all groups are one call, for every j.
+Without a causal mask the query heads that share a key/value head become more rows of one head.
+Otherwise they become the heads of one batch entry, whose keys lie under all of them with a stride
+of 0; where batch and key heads do not flatten to a view, the j-th query heads of all groups are one
+call, for every j.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Callable
 import torch
 
 from quorum_attention.kernels.views import jth_of_group
+
+_FEW_ROWS = 64
 
 Forward = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 Backward = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -23,9 +26,13 @@ def grouped_forward(
     key: torch.Tensor,
     value: torch.Tensor,
     bias: torch.Tensor | None,
+    causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``run(query, key, value, bias)`` for query (b, h, n, d), key (b, hk, m, d), h > hk: out and
     lse of all h heads."""
+    if _folds(bias, causal):
+        out, lse = run(_as_rows(query, key), key, value, bias)
+        return out.reshape(*query.shape[:-1], -1), lse.reshape(query.shape[:-1])
     if _flattens(query, key, value, bias):
         shared = query.shape[1] // key.shape[1]
         out, lse = run(
@@ -52,14 +59,19 @@ def grouped_backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     bias: torch.Tensor | None,
+    causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``run(grad_out, query, key, value, out, lse, bias)`` likewise: the three gradients, those of
     key and value summed over the query heads that share them."""
+    if _folds(bias, causal) and _few_rows(query, key):
+        rows = (_as_rows(t, key) for t in (grad_out, query))
+        found = run(*rows, key, value, _as_rows(out, key), _as_rows(lse, key), bias)
+        return found[0].reshape(query.shape), found[1], found[2]
     if _flattens(query, key, value, bias):
         shared = query.shape[1] // key.shape[1]
-        rows = (_by_group(t, key) for t in (grad_out, query))
         found = run(
-            *rows,
+            _by_group(grad_out, key),
+            _by_group(query, key),
             _under(key, shared),
             _under(value, shared),
             _by_group(out, key),
@@ -89,6 +101,23 @@ def grouped_backward(
     assert values is not None
     grad_query = torch.stack(queries, 2).flatten(1, 2)
     return grad_query, keys.to(key.dtype), values.to(value.dtype)
+
+
+def _folds(bias: torch.Tensor | None, causal: bool) -> bool:
+    """Whether a row is masked alike in every head of a group, and wherever it stands."""
+    return not causal and (bias is None or bias.shape[1:3] == (1, 1))
+
+
+def _few_rows(query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Backwards run in parallel over batch and heads alone: rows of one head are one thread's."""
+    rows = query.shape[1] // key.shape[1] * query.shape[2]
+    return rows <= _FEW_ROWS or key.shape[0] * key.shape[1] >= torch.get_num_threads()
+
+
+def _as_rows(tensor: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """(b, h, n, ...) as (b, hk, h / hk n, ...); copied where its strides allow no view."""
+    batch, heads = key.shape[:2]
+    return tensor.reshape(batch, heads, -1, *tensor.shape[3:])
 
 
 def _flattens(
