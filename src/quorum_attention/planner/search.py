@@ -456,8 +456,9 @@ def _deep(
         accumulator=request.accumulator or "host",
         streams=1,
     )
+    # Not the remembered ones: so many would drive out those that calls need.
     shapes = tuple(
-        _decomposition(work.n_tokens, levels, request.layout, request.tile)
+        Decomposition(work.n_tokens, levels, request.layout, request.tile)  # type: ignore[arg-type]
         for levels in _deep_levels(work.n_tokens, request.layout, request.tile)
         if request.depth is None or len(levels) == request.depth
     )
