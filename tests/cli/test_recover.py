@@ -21,9 +21,9 @@ SIZES = ["--tokens", "2048", "--heads", "8", "--device", "cpu", "--causal"]
 PROCESS = recover._PROCESS_BYTES
 
 
-@pytest.fixture
-def picture(tmp_path: Path) -> list[str]:
-    return ["--picture", str(tmp_path / "picture.png")]
+@pytest.fixture(autouse=True)
+def pictures_go_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
 def spec_for(folder: Path, method: str, limit_bytes: int | None, tokens: int = 600) -> child.Spec:
@@ -46,8 +46,8 @@ def answered(folder: Path, spec: child.Spec) -> child.Answer:
     return child.Answer(**json.loads((folder / "answer").read_text()))
 
 
-def test_plan_budget_limit_and_peak_agree(picture, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["recover", *SIZES, "--budget", "10MiB", "--json", *picture]) == 0
+def test_plan_budget_limit_and_peak_agree(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recover", *SIZES, "--budget", "10MiB", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     limited, ours, free = found["methods"]
     assert limited["result"] == "out of memory"
@@ -60,15 +60,13 @@ def test_plan_budget_limit_and_peak_agree(picture, capsys: pytest.CaptureFixture
     assert 16 << 20 <= free["peak_bytes"] <= 26 << 20
 
 
-def test_the_smallest_budget_that_is_named_works(
-    picture, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["recover", *SIZES, "--budget", "3MiB", *picture]) == 2
+def test_the_smallest_budget_that_is_named_works(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recover", *SIZES, "--budget", "3MiB"]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     smallest = re.search(r"smallest that works is ([0-9.]+MiB)", said)
     assert smallest is not None, said
-    assert main(["recover", *SIZES, "--budget", smallest[1], *picture]) == 0
+    assert main(["recover", *SIZES, "--budget", smallest[1]]) == 0
     said = capsys.readouterr().out
     assert "│ ok " in said
     assert "2.00 MiB are left to the process" in " ".join(said.split())

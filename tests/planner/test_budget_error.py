@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import random
+import time
+
 import pytest
 import torch
 from helpers_attention import assert_close, exact, inputs
@@ -58,3 +62,51 @@ def test_pinned_levels_are_named() -> None:
         qa.plan(5000, levels=(7,), budget=10, device="cpu")
     with pytest.raises(qa.BudgetError, match="at depth 2"):
         qa.plan(5000, depth=2, budget=10, device="cpu")
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_smallest_is_no_larger_than_that_of_any_levels(backward: bool) -> None:
+    """Deep cuts are looked at where no usual one fits, and soon enough."""
+    call = {"is_causal": True, "device": "cuda", "backward": backward}
+
+    def smallest(levels: tuple[int, ...] | None = None) -> int:
+        with pytest.raises(qa.BudgetError) as refused:
+            qa.plan(10**9, budget=1, levels=levels, **call)
+        assert refused.value.smallest_bytes is not None
+        return refused.value.smallest_bytes
+
+    started = time.monotonic()
+    known = smallest()
+    assert time.monotonic() - started < 20
+    draw = random.Random(f"levels {backward}")
+    drawn = [(57,) * 4, (7,) * 8, (31,) * 4]
+    while len(drawn) < 40:
+        levels = tuple(sorted(draw.choices((7, 13, 21, 31, 57, 73, 133, 307), k=4), reverse=True))
+        if math.prod(levels) <= 20_000_000:
+            drawn.append(levels)
+    for levels in drawn:
+        assert known <= smallest(levels), levels
+    made = qa.plan(10**9, budget=known, **call)
+    assert made.peak_bytes <= known
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_smallest_at_any_length_works_and_nothing_less_does(seed: int) -> None:
+    draw = random.Random(f"smallest {seed}")
+    n = int(10 ** draw.uniform(2, 8))
+    call = {
+        "device": draw.choice(["cpu", "cuda"]),
+        "is_causal": draw.random() < 0.5,
+        "backward": draw.random() < 0.5,
+        "heads": draw.choice([1, 3, 8]),
+        "layout": draw.choice(["aligned", "balanced"]),
+    }
+    with pytest.raises(qa.BudgetError) as refused:
+        qa.plan(n, budget=1, **call)
+    smallest = refused.value.smallest_bytes
+    assert smallest is not None
+    assert qa.plan(n, budget=smallest, **call).peak_bytes <= smallest
+    for levels in ((7,), (13,), (7, 7), (31, 7)):
+        assert qa.plan(n, levels=levels, **call).peak_bytes >= smallest
+    with pytest.raises(qa.BudgetError):
+        qa.plan(n, budget=smallest - 1, **call)

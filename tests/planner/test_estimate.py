@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -44,3 +46,36 @@ def test_what_it_chooses_itself_is_refused(name: str) -> None:
 def test_a_budget_in_which_nothing_fits() -> None:
     with pytest.raises(qa.BudgetError, match="smallest that works"):
         qa.estimate(20_000, budget=100, **CALL)
+
+
+def test_alternatives_fit_the_budget() -> None:
+    """What does not fit is no alternative."""
+    tight = qa.estimate(1 << 20, budget="128MiB", device="cuda", is_causal=True)
+    assert len(tight.alternatives) >= 3
+    assert all(plan.peak_bytes <= tight.budget_bytes for plan in tight.alternatives)
+    seconds = [plan.predicted_seconds for plan in tight.alternatives]
+    assert seconds == sorted(seconds)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("tokens", [500, 20_000, 65_536])
+def test_an_uncut_call_has_one_figure(device: str, tokens: int) -> None:
+    found = qa.estimate(tokens, budget="8GiB", device=device, heads=1)
+    assert (found.forward.levels, found.forward.n_groups) == ((), 1)
+    assert found.monolithic_bytes == found.forward.peak_bytes
+    assert found.fits_monolithic
+
+
+def test_what_takes_hours_is_not_short() -> None:
+    found = qa.plan(1_000_000, budget="8GiB", device="cpu", is_causal=True)
+    assert found.levels == ()
+    assert found.predicted_seconds > 3600
+    text = found.describe()
+    assert "short" not in text
+    assert re.search(r"predicted: (\d+ days? )?\d+ h", text), text
+
+
+def test_printed_they_read_as_described() -> None:
+    found = qa.estimate(2000, budget="1GiB", **CALL)
+    assert str(found) == found.describe()
+    assert str(found.forward) == f"{found.forward}" == found.forward.describe()

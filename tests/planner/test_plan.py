@@ -118,7 +118,7 @@ def test_a_plan_for_a_billion_tokens_is_symbolic(device: str) -> None:
 def test_describe_says_what_will_happen(backward: bool) -> None:
     plan = qa.plan(4000, levels=(7,), budget="1GiB", is_causal=True, backward=backward, **CALL)
     text = plan.describe()
-    for part in ("4000 queries", "causal", "7 chunks", "7 tasks", "kernel: cpu", "peak memory"):
+    for part in ("4,000 queries", "causal", "7 chunks", "7 tasks", "kernel: cpu", "peak memory"):
         assert part in text
     assert text.startswith("backward" if backward else "forward")
     assert "1.00 GiB" in text
@@ -184,4 +184,4 @@ def test_a_swept_plan_tells_the_size_of_its_tasks() -> None:
                    inputs="device", is_causal=True)  # fmt: skip
     largest = max(task.n_tokens for task in plan.tasks())
     assert plan.schedule.largest_task == largest
-    assert f"at most {largest} tokens (43.4%" in plan.describe()
+    assert f"at most {largest:,} tokens (43.4%" in plan.describe()

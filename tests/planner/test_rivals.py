@@ -59,9 +59,9 @@ def test_never_a_kernel_that_changes_scores(options) -> None:  # type: ignore[no
 
 def test_a_budget_that_only_another_fits() -> None:
     with pytest.raises(qa.BudgetError) as alone:
-        planned("8MiB", backward=True, kernel="cudnn")
+        planned("1MiB", backward=True, kernel="cudnn")
     with pytest.raises(qa.BudgetError) as both:
-        planned("8MiB", backward=True)
+        planned("1MiB", backward=True)
     least = both.value.smallest_bytes
     assert least is not None
     assert least < alone.value.smallest_bytes
@@ -108,7 +108,7 @@ def test_the_number_that_is_named_is_of_a_kernel_that_works() -> None:
     for answer in (True, False):
         with pytest.raises(qa.BudgetError) as raised:
             quickest(
-                work, Request(8 << 20), get_kernel("cudnn"), [get_kernel("native")], place,
+                work, Request(1 << 20), get_kernel("cudnn"), [get_kernel("native")], place,
                 machine, backward=True, believed=lambda kernel, answer=answer: answer,
             )  # fmt: skip
         smallest.append(raised.value.smallest_bytes)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from os import PathLike
 from typing import Any
 
-from quorum_attention.sizes import format_bytes
+from quorum_attention.sizes import format_bytes, format_seconds
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class PassReport:
             f"kernel {self.kernel}; levels {levels}; {self.n_groups} head group(s) of "
             f"{self.heads_per_group}; {self.units} unit(s); n_cap {self.n_cap}; "
             f"accumulators: {self.accumulator}",
-            f"{self.seconds:.3f} s; {peak}; moved {moved}",
+            f"{format_seconds(self.seconds)}; {peak}; moved {moved}",
             *(
                 [f"{self.left_out:.0%} of the tasks' tokens left out: they have no partner there"]
                 if self.left_out
@@ -93,7 +93,11 @@ class PassReport:
             ),
             *self._stage_lines(),
             *(f"recovered: {line}" for line in self.recoveries),
-            *([f"recoveries cost {self.recovery_seconds:.3g} s"] if self.recoveries else []),
+            *(
+                [f"recoveries cost {format_seconds(self.recovery_seconds)}"]
+                if self.recoveries
+                else []
+            ),
         ]
 
     def _stage_lines(self) -> list[str]:

@@ -58,8 +58,8 @@ class CpuKernel(RectangleKernel):
         bias: torch.Tensor | None,
         out_dtype: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``RectangleKernel.whole_forward``; with grouped heads too, and rows of scores that are
-        not finite mended."""
+        """See ``RectangleKernel.whole_forward``; grouped heads too, rows that are not finite
+        mended."""
         if query.shape[1] != key.shape[1]:
             return grouped_forward(
                 lambda q, k, v, mask: self.whole_forward(q, k, v, causal, scale, mask, out_dtype),

@@ -9,7 +9,7 @@ from typing import Any
 
 from quorum_attention.pictures.canvas import INK, SOFT, bare, new_figure, save
 from quorum_attention.pictures.colours import oklch
-from quorum_attention.sizes import format_bytes
+from quorum_attention.sizes import format_bytes, format_seconds
 
 _WALL = "#22262b"
 _LIMITS = {"measured": oklch(0.72, 0.125, 2.75), "planned": "#c3c8ce", "budget": "#e6e8eb"}
@@ -58,7 +58,9 @@ def _draw_stages(axes: Any, part: Mapping[str, Any]) -> None:
     axes.set_xlim(0, max(part["seconds"], sum(stages.values()), 1e-9) * 1.01)
     axes.set_ylim(1.85, -0.75)
     axes.barh(0, part["seconds"], height=0.32, color=[_WALL])
-    axes.text(0, -0.42, f"wall clock {part['seconds']:.3g} s", color=INK, size=10.5, va="center")
+    axes.text(
+        0, -0.42, f"wall clock {format_seconds(part['seconds'])}", color=INK, size=10.5, va="center"
+    )
     start = 0.0
     for number, stage in enumerate(part["stages"]):
         spent = stages.get(stage, 0.0)

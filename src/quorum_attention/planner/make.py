@@ -10,6 +10,7 @@ import torch
 
 from quorum_attention.counts import one_of, shown, switch, whole_number
 from quorum_attention.devices import named_device, present
+from quorum_attention.errors import BudgetError
 from quorum_attention.execution.memory import available_bytes
 from quorum_attention.execution.workload import ELEMENT_BYTES, GroupSize, Workload
 from quorum_attention.kernels.protocol import InnerKernel
@@ -20,7 +21,7 @@ from quorum_attention.planner.plan import Plan
 from quorum_attention.planner.rivals import quickest
 from quorum_attention.planner.search import Request, choose
 from quorum_attention.quorums import quorum_size
-from quorum_attention.sizes import format_bytes, parse_bytes
+from quorum_attention.sizes import format_bytes, format_seconds, parse_bytes
 
 # What is assumed of a CUDA device that is not there to be asked.
 _ASSUMED_DEVICE_BYTES = 80 << 30
@@ -215,11 +216,11 @@ class Estimate:
     """A dry run: what a call would take and do.
 
     Attributes:
-        fits_monolithic: whether the undecomposed call fits the budget.
-        monolithic_bytes: device bytes of the undecomposed call.
+        budget_bytes: what was asked for; None is what is free.
+        fits_monolithic: whether the uncut forward fits the budget.
+        monolithic_bytes: device bytes of the uncut forward.
         forward, backward: the plans.
-        alternatives: other forward plans by name: one level with n quorum chunks, their peak and
-            predicted seconds.
+        alternatives: forward plans with other levels that fit, the fastest first.
     """
 
     budget_bytes: int | None
@@ -233,18 +234,32 @@ class Estimate:
         """The estimate in words."""
         fits = "fits" if self.fits_monolithic else "does not fit"
         lines = [
-            f"monolithic call: {format_bytes(self.monolithic_bytes)}, {fits}",
+            f"monolithic call, forward: {format_bytes(self.monolithic_bytes)}, {fits}",
             self.forward.describe(),
             self.backward.describe(),
-            "alternatives (forward):",
+            "alternatives (forward), with other levels:" if self.alternatives else _NO_OTHERS,
         ]
         for other in self.alternatives:
-            levels = " x ".join(map(str, other.levels)) or "monolithic"
+            levels = " x ".join(map(str, other.levels)) or "none"
             lines.append(
                 f"  {levels:>12}: peak {format_bytes(other.peak_bytes)}, "
-                f"predicted {other.predicted_seconds:.3g} s"
+                f"predicted {format_seconds(other.predicted_seconds)}"
+                f"{'' if other.kernel == self.forward.kernel else f', kernel {other.kernel}'}"
             )
         return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.describe()
+
+
+_NO_OTHERS = "alternatives (forward): none of the other levels that were looked at fits"
+# Levels that an estimate looks at beside the plan's, and how many of those that fit it tells of.
+_OTHER_LEVELS: tuple[tuple[int, ...], ...] = (
+    *((), (7,), (13,), (31,), (57,), (133,), (307,), (553,), (993,)),
+    *((7, 7), (13, 13), (31, 31), (57, 57), (133, 133), (307, 307), (993, 993), (2451, 2451)),
+    *((57, 57, 57), (133, 133, 133), (57, 57, 57, 57)),
+)
+_MOST_OTHERS = 6
 
 
 def estimate(n_tokens: int, *, budget: int | str | None = None, **call: object) -> Estimate:
@@ -261,14 +276,45 @@ def estimate(n_tokens: int, *, budget: int | str | None = None, **call: object) 
     options: dict[str, object] = dict(call)
     forward = plan(n_tokens, budget=budget, **options)  # type: ignore[arg-type]
     backward = plan(n_tokens, budget=budget, backward=True, **options)  # type: ignore[arg-type]
-    whole = plan(n_tokens, levels=(), **options)  # type: ignore[arg-type]
     limit = None if budget is None else parse_bytes(budget)
-    others = [
-        plan(n_tokens, levels=levels, **options)  # type: ignore[arg-type]
-        for levels in ((), (7,), (13,), (31,), (57,), (7, 7))
-        if levels != forward.levels and n_tokens >= 128 * max(levels, default=0)
-    ]
     room = limit if limit is not None else _free(torch.device(forward.place.device_type))
+    whole = forward if _is_uncut(forward) else _uncut(forward, options.get("kernel", "auto"))
+    others = []
+    for levels in _OTHER_LEVELS:
+        if levels != forward.levels and n_tokens >= 128 * max(levels, default=0):
+            try:
+                others.append(plan(n_tokens, levels=levels, budget=room, **options))  # type: ignore[arg-type]
+            except BudgetError:
+                continue
+    others.sort(key=lambda other: other.predicted_seconds)
     return Estimate(
-        limit, whole.peak_bytes <= room, whole.peak_bytes, forward, backward, tuple(others)
+        limit,
+        whole.peak_bytes <= room,
+        whole.peak_bytes,
+        forward,
+        backward,
+        tuple(others[:_MOST_OTHERS]),
     )
+
+
+def _is_uncut(made: Plan) -> bool:
+    return made.depth == 0 and made.n_groups == 1
+
+
+def _uncut(made: Plan, kernel: object) -> Plan:
+    """The call of ``made`` as one unit."""
+    work, place = made.work, made.place
+    where = torch.device(place.device_type)
+    assert isinstance(kernel, (str, InnerKernel))
+    chosen = select_kernel(kernel, work.call_shape(where.type, False), where, tried=False)
+    request = Request(
+        budget_bytes=0,
+        levels=(),
+        group=GroupSize(work.batch, work.kv_heads),
+        n_cap=1,
+        pinned=True,
+        enforce_budget=False,
+    )
+    machine = machine_of(where, work.dtype, work.head_dim)
+    found = choose(work, request, chosen, place, machine, backward=False)
+    return Plan(work, found, place, chosen.name, None, False)

@@ -11,7 +11,7 @@ from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.workload import Workload, count_groups
 from quorum_attention.planner.footprint import Placement
 from quorum_attention.planner.search import Candidate
-from quorum_attention.sizes import format_bytes
+from quorum_attention.sizes import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Plan:
         shape = self.decomposition
         cost = self.candidate.cost
         name = "backward" if self.backward else "forward"
-        queries = f"{work.n_queries} queries x {work.n_keys} keys"
+        queries = f"{work.n_queries:,} queries x {work.n_keys:,} keys"
         heads = f"{work.batch} x {work.heads} heads ({work.kv_heads} key/value)"
         lines = [
             f"{name} of {queries}, {heads}, head_dim {work.head_dim}, "
@@ -109,14 +109,15 @@ class Plan:
         if not shape.levels:
             lines.append("levels: none, one monolithic task for each head group")
         else:
+            share = 100 * schedule.largest_task / max(1, shape.n_tokens)
             lines.append(
                 f"levels: {' x '.join(map(str, shape.levels))} chunks ({shape.layout}), "
-                f"{self.n_tasks} tasks of at most {schedule.largest_task} tokens "
-                f"({schedule.largest_task / max(1, shape.n_tokens):.1%} of the sequence)"
+                f"{self.n_tasks:,} tasks of at most {schedule.largest_task:,} tokens "
+                f"({share:.{1 if share >= 0.1 else 4}f}% of the sequence)"
             )
         lines.append(
             f"units: {self.n_groups} head group(s) of {schedule.group.batch} x "
-            f"{schedule.group.kv_heads} key/value heads x {self.n_tasks} task(s), "
+            f"{schedule.group.kv_heads} key/value heads x {self.n_tasks:,} task(s), "
             f"{schedule.n_cap} resident at once, {schedule.streams} kernel call(s) in flight"
         )
         how = f"through slots, accumulators: {schedule.accumulator}"
@@ -139,22 +140,27 @@ class Plan:
         ]
         within = f" of {format_bytes(self.budget_bytes)}" if self.budget_bytes is not None else ""
         lines.append(f"peak memory: {format_bytes(self.peak_bytes)}{within} ({', '.join(parts)})")
+        terms = [
+            f"{label} {format_seconds(seconds)}"
+            for label, seconds in (
+                ("arithmetic", cost.arithmetic),
+                ("merge", cost.merge),
+                ("up", cost.up),
+                ("down", cost.down),
+                ("host", cost.issue),
+            )
+        ]
         lines.append(
-            f"predicted: {cost.seconds:.3g} s (arithmetic {cost.arithmetic:.3g}, merge "
-            f"{cost.merge:.3g}, up {cost.up:.3g}, down {cost.down:.3g}, host {cost.issue:.3g}, "
+            f"predicted: {format_seconds(cost.seconds)} ({', '.join(terms)}, "
             f"{'overlapped' if cost.overlaps else 'one after the other'})"
         )
         if cost.preparation:
             lines.append(
-                f"first call: about {cost.preparation:.2g} s more, for the kernel to prepare its "
-                f"shapes"
+                f"first call: about {format_seconds(cost.preparation)} more, for the kernel to "
+                f"prepare its shapes"
             )
-        lines.append(f"why: {self._reason()}")
+        lines.append(f"why: {self.candidate.why or 'the only one that was asked for'}")
         return "\n".join(lines)
 
-    def _reason(self) -> str:
-        if self.candidate.why:
-            return self.candidate.why
-        if self.candidate.direct:
-            return "the monolithic call fits, and is short: nothing else was looked at"
-        return "the only one that was asked for"
+    def __str__(self) -> str:
+        return self.describe()

@@ -27,7 +27,7 @@ from quorum_attention.planner.footprint import (
 )
 from quorum_attention.planner.machine import Machine
 from quorum_attention.quorums import chunk_count, quorum_size, quorum_sizes
-from quorum_attention.sizes import format_bytes
+from quorum_attention.sizes import format_bytes, format_seconds
 
 # Single levels up to this quorum size; every pair and a few triples of small ones.
 _LARGEST_SINGLE = 50
@@ -45,10 +45,16 @@ _TRIPLES = ((7, 7, 7), (13, 7, 7), (13, 13, 7), (13, 13, 13))
 _LISTED = 3
 # What a greater depth than theirs is made of.
 _DEEP = 7
+# Where none of these fits: every cut into at most so many tasks. Of those that fit, so many are
+# priced, from few tasks to many.
+_MOST_TASKS = 20_000_000
+_PRICED_DEEP = 16
 # A monolithic call shorter than this (seconds) is taken without looking further; a decomposed one
 # has to be predicted this much faster.
 _WORTH_COMPARING = 0.02
 _CLEARLY = 0.95
+_SHORT = "the monolithic call fits, and is short: nothing else was looked at"
+_ON_A_CPU = "the monolithic call fits, and on a CPU no cut is faster: nothing else was looked at"
 # Such a short call of fewer bytes than this is run without asking what is free, which would take
 # as long as the call.
 _SMALL_BYTES = 256 << 20
@@ -242,6 +248,11 @@ def _choose(
                 yield from _schedules(
                     work, request, pairs, kernel, place, backward=backward, n_tasks=counts
                 )
+        if best is None and undivided is None and request.levels is None and request.enforce_budget:
+            deep = _deep(work, request, pairs, kernel, place, backward=backward)
+            yield from _schedules(
+                work, request, pairs, kernel, place, backward=backward, shapes=deep
+            )
 
     for schedule in schedules():
         footprint = count(work, schedule, kernel, place)
@@ -253,8 +264,10 @@ def _choose(
         found = price(work, schedule, kernel, place, machine, backward=backward)
         whole = found.schedule.group == GroupSize(work.batch, work.kv_heads)
         if found.direct and whole:
-            if found.cost.seconds < _WORTH_COMPARING or place.device_type != "cuda":
-                return found
+            if found.cost.seconds < _WORTH_COMPARING:
+                return replace(found, why=_SHORT)
+            if place.device_type != "cuda":
+                return replace(found, why=_ON_A_CPU)
             undivided = found
         else:
             seen.add(found)
@@ -273,8 +286,8 @@ def _choose(
     needed = footprint.total
     raise BudgetError(
         f"a budget of {format_bytes(request.budget_bytes)} ({request.budget_bytes} bytes) is too "
-        f"small for this call; the smallest that works is {format_bytes(needed)} ({needed} bytes)"
-        f"{_pinned_words(request)}: {_breakdown(footprint)}",
+        f"small for this call; the smallest that works, of the cuts this search knows, is "
+        f"{format_bytes(needed)} ({needed} bytes){_pinned_words(request)}: {_breakdown(footprint)}",
         smallest_bytes=needed,
     )
 
@@ -299,7 +312,7 @@ def undivided(
     paced = _paced(machine, kernel, pairs_of(work, kernel))
     found = price(work, schedule, kernel, place, paced, backward=backward)
     small = found.footprint.total <= _SMALL_BYTES and found.cost.seconds < _WORTH_COMPARING
-    return found if found.direct and small else None
+    return replace(found, why=_SHORT) if found.direct and small else None
 
 
 @dataclass(slots=True)
@@ -333,9 +346,9 @@ class _Seen:
         if others:
             seconds, other = min(others)
             name = " x ".join(map(str, other)) or "undivided heads"
-            following = f"; the best of other levels, {name}, would take {seconds:.3g} s"
+            following = f"; the best of other levels, {name}, would take {format_seconds(seconds)}"
         if undivided is not None:
-            spent = f"{undivided.cost.seconds:.3g} s"
+            spent = format_seconds(undivided.cost.seconds)
             if taken is undivided:
                 return f"the monolithic call fits, and nothing is clearly faster{following}"
             return f"predicted clearly faster than the monolithic call ({spent}){following}"
@@ -380,9 +393,10 @@ def _schedules(
     *,
     backward: bool,
     n_tasks: tuple[int, int] | None = None,
+    shapes: tuple[Decomposition, ...] | None = None,
 ) -> Iterator[Schedule]:
     """Every schedule worth a price; with ``n_tasks`` those of more than so many trimmed tasks, up
-    to so many."""
+    to so many; with ``shapes`` those of these cuts, through slots."""
     sizes = [request.group] if request.group is not None else group_sizes(work)
     sizes = sizes or [GroupSize(max(1, work.batch), max(1, work.kv_heads))]
     n_caps = [request.n_cap] if request.n_cap is not None else [2, 1]
@@ -403,8 +417,9 @@ def _schedules(
     sweeping &= not (one_by_one and place.divided)
     sweeping &= (several or one_by_one) and request.n_cap is None
     sweeping &= request.accumulator != "host" or place.device_type == "cpu"
-    sweeping &= request.sweep is not False
-    shapes = _decompositions(work, request, pairs)
+    sweeping &= request.sweep is not False and shapes is None
+    if shapes is None:
+        shapes = _decompositions(work, request, pairs)
     if n_tasks is not None:
         shapes = tuple(s for s in shapes if n_tasks[0] < s.n_tasks <= n_tasks[1])
     if sweeping and n_tasks is None:
@@ -431,6 +446,65 @@ def _schedules(
             # Under a mask a monolithic call is one rectangle as well: torch's own does the same.
             limit = max_pairs if shape.depth else None
             yield with_limits(schedule, work, limit)
+
+
+def _deep(
+    work: Workload,
+    request: Request,
+    pairs: Pairs,
+    kernel: InnerKernel,
+    place: Placement,
+    *,
+    backward: bool,
+) -> tuple[Decomposition, ...]:
+    """Of all cuts a few of those that fit, or the one that comes closest."""
+    count = backward_footprint if backward else forward_footprint
+    smallest = (group_sizes(work) or [GroupSize(max(1, work.batch), max(1, work.kv_heads))])[-1]
+    least = replace(
+        request,
+        group=request.group or smallest,
+        n_cap=request.n_cap or 1,
+        accumulator=request.accumulator or "host",
+        streams=1,
+    )
+    # Not the remembered ones: so many would drive out those that calls need.
+    shapes = tuple(
+        Decomposition(work.n_tokens, levels, request.layout, request.tile)  # type: ignore[arg-type]
+        for levels in _deep_levels(work.n_tokens, request.layout, request.tile)
+        if request.depth is None or len(levels) == request.depth
+    )
+    sized = [
+        (count(work, schedule, kernel, place).total, schedule.decomposition)
+        for schedule in _schedules(
+            work, least, pairs, kernel, place, backward=backward, shapes=shapes
+        )
+    ]
+    fitting = [shape for total, shape in sized if total <= request.budget_bytes]
+    if fitting or not sized:
+        fitting.sort(key=lambda shape: shape.n_tasks)
+        return tuple(fitting[:: max(1, -(-len(fitting) // _PRICED_DEEP))])
+    return (min(sized, key=lambda found: found[0])[1],)
+
+
+@lru_cache(maxsize=64)
+def _deep_levels(n_tokens: int, layout: str, tile: int) -> tuple[tuple[int, ...], ...]:
+    """Every cut into at most ``_MOST_TASKS``, coarser levels first, whose levels all make the
+    largest task smaller."""
+    counts = [chunk_count(l) for l in quorum_sizes(_LARGEST_SINGLE) if l >= 3]
+    found: list[tuple[int, ...]] = []
+
+    def go(levels: tuple[int, ...], tasks: int, tokens: int) -> None:
+        for c in counts:
+            if tasks * c > _MOST_TASKS or (levels and c > levels[-1]):
+                return
+            finer = (*levels, c)
+            left = Decomposition(n_tokens, finer, layout, tile).max_task_tokens  # type: ignore[arg-type]
+            if left < tokens:
+                found.append(finer)
+                go(finer, tasks * c, left)
+
+    go((), 1, n_tokens)
+    return tuple(found)
 
 
 def _trimmed_tally(

