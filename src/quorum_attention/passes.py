@@ -22,6 +22,7 @@ from quorum_attention.execution.memory import (
 from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.tools import Progress
 from quorum_attention.execution.workload import Workload
+from quorum_attention.kernels.outside import without_autocast
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.options import Options
 from quorum_attention.planner.footprint import Placement
@@ -50,6 +51,7 @@ def _run(
             _PeakMemory(options.device, report, options.report is not None),
             _progress(options) as progress,
             torch.no_grad(),
+            without_autocast("cpu", options.device.type),
             named_out_of_memory(pinned=plan.schedule.pinned),
         ):
             try:
@@ -161,7 +163,8 @@ def run_forward(
             options.report.forward = report
 
     plans = plans_of(work, options, kernel, place, backward=False)
-    return _run(plans, options, attempt, note)
+    result, lse = _run(plans, options, attempt, note)
+    return (result if out is not None else _whole(result)), _whole(lse)
 
 
 def run_backward(
@@ -211,7 +214,14 @@ def run_backward(
             options.report.backward = report
 
     plans = plans_of(work, options, kernel, place, backward=True)
-    return _run(plans, options, attempt, note)
+    found = _run(plans, options, attempt, note)
+    return found if grads is not None else (_whole(found[0]), _whole(found[1]), _whole(found[2]))
+
+
+def _whole(made: torch.Tensor) -> torch.Tensor:
+    """A tensor that was made here as no view of another, which autograd would let nobody write to:
+    that views were made here, without gradients, is nobody's business."""
+    return made.data if made._is_view() else made
 
 
 def _has_dense_rows(tensor: torch.Tensor) -> bool:
