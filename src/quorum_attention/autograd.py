@@ -18,6 +18,7 @@ from quorum_attention.arranged import beside
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.protocol import Captures
 from quorum_attention.kernels.registry import get_kernel
+from quorum_attention.kernels.uncompiled import uncompiled
 from quorum_attention.options import Options
 from quorum_attention.passes import run_backward, run_forward
 from quorum_attention.validation import check_inputs
@@ -108,6 +109,7 @@ class _Attention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
+    @uncompiled
     def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> Any:
         if grad_outputs[0] is None:
             return (None,) * 5
