@@ -126,6 +126,106 @@ def test_an_unrounded_output_of_16_bit_inputs(depth: int) -> None:
         assert_close(leaf.grad, expected, GRADIENT_TOLERANCE[torch.bfloat16])
 
 
+@pytest.mark.parametrize("kind", ["boolean", "additive", "additive-half"])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_mask_changed_before_the_backward_is_torchs_error(kind: str, depth: int) -> None:
+    """All that the backward reads is a saved tensor: the mask as well as the inputs."""
+    plain = inputs(60)
+    mask = {
+        "boolean": torch.rand(60, 60) > 0.4,
+        "additive": torch.randn(60, 60),
+        "additive-half": torch.randn(60, 60).half(),
+    }[kind]
+    out = qa.attention(*leaves(plain).three, mask, depth=depth)
+    mask.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward(plain.grad_out)
+
+
+@pytest.mark.parametrize("which", ["query", "key", "value", "out", "lse"])
+def test_anything_else_that_the_backward_reads_is_watched_too(which: str) -> None:
+    plain = inputs(60)
+    given = leaves(plain)
+    out, lse = qa.attention_with_lse(*given.three)
+    changed = {"out": out, "lse": lse}.get(which, getattr(given, which, None))
+    with torch.no_grad():
+        changed.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward(plain.grad_out)
+
+
+def _lse_function(bias: torch.Tensor):  # type: ignore[no-untyped-def]
+    def biased(query, key, value, *, is_causal, scale, key_positions):  # type: ignore[no-untyped-def]
+        scores = scale * query @ key.mT + bias[key_positions]
+        if is_causal:
+            scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1) > 0, -torch.inf)
+        return scores.softmax(-1) @ value, scores.logsumexp(-1)
+
+    return qa.from_lse_function(biased)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        _lse_function,
+        lambda bias: qa.from_score_mod(lambda s, b, h, q, k: s + bias[k], compiled=False),
+        lambda bias: qa.from_score_mod(
+            mask_mod=lambda b, h, q, k: (bias[k] > 0) | (q == k), compiled=False
+        ),
+    ],
+    ids=["function", "score", "mask"],
+)
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_tensor_that_a_kernel_closes_over_is_watched_too(make, depth) -> None:
+    plain = inputs(60)
+    bias = torch.randn(60)
+    kernel = make(bias)
+    given = leaves(plain)
+    qa.attention(*given.three, kernel=kernel, depth=depth).backward(plain.grad_out)
+    out = qa.attention(*given.three, kernel=kernel, depth=depth)
+    bias.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward(plain.grad_out)
+
+
+def test_hooks_on_saved_tensors_see_all_that_is_read() -> None:
+    """As offloading and checkpointing do: what they hand back is what is used."""
+    plain = inputs(60)
+    mask = torch.rand(60, 60) > 0.4
+    given = leaves(plain)
+    seen: list[torch.Tensor] = []
+
+    def away(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tensor)
+        return tensor.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(away, lambda tensor: tensor):
+        out, lse = qa.attention_with_lse(*given.three, mask)
+    addresses = {tensor.data_ptr() for tensor in seen}
+    assert addresses >= {t.data_ptr() for t in (*given.three, mask, out, lse)}
+    reference = exact(plain, mask=mask.clone(), gradients=True)
+    mask.zero_()
+    out.backward(plain.grad_out)  # of the copies
+    for leaf, expected in zip(given.three, reference.grads, strict=True):
+        assert_close(leaf.grad, expected, 5e-5)
+
+
+def test_a_parameter_as_a_mask_where_nothing_is_recorded() -> None:
+    """Its gradient is what is not computed; without a graph nobody asks for one."""
+    plain = inputs(60)
+    mask = torch.nn.Parameter(torch.randn(60, 60))
+    with torch.no_grad():
+        out = qa.attention(*leaves(plain).three, mask)
+        found = qa.attention_with_lse(*plain.three, mask)
+        qa.attention_backward(plain.grad_out, *plain.three, *found, mask)
+    with torch.inference_mode():
+        qa.attention(*plain.three, mask)
+    assert_close(out, exact(plain, mask=mask.detach()).out, 5e-5)
+    for three in (plain.three, leaves(plain).three):
+        with pytest.raises(NotImplementedError, match=r"attn_mask.requires_grad .*"):
+            qa.attention(*three, mask)
+
+
 def test_a_second_derivative_is_refused_in_words() -> None:
     given = leaves(inputs(20))
     out = qa.attention(*given.three)
@@ -170,6 +270,75 @@ def test_a_preallocated_output_takes_part_in_autograd() -> None:
     assert out.requires_grad
     out.backward(plain.grad_out)
     assert_close(given.query.grad, exact(plain, gradients=True).grads[0], 5e-5)
+
+
+def test_a_preallocated_output_serves_step_after_step() -> None:
+    """The graph is the returned tensor's; the one that was given stays as it was."""
+    room = torch.empty(1, 2, 300, 8)
+    for _ in range(3):
+        plain = inputs(300)
+        given = leaves(plain)
+        out = qa.attention(*given.three, depth=1, out=room)
+        assert not room.requires_grad
+        assert room.is_leaf
+        out.backward(plain.grad_out)
+        assert_close(room, exact(plain).out, 5e-5)
+        for leaf, expected in zip(given.three, exact(plain, gradients=True).grads, strict=True):
+            assert_close(leaf.grad, expected, 5e-5)
+
+
+@pytest.mark.parametrize("how", ["the next call", "its owner", "the returned one"])
+def test_a_preallocated_output_overwritten_before_the_backward_is_torchs_error(how: str) -> None:
+    plain = inputs(60)
+    room = torch.empty_like(plain.grad_out)
+    out = qa.attention(*leaves(plain).three, out=room)
+    if how == "the next call":
+        qa.attention(*leaves(inputs(60)).three, out=room)
+    else:
+        with torch.no_grad():
+            (room if how == "its owner" else out).zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward(plain.grad_out)
+
+
+def test_without_gradients_the_given_output_is_what_is_returned() -> None:
+    plain = inputs(60)
+    room = torch.empty_like(plain.grad_out)
+    assert qa.attention(*plain.three, out=room) is room
+    with torch.no_grad():
+        assert qa.attention(*leaves(plain).three, out=room) is room
+
+
+@pytest.mark.parametrize("call", [{}, {"depth": 1}, {"kernel": "dense"}])
+@pytest.mark.parametrize(("kv_heads", "value_dim"), [(4, 8), (2, 8), (4, 5), (2, 24)])
+def test_results_can_be_written_to(call, kv_heads, value_dim) -> None:
+    """As torch's: a step further in the graph, or torch's error where the backward needs them."""
+    plain = inputs(60, heads=4, kv_heads=kv_heads, value_dim=value_dim)
+    given = leaves(plain)
+    out = qa.attention(*given.three, enable_gqa=True, **call)
+    before = out.detach().clone()
+    out.mul_(2.0)
+    assert torch.equal(out, 2 * before)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward(plain.grad_out)
+    more = torch.ones((), requires_grad=True)
+    for made in qa.attention_with_lse(*plain.three, enable_gqa=True, **call):
+        made += more
+        made.sum().backward()
+    found = qa.attention_with_lse(*plain.three, enable_gqa=True, **call)
+    for grad in qa.attention_backward(
+        plain.grad_out, *plain.three, *found, enable_gqa=True, **call
+    ):
+        grad += more
+    assert more.grad is not None
+
+
+def test_views_of_results_can_be_written_to() -> None:
+    plain = inputs(60, value_dim=5)
+    out = qa.attention(*leaves(plain).three)
+    out[:, :, ::2].zero_()
+    out[0][1, 3] = 1.0
+    assert out.grad_fn is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import random
+import weakref
 from collections import Counter
 
 import pytest
@@ -346,15 +347,16 @@ class TestNothingIsLeftBehind:
         )  # fmt: skip
         plan = unpinned(plan) if end == "given up" else plan
         ending: list[str] = []
+        held = [kernel]
 
         def call() -> None:
             try:
                 if backward:
                     qa.attention_backward(
-                        made.grad_out, *made.three, out, lse, plan=plan, kernel=kernel
+                        made.grad_out, *made.three, out, lse, plan=plan, kernel=held[0]
                     )
                 else:
-                    qa.attention(*made.three, plan=plan, kernel=kernel)
+                    qa.attention(*made.three, plan=plan, kernel=held[0])
                 ending.append("success")
             except (ValueError, KeyboardInterrupt, torch.OutOfMemoryError) as failure:
                 ending.append(type(failure).__name__)
@@ -368,6 +370,11 @@ class TestNothingIsLeftBehind:
         assert left == 0
         for tensor, copy in zip(tensors, before, strict=True):
             assert torch.equal(tensor, copy)
+        watch = weakref.ref(kernel)
+        held.clear()
+        del kernel
+        gc.collect()
+        assert watch() is None, "what was found out about a kernel keeps it"
 
     def test_autograd_lets_go_with_its_graph(self) -> None:
         made = inputs(300)

@@ -22,7 +22,7 @@ FLOORS = (
     ("kernels", "pictures"),
     ("execution",),
     ("planner",),
-    ("api", "autograd", "choices", "options", "passes", "progress", "validation"),
+    ("api", "arranged", "autograd", "choices", "options", "passes", "progress", "validation"),
     ("integrations", "distributed", "bench", "checking"),
     ("cli",),
 )

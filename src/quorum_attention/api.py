@@ -7,10 +7,19 @@ from typing import Any
 
 import torch
 
+from quorum_attention.arranged import arranged, beside
+from quorum_attention.autograd import (
+    differentiable,
+    records,
+    refuse_out_of_transforms,
+    refuse_transforms,
+)
 from quorum_attention.choices import check_plan
 from quorum_attention.counts import shown
 from quorum_attention.execution.report import Report
+from quorum_attention.kernels.outside import refuse_traces
 from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.uncompiled import uncompiled
 from quorum_attention.options import Device, settle
 from quorum_attention.passes import run_backward, run_forward
 from quorum_attention.planner.plan import Plan
@@ -24,6 +33,7 @@ from quorum_attention.validation import (
 )
 
 
+@uncompiled
 def attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -54,12 +64,16 @@ def attention(
 
     Args:
         query: (..., heads, n_queries, head_dim); fp16, bf16, fp32 or fp64; on a CUDA device, in
-            host memory, or memory-mapped. A NumPy array (np.memmap too) works as well.
+            host memory, or memory-mapped. A NumPy array (np.memmap too) works as well. Without
+            heads, (n_queries, head_dim), too, and so is the result.
         key: (..., kv_heads, n_keys, head_dim), dtype and device of the query.
-        value: (..., kv_heads, n_keys, value_dim).
+        value: (..., kv_heads, n_keys, value_dim). Batch dimensions broadcast, and so does one
+            head, as in torch. Under ``torch.autocast`` all three are cast to its dtype (of their
+            own device), and kernels compute in that; gradients have the inputs' dtypes.
         attn_mask: boolean (True keeps) or additive, broadcastable to
             (..., heads, n_queries, n_keys), on any device. It is never expanded beyond one
-            rectangle of the decomposition.
+            rectangle of the decomposition. It gets no gradient: one that requires it is refused
+            where gradients are recorded.
         dropout_p: only 0.0.
         is_causal: query i sees keys j <= i (top-left, as in torch); may be combined with a mask.
         scale: of the scores; None is head_dim ** -0.5.
@@ -80,6 +94,9 @@ def attention(
             may be a view between others of one tensor, but share no memory with what is read, nor
             overlap itself. A read-only array or memory map is refused; that a tensor lies over an
             object that must not change (``torch.frombuffer`` of bytes) cannot be seen.
+            Where gradients are recorded, what is returned is another tensor over the same memory:
+            it carries the graph, ``out`` does not and can be given again, once the backward is
+            done (before that, torch's error about a changed tensor says so).
         out_dtype: of the result, None for the query's. Statistics are merged in fp32 whatever it
             is; torch.float32 returns them without a last rounding.
         progress: True for a progress bar on stderr, or a callable (done, total, label).
@@ -91,7 +108,10 @@ def attention(
 
     Raises:
         ValueError, TypeError: arguments that do not fit; before anything is allocated.
-        NotImplementedError: what no kernel here supports; says what would.
+        NotImplementedError: what no kernel here supports; says what would. Also under a trace
+            (make_fx, torch.export, torch.jit.trace, a FakeTensorMode), and for forward-mode and
+            second derivatives; torch.compile calls this function as it is, between two graphs, and
+            torch.vmap and torch.func.grad work.
         BudgetError: the budget is too small to work in; names the smallest that would do.
         OutOfMemoryError: memory ran out and nothing finer was left to try.
     """
@@ -117,6 +137,7 @@ def attention(
     )[0]
 
 
+@uncompiled
 def attention_with_lse(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -147,11 +168,15 @@ def attention_with_lse(
     """
     query, key, value = as_tensor(query, "query"), as_tensor(key, "key"), as_tensor(value, "value")
     mask = None if attn_mask is None else as_tensor(attn_mask, "attn_mask")
-    if out is not None:
-        out = as_tensor(out, "out", written=True)
+    refuse_traces("attention", query=query, key=key, value=value, attn_mask=mask)
+    inputs = arranged(query, key, value, enable_gqa)
+    (query, key, value), enable_gqa = inputs.three, inputs.enable_gqa
+    given = None if out is None else as_tensor(out, "out", written=True)
+    out = None if given is None else inputs.result(given, 2)
     check_options(dropout_p, out_dtype)
     work = check_inputs(query, key, value, mask, is_causal=is_causal, enable_gqa=enable_gqa)
     if out is not None:
+        refuse_out_of_transforms()
         check_result(out, (*query.shape[:-1], value.shape[-1]), "out", query.device, out_dtype)
         read = {"query": query, "key": key, "value": value, "attn_mask": mask}
         check_apart({"out": out}, read)
@@ -161,13 +186,18 @@ def attention_with_lse(
     )  # fmt: skip
     check_plan(plan, work)
     dtype = out.dtype if out is not None else (out_dtype or query.dtype)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)):
-        from quorum_attention.autograd import differentiable
+    cast_bytes = inputs.cast_bytes if query.device == options.device else 0
+    if records(query, key, value):
+        result, lse = differentiable(query, key, value, work, options, out, dtype, cast_bytes)
+    else:
+        with beside(cast_bytes, options) as left:
+            result, lse = run_forward(query, key, value, work, left, out, dtype, needs_grad=False)
+        if given is not None:
+            return given, inputs.back(lse)
+    return inputs.back(result), inputs.back(lse)
 
-        return differentiable(query, key, value, options, out, dtype)
-    return run_forward(query, key, value, work, options, out, dtype, needs_grad=False)
 
-
+@uncompiled
 def attention_backward(
     grad_out: torch.Tensor,
     query: torch.Tensor,
@@ -209,6 +239,13 @@ def attention_backward(
     grad_out, out = as_tensor(grad_out, "grad_out"), as_tensor(out, "out")
     lse = as_tensor(lse, "lse")
     mask = None if attn_mask is None else as_tensor(attn_mask, "attn_mask")
+    refuse_traces("attention_backward", query=query, key=key, value=value, attn_mask=mask)
+    refuse_transforms(grad_out, query, key, value)
+    originals = (query, key, value)
+    inputs = arranged(query, key, value, enable_gqa)
+    (query, key, value), enable_gqa = inputs.three, inputs.enable_gqa
+    grad_out, out = inputs.result(grad_out, 2), inputs.result(out, 2)
+    lse = inputs.result(lse, 1)
     work = check_inputs(query, key, value, mask, is_causal=is_causal, enable_gqa=enable_gqa)
     rows, home = tuple(query.shape[:-1]), query.device
     check_given(grad_out, (*rows, value.shape[-1]), "grad_out", home)
@@ -219,6 +256,11 @@ def attention_backward(
             raise TypeError(f"grads must be three tensors, got {shown(grads)}")
         if len(grads) != 3:
             raise ValueError(f"grads must be three tensors, got {len(grads)}")
+        if any(i.shape != o.shape for i, o in zip((query, key, value), originals, strict=True)):
+            raise NotImplementedError(
+                "grads cannot be given for inputs that are broadcast, nor without a dimension of "
+                "heads: leave them out, and their gradients are returned"
+            )
         names = ("grads[0]", "grads[1]", "grads[2]")
         given = [as_tensor(g, name, written=True) for g, name in zip(grads, names, strict=True)]
         for target, name, like in zip(given, names, (query, key, value), strict=True):
@@ -234,7 +276,13 @@ def attention_backward(
         devices, progress, report,
     )  # fmt: skip
     check_plan(plan, work)
-    return run_backward(grad_out, query, key, value, out, lse, work, options, grads)
+    cast_bytes = inputs.cast_bytes if query.device == options.device else 0
+    with beside(cast_bytes, options) as left:
+        found = run_backward(grad_out, query, key, value, out, lse, work, left, grads)
+    if grads is not None:
+        return found
+    dq, dk, dv = (g.sum_to_size(o.shape).to(o.dtype) for g, o in zip(found, originals, strict=True))
+    return dq, dk, dv
 
 
 __all__ = ["attention", "attention_backward", "attention_with_lse"]

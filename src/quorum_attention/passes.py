@@ -27,6 +27,7 @@ from quorum_attention.execution.tools import Progress
 from quorum_attention.execution.upstream import divided_bytes, outreaches, upstream_of
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.delta import exact_carrier, has_short_rows
+from quorum_attention.kernels.outside import without_autocast
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.options import Options
 from quorum_attention.planner.footprint import Placement
@@ -55,6 +56,7 @@ def _run(
             _PeakMemory(options.device, report, options.report is not None),
             _progress(options) as progress,
             torch.no_grad(),
+            without_autocast("cpu", options.device.type),
             named_out_of_memory(pinned=plan.schedule.pinned),
         ):
             try:
@@ -75,7 +77,11 @@ def _run(
 def _at_once(options: Options, attempt: Callable[[], _Result]) -> _Result | None:
     """The result of a small call; None where it runs out of memory, and has to be planned."""
     try:
-        with _device(options.device), torch.no_grad():
+        with (
+            _device(options.device),
+            torch.no_grad(),
+            without_autocast("cpu", options.device.type),
+        ):
             return attempt()
     except Exception as error:
         if not is_out_of_memory(error):
@@ -160,13 +166,14 @@ def run_forward(
         rows_are_dense(query, key, value),
     )
     if needs_grad and options.budget_bytes is not None:
-        check_both_passes(work, options, shape, place)
+        copied = out is not None and not is_operand(out, work.dtype)
+        check_both_passes(work, options, shape, place, copied or out_dtype != work.dtype)
     small = small_kernel(work, options, shape, place, out_dtype, backward=False)
     if small is not None:
         call = _call(query, key, value, work, options, small)
         found = _at_once(options, lambda: forward_at_once(call, out_dtype))
         if found is not None:
-            return found
+            return _whole(found[0]), _whole(found[1])
     kernel = kernel_of(work, options, shape, place, out_dtype, backward=False)
     call = _call(query, key, value, work, options, kernel)
 
@@ -183,7 +190,8 @@ def run_forward(
             options.report.forward = report
 
     plans = plans_of(work, options, kernel, place, backward=False)
-    return _run(plans, options, attempt, note)
+    result, lse = _run(plans, options, attempt, note)
+    return (result if out is not None else _whole(result)), _whole(lse)
 
 
 def run_backward(
@@ -225,7 +233,7 @@ def run_backward(
             carrier = _carrier(call, options, grad_out, out, lse)
             found = _at_once(options, lambda: backward_at_once(call, grad_out, carrier, lse))
             if found is not None:
-                return found
+                return _whole(found[0]), _whole(found[1]), _whole(found[2])
     # Rows whose output was not rounded: the same kernel as in the forward.
     kernel = kernel_of(work, options, shape, place, out.dtype, backward=True)
     call = _call(query, key, value, work, options, kernel)
@@ -249,7 +257,14 @@ def run_backward(
             options.report.backward = report
 
     plans = plans_of(work, options, kernel, place, backward=True)
-    return _run(plans, options, attempt, note)
+    found = _run(plans, options, attempt, note)
+    return found if grads is not None else (_whole(found[0]), _whole(found[1]), _whole(found[2]))
+
+
+def _whole(made: torch.Tensor) -> torch.Tensor:
+    """A tensor that was made here as no view of another, which autograd would let nobody write to:
+    that views were made here, without gradients, is nobody's business."""
+    return made.data if made._is_view() else made
 
 
 def _carrier(

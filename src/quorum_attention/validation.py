@@ -111,7 +111,7 @@ def check_inputs(
         _check_kind(tensor, name)
         if tensor.dim() < 3:
             raise ValueError(
-                f"{name} must have at least 3 dimensions (..., heads, tokens, head_dim), "
+                f"{name} must have at least 2 dimensions (..., heads, tokens, head_dim), "
                 f"got shape {tuple(tensor.shape)}"
             )
         if tensor.dtype not in ELEMENT_BYTES:
@@ -176,7 +176,7 @@ def check_inputs(
 def _check_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> None:
     if mask.dtype != torch.bool and mask.dtype not in ELEMENT_BYTES:
         raise TypeError(f"attn_mask must be bool or one of {_DTYPES}, got {mask.dtype}")
-    if mask.requires_grad:
+    if mask.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
             "attn_mask.requires_grad is not supported: gradients of a bias are not computed; "
             "pass attn_mask.detach()"

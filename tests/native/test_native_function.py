@@ -345,3 +345,48 @@ def test_options_in_a_decomposed_call(name: str, levels, device: str) -> None:
     assert relative(lse, expected_lse) < 3e-6
     for mine, theirs in zip(grads, right, strict=True):
         assert relative(mine, theirs.grad) < 1e-5
+
+
+def test_group_bits_are_saved_for_the_backward(device: str) -> None:
+    """Written to in between, they are torch's error, as any saved tensor."""
+    q, k, v = (torch.randn(1, 1, 40, 16, device=device, requires_grad=True) for _ in range(3))
+    bits = torch.ones(40, dtype=torch.int64, device=device)
+    other = torch.full_like(bits, 2)
+    qa.native_attention(q, k, v, query_bits=bits, key_bits=other)[0].sum().backward()
+    out, _ = qa.native_attention(q, k, v, query_bits=bits, key_bits=other)
+    other.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_slopes_are_the_kernels_own(device: str) -> None:
+    """A kernel means the same as long as it lives, whatever is done to the tensor it was given."""
+    q = torch.randn(1, 2, 40, 16, device=device)
+    slopes = torch.tensor([0.5, 0.03], device=device)
+    kernel = qa.NativeKernel(alibi_slopes=slopes)
+    before = qa.attention(q, q, q, kernel=kernel)
+    slopes.zero_()
+    assert torch.equal(qa.attention(q, q, q, kernel=kernel), before)
+
+
+def test_tables_made_in_inference_mode_serve_a_backward(device: str) -> None:
+    """What is kept between calls is of no mode."""
+    plain = [torch.randn(1, 1, 90, 16, device=device) for _ in range(3)]
+    call = {"is_causal": True, "kernel": qa.NativeKernel(window=30), "depth": 1}
+    with torch.inference_mode():
+        first = qa.attention(*plain, **call)
+    leaves = [t.clone().requires_grad_() for t in plain]
+    out = qa.attention(*leaves, **call)
+    out.sum().backward()
+    assert torch.equal(out.detach(), first.clone())
+    assert all(t.grad is not None for t in leaves)
+
+
+def test_forward_mode_and_transformations_are_refused(device: str) -> None:
+    q = torch.randn(1, 1, 16, 16, device=device)
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        torch.func.jvp(lambda t: qa.native_attention(t, q, q)[0], (q,), (q,))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, q)
+        with pytest.raises((NotImplementedError, RuntimeError)):
+            qa.native_attention(dual, q, q)

@@ -155,7 +155,7 @@ def travelling_home(
     """
     if home.type == "cpu" and compute.type == "cuda":
         try:
-            return torch.empty(shape, dtype=dtype, pin_memory=True)
+            return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise

@@ -176,7 +176,7 @@ def _pair_bytes(call: CallShape, extent: Extent, matrices: int) -> int:
         copies = (extent.batch if call.mask.batch else 1) * (
             extent.query_heads if call.mask.heads else 1
         )
-        bias = copies * pairs * torch.empty((), dtype=call.dtype).element_size()
+        bias = copies * pairs * call.dtype.itemsize
     return pairs * (matrices * group * _work_size(call.dtype) + 4) + bias
 
 

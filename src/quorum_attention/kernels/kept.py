@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 _Value = TypeVar("_Value")
+_MISSING = object()
 
 
 class Kept(Generic[_Value]):
@@ -30,9 +31,10 @@ class Kept(Generic[_Value]):
     def get(self, key: Hashable, make: Callable[[], _Value]) -> _Value:
         """What is kept under ``key``, made where there is none."""
         with self._lock:
-            if key in self._values:
+            found = self._values.get(key, _MISSING)
+            if found is not _MISSING:
                 self._values.move_to_end(key)
-                return self._values[key]
+                return found  # type: ignore[return-value]
         # Not under the lock: making may take long, and twice does no harm.
         value = make()
         with self._lock:

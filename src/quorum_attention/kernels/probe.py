@@ -6,7 +6,6 @@ with the float64 reference, forward and, if gradients are wanted, backward.
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from itertools import product
@@ -16,6 +15,7 @@ import torch
 from quorum_attention.decomposition import Decomposition, Rectangle
 from quorum_attention.kernels.dense import DenseKernel
 from quorum_attention.kernels.merge import empty_
+from quorum_attention.kernels.outside import capturing, outside
 from quorum_attention.kernels.protocol import (
     CallShape,
     Gradients,
@@ -24,6 +24,7 @@ from quorum_attention.kernels.protocol import (
     Statistics,
     TaskTensors,
 )
+from quorum_attention.kernels.remembered import remembered
 
 _QUERIES = 256
 _KEYS = 384
@@ -39,7 +40,12 @@ _TOLERANCES = {
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    kernel: InnerKernel
+    """What an answer depends on, beside the kernel.
+
+    Attributes:
+        deterministic: torch refuses operators that are not, as long as it is told to.
+    """
+
     device: torch.device
     dtype: torch.dtype
     head_dim: int
@@ -48,12 +54,17 @@ class _Question:
     mask: MaskShape | None
     needs_grad: bool
     positive_scale: bool
+    deterministic: bool
 
     @property
     def scales(self) -> tuple[float, ...]:
         """Factors of the scores to try."""
         usual = 1.0 / math.sqrt(max(1, self.head_dim))
         return (usual,) if self.positive_scale else (-usual, 0.0)
+
+
+# Of one kernel; a few for every kind of call.
+_ANSWERS = 1024
 
 
 def probe(kernel: InnerKernel, call: CallShape, device: torch.device | None = None) -> str | None:
@@ -66,14 +77,15 @@ def probe(kernel: InnerKernel, call: CallShape, device: torch.device | None = No
 
     Raises:
         torch.OutOfMemoryError: the device has not even room for this (some MiB).
+        RuntimeError: a CUDA graph is being captured, and it has not been found out before.
     """
     if device is None:
         device = torch.device(call.device_type)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return _answer(
+        kernel,
         _Question(
-            kernel,
             device,
             call.dtype,
             call.head_dim,
@@ -82,15 +94,27 @@ def probe(kernel: InnerKernel, call: CallShape, device: torch.device | None = No
             call.mask,
             call.needs_grad,
             call.positive_scale,
-        )
+            torch.are_deterministic_algorithms_enabled(),
+        ),
     )
 
 
-@functools.cache
-def _answer(question: _Question) -> str | None:
+@remembered(_ANSWERS)
+def _answer(kernel: InnerKernel, question: _Question) -> str | None:
+    if capturing(question.device):
+        raise RuntimeError(
+            f"kernel {kernel.name!r} has to be tried out before a CUDA graph is captured: make one "
+            f"such call first, as warm-up"
+        )
+    # Whatever the caller runs under, the answer is about the device.
+    with outside():
+        return _tried(kernel, question)
+
+
+def _tried(kernel: InnerKernel, question: _Question) -> str | None:
     for is_causal, scale in product((False, True), question.scales):
         try:
-            wrong = _compare(question, is_causal, scale)
+            wrong = _compare(kernel, question, is_causal, scale)
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
                 raise
@@ -104,13 +128,13 @@ def _answer(question: _Question) -> str | None:
     return None
 
 
-def _compare(question: _Question, is_causal: bool, scale: float) -> str | None:
+def _compare(kernel: InnerKernel, question: _Question, is_causal: bool, scale: float) -> str | None:
     """Run the kernel and the reference; what is wrong with the kernel's results, or None."""
     n_keys = _QUERIES if is_causal else _KEYS
     inputs = _Inputs.random(question, n_keys)
     how = (is_causal, scale, question.needs_grad)
     exact = _run(DenseKernel(), inputs.to(dtype=torch.float64), *how)
-    found = _run(question.kernel, inputs.to(device=question.device), *how)
+    found = _run(kernel, inputs.to(device=question.device), *how)
     tolerance = _TOLERANCES.get(question.dtype, 1e-1)
     for name, reference in exact.items():
         result = found[name].to("cpu", torch.float64)

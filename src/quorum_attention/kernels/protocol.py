@@ -177,6 +177,17 @@ class InnerKernel(Protocol):
 
 
 @runtime_checkable
+class Captures(Protocol):
+    """What a kernel that reads tensors of its own may offer besides (slopes, ids of documents, what
+    a function closes over): autograd saves them with the inputs, so that one that is written to
+    before the backward is an error, as with any saved tensor."""
+
+    def captured(self) -> Sequence[torch.Tensor]:
+        """Tensors beside the inputs that results depend on."""
+        ...
+
+
+@runtime_checkable
 class Sparse(Protocol):
     """What a kernel with a mask of its own may offer besides: which pairs it leaves out, so that
     tokens without a pair are not copied (``decomposition/trimming.py``)."""

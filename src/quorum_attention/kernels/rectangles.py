@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 
@@ -28,6 +28,7 @@ from quorum_attention.kernels.protocol import (
     Statistics,
     TaskTensors,
 )
+from quorum_attention.kernels.remembered import remembered
 from quorum_attention.kernels.views import Pick, jth_of_group, key_rows, query_rows, runs_as_batch
 
 
@@ -431,7 +432,7 @@ class _BackwardPiece:
         )
 
 
-@lru_cache(maxsize=512)
+@remembered(512)
 def _planned_calls(
     kernel: RectangleKernel, sizes: TaskSizes, rectangles: tuple[Rectangle, ...], backward: bool
 ) -> tuple[Batch, ...]:

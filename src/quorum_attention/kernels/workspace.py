@@ -70,7 +70,7 @@ class RectangleSizes:
     def of(cls, call: CallShape, extent: Extent, grouped: bool) -> RectangleSizes:
         """Sizes for a kernel whose operator takes grouped heads as they are, or does not."""
         heads = extent.query_heads if grouped else extent.key_heads
-        item = torch.empty((), dtype=call.dtype).element_size()
+        item = call.dtype.itemsize
         bias = aligned = dead = 0
         if call.mask is not None:
             bias_batch = extent.batch if call.mask.batch else 1

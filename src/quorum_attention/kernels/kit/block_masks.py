@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from quorum_attention.decomposition import Ranges, Rectangle, Task
 from quorum_attention.kernels.kit.masks import BlockMask
+from quorum_attention.kernels.outside import outside
 
 BLOCK = 128
 EMPTY, FULL, MIXED = 0, 1, 2
@@ -335,7 +336,8 @@ def _packed(arrays: list[NDArray[Any]], pinned: bool) -> tuple[torch.Tensor, tup
         strides = tuple(math.prod(array.shape[i + 1 :]) for i in range(array.ndim))
         parts.append((at, array.shape, strides))
         at += -(-array.size // _ALIGNED) * _ALIGNED
-    buffer = torch.zeros(at, dtype=torch.int32, pin_memory=pinned)
+    with outside():  # kept
+        buffer = torch.zeros(at, dtype=torch.int32, pin_memory=pinned)
     host = buffer.numpy()
     for (start, _, _), array in zip(parts, arrays, strict=True):
         host[start : start + array.size] = array.reshape(-1)

@@ -134,6 +134,10 @@ class FlexKernel:
             return "compiled FlexAttention has no lse and no backward on the CPU: compiled=False"
         return self._in_memory.refusal(call)
 
+    def captured(self) -> list[torch.Tensor]:
+        """See ``Captures``."""
+        return self._in_memory.captured()
+
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
         """See ``ScoreModKernel``."""
         return kept_pairs(self.mask_mod, n_queries, n_keys, is_causal)

@@ -182,9 +182,10 @@ def _disagreement(attend: Attend, inputs: Three, block_mask: Any) -> str | None:
     with torch.no_grad():
         # As if other keys had been merged: any out will do, and any larger lse.
         generator = torch.Generator().manual_seed(1)
-        noise = [torch.randn(own_out.shape, generator=generator) for _ in range(2)]
+        noise = [torch.randn(own_out.shape, generator=generator, device="cpu") for _ in range(2)]
         grad_out, out = (t.to(own_out.device, own_out.dtype) for t in noise)
-        lse = own_lse + torch.rand(own_lse.shape, generator=generator).to(own_lse.device)
+        more = torch.rand(own_lse.shape, generator=generator, device="cpu")
+        lse = own_lse + more.to(own_lse.device)
     rows = Rows(grad_out, own_out + out, lse.contiguous())
     wanted = recomputed_gradients(attend, inputs, block_mask, rows)
     sizes = [float(torch.linalg.vector_norm(t.float())) for t in wanted]

@@ -15,6 +15,7 @@ from quorum_attention.kernels.kit.laid_out import laid_out, layout
 from quorum_attention.kernels.kit.masks import BlockMask, MaskMod
 from quorum_attention.kernels.kit.materialised import ScoreMod
 from quorum_attention.kernels.kit.positions import positions
+from quorum_attention.kernels.outside import outside
 from quorum_attention.kernels.protocol import TaskTensors
 
 # Rows and columns of the sample that the backward is tried on; not whole blocks.
@@ -184,7 +185,7 @@ def launch(task: TaskTensors, lists: BlockLists, mask_mod: MaskMod | None) -> La
 def _numbers(which: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Few bytes, which every task of a head group would send again."""
     # Kept, so also for a backward, which takes no tensor of inference mode.
-    with torch.inference_mode(False):
+    with outside():
         return torch.tensor(which, dtype=torch.int32).to(device)
 
 
@@ -214,9 +215,9 @@ def _random_like(tensor: torch.Tensor, rows: int, generator: torch.Generator) ->
     batch, heads, _, width = tensor.shape
     lies = layout(tensor)
     if lies == "tokens":
-        found = torch.randn(batch, rows, heads, width, generator=generator)
+        found = torch.randn(batch, rows, heads, width, generator=generator, device="cpu")
         return found.to(tensor.device, tensor.dtype).transpose(1, 2).detach()
     # A whole number of sixteenths, and more than the rows.
     more = 32 - rows % 16 if lies == "apart" else 0
-    found = torch.randn(batch, heads, rows + more, width, generator=generator)
+    found = torch.randn(batch, heads, rows + more, width, generator=generator, device="cpu")
     return found.to(tensor.device, tensor.dtype)[:, :, :rows].detach()

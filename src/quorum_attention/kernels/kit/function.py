@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from quorum_attention.counts import shown, switch
 from quorum_attention.decomposition import Rectangle
 from quorum_attention.kernels.blocks import row_blocks
 from quorum_attention.kernels.kit.positions import positions
+from quorum_attention.kernels.kit.reads import tensors
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, add_, merge_
 from quorum_attention.kernels.protocol import (
     CallShape,
@@ -91,6 +92,10 @@ class FunctionKernel:
 
     own_attention = True
     """It is no plain attention, so comparing it with the reference says nothing."""
+
+    def captured(self) -> list[torch.Tensor]:
+        """See ``Captures``: what the functions close over, as far as it is plain to see."""
+        return tensors(self.function, self.explicit_backward)
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
@@ -196,20 +201,29 @@ class FunctionKernel:
     def _by_autograd(
         self, piece: Piece, grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        inputs = [t.detach().requires_grad_() for t in (piece.query, piece.key, piece.value)]
-        with torch.enable_grad():
-            own_out, own_lse = self._run(piece, *inputs)
-        if not (own_out.requires_grad and own_lse.requires_grad):
-            raise TypeError(
-                f"kernel {self.name!r} returns {'an lse' if own_out.requires_grad else 'an out'} "
-                "without a gradient: both must be differentiable, or give backward="
-            )
-        upstream = upstream_of(own_out, own_lse, grad_out, out, lse)
-        grads = torch.autograd.grad((own_out, own_lse), inputs, upstream, allow_unused=True)
+        # Whatever the caller runs under, this records.
+        with torch.inference_mode(False), torch.enable_grad():
+            named = {name: _plain(value) for name, value in piece.named.items()}
+            three = (_plain(t) for t in (piece.query, piece.key, piece.value))
+            inputs = [t.detach().requires_grad_() for t in three]
+            own_out, own_lse = self._run(replace(piece, named=named), *inputs)
+            if not (own_out.requires_grad and own_lse.requires_grad):
+                which = "an lse" if own_out.requires_grad else "an out"
+                raise TypeError(
+                    f"kernel {self.name!r} returns {which} without a gradient: both must be "
+                    "differentiable, or give backward="
+                )
+            upstream = upstream_of(own_out, own_lse, grad_out, out, lse)
+            grads = torch.autograd.grad((own_out, own_lse), inputs, upstream, allow_unused=True)
         query, key, value = (
             torch.zeros_like(t) if g is None else g for g, t in zip(grads, inputs, strict=True)
         )
         return query, key, value
+
+
+def _plain(value: Any) -> Any:
+    """A tensor of inference mode, which autograd does not take, as a copy; all else as it is."""
+    return value.clone() if isinstance(value, torch.Tensor) and value.is_inference() else value
 
 
 def from_lse_function(
@@ -229,7 +243,10 @@ def from_lse_function(
             (b, h, lq, dv), normalised; lse (b, h, lq), natural log of the sum of exponentials,
             -inf (with any out) in rows that have no key. It may name further parameters, and then
             gets them: ``query_positions`` (lq,) and ``key_positions`` (lk,), int64, *global*;
-            ``head_indices`` (h,) of the query heads; ``batch_indices`` (b,).
+            ``head_indices`` (h,) of the query heads; ``batch_indices`` (b,). Tensors that it closes
+            over have to stay as they are until the backward: one that is written to in between is
+            an error, as with any saved tensor (one that it finds in a global or an attribute is
+            not seen). Kernels run without autocast.
         name: for messages and reports; default the function's.
         backward: ``backward(grad_out, query, key, value, out, lse, *, is_causal, scale, ...)``
             -> gradients of query, key and value, given the whole row's out and lse (as in

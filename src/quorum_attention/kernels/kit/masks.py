@@ -17,6 +17,7 @@ import torch
 
 from quorum_attention.decomposition import Pairs, Ranges, Verdict
 from quorum_attention.decomposition.pairs import window_verdict
+from quorum_attention.kernels.outside import outside
 
 MaskMod = Callable[[Any, Any, Any, Any], torch.Tensor]
 
@@ -149,15 +150,15 @@ def document(ids: torch.Tensor) -> BlockMask:
     if ids.ndim != 1 or ids.is_floating_point() or bool((ids[1:] < ids[:-1]).any()):
         raise ValueError("ids must be one dimension of ascending integers")
     # Of its own: what is found out about the mask stays true whatever is done to the ids.
-    # Not of inference mode either, whose tensors no later backward takes.
-    with torch.inference_mode(False):
+    # Not of a mode either: no later backward takes tensors of inference mode.
+    with outside():
         own = ids.detach().clone()
     host = own.cpu().numpy()
 
     # Where the ids are is settled here, and not in what is traced: that only reads a tensor.
     @lru_cache(maxsize=16)
     def placed(device: torch.device) -> MaskMod:
-        with torch.inference_mode(False):
+        with outside():
             return _same(own.to(device))
 
     def verdict(r: Ranges) -> Verdict:

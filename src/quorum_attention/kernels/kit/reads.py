@@ -58,6 +58,14 @@ def reads(value: Any) -> Hashable:
     return tuple(_looked_at(value))
 
 
+def tensors(*values: Any) -> list[torch.Tensor]:
+    """The tensors that functions close over, found as ``reads`` finds them."""
+    found = [
+        look.reference() for value in values for look in _looked_at(value) if type(look) is Same
+    ]
+    return [tensor for tensor in found if tensor is not None]
+
+
 def codes(value: Any) -> tuple[Hashable, ...]:
     """The code of a function and of those that it closes over; of anything else its type."""
     if value is None:

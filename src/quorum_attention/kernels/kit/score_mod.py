@@ -20,7 +20,7 @@ from quorum_attention.kernels.kit.flex import FlexKernel
 from quorum_attention.kernels.kit.function import FunctionKernel, LseFunction, quadratic_workspace
 from quorum_attention.kernels.kit.masks import BlockMask, MaskMod, kept_pairs
 from quorum_attention.kernels.kit.materialised import ScoreMod, materialised
-from quorum_attention.kernels.kit.reads import reads
+from quorum_attention.kernels.kit.reads import reads, tensors
 from quorum_attention.kernels.kit.trials import (
     task_indices,
     told_apart,
@@ -46,6 +46,10 @@ class ScoreModKernel(FunctionKernel):
         self.pruned = self.run = 0
         self._kept: Kept[tuple[Rectangle, ...]] = Kept(_KEPT, lambda found: 1)
         super().__init__(_attention(self), name=name, grouped=True, workspace=self._bytes)
+
+    def captured(self) -> list[torch.Tensor]:
+        """See ``Captures``."""
+        return tensors(self.score_mod, self.mask_mod)
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
@@ -101,7 +105,8 @@ def from_score_mod(
             ``prefix_lm``, ``causal``, combined with ``&`` and ``|``) also knows what it empties;
             of any other, every pair of a task is tried once, and again where numbers or tensors
             that it closes over have changed. Whatever else it reads has to stay as it is: make
-            another kernel, which costs nothing, where it does not.
+            another kernel, which costs nothing, where it does not. From a forward to its backward
+            no tensor may change: one that either modification closes over is a saved tensor.
         name: for messages and reports.
         compiled: FlexAttention with torch.compile, one call for a task; default on CUDA. Otherwise
             the same with every score of a rectangle in memory, on any device; float64 always so.

@@ -19,11 +19,16 @@ from quorum_attention.kernels.native.launch import (
     launch_forward,
 )
 from quorum_attention.kernels.native.runs import Runs
+from quorum_attention.kernels.outside import refuse_traces
 from quorum_attention.kernels.protocol import CallShape
+from quorum_attention.kernels.uncompiled import uncompiled
 
 _SUMMARY = 64
 
+Bits = tuple[torch.Tensor | None, torch.Tensor | None]
 
+
+@uncompiled
 def native_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -67,6 +72,7 @@ def native_attention(
         NotImplementedError: what the kernel cannot take, in words.
         TypeError, ValueError: arguments that do not fit each other, by name.
     """
+    refuse_traces("native_attention", query=query, key=key, value=value)
     kernel = NativeKernel(
         window=window, softcap=softcap, alibi_slopes=alibi_slopes, allow_tf32=allow_tf32
     )
@@ -79,10 +85,10 @@ def native_attention(
         kernel=kernel,
         is_causal=switch(is_causal, "is_causal"),
         scale=query.shape[-1] ** -0.5 if scale is None else real_number(scale, "scale"),
-        bits=None if query_bits is None or key_bits is None else (query_bits, key_bits),
         out_dtype=out_dtype or query.dtype,
     )
-    out, lse = _Function.apply(*tensors, bias, sinks, call)  # type: ignore[no-untyped-call]
+    bits = (query_bits, key_bits)
+    out, lse = _Function.apply(*tensors, bias, sinks, *bits, call)  # type: ignore[no-untyped-call]
     return out, lse
 
 
@@ -93,28 +99,26 @@ class _Call:
     kernel: NativeKernel
     is_causal: bool
     scale: float
-    bits: tuple[torch.Tensor, torch.Tensor] | None
     out_dtype: torch.dtype
 
-    def runs(self, half: Half, query: torch.Tensor, key: torch.Tensor, chosen: Config) -> Runs:
+    def runs(
+        self, half: Half, query: torch.Tensor, key: torch.Tensor, bits: Bits, chosen: Config
+    ) -> Runs:
         """The runs of a kernel."""
         axis: Literal["query", "key"] = "key" if half == "key" else "query"
         block = chosen.block_n if axis == "key" else chosen.block_m
         n, m = query.shape[2], key.shape[2]
-        if self.bits is not None:
-            return runs_of_bits(*self.bits, self.is_causal, block, _SUMMARY, axis)
+        if bits[0] is not None and bits[1] is not None:
+            return runs_of_bits(bits[0], bits[1], self.is_causal, block, _SUMMARY, axis)
         found = _rectangles(n, m, self.is_causal)
         return runs_of(self.kernel, found, None, m if axis == "key" else n, block, axis,
                        query.device)  # fmt: skip
 
-    def extras(self, query: torch.Tensor, bias: torch.Tensor | None) -> Extras:
+    def extras(self, query: torch.Tensor, bias: torch.Tensor | None, bits: Bits) -> Extras:
         """What is done to scores."""
         options = self.kernel.options
         slopes = None if options.slopes is None else options.slopes.to(query.device)
-        query_bits, key_bits = self.bits or (None, None)
-        return Extras(
-            options, slopes, bias, 0, 0, query_bits, key_bits, tf32=self.kernel.allow_tf32
-        )
+        return Extras(options, slopes, bias, 0, 0, *bits, tf32=self.kernel.allow_tf32)
 
 
 def _rectangles(n: int, m: int, is_causal: bool) -> tuple[Rectangle, ...]:
@@ -134,9 +138,12 @@ class _Function(torch.autograd.Function):
         value: torch.Tensor,
         bias: torch.Tensor | None,
         sinks: torch.Tensor | None,
+        query_bits: torch.Tensor | None,
+        key_bits: torch.Tensor | None,
         call: _Call,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (*query.shape[:3], value.shape[-1])
+        bits = (query_bits, key_bits)
         # The sink is where the state begins: a key that has been seen already, of value 0.
         out = torch.zeros(shape, dtype=call.out_dtype, device=query.device)
         lse = torch.full(shape[:3], float("-inf"), dtype=torch.float32, device=query.device)
@@ -147,17 +154,19 @@ class _Function(torch.autograd.Function):
                             query.device)  # fmt: skip
             launch_forward(
                 Operands(query, key, value, call.scale), out, lse,
-                call.runs("forward", query, key, chosen), chosen, call.extras(query, bias),
+                call.runs("forward", query, key, bits, chosen), chosen,
+                call.extras(query, bias, bits),
                 resume=True,
             )  # fmt: skip
-        ctx.save_for_backward(query, key, value, bias, sinks, out, lse)
+        ctx.save_for_backward(query, key, value, bias, sinks, *bits, out, lse)
         ctx.call = call
         return out, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor) -> Any:
-        query, key, value, bias, sinks, out, lse = ctx.saved_tensors
+        query, key, value, bias, sinks, *both, out, lse = ctx.saved_tensors
+        bits: Bits = (both[0], both[1])
         call: _Call = ctx.call
         grad_out = grad_out.to(query.dtype).contiguous()
         grad_lse = grad_lse.float()
@@ -178,8 +187,9 @@ class _Function(torch.autograd.Function):
             by_query, by_key = config("query", *sizes), config("key", *sizes)
             launch_backward(
                 Operands(query, key, value, call.scale), (grad_out, out, lse), grads,
-                call.runs("query", query, key, by_query), call.runs("key", query, key, by_key),
-                by_query, by_key, call.extras(query, bias), add=False, grad_lse=grad_lse,
+                call.runs("query", query, key, bits, by_query),
+                call.runs("key", query, key, bits, by_key),
+                by_query, by_key, call.extras(query, bias, bits), add=False, grad_lse=grad_lse,
                 grad_bias=by_bias,
             )  # fmt: skip
         grad_bias = None if by_bias is None else _summed(by_bias, bias)
@@ -188,7 +198,7 @@ class _Function(torch.autograd.Function):
             delta = torch.einsum("bhnd,bhnd->bhn", grad_out.float(), out.float()) - grad_lse
             weight = torch.exp(sinks.float()[None, :, None] - lse)
             grad_sinks = -(weight * delta).sum(dim=(0, 2)).to(sinks.dtype)
-        return (*grads, grad_bias, grad_sinks, None)
+        return (*grads, grad_bias, grad_sinks, None, None, None)
 
 
 def _summed(found: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from quorum_attention.kernels.native.launch import (
 )
 from quorum_attention.kernels.native.options import ScoreOptions
 from quorum_attention.kernels.native.runs import FIELDS, Piece, Runs, pieces, table, within_window
+from quorum_attention.kernels.outside import outside
 from quorum_attention.kernels.protocol import (
     CallShape,
     Extent,
@@ -53,7 +54,7 @@ class NativeKernel(RectangleKernel):
     Args:
         window: sliding window: tokens to each side, or (left, right); -1 is no limit.
         softcap: bound of the scores, ``softcap * tanh(score / softcap)``.
-        alibi_slopes: (query heads,): ``slope * |i - j|`` is taken off the score.
+        alibi_slopes: (query heads,): ``slope * |i - j|`` is taken off the score. They are copied.
         allow_tf32: for fp32 inputs, faster and less exact products.
 
     Raises:
@@ -317,7 +318,8 @@ class NativeKernel(RectangleKernel):
         slopes = self.options.slopes
         if slopes is not None:
             if device not in self._slopes:
-                self._slopes[device] = slopes.to(device)
+                with outside():
+                    self._slopes[device] = slopes.to(device)
             slopes = self._slopes[device][heads]
         return Extras(
             options=self.options,
@@ -389,9 +391,10 @@ def _host_table(
     if window is not None:
         found = within_window(found, *window)
     starts, entries = table(found, n_rows, block, axis)
-    both = torch.empty(len(starts) + entries.size, dtype=torch.int32, pin_memory=pinned)
-    both[: len(starts)] = torch.from_numpy(starts)
-    both[len(starts) :] = torch.from_numpy(entries.reshape(-1))
+    with outside():  # kept
+        both = torch.empty(len(starts) + entries.size, dtype=torch.int32, pin_memory=pinned)
+        both[: len(starts)] = torch.from_numpy(starts)
+        both[len(starts) :] = torch.from_numpy(entries.reshape(-1))
     return both, len(starts)
 
 

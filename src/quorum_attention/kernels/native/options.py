@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from quorum_attention.counts import real_number, shown, whole_number
+from quorum_attention.kernels.outside import outside
 
 UNLIMITED = (1 << 31) - 1
 """No distance is greater; sums with it are taken in 64 bits."""
@@ -55,7 +56,9 @@ class ScoreOptions:
                     "alibi_slopes must be floating-point, one for each query head, got "
                     f"{alibi_slopes.dtype} of shape {tuple(alibi_slopes.shape)}"
                 )
-            alibi_slopes = alibi_slopes.detach().float()
+            # Of its own: a backward has to find what its forward read.
+            with outside():
+                alibi_slopes = alibi_slopes.detach().to(torch.float32, copy=True)
         return cls(*pair, cap, alibi_slopes)
 
     @property

@@ -1,0 +1,149 @@
+"""A call's tensors as torch's own function takes them: autocast, two dimensions, broadcasting.
+
+What is made of the inputs here are views and, under autocast, casts; both by functions that
+autograd knows, so gradients come back in the inputs' own shapes and dtypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from quorum_attention.errors import BudgetError
+from quorum_attention.options import Options
+from quorum_attention.sizes import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Arranged:
+    """Inputs of one dtype, with at least three dimensions and the same batch dimensions.
+
+    Attributes:
+        enable_gqa: as given, or True where key and value have one head for all of the query's.
+        without_heads: the inputs were (tokens, head_dim); so are results (``back``).
+        cast_bytes: what the casts of autocast take, on the inputs' device, as long as the call
+            and its graph last.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    enable_gqa: bool
+    without_heads: bool = False
+    cast_bytes: int = 0
+
+    @property
+    def three(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query, key and value."""
+        return self.query, self.key, self.value
+
+    def result(self, given: torch.Tensor, dims: int) -> torch.Tensor:
+        """A tensor of the caller's beside the inputs, of ``dims`` dimensions without heads: a
+        view with heads."""
+        return given.unsqueeze(0) if self.without_heads and given.dim() == dims else given
+
+    def back(self, result: torch.Tensor) -> torch.Tensor:
+        """A result as its caller expects it, a view."""
+        return result.squeeze(0) if self.without_heads else result
+
+
+@contextmanager
+def beside(cast_bytes: int, options: Options) -> Iterator[Options]:
+    """The options with what casts leave of the budget; an error counts them in.
+
+    Of casts that do not lie where the budget holds nothing is counted.
+    """
+    budget = options.budget_bytes
+    if not cast_bytes or budget is None:
+        yield options
+        return
+    try:
+        yield replace(options, budget_bytes=max(0, budget - cast_bytes))
+    except BudgetError as error:
+        if error.smallest_bytes is None:
+            raise
+        smallest = error.smallest_bytes + cast_bytes
+        raise BudgetError(
+            f"a budget of {format_bytes(budget)} ({budget} bytes) is too small for this call under "
+            f"autocast; the smallest that works is {format_bytes(smallest)} ({smallest} bytes): "
+            f"casts of the inputs {format_bytes(cast_bytes)}, and beside them {error}",
+            smallest_bytes=smallest,
+        ) from None
+
+
+def arranged(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
+) -> Arranged:
+    """Inputs ready for ``check_inputs``.
+
+    Raises:
+        ValueError: batch dimensions that do not broadcast.
+    """
+    cast_bytes = 0
+    dtype = _autocast_dtype(query.device.type)
+    if dtype is not None:
+        given = (query, key, value)
+        query, key, value = (_cast(tensor, dtype) for tensor in given)
+        made = zip((query, key, value), given, strict=True)
+        cast_bytes = sum(new.nbytes for new, old in made if new is not old)
+    dims = [query.dim(), key.dim(), value.dim()]
+    if _fit(query, key, value) or min(dims) < 2:
+        return Arranged(query, key, value, enable_gqa, False, cast_bytes)
+    rank = max(3, *dims)
+    query, key, value = (t[(None,) * (rank - t.dim())] for t in (query, key, value))
+    heads, shared, grouped = _heads(query.shape[-3], key.shape[-3], value.shape[-3], enable_gqa)
+    batch = query.shape[:-3]
+    for name, tensor in (("key", key), ("value", value)):
+        batch = _broadcast(batch, tensor.shape[:-3], name)
+    query = query.expand(*batch, heads, *query.shape[-2:])
+    key, value = (
+        t.expand(*batch, shared if t.shape[-3] == 1 else t.shape[-3], *t.shape[-2:])
+        for t in (key, value)
+    )
+    return Arranged(query, key, value, grouped, max(dims) == 2, cast_bytes)
+
+
+def _broadcast(batch: torch.Size, other: torch.Size, name: str) -> torch.Size:
+    try:
+        found: torch.Size = torch.broadcast_shapes(batch, other)
+        return found
+    except RuntimeError:
+        raise ValueError(
+            f"{name} must have batch dimensions that broadcast with {tuple(batch)}, got "
+            f"{tuple(other)}"
+        ) from None
+
+
+def _fit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether the inputs have the same batch dimensions and heads already."""
+    shape = query.shape[:-2]
+    return query.dim() > 2 and shape == key.shape[:-2] and shape == value.shape[:-2]
+
+
+def _heads(query: int, key: int, value: int, enable_gqa: bool) -> tuple[int, int, bool]:
+    """Query heads, the heads to expand one key or value head to, and whether heads share keys.
+
+    As torch broadcasts them; but one head of keys and values is shared, not expanded.
+    """
+    shared = value if key == 1 else key
+    if enable_gqa or query == shared:
+        return query, shared, enable_gqa
+    if query == 1:
+        return shared, shared, False
+    return query, shared, shared == 1
+
+
+def _autocast_dtype(device_type: str) -> torch.dtype | None:
+    """What inputs on such a device are cast to, if autocast is on."""
+    if device_type not in ("cpu", "cuda") or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """As torch's own function casts it: float64 is left alone, and so is what is no number."""
+    spared = not tensor.is_floating_point() or tensor.dtype == torch.float64
+    return tensor if spared else tensor.to(dtype)

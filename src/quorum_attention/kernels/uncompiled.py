@@ -1,0 +1,58 @@
+"""Functions that torch.compile calls as they are: one break of the graph around each."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import wraps
+from types import CodeType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
+_REASON = "quorum_attention plans and runs a call outside the graph"
+
+
+def uncompiled(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
+    """``function``, with ``torch.compiler.disable`` as soon as there is a compiler.
+
+    Loading torch's compiler takes longer than importing torch, so it is not done for calls that
+    nobody compiles.
+    """
+    disabled: Callable[_Params, _Result] | None = None
+
+    @wraps(function)
+    def call(*args: _Params.args, **named: _Params.kwargs) -> _Result:
+        nonlocal disabled
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **named)
+        if disabled is None:
+            disabled = torch._dynamo.disable(function)
+        return disabled(*args, **named)
+
+    # What torch.compiler.disable would have left here for a compiler that comes across ``call``.
+    marked: Any = call
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = _REASON
+    _skip(marked.__code__)
+    return call
+
+
+def _skip(code: CodeType) -> None:
+    """Tell the compiler not to look at this code by itself (what the code calls is another matter).
+
+    Without effect where torch has this elsewhere: then the graph breaks once more.
+    """
+    with suppress(AttributeError, ImportError):
+        from torch._C._dynamo import eval_frame
+
+        frame: Any = eval_frame
+        if hasattr(frame, "skip_code"):  # up to torch 2.6
+            frame.skip_code(code)
+        else:
+            action = frame._FrameAction
+            strategy = frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
+            frame.set_code_exec_strategy(code, strategy)

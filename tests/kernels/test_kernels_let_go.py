@@ -1,0 +1,148 @@
+"""What is remembered about a kernel does not keep it: users make their own, and drop them."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers_attention import inputs
+
+import quorum_attention as qa
+from quorum_attention.kernels import CpuKernel, DenseKernel, InnerKernel
+from quorum_attention.kernels.kit.masks import document, sliding_window
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def lse_function(query, key, value, *, is_causal, scale):  # type: ignore[no-untyped-def]
+    scores = scale * query @ key.mT
+    if is_causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1) > 0, -torch.inf)
+    return scores.softmax(-1) @ value, scores.logsumexp(-1)
+
+
+class Plain(DenseKernel):
+    name = "plain"
+
+
+class Rectangles(CpuKernel):
+    name = "rectangles"
+
+
+KERNELS: dict[str, Callable[[], InnerKernel]] = {
+    "function": lambda: qa.from_lse_function(lse_function),
+    "plain": Plain,
+    "rectangles": Rectangles,
+    "window": lambda: qa.from_score_mod(mask_mod=sliding_window(20), compiled=False),
+    "documents": lambda: qa.from_score_mod(
+        mask_mod=document(torch.arange(150) // 40), compiled=False
+    ),
+    "score": lambda: qa.from_score_mod(lambda s, b, h, q, k: s - k, compiled=False),
+    "mask": lambda: qa.from_score_mod(mask_mod=lambda b, h, q, k: q - k < 30, compiled=False),
+    "longnet": lambda: qa.LongNetKernel([(30, 1), (60, 2)]),
+}
+
+
+def use(kernel: InnerKernel) -> None:
+    """All that remembers something: calls of every route, plans, an estimate, a check."""
+    made = inputs(150)
+    for call in ({}, {"depth": 1}, {"depth": 2}, {"budget": "256MiB"}):
+        leaves = [t.clone().requires_grad_() for t in made.three]
+        qa.attention(*leaves, is_causal=True, kernel=kernel, **call).sum().backward()
+    slots = [t.mT.contiguous().mT.requires_grad_() for t in made.three]
+    qa.attention(*slots, kernel=kernel, depth=1, is_causal=True).sum().backward()
+    for backward in (False, True):
+        qa.plan(150, heads=2, head_dim=8, dtype=torch.float32, kernel=kernel, backward=backward)
+    qa.estimate(150, heads=2, head_dim=8, dtype=torch.float32, kernel=kernel)
+    qa.check_kernel(kernel, n_tokens=60, levels=[(3,)])
+
+
+@pytest.mark.parametrize("kind", list(KERNELS))
+def test_a_kernel_that_nobody_holds_is_gone(kind: str) -> None:
+    kernel = KERNELS[kind]()
+    use(kernel)
+    watch = weakref.ref(kernel)
+    del kernel
+    gc.collect()
+    assert watch() is None, gc.get_referrers(watch())
+
+
+def test_a_plan_does_not_hold_the_kernel_it_was_made_for() -> None:
+    kernel = Plain()
+    plan = qa.plan(150, heads=2, head_dim=8, dtype=torch.float32, levels=(7,), kernel=kernel)
+    qa.attention(*inputs(150).three, plan=plan, kernel=kernel)
+    watch = weakref.ref(kernel)
+    del kernel
+    gc.collect()
+    assert watch() is None
+    assert plan.kernel == "plain"
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_graph_holds_its_kernel_and_no_longer(depth: int) -> None:
+    kernel = qa.from_lse_function(lse_function)
+    leaf = inputs(60).query.requires_grad_()
+    out = qa.attention(leaf, leaf, leaf, kernel=kernel, depth=depth)
+    watch = weakref.ref(kernel)
+    del kernel
+    out.sum().backward()
+    assert leaf.grad is not None
+    del out
+    gc.collect()
+    assert watch() is None
+
+
+def test_a_kernel_of_another_one_s_address_is_tried_anew() -> None:
+    """Answers go with the kernel: the next one in the same place is another."""
+
+    class Sometimes(DenseKernel):
+        name = "sometimes"
+
+        def __init__(self, broken: bool) -> None:
+            self.broken = broken
+
+        def forward(self, task, state):  # type: ignore[no-untyped-def]
+            if self.broken:
+                raise RuntimeError("it cannot")
+            super().forward(task, state)
+
+    q = inputs(60).query
+    for broken in (True, False) * 3:
+        if broken:
+            with pytest.raises(NotImplementedError, match="it cannot"):
+                qa.attention(q, q, q, kernel=Sometimes(broken))
+        else:
+            qa.attention(q, q, q, kernel=Sometimes(broken))
+
+
+def test_a_kernel_that_takes_no_weak_reference_works_all_the_same() -> None:
+    class Slotted:
+        __slots__ = ("inner", "name")
+
+        def __init__(self) -> None:
+            self.name, self.inner = "slotted", DenseKernel()
+
+        def __getattr__(self, name: str):  # type: ignore[no-untyped-def]
+            return getattr(self.inner, name)
+
+        def refusal(self, call):  # type: ignore[no-untyped-def]
+            return self.inner.refusal(call)
+
+        def forward_workspace_bytes(self, call, extent):  # type: ignore[no-untyped-def]
+            return self.inner.forward_workspace_bytes(call, extent)
+
+        def backward_workspace_bytes(self, call, extent):  # type: ignore[no-untyped-def]
+            return self.inner.backward_workspace_bytes(call, extent)
+
+        def forward(self, task, state):  # type: ignore[no-untyped-def]
+            self.inner.forward(task, state)
+
+        def backward(self, task, grads):  # type: ignore[no-untyped-def]
+            self.inner.backward(task, grads)
+
+    leaf = inputs(60).query.requires_grad_()
+    qa.attention(leaf, leaf, leaf, kernel=Slotted(), depth=1).sum().backward()
+    assert leaf.grad is not None

@@ -1,0 +1,382 @@
+"""Invariant 8: what fails under a trace, or comes of a mode, is never remembered.
+
+Every first call is made in a process of its own, under a mode; an ordinary call after it has to run
+on the kernel that it would have run on anyway, and come out right.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_BEGIN = """
+import torch
+import quorum_attention as qa
+torch.set_num_threads(1)
+q, k, v = (torch.randn(1, 2, 300, 16) for _ in range(3))
+"""
+
+_THEN = """
+def refused(call, *says):
+    try:
+        call()
+    except NotImplementedError as error:
+        assert all(word in str(error) for word in says), error
+    else:
+        raise AssertionError("not refused")
+"""
+
+_AFTER = """
+report = qa.Report()
+a, b, c = (t.clone().requires_grad_() for t in (q, k, v))
+out = qa.attention(a, b, c, is_causal=True, report=report)
+out.square().sum().backward()
+d, e, f = (t.clone().requires_grad_() for t in (q, k, v))
+ref = torch.nn.functional.scaled_dot_product_attention(d, e, f, is_causal=True)
+ref.square().sum().backward()
+torch.testing.assert_close(out, ref)
+for mine, wanted in ((a, d), (b, e), (c, f)):
+    torch.testing.assert_close(mine.grad, wanted.grad, rtol=1e-4, atol=1e-5)
+kernel = "cpu" if not torch.cuda.is_available() else report.forward.kernel
+assert report.forward.kernel == kernel != "dense", report.forward.kernel
+assert report.backward.kernel == kernel, report.backward.kernel
+print("right")
+"""
+
+FIRST = {
+    "fake tensors": """
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        with FakeTensorMode() as mode:
+            fakes = [torch.randn(1, 2, 300, 16) for _ in range(3)]
+            refused(lambda: qa.attention(*fakes), "traced", "FakeTensorMode")
+            qa.estimate(300, heads=2, head_dim=16, dtype=torch.float32)
+        refused(lambda: qa.attention(*fakes), "traced", "query is a fake tensor")
+    """,
+    "real tensors under a fake mode": """
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            refused(lambda: qa.attention(q, k, v), "FakeTensorMode")
+    """,
+    "a default device of nothing": """
+        with torch.device("meta"):
+            torch.testing.assert_close(
+                qa.attention(q, k, v),
+                torch.nn.functional.scaled_dot_product_attention(q, k, v),
+            )
+            leaf = q.clone().requires_grad_()
+            qa.attention(leaf, k, v, depth=1).sum().backward()
+            assert leaf.grad.device.type == "cpu"
+    """,
+    "another default dtype": """
+        torch.set_default_dtype(torch.float64)
+        qa.attention(q, k, v)
+        torch.set_default_dtype(torch.float32)
+    """,
+    "make_fx": """
+        from torch.fx.experimental.proxy_tensor import make_fx
+        def call(q, k, v):
+            return qa.attention(q, k, v)
+        for kind in ("real", "fake", "symbolic"):
+            refused(lambda: make_fx(call, tracing_mode=kind)(q, k, v), "traced")
+        refused(lambda: make_fx(call, pre_dispatch=True)(q, k, v), "traced")
+    """,
+    "export": """
+        class Model(torch.nn.Module):
+            def forward(self, q, k, v):
+                return qa.attention(q, k, v)
+        try:
+            torch.export.export(Model(), (q, k, v), strict=False)
+        except NotImplementedError as error:
+            assert "traced" in str(error), error
+        else:
+            raise AssertionError("not refused")
+    """,
+    "a traced module": """
+        try:
+            torch.jit.trace(lambda q, k, v: qa.attention(q, k, v), (q, k, v))
+        except NotImplementedError as error:
+            assert "torch.jit.trace" in str(error), error
+        else:
+            raise AssertionError("not refused")
+    """,
+    "vmap": """
+        out = torch.vmap(qa.attention)(q, k, v)
+        ref = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        torch.testing.assert_close(out, ref)
+    """,
+    "torch.func.grad": """
+        torch.func.grad(lambda t: qa.attention(t, k, v).sum())(q)
+    """,
+    "jvp": """
+        refused(lambda: torch.func.jvp(lambda t: qa.attention(t, k, v), (q,), (q,)), "jvp")
+    """,
+    "inference mode": """
+        with torch.inference_mode():
+            assert qa.attention(q, k, v).is_inference()
+            out, lse = qa.attention_with_lse(
+                q, k, v, torch.ones(300, 300, dtype=torch.bool), depth=1
+            )
+            qa.attention_backward(q, q, k, v, out, lse, depth=1)
+    """,
+    "autocast": """
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert qa.attention(q, k, v).dtype == torch.bfloat16
+    """,
+    "a dispatch mode of the caller's": """
+        from torch.utils.flop_counter import FlopCounterMode
+        with FlopCounterMode(display=False) as counter:
+            qa.attention(q, k, v)
+    """,
+    "a dispatch mode that refuses all but one operator": """
+        from torch.utils._python_dispatch import TorchDispatchMode
+        class Picky(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                if "attention" in str(func):
+                    raise RuntimeError("not under me")
+                return func(*args, **(kwargs or {}))
+        with Picky():
+            try:
+                qa.attention(q, k, v)
+            except RuntimeError as error:
+                assert "not under me" in str(error)
+            else:
+                raise AssertionError("the mode was not asked about the call itself")
+    """,
+    "a function mode that refuses": """
+        from torch.overrides import TorchFunctionMode
+        class Picky(TorchFunctionMode):
+            def __torch_function__(self, func, types, args=(), kwargs=None):
+                if "randn" in str(func):
+                    raise RuntimeError("not under me")
+                return func(*args, **(kwargs or {}))
+        with Picky():
+            qa.attention(q, k, v)
+    """,
+    "torch.compile": """
+        a = q.clone().requires_grad_()
+        compiled = torch.compile(
+            lambda t: qa.attention(t + 1, k, v, is_causal=True) * 2, backend="eager"
+        )
+        compiled(a).sum().backward()
+        b = q.clone().requires_grad_()
+        ref = torch.nn.functional.scaled_dot_product_attention(b + 1, k, v, is_causal=True) * 2
+        ref.sum().backward()
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
+    """,
+}
+
+
+def process(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("mode", list(FIRST))
+def test_a_first_call_under_a_mode_leaves_the_next_as_it_would_have_been(mode: str) -> None:
+    done = process(_BEGIN + _THEN + textwrap.dedent(FIRST[mode]) + _AFTER)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "right"
+
+
+def test_compiled_code_breaks_once_and_says_nothing() -> None:
+    """One break of the graph where attention is called, no recompilation, no warning."""
+    done = process(
+        _BEGIN
+        + textwrap.dedent("""
+        from torch._dynamo.utils import counters
+        from torch._dynamo.testing import CompileCounter
+        backend = CompileCounter()
+        @torch.compile(backend=backend)
+        def model(q, k, v):
+            out = qa.attention(q * 2, k, v, is_causal=True, budget="64MiB")
+            return out + 1
+        for _ in range(3):
+            out = model(q, k, v)
+        torch.testing.assert_close(
+            out, torch.nn.functional.scaled_dot_product_attention(2 * q, k, v, is_causal=True) + 1
+        )
+        assert sum(counters["graph_break"].values()) == 1, counters["graph_break"]
+        assert backend.frame_count == 2, "one graph before, one after"
+        """)
+        + _AFTER
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+
+def test_a_compiled_backward_steps_around_too() -> None:
+    """Compiled autograd looks into the backward of every function; ours is one break there."""
+    done = process(
+        _BEGIN
+        + textwrap.dedent("""
+        from torch._dynamo.utils import counters
+        torch._dynamo.config.compiled_autograd = True
+        leaf = q.clone().requires_grad_()
+        @torch.compile(backend="eager")
+        def step(leaf):
+            out = qa.attention(leaf * 2, k, v)
+            out.sum().backward()
+        step(leaf)
+        wanted = q.clone().requires_grad_()
+        torch.nn.functional.scaled_dot_product_attention(wanted * 2, k, v).sum().backward()
+        torch.testing.assert_close(leaf.grad, wanted.grad, rtol=1e-4, atol=1e-5)
+        ours = [why for why in counters["graph_break"] if "Tensor.backward()" not in why]
+        assert all("disable" in why for why in ours), ours
+        """)
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["qa.attention(q, k, v)", "qa.attention_with_lse(q, k, v)",
+     "qa.attention_backward(q, q, k, v, q, q[..., 0].float())"],
+)  # fmt: skip
+def test_one_graph_of_all_is_refused_in_torchs_words(call: str) -> None:
+    done = process(
+        _BEGIN
+        + textwrap.dedent(f"""
+        try:
+            torch.compile(lambda q, k, v: {call}, fullgraph=True, backend="eager")(q, k, v)
+        except torch._dynamo.exc.Unsupported as error:
+            assert "quorum_attention" in str(error), error
+        else:
+            raise AssertionError("not refused")
+        """)
+        + _AFTER
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_failure_of_a_probe_is_remembered_where_it_is_one_of_the_device() -> None:
+    """What is found out outside all modes stays found out: once for all calls of a kind."""
+    import quorum_attention as qa
+    from quorum_attention.kernels import DenseKernel
+
+    class Broken(DenseKernel):
+        name = "broken"
+        tries = 0
+
+        def forward(self, task, state):  # type: ignore[no-untyped-def]
+            type(self).tries += 1
+            raise RuntimeError("it cannot")
+
+    kernel, q = Broken(), torch.randn(1, 2, 40, 8)
+    for _ in range(3):
+        with pytest.raises(NotImplementedError, match="it failed a test on cpu: it cannot"):
+            qa.attention(q, q, q, kernel=kernel)
+    assert kernel.tries == 1
+
+
+def test_whether_operators_have_to_be_deterministic_is_part_of_the_question() -> None:
+    """torch refuses some only as long as it is told to."""
+    import quorum_attention as qa
+    from quorum_attention.kernels import DenseKernel
+
+    class Unsteady(DenseKernel):
+        name = "unsteady"
+
+        def forward(self, task, state):  # type: ignore[no-untyped-def]
+            if torch.are_deterministic_algorithms_enabled():
+                raise RuntimeError("it has no deterministic implementation")
+            super().forward(task, state)
+
+    kernel, q = Unsteady(), torch.randn(1, 2, 40, 8)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(NotImplementedError, match="deterministic"):
+            qa.attention(q, q, q, kernel=kernel)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    qa.attention(q, q, q, kernel=kernel)
+
+
+def test_nothing_is_found_out_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph takes no waiting: the kernel has to be known by then, and that is said."""
+    import quorum_attention as qa
+    from quorum_attention.kernels import DenseKernel, probe
+
+    class New(DenseKernel):
+        name = "new"
+
+    module = sys.modules[probe.__module__]
+    kernel, q = New(), torch.randn(1, 2, 40, 8)
+    monkeypatch.setattr(module, "capturing", lambda device: True)
+    with pytest.raises(RuntimeError, match=r"'new' has to be tried out before .* as warm-up"):
+        qa.attention(q, q, q, kernel=kernel)
+    monkeypatch.undo()
+    qa.attention(q, q, q, kernel=kernel)
+    monkeypatch.setattr(module, "capturing", lambda device: True)
+    qa.attention(q, q, q, kernel=kernel)  # known by now
+
+
+@pytest.mark.parametrize("mode", ["meta", "float64", "dispatch", "inference"])
+def test_work_goes_where_the_inputs_are_under_any_mode(mode: str) -> None:
+    """No tensor that is made on the way takes its device, its dtype or its kind from a mode."""
+    import contextlib
+
+    import quorum_attention as qa
+    from quorum_attention.kernels.kit.masks import document, sliding_window
+
+    @contextlib.contextmanager
+    def float64():  # type: ignore[no-untyped-def]
+        torch.set_default_dtype(torch.float64)
+        yield
+        torch.set_default_dtype(torch.float32)
+
+    def function(query, key, value, *, is_causal, scale, key_positions):  # type: ignore[no-untyped-def]
+        scores = scale * query @ key.mT - 0.01 * key_positions.to(query.dtype)
+        if is_causal:
+            ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
+            scores = scores.masked_fill(ahead, -torch.inf)
+        return scores.softmax(-1) @ value, scores.logsumexp(-1)
+
+    ids = torch.arange(150) // 40
+    makes = {
+        "cpu": lambda: "cpu",
+        "dense": lambda: "dense",
+        "function": lambda: qa.from_lse_function(function),
+        "score": lambda: qa.from_score_mod(lambda s, b, h, q, k: s - 0.1 * k, compiled=False),
+        "documents": lambda: qa.from_score_mod(
+            mask_mod=document(ids) & sliding_window(33), compiled=False
+        ),
+        "mask": lambda: qa.from_score_mod(mask_mod=lambda b, h, q, k: q - k < 20, compiled=False),
+        "longnet": lambda: qa.LongNetKernel([(30, 1), (60, 2)]),
+    }
+    modes = {
+        "meta": lambda: torch.device("meta"),
+        "float64": float64,
+        "dispatch": _Passing,
+        "inference": torch.inference_mode,
+    }
+    q = torch.randn(1, 2, 150, 16)
+    mask = torch.rand(150, 150) > 0.3
+
+    def results(kernel, depth, tensor, mask):  # type: ignore[no-untyped-def]
+        call = {"is_causal": True, "kernel": kernel, "depth": depth, "attn_mask": mask}
+        out, lse = qa.attention_with_lse(tensor, tensor, tensor, **call)
+        return qa.attention_backward(out, tensor, tensor, tensor, out, lse, **call)
+
+    for name, make in makes.items():
+        for depth in (0, 1, 2):
+            for tensor in (q, q.mT.contiguous().mT):
+                own = mask if isinstance(make(), str) else None
+                with modes[mode]():
+                    kernel = make()
+                    found = results(kernel, depth, tensor, own)
+                # With the same kernel and all that it kept, and with another.
+                for other in (kernel, make()):
+                    wanted = results(other, depth, tensor, own)
+                    for one, two in zip(found, wanted, strict=True):
+                        torch.testing.assert_close(one.clone(), two, msg=f"{name} {depth}")
+                leaf = tensor.clone().requires_grad_()
+                qa.attention(leaf, leaf, leaf, kernel=kernel, depth=depth).sum().backward()
+
+
+class _Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,183 @@
+"""torch.func, and derivatives that are none of ours: right, or refused in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers_attention import assert_close, inputs
+from torch.autograd import forward_ad
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+import quorum_attention as qa
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+Attention = Callable[..., torch.Tensor]
+
+
+def three(n: int = 20) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return inputs(n, batch=(3, 2), dtype=torch.float64).three
+
+
+def loss(attention: Attention, **call) -> Attention:  # type: ignore[no-untyped-def]
+    return lambda *tensors: attention(*tensors, **call).square().sum()
+
+
+@pytest.mark.parametrize("call", [{}, {"depth": 1}, {"is_causal": True}, {"kernel": "dense"}])
+@pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, 1), (None, 1, 0), (1, 0, None)], ids=str)
+def test_vmap(in_dims: tuple[int | None, ...], call: dict[str, object]) -> None:
+    """One more batch dimension, wherever it is; what has none is shared."""
+    whole = three()
+    given = [
+        t[0] if dim is None else t.movedim(0, dim) for t, dim in zip(whole, in_dims, strict=True)
+    ]
+    shared = [
+        t[:1].expand_as(t) if dim is None else t for t, dim in zip(whole, in_dims, strict=True)
+    ]
+    found = vmap(lambda *t: qa.attention(*t, **call), in_dims)(*given)
+    assert_close(found, sdpa(*shared, is_causal=bool(call.get("is_causal"))), 1e-12)
+
+
+@pytest.mark.parametrize("shape", [(20, 20), (2, 1, 20), (2, 2, 1, 20), (1,)], ids=str)
+@pytest.mark.parametrize("inputs_too", [True, False])
+def test_vmap_of_a_mask(shape: tuple[int, ...], inputs_too: bool) -> None:
+    q, k, v = three()
+    mask = torch.randn(3, *shape, dtype=torch.float64)
+    dims = (0, 0, 0, 0) if inputs_too else (None, None, None, 0)
+    given = (q, k, v) if inputs_too else (q[0], k[0], v[0])
+    found = vmap(qa.attention, dims)(*given, mask)
+    wide = mask.reshape(3, *(1,) * (4 - len(shape)), *shape)
+    if not inputs_too:
+        q, k, v = (t[:1].expand_as(t) for t in (q, k, v))
+    assert_close(found, sdpa(q, k, v, wide), 1e-12)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_gradients_of_each_and_of_all(depth: int) -> None:
+    """Through both orders of vmap and grad, twice nested too; shared inputs get sums."""
+    q, k, v = three()
+    mine, torchs = loss(qa.attention, depth=depth), loss(sdpa)
+    every = (0, 1, 2)
+    for transform, given in (
+        (lambda f: grad(f, every), (q, k, v)),
+        (lambda f: vmap(grad(f, every)), (q, k, v)),
+        (lambda f: vmap(grad(f, every), (0, None, 0)), (q, k[0], v)),
+        (lambda f: vmap(vmap(grad(f, every))), (q, k, v)),
+        (lambda f: grad(lambda *t: vmap(f, (0, None, 0))(*t).sum(), every), (q, k[0], v)),
+    ):
+        for found, wanted in zip(transform(mine)(*given), transform(torchs)(*given), strict=True):
+            assert_close(found, wanted, 1e-11)
+
+
+def test_plain_gradients_through_vmap() -> None:
+    given = [t.clone().requires_grad_() for t in three()]
+    other = [t.detach().clone().requires_grad_() for t in given]
+    vmap(qa.attention)(*given).square().sum().backward()
+    sdpa(*other).square().sum().backward()
+    for found, wanted in zip(given, other, strict=True):
+        assert_close(found.grad, wanted.grad, 1e-11)
+
+
+def test_jacobians_backwards() -> None:
+    q, k, v = (t[0, 0, :, :5, :3] for t in three())
+    for found, wanted in zip(
+        jacrev(qa.attention, (0, 1, 2))(q, k, v), jacrev(sdpa, (0, 1, 2))(q, k, v), strict=True
+    ):
+        assert_close(found, wanted, 1e-12)
+    out, back = vjp(qa.attention, q, k, v)
+    assert_close(back(out)[1], vjp(sdpa, q, k, v)[1](out)[1], 1e-12)
+
+
+def dual(attention: Attention, which: int, needs_grad: bool) -> None:
+    q, k, v = (t.clone().requires_grad_(needs_grad) for t in three())
+    mask = torch.zeros(20, 20, dtype=q.dtype)
+    with forward_ad.dual_level():
+        given = [q, k, v, mask]
+        given[which] = forward_ad.make_dual(given[which], torch.ones_like(given[which]))
+        attention(*given)
+
+
+@pytest.mark.parametrize("which", [0, 1, 2, 3], ids=["query", "key", "value", "mask"])
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("attention", [qa.attention, qa.attention_with_lse])
+def test_dual_tensors_are_refused(which: int, needs_grad: bool, attention: Attention) -> None:
+    """A tangent of zero would be a wrong one."""
+    with pytest.raises(NotImplementedError, match=r"forward-mode derivatives .* not supported"):
+        dual(attention, which, needs_grad)
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_forward_mode_is_refused_whatever_asks_for_it(which: int) -> None:
+    given = list(three())
+
+    def of_one(tensor: torch.Tensor) -> torch.Tensor:
+        return qa.attention(*given[:which], tensor, *given[which + 1 :])
+
+    one = given[which]
+    for ask in (
+        lambda: jvp(of_one, (one,), (one,)),
+        lambda: jacfwd(of_one)(one),
+        lambda: vmap(lambda t: jvp(lambda x: qa.attention(x, x, x), (t,), (t,))[1])(one),
+        lambda: hessian(lambda t: of_one(t).square().sum())(one),
+    ):
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            ask()
+
+
+def test_second_derivatives_are_refused_by_torch_func_too() -> None:
+    q, k, v = three()
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        grad(lambda t: grad(loss(qa.attention))(t, k, v).sum())(q)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        jacrev(jacrev(loss(qa.attention)))(q, k, v)
+
+
+def test_a_dual_upstream_gradient_is_refused() -> None:
+    """Forward over reverse, as of Hessian-vector products."""
+    q, k, v = (t.clone().requires_grad_() for t in three())
+    out = qa.attention(q, k, v)
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(NotImplementedError, match="forward-mode"),
+    ):
+        torch.autograd.grad(out, q, forward_ad.make_dual(torch.ones_like(out), out.detach()))
+
+
+def test_an_open_dual_level_without_a_dual_tensor_changes_nothing() -> None:
+    q, k, v = three()
+    with forward_ad.dual_level():
+        assert_close(qa.attention(q, k, v), sdpa(q, k, v), 1e-12)
+
+
+def test_the_backward_as_a_function_is_none_of_autograds() -> None:
+    q, k, v = three()
+    out, lse = qa.attention_with_lse(q, k, v)
+    with pytest.raises(NotImplementedError, match="take the gradients of attention instead"):
+        vmap(qa.attention_backward)(q, q, k, v, out, lse)
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(NotImplementedError, match="take the gradients of attention instead"),
+    ):
+        qa.attention_backward(q, forward_ad.make_dual(q, q), k, v, out, lse)
+
+
+def test_what_cannot_be_mapped_is_refused_by_name() -> None:
+    q, k, v = three()
+    with pytest.raises(NotImplementedError, match=r"out cannot be given under torch.func"):
+        vmap(lambda *t: qa.attention(*t, out=torch.empty_like(q[0])))(q, k, v)
+    plan = qa.plan(20, heads=2, head_dim=8, dtype=torch.float64)
+    with pytest.raises(NotImplementedError, match=r"plan cannot be given under torch.vmap"):
+        vmap(lambda *t: qa.attention(*t, plan=plan))(q[0], k[0], v[0])
+
+
+def test_a_kernel_of_a_function_is_mapped_as_any_other() -> None:
+    def function(query, key, value, *, is_causal, scale):  # type: ignore[no-untyped-def]
+        scores = scale * query @ key.mT
+        return scores.softmax(-1) @ value, scores.logsumexp(-1)
+
+    q, k, v = three()
+    kernel = qa.from_lse_function(function)
+    found = vmap(grad(loss(qa.attention, kernel=kernel, depth=1)))(q, k, v)
+    assert_close(found, vmap(grad(loss(sdpa)))(q, k, v), 1e-11)
