@@ -892,7 +892,7 @@ KERNELS |= {
     "gradients overwritten": (OverwritingGradients, causes.in_backward(causes.MERGE)),
     "NaN in the backward": (NanInTheBackward, causes.in_backward(causes.NO_KEYS)),
     "lse of the last forward": (LseOfTheLastForward, causes.GIVEN_LSE),
-    "positions within the task, slopes of the group": (HeadsOfTheGroup, causes.POSITIONS),
+    "slopes of the group, positions within the task": (HeadsOfTheGroup, causes.HEADS),
 }
 
 

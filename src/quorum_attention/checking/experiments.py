@@ -512,8 +512,11 @@ class Experiments:
             self.subject, (query, key, value), grad_out, task, True, self.seed, roughness
         )
         if any(s.error == torch.inf for s in found):
+            # The rows of the earlier span keep no key of this task.
             own = self.subject.forward((query, key, value), task, True)
-            empty = bool((own.lse[:, :, n // 3 :] == -torch.inf).any())
+            grads = self.subject.backward((query, key, value), grad_out, own, task, True)
+            elsewhere = grads[0].isnan().any(dim=-1) & (own.lse != -torch.inf)
+            empty = bool((own.lse == -torch.inf).any()) and not bool(elsewhere.any())
             self._add(causes.in_backward(causes.NO_KEYS if empty else causes.NOT_FINITE))
         elif not all(s.right for s in found):
             place = self._by_place() if self.scores.numel() or self._base_is_sound() else False
