@@ -491,7 +491,10 @@ def _deep_levels(n_tokens: int, layout: str, tile: int) -> tuple[tuple[int, ...]
     """Every cut into at most ``_MOST_TASKS``, coarser levels first, whose levels all make the
     largest task smaller."""
     counts = [chunk_count(l) for l in quorum_sizes(_LARGEST_SINGLE) if l >= 3]
+    # Through slots a call of one task may take less than as it is, where that copies something.
     found: list[tuple[int, ...]] = []
+    if Decomposition(n_tokens, (counts[0],), layout, tile).max_task_tokens == n_tokens:  # type: ignore[arg-type]
+        found.append((counts[0],))
 
     def go(levels: tuple[int, ...], tasks: int, tokens: int) -> None:
         for c in counts:
