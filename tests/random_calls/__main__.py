@@ -1,0 +1,92 @@
+"""Many random calls against float64, on some processes; says what was run and what is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+
+def main() -> int:
+    """0 where nothing was wrong."""
+    given = _arguments()
+    if given.seed is not None:
+        return _one(given)
+    if given.rows:
+        return _rows(given)
+    from random_calls.summary import Summary
+    from random_calls.workers import rows
+
+    started = shown = time.monotonic()
+    summary = Summary(given.first)
+    for row in rows(
+        given.first, given.count, given.jobs, given.device, given.threads, given.chunk,
+        given.seconds,
+    ):  # fmt: skip
+        summary.add(row)
+        if row["text"]:
+            print(row["text"], flush=True)
+        now = time.monotonic()
+        summary.seconds = now - started
+        if now - shown > 10:
+            shown = now
+            print(f"... {summary.progress()}", flush=True)
+    print(summary.text())
+    if given.json:
+        Path(given.json).write_text(json.dumps(summary.data(), indent=1), encoding="utf-8")
+    return 1 if summary.outcomes["wrong"] else 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m random_calls", description=__doc__)
+    parser.add_argument("--first", type=int, default=0, help="first seed (default 0)")
+    parser.add_argument("--count", type=int, default=1000, help="seeds (default 1000)")
+    parser.add_argument("--jobs", type=int, default=1, help="processes (default 1)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
+    parser.add_argument("--threads", type=int, default=1, help="of each process (default 1)")
+    parser.add_argument("--seconds", type=float, help="stop after so many")
+    parser.add_argument("--json", help="file for the summary")
+    parser.add_argument("--seed", type=int, help="run this one alone, and say everything of it")
+    parser.add_argument(
+        "--simplest", action="store_true", help="with --seed: look for a simpler one"
+    )
+    parser.add_argument("--chunk", type=int, default=2000, help="seeds of one process")
+    parser.add_argument("--rows", action="store_true", help="one line of JSON for every seed")
+    return parser.parse_args()
+
+
+def _one(given: argparse.Namespace) -> int:
+    from random_calls.run import check_seed, simplest
+
+    verdict = check_seed(given.seed, given.device)
+    print(verdict)
+    print("errors as shares of what is allowed:", verdict.ratios)
+    print("ran:", verdict.ran)
+    if given.simplest and verdict.outcome == "wrong":
+        print("simplest found:", simplest(verdict.case, given.device))
+    return 1 if verdict.outcome == "wrong" else 0
+
+
+def _rows(given: argparse.Namespace) -> int:
+    import gc
+
+    import torch
+
+    from random_calls.run import check_seed
+    from random_calls.summary import row_of
+
+    torch.set_num_threads(given.threads)
+    gc.collect()
+    gc.freeze()  # what is imported by now is not looked through again and again
+    for seed in range(given.first, given.first + given.count):
+        started = time.perf_counter()
+        row = row_of(check_seed(seed, given.device))
+        row["seconds"] = time.perf_counter() - started
+        print(json.dumps(row), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

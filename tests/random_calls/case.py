@@ -1,0 +1,242 @@
+"""One random call as plain data: everything that a seed decides, printable and comparable."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Mask:
+    """An attention mask.
+
+    Attributes:
+        kind: "bool", "float", or "float32" (beside inputs of any dtype).
+        spans: which of (batch, heads, rows, columns) it spans; it broadcasts over the others.
+        content: "random", "dead rows", "padding" (no key after some), "bias" (no -inf at all),
+            "lowest" (the dtype's lowest number instead of -inf), "nothing" (keeps no pair).
+        layout: "dense", "expanded", "sliced", "transposed".
+        dims: leading dimensions of size 1 are left out beyond so many.
+    """
+
+    kind: str
+    spans: tuple[bool, bool, bool, bool]
+    content: str = "random"
+    layout: str = "dense"
+    dims: int = 4
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A number that is not finite: ``what`` (nan, inf) in one element or a row of ``where``."""
+
+    what: str
+    where: str
+    whole_row: bool
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a kernel of ours does to scores besides scaling them; nothing by default."""
+
+    window: tuple[int, int] | None = None
+    softcap: float | None = None
+    alibi: bool = False
+
+
+@dataclass(frozen=True)
+class Orders:
+    """How the call is cut.
+
+    Attributes:
+        how: "free" (nothing is said), "depth", "budget" or "plan".
+        depth: with "depth".
+        room: with "budget", times the smallest that works.
+        levels, layout, tile, n_cap, accumulator, heads_per_group, sweep, streams: of the plan.
+        pinned: whether a plan is run as it is or may recover.
+    """
+
+    how: str = "free"
+    depth: int = 0
+    room: float = 1.0
+    levels: tuple[int, ...] = ()
+    layout: str = "aligned"
+    tile: int = 128
+    n_cap: int | None = None
+    accumulator: str | None = None
+    one_group_of: int | None = None
+    sweep: bool | None = None
+    streams: int | None = None
+    pinned: bool = True
+
+
+@dataclass(frozen=True)
+class Results:
+    """Where results go: preallocated or not, of which dtype and layout.
+
+    Attributes:
+        given: whether ``out=`` and ``grads=`` are.
+        out, grads: dtypes; None is the inputs'.
+        layout: "dense", "strided", "sliced", "token major", "memmap", "pinned".
+    """
+
+    given: bool = False
+    out: str | None = None
+    grads: str | None = None
+    layout: str = "dense"
+
+
+@dataclass(frozen=True)
+class Case:
+    """See the fields; sizes as in ``quorum_attention.attention``.
+
+    Attributes:
+        route: "autograd", "pair" (attention_with_lse, then attention_backward), "forward".
+        layouts: of query, key, value and grad_out.
+        content: of the inputs; ``grad`` of grad_out, in ``grad_dtype`` (None: the result's).
+        wanted: which of query, key, value require a gradient ("autograd").
+        failure: (pass, first, count): those allocations fail.
+        calibrated: rates of the machine times this, as if measured; None: not measured.
+        residency: "device" or "host", where the accelerator's memory is another.
+        reported: whether a report is filled.
+        looked_after: whether tensors that stay alive are looked for.
+        measured: whether peak memory is held against the plan.
+    """
+
+    seed: int
+    batch: tuple[int, ...] = (1,)
+    heads: int = 1
+    kv_heads: int = 1
+    n_queries: int = 8
+    n_keys: int = 8
+    head_dim: int = 8
+    value_dim: int = 8
+    dtype: str = "float32"
+    is_causal: bool = False
+    scale: float | None = None
+    mask: Mask | None = None
+    layouts: tuple[str, str, str, str] = ("plain", "plain", "plain", "plain")
+    content: str = "normal"
+    planted: Planted | None = None
+    grad: str = "normal"
+    grad_dtype: str | None = None
+    route: str = "pair"
+    wanted: tuple[bool, bool, bool] = (True, True, True)
+    kernel: str = "auto"
+    scores: Scores = field(default_factory=Scores)
+    orders: Orders = field(default_factory=Orders)
+    backward_orders: Orders | None = None
+    results: Results = field(default_factory=Results)
+    failure: tuple[str, int, int] | None = None
+    calibrated: float | None = None
+    residency: str = "device"
+    reported: bool = True
+    looked_after: bool = False
+    measured: bool = False
+
+    @property
+    def pairs(self) -> int:
+        """Score elements of the whole call."""
+        return math.prod(self.batch) * self.heads * self.n_queries * self.n_keys
+
+    def __str__(self) -> str:
+        """Only what is not the default."""
+        return described(self)
+
+
+def described(record: Any) -> str:
+    """A record's fields that differ from their defaults, as the call that makes it."""
+    plain = type(record)(*_required(record))
+    parts = []
+    for one in fields(record):
+        value = getattr(record, one.name)
+        if value != getattr(plain, one.name) or one.name in _ALWAYS:
+            shown = described(value) if hasattr(value, "__dataclass_fields__") else repr(value)
+            parts.append(f"{one.name}={shown}")
+    return f"{type(record).__name__}({', '.join(parts)})"
+
+
+_ALWAYS = (
+    "seed", "kind", "spans", "what", "where", "whole_row", "n_queries", "n_keys", "head_dim",
+    "dtype",
+)  # fmt: skip
+
+
+def _required(record: Any) -> tuple[Any, ...]:
+    return {
+        "Case": lambda: (record.seed,),
+        "Mask": lambda: ("", ()),
+        "Planted": lambda: ("", "", False),
+    }.get(type(record).__name__, tuple)()
+
+
+def simpler(case: Case) -> list[Case]:
+    """Cases a little simpler than this one, for looking for the simplest that still fails."""
+    found = [
+        replace(case, **change)
+        for change in (
+            {"failure": None},
+            {"planted": None},
+            {"mask": None},
+            {"layouts": ("plain",) * 4},
+            {"calibrated": None},
+            {"results": Results()},
+            {"backward_orders": None},
+            {"content": "normal"},
+            {"grad": "normal", "grad_dtype": None},
+            {"scale": None},
+            {"batch": (1,)},
+            {"heads": 1, "kv_heads": 1},
+            {"heads": case.kv_heads},
+            {"is_causal": False},
+            {"dtype": "float32"},
+            {"kernel": "auto", "scores": Scores()},
+            {"route": "pair"},
+            {"value_dim": case.head_dim},
+            {"head_dim": 8, "value_dim": 8},
+            {"reported": True, "looked_after": False, "measured": False},
+            {"wanted": (True, True, True)},
+            {"n_keys": case.n_queries},
+        )
+    ]
+    if case.results != Results():
+        found += [
+            replace(case, results=replace(case.results, **change))
+            for change in ({"out": None}, {"grads": None}, {"layout": "dense"}, {"given": False})
+        ]
+    for index in range(4):
+        layouts = list(case.layouts)
+        layouts[index] = "plain"
+        found.append(replace(case, layouts=tuple(layouts)))
+    if case.mask is not None:
+        found += [
+            replace(case, mask=replace(case.mask, **change))
+            for change in (
+                {"layout": "dense"},
+                {"dims": 4},
+                {"kind": "bool", "content": "random"},
+                {"content": "random"},
+                {"spans": (False, False, True, True)},
+            )
+        ]
+    for name in ("orders", "backward_orders"):
+        orders = getattr(case, name)
+        if orders is not None:
+            plain = Orders(how=orders.how, levels=orders.levels, depth=orders.depth)
+            found += [replace(case, **{name: Orders()}), replace(case, **{name: plain})]
+            found += [
+                replace(case, **{name: replace(orders, **{one: getattr(Orders(), one)})})
+                for one in ("layout", "tile", "n_cap", "accumulator", "one_group_of", "sweep",
+                            "streams", "pinned", "room")
+            ]  # fmt: skip
+    for name in ("n_queries", "n_keys"):
+        n = getattr(case, name)
+        found += [replace(case, **{name: m}) for m in (n // 2, n - n // 8, n - 1) if 0 < m < n]
+    both = min(case.n_queries, case.n_keys)
+    found += [
+        replace(case, n_queries=case.n_queries * m // both, n_keys=case.n_keys * m // both)
+        for m in (both // 2, both - both // 8, both - 1)
+        if 0 < m < both
+    ]
+    return [other for other in found if other != case]

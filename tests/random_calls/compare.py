@@ -1,0 +1,104 @@
+"""Holds results against the reference: which element is too far off, and how far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from random_calls.reference import Wanted
+from random_calls.yardstick import Yardstick
+
+# Times the larger of the bound and torch's own largest error in the head.
+ALLOWED = 4.0
+_WORST = float("inf")
+
+
+@dataclass(frozen=True)
+class Off:
+    """What is wrong with one result, and the worst error as a multiple of what is allowed at 1."""
+
+    name: str
+    kind: str
+    words: str
+    ratio: float
+
+
+def judge(
+    name: str, found: torch.Tensor, wanted: Wanted, yardstick: Yardstick
+) -> tuple[Off | None, float]:
+    """(what is wrong or None, error as a share of what is allowed).
+
+    ``yardstick`` is asked only where the bound alone is exceeded.
+    """
+    exact, bound = wanted.exact, wanted.bound
+    if found.shape != exact.shape:
+        return Off(name, "shape", f"{tuple(found.shape)}, not {tuple(exact.shape)}", _WORST), 0.0
+    if found.numel() == 0:
+        return None, 0.0
+    got = found.detach().to(exact)
+    bound = torch.where(bound.isnan(), torch.inf, bound)
+    must, may = _not_finite(exact, wanted, torch.finfo(found.dtype).max, bound)
+    broken = ~got.isfinite()
+    if name == "lse":
+        # Minus infinity is a number here: a row without keys.
+        wrong = (got == -torch.inf) != (exact == -torch.inf)
+        if wanted.may is not None:
+            wrong &= ~wanted.may
+        must, may, broken = (t & (exact != -torch.inf) for t in (must, may, broken))
+        if bool(wrong.any()):
+            return Off(name, "rows without keys", _where(wrong, got, exact), _WORST), _WORST
+    wrong = broken & ~may
+    if bool(wrong.any()):
+        theirs = yardstick.results().get(name)
+        same = theirs is not None and bool((~theirs.isfinite() & wrong).any())
+        kind = "not finite, torch neither" if same else "not finite"
+        return Off(name, kind, _where(wrong, got, exact), _WORST), _WORST
+    if bool((must & ~broken).any()):
+        return Off(name, "finite", _where(must & ~broken, got, exact), _WORST), _WORST
+    apart = torch.where(broken | ~exact.isfinite(), 0.0, (got - exact).abs())
+    ratio = _ratio(apart, bound)
+    share = float(ratio.max()) / ALLOWED
+    if share <= 1:
+        return None, share
+    theirs_off = None
+    for theirs_off in yardstick.errors(name, wanted):
+        ratio = _ratio(apart, torch.maximum(bound, theirs_off))
+        share = float(ratio.max()) / ALLOWED
+        if share <= 1:
+            return None, share
+    words = _where(ratio > ALLOWED, got, exact, ratio)
+    words += f"; largest error {float(apart.max()):.3g}"
+    if theirs_off is not None:
+        words += f", torch's {float(theirs_off.max()):.3g}"
+    return Off(name, "off", words, share), share
+
+
+def _ratio(apart: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
+    return (apart / bound).nan_to_num(nan=0.0, posinf=torch.inf)
+
+
+def _not_finite(
+    exact: torch.Tensor, wanted: Wanted, most: float, bound: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where a result has to be, and may be, not finite: beyond the dtype's largest number too."""
+    finite = exact.isfinite()
+    must = ~finite if wanted.must is None else wanted.must
+    may = ~finite if wanted.may is None else wanted.may
+    near = finite & (exact.abs() + ALLOWED * bound >= most)
+    return must, may | near
+
+
+def _where(
+    bad: torch.Tensor, got: torch.Tensor, exact: torch.Tensor, ratio: torch.Tensor | None = None
+) -> str:
+    rows = bad.any(-1) if bad.dim() == got.dim() and bad.dim() > 3 else bad
+    at = bad.nonzero()[0] if ratio is None else (ratio == ratio.max()).nonzero()[0]
+    at = tuple(at.tolist())
+    words = f"{int(bad.sum())} of {bad.numel()} elements"
+    if rows is not bad:
+        words += f" in {int(rows.sum())} rows"
+    words += f", at {at} {float(got[at]):.6g} for {float(exact[at]):.6g}"
+    if ratio is not None:
+        words += f", {float(ratio.max()):.3g} times the bound"
+    return words

@@ -1,0 +1,296 @@
+"""What a call should return, in float64, and how far off finite arithmetic may leave it.
+
+The error bounds are first-order, element by element, from the data alone. With ``a`` the unit
+roundoff of what is accumulated in (fp32, or fp64 for fp64 inputs) and ``w`` that of the inputs:
+
+    scores           |ds_ij|   <= a C (|scale| |q_i|.|k_j| + |bias_ij| + |s_ij|)
+    probabilities    |dP_ij|   <= P_ij (|ds_ij| + sum_j P_ij |ds_ij| + a C (1 + |lse_i|))
+    output           |dO|      <= |dP| |V| + (w + a C) P |V|           (P and parts in 16 bits)
+    dS               |d(dS)|   <= |dP| |dO.v - D| + w |dS| + a C P (|dO|.|v| + |dO|.|O|)
+    gradients        their products likewise
+
+and a last rounding to the result's dtype. An output that was rounded before D = rowsum(dO * O) is
+formed costs more, ``w P |dO|.|O|``, which is not allowed by itself: only as far as torch pays it
+too (``yardstick.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from random_calls.case import Case
+from random_calls.tensors import DTYPES, Made
+
+# Constant of the accumulated roundings: sums of some hundred terms, a few merges.
+_C = 4.0
+# Relative error of an exponential meant for 16-bit results (torch's on a CPU: 3e-5 seen).
+_SHORT_EXP = 2.0**-13
+
+
+@dataclass
+class Wanted:
+    """One result: its exact value, the bound, and the bound had D come from a rounded output.
+
+    ``must`` and ``may``: where it has to be, and may be, not finite; None: where ``exact`` is.
+    """
+
+    exact: torch.Tensor
+    bound: torch.Tensor
+    loose: torch.Tensor
+    must: torch.Tensor | None = None
+    may: torch.Tensor | None = None
+
+
+def unit(dtype: torch.dtype) -> float:
+    """Half the distance from 1 to the next number."""
+    return torch.finfo(dtype).eps / 2
+
+
+def _least(dtype: torch.dtype) -> float:
+    """What may be lost as too small: half the smallest subnormal number of fp16, but all below
+    the smallest normal one of the others, which exponentials and processors take for zero."""
+    info = torch.finfo(dtype)
+    return info.smallest_normal * (info.eps / 2 if dtype == torch.float16 else 1.0)
+
+
+class Reference:
+    """The textbook of one case, heads expanded, all batch dimensions flattened."""
+
+    def __init__(self, case: Case, made: Made) -> None:
+        self.case, self.made = case, made
+        self.dtype = DTYPES[case.dtype]
+        self.w = unit(self.dtype)
+        self.a = unit(torch.float64 if self.dtype == torch.float64 else torch.float32) * _C
+        shared = case.heads // case.kv_heads if case.kv_heads else 1
+        self.shared = shared
+        b = math.prod(case.batch)
+
+        def flat(t: torch.Tensor) -> torch.Tensor:
+            return t.detach().double().reshape(b, *t.shape[-3:])
+
+        self.q, self.do = flat(made.query), flat(made.grad_out)
+        self.k, self.v = (flat(t).repeat_interleave(shared, 1) for t in (made.key, made.value))
+        self.scale = case.head_dim**-0.5 if case.scale is None else case.scale
+        self._scores()
+
+    def _scores(self) -> None:
+        case, made = self.case, self.made
+        s = self.scale * (self.q @ self.k.mT)
+        off = abs(self.scale) * (self.q.abs() @ self.k.abs().mT) + s.abs()
+        slope = None
+        nq, nk = s.shape[-2:]
+        i = torch.arange(nq, device=s.device)[:, None]
+        j = torch.arange(nk, device=s.device)[None]
+        if case.scores.softcap is not None:
+            cap = case.scores.softcap
+            t = torch.tanh(s / cap)
+            s, slope = cap * t, 1 - t * t
+            off = off + cap
+        if made.slopes is not None:
+            bias = made.slopes.double()[:, None, None] * (i - j).abs()
+            s, off = s - bias, off + bias.abs()
+        kept = torch.ones((nq, nk), dtype=torch.bool, device=s.device)
+        if case.is_causal:
+            kept = kept.tril()
+        if case.scores.window is not None:
+            left, right = case.scores.window
+            kept = kept & ((left < 0) | (i - j <= left)) & ((right < 0) | (j - i <= right))
+        kept = kept.expand(s.shape)
+        if made.mask is not None:
+            mask = made.mask
+            whole = (*case.batch, case.heads, nq, nk)
+            mask = mask.expand(whole).reshape(s.shape)
+            if mask.dtype == torch.bool:
+                kept = kept & mask
+            else:
+                bias = mask.to(self.dtype).double()
+                kept = kept & (bias != -math.inf)
+                bias = bias.masked_fill(bias == -math.inf, 0.0)
+                s, off = s + bias, off + bias.abs()
+        self.kept, self.slope = kept, slope
+        s = s.masked_fill(~kept, -math.inf)
+        self.s = s
+        self.lse = s.logsumexp(-1) if nk else s.new_full(s.shape[:-1], -math.inf)
+        self.empty = ~kept.any(-1)
+        finite = self.lse.masked_fill(self.empty, 0.0).unsqueeze(-1)
+        self.p = torch.exp(s - finite)
+        # No key, no share, whatever the scores would have been.
+        self.p = self.p.masked_fill(self.empty.unsqueeze(-1), 0.0)
+        if self.case.planted is not None:
+            # A row with a score of NaN or infinity is all NaN, as a softmax of it is.
+            bad = ((s.isnan() | (s == math.inf)) & kept).any(-1, keepdim=True)
+            self.p = self.p.masked_fill(bad, math.nan)
+        self.off = self.a * off.masked_fill(~kept, 0.0)
+
+    def _grouped(self, t: torch.Tensor) -> torch.Tensor:
+        return t.unflatten(1, (-1, self.shared)).sum(2) if self.shared > 1 else t
+
+    def _shaped(self, t: torch.Tensor) -> torch.Tensor:
+        return t.reshape(*self.case.batch, *t.shape[1:])
+
+    def forward(self, out_dtype: torch.dtype) -> dict[str, Wanted]:
+        """out and lse, both in float64."""
+        p, off = self.p, self.off
+        self.out_unit = unit(out_dtype)
+        self.out = p @ self.v
+        self.lse_off = (p * off).sum(-1)
+        share = p * (off + (self.lse_off + 2 * self.a).unsqueeze(-1))
+        tiny = _least(self.dtype) * (p > 0)
+        self.out_off = (share + (self.w + self.a) * p + tiny) @ self.v.abs()
+        bound = self.out_off + unit(out_dtype) * self.out.abs() + _least(out_dtype)
+        loose = bound + self.sums(p.shape[-1]) * (p @ self.v.abs())
+        lse_bound = self.lse_off + self.a * (2 + self.lse.masked_fill(self.empty, 0.0).abs())
+        if self.dtype.itemsize == 2:
+            # Kernels for 16-bit inputs use exponentials that are good to them, not to fp32.
+            lse_bound = lse_bound + _SHORT_EXP
+        found = {
+            "out": Wanted(*map(self._shaped, (self.out, bound, loose))),
+            "lse": Wanted(*map(self._shaped, (self.lse, lse_bound, lse_bound))),
+        }
+        if self.case.planted is not None:
+            self._poisoned_forward(found)
+        return found
+
+    def _parts(self) -> float:
+        """What gradients of query heads that share a key, and of rectangles where nothing keeps
+        them in range, lose each when they are rounded to the smallest numbers there are."""
+        own = self.case.kernel.startswith(("function", "scores"))
+        lost = _least(self.dtype) * (8 * self.shared if own else self.shared)
+        if self.dtype == torch.float16 and self.do.numel():
+            # An upstream gradient near fp16's largest number is divided before it is used, lest dS
+            # overflow; the smallest numbers count for as much more.
+            do = self.do.nan_to_num(0.0, 0.0, 0.0).norm(dim=-1).max()
+            v = self.v.nan_to_num(0.0, 0.0, 0.0).norm(dim=-1).max() if self.v.numel() else 0.0
+            lost *= max(1.0, float(do) * max(2 * float(v), 2.0) / 2**14)
+        return lost
+
+    def sums(self, terms: int) -> float:
+        """How far off a sum of so many terms may be, as a share of that of their sizes: only torch
+        is believed to need it (terms that are all alike are rounded alike)."""
+        return self.a / _C * terms
+
+    def backward(self, dtype: torch.dtype) -> dict[str, Wanted]:
+        """The three gradients; ``forward`` comes first."""
+        p, v, do = self.p, self.v, self.do
+        dp = do @ v.mT
+        delta = (do * self.out).sum(-1, keepdim=True)
+        slope = 1.0 if self.slope is None else self.slope
+        apart = dp - delta
+        ds = p * apart * slope
+        lse = self.lse.masked_fill(self.empty, 0.0).abs()
+        change = self.off + (self.lse_off + self.a * (1 + lse)).unsqueeze(-1)
+        if self.dtype.itemsize == 2:
+            change = change + _SHORT_EXP
+        # Beyond that the exponential itself is anybody's guess: an lse that cannot tell.
+        p_off = torch.where(change < 0.5, 1.5 * p * change, math.inf).masked_fill(p == 0, 0.0)
+        sizes = do.abs() @ v.abs().mT
+        tiny = _least(self.dtype) * (p > 0)
+        # Probabilities that are off are so in the output, and in D, before they are here.
+        spread = _sane(p_off * apart.abs())
+        ds_off = spread + p * spread.sum(-1, keepdim=True) + self.w * ds.abs()
+        ds_off = ds_off + self.a * p * (sizes + (do * self.out).abs().sum(-1, keepdim=True)) + tiny
+        if self.slope is not None:
+            ds_off = ds_off + self.a * p * apart.abs()
+        if self.made.grad_out.dtype.itemsize > self.dtype.itemsize:
+            # grad_out may be scaled and rounded to the inputs' dtype: one relative rounding, and
+            # what that leaves of the smallest beside the largest of a head.
+            least = 2.0**-38 * do.abs().amax((-2, -1), keepdim=True) if do.numel() else 0.0
+            each = self.w * do.abs() + least
+            ds_off = ds_off + p * (
+                each @ v.abs().mT + (each * self.out.abs()).sum(-1, keepdim=True)
+            )
+        else:
+            each = torch.zeros_like(do)
+        # D of an output with all of its own errors, the rounding to the inputs' dtype among them.
+        out_off = self.out_off + self.w * self.out.abs() + _least(self.dtype)
+        rounded = _sane(p * (do.abs() * out_off).sum(-1, keepdim=True))
+        if self.out_unit > self.w:
+            # Whoever asks for an output of fewer digits than the inputs have hands those back.
+            by = p * (do.abs() * self.out.abs()).sum(-1, keepdim=True)
+            ds_off = ds_off + self.out_unit * by
+        most = abs(self.scale)
+        parts = (self.w + self.a) * ds.abs()
+        k, q = self.k, self.q
+        found = {}
+        for name, exact, strict, extra in (
+            ("grad_query", self.scale * (ds @ k), ds_off + parts, lambda x: most * (x @ k.abs())),
+            (
+                "grad_key",
+                self._grouped(self.scale * (ds.mT @ q)),
+                ds_off + parts,
+                lambda x: self._grouped(most * (x.mT @ q.abs())),
+            ),
+        ):
+            last = unit(dtype) * exact.abs() + _least(dtype) + self._parts()
+            bound = extra(_sane(strict)) + last
+            terms = self.sums(max(p.shape[-2:]) * self.shared)
+            loose = bound + extra(rounded) + terms * extra(ds.abs())
+            found[name] = Wanted(*map(self._shaped, (exact, bound, loose)))
+        exact = self._grouped(p.mT @ do)
+        bound = (_sane(p_off) + (self.w + self.a) * p + tiny).mT @ do.abs() + p.mT @ each
+        bound = self._grouped(bound) + unit(dtype) * exact.abs() + _least(dtype) + self._parts()
+        terms = self.sums(p.shape[-2] * self.shared)
+        loose = bound + terms * self._grouped(p.mT @ do.abs())
+        found["grad_value"] = Wanted(*map(self._shaped, (exact, bound, loose)))
+        if self.case.planted is not None:
+            self._poisoned_backward(found)
+        return found
+
+    # What must, and what may, not be finite. It must where a pair that counts says so. It may where
+    # the textbook in float64 has it, which multiplies masked probabilities of 0 like others.
+
+    def _poisoned_forward(self, found: dict[str, Wanted]) -> None:
+        s = self.s.masked_fill(~self.kept, 0.0)
+        self.bad_rows = (s.isnan() | (s == math.inf)).any(-1)
+        clear = self.p > 1e-30
+        bad_values = (~self.v.isfinite()).double()
+        must = ((clear & self.kept).double() @ bad_values > 0) | self.bad_rows.unsqueeze(-1)
+        self.bad_out = must
+        # A mask is added, a boolean one too in torch's textbook, and NaN - inf is NaN.
+        added = self.made.mask is not None
+        bad = (~(self.q @ self.k.mT).isfinite()).any(-1) if added else torch.zeros_like(self.empty)
+        self.spread = bad.any(-1)[..., None, None]
+        out, lse = found["out"], found["lse"]
+        out.must = self._shaped(must)
+        out.may = ~out.exact.isfinite() | self._shaped(bad).unsqueeze(-1)
+        lse.must = self._shaped(self.bad_rows)
+        # Scores of minus infinity that no mask has made: a row without keys, or none at all.
+        none = (self.lse == -math.inf) & ~self.empty
+        lse.may = ~(lse.exact.isfinite() | self._shaped(self.empty)) | self._shaped(bad | none)
+
+    def _poisoned_backward(self, found: dict[str, Wanted]) -> None:
+        bad_do = ~self.do.isfinite()
+        rows = self.bad_rows | (self.bad_out.any(-1) | bad_do.any(-1)) & ~self.empty
+        kept = self.kept.double()
+        reached = (kept.mT @ rows.double().unsqueeze(-1)) > 0
+        clear = ((self.p > 1e-30) & self.kept).double()
+        # With one score of infinity the other keys of the row have no share, or NaN.
+        bad = (self.s.isnan().any(-1, keepdim=True) | (self.s == math.inf)) & self.kept
+        bad_p = bad.any(-2).unsqueeze(-1)
+        values = (clear.mT @ bad_do.double() > 0) | bad_p
+        most = {
+            "grad_query": rows.unsqueeze(-1).expand(self.q.shape),
+            "grad_key": self._any_of_group(reached).expand(
+                -1, -1, -1, self.case.head_dim
+            ),
+            "grad_value": self._any_of_group(values),
+        }  # fmt: skip
+        for name, must in most.items():
+            one = found[name]
+            one.must = self._shaped(must) & ~one.exact.isfinite()
+            spread = self._shaped(self._spread(name).expand(must.shape))
+            one.may = ~one.exact.isfinite() | spread
+
+    def _spread(self, name: str) -> torch.Tensor:
+        return self.spread if name == "grad_query" else self._any_of_group(self.spread)
+
+    def _any_of_group(self, t: torch.Tensor) -> torch.Tensor:
+        return t.unflatten(1, (-1, self.shared)).any(2)
+
+
+def _sane(bound: torch.Tensor) -> torch.Tensor:
+    """Infinite bounds as very large ones, so that 0 times them is 0."""
+    return bound.clamp(max=1e200)

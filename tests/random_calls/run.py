@@ -1,0 +1,203 @@
+"""Runs one case and judges it."""
+
+from __future__ import annotations
+
+import gc
+import re
+import traceback
+import warnings
+from dataclasses import dataclass, field
+
+import torch
+
+import quorum_attention as qa
+from random_calls.call import Done, perform
+from random_calls.case import Case, simpler
+from random_calls.compare import judge
+from random_calls.draw import draw
+from random_calls.kernels import kernel_of
+from random_calls.reference import Reference
+from random_calls.tensors import DTYPES, Made, make
+from random_calls.yardstick import Yardstick
+
+_REFUSALS = (ValueError, TypeError, NotImplementedError, qa.BudgetError)
+
+
+@dataclass
+class Verdict:
+    """What became of a case.
+
+    Attributes:
+        outcome: "right", "refused", "ran out" (of memory, where allocations were made to fail),
+            "wrong".
+        wrong: one line for everything that is.
+        kinds: the same in a word each, to count by.
+        refusal: the message, its numbers taken out.
+        ratios: by result, the worst error as a share of what is allowed.
+        ran: how each pass ran: (pass, way, levels, kernel).
+    """
+
+    case: Case
+    outcome: str = "right"
+    wrong: list[str] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
+    refusal: str = ""
+    ratios: dict[str, float] = field(default_factory=dict)
+    ran: list[tuple[str, str, tuple[int, ...], str]] = field(default_factory=list)
+
+    def add(self, kind: str, words: str) -> None:
+        """Something is wrong."""
+        self.outcome = "wrong"
+        self.kinds.append(kind)
+        self.wrong.append(f"{kind}: {words}")
+
+    def __str__(self) -> str:
+        return "\n  ".join([f"{self.outcome}: {self.case}", *self.wrong, self.refusal]).strip()
+
+
+def check_seed(seed: int, device: str = "cpu") -> Verdict:
+    """The verdict on the case of a seed."""
+    return check(draw(seed, device), device)
+
+
+def check(case: Case, device: str = "cpu") -> Verdict:
+    """Make the call of a case and hold it against float64."""
+    verdict = Verdict(case)
+    compute = torch.device(device)
+    lives = compute if case.residency == "device" else torch.device("cpu")
+    made = make(case, lives)
+    done = Done()
+    kernel_of(case, made.slopes)  # made once, and kept
+    if case.looked_after:
+        gc.collect()
+        gc.freeze()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            perform(case, made, compute, done)
+    except qa.BudgetError as error:
+        # A budget here is what the call itself has named, or more.
+        verdict.add("refuses the budget that it named", _first_line(error))
+    except torch.OutOfMemoryError as error:
+        if case.failure is not None and "sabotaged" in str(error):
+            verdict.outcome = "ran out"
+        else:
+            verdict.add("out of memory", _first_line(error))
+    except _REFUSALS as error:
+        _refused(verdict, error)
+    except Exception as error:
+        verdict.add(f"raises {type(error).__name__}", _raised(error))
+    _ways(verdict, done)
+    _peaks(verdict, done)
+    if verdict.outcome == "right":
+        _compare(verdict, made, done)
+    for kept in made.kept:
+        if kept.changed():
+            verdict.add("input changed", kept.name)
+    for name in [target.name for target in done.targets if target.trespassed()]:
+        verdict.add("memory of others changed", name)
+    for name in done.untaken:
+        verdict.add("not where it was asked for", name)
+    if case.looked_after:
+        done = Done()
+        left = _tensors()
+        if left > 0:
+            verdict.add("tensors left", str(left))
+    return verdict
+
+
+def simplest(case: Case, device: str = "cpu", tries: int = 400) -> Verdict:
+    """The simplest case found that is wrong in the same way."""
+    found = check(case, device)
+    kinds = set(found.kinds)
+    while tries > 0:
+        for other in simpler(found.case):
+            tries -= 1
+            try:
+                verdict = check(other, device)
+            except Exception:
+                continue  # no case at all: sizes that do not go together
+            if kinds & set(verdict.kinds):
+                found = verdict
+                break
+            if tries <= 0:
+                break
+        else:
+            break
+    return found
+
+
+def _refused(verdict: Verdict, error: Exception) -> None:
+    verdict.outcome = "refused"
+    text = re.sub(r"\d+(\.\d+)?", "#", _first_line(error))
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    place = "quorum_attention" in frame.filename
+    verdict.refusal = f"{type(error).__name__}: {text}"
+    if not place:
+        # Raised by torch or Python on our behalf: no refusal, but an accident.
+        verdict.add(f"raises {type(error).__name__}", _raised(error))
+
+
+def _raised(error: BaseException) -> str:
+    frames = list(traceback.extract_tb(error.__traceback__))
+    where = " < ".join(f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno}" for f in reversed(frames[-4:]))
+    return f"{_first_line(error)} ({where})"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0][:300]
+
+
+def _ways(verdict: Verdict, done: Done) -> None:
+    if done.report is None:
+        return
+    for name, one in (("forward", done.report.forward), ("backward", done.report.backward)):
+        if one is None:
+            continue
+        way = "slots" if one.loaded_bytes else "whole" if one.accumulator == "none" else "in place"
+        verdict.ran.append((name, way, one.levels, one.kernel))
+
+
+def _compare(verdict: Verdict, made: Made, done: Done) -> None:
+    case = verdict.case
+    reference = Reference(case, made)
+    results = done.results
+    wanted = reference.forward(results["out"].dtype)
+    gradients = [name for name in results if name.startswith("grad")]
+    if gradients:
+        wanted |= reference.backward(results[gradients[0]].dtype)
+
+    last = results[gradients[0]].dtype if gradients else results["out"].dtype
+    yardstick = Yardstick(case, made, (results["out"].dtype, last))
+    out_dtype = DTYPES[case.results.out or case.dtype]
+    for name, found in results.items():
+        dtype = found.dtype
+        asked = out_dtype if name == "out" else DTYPES[
+            (case.results.grads if case.results.given and case.route == "pair" else None)
+            or case.dtype
+        ]  # fmt: skip
+        if name != "lse" and dtype != asked:
+            verdict.add("dtype", f"{name} is {dtype}, not {asked}")
+        off, ratio = judge(name, found, wanted[name], yardstick)
+        verdict.ratios[name] = ratio
+        if off is not None:
+            verdict.add(f"{off.name} {off.kind}", off.words)
+
+
+def _tensors() -> int:
+    """Tensors that Python knows of and that are younger than the last freeze."""
+    gc.collect()
+    # By type: asking for a class would wake modules that pretend to be objects.
+    return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+
+
+def _peaks(verdict: Verdict, done: Done) -> None:
+    """What was taken at most, where it was measured, against what the plan said."""
+    if done.report is None:
+        return
+    for name, one in (("forward", done.report.forward), ("backward", done.report.backward)):
+        if one is None or one.recoveries:
+            continue
+        taken = done.peaks.get(name, one.peak_bytes)
+        if taken is not None and taken > one.planned_peak_bytes:
+            verdict.add("more memory than planned", f"{name}: {taken}, {one.planned_peak_bytes}")

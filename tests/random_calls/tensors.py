@@ -1,0 +1,321 @@
+"""The tensors of a case: contents, strides, and what may not change."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from random_calls.case import Case, Mask, Planted
+
+DTYPES = {
+    name: getattr(torch, name)
+    for name in ("float16", "bfloat16", "float32", "float64")
+}  # fmt: skip
+
+
+@dataclass
+class Kept:
+    """Memory that a call may only read, and what was in it."""
+
+    name: str
+    base: torch.Tensor
+    copy: torch.Tensor
+
+    @classmethod
+    def of(cls, name: str, base: torch.Tensor) -> Kept:
+        return cls(name, base, base.clone())
+
+    def changed(self) -> bool:
+        return not torch.equal(_bits(self.base), _bits(self.copy))
+
+
+@dataclass
+class Target:
+    """A preallocated result in memory whose other elements belong to somebody else."""
+
+    name: str
+    view: torch.Tensor
+    base: torch.Tensor
+    copy: torch.Tensor
+    given: Any
+
+    def trespassed(self) -> bool:
+        """Whether anything but the view has changed; undoes the view, so asked last."""
+        self.view.detach().copy_(_same_place(self.copy, self.view))
+        return not torch.equal(_bits(self.base), _bits(self.copy))
+
+
+@dataclass
+class Made:
+    """Everything a call is handed.
+
+    Attributes:
+        query, key, value, grad_out, mask: as handed over (strided views).
+        kept: what may only be read.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    grad_out: torch.Tensor
+    mask: torch.Tensor | None
+    kept: list[Kept]
+    slopes: torch.Tensor | None
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _same_place(base: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    return base.as_strided(view.shape, view.stride(), view.storage_offset())
+
+
+def make(case: Case, device: torch.device) -> Made:
+    """The inputs of a case, the same each time."""
+    g = torch.Generator().manual_seed(case.seed)
+    q, k, v = _contents(case, g)
+    result = DTYPES[case.results.out or case.dtype]
+    grad = _gradient(case, g, DTYPES[case.grad_dtype] if case.grad_dtype else result)
+    dtype = DTYPES[case.dtype]
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    if case.planted is not None:
+        _plant(case.planted, {"query": q, "key": k, "value": v, "grad_out": grad}, g)
+    mask = None if case.mask is None else _mask(case, case.mask, g)
+    kept: list[Kept] = []
+    packed = case.layouts[:3].count("packed") >= 2 and q.shape == k.shape == v.shape
+    if packed:
+        # (..., tokens, 3, heads, width), as one projection makes them.
+        base = torch.stack([t.movedim(-3, -2) for t in (q, k, v)], dim=-3).to(device)
+        q, k, v = (base.select(-3, i).movedim(-2, -3) for i in range(3))
+        kept.append(Kept.of("query, key and value", base))
+    views = []
+    for name, tensor, layout in zip(
+        ("query", "key", "value", "grad_out"), (q, k, v, grad), case.layouts, strict=True
+    ):
+        if packed and name != "grad_out":
+            views.append(tensor)
+            continue
+        base, view = laid_out(tensor.to(device), layout)
+        kept.append(Kept.of(name, base))
+        views.append(view)
+    if case.grad == "of a sum":
+        views[3] = grad.new_ones(()).to(device).expand(views[3].shape)
+    if mask is not None:
+        assert case.mask is not None
+        base, mask = _mask_laid_out(mask.to(device), case.mask.layout)
+        kept.append(Kept.of("attn_mask", base))
+    slopes = None
+    if case.scores.alibi:
+        slopes = torch.rand(case.heads, generator=torch.Generator().manual_seed(3)) * 0.2
+        slopes = slopes.to(device)
+    return Made(*views, mask, kept, slopes)
+
+
+def laid_out(tensor: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(memory, view of it that equals ``tensor``); expanded ones equal its first entry."""
+    lead, (h, n, d) = tensor.shape[:-3], tensor.shape[-3:]
+
+    def within(shape: tuple[int, ...], place: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        base = torch.full(shape, 7.0, dtype=tensor.dtype, device=tensor.device)
+        view = base[place]
+        view.copy_(tensor)
+        return base, view
+
+    rest = (slice(None),) * len(lead)
+    if layout == "token major":
+        base = tensor.movedim(-3, -2).contiguous()
+        return base, base.movedim(-2, -3)
+    if layout == "sliced":
+        return within(
+            (*lead, h, n + 5, d + 3), (*rest, slice(None), slice(2, n + 2), slice(1, d + 1))
+        )
+    if layout == "offset":
+        return within((*lead, h, n + 3, d), (*rest, slice(None), slice(3, None)))
+    if layout == "packed":
+        return within((*lead, h, n, 2 * d), (..., slice(d, None)))
+    if layout == "every other element":
+        return within((*lead, h, n, 2 * d), (..., slice(None, None, 2)))
+    if layout == "transposed":
+        base = tensor.mT.contiguous()
+        return base, base.mT
+    if layout == "expanded heads" and h:
+        base = tensor[..., :1, :, :].contiguous()
+        return base, base.expand(tensor.shape)
+    if layout == "expanded rows" and n:
+        base = tensor[..., :1, :].contiguous()
+        return base, base.expand(tensor.shape)
+    if layout == "expanded batch" and lead and 0 not in lead:
+        base = tensor[(slice(0, 1),) * len(lead)].contiguous()
+        return base, base.expand(tensor.shape)
+    base = tensor.contiguous().clone()
+    return base, base.view(base.shape)
+
+
+def _normal(g: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=g, dtype=torch.float64)
+
+
+def _powers(g: torch.Generator, *rows: int) -> torch.Tensor:
+    return torch.exp2(torch.randint(-6, 5, (*rows, 1), generator=g).double())
+
+
+def _contents(case: Case, g: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    b, nq, nk, d = case.batch, case.n_queries, case.n_keys, case.head_dim
+    q, k = _normal(g, *b, case.heads, nq, d), _normal(g, *b, case.kv_heads, nk, d)
+    v = _normal(g, *b, case.kv_heads, nk, case.value_dim)
+    pick = int(torch.randint(max(1, nk), (), generator=g))
+    match case.content:
+        case "sink" | "sinks":
+            # A direction that every query looks in, and one key, or some, that lie far out in it.
+            u = torch.nn.functional.normalize(_normal(g, d), dim=-1)
+            q = 6 * u + 0.3 * q
+            if nk:
+                at = 0 if pick % 3 else pick
+                where = slice(at, at + (1 if case.content == "sink" else 3))
+                k[..., where, :] = 20 * u * (1 if pick % 2 else 0.3)
+        case "one hot":
+            sign = torch.sign(v)
+            v = 9 * torch.where(sign == 0, 1.0, sign)
+            if nk:
+                rows = torch.randint(nk, (nq,), generator=g)
+                shared = case.heads // case.kv_heads if case.kv_heads else 1
+                q = k.repeat_interleave(shared, dim=-3)[..., rows, :] * (1 + 3 * (pick % 3))
+        case "large scores":
+            q = q * (600 / 3)
+        case "tiny":
+            q, k, v = 1e-4 * q, 1e-3 * k, 1e-4 * v
+        case "constant":
+            q, k, v = torch.ones_like(q), torch.ones_like(k), torch.full_like(v, 3.0)
+        case "extremes":
+            v = torch.sign(v) * 60_000.0
+        case "offset values":
+            v = 30 + 0.1 * v
+        case "spread rows":
+            q = q * torch.exp2(torch.randint(-6, 5, (*b, case.heads, nq, 1), generator=g).double())
+            v = v * torch.exp2(
+                torch.randint(-6, 5, (*b, case.kv_heads, nk, 1), generator=g).double()
+            )
+    return q, k, v
+
+
+def _gradient(case: Case, g: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
+    shape = (*case.batch, case.heads, case.n_queries, case.value_dim)
+    grad = _normal(g, *shape)
+    n = max(1, case.n_queries)
+    match case.grad:
+        case "uniform":
+            grad = torch.full(shape, 1 / n, dtype=torch.float64)
+        case "of a sum":
+            grad = torch.ones(shape, dtype=torch.float64)
+        case "loss scaled":
+            grad = grad * 65536 / n
+        case "sparse rows":
+            grad = grad * (torch.rand((*shape[:-1], 1), generator=g) < 0.1)
+        case "zeros":
+            grad = torch.zeros(shape, dtype=torch.float64)
+        case "small":
+            grad = grad * 1e-6
+        case "positive":
+            grad = grad.abs()
+        case "wide range":
+            size = torch.tensor([1e5, 1.0, 1e-9], dtype=torch.float64)
+            rows = torch.randint(3, (*shape[:-1], 1), generator=g)
+            # One size a call half the time, else all in one.
+            grad = grad * (size[rows] if n % 2 else size[n // 2 % 3])
+    most = torch.finfo(dtype).max
+    return grad.clamp(-most, most).to(dtype)
+
+
+def _plant(planted: Planted, tensors: dict[str, torch.Tensor], g: torch.Generator) -> None:
+    tensor = tensors[planted.where]
+    if tensor.numel() == 0:
+        return
+    at = [int(torch.randint(n, (), generator=g)) for n in tensor.shape]
+    number = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[planted.what]
+    tensor[tuple(at[:-1] if planted.whole_row else at)] = number
+
+
+def _mask(case: Case, mask: Mask, g: torch.Generator) -> torch.Tensor:
+    batch, heads, rows, columns = mask.spans
+    shape = [n if batch else 1 for n in case.batch]
+    shape += [case.heads if heads else 1, case.n_queries if rows else 1]
+    shape.append(case.n_keys if columns else 1)
+    keep = torch.rand(shape, generator=g) > float(torch.rand((), generator=g))
+    match mask.content:
+        case "dead rows":
+            keep &= torch.rand((*shape[:-1], 1), generator=g) > 0.3
+        case "padding":
+            stop = int(torch.randint(1, max(2, shape[-1] + 1), (), generator=g))
+            keep = (torch.arange(shape[-1]) < stop).expand(shape).clone()
+        case "bias":
+            keep = torch.ones(shape, dtype=torch.bool)
+        case "nothing":
+            keep = torch.zeros(shape, dtype=torch.bool)
+    if mask.kind == "bool":
+        made = keep
+    else:
+        dtype = torch.float32 if mask.kind == "float32" else DTYPES[case.dtype]
+        off = torch.finfo(dtype).min if mask.content == "lowest" else -math.inf
+        bias = _normal(g, *shape) * 2
+        if mask.content in ("padding", "lowest"):
+            bias = torch.zeros(shape, dtype=torch.float64)
+        made = bias.to(dtype).masked_fill(~keep, off)
+    while made.dim() > max(mask.dims, 1) and made.shape[0] == 1:
+        made = made[0]
+    return made
+
+
+def _mask_laid_out(mask: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    if layout == "transposed" and mask.dim() >= 2:
+        base = mask.mT.contiguous()
+        return base, base.mT
+    if layout == "sliced":
+        wide = mask.new_ones((*mask.shape[:-1], mask.shape[-1] + 3))
+        wide[..., 2:-1] = mask
+        return wide, wide[..., 2:-1]
+    if layout == "expanded" and mask.dim() >= 2 and mask.shape[0] > 1:
+        base = mask[:1].contiguous()
+        return base, base.expand(mask.shape)
+    base = mask.contiguous().clone()
+    return base, base.view(base.shape)
+
+
+def target(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, layout: str, device: torch.device
+) -> Target:
+    """A preallocated result, full of a number that no result is."""
+    if layout == "memmap" and math.prod(shape) and dtype in _NUMPY:
+        folder = tempfile.mkdtemp(prefix="random-calls-")
+        path = Path(folder) / name.replace("[", "").replace("]", "")
+        array = np.lib.format.open_memmap(path, mode="w+", dtype=_NUMPY[dtype], shape=shape)
+        path.unlink()
+        Path(folder).rmdir()
+        view = torch.from_numpy(array)
+        return Target(name, view, view, view.clone(), array)
+    pinned = layout == "pinned" and torch.cuda.is_available()
+    where = torch.device("cpu") if pinned else device
+    lead, (h, n, d) = shape[:-3], shape[-3:]
+    if layout == "token major":
+        base = torch.empty((*lead, n, h, d), dtype=dtype, device=where)
+        view = base.movedim(-2, -3)
+    elif layout == "strided":
+        base = torch.empty((*lead, h, n + 1, 2 * d), dtype=dtype, device=where)
+        view = base[..., 1:, ::2]
+    elif layout == "sliced":
+        base = torch.empty((*lead, h, n + 4, d + 2), dtype=dtype, device=where)
+        view = base[..., 2:-2, 1:-1]
+    else:
+        base = torch.empty(shape, dtype=dtype, device=where, pin_memory=pinned)
+        view = base.view(shape)
+    base.fill_(-5.0)
+    return Target(name, view, base, base.clone(), view)
+
+
+_NUMPY = {torch.float16: np.float16, torch.float32: np.float32, torch.float64: np.float64}

@@ -1,0 +1,178 @@
+"""The random calls find what they are for: errors planted in a kernel, or around the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import quorum_attention as qa
+from quorum_attention.kernels.kit import from_lse_function
+from random_calls import call, kernels
+from random_calls.case import Case, Orders, Planted, Scores
+from random_calls.draw import draw
+from random_calls.run import Verdict, check, simplest
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def attention(
+    change: str,
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Plain attention and its gradients, with one error."""
+
+    def probabilities(query, key, is_causal, scale):  # type: ignore[no-untyped-def]
+        work = torch.promote_types(query.dtype, torch.float32)
+        if change == "scale left out":
+            scale = 1.0
+        scores = scale * (query.to(work) @ key.to(work).mT)
+        if is_causal:
+            first = {"one key too many": 2, "one key too few": 0}.get(change, 1)
+            later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(first)
+            later[0, 0] = False
+            scores = scores.masked_fill(later, -torch.inf)
+        if change == "last key dropped" and scores.shape[-1] > 1:
+            scores[..., -1] = -torch.inf
+        return scores
+
+    def forward(query, key, value, *, is_causal, scale):  # type: ignore[no-untyped-def]
+        scores = probabilities(query, key, is_causal, scale)
+        lse = torch.logsumexp(scores, -1)
+        out = torch.exp(scores - lse.unsqueeze(-1)) @ value.to(scores.dtype)
+        if change == "lse in fp16":
+            lse = lse.half().to(scores.dtype)
+        if change == "lse of one row":
+            lse[..., -1] += 0.05
+        if change == "output not normalised":
+            out = out * 1.01
+        return out, lse
+
+    def backward(grad_out, query, key, value, out, lse, *, is_causal, scale):  # type: ignore[no-untyped-def]
+        scores = probabilities(query, key, is_causal, scale)
+        q, k, v, do, o = (t.to(scores.dtype) for t in (query, key, value, grad_out, out))
+        p = torch.exp(scores - lse.unsqueeze(-1))
+        delta = (do * o).sum(-1, keepdim=True)
+        if change == "D left out":
+            delta = torch.zeros_like(delta)
+        ds = p * (do @ v.mT - delta)
+        dk = ds.mT @ q * (1.0 if change == "dK not scaled" else scale)
+        dv = p.mT @ do
+        if change == "dV of the last key":
+            dv[..., -1, :] = 0
+        return scale * (ds @ k), dk, dv
+
+    return forward, backward
+
+
+CHANGES = (
+    "scale left out", "one key too many", "one key too few", "last key dropped", "lse in fp16",
+    "lse of one row", "output not normalised", "D left out", "dK not scaled", "dV of the last key",
+)  # fmt: skip
+
+
+def calls(kernel: str, count: int = 12) -> list[Verdict]:
+    """Of seeds whose case a function kernel takes: small, cut, with gradients."""
+    found: list[Verdict] = []
+    seed = 0
+    while len(found) < count:
+        case = draw(seed)
+        seed += 1
+        if not 20 <= min(case.n_queries, case.n_keys) <= 130 or case.batch == (0,):
+            continue
+        if case.content not in ("normal", "one hot", "sink") or case.grad in ("zeros", "small"):
+            continue
+        scale = 0.4 if case.scale is None or case.scale <= 0 else case.scale
+        case = replace(
+            case, kernel=kernel, scores=Scores(), mask=None, failure=None, planted=None,
+            route="pair", is_causal=True, scale=scale,
+            orders=Orders("plan", levels=(3,), tile=8), backward_orders=None,
+            dtype="float32", grad_dtype=None, results=type(case.results)(),
+            looked_after=False, measured=False,
+        )  # fmt: skip
+        if not case.grad.startswith("wide"):
+            found.append(check(case))
+    return found
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_error_in_a_kernel_is_found(change, monkeypatch) -> None:
+    forward, backward = attention(change)
+    monkeypatch.setitem(kernels.PLANTED, change, from_lse_function(forward, backward=backward))
+    found = calls(change)
+    wrong = [one for one in found if one.outcome == "wrong"]
+    assert len(wrong) > len(found) // 2, [str(one) for one in found]
+    assert all("off" in " ".join(one.kinds) for one in wrong)
+
+
+def test_without_an_error_nothing_is_found(monkeypatch) -> None:
+    forward, backward = attention("nothing")
+    monkeypatch.setitem(kernels.PLANTED, "nothing", from_lse_function(forward, backward=backward))
+    for one in calls("nothing"):
+        assert one.outcome == "right", str(one)
+
+
+PLAIN = Case(
+    5, (2,), 2, 2, 40, 40, 8, 8, results=replace(Case(0).results, given=True, layout="sliced"),
+    layouts=("sliced",) * 4, looked_after=True,
+)  # fmt: skip
+NAN = Planted("nan", "query", True)
+_LEFT: list[torch.Tensor] = []
+
+
+def _around(monkeypatch: pytest.MonkeyPatch, harm: Callable[..., None]) -> None:
+    usual = qa.attention_with_lse
+
+    def harmful(query, key, value, *rest, **named):  # type: ignore[no-untyped-def]
+        results = usual(query, key, value, *rest, **named)
+        harm(query, results[0])
+        return results
+
+    monkeypatch.setattr(call.qa, "attention_with_lse", harmful)
+
+
+@pytest.mark.parametrize(
+    ("kind", "harm"),
+    [
+        ("input changed", lambda query, out: query[0, 0, 0].zero_()),
+        ("memory of others changed", lambda query, out: out._base[0, 0, 0].zero_()),
+        ("tensors left", lambda query, out: _LEFT.append(torch.ones(3))),
+        ("out not finite", lambda query, out: out[0, 0, 3].fill_(torch.nan)),
+        ("out off", lambda query, out: out[0, 0, 3, :1].add_(2e-5)),
+    ],
+)
+def test_harm_around_a_call_is_found(kind, harm, monkeypatch) -> None:
+    _around(monkeypatch, harm)
+    assert kind in check(PLAIN).kinds
+    _LEFT.clear()
+
+
+def test_nothing_is_found_around_a_right_call() -> None:
+    verdict = check(PLAIN)
+    assert verdict.outcome == "right", str(verdict)
+
+
+def test_a_number_lost_or_made_up_is_found(monkeypatch) -> None:
+    """A query of NaN whose row comes out as a number; and one whose NaN is in other rows too."""
+    case = Case(3, (1,), 2, 2, 30, 30, 8, 8, planted=NAN, orders=Orders("depth", depth=1))
+    assert check(case).outcome == "right"
+    _around(monkeypatch, lambda query, out: out.nan_to_num_())
+    assert "out finite" in check(case).kinds
+    monkeypatch.undo()
+    _around(monkeypatch, lambda query, out: out[0, 0].fill_(torch.nan))
+    assert "out not finite" in check(case).kinds
+
+
+def test_a_failing_case_is_made_simpler(monkeypatch) -> None:
+    forward, backward = attention("last key dropped")
+    monkeypatch.setitem(kernels.PLANTED, "d", from_lse_function(forward, backward=backward))
+    case = Case(
+        1, (2,), 4, 2, 60, 60, 16, 8, kernel="d", is_causal=False, content="sink",
+        layouts=("sliced",) * 4, orders=Orders("plan", levels=(3,), tile=8, n_cap=2),
+    )  # fmt: skip
+    found = simplest(replace(case, kernel="d"), tries=60)
+    assert found.outcome == "wrong"
+    assert found.case.layouts == ("plain",) * 4
+    assert found.case.n_queries < 60

@@ -1,0 +1,69 @@
+"""A thousand random calls against float64, the same each time; on a GPU where there is one.
+
+One of them alone: ``python -m random_calls --seed N`` with src and tests on the import path;
+``--simplest`` looks for a simpler one that fails alike, ``--count`` runs as many as you like.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from random_calls.draw import draw
+from random_calls.run import check_seed
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CALLS, AT_ONCE = 1000, 100
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# What a call may say no to: the limits of a kernel that was asked for by name.
+REFUSALS = ("NotImplementedError: kernel '",)
+
+
+@pytest.mark.parametrize("first", range(0, CALLS, AT_ONCE))
+def test_calls(first: int) -> None:
+    """Right in every element, inputs and other memory untouched, nothing left; or refused."""
+    print(f"seeds {first} to {first + AT_ONCE - 1} on {DEVICE}")
+    wrong, outcomes = [], Counter()
+    for seed in range(first, first + AT_ONCE):
+        verdict = check_seed(seed, DEVICE)
+        outcomes[verdict.outcome] += 1
+        if verdict.outcome == "refused" and not verdict.refusal.startswith(REFUSALS):
+            verdict.add("refused", verdict.refusal)
+        if verdict.outcome == "wrong":
+            print(f"seed {seed}: {verdict}")
+            wrong.append(seed)
+    assert not wrong, f"seeds {wrong}: {outcomes}"
+    assert outcomes["right"] > 0.8 * AT_ONCE, outcomes
+
+
+def test_the_thousand_are_of_every_kind() -> None:
+    cases = [draw(seed, DEVICE) for seed in range(CALLS)]
+    planned = {one.levels for c in cases for one in (c.orders, c.backward_orders) if one}
+    assert {(), (1,), (3,), (7,), (13,), (21,), (31,), (1, 7), (7, 7), (3, 3)} <= planned
+    for name, least in (
+        ("route", 3), ("dtype", 4), ("content", 10), ("grad", 9), ("kernel", 6), ("batch", 6),
+    ):  # fmt: skip
+        assert len({getattr(c, name) for c in cases}) >= least, name
+    signs = {None if c.scale is None else (c.scale > 0) - (c.scale < 0) for c in cases}
+    assert signs == {None, 1, -1, 0}
+    assert {c.orders.how for c in cases} == {"free", "depth", "budget", "plan"}
+    assert sum(c.n_keys <= 5 for c in cases) > 60
+    assert sum(c.n_queries <= 5 for c in cases) > 40
+    assert sum(c.n_queries > 600 for c in cases) >= 5
+    assert sum(c.mask is not None for c in cases) > 150
+    assert sum(c.planted is not None for c in cases) > 20
+    assert sum(c.failure is not None for c in cases) > 15
+    assert sum(c.calibrated is not None for c in cases) > 90
+    layouts = {layout for c in cases for layout in c.layouts}
+    assert len(layouts) == 11
+    assert {c.results.layout for c in cases if c.results.given} >= {
+        "dense", "strided", "sliced", "token major", "memmap",
+    }  # fmt: skip
+
+
+def test_a_case_is_its_seed() -> None:
+    for seed in (0, 7, 99_999):
+        assert draw(seed, DEVICE) == draw(seed, DEVICE)
+    assert draw(1) != draw(2)

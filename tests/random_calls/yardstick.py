@@ -1,0 +1,143 @@
+"""torch's own attention of the same inputs in the same dtype: how far off it is.
+
+A cut call is as good as the kernel it wraps, so what torch's own call loses, with head dimensions
+and heads as they are or brought to what its fused kernels take, is no fault of ours. Where few
+numbers are at stake torch may be lucky: then its neighbours are asked too, the same case with
+values and upstream gradients some per cent apart.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from random_calls.case import Case, Scores
+from random_calls.reference import Reference, Wanted
+from random_calls.tensors import DTYPES, Made
+
+_NEIGHBOURS = 8
+_GRADIENTS = ("grad_query", "grad_key", "grad_value")
+Results = dict[str, torch.Tensor]
+
+
+class Yardstick:
+    """torch's results and errors for one case; computed when they are asked for."""
+
+    def __init__(self, case: Case, made: Made, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+        self.case, self.made, self.dtypes = case, made, dtypes
+        self._own: Results | None = None
+        self._errors: list[Results] = []
+
+    def results(self) -> Results:
+        """Of the call as it is; {} where torch does not take such a call."""
+        if self._own is None:
+            self._own = _torch(self.case, self.made, fused=False)
+        return self._own
+
+    def errors(self, name: str, wanted: Wanted) -> Iterator[torch.Tensor]:
+        """Torch's largest error by head, broadcastable to the result: of the call, and then never
+        smaller, what it comes to with another path and with neighbours."""
+        if self.case.scores != Scores():
+            # torch has no such call: what a rounded output may cost by itself.
+            yield wanted.loose
+            return
+        largest = wanted.exact.new_zeros(())
+        for number in range(2 + _NEIGHBOURS):
+            while len(self._errors) <= number:
+                self._errors.append(self._more(len(self._errors)))
+            found = self._errors[number].get(name)
+            if found is not None:
+                largest = torch.maximum(largest, found)
+                yield largest
+
+    def _more(self, number: int) -> Results:
+        made = self.made if number < 2 else _neighbour(self.case, self.made, number)
+        reference = Reference(self.case, made)
+        wanted = reference.forward(self.dtypes[0])
+        if self.case.route != "forward":
+            wanted |= reference.backward(self.dtypes[1])
+        errors: Results = {}
+        for fused in (False,) if number == 0 else (True,) if number == 1 else (False, True):
+            for name, found in _torch(self.case, made, fused=fused).items():
+                off = _head_errors(found, wanted[name])
+                errors[name] = torch.maximum(errors[name], off) if name in errors else off
+        return errors
+
+
+def _head_errors(found: torch.Tensor, wanted: Wanted) -> torch.Tensor:
+    """The largest error of each head; where that is not finite, or more than such arithmetic can
+    account for, torch is wrong itself: then as much as it can."""
+    finite = wanted.exact.isfinite()
+    off = (found.to(wanted.exact) - wanted.exact).abs().masked_fill(~finite, 0.0)
+    off = torch.minimum(torch.where(off.isnan(), torch.inf, off), wanted.loose)
+    off = off.nan_to_num(nan=0.0, posinf=0.0)
+    return off.amax((-2, -1), keepdim=True) if off.numel() else off
+
+
+def _neighbour(case: Case, made: Made, number: int) -> Made:
+    g = torch.Generator().manual_seed(case.seed * 100 + number)
+
+    def moved(t: torch.Tensor) -> torch.Tensor:
+        by = 1 + 0.1 * (torch.rand(t.shape, generator=g) - 0.5)
+        most = torch.finfo(t.dtype).max
+        return (t.double() * by.to(t.device)).clamp(-most, most).to(t.dtype)
+
+    return replace(made, value=moved(made.value), grad_out=moved(made.grad_out))
+
+
+def _torch(case: Case, made: Made, *, fused: bool) -> Results:
+    """``scaled_dot_product_attention`` as it is called by default; ``fused``: with values as wide
+    as queries, as many key heads, four dimensions and dense rows, as its fused kernels ask for."""
+    gradients = case.route != "forward"
+    q, k, v = (
+        t.detach().clone().requires_grad_(gradients) for t in (made.query, made.key, made.value)
+    )
+    shared = case.heads // case.kv_heads if case.kv_heads else 1
+    wide = max(case.head_dim, case.value_dim)
+    keys, values, queries = k, v, q
+    if fused:
+        keys, values = (t.repeat_interleave(shared, -3) for t in (k, v))
+        queries, keys, values = (
+            pad(t, (0, wide - t.shape[-1])).reshape(-1, *t.shape[-3:-1], wide).contiguous()
+            for t in (q, keys, values)
+        )
+    mask, is_causal = _mask(case, made)
+    if fused and mask is not None:
+        mask = mask.expand(*q.shape[:-1], case.n_keys)
+        mask = mask.reshape(-1, *mask.shape[-3:])
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            out = scaled_dot_product_attention(
+                queries, keys, values, mask, 0.0, is_causal, scale=scale,
+                enable_gqa=case.heads != case.kv_heads and not fused,
+            )[..., : case.value_dim].reshape(made.grad_out.shape)  # fmt: skip
+            found = {"out": out.detach()}
+            if gradients:
+                grads = torch.autograd.grad(out, (q, k, v), made.grad_out.to(DTYPES[case.dtype]))
+                found |= dict(zip(_GRADIENTS, grads, strict=True))
+    except RuntimeError:
+        return {}
+    return found
+
+
+def _mask(case: Case, made: Made) -> tuple[torch.Tensor | None, bool]:
+    """Mask and causality as torch takes them: one or the other."""
+    mask, is_causal = made.mask, case.is_causal
+    if mask is None:
+        return None, is_causal
+    if mask.dtype != torch.bool:
+        mask = mask.to(DTYPES[case.dtype])
+    if not is_causal:
+        return mask, False
+    rows, columns = case.n_queries, case.n_keys
+    below = torch.ones(rows, columns, dtype=torch.bool, device=mask.device).tril()
+    if mask.dtype == torch.bool:
+        return mask & below, False
+    mask = mask.expand(*mask.shape[:-2], rows, columns)
+    return mask.masked_fill(~below, -torch.inf), False
