@@ -83,23 +83,26 @@ def _plan(
     return Plan(work, found, place, kernel.name, options.budget_bytes, backward)
 
 
-def check_both_passes(work: Workload, options: Options, shape: CallShape, place: Placement) -> None:
+def check_both_passes(
+    work: Workload, options: Options, shape: CallShape, place: Placement, out_is_copied: bool
+) -> None:
     """Refuse a budget that the forward or the backward after it does not fit in, before either.
 
     Args:
         place: the forward's.
+        out_is_copied: operators cannot take the output as it lies, or will lie.
 
     Raises:
         BudgetError: says which pass, and what would do for both.
     """
     result = place.result_dtype
-    # Whatever autograd hands over: an expanded gradient, and an output of another dtype, is copied.
+    # Whatever autograd hands over: an expanded gradient is copied.
     divided = outreaches(result, work.dtype)
     after = replace(
         place,
         results_given=False,
         result_dtype=work.dtype,
-        copied=(not divided) + (result != work.dtype),
+        copied=(not divided) + out_is_copied,
         copied_bytes=divided_bytes(result, work) if place.resident else 0,
         divided=divided,
     )
