@@ -28,6 +28,7 @@ from quorum_attention.validation import (
     check_apart,
     check_given,
     check_inputs,
+    check_kinds,
     check_options,
     check_result,
 )
@@ -169,6 +170,7 @@ def attention_with_lse(
     query, key, value = as_tensor(query, "query"), as_tensor(key, "key"), as_tensor(value, "value")
     mask = None if attn_mask is None else as_tensor(attn_mask, "attn_mask")
     refuse_traces("attention", query=query, key=key, value=value, attn_mask=mask)
+    check_kinds(query=query, key=key, value=value)
     inputs = arranged(query, key, value, enable_gqa)
     (query, key, value), enable_gqa = inputs.three, inputs.enable_gqa
     given = None if out is None else as_tensor(out, "out", written=True)
@@ -240,6 +242,7 @@ def attention_backward(
     lse = as_tensor(lse, "lse")
     mask = None if attn_mask is None else as_tensor(attn_mask, "attn_mask")
     refuse_traces("attention_backward", query=query, key=key, value=value, attn_mask=mask)
+    check_kinds(query=query, key=key, value=value)
     refuse_transforms(grad_out, query, key, value)
     originals = (query, key, value)
     inputs = arranged(query, key, value, enable_gqa)

@@ -63,6 +63,16 @@ def as_tensor(value: Any, name: str, *, written: bool = False) -> torch.Tensor:
             raise ValueError(f"{name} cannot be shared with torch: {error}") from None
 
 
+def check_kinds(**tensors: torch.Tensor) -> None:
+    """Refuse tensors without dense memory of their own, before anybody asks for their sizes.
+
+    Raises:
+        NotImplementedError: one is nested, sparse or stands for others; by name.
+    """
+    for name, tensor in tensors.items():
+        _check_kind(tensor, name)
+
+
 def _check_kind(tensor: torch.Tensor, name: str) -> None:
     """Refuse what has no memory of its own that a kernel could read."""
     if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
@@ -210,9 +220,11 @@ def check_given(
     home: torch.device,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """What a backward reads beside the inputs: shape, dtype (None: any floating one), place."""
+    """What a backward reads beside the inputs: shape, dtype (None: any floating one), place: where
+    the inputs are, in host memory, or where a forward of theirs computed."""
     _check_kind(tensor, name)
-    _check_place(tensor, name, home)
+    if not (home.type == "cpu" and tensor.is_cuda):
+        _check_place(tensor, name, home)
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
     if dtype is not None and tensor.dtype != dtype:

@@ -186,7 +186,11 @@ def started(inputs: Path, output: Path) -> subprocess.Popen[str]:
     marker = output.parent / "marker"
     command = [sys.executable, "-c", SLOW, str(marker), "run", str(inputs), str(output)]
     command += ["--kernel", "slow", "--depth", "1", *CPU]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # Also where whoever runs the tests has it ignored (nohup).
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+    )  # fmt: skip
     deadline = time.monotonic() + 120
     while not marker.exists():
         assert process.poll() is None, process.communicate()

@@ -14,6 +14,9 @@ from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.sizes import format_bytes
 
+# What the kernels of GPUs read and write at once.
+_WORD_BYTES = 16
+
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 AXES: tuple[Axis, Axis, Axis] = ("query", "key", "key")
 """Of the three gradients."""
@@ -48,19 +51,31 @@ class Call:
 
 
 def rows_are_dense(*tensors: torch.Tensor) -> bool:
-    """Whether the last dimension is contiguous: operators take nothing else."""
-    return all(t.stride(-1) == 1 or t.shape[-1] <= 1 for t in tensors)
+    """Whether operators take tensors as they lie: the last dimension contiguous and, on a GPU, rows
+    of whole words of 16 bytes at whole words. (Of others operators refuse some and read some past
+    all bounds; rows that are no whole words are padded, which copies them.)"""
+    return all((t.stride(-1) == 1 or t.shape[-1] <= 1) and _at_whole_words(t) for t in tensors)
+
+
+def _at_whole_words(tensor: torch.Tensor) -> bool:
+    size = tensor.element_size()
+    if not tensor.is_cuda or tensor.shape[-1] * size % _WORD_BYTES:
+        return True
+    steps = (s for n, s in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if n > 1)
+    return tensor.data_ptr() % _WORD_BYTES == 0 and not any(s * size % _WORD_BYTES for s in steps)
 
 
 def is_operand(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether operators take an upstream gradient or an output as it lies."""
-    return tensor.dtype == dtype and tensor.stride(-1) == 1 and 0 not in tensor.stride()
+    return tensor.dtype == dtype and 0 not in tensor.stride() and rows_are_dense(tensor)
 
 
 def operand(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A part of an upstream gradient or of an output as operators take it: in the inputs' dtype,
-    with a contiguous last dimension, not expanded (as the gradient of a sum is)."""
-    return tensor if is_operand(tensor, dtype) else tensor.to(dtype).contiguous()
+    in dense rows, not expanded (as the gradient of a sum is)."""
+    if is_operand(tensor, dtype):
+        return tensor
+    return torch.empty(tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor)
 
 
 def empty_result(
