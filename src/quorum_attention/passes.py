@@ -26,11 +26,11 @@ from quorum_attention.execution.scaling import scales
 from quorum_attention.execution.tools import Progress
 from quorum_attention.execution.upstream import divided_bytes, outreaches, upstream_of
 from quorum_attention.execution.workload import Workload
-from quorum_attention.kernels.delta import exact_carrier, has_short_rows
+from quorum_attention.kernels.delta import exact_carrier
 from quorum_attention.kernels.outside import without_autocast
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.options import Options
-from quorum_attention.planner.footprint import Placement
+from quorum_attention.planner.footprint import Placement, corrected_bytes
 from quorum_attention.planner.plan import Plan
 
 _Result = TypeVar("_Result")
@@ -271,14 +271,13 @@ def _carrier(
     call: Call, options: Options, grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
 ) -> torch.Tensor:
     """``out``, or what stands for it in delta where its rounding is all that is left of dS."""
-    on_cpu = call.device.type == grad_out.device.type == out.device.type == "cpu"
-    plain = getattr(call.kernel, "plain_softmax", False)
-    if not (on_cpu and plain and has_short_rows(call.query, call.key, call.value)):
+    together = grad_out.device == out.device == call.query.device
+    if not together or not corrected_bytes(call.work, call.kernel):
         return out
     with torch.no_grad():
         return exact_carrier(
-            grad_out, call.query, call.key, call.value, out.to(call.work.dtype), lse,
-            options.attn_mask, options.is_causal, options.scale,
+            grad_out, call.query, call.key, call.value, out.to(call.work.dtype),
+            lse.to(out.device), options.attn_mask, options.is_causal, options.scale,
         )  # fmt: skip
 
 

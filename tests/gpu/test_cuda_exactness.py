@@ -170,6 +170,28 @@ def test_an_expanded_gradient(kernel: str, depth: int) -> None:
     assert max(rms(results, reference).values()) < 3e-3
 
 
+def between_words(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers, rows apart by an odd count and from an odd address."""
+    wide = tensor.new_empty((*tensor.shape[:-1], tensor.shape[-1] + 3))
+    wide[..., 1:-2] = tensor
+    return wide[..., 1:-2]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("which", ["query", "key", "value", "grad_out", "all"])
+def test_rows_that_begin_between_words(kernel: str, depth: int, which: str) -> None:
+    """Some operators refuse them, some read beyond the row."""
+    given = cuda_inputs(300, dtype=torch.float16)
+    skip_unless(kernel, given)
+    reference = exact(given, gradients=True)
+    for name in ("query", "key", "value", "grad_out"):
+        if which in (name, "all"):
+            setattr(given, name, between_words(getattr(given, name)))
+    results = both(given, kernel, depth=depth)
+    assert max(rms(results, reference).values()) < 3e-3
+
+
 def placed(given: Inputs, kind: str, folder: Path) -> Inputs:
     if kind == "device":
         return given

@@ -73,7 +73,7 @@ def test_forward_refuses_what_the_backward_would_not_fit_in(out_dtype, rival, mo
     forward_alone = refused.value.smallest_bytes
     with torch.no_grad():
         qa.attention(*leaves, budget=forward_alone, **call)
-    with pytest.raises(qa.BudgetError, match="(forward|backward) pass: ") as refused:
+    with pytest.raises(qa.BudgetError, match=r"(forward|backward) pass: ") as refused:
         qa.attention(*leaves, budget=1, **call)
     enough = refused.value.smallest_bytes
     assert enough >= forward_alone
@@ -83,7 +83,7 @@ def test_forward_refuses_what_the_backward_would_not_fit_in(out_dtype, rival, mo
         with pytest.raises(qa.BudgetError, match="backward pass: ") as refused:
             qa.attention(*leaves, budget=forward_alone, **call)
         assert refused.value.smallest_bytes == enough
-    with pytest.raises(qa.BudgetError, match="pass: "):
+    with pytest.raises(qa.BudgetError, match=r"pass: "):
         qa.attention(*leaves, budget=enough - 1, **call)
     qa.attention(*leaves, budget=enough, **call).sum().backward()
     assert all(torch.isfinite(leaf.grad).all() for leaf in leaves)

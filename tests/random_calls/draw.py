@@ -24,8 +24,8 @@ _CPU_KERNELS = {
     "native": 0.005, "native scores": 0.005,
 }  # fmt: skip
 _CUDA_KERNELS = {
-    "auto": 40, "cudnn": 10, "flash": 10, "efficient": 10, "native": 12, "dense": 5,
-    "function": 2, "function explicit": 1, "native scores": 6,
+    "auto": 30, "cudnn": 3, "flash": 14, "efficient": 14, "native": 16, "dense": 8,
+    "function": 3, "function explicit": 1, "native scores": 3,
 }  # fmt: skip
 _MOST_PAIRS = 150_000
 _MOST_UNITS = 64
@@ -101,7 +101,7 @@ class _Drawing:
         if interpreted:
             n_queries, n_keys, head_dim = min(n_queries, 20), min(n_keys, 20), min(head_dim, 16)
             batch, heads, kv_heads = (1,), min(heads, 2), 1
-        value_dim = head_dim if self.sometimes(0.8) else self.width(long)
+        value_dim = head_dim if self.sometimes(0.9 if self.on_cuda else 0.8) else self.width(long)
         dtype = self.one_of({"float16": 38, "bfloat16": 20, "float32": 34, "float64": 8})
         if interpreted:
             dtype = r.choice(["float16", "float32"])
@@ -188,6 +188,9 @@ class _Drawing:
         return batch, kv_heads * shared, kv_heads
 
     def width(self, long: int) -> int:
+        if self.on_cuda:
+            # Every one is compiled for: a few, and all kinds among them.
+            return self.one_of({16: 3, 64: 5, 128: 1, 8: 1, 73: 1, 40: 0.5, 257: 0.2})
         kind = self.one_of({"any": 35, "usual": 52, "128": 4, "odd": 4, "257": 2, "one": 3})
         found = {
             "any": lambda: self.r.choice(self.odd_widths),

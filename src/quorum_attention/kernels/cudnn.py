@@ -38,6 +38,7 @@ class CudnnKernel(RectangleKernel):
     """cuDNN's fused attention: 16-bit, grouped heads and broadcast masks as they are."""
 
     name = "cudnn"
+    plain_softmax = True
     grouped = True
     row_unit = 128
 

@@ -13,27 +13,32 @@ the right product with ``grad_out``.
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from quorum_attention.kernels.workspace import SLACK_BYTES
-
 _MOST_PAIRS = 1 << 14
+_MOST_BYTES = 2 << 20
 # Columns that hold delta between them: each has the digits that the one before could not.
 _COLUMNS = 3
 # Probabilities of a whole row add up to 1 but for rounding.
 _WHOLE = 0.01
 
 
-def has_short_rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether a call is of 16 bits, and so small that ``exact_carrier`` is worth it and takes no
-    memory to speak of: less than what every bound has to spare."""
-    if query.dtype.itemsize > 2:
-        return False
-    rows = math.prod(query.shape[:-1])
-    results = rows * value.shape[-1] * value.element_size()
-    return rows * key.shape[-2] <= _MOST_PAIRS and results <= SLACK_BYTES
+def carrier_bytes(
+    dtype: torch.dtype, heads_and_batch: int, n_queries: int, n_keys: int, width: int
+) -> int:
+    """What ``exact_carrier`` takes at most; 0 where a call is not of 16 bits, or not so small that
+    it is worth it.
+
+    Args:
+        heads_and_batch: query heads, of all batch entries.
+        width: head dimension and value dimension together.
+    """
+    rows, keys = heads_and_batch * n_queries, heads_and_batch * n_keys
+    pairs = rows * n_keys
+    # In fp32: keys and values of every query head, rows and their gradients thrice, and products.
+    n_bytes = 4 * ((keys + 3 * rows) * width + 4 * pairs)
+    small = dtype.itemsize == 2 and pairs <= _MOST_PAIRS and n_bytes <= _MOST_BYTES
+    return n_bytes if small else 0
 
 
 def exact_carrier(

@@ -31,6 +31,7 @@ class EfficientKernel(RectangleKernel):
     """
 
     name = "efficient"
+    plain_softmax = True
     # Releases before mid-2026 answered wrongly, without an error, for masks longer than 65,536.
     masked_limit: int = 32_768
     row_unit = 32

@@ -24,6 +24,7 @@ class FlashKernel(RectangleKernel):
     """torch's FlashAttention-2: 16-bit, grouped heads as they are, no mask."""
 
     name = "flash"
+    plain_softmax = True
     grouped = True
     row_unit = 128
 

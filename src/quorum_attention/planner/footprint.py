@@ -12,6 +12,7 @@ from quorum_attention.execution.scaling import scales
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.slots import aligned, backward_layout, forward_layout
 from quorum_attention.execution.workload import GroupSize, Workload
+from quorum_attention.kernels.delta import carrier_bytes
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.workspace import UNSPLIT_BYTES
 
@@ -155,7 +156,8 @@ def backward_footprint(
     rows_of_group = schedule.group.batch * schedule.group.kv_heads * work.queries_per_key_head
     rows_of_group *= work.n_queries
     copied = (rows_of_group * work.value_dim * work.element_bytes,) * place.copied
-    before = (place.copied_bytes,)
+    corrected = corrected_bytes(work, kernel) if place.resident else 0
+    before = (place.copied_bytes, corrected)
     if direct:
         # The log-sum-exp is copied once, to take -inf out of it.
         lse = query_rows * work.state_dtype.itemsize
@@ -197,6 +199,19 @@ def backward_footprint(
         workspace=schedule.streams * workspace,
         accumulators=home,
         results=(*before, *results),
+    )
+
+
+def corrected_bytes(work: Workload, kernel: InnerKernel) -> int:
+    """Bytes of a delta by probabilities, where a backward takes it (kernels/delta.py)."""
+    if not getattr(kernel, "plain_softmax", False):
+        return 0
+    return carrier_bytes(
+        work.dtype,
+        work.batch * work.heads,
+        work.n_queries,
+        work.n_keys,
+        work.head_dim + work.value_dim,
     )
 
 

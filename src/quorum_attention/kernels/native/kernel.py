@@ -85,6 +85,11 @@ class NativeKernel(RectangleKernel):
         """Which kernel is compared with the reference: one that leaves scores as they are."""
         return self if self.options.plain else _plain(self.allow_tf32)
 
+    @property
+    def plain_softmax(self) -> bool:
+        """Whether scores are what query, key, scale and mask make them."""
+        return self.options.plain
+
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
         if call.device_type != "cuda" and not interpreted():
