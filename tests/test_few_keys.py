@@ -119,3 +119,24 @@ def test_keys_that_are_a_part_of_the_row(dtype: torch.dtype) -> None:
     )
     for mine, exactly in zip(found, whole, strict=True):
         assert float((mine - exactly).abs().max()) < 8 * torch.finfo(dtype).eps
+
+
+def test_upstream_gradients_of_another_dtype() -> None:
+    """fp32 ones for fp16 inputs reach kernels divided: delta is of those, not of fp16's zeros."""
+    generator = torch.Generator().manual_seed(random.SystemRandom().randrange(1 << 31))
+    q, k, v, do = (torch.randn(2, 2, 31, 16, generator=generator) for _ in range(4))
+    q, k, v = q.half(), k.half(), (v + 9).half()
+    out, lse = qa.attention_with_lse(q, k, v, is_causal=True)
+    sizes = {"heads": 2, "batch": 2, "head_dim": 16, "is_causal": True, "backward": True}
+    for size in (1e-7, 1.0, 1e6):
+        upstream = do * size
+        whole = exact(Inputs(q, k, v, upstream), is_causal=True, gradients=True).grads
+        for levels in ((), (3,)):
+            plan = qa.plan(31, levels=levels, tile=8, device="cpu", **sizes)
+            grads = tuple(torch.empty(t.shape) for t in (q, k, v))
+            qa.attention_backward(
+                upstream, q, k, v, out, lse, is_causal=True, plan=plan, grads=grads
+            )
+            for mine, exactly in zip(grads, whole, strict=True):
+                off = float((mine.double() - exactly).abs().max())
+                assert off < 4e-3 * float(exactly.abs().max()), (size, levels)

@@ -74,8 +74,9 @@ def _plan(
     given = options.plan
     if given is not None and given.backward == backward:
         fitted = refitted(
-            given.candidate, work, kernel, given.place, place, machine, backward=backward
-        )
+            given.candidate, work, kernel, given.place, place, machine, backward=backward,
+            same_work=replace(given.work, batch_shape=work.batch_shape) == work,
+        )  # fmt: skip
         given = replace(given, candidate=fitted)
         _check_budget(given, options.budget_bytes)
         return given

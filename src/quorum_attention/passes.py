@@ -12,7 +12,7 @@ import torch
 from quorum_attention.choices import check_both_passes, kernel_of, plans_of, small_kernel
 from quorum_attention.execution.at_once import backward_at_once, forward_at_once
 from quorum_attention.execution.backward import backward
-from quorum_attention.execution.call import Call, Three, is_operand, rows_are_dense
+from quorum_attention.execution.call import Call, Three, is_operand, lie_well
 from quorum_attention.execution.forward import forward
 from quorum_attention.execution.masks import MaskView
 from quorum_attention.execution.memory import (
@@ -163,7 +163,7 @@ def run_forward(
         query.device == options.device,
         out is not None,
         out_dtype,
-        rows_are_dense(query, key, value),
+        lie_well(query, key, value),
     )
     if needs_grad and options.budget_bytes is not None:
         copied = out is not None and not is_operand(out, work.dtype)
@@ -219,7 +219,7 @@ def run_backward(
         query.device == options.device,
         grads is not None,
         dtype,
-        rows_are_dense(query, key, value),
+        lie_well(query, key, value),
         # A gradient that need not be copied is planned for as one that must: as estimated.
         (not divided) + (not is_operand(out, work.dtype)),
         divided_bytes(grad_out.dtype, work) if grad_out.device == options.device else 0,
@@ -237,15 +237,15 @@ def run_backward(
     # Rows whose output was not rounded: the same kernel as in the forward.
     kernel = kernel_of(work, options, shape, place, out.dtype, backward=True)
     call = _call(query, key, value, work, options, kernel)
-    carrier = _carrier(call, options, grad_out, out, lse)
 
     def attempt(plan: Plan, report: PassReport, progress: Progress | None) -> Three:
         _note_writing(() if grads is None else grads)
+        upstream = upstream_of(grad_out, work, options.device, scaled=scales(kernel, work))
         return backward(
             call,
             plan.schedule,
-            upstream_of(grad_out, work, options.device, scaled=scales(kernel, work)),
-            carrier,
+            upstream,
+            _carrier(call, options, upstream.tensor, out, lse),
             lse,
             grads=grads,
             report=report,
@@ -270,7 +270,8 @@ def _whole(made: torch.Tensor) -> torch.Tensor:
 def _carrier(
     call: Call, options: Options, grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
 ) -> torch.Tensor:
-    """``out``, or what stands for it in delta where its rounding is all that is left of dS."""
+    """``out``, or what stands for it in delta where its rounding is all that is left of dS; for
+    ``grad_out`` as kernels get it."""
     together = grad_out.device == out.device == call.query.device
     if not together or not corrected_bytes(call.work, call.kernel):
         return out

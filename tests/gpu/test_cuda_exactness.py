@@ -170,6 +170,22 @@ def test_an_expanded_gradient(kernel: str, depth: int) -> None:
     assert max(rms(results, reference).values()) < 3e-3
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_masks_of_the_lowest_number(kernel: str, dtype: torch.dtype, depth: int) -> None:
+    """As models write them. Whole rectangles of a row are such numbers: they weigh nothing."""
+    n = 600
+    given = cuda_inputs(n, dtype=dtype)
+    mask = torch.zeros(n, n, dtype=dtype, device="cuda")
+    mask[:, n // 3 :] = torch.finfo(dtype).min
+    mask[::2, 5:] = torch.finfo(dtype).min
+    skip_unless(kernel, given, mask=mask)
+    reference = exact(given, mask=mask, gradients=True)
+    found = rms(both(given, kernel, mask=mask, depth=depth), reference)
+    assert max(found.values()) < (2e-2 if dtype == torch.bfloat16 else 1e-4), found
+
+
 def between_words(tensor: torch.Tensor) -> torch.Tensor:
     """The same numbers, rows apart by an odd count and from an odd address."""
     wide = tensor.new_empty((*tensor.shape[:-1], tensor.shape[-1] + 3))

@@ -88,7 +88,9 @@ def _perform(case: Case, made: Made, device: torch.device, done: Done) -> None:
     names = ("grad_query", "grad_key", "grad_value")
     if case.route == "autograd":
         asked = [(n, t) for n, t in zip(names, three, strict=True) if t.requires_grad]
-        grads = torch.autograd.grad(results[0], [t for _, t in asked], made.grad_out)
+        grads = torch.autograd.grad(
+            results[0], [t for _, t in asked], made.grad_out.to(results[0].device)
+        )
         done.results |= dict(zip((n for n, _ in asked), grads, strict=True))
         return
     backward = dict(call)

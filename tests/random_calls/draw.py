@@ -24,7 +24,7 @@ _CPU_KERNELS = {
     "native": 0.005, "native scores": 0.005,
 }  # fmt: skip
 _CUDA_KERNELS = {
-    "auto": 30, "cudnn": 3, "flash": 14, "efficient": 14, "native": 16, "dense": 8,
+    "auto": 10, "cudnn": 2, "flash": 16, "efficient": 20, "native": 16, "dense": 8,
     "function": 3, "function explicit": 1, "native scores": 3,
 }  # fmt: skip
 _MOST_PAIRS = 150_000
@@ -123,8 +123,9 @@ class _Drawing:
             )
         results = self.results(route, dtype)
         grad, grad_dtype = self.gradient(route, dtype, results)
-        if dtype == "float16" and not plain and grad in ("wide range", "loss scaled"):
-            grad = "normal"  # a function of the user's rounds its gradients itself
+        if dtype == "float16" and not plain:  # a function of the user's rounds its gradients itself
+            grad = "normal" if grad in ("wide range", "loss scaled") else grad
+            content = "normal" if content == "extremes" else content
         if planted is not None and grad in ("wide range", "loss scaled"):
             grad = "normal"  # what overflows is not told from what is not finite anyhow
         sizes = (heads // kv_heads, kv_heads, kv_heads * math.prod(batch))

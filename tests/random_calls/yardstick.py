@@ -94,7 +94,9 @@ def _torch(case: Case, made: Made, *, fused: bool) -> Results:
     as queries, as many key heads, four dimensions and dense rows, as its fused kernels ask for."""
     gradients = case.route != "forward"
     q, k, v = (
-        t.detach().clone().requires_grad_(gradients) for t in (made.query, made.key, made.value)
+        # Rows between words are more than torch's own kernels for GPUs can take.
+        t.detach().clone(memory_format=torch.contiguous_format).requires_grad_(gradients)
+        for t in (made.query, made.key, made.value)
     )
     shared = case.heads // case.kv_heads if case.kv_heads else 1
     wide = max(case.head_dim, case.value_dim)
@@ -119,7 +121,9 @@ def _torch(case: Case, made: Made, *, fused: bool) -> Results:
             )[..., : case.value_dim].reshape(made.grad_out.shape)  # fmt: skip
             found = {"out": out.detach()}
             if gradients:
-                grads = torch.autograd.grad(out, (q, k, v), made.grad_out.to(DTYPES[case.dtype]))
+                upstream = made.grad_out.to(DTYPES[case.dtype])
+                upstream = upstream.clone(memory_format=torch.contiguous_format)
+                grads = torch.autograd.grad(out, (q, k, v), upstream)
                 found |= dict(zip(_GRADIENTS, grads, strict=True))
     except RuntimeError:
         return {}

@@ -12,7 +12,8 @@ import torch
 
 from quorum_attention.execution.call import Call, Three, operand
 from quorum_attention.execution.masks import MaskView
-from quorum_attention.execution.scaling import scales
+from quorum_attention.execution.scaling import all_finite, scales
+from quorum_attention.kernels.outside import capturing
 from quorum_attention.kernels.protocol import WholeCalls
 
 
@@ -34,8 +35,8 @@ def backward_at_once(
     """Gradients of query, key and value; grad_out and out in the inputs' dtype, and beside them,
     however they lie.
 
-    None where an operator on the CPU did not bring them out finite in 16 bits: they may be finite
-    once they are scaled (execution/backward.py).
+    None where an operator did not bring them out finite in 16 bits: they may be finite once they
+    are scaled (execution/backward.py).
     """
     kernel, dtype = cast(WholeCalls, call.kernel), call.work.dtype
     # A row without a key has lse -inf; with 0 in its place exp(-inf - 0) is 0, not NaN.
@@ -46,8 +47,7 @@ def backward_at_once(
         lse if lse.dim() == 3 else lse.unsqueeze(0), call.work.is_causal, call.scale, _bias(call),
         dtype,
     )  # fmt: skip
-    checked = call.device.type == "cpu" and scales(call.kernel, call.work)
-    if checked and not all(bool(torch.isfinite(g).all()) for g in grads):
+    if scales(call.kernel, call.work) and not capturing(call.device) and not all_finite(grads):
         return None
     query, key, value = (_back(g if g.dtype == dtype else g.to(dtype), call) for g in grads)
     return query, key, value

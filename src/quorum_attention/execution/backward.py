@@ -6,7 +6,6 @@ P = exp(s - lse) <= 1, so gradients of tasks simply add (paper, Equation 9).
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -22,13 +21,14 @@ from quorum_attention.execution.recovery import AsTheyLie, run_pass
 from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.rows import GroupBuffer, RowTensor
 from quorum_attention.execution.runner import run
-from quorum_attention.execution.scaling import BackwardScaling, scales
+from quorum_attention.execution.scaling import BackwardScaling, all_finite, scales
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.slots import backward_layout
 from quorum_attention.execution.sweep import backward_group, backward_sweep, sweeps
 from quorum_attention.execution.tools import Progress, Tools, make_tools
 from quorum_attention.execution.upstream import Upstream
 from quorum_attention.execution.workload import Group, groups
+from quorum_attention.kernels.outside import capturing
 from quorum_attention.kernels.protocol import Gradients, WholeCalls
 from quorum_attention.kernels.scaling import Scaling
 
@@ -113,7 +113,7 @@ def _direct(
     given_lse = lse = lse.to(call.device)
     # A row without a key has lse -inf; with 0 in its place exp(-inf - 0) is 0, not NaN.
     lse = torch.where(lse == float("-inf"), torch.zeros_like(lse), lse)
-    checked = scales(kernel, call.work) and not _captured(call.device)
+    checked = scales(kernel, call.work) and not capturing(call.device)
     for done, piece in enumerate(parts, start=1):
         got = kernel.whole_backward(
             operand(piece.take(upstream.tensor, "query"), work.dtype),
@@ -127,7 +127,7 @@ def _direct(
             piece.bias(piece.rectangle),
             None if results.three is None else results.dtype,
         )
-        broken = checked and not _all_finite(got)
+        broken = checked and not all_finite(got)
         if piece.whole and results.three is None and not broken:
             like = (call.query, call.key, call.value)
             results.three = tuple(  # type: ignore[assignment]
@@ -145,17 +145,6 @@ def _direct(
         if progress is not None:
             progress(done, len(parts), "backward")
         yield
-
-
-def _captured(device: torch.device) -> bool:
-    """Whether a CUDA graph is being recorded: the host cannot look at anything then."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _all_finite(parts: Three) -> bool:
-    """Whether 16-bit gradients are finite everywhere; holds the host up once, takes no memory."""
-    query, key, value = (part.sum(dtype=torch.float32) for part in parts)
-    return math.isfinite(float(query + key + value))
 
 
 def _scaled(

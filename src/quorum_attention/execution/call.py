@@ -47,7 +47,7 @@ class Call:
     @property
     def in_place(self) -> bool:
         """Whether an operator can take the inputs as they lie."""
-        return self.resident and rows_are_dense(self.query, self.key, self.value)
+        return self.resident and lie_well(self.query, self.key, self.value)
 
 
 def rows_are_dense(*tensors: torch.Tensor) -> bool:
@@ -55,6 +55,15 @@ def rows_are_dense(*tensors: torch.Tensor) -> bool:
     of whole words of 16 bytes at whole words. (Of others operators refuse some and read some past
     all bounds; rows that are no whole words are padded, which copies them.)"""
     return all((t.stride(-1) == 1 or t.shape[-1] <= 1) and _at_whole_words(t) for t in tensors)
+
+
+def lie_well(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether operators take the inputs as they lie: in dense rows and, because a GPU's lay out
+    results as the query is, that one not expanded."""
+    laid_out = not query.is_cuda or all(
+        n <= 1 or s > 0 for n, s in zip(query.shape, query.stride(), strict=True)
+    )
+    return laid_out and rows_are_dense(query, key, value)
 
 
 def _at_whole_words(tensor: torch.Tensor) -> bool:

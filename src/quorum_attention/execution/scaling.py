@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from quorum_attention.execution.call import Three
 from quorum_attention.execution.engine import Unit
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.blocks import row_blocks
@@ -61,6 +62,12 @@ def usual_shift(n_keys: int) -> int:
 def scales(kernel: InnerKernel, work: Workload) -> bool:
     """Whether a backward by ``kernel`` is scaled: only rectangle kernels know how to undo it."""
     return isinstance(kernel, RectangleKernel) and kernel.scales_backward(work.dtype)
+
+
+def all_finite(parts: Three) -> bool:
+    """Whether 16-bit gradients are finite everywhere; holds the host up once, takes no memory."""
+    query, key, value = (part.sum(dtype=torch.float32) for part in parts)
+    return math.isfinite(float(query + key + value))
 
 
 @dataclass(slots=True)

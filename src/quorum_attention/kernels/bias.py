@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from quorum_attention.kernels.blocks import BLOCK_BYTES, row_blocks
 
+BASE_TWO_LOWEST = torch.finfo(torch.float32).min * math.log(2.0)
+"""Kernels that take exponentials to base 2 in fp32 cannot tell lower scores from -inf. Masks of
+bf16 and fp32 that mean "never" by their dtype's lowest number are."""
 
-def dead_rows(bias: torch.Tensor, n_rows: int, causal: bool) -> torch.Tensor:
+
+def dead_rows(
+    bias: torch.Tensor, n_rows: int, causal: bool, lowest: float = -math.inf
+) -> torch.Tensor:
     """Rows that ``bias`` (together with the causal mask, if any) leaves no key.
 
     Args:
@@ -15,14 +23,15 @@ def dead_rows(bias: torch.Tensor, n_rows: int, causal: bool) -> torch.Tensor:
             masks a pair.
         n_rows: query rows of the rectangle.
         causal: the rectangle is a causal square.
+        lowest: so low a score, or a lower one, masks a pair as well.
 
     Returns:
         bool tensor broadcastable to (b, h, n_rows), True where a row has no key.
     """
     if not causal:
         # NaN is not -inf: a mask that holds NaN keeps its rows, and shows.
-        return bias.amax(dim=-1) == -torch.inf
-    return _first_key(bias) > torch.arange(n_rows, device=bias.device)
+        return bias.amax(dim=-1) <= lowest
+    return _first_key(bias, lowest) > torch.arange(n_rows, device=bias.device)
 
 
 def dead_rows_bytes(batch: int, heads: int, rows: int, causal: bool) -> int:
@@ -30,13 +39,13 @@ def dead_rows_bytes(batch: int, heads: int, rows: int, causal: bool) -> int:
     return batch * heads * rows * 9 + (rows * 8 + 2 * BLOCK_BYTES if causal else 0)
 
 
-def _first_key(bias: torch.Tensor) -> torch.Tensor:
+def _first_key(bias: torch.Tensor, lowest: float) -> torch.Tensor:
     """Index of the first key a row keeps (int64, (b, h, rows)); past every row if it keeps none."""
     batch, heads, rows, keys = bias.shape
     never = torch.iinfo(torch.int64).max
     first = torch.empty((batch, heads, rows), dtype=torch.int64, device=bias.device)
     for block in row_blocks(batch, heads, rows, keys):
-        alive = bias[block] != -torch.inf
+        alive = (bias[block] <= lowest).logical_not_()
         # argmax of zeros and ones is the first one.
         first[block] = alive.view(torch.uint8).argmax(dim=-1)
         first[block].masked_fill_(~alive.any(dim=-1), never)

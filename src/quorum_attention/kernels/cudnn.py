@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from quorum_attention.decomposition import Rectangle
-from quorum_attention.kernels.bias import aligned_bias
+from quorum_attention.kernels.bias import BASE_TWO_LOWEST, aligned_bias
 from quorum_attention.kernels.layouts import in_layout_of
 from quorum_attention.kernels.operators import operator_reason
 from quorum_attention.kernels.padding import bias_for_padding, pad_last, pad_rows
@@ -39,6 +39,7 @@ class CudnnKernel(RectangleKernel):
 
     name = "cudnn"
     plain_softmax = True
+    lowest_score = BASE_TWO_LOWEST
     grouped = True
     row_unit = 128
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from quorum_attention.kernels.bias import aligned_bias
+from quorum_attention.kernels.bias import BASE_TWO_LOWEST, aligned_bias
 from quorum_attention.kernels.layouts import token_major, zero_unit_strides
 from quorum_attention.kernels.operators import operator_reason
 from quorum_attention.kernels.padding import pad_last
@@ -32,6 +32,7 @@ class EfficientKernel(RectangleKernel):
 
     name = "efficient"
     plain_softmax = True
+    lowest_score = BASE_TWO_LOWEST
     # Releases before mid-2026 answered wrongly, without an error, for masks longer than 65,536.
     masked_limit: int = 32_768
     row_unit = 32

@@ -79,6 +79,7 @@ class RectangleKernel(ABC):
         whole_tasks: a task is one launch, whatever its rectangles: nothing to gain from several
             calls in flight, or from running all tasks of a head group as one.
         rates: of a forward and a backward, as shares of the best kernel's of the device.
+        lowest_score: so low a score, or a lower one, is none to the operator.
         row_unit: the operator's temporaries are in whole units of so many rows, for every batch
             entry.
     """
@@ -86,6 +87,7 @@ class RectangleKernel(ABC):
     name: str
     grouped: bool = False
     masked_limit: int | None = None
+    lowest_score: float = -math.inf
     row_unit: int = 1
     whole_tasks: bool = False
     rates: tuple[float, float] = (1.0, 1.0)
@@ -177,7 +179,7 @@ class RectangleKernel(ABC):
         out, lse = self.rectangle_forward(upright, key, value, causal, factor, bias)
         if bias is not None:
             # Operators differ on rows without keys (0 with lse 0, NaN); only those rows are mended.
-            dead = dead_rows(four_dims(bias), query.shape[2], causal)
+            dead = dead_rows(four_dims(bias), query.shape[2], causal, self.lowest_score)
             out.masked_fill_(dead.unsqueeze(-1), 0.0)
             lse.masked_fill_(dead, -torch.inf)
         return out, lse

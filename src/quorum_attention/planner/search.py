@@ -150,8 +150,10 @@ def refitted(
     machine: Machine,
     *,
     backward: bool,
+    same_work: bool = True,
 ) -> Candidate:
-    """``found``, chosen for a ``planned`` place and maybe another kernel, for this call's.
+    """``found``, chosen for a ``planned`` place and maybe another kernel, for this call's; and for
+    its mask and scale, unless they are those planned for (``same_work``).
 
     A kernel may leave out more, or less; and what cannot run on the inputs as they lie goes through
     slots.
@@ -172,7 +174,7 @@ def refitted(
     less = schedule.trimmed
     if less is not None or _trims(pairs):
         less = _trimmed_tally(schedule.decomposition, pairs, kernel, backward=backward)
-    if schedule is found.schedule and less == schedule.trimmed and work.positive_scale:
+    if same_work and schedule is found.schedule and less == schedule.trimmed:
         return found
     schedule = replace(schedule, trimmed=less)
     paced = _paced(machine, kernel, pairs)
