@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import quorum_attention as qa
-from quorum_attention.kernels.kit import from_score_mod, sliding_window
+from quorum_attention.kernels.kit import document, from_score_mod, sliding_window
+from quorum_attention.planner.small import is_small
 
 pytest.importorskip("torch.nn.attention.flex_attention")
 
@@ -80,3 +81,13 @@ def test_what_lies_on_the_device_is_cut_in_place() -> None:
     assert not qa.plan(1 << 18, **{**common, "inputs": "host"}).schedule.sweep
     # Whole, it has nothing to merge.
     assert qa.plan(1 << 18, **{**common, "levels": None}).levels == ()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_mask_of_so_many_tokens_is_asked_about_no_others(device: str) -> None:
+    """Small calls are remembered by rounded lengths; a mask by ids has none beyond the call's."""
+    n = 700
+    kernel = from_score_mod(None, document(torch.arange(n) // 100), compiled=device == "cuda")
+    call = {**CALL, "device": device, "inputs": "device"}
+    plan = qa.plan(n, kernel=kernel, levels=(), **call)
+    is_small(plan.work, kernel, plan.place, torch.device(device), backward=False)

@@ -69,8 +69,8 @@ def check(case: Case, device: str = "cpu") -> Verdict:
     made = make(case, lives)
     done = Done()
     kernel_of(case, made.slopes)  # made once, and kept
-    if case.looked_after:
-        # What is made once and kept (tables of a plan, a kernel's slopes) is there before.
+    if case.looked_after or case.measured:
+        # What is made once (a kernel's trial) and kept (tables of a plan, slopes) is done before.
         with suppress(Exception), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             perform(case, make(case, lives), compute, Done())

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from quorum_attention.execution.schedule import Schedule, with_limits
+from quorum_attention.execution.trimming import pairs_of
 from quorum_attention.execution.workload import GroupSize, Workload
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.remembered import remembered
@@ -35,17 +36,20 @@ def is_small(
     thought."""
     if not (place.resident and place.dense_rows) or len(work.batch_shape) > 1:
         return False
-    if _fits(_rounded(work), kernel, place, device, backward=backward):
+    if _fits(_rounded(work, kernel), kernel, place, device, backward=backward):
         return True
     # In between, a GPU's longer calls: one that has been planned is as quick.
     return device.type == "cuda" and _fits(work, kernel, place, device, backward=backward)
 
 
-def _rounded(work: Workload) -> Workload:
+def _rounded(work: Workload, kernel: InnerKernel) -> Workload:
     """The call with lengths rounded up, square where it is (a causal one is cut otherwise)."""
     longer = (max(_SHORTEST, 1 << (n - 1).bit_length()) for n in (work.n_queries, work.n_keys))
     n_queries, n_keys = longer
     if work.is_causal and work.n_queries != work.n_keys:
+        return work
+    if pairs_of(work, kernel).verdict is not None:
+        # A mask of the kernel's own knows the tokens that there are, and no others.
         return work
     return replace(work, n_queries=n_queries, n_keys=n_keys)
 
