@@ -37,7 +37,7 @@ def draws(name: str):
     for seed in range(DRAWS):
         seed = seed + sum(map(ord, name)) % 83
         g = torch.Generator().manual_seed(seed)
-        tokens = int(torch.randint(65, 90 if DRAWS == 1 else 120, (1,), generator=g))
+        tokens = int(torch.randint(49, 90 if DRAWS == 1 else 120, (1,), generator=g))
         yield {
             "seed": seed, "n_tokens": tokens, "device": "cpu", "heads": (4, 2, 3)[seed % 3],
             "scale_of_inputs": (1.0, 0.3, 2.0, 1.0)[seed % 4],

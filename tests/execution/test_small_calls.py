@@ -144,8 +144,7 @@ def drawn(draw: random.Random) -> tuple[Inputs, dict[str, Any]]:
         head_dim=draw.choice((1, 4, 8)), value_dim=draw.choice((1, 4, 8)),
         dtype=draw.choice(DTYPES),
     )  # fmt: skip
-    # A causal call that is not square is no single call of the operator: not this test's.
-    call: dict[str, Any] = {"is_causal": n_queries == n_keys and draw.random() < 0.7}
+    call: dict[str, Any] = {"is_causal": draw.random() < 0.4}
     if draw.random() < 0.4:
         whole = (*batch, heads, n_queries, n_keys)
         shape = [draw.choice((1, n)) for n in whole][draw.randint(0, len(batch) + 1) :]
@@ -154,9 +153,7 @@ def drawn(draw: random.Random) -> tuple[Inputs, dict[str, Any]]:
         call["mask"] = draw.choice((mask, additive.to(given.query.dtype)))
     if draw.random() < 0.3:
         call["scale"] = draw.choice((0.1, 1.0, 2.0))
-    # Of 16-bit keys that are all the same, gradients are rounding alone: not this test's either.
-    layouts = LAYOUTS if given.query.dtype.itemsize > 2 else LAYOUTS[:-1]
-    three = [laid(t, draw.choice(layouts)) for t in given.three]
+    three = [laid(t, draw.choice(LAYOUTS)) for t in given.three]
     grad_out = laid(given.grad_out, draw.choice(LAYOUTS))
     return Inputs(*three, grad_out), call
 
