@@ -244,7 +244,8 @@ def cost(
     inputs, states, tensors = _bytes_per_pass(work, backward)
     up, down = visits * inputs, float(states)
     if schedule.accumulator == "host":
-        up += (visits - 1) * states
+        # Trimmed tasks may leave out rows altogether.
+        up += max(0.0, visits - 1.0) * states
         down = visits * states
     up_rate, down_rate = machine.up_bytes_per_second, machine.down_bytes_per_second
     if resident and machine.overlaps:
