@@ -93,12 +93,11 @@ def test_a_mask_of_so_many_tokens_is_asked_about_no_others(device: str) -> None:
     is_small(plan.work, kernel, plan.place, torch.device(device), backward=False)
 
 
-@pytest.mark.parametrize("backward", [False, True])
-def test_rows_that_trimmed_tasks_leave_out_cost_nothing(backward: bool) -> None:
+def test_rows_that_trimmed_tasks_leave_out_cost_nothing() -> None:
     """Two queries under 259 keys, causal: most keys have no partner, and are in no task."""
     plan = qa.plan(
         2, n_keys=259, heads=2, head_dim=16, is_causal=True, levels=(3, 1), layout="balanced",
-        tile=1, device="cuda", inputs="host", kernel="flash", backward=backward,
+        tile=1, device="cuda", inputs="host", kernel="flash",
     )  # fmt: skip
     assert plan.schedule.trimmed.tokens < 259
     assert plan.predicted_seconds > 0
