@@ -197,7 +197,7 @@ def between_words(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("which", ["query", "key", "value", "grad_out", "all"])
 def test_rows_that_begin_between_words(kernel: str, depth: int, which: str) -> None:
-    """Some operators refuse them, some read beyond the row."""
+    """Operators may refuse them, or fail at their addresses."""
     given = cuda_inputs(300, dtype=torch.float16)
     skip_unless(kernel, given)
     reference = exact(given, gradients=True)

@@ -52,8 +52,8 @@ class Call:
 
 def rows_are_dense(*tensors: torch.Tensor) -> bool:
     """Whether operators take tensors as they lie: the last dimension contiguous and, on a GPU, rows
-    of whole words of 16 bytes at whole words. (Of others operators refuse some and read some past
-    all bounds; rows that are no whole words are padded, which copies them.)"""
+    of whole words of 16 bytes at whole words. (Others are refused, or end in misaligned
+    addresses; rows that are no whole words are padded, which copies them.)"""
     return all((t.stride(-1) == 1 or t.shape[-1] <= 1) and _at_whole_words(t) for t in tensors)
 
 
