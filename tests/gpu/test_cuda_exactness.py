@@ -133,6 +133,32 @@ def test_queries_and_keys_of_different_lengths(kernel, depth, n_queries, n_keys)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("n_keys", [1, 4, 63, 64, 65, 100, 130])
+def test_scores_far_below_zero(kernel, dtype, is_causal, n_keys) -> None:
+    """What a kernel makes of keys beyond the end must not outweigh the keys that there are."""
+    given = cuda_inputs(130, n_keys=n_keys, dtype=dtype)
+    given.query.data[..., 0] = 8.0
+    given.key.data[..., 0] = -300.0
+    skip_unless(kernel, given, is_causal=is_causal)
+    wanted = exact(given, is_causal=is_causal, gradients=True)
+    found = rms(both(given, kernel, is_causal=is_causal, depth=0), wanted)
+    # Scores of 16-bit products of these sizes are some per cent off, and so is all else.
+    assert max(found.values()) < 0.5, found
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_key_that_is_nan_reaches_every_gradient_of_values(kernel, depth) -> None:
+    """Whatever the row's largest score is taken for: its sum is NaN, and all probabilities."""
+    given = cuda_inputs(300, dtype=torch.float16)
+    given.key.data[:, :, 7] = torch.nan
+    skip_unless(kernel, given)
+    assert bool(both(given, kernel, depth=depth)["value"].isnan().all())
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_rows_without_keys_are_zero(kernel, depth, is_causal) -> None:

@@ -29,6 +29,11 @@ _INTERNAL_BYTES = 4 * 1024 * 1024
 # Its backward answers wrongly, or crashes the process, for a handful of queries or keys (seen with
 # cuDNN 9.19 on lengths of 1 to 7): shorter rectangles are padded up to this.
 _SHORTEST = 64
+# Its backward takes keys in tiles of this, and masks those beyond the end of the last one, but not
+# where the first half of one tile holds all of them: there they have a score of 0, and one that is
+# far above a row's own sum makes that row's gradient NaN (seen with 9.19 on 1 to 64 keys, bf16
+# below an lse of -88, fp16 below -11). So that it has a second half, it is padded up.
+_WHOLE_TILE = 128
 _TILE_ROWS = 128
 # Rows of queries a multiprocessor, all heads together, that keep the whole device busy.
 _FILLING_ROWS = 1024
@@ -71,7 +76,8 @@ class CudnnKernel(RectangleKernel):
         """See ``RectangleKernel.rectangle_forward``."""
         rows = query.shape[2]
         if min(rows, key.shape[2]) < _SHORTEST:
-            bias = bias_for_padding(bias, query, key.shape[2], _SHORTEST, causal)
+            least = (_SHORTEST, _SHORTEST)
+            bias = bias_for_padding(bias, query, key.shape[2], least, causal)
             query, key, value = (pad_rows(t, _SHORTEST) for t in (query, key, value))
         out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(
             query,
@@ -100,11 +106,11 @@ class CudnnKernel(RectangleKernel):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See ``RectangleKernel.rectangle_backward``."""
         rows, keys = query.shape[2], key.shape[2]
-        if min(rows, keys) < _SHORTEST:
-            bias = bias_for_padding(bias, query, keys, _SHORTEST, causal)
-            query, key, value, out, grad_out = (
-                pad_rows(t, _SHORTEST) for t in (query, key, value, out, grad_out)
-            )
+        least = _backward_least(rows, keys, causal)
+        if rows < least[0] or keys < least[1]:
+            bias = bias_for_padding(bias, query, keys, least, causal)
+            query, out, grad_out = (pad_rows(t, least[0]) for t in (query, out, grad_out))
+            key, value = (pad_rows(t, least[1]) for t in (key, value))
             lse = pad_last(lse, query.shape[2])
         lse_dims, seed_dtype = _forward_template(query.device, query.dtype)
         lse = lse.contiguous()
@@ -152,12 +158,12 @@ class CudnnKernel(RectangleKernel):
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``forward`` allocates at any one time."""
-        sizes = RectangleSizes.of(call, _padded(extent), self.grouped)
+        sizes = RectangleSizes.of(call, _padded(extent, _SHORTEST), self.grouped)
         return forward_bytes(sizes, call.value_dim, _INTERNAL_BYTES + sizes.aligned_bias_bytes)
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
-        sizes = RectangleSizes.of(call, _padded(extent), self.grouped)
+        sizes = RectangleSizes.of(call, _padded(extent, _WHOLE_TILE), self.grouped)
         widths = call.head_dim + call.value_dim
         gradients = (sizes.rows * call.head_dim + sizes.key_rows * widths) * sizes.item
         copies = 2 * sizes.rows * call.value_dim * sizes.item
@@ -171,11 +177,19 @@ class CudnnKernel(RectangleKernel):
         return backward_bytes(sizes, gradients, inside)
 
 
-def _padded(extent: Extent) -> Extent:
+def _backward_least(queries: int, keys: int, causal: bool) -> tuple[int, int]:
+    """Fewest queries and keys that a backward is handed for a rectangle of so many."""
+    if keys > _SHORTEST:
+        return _SHORTEST, keys
+    # A causal rectangle is a square, and stays one.
+    return _WHOLE_TILE if causal else _SHORTEST, _WHOLE_TILE
+
+
+def _padded(extent: Extent, least: int) -> Extent:
     return replace(
         extent,
-        max_queries=max(_SHORTEST, extent.max_queries),
-        max_keys=max(_SHORTEST, extent.max_keys),
+        max_queries=max(least, extent.max_queries),
+        max_keys=max(least, extent.max_keys),
     )
 
 

@@ -57,7 +57,9 @@ class FlashKernel(RectangleKernel):
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention(
             query, key, value, 0.0, causal, False, scale=scale
         )[:2]
-        return out, lse
+        # It has +inf for a row whose sum is NaN: by that a backward would take all its
+        # probabilities but the NaN itself for 0.
+        return out, lse.nan_to_num_(nan=torch.nan, posinf=torch.nan, neginf=-torch.inf)
 
     def rectangle_backward(
         self,

@@ -25,9 +25,13 @@ def pad_rows(tensor: torch.Tensor, rows: int, value: float = 0.0) -> torch.Tenso
 
 
 def bias_for_padding(
-    bias: torch.Tensor | None, query: torch.Tensor, n_keys: int, least: int, causal: bool
+    bias: torch.Tensor | None,
+    query: torch.Tensor,
+    n_keys: int,
+    least: tuple[int, int],
+    causal: bool,
 ) -> torch.Tensor | None:
-    """The additive mask of a rectangle whose rows and keys are padded up to ``least``.
+    """The additive mask of a rectangle that is padded up to at ``least`` (queries, keys).
 
     Added keys are masked; under a causal mask they lie after every query, and need none.
 
@@ -35,12 +39,12 @@ def bias_for_padding(
         bias: (b or 1, h or 1, lq or 1, lk or 1), or None.
         query: (b, h, lq, d), before padding.
     """
-    missing_keys = max(0, least - n_keys)
+    missing_keys = max(0, least[1] - n_keys)
     if bias is None:
         if causal or not missing_keys:
             return None
         bias = query.new_zeros((1, 1, 1, n_keys))
     bias = bias.expand(*bias.shape[:-1], n_keys)
-    missing_rows = max(0, least - query.shape[2]) if bias.shape[2] > 1 else 0
+    missing_rows = max(0, least[0] - query.shape[2]) if bias.shape[2] > 1 else 0
     bias = torch.nn.functional.pad(bias, (0, missing_keys), value=-torch.inf)
     return torch.nn.functional.pad(bias, (0, 0, 0, missing_rows))
