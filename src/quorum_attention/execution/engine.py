@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from quorum_attention.execution.clock import Clock
+from quorum_attention.execution.control.visits import Rows, Visit
 from quorum_attention.execution.memory import is_out_of_memory
 from quorum_attention.execution.padding import is_filled
 from quorum_attention.execution.rows import Axis, GroupBuffer, RowTensor
 from quorum_attention.execution.slots import SlotLayout
 from quorum_attention.execution.transfers import Mover
-from quorum_attention.execution.visits import Rows, Visit
 from quorum_attention.execution.workload import Group, Workload
 from quorum_attention.kernels.copies import copy_on_device
 

@@ -16,6 +16,7 @@ from quorum_attention.decomposition import Decomposition, Task
 from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.call import Call
 from quorum_attention.execution.clock import Clock, NoClock
+from quorum_attention.execution.control.visits import Visit, touched_rows, visits
 from quorum_attention.execution.cutting import Cutting
 from quorum_attention.execution.engine import Engine, Pass, Unit
 from quorum_attention.execution.guardrail import Coarsen, Deepen, Event, GiveUp, Guardrail
@@ -31,7 +32,6 @@ from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.schedule import DEEPEN_BY, Schedule
 from quorum_attention.execution.tools import Progress, Tools, make_tools
 from quorum_attention.execution.transfers import CudaMover, HostMover, Mover
-from quorum_attention.execution.visits import Visit, touched_rows, visits
 from quorum_attention.execution.workload import Group
 
 MakePass = Callable[[Schedule, Tools], Pass]

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import torch
 
 from quorum_attention.execution.clock import Clock
+from quorum_attention.execution.control.visits import Rows
 from quorum_attention.execution.memory import PageLocks
-from quorum_attention.execution.visits import Rows
 from quorum_attention.kernels.copies import copy_on_device
 
 

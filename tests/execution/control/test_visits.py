@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quorum_attention.decomposition import Decomposition, Task
-from quorum_attention.execution.visits import Rows, touched_rows, visits
+from quorum_attention.execution.control.visits import Rows, touched_rows, visits
 
 LEVELS = st.sampled_from([(), (3,), (7,), (13,), (3, 3), (7, 3), (3, 7), (7, 7)])
 SHAPES = st.builds(

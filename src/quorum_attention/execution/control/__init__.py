@@ -1,0 +1,1 @@
+"""What runs next, and what to do about what happens: pure, without tensors or devices."""
