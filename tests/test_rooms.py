@@ -16,13 +16,14 @@ ROOT = Path(quorum_attention.__file__).parent
 # From the ground up. Rooms of one line may not import each other, those of api excepted.
 FLOORS = (
     ("counts",),
-    ("devices", "errors", "mapped", "overlap", "sizes"),
+    ("devices", "errors", "sizes"),
     ("quorums",),
     ("decomposition",),
     ("kernels", "pictures"),
     ("execution",),
     ("planner",),
-    ("api", "arranged", "autograd", "choices", "options", "passes", "progress", "validation"),
+    ("call",),
+    ("api", "autograd", "choices", "passes", "progress"),
     ("integrations", "distributed", "bench", "checking"),
     ("cli",),
 )

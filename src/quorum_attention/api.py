@@ -7,23 +7,15 @@ from typing import Any
 
 import torch
 
-from quorum_attention.arranged import arranged, beside
 from quorum_attention.autograd import (
     differentiable,
     records,
     refuse_out_of_transforms,
     refuse_transforms,
 )
-from quorum_attention.choices import check_plan
-from quorum_attention.counts import shown
-from quorum_attention.execution.report import Report
-from quorum_attention.kernels.outside import refuse_traces
-from quorum_attention.kernels.protocol import InnerKernel
-from quorum_attention.kernels.uncompiled import uncompiled
-from quorum_attention.options import Device, settle
-from quorum_attention.passes import run_backward, run_forward
-from quorum_attention.planner.plan import Plan
-from quorum_attention.validation import (
+from quorum_attention.call.arranged import arranged, beside
+from quorum_attention.call.options import Device, settle
+from quorum_attention.call.validation import (
     as_tensor,
     check_apart,
     check_given,
@@ -32,6 +24,14 @@ from quorum_attention.validation import (
     check_options,
     check_result,
 )
+from quorum_attention.choices import check_plan
+from quorum_attention.counts import shown
+from quorum_attention.execution.report import Report
+from quorum_attention.kernels.outside import refuse_traces
+from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.uncompiled import uncompiled
+from quorum_attention.passes import run_backward, run_forward
+from quorum_attention.planner.plan import Plan
 
 
 @uncompiled

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from quorum_attention.arranged import beside
+from quorum_attention.call.arranged import beside
+from quorum_attention.call.options import Options
+from quorum_attention.call.validation import check_inputs
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.protocol import Captures
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.uncompiled import uncompiled
-from quorum_attention.options import Options
 from quorum_attention.passes import run_backward, run_forward
-from quorum_attention.validation import check_inputs
 
 _SECOND = (
     "second derivatives of quorum_attention.attention are not supported; "

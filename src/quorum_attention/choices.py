@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from quorum_attention.call.options import Options
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.memory import available_bytes
 from quorum_attention.execution.upstream import divided_bytes, outreaches
@@ -14,7 +15,6 @@ from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.protocol import CallShape, InnerKernel
 from quorum_attention.kernels.registry import why_not
 from quorum_attention.kernels.select import rivals, select_kernel, unrounded_kernel
-from quorum_attention.options import Options
 from quorum_attention.planner.calibration import machine_of
 from quorum_attention.planner.footprint import Placement
 from quorum_attention.planner.plan import Plan

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from quorum_attention.call.options import Options
 from quorum_attention.choices import check_both_passes, kernel_of, plans_of, small_kernel
 from quorum_attention.execution.at_once import backward_at_once, forward_at_once
 from quorum_attention.execution.backward import backward
@@ -29,7 +30,6 @@ from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.delta import exact_carrier
 from quorum_attention.kernels.outside import without_autocast
 from quorum_attention.kernels.protocol import InnerKernel
-from quorum_attention.options import Options
 from quorum_attention.planner.footprint import Placement, corrected_bytes
 from quorum_attention.planner.plan import Plan
 

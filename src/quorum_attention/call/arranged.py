@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from quorum_attention.call.options import Options
 from quorum_attention.errors import BudgetError
-from quorum_attention.options import Options
 from quorum_attention.sizes import format_bytes
 
 

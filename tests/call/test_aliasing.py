@@ -12,8 +12,8 @@ import torch
 from helpers_attention import TOLERANCE, assert_close, exact, inputs
 
 import quorum_attention as qa
-from quorum_attention.mapped import Mappings
-from quorum_attention.overlap import Lie, overlaps_itself, share_memory
+from quorum_attention.call.mapped import Mappings
+from quorum_attention.call.overlap import Lie, overlaps_itself, share_memory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 N, H, D = 40, 2, 8

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from quorum_attention.call.mapped import Mappings
+from quorum_attention.call.overlap import Lie, overlaps_itself, share_memory
 from quorum_attention.counts import shown, switch
 from quorum_attention.execution.masks import mask_shape
 from quorum_attention.execution.workload import ELEMENT_BYTES, Workload
-from quorum_attention.mapped import Mappings
-from quorum_attention.overlap import Lie, overlaps_itself, share_memory
 
 _DTYPES = ", ".join(str(d).removeprefix("torch.") for d in ELEMENT_BYTES)
 

@@ -1,0 +1,1 @@
+"""What checks a call, and the checked call: ``request.py``."""
