@@ -103,3 +103,21 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
             torch.zeros(1, 1, 3, 4),
             torch.zeros(1, 1, 3),
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype_i", [torch.float16, None], ids=["16 bits", "alike"])
+@pytest.mark.parametrize("order", [1, -1], ids=["large first", "small first"])
+def test_large_values_of_hardly_any_weight_leave_no_rounding(dtype, dtype_i, order) -> None:
+    """What an addend of a small weight costs is a rounding of its share, not of its size."""
+    parts = [
+        (torch.full((1, 1, 1, 4), value, dtype=dtype), torch.tensor([[[lse]]], dtype=dtype))
+        for value, lse in ((30_000.0, 0.0), (2.0**-10, 18.0))
+    ]
+    out, lse = torch.empty(1, 1, 1, 4, dtype=dtype), torch.empty(1, 1, 1, dtype=dtype)
+    empty_(out, lse)
+    for out_i, lse_i in parts[::order]:
+        merge_(out, lse, out_i.to(dtype_i or dtype), lse_i)
+    weight = torch.tensor(-18.0, dtype=torch.float64).sigmoid()
+    exact = weight * 30_000.0 + (1 - weight) * 2.0**-10
+    assert ((out.double() - exact).abs() <= 2 * torch.finfo(dtype).eps * exact).all()

@@ -17,7 +17,7 @@ needs_triton = pytest.mark.skipif(
 SCRIPT = """
 import sys
 import torch
-from quorum_attention.kernels.merge import _lerp_, _update_lse_
+from quorum_attention.kernels.merge import _average_, _update_lse_
 from quorum_attention.kernels.merge import add_
 from quorum_attention.kernels.merge_triton import add_triton_, merge_triton_
 
@@ -40,7 +40,8 @@ for shape in shapes:
         lse_i[..., ::2] = -torch.inf
         out_i[:, :, ::2] = 0
         expected, expected_lse, before = out.clone(), lse.clone(), base.clone()
-        _lerp_(expected, out_i, _update_lse_(expected_lse, lse_i).unsqueeze(-1))
+        weights = _update_lse_(expected_lse, lse_i)
+        _average_(expected, out_i, *(weight.unsqueeze(-1) for weight in weights))
         merge_triton_(out, lse, out_i, lse_i)
         torch.testing.assert_close(out, expected, atol=2e-6, rtol=2e-6)
         torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-6)
@@ -65,6 +66,16 @@ for shape in shapes:
                 on_cpu = torch.zeros(shape), poisoned.cpu()
                 add_(*on_cpu, overflow=reference)
                 assert reference.nonzero().tolist() == [[0, h - 1]]
+# What an addend of a small weight costs is a rounding of its share, not of its size.
+for large_first in (True, False):
+    parts = [(torch.full((1, 1, 1, 4), value, device=device),
+              torch.full((1, 1, 1), score, device=device))
+             for value, score in ((30_000.0, 0.0), (2.0**-10, 18.0))]
+    (out, lse), (out_i, lse_i) = parts if large_first else parts[::-1]
+    merge_triton_(out, lse, out_i, lse_i)
+    weight = torch.tensor(-18.0, dtype=torch.float64).sigmoid()
+    exact = weight * 30_000.0 + (1 - weight) * 2.0**-10
+    assert ((out.cpu().double() - exact).abs() < 1e-6 * exact).all(), out
 # Three pairs of different sizes in one launch, the second with grouped heads.
 shapes = [(2, 4, 37, 40), (2, 2, 130, 40), (2, 2, 130, 64)]
 for flagged in (None, 0, 1, 2):

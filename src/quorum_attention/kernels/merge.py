@@ -1,8 +1,10 @@
 """Merge softmax statistics of disjoint key sets, in place and in any order (paper, section 3).
 
 With ``(out, lse)`` of two disjoint key sets, ``lse' = logaddexp(lse, lse_i)`` and
-``out' = out + w (out_i - out)`` where ``w = exp(lse_i - lse') = sigmoid(lse_i - lse)``. No
-exponential of an lse alone is ever formed, so scores of any size are safe.
+``out' = w out + w_i out_i`` where ``w = exp(lse - lse') = sigmoid(lse - lse_i)``, and ``w_i``
+likewise. No exponential of an lse alone is ever formed, so scores of any size are safe. Neither
+weight is taken from the other: 1 - w_i has none of the digits of a w far below 1, and large values
+of hardly any weight would leave their rounding in small results.
 """
 
 from __future__ import annotations
@@ -55,8 +57,9 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, out_i: torch.Tensor, lse_i: tor
     # Row statistics in blocks of their own size: many rows a call keep every thread busy.
     batch, heads, rows = lse.shape
     for block in row_blocks(batch, heads, rows, lse.element_size()):
-        weight = _update_lse_(lse[block], lse_i[block]).to(out.dtype)
-        _lerp_(out[block], out_i[block], weight.unsqueeze(-1))
+        weights = _update_lse_(lse[block], lse_i[block])
+        kept, new = (weight.to(out.dtype).unsqueeze(-1) for weight in weights)
+        _average_(out[block], out_i[block], kept, new)
 
 
 def add_(
@@ -131,24 +134,31 @@ def _by_head(unscale: torch.Tensor, heads: int) -> torch.Tensor:
     return shared.reshape(batch, heads, 1, 1)
 
 
-def _update_lse_(lse: torch.Tensor, lse_i: torch.Tensor) -> torch.Tensor:
-    """Merge ``lse_i`` into ``lse`` in place; returns the weight of the new keys, in [0, 1]."""
+def _update_lse_(lse: torch.Tensor, lse_i: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge ``lse_i`` into ``lse`` in place; returns the weights of the old and the new keys."""
     lse_i = lse_i.to(lse.dtype)
-    weight = (lse_i - lse).sigmoid_()
-    # Two empty rows give sigmoid(-inf + inf) = NaN; an empty addend weighs nothing in any case.
-    weight.masked_fill_(lse_i == -torch.inf, 0.0)
+    apart = lse_i - lse
+    kept = apart.neg().sigmoid_()
+    new = apart.sigmoid_()
+    # Two empty rows give sigmoid(-inf + inf) = NaN; an empty addend changes nothing in any case.
+    empty = lse_i == -torch.inf
+    kept.masked_fill_(empty, 1.0)
+    new.masked_fill_(empty, 0.0)
     torch.logaddexp(lse, lse_i, out=lse)
-    return weight
+    return kept, new
 
 
-def _lerp_(out: torch.Tensor, out_i: torch.Tensor, weight: torch.Tensor) -> None:
-    """``out += weight * (out_i - out)`` in place, with an ``out_i`` of any dtype."""
+def _average_(
+    out: torch.Tensor, out_i: torch.Tensor, kept: torch.Tensor, new: torch.Tensor
+) -> None:
+    """``out = kept * out + new * out_i`` in place, with an ``out_i`` of any dtype."""
+    out.mul_(kept)
     if out_i.dtype == out.dtype:
-        out.lerp_(out_i, weight)
+        out.addcmul_(out_i, new)
         return
     batch, heads, rows, width = out.shape
     for block in row_blocks(batch, heads, rows, max(1, width) * out.element_size()):
-        out[block].lerp_(out_i[block].to(out.dtype), weight[block])
+        out[block].addcmul_(out_i[block].to(out.dtype), new[block])
 
 
 def _triton_can_merge(out: torch.Tensor, out_i: torch.Tensor) -> bool:

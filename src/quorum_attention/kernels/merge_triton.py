@@ -91,7 +91,9 @@ def _merge_kernel(
     no_old = old == float("-inf")
     no_new = new == float("-inf")
     # Differences of lse only, never exp(lse); two empty rows would make them NaN.
-    weight = tl.where(no_new, 0.0, 1.0 / (1.0 + tl.exp(old - new)))
+    # Of the side that has less, whose digits 1 - the other's would not have.
+    less = tl.where(no_new | no_old, 0.0, 1.0 / (1.0 + tl.exp(tl.abs(old - new))))
+    nearer = (old >= new) | no_new
     larger = tl.where(old > new, old, new)
     merged = larger + tl.log(1.0 + tl.exp(-tl.abs(old - new)))
     column = tl.arange(0, BLOCK_WIDTH)
@@ -99,10 +101,9 @@ def _merge_kernel(
     out_at = out + (b * out_b + h * out_h + row * out_r)[:, None] + column[None, :]
     out_i_at = out_i + (b * out_i_b + h * out_i_h + row * out_i_r)[:, None] + column[None, :]
     a = tl.load(out_at, mask=cells, other=0.0)
-    step = tl.load(out_i_at, mask=cells, other=0.0).to(tl.float32) - a
-    w = weight[:, None]
-    # As torch.lerp: exact at both ends.
-    tl.store(out_at, tl.where(w < 0.5, a + w * step, a + step - step * (1.0 - w)), mask=cells)
+    a_i = tl.load(out_i_at, mask=cells, other=0.0).to(tl.float32)
+    more, other = tl.where(nearer[:, None], a, a_i), tl.where(nearer[:, None], a_i, a)
+    tl.store(out_at, more + less[:, None] * (other - more), mask=cells)
     # Warps share rows: all of them must have read the old lse before one of them replaces it.
     tl.debug_barrier()
     tl.store(lse_at, tl.where(no_old & no_new, float("-inf"), merged), mask=live)
