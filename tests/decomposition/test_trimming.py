@@ -8,7 +8,16 @@ from helpers_decomposition import bits, decompositions, positions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quorum_attention.decomposition import Decomposition, Pairs, Ranges, Task
+from quorum_attention.decomposition import (
+    CLEAR,
+    MASKED,
+    MIXED,
+    Decomposition,
+    Pairs,
+    Ranges,
+    Task,
+    Verdict,
+)
 from quorum_attention.decomposition.trimming import restricted, tokens_of, trimmed
 
 MASKS = {
@@ -23,11 +32,11 @@ MASKS = {
 def by_looking(mask):  # type: ignore[no-untyped-def]
     """A verdict that is right whenever it is sure, and as sure as can be."""
 
-    def verdict(r: Ranges) -> str:
-        q = np.arange(r.first_query, r.last_query + 1)[:, None]
-        k = np.arange(r.first_key, r.last_key + 1)[None]
+    def verdict(r: Ranges) -> Verdict:
+        q = np.arange(*r.queries)[:, None]
+        k = np.arange(*r.keys)[None]
         kept = np.broadcast_to(mask(q, k), (q.size, k.size))
-        return "full" if kept.all() else "mixed" if kept.any() else "empty"
+        return CLEAR if kept.all() else MIXED if kept.any() else MASKED
 
     return verdict
 
@@ -80,10 +89,10 @@ def test_a_window_leaves_what_a_task_owns_and_its_edges(levels) -> None:
     shape = Decomposition(n, levels, "aligned", 128)
     asked = []
 
-    def verdict(r: Ranges) -> str:
+    def verdict(r: Ranges) -> Verdict:
         asked.append(r)
-        near, far = r.first_query - r.last_key, r.last_query - r.first_key
-        return "empty" if near > window or far < 0 else "mixed"
+        near, far = r.queries.start - (r.keys.stop - 1), r.queries.stop - 1 - r.keys.start
+        return MASKED if near > window or far < 0 else MIXED
 
     found = trimmed(list(shape.tasks()), Pairs(n, n, True, verdict))
     before = sum(task.n_tokens for task in shape.tasks())
@@ -104,14 +113,14 @@ def test_fewer_queries_need_few_tasks() -> None:
 
 def test_tokens_that_no_task_needs_stay_in_the_first() -> None:
     shape = Decomposition(1 << 12, (7,), "aligned", 128)
-    nothing = Pairs(1 << 12, 1 << 12, False, lambda r: "empty")
+    nothing = Pairs(1 << 12, 1 << 12, False, lambda r: MASKED)
     found = trimmed(list(shape.tasks()), nothing)
     assert sum(task.n_tokens for task in found) == 1 << 12
 
 
 def test_where_nothing_can_be_left_out_the_tasks_are_the_same_objects() -> None:
     tasks = list(Decomposition(5000, (7,)).tasks())
-    for pairs in (Pairs(5000, 5000, True), Pairs(5000, 5000, False, lambda r: "full")):
+    for pairs in (Pairs(5000, 5000, True), Pairs(5000, 5000, False, lambda r: CLEAR)):
         for before, after in zip(tasks, trimmed(tasks, pairs), strict=True):
             assert before is after
 

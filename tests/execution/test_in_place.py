@@ -13,7 +13,7 @@ from hypothesis import given as drawn
 from hypothesis import strategies as st
 
 import quorum_attention as qa
-from quorum_attention.decomposition import Decomposition
+from quorum_attention.decomposition import MASKED, MIXED, Decomposition
 from quorum_attention.execution.in_place import rectangles_in_place
 from quorum_attention.execution.shares import count_shared, shares
 from quorum_attention.execution.workload import Workload
@@ -28,14 +28,14 @@ N = 400
 TILE = 8
 _LATE = BlockMask(
     lambda b, h, q, k: (q >= 130) & (k < 300),
-    lambda r: "empty" if r.last_query < 130 or r.first_key >= 300 else "mixed",
+    lambda r: MASKED if r.queries.stop <= 130 or r.keys.start >= 300 else MIXED,
 )
 MASKS = {
     "window": sliding_window(30),
     "documents": document(torch.arange(N) // 45),
     "rows and keys without a partner": _LATE & sliding_window(40),
     "none": None,
-    "nothing at all": BlockMask(lambda b, h, q, k: (q < 0) & (k < 0), lambda r: "empty"),
+    "nothing at all": BlockMask(lambda b, h, q, k: (q < 0) & (k < 0), lambda r: MASKED),
 }
 
 

@@ -12,7 +12,7 @@ from helpers_kernels import WatchedKernel
 from helpers_plans import unpinned
 
 import quorum_attention as qa
-from quorum_attention.decomposition import Decomposition, Pairs
+from quorum_attention.decomposition import MASKED, MIXED, Decomposition, Pairs
 from quorum_attention.decomposition.trimming import tokens_of
 from quorum_attention.execution import runner
 from quorum_attention.execution.cutting import Cutting
@@ -30,7 +30,7 @@ TILE = 8
 # Some queries keep nothing, and some keys are kept by none.
 _GAP = BlockMask(
     lambda b, h, q, k: (q >= 200) & (k < 500),
-    lambda r: "empty" if r.last_query < 200 or r.first_key >= 500 else "mixed",
+    lambda r: MASKED if r.queries.stop <= 200 or r.keys.start >= 500 else MIXED,
 )
 MASKS = {
     "window": sliding_window(50),

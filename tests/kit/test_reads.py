@@ -65,7 +65,7 @@ def test_a_document_has_ids_of_its_own() -> None:
     q, k = torch.tensor([0, 1, 4]), torch.tensor([1, 2, 5])
     assert mask(0, 0, q, k).tolist() == [True, False, True]
     with pytest.raises(ValueError, match="ids of 6 tokens"):
-        mask.verdict(Ranges(0, 9, 0, 9))
+        mask.verdict(Ranges.of(0, 10, 0, 10))
 
 
 def test_a_key_keeps_nothing() -> None:

@@ -10,7 +10,7 @@ from helpers_attention import fresh_generator
 from helpers_score_mods import cases, local_global, reference
 
 import quorum_attention as qa
-from quorum_attention.decomposition import Pairs, Ranges
+from quorum_attention.decomposition import CLEAR, MASKED, MIXED, Pairs, Ranges, Verdict
 from quorum_attention.decomposition.share import kept_share
 from quorum_attention.kernels.kit import document, from_score_mod, prefix_lm, sliding_window
 from quorum_attention.kernels.kit.masks import BlockMask, causal
@@ -78,7 +78,7 @@ def test_emptied_rectangles_are_never_run() -> None:
 def first_tokens(n: int) -> BlockMask:
     return BlockMask(
         lambda b, h, q, k: k < n,
-        lambda r: "full" if r.last_key < n else "empty" if r.first_key >= n else "mixed",
+        lambda r: CLEAR if r.keys.stop <= n else MASKED if r.keys.start >= n else MIXED,
     )
 
 
@@ -99,21 +99,21 @@ def test_a_mask_that_cannot_be_mapped_says_so() -> None:
     sliding_window(9, 3) & document(torch.arange(60) // 13), prefix_lm(7) | sliding_window(4, 4),
 ], ids=["causal", "window", "prefix", "document", "and", "or"])  # fmt: skip
 def test_verdicts_are_never_wrong(mask) -> None:
-    """Empty means no pair, full means all; unsure is allowed."""
+    """Masked means no pair, clear means all; unsure is allowed."""
     zero = torch.zeros((), dtype=torch.int64)
     placed = mask.on(torch.device("cpu"))
     sure = 0
     for q0 in range(0, 60, 7):
         for k0 in range(0, 60, 5):
-            r = Ranges(q0, min(59, q0 + 8), k0, min(59, k0 + 6))
-            q = torch.arange(r.first_query, r.last_query + 1)[:, None]
-            k = torch.arange(r.first_key, r.last_key + 1)[None]
+            r = Ranges.of(q0, min(60, q0 + 9), k0, min(60, k0 + 7))
+            q = torch.arange(*r.queries)[:, None]
+            k = torch.arange(*r.keys)[None]
             kept = mask(zero, zero, q, k).expand(q.numel(), k.numel())
             assert torch.equal(kept, placed(zero, zero, q, k).expand_as(kept))
             verdict = mask.verdict(r)
-            assert not (verdict == "empty" and kept.any())
-            assert not (verdict == "full" and not kept.all())
-            sure += verdict != "mixed"
+            assert not (verdict is MASKED and kept.any())
+            assert not (verdict is CLEAR and not kept.all())
+            sure += verdict is not MIXED
     assert sure > 10
 
 
@@ -178,9 +178,9 @@ def test_a_budget_that_is_too_small_names_the_smallest_of_trimmed_plans() -> Non
 def test_what_is_never_sure_is_soon_given_up() -> None:
     n, asked = 1 << 18, []
 
-    def verdict(block: Ranges) -> str:
+    def verdict(block: Ranges) -> Verdict:
         asked.append(block)
-        return "mixed"
+        return MIXED
 
     assert 0.45 < kept_share(Pairs(n, n, True, verdict)) < 0.55
     assert len(asked) < 200_000

@@ -2,13 +2,19 @@
 
 from quorum_attention.decomposition.census import Census, census
 from quorum_attention.decomposition.decomposition import Decomposition, Layout
-from quorum_attention.decomposition.pairs import Pairs, Ranges, Verdict
+from quorum_attention.decomposition.intervals import Interval
+from quorum_attention.decomposition.pairs import Pairs, Ranges
 from quorum_attention.decomposition.rectangles import Rectangle
 from quorum_attention.decomposition.tasks import Span, Task
+from quorum_attention.decomposition.verdicts import CLEAR, MASKED, MIXED, Verdict
 
 __all__ = [
+    "CLEAR",
+    "MASKED",
+    "MIXED",
     "Census",
     "Decomposition",
+    "Interval",
     "Layout",
     "Pairs",
     "Ranges",

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import NamedTuple
 
-Verdict = Literal["empty", "full", "mixed"]
+from quorum_attention.decomposition.intervals import Interval
+from quorum_attention.decomposition.verdicts import CLEAR, MASKED, MIXED, Verdict
 
 
-@dataclass(frozen=True)
-class Ranges:
-    """A block of pairs: first and last query, first and last key, inclusive."""
+class Ranges(NamedTuple):
+    """A block of pairs: every query of an interval with every key of another; not empty."""
 
-    first_query: int
-    last_query: int
-    first_key: int
-    last_key: int
+    queries: Interval
+    keys: Interval
+
+    @classmethod
+    def of(cls, query_start: int, query_stop: int, key_start: int, key_stop: int) -> Ranges:
+        """By its bounds."""
+        return cls(Interval(query_start, query_stop), Interval(key_start, key_stop))
 
 
 @dataclass(frozen=True)
@@ -26,10 +29,10 @@ class Pairs:
     Attributes:
         n_queries, n_keys: how many there are.
         is_causal: a pair needs its key at or before its query.
-        verdict: what a mask says of a block of positions, "mixed" where it is not sure; None is
+        verdict: what a mask says of a block of positions, MIXED where it is not sure; None is
             no mask. It means the same as long as it lives: answers are remembered.
         share: of the pairs without the mask those that it keeps, for predictions, where that is
-            known and not to be had from ``verdict`` (dilated blocks are "mixed" however thin).
+            known and not to be had from ``verdict`` (dilated blocks are MIXED however thin).
     """
 
     n_queries: int
@@ -45,18 +48,19 @@ class Pairs:
 
     def of(self, block: Ranges) -> Verdict:
         """Whether a block of positions has pairs; it may reach beyond the last token."""
-        last_query = min(block.last_query, self.n_queries - 1)
-        last_key = min(block.last_key, self.n_keys - 1)
-        if block.first_query > last_query or block.first_key > last_key:
-            return "empty"
-        if self.is_causal and block.first_key > last_query:
-            return "empty"
-        found: Verdict = "full"
+        (q0, q1), (k0, k1) = block
+        inside = q1 <= self.n_queries and k1 <= self.n_keys
+        if not inside:
+            q1, k1 = min(q1, self.n_queries), min(k1, self.n_keys)
+            if q0 >= q1 or k0 >= k1:
+                return MASKED
+        if self.is_causal and k0 >= q1:
+            return MASKED
+        found = CLEAR
         if self.verdict is not None:
-            found = self.verdict(Ranges(block.first_query, last_query, block.first_key, last_key))
-        cut_off = (last_query, last_key) != (block.last_query, block.last_key)
-        if found == "full" and (cut_off or (self.is_causal and last_key > block.first_query)):
-            return "mixed"
+            found = self.verdict(block if inside else Ranges.of(q0, q1, k0, k1))
+        if found is CLEAR and (not inside or (self.is_causal and k1 - 1 > q0)):
+            return MIXED
         return found
 
 
@@ -65,11 +69,11 @@ def window_verdict(left: int, right: int) -> Callable[[Ranges], Verdict]:
     no limit on that side."""
 
     def verdict(block: Ranges) -> Verdict:
-        nearest = block.first_query - block.last_key
-        farthest = block.last_query - block.first_key
+        (q0, q1), (k0, k1) = block
+        nearest, farthest = q0 - (k1 - 1), q1 - 1 - k0
         if (left >= 0 and nearest > left) or (right >= 0 and farthest < -right):
-            return "empty"
+            return MASKED
         whole = (left < 0 or farthest <= left) and (right < 0 or nearest >= -right)
-        return "full" if whole else "mixed"
+        return CLEAR if whole else MIXED
 
     return verdict

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from quorum_attention.decomposition.pairs import Pairs, Ranges
+from quorum_attention.decomposition.verdicts import MASKED, MIXED
 
-# A cell that is neither empty nor full counts half, and is cut no finer than this share of a side;
+# A mixed cell counts half, and is cut no finer than this share of a side;
 # nor are there more cells than so many.
 _FINEST = 2048
 _MOST_CELLS = 1 << 15
 _BLOCK = 128
-_WEIGHT = {"empty": 0.0, "mixed": 0.5, "full": 1.0}
+_WEIGHT = (0.0, 1.0, 0.5)  # masked, clear, mixed
 
 
 def kept_share(pairs: Pairs) -> float:
@@ -31,8 +32,8 @@ def kept_share(pairs: Pairs) -> float:
             if q0 >= q1 or k0 >= k1 or (pairs.is_causal and k0 >= q1):
                 continue
             diagonal = pairs.is_causal and k1 - 1 > q0
-            verdict = "empty" if left_out else ask(Ranges(q0, q1 - 1, k0, k1 - 1))
-            settled = not diagonal and verdict != "mixed"
+            verdict = MASKED if left_out else ask(Ranges.of(q0, q1, k0, k1))
+            settled = not diagonal and verdict is not MIXED
             if settled or last or max(q1 - q0, k1 - k0) <= finest:
                 count = (q1 - q0) * (k1 - k0) * (0.5 if diagonal else 1.0)
                 every += count
@@ -40,6 +41,6 @@ def kept_share(pairs: Pairs) -> float:
                 continue
             q, k = (q0 + q1 + 1) // 2, (k0 + k1 + 1) // 2
             for rows in ((q0, q), (q, q1)):
-                finer += [(*rows, *columns, verdict == "empty") for columns in ((k0, k), (k, k1))]
+                finer += [(*rows, *columns, verdict is MASKED) for columns in ((k0, k), (k, k1))]
         cells = finer
     return min(1.0, max(kept / every, 1e-6)) if every else 1.0

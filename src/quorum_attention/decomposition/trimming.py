@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from quorum_attention.decomposition.pairs import Pairs, Ranges
 from quorum_attention.decomposition.tasks import Span, Task
+from quorum_attention.decomposition.verdicts import CLEAR, MASKED
 
 # A task is looked at in about so many cells of tokens.
 _CELLS = 64
@@ -143,7 +144,7 @@ def _span_pairs(
         q0, q1, k0, k1 = nodes.pop()
         first, last = spans[q0], spans[q1 - 1]
         left, right = spans[k0], spans[k1 - 1]
-        if pairs.of(Ranges(first.start, last.stop - 1, left.start, right.stop - 1)) == "empty":
+        if pairs.of(Ranges.of(first.start, last.stop, left.start, right.stop)) is MASKED:
             continue
         if q1 - q0 == 1 and k1 - k0 == 1:
             if first.bits & left.bits == 0:
@@ -164,11 +165,11 @@ def _mark(query: Span, key: Span, pairs: Pairs, marks: _Marks) -> None:
         cells = marks.of(((q0, q1), (k0, k1)))
         if marks.have(cells):
             continue
-        verdict = pairs.of(Ranges(q0, q1 - 1, k0, k1 - 1))
-        if verdict == "empty":
+        verdict = pairs.of(Ranges.of(q0, q1, k0, k1))
+        if verdict is MASKED:
             continue
         parts = _quarters(q0, q1, k0, k1, marks.cell)
-        if verdict == "full" or len(parts) == 1:
+        if verdict is CLEAR or len(parts) == 1:
             marks.marked |= cells
         else:
             nodes += parts

@@ -195,7 +195,7 @@ class Sparse(Protocol):
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
         """The pairs of such a call.
 
-        ``verdict`` must be safe: "empty" only of a block no pair of which counts, in any head of
+        ``verdict`` must be safe: MASKED only of a block no pair of which counts, in any head of
         any batch entry. Answers are remembered as long as the kernel lives, by the function: let it
         be the same one in every call, a method of the kernel or one that does not close over it.
         """

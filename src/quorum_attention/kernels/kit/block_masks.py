@@ -1,9 +1,9 @@
 """FlexAttention's block lists for a whole task, without ever looking at every block.
 
-A block is 128 queries by 128 keys of a task: empty, full or mixed. Halves of halves are asked
-until the answer is empty or full, so that the cost is that of the border between the two, and of
+A block is 128 queries by 128 keys of a task: masked, clear or mixed. Halves of halves are asked
+until the answer is masked or clear, so that the cost is that of the border between the two, and of
 the blocks listed. FlexAttention runs the listed ones, and asks the mask about pairs in mixed ones
-only.
+only; what is clear it calls full.
 """
 
 from __future__ import annotations
@@ -18,14 +18,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quorum_attention.decomposition import Ranges, Rectangle, Task
+from quorum_attention.decomposition import CLEAR, MASKED, MIXED, Ranges, Rectangle, Task
 from quorum_attention.kernels.kit.masks import BlockMask
 from quorum_attention.kernels.outside import outside
 
 BLOCK = 128
-EMPTY, FULL, MIXED = 0, 1, 2
-
-_CODES = {"empty": EMPTY, "full": FULL, "mixed": MIXED}
 # Parts of a buffer begin at multiples of so many numbers: compiled code wants 16 bytes.
 _ALIGNED = 64
 
@@ -83,7 +80,7 @@ class Geometry:
         return found
 
     def verdicts(self, nodes: Nodes) -> NDArray[np.int8]:
-        """Of every node: EMPTY, FULL, or MIXED where unsure."""
+        """Of every node: MASKED, CLEAR, or MIXED where unsure."""
         q0, q1 = nodes[:, 1] * BLOCK, np.minimum(nodes[:, 2] * BLOCK, len(self.queries)) - 1
         k0, k1 = nodes[:, 3] * BLOCK, np.minimum(nodes[:, 4] * BLOCK, len(self.keys)) - 1
         top, bottom = _piece(self.query_edges, q0), _piece(self.query_edges, q1) + 1
@@ -91,10 +88,10 @@ class Geometry:
         s = self._sums
         there = s[bottom, right] - s[top, right] - s[bottom, left] + s[top, left]
         every = (bottom - top) * (right - left)
-        found = np.where(there == 0, EMPTY, np.where(there == every, FULL, MIXED))
+        found = np.where(there == 0, MASKED, np.where(there == every, CLEAR, MIXED))
         if self.is_causal:
-            later = np.where(self.keys[k1] <= self.queries[q0], FULL, MIXED)
-            later[self.keys[k0] > self.queries[q1]] = EMPTY
+            later = np.where(self.keys[k1] <= self.queries[q0], CLEAR, MIXED)
+            later[self.keys[k0] > self.queries[q1]] = MASKED
             found = _both(found, later)
         return found.astype(np.int8)
 
@@ -112,13 +109,13 @@ def geometry(
 
 
 def listed_nodes(pairs: Geometry, mask: BlockMask | None) -> tuple[Nodes, Nodes]:
-    """(full, mixed) nodes of the blocks that may keep a pair; all in lane 0.
+    """(clear, mixed) nodes of the blocks that may keep a pair; all in lane 0.
 
     A block that reaches beyond the last query or key is mixed, as FlexAttention has it.
     """
     rows, columns = pairs.grid
     nodes = np.array([[0, 0, rows, 0, columns]], dtype=np.int64)
-    full, mixed = [], []
+    clear, mixed = [], []
     if not (rows and columns and pairs.rectangles):
         nodes = nodes[:0]
     while len(nodes):
@@ -126,28 +123,28 @@ def listed_nodes(pairs: Geometry, mask: BlockMask | None) -> tuple[Nodes, Nodes]
         if mask is not None:
             some = np.flatnonzero(found)
             found[some] = _both(found[some], _asked(mask, pairs, nodes[some]))
-        full.append(nodes[found == FULL])
+        clear.append(nodes[found == CLEAR])
         rest = nodes[found == MIXED]
         single = (rest[:, 2] - rest[:, 1] == 1) & (rest[:, 4] - rest[:, 3] == 1)
         mixed.append(rest[single])
         nodes = _quarters(rest[~single])
-    inner, edge = _without_edge(_joined(full), len(pairs.queries), len(pairs.keys))
+    inner, edge = _without_edge(_joined(clear), len(pairs.queries), len(pairs.keys))
     return inner, _joined([*mixed, edge])
 
 
 def _asked(mask: BlockMask, pairs: Geometry, nodes: Nodes) -> NDArray[np.int8]:
     q0 = pairs.queries[nodes[:, 1] * BLOCK].tolist()
-    q1 = pairs.queries[np.minimum(nodes[:, 2] * BLOCK, len(pairs.queries)) - 1].tolist()
+    q1 = (pairs.queries[np.minimum(nodes[:, 2] * BLOCK, len(pairs.queries)) - 1] + 1).tolist()
     k0 = pairs.keys[nodes[:, 3] * BLOCK].tolist()
-    k1 = pairs.keys[np.minimum(nodes[:, 4] * BLOCK, len(pairs.keys)) - 1].tolist()
+    k1 = (pairs.keys[np.minimum(nodes[:, 4] * BLOCK, len(pairs.keys)) - 1] + 1).tolist()
     verdict = mask.verdict
-    found = [_CODES[verdict(Ranges(*r))] for r in zip(q0, q1, k0, k1, strict=True)]
+    found = [verdict(Ranges.of(*r)) for r in zip(q0, q1, k0, k1, strict=True)]
     return np.array(found, dtype=np.int8)
 
 
 def _both(one: NDArray[np.int8], other: NDArray[np.int8]) -> NDArray[np.int8]:
-    found = np.where((one == FULL) & (other == FULL), FULL, MIXED)
-    found[(one == EMPTY) | (other == EMPTY)] = EMPTY
+    found = np.where((one == CLEAR) & (other == CLEAR), CLEAR, MIXED)
+    found[(one == MASKED) | (other == MASKED)] = MASKED
     return found.astype(np.int8)
 
 
@@ -197,7 +194,7 @@ class BlockLists:
         first: block column of a listed block of the first row.
         buffer: int32.
         parts: of every list, where it begins in the buffer, its shape and its strides: counts
-            and indices of mixed blocks by query, of full ones, then of both by key; where
+            and indices of mixed blocks by query, of clear ones, then of both by key; where
             rectangles end within blocks, also the pieces of queries and of keys, and the table of
             pieces.
         pruned, run: rectangles without a listed block, and with one.
@@ -232,7 +229,7 @@ class BlockLists:
 
 def block_lists(
     pairs: Geometry,
-    full: Nodes,
+    clear: Nodes,
     mixed: Nodes,
     lanes: tuple[int, int] = (1, 1),
     pinned: bool = False,
@@ -240,11 +237,11 @@ def block_lists(
     """The lists of listed nodes, cropped to what they span; None if there is none.
 
     Args:
-        full, mixed: disjoint.
+        clear, mixed: disjoint.
         lanes: batch entries and heads with lists of their own (lane = entry * heads + head).
         pinned: in page-locked memory.
     """
-    every = _joined([full, mixed])
+    every = _joined([clear, mixed])
     if not len(every):
         return None
     top, bottom = int(every[:, 1].min()), int(every[:, 2].max())
@@ -252,7 +249,7 @@ def block_lists(
     rows = slice(top * BLOCK, min(bottom * BLOCK, len(pairs.queries)))
     columns = slice(left * BLOCK, min(right * BLOCK, len(pairs.keys)))
     shift = np.array([0, top, top, left, left], dtype=np.int64)
-    kinds = (mixed - shift, full - shift)
+    kinds = (mixed - shift, clear - shift)
     height, width = bottom - top, right - left
     by_query = [_listed(n[:, 0] * height, n[:, 1:3], n[:, 3:], height * lanes[0] * lanes[1])
                 for n in kinds]  # fmt: skip
@@ -301,7 +298,7 @@ def _ranges(starts: Ints, lengths: Ints) -> NDArray[Any]:
 def _tables(
     kinds: list[tuple[NDArray[np.int32], NDArray[np.int32]]], shape: tuple[int, ...]
 ) -> list[NDArray[np.int32]]:
-    """Counts and indices of mixed and of full blocks.
+    """Counts and indices of mixed and of clear blocks.
 
     As wide as the longest line; of one width, because torch's kernel steps through both with the
     row stride of the first; at least two, so that nothing is specialised to a size of 1.

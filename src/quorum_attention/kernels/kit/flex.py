@@ -398,12 +398,12 @@ class FlexKernel:
             max((r.key_stop for r in rectangles), default=0),
         )
         pairs = geometry(task.task, rectangles, has_diagonal(task), *sizes)
-        full, mixed = listed_nodes(pairs, mask if isinstance(mask, BlockMask) else None)
+        clear, mixed = listed_nodes(pairs, mask if isinstance(mask, BlockMask) else None)
         lanes = (1, 1)
         if self._tries and mask is not None:
             at, apart = task_indices(task, *sizes), self._tells_apart(task)
-            full, mixed, lanes = tried_nodes(mask, pairs, full, mixed, at, apart)
-        return block_lists(pairs, full, mixed, lanes, pinned=task.query.is_cuda)
+            clear, mixed, lanes = tried_nodes(mask, pairs, clear, mixed, at, apart)
+        return block_lists(pairs, clear, mixed, lanes, pinned=task.query.is_cuda)
 
 
 def _has_rows(task: TaskTensors) -> bool:

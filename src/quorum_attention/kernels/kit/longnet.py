@@ -17,7 +17,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from quorum_attention.counts import shown, switch, whole_number
-from quorum_attention.decomposition import Pairs, Ranges, Rectangle, Task, Verdict
+from quorum_attention.decomposition import (
+    CLEAR,
+    MASKED,
+    MIXED,
+    Pairs,
+    Ranges,
+    Rectangle,
+    Task,
+    Verdict,
+)
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.kernels.protocol import (
     CallShape,
@@ -222,15 +231,15 @@ class LongNetKernel:
 
 def _verdict_of(settings: tuple[DilatedSetting, ...]) -> Callable[[Ranges], Verdict]:
     def verdict(block: Ranges) -> Verdict:
-        found: Verdict = "empty"
+        (q0, q1), (k0, k1) = block
+        found = MASKED
         for setting in settings:
             w = setting.segment
-            rows = block.first_query // w, block.last_query // w
-            columns = block.first_key // w, block.last_key // w
+            rows, columns = (q0 // w, (q1 - 1) // w), (k0 // w, (k1 - 1) // w)
             if rows[0] <= columns[1] and columns[0] <= rows[1]:
                 if setting.dilation == 1 and rows[0] == rows[1] == columns[0] == columns[1]:
-                    return "full"
-                found = "mixed"
+                    return CLEAR
+                found = MIXED
         return found
 
     return verdict

@@ -1,4 +1,4 @@
-"""Masks that can say of a whole block whether it is empty or full, so that it need not be tried.
+"""Masks that can say of a whole block that it is masked or clear, so that it need not be tried.
 
 Each is a FlexAttention ``mask_mod``: called with (batch, head, query, key) positions it returns
 which pairs are kept. Combine them with ``&`` and ``|``.
@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from quorum_attention.decomposition import Pairs, Ranges, Verdict
+from quorum_attention.decomposition import CLEAR, MASKED, MIXED, Pairs, Ranges, Verdict
 from quorum_attention.decomposition.pairs import window_verdict
+from quorum_attention.decomposition.verdicts import both, either
 from quorum_attention.kernels.outside import outside
 
 MaskMod = Callable[[Any, Any, Any, Any], torch.Tensor]
@@ -51,7 +52,7 @@ class BlockMask:
         """Pairs that both keep."""
         return BlockMask(
             _and(self, other),
-            lambda r: _both(self.verdict(r), other.verdict(r)),
+            lambda r: both(self.verdict(r), other.verdict(r)),
             lambda device: _and(self.on(device), other.on(device)),
             _of_each(min, self.reach, other.reach),
         )
@@ -60,7 +61,7 @@ class BlockMask:
         """Pairs that either keeps."""
         return BlockMask(
             _or(self, other),
-            lambda r: _either(self.verdict(r), other.verdict(r)),
+            lambda r: either(self.verdict(r), other.verdict(r)),
             lambda device: _or(self.on(device), other.on(device)),
             _of_each(max, self.reach, other.reach),
         )
@@ -80,18 +81,6 @@ def _or(one: MaskMod, other: MaskMod) -> MaskMod:
     return lambda b, h, q, k: one(b, h, q, k) | other(b, h, q, k)
 
 
-def _both(one: Verdict, other: Verdict) -> Verdict:
-    if "empty" in (one, other):
-        return "empty"
-    return "full" if one == other == "full" else "mixed"
-
-
-def _either(one: Verdict, other: Verdict) -> Verdict:
-    if "full" in (one, other):
-        return "full"
-    return "empty" if one == other == "empty" else "mixed"
-
-
 def kept_pairs(mask: MaskMod | None, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
     """The pairs of a call, as far as a mask tells of them without being tried."""
     verdict = mask.verdict if isinstance(mask, BlockMask) else None
@@ -102,9 +91,9 @@ def causal() -> BlockMask:
     """Keys at or before the query."""
 
     def verdict(r: Ranges) -> Verdict:
-        if r.first_key > r.last_query:
-            return "empty"
-        return "full" if r.last_key <= r.first_query else "mixed"
+        if r.keys.start >= r.queries.stop:
+            return MASKED
+        return CLEAR if r.keys.stop - 1 <= r.queries.start else MIXED
 
     return BlockMask(lambda b, h, q, k: q >= k, verdict, reach=(math.inf, 0))
 
@@ -128,11 +117,11 @@ def prefix_lm(prefix: int) -> BlockMask:
     """The first ``prefix`` keys for everyone, the others causally."""
 
     def verdict(r: Ranges) -> Verdict:
-        return "full" if r.last_key < prefix else "mixed"
+        return CLEAR if r.keys.stop <= prefix else MIXED
 
     only_prefix = BlockMask(
         lambda b, h, q, k: k < prefix,
-        lambda r: "empty" if r.first_key >= prefix else verdict(r),
+        lambda r: MASKED if r.keys.start >= prefix else verdict(r),
     )
     return only_prefix | causal()
 
@@ -162,13 +151,14 @@ def document(ids: torch.Tensor) -> BlockMask:
             return _same(own.to(device))
 
     def verdict(r: Ranges) -> Verdict:
-        last = max(r.last_query, r.last_key)
-        if last >= len(host):
+        (q0, q1), (k0, k1) = r
+        if max(q1, k1) > len(host):
+            last = max(q1, k1) - 1
             raise ValueError(f"document has ids of {len(host)} tokens, not of token {last}")
-        q0, q1, k0, k1 = host[[r.first_query, r.last_query, r.first_key, r.last_key]].tolist()
+        q0, q1, k0, k1 = host[[q0, q1 - 1, k0, k1 - 1]].tolist()
         if q0 > k1 or k0 > q1:
-            return "empty"
-        return "full" if q0 == q1 == k0 == k1 else "mixed"
+            return MASKED
+        return CLEAR if q0 == q1 == k0 == k1 else MIXED
 
     longest = int(np.unique(host, return_counts=True)[1].max(initial=1))
     reach = (longest - 1, longest - 1)

@@ -13,7 +13,16 @@ from typing import Any
 import torch
 
 from quorum_attention.counts import shown, switch
-from quorum_attention.decomposition import Pairs, Ranges, Rectangle, Task, Verdict
+from quorum_attention.decomposition import (
+    CLEAR,
+    MASKED,
+    MIXED,
+    Pairs,
+    Ranges,
+    Rectangle,
+    Task,
+    Verdict,
+)
 from quorum_attention.kernels.kept import Kept
 from quorum_attention.kernels.kit.block_masks import BLOCK, geometry, listed_nodes
 from quorum_attention.kernels.kit.flex import FlexKernel
@@ -166,10 +175,10 @@ def _attention(kernel: ScoreModKernel) -> LseFunction:
 def _prune(mask: BlockMask, task: Task, r: Rectangle) -> list[Rectangle]:
     """``r`` without what the mask empties: whole, halved where that helps, or nothing."""
     verdict = _verdict_of(mask, task, r)
-    if verdict == "empty":
+    if verdict is MASKED:
         return []
     small = max(r.n_queries, r.n_keys) <= 4 * BLOCK
-    if verdict == "full" or r.causal or small:
+    if verdict is CLEAR or r.causal or small:
         return [r]
     found = []
     for part in _quarters(r):
@@ -195,11 +204,11 @@ def _quarters(r: Rectangle) -> list[Rectangle]:
 
 def _verdict_of(mask: BlockMask, task: Task, r: Rectangle) -> Verdict:
     found = {
-        mask.verdict(Ranges(q0, q1 - 1, k0, k1 - 1))
+        mask.verdict(Ranges.of(q0, q1, k0, k1))
         for q0, q1, _ in task.segments(r.query_start, r.query_stop)
         for k0, k1, _ in task.segments(r.key_start, r.key_stop)
     }
-    return found.pop() if len(found) == 1 else "mixed"
+    return found.pop() if len(found) == 1 else MIXED
 
 
 def _tried(mask_mod: MaskMod, task: TaskTensors, r: Rectangle) -> list[Rectangle]:
@@ -207,5 +216,5 @@ def _tried(mask_mod: MaskMod, task: TaskTensors, r: Rectangle) -> list[Rectangle
     sizes = (r.query_stop, r.key_stop)
     pairs, at = geometry(task.task, (r,), r.causal, *sizes), task_indices(task, *sizes)
     apart = told_apart(mask_mod, task.query.device)
-    full, mixed, _ = tried_nodes(mask_mod, pairs, *listed_nodes(pairs, None), at, apart)
-    return [r] if len(full) + len(mixed) else []
+    clear, mixed, _ = tried_nodes(mask_mod, pairs, *listed_nodes(pairs, None), at, apart)
+    return [r] if len(clear) + len(mixed) else []

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quorum_attention.kernels.kit.block_masks import BLOCK, FULL, MIXED, Geometry, Nodes
+from quorum_attention.decomposition import CLEAR, MIXED
+from quorum_attention.kernels.kit.block_masks import BLOCK, Geometry, Nodes
 from quorum_attention.kernels.kit.masks import MaskMod
 from quorum_attention.kernels.kit.positions import positions
 from quorum_attention.kernels.protocol import TaskTensors
@@ -72,22 +73,22 @@ def told_apart(mask_mod: MaskMod, device: torch.device) -> tuple[bool, bool]:
 def tried_nodes(
     mask_mod: MaskMod,
     pairs: Geometry,
-    full: Nodes,
+    clear: Nodes,
     mixed: Nodes,
     at: Indices,
     apart: tuple[bool, bool],
 ) -> tuple[Nodes, Nodes, tuple[int, int]]:
-    """Listed nodes less what ``mask_mod`` empties: (full, mixed, (entries, heads)).
+    """Listed nodes less what ``mask_mod`` empties: (clear, mixed, (entries, heads)).
 
     Args:
-        full, mixed: what the task lists without the mask.
+        clear, mixed: what the task lists without the mask.
         apart: whether batch entries, and heads, have to be tried one by one (``told_apart``).
 
     Raises:
         whatever ``mask_mod`` does, of a function that torch.vmap cannot map.
     """
-    if not len(full) + len(mixed):
-        return full, mixed, (1, 1)
+    if not len(clear) + len(mixed):
+        return clear, mixed, (1, 1)
     entries = at.entries if apart[0] else at.entries[:1]
     heads = at.heads if apart[1] else at.heads[:1]
     lanes = len(entries) * len(heads)
@@ -101,8 +102,8 @@ def tried_nodes(
         )
     )  # fmt: skip
     table = torch.from_numpy(pairs.table).to(device)
-    found: dict[int, list[Nodes]] = {FULL: [], MIXED: []}
-    for i, j in np.argwhere(_tiles(pairs.grid, side, np.concatenate([full, mixed]))).tolist():
+    found: dict[int, list[Nodes]] = {CLEAR: [], MIXED: []}
+    for i, j in np.argwhere(_tiles(pairs.grid, side, np.concatenate([clear, mixed]))).tolist():
         r = slice(i * side * BLOCK, (i + 1) * side * BLOCK)
         c = slice(j * side * BLOCK, (j + 1) * side * BLOCK)
         queries, keys = at.queries[r], at.keys[c]
@@ -116,7 +117,7 @@ def tried_nodes(
             nodes.append(np.stack([e * len(heads) + h, row, row + 1, column, column + 1], axis=1))
     none = np.zeros((0, 5), dtype=np.int64)
     return (
-        np.concatenate([none, *found[FULL]]), np.concatenate([none, *found[MIXED]]),
+        np.concatenate([none, *found[CLEAR]]), np.concatenate([none, *found[MIXED]]),
         (len(entries), len(heads)),
     )  # fmt: skip
 
@@ -131,12 +132,12 @@ def _tiles(grid: tuple[int, int], side: int, nodes: Nodes) -> NDArray[np.bool_]:
 
 
 def _by_blocks(kept: torch.Tensor) -> NDArray[np.int8]:
-    """(b, h, rows, columns) of blocks: EMPTY, FULL or MIXED; beyond the last token is not kept."""
+    """(b, h, rows, columns) of blocks: verdicts; beyond the last token is not kept."""
     b, h, q, k = kept.shape
     rows, columns = -(-q // BLOCK), -(-k // BLOCK)
     padded = torch.nn.functional.pad(kept, (0, columns * BLOCK - k, 0, rows * BLOCK - q))
     count = padded.view(b, h, rows, BLOCK, columns, BLOCK).sum(dim=(3, 5))
     codes = (count > 0).to(torch.int8) * MIXED
-    codes[count == BLOCK * BLOCK] = FULL
+    codes[count == BLOCK * BLOCK] = CLEAR
     found: NDArray[np.int8] = codes.cpu().numpy()
     return found

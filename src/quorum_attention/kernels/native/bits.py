@@ -16,6 +16,7 @@ from typing import Literal
 
 import torch
 
+from quorum_attention.decomposition import CLEAR, MASKED, MIXED
 from quorum_attention.kernels.native.runs import FIELDS, NO_DIAGONAL, Runs
 
 # Cells of the verdict matrix that are worked on at a time.
@@ -71,17 +72,16 @@ def runs_of_bits(
     step = max(1, _CELLS // max(1, any_b.numel()))
     for start in range(0, any_a.numel(), step):
         part = slice(start, start + step)
-        # 0 masked, 1 clear, 2 mixed.
-        verdict = torch.full((any_a[part].numel(), any_b.numel()), 2, dtype=torch.int8,
+        verdict = torch.full((any_a[part].numel(), any_b.numel()), MIXED, dtype=torch.int8,
                              device=device)  # fmt: skip
-        verdict.masked_fill_((any_a[part, None] & any_b[None]) == 0, 1)
-        verdict.masked_fill_((all_a[part, None] & all_b[None]) != 0, 0)
+        verdict.masked_fill_((any_a[part, None] & any_b[None]) == 0, CLEAR)
+        verdict.masked_fill_((all_a[part, None] & all_b[None]) != 0, MASKED)
         if is_causal:
             low, high = first_a[part, None], first_b[None]
             if axis == "query":
-                verdict.masked_fill_(high > low + block - 1, 0)
+                verdict.masked_fill_(high > low + block - 1, MASKED)
             else:
-                verdict.masked_fill_(high + other - 1 < low, 0)
+                verdict.masked_fill_(high + other - 1 < low, MASKED)
         found.append(_runs_of_rows(verdict, start))
     rows = torch.cat(found)
     entries = torch.empty((rows.shape[0], len(FIELDS)), dtype=torch.int32, device=device)
@@ -92,14 +92,14 @@ def runs_of_bits(
     entries[:, beside + 1] = (rows[:, 2] * other).clamp_max(m)
     entries[:, 4] = 0 if is_causal else NO_DIAGONAL
     entries[:, 5] = 0
-    entries[:, 6] = rows[:, 3] == 2
+    entries[:, 6] = rows[:, 3] == MIXED
     blocks = torch.arange(any_a.numel() + 1, device=device)
     starts = torch.searchsorted(rows[:, 0].contiguous(), blocks).int()
     return Runs(starts, entries, any_a.numel())
 
 
 def _runs_of_rows(verdict: torch.Tensor, first: int) -> torch.Tensor:
-    """(row, start, stop, verdict) of maximal runs of one verdict, 1 or 2, in each row, in order."""
+    """(row, start, stop, verdict) of maximal runs of clear or of mixed tiles, row by row."""
     n_rows, n_columns = verdict.shape
     changed = torch.ones((n_rows, n_columns + 1), dtype=torch.bool, device=verdict.device)
     changed[:, 1:-1] = verdict[:, 1:] != verdict[:, :-1]
@@ -110,4 +110,4 @@ def _runs_of_rows(verdict: torch.Tensor, first: int) -> torch.Tensor:
     stops = torch.roll(column, -1)
     kind = verdict[row[begins], column[begins]].long()
     runs = torch.stack([row[begins] + first, column[begins], stops[begins], kind], dim=1)
-    return runs[kind > 0]
+    return runs[kind != MASKED]
