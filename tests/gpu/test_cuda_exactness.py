@@ -148,10 +148,14 @@ def test_scores_far_below_zero(kernel, dtype, is_causal, n_keys) -> None:
     assert max(found.values()) < 0.5, found
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel != "flash"])
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_key_that_is_nan_reaches_every_gradient_of_values(kernel, depth) -> None:
-    """Whatever the row's largest score is taken for: its sum is NaN, and all probabilities."""
+    """Whatever the row's largest score is taken for: its sum is NaN, and all probabilities.
+
+    FlashAttention's operator may return an lse without the NaN beside an output with it: there the
+    gradient of that key's value alone is NaN (docs/kernels.md).
+    """
     given = cuda_inputs(300, dtype=torch.float16)
     given.key.data[:, :, 7] = torch.nan
     skip_unless(kernel, given)

@@ -99,7 +99,8 @@ def _torch(case: Case, made: Made, *, fused: bool) -> Results:
         for t in (made.query, made.key, made.value)
     )
     shared = case.heads // case.kv_heads if case.kv_heads else 1
-    wide = max(case.head_dim, case.value_dim)
+    # Fused kernels take whole words of 16 bytes.
+    wide = -(-max(case.head_dim, case.value_dim) // 8) * 8
     keys, values, queries = k, v, q
     if fused:
         keys, values = (t.repeat_interleave(shared, -3) for t in (k, v))
@@ -137,6 +138,8 @@ def _mask(case: Case, made: Made) -> tuple[torch.Tensor | None, bool]:
         return None, is_causal
     if mask.dtype != torch.bool:
         mask = mask.to(DTYPES[case.dtype])
+    if mask.is_cuda:
+        mask = _in_whole_words(mask, case.n_keys)
     if not is_causal:
         return mask, False
     rows, columns = case.n_queries, case.n_keys
@@ -145,3 +148,10 @@ def _mask(case: Case, made: Made) -> tuple[torch.Tensor | None, bool]:
         return mask & below, False
     mask = mask.expand(*mask.shape[:-2], rows, columns)
     return mask.masked_fill(~below, -torch.inf), False
+
+
+def _in_whole_words(mask: torch.Tensor, n_keys: int) -> torch.Tensor:
+    """Rows of masks between words are more than torch's own kernels for GPUs can take, too."""
+    rows = torch.empty((*mask.shape[:-1], -(-n_keys // 16) * 16), dtype=mask.dtype, device="cuda")
+    rows[..., :n_keys] = mask
+    return rows[..., :n_keys]
