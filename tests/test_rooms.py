@@ -23,7 +23,7 @@ FLOORS = (
     ("execution",),
     ("planner",),
     ("call",),
-    ("api", "autograd", "choices", "passes", "progress"),
+    ("api", "autograd", "passes", "progress"),
     ("integrations", "distributed", "bench", "checking"),
     ("cli",),
 )

@@ -22,9 +22,9 @@ from quorum_attention.call.validation import (
     check_inputs,
     check_kinds,
     check_options,
+    check_plan,
     check_result,
 )
-from quorum_attention.choices import check_plan
 from quorum_attention.counts import shown
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.outside import refuse_traces

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 
 from quorum_attention.call.options import Options
-from quorum_attention.choices import check_both_passes, kernel_of, plans_of, small_kernel
 from quorum_attention.execution.at_once import backward_at_once, forward_at_once
 from quorum_attention.execution.backward import backward
 from quorum_attention.execution.call import Call, Three, is_operand, lie_well
@@ -30,6 +29,8 @@ from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.delta import exact_carrier
 from quorum_attention.kernels.outside import without_autocast
 from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.planner import options as planner_options
+from quorum_attention.planner.decide import Asked, Decision, decide, decide_again, decide_both
 from quorum_attention.planner.footprint import Placement, corrected_bytes
 from quorum_attention.planner.plan import Plan
 
@@ -37,20 +38,20 @@ _Result = TypeVar("_Result")
 
 
 def _run(
-    plans: Iterator[Plan],
+    asked: Asked,
+    decision: Decision,
     options: Options,
-    attempt: Callable[[Plan, PassReport, Progress | None], _Result],
+    attempt: Callable[[Decision, Plan, PassReport, Progress | None], _Result],
     note: Callable[[PassReport], None],
 ) -> _Result:
-    """The result of the first of ``plans`` that does not run out of memory."""
+    """The result by the first plan that does not run out of memory."""
     recoveries: list[str] = []
-    plan = next(plans)
     while True:
+        plan = decision.plan
+        assert plan is not None, "what is run without one is not reported"
         report = _pass_report(plan, options)
         report.recoveries.extend(recoveries)
         note(report)
-        failure = None
-        following: Plan | None = None
         with (
             _device(options.device),
             _PeakMemory(options.device, report, options.report is not None),
@@ -60,18 +61,14 @@ def _run(
             named_out_of_memory(pinned=plan.schedule.pinned),
         ):
             try:
-                return attempt(plan, report, progress)
+                return attempt(decision, plan, report, progress)
             except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                # Only where this plan was a try without planning is there another.
-                following = next(plans, None)
-                if following is None:
+                if decision.last or not is_out_of_memory(error):
                     raise
                 failure = first_line(error)
         give_back_cached(options.device)
         recoveries.append(f"monolithic call out of memory ({failure}): planned anew")
-        plan = following
+        decision = decide_again(asked, decision)
 
 
 def _at_once(options: Options, attempt: Callable[[], _Result]) -> _Result | None:
@@ -134,6 +131,33 @@ def _progress(options: Options) -> AbstractContextManager[Progress | None]:
     return nullcontext(options.progress)
 
 
+def _wishes(options: Options) -> planner_options.Options:
+    return planner_options.Options(
+        options.device, options.kernel, options.budget_bytes, options.plan, options.depth,
+        options.accumulator, options.report is not None or bool(options.progress),
+    )  # fmt: skip
+
+
+def _place_after(place: Placement, work: Workload, out_is_copied: bool) -> Placement:
+    """Of the backward after a forward, whatever gradient autograd hands over: an expanded one is
+    copied.
+
+    Args:
+        place: the forward's.
+        out_is_copied: operators cannot take the output as it lies, or will lie.
+    """
+    result = place.result_dtype
+    divided = outreaches(result, work.dtype)
+    return replace(
+        place,
+        results_given=False,
+        result_dtype=work.dtype,
+        copied=(not divided) + out_is_copied,
+        copied_bytes=divided_bytes(result, work) if place.resident else 0,
+        divided=divided,
+    )
+
+
 def _is_trivial(work: Workload) -> bool:
     return 0 in (work.batch, work.heads, work.n_queries, work.n_keys, work.value_dim)
 
@@ -157,7 +181,6 @@ def run_forward(
             out = torch.empty((*rows, work.value_dim), dtype=out_dtype, device=query.device)
         lse = torch.full(rows, float("-inf"), dtype=work.state_dtype, device=query.device)
         return out.zero_(), lse
-    shape = work.call_shape(options.device.type, needs_grad)
     place = Placement(
         options.device.type,
         query.device == options.device,
@@ -165,22 +188,25 @@ def run_forward(
         out_dtype,
         lie_well(query, key, value),
     )
+    asked = Asked(work, _wishes(options), place, out_dtype, needs_grad, False)
     if needs_grad and options.budget_bytes is not None:
         copied = out is not None and not is_operand(out, work.dtype)
-        check_both_passes(work, options, shape, place, copied or out_dtype != work.dtype)
-    small = small_kernel(work, options, shape, place, out_dtype, backward=False)
-    if small is not None:
-        call = _call(query, key, value, work, options, small)
+        after = _place_after(place, work, copied or out_dtype != work.dtype)
+        decision = decide_both(asked, replace(asked, place=after, backward=True))
+    else:
+        decision = decide(asked)
+    if decision.plan is None:
+        call = _call(query, key, value, work, options, decision.kernel)
         found = _at_once(options, lambda: forward_at_once(call, out_dtype))
         if found is not None:
             return _whole(found[0]), _whole(found[1])
-    kernel = kernel_of(work, options, shape, place, out_dtype, backward=False)
-    call = _call(query, key, value, work, options, kernel)
+        decision = decide_again(asked, decision)
 
     def attempt(
-        plan: Plan, report: PassReport, progress: Progress | None
+        decision: Decision, plan: Plan, report: PassReport, progress: Progress | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         _note_writing(() if out is None else (out,))
+        call = _call(query, key, value, work, options, decision.kernel)
         return forward(
             call, plan.schedule, out=out, out_dtype=out_dtype, report=report, progress=progress
         )
@@ -189,8 +215,7 @@ def run_forward(
         if options.report is not None:
             options.report.forward = report
 
-    plans = plans_of(work, options, kernel, place, backward=False)
-    result, lse = _run(plans, options, attempt, note)
+    result, lse = _run(asked, decision, options, attempt, note)
     return (result if out is not None else _whole(result)), _whole(lse)
 
 
@@ -211,7 +236,6 @@ def run_backward(
         if grads is None:
             return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
         return grads[0].zero_(), grads[1].zero_(), grads[2].zero_()
-    shape = work.call_shape(options.device.type, needs_grad=True)
     dtype = work.dtype if grads is None else grads[0].dtype
     divided = outreaches(grad_out.dtype, work.dtype)
     place = Placement(
@@ -225,22 +249,25 @@ def run_backward(
         divided_bytes(grad_out.dtype, work) if grad_out.device == options.device else 0,
         divided,
     )
+    asked = Asked(work, _wishes(options), place, out.dtype, True, True)
+    decision = decide(asked)
     here = all(t.device == options.device for t in (grad_out, out, lse))
-    if grad_out.dtype == out.dtype == work.dtype and here:
-        small = small_kernel(work, options, shape, place, out.dtype, backward=True)
-        if small is not None:
-            call = _call(query, key, value, work, options, small)
+    if decision.plan is None:
+        if grad_out.dtype == out.dtype == work.dtype and here:
+            call = _call(query, key, value, work, options, decision.kernel)
             carrier = _carrier(call, options, grad_out, out, lse)
             found = _at_once(options, lambda: backward_at_once(call, grad_out, carrier, lse))
             if found is not None:
                 return _whole(found[0]), _whole(found[1]), _whole(found[2])
-    # Rows whose output was not rounded: the same kernel as in the forward.
-    kernel = kernel_of(work, options, shape, place, out.dtype, backward=True)
-    call = _call(query, key, value, work, options, kernel)
+        decision = decide_again(asked, decision)
 
-    def attempt(plan: Plan, report: PassReport, progress: Progress | None) -> Three:
+    def attempt(
+        decision: Decision, plan: Plan, report: PassReport, progress: Progress | None
+    ) -> Three:
         _note_writing(() if grads is None else grads)
-        upstream = upstream_of(grad_out, work, options.device, scaled=scales(kernel, work))
+        call = _call(query, key, value, work, options, decision.kernel)
+        scaled = scales(decision.kernel, work)
+        upstream = upstream_of(grad_out, work, options.device, scaled=scaled)
         return backward(
             call,
             plan.schedule,
@@ -256,8 +283,7 @@ def run_backward(
         if options.report is not None:
             options.report.backward = report
 
-    plans = plans_of(work, options, kernel, place, backward=True)
-    found = _run(plans, options, attempt, note)
+    found = _run(asked, decision, options, attempt, note)
     return found if grads is not None else (_whole(found[0]), _whole(found[1]), _whole(found[2]))
 
 

@@ -16,10 +16,10 @@ from helpers_memory import usage
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import quorum_attention as qa
-from quorum_attention import choices, passes
+from quorum_attention import passes
 from quorum_attention.kernels import CpuKernel, register_kernel
 from quorum_attention.kernels.registry import _KERNELS
-from quorum_attention.planner import search, small
+from quorum_attention.planner import decide, search, small
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -46,7 +46,7 @@ def test_a_length_that_grows_by_one_never_needs_a_plan(monkeypatch, kv_heads: in
     """Decoding: one query, a key more every step. Work is counted, not time."""
     keys, values = torch.randn(1, kv_heads, 700, 16), torch.randn(1, kv_heads, 700, 16)
     query = torch.randn(1, 8, 1, 16)
-    chosen = Counted(monkeypatch, choices, "choose")
+    chosen = Counted(monkeypatch, decide, "choose")
     reports = Counted(monkeypatch, passes, "_pass_report")
     priced = Counted(monkeypatch, small, "price")
     decomposed = Counted(monkeypatch, search, "decomposition_of")
@@ -63,7 +63,7 @@ def test_a_length_that_grows_by_one_never_needs_a_plan(monkeypatch, kv_heads: in
 @pytest.mark.parametrize("gradients", ["none", "of a sum", "given"])
 def test_training_on_ever_new_lengths_needs_no_plan(monkeypatch, gradients: str) -> None:
     """The gradient of a sum is an expanded number."""
-    chosen = Counted(monkeypatch, choices, "choose")
+    chosen = Counted(monkeypatch, decide, "choose")
     priced = Counted(monkeypatch, small, "price")
     for n in range(40, 60):
         given = inputs(n, heads=4, kv_heads=2, head_dim=8)

@@ -13,8 +13,8 @@ from helpers_attention import GRADIENT_TOLERANCE, Inputs, assert_close, exact, i
 from helpers_memory import usage
 
 import quorum_attention as qa
-from quorum_attention import choices
 from quorum_attention.kernels.registry import get_kernel
+from quorum_attention.planner import decide
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 N = 700
@@ -64,7 +64,7 @@ def test_backward_stays_within_the_estimate(upstream, dtype, share) -> None:
 def test_forward_refuses_what_the_backward_would_not_fit_in(out_dtype, rival, monkeypatch) -> None:
     """With another kernel to choose from as well (as on a GPU), of which none may fit."""
     others = () if rival is None else (get_kernel(rival),)
-    monkeypatch.setattr(choices, "rivals", lambda *given: others)
+    monkeypatch.setattr(decide, "rivals", lambda *given: others)
     made = inputs(N, heads=4, head_dim=16, dtype=torch.float16)
     leaves = [t.clone().requires_grad_() for t in made.three]
     call = {"is_causal": True, "out_dtype": out_dtype}

@@ -18,6 +18,7 @@ from quorum_attention.call.overlap import Lie, overlaps_itself, share_memory
 from quorum_attention.counts import shown, switch
 from quorum_attention.execution.masks import mask_shape
 from quorum_attention.execution.workload import ELEMENT_BYTES, Workload
+from quorum_attention.planner.plan import Plan
 
 _DTYPES = ", ".join(str(d).removeprefix("torch.") for d in ELEMENT_BYTES)
 
@@ -305,3 +306,16 @@ def _meet(one: torch.Tensor, lie: Lie, other: torch.Tensor, lie_2: Lie, known: M
         return False
     same = place[0].file == place_2[0].file
     return same and share_memory(Lie.of(one, place[1]), Lie.of(other, place_2[1]))
+
+
+def check_plan(plan: Plan | None, work: Workload) -> None:
+    """Refuse a plan for another call, naming what differs."""
+    if plan is None:
+        return
+    for name in (
+        "n_queries", "n_keys", "heads", "kv_heads", "head_dim", "value_dim", "batch", "dtype",
+        "is_causal",
+    ):  # fmt: skip
+        planned, came = getattr(plan.work, name), getattr(work, name)
+        if planned != came:
+            raise ValueError(f"plan was made for {name} = {planned}, the call has {came}")

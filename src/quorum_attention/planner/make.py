@@ -14,17 +14,16 @@ from quorum_attention.errors import BudgetError
 from quorum_attention.execution.memory import available_bytes
 from quorum_attention.execution.workload import ELEMENT_BYTES, GroupSize, Workload
 from quorum_attention.kernels.protocol import InnerKernel
-from quorum_attention.kernels.select import rivals, select_kernel
+from quorum_attention.kernels.select import select_kernel
+from quorum_attention.planner import policy
 from quorum_attention.planner.calibration import machine_of
+from quorum_attention.planner.decide import decide_untried
 from quorum_attention.planner.footprint import Placement
 from quorum_attention.planner.plan import Plan
-from quorum_attention.planner.rivals import quickest
-from quorum_attention.planner.search import Request, choose
+from quorum_attention.planner.search import Wish, choose
 from quorum_attention.quorums import quorum_size
 from quorum_attention.sizes import format_bytes, format_seconds, parse_bytes
 
-# What is assumed of a CUDA device that is not there to be asked.
-_ASSUMED_DEVICE_BYTES = 80 << 30
 # Of anything: what a tensor can be counted in.
 _MOST = 2**63 - 1
 
@@ -84,49 +83,67 @@ def plan(
     work = _workload(
         n_tokens, n_keys, heads, kv_heads, head_dim, value_dim, batch, dtype, is_causal
     )
+    where = _device(device)
+    bytes_given = None if budget is None else parse_bytes(budget)
+    wish = _wish(
+        work, where, bytes_given, levels, depth, layout, tile, accumulator, heads_per_group, n_cap,
+        streams, sweep,
+    )  # fmt: skip
+    backward = switch(backward, "backward")
+    place = _place(where, inputs, results_given, dtype, backward)
+    chosen, found = decide_untried(work, wish, kernel, place, where, backward=backward)
+    return Plan(work, found, place, chosen.name, bytes_given, backward)
+
+
+def _wish(
+    work: Workload,
+    where: torch.device,
+    bytes_given: int | None,
+    levels: Iterable[int] | None,
+    depth: int | None,
+    layout: str,
+    tile: int,
+    accumulator: Literal["device", "host"] | None,
+    heads_per_group: int | None,
+    n_cap: int | None,
+    streams: int | None,
+    sweep: bool | None,
+) -> Wish:
+    """What ``plan`` was asked for, checked."""
     levels = _levels(levels)
     depth = None if depth is None else whole_number(depth, "depth", 0)
     if levels is not None and depth is not None and depth != len(levels):
         raise ValueError(f"depth is {depth} but levels {levels} has {len(levels)}")
-    one_of(layout, "layout", ("aligned", "balanced"))
-    one_of(inputs, "inputs", (None, "device", "host"))
-    one_of(accumulator, "accumulator", (None, "device", "host"))
-    tile = whole_number(tile, "tile", 1)
-    n_cap = None if n_cap is None else whole_number(n_cap, "n_cap", 1)
-    streams = None if streams is None else whole_number(streams, "streams", 1, 2)
-    sweep = None if sweep is None else switch(sweep, "sweep")
-    backward = switch(backward, "backward")
-    bytes_given = None if budget is None else parse_bytes(budget)
-    where = _device(device)
-    resident = where.type == "cpu" if inputs is None else inputs == "device"
-    if where.type == "cpu" and not resident:
-        raise ValueError("inputs must be 'device' when the CPU computes")
-    shape = work.call_shape(where.type, backward)
-    chosen = select_kernel(kernel, shape, where, tried=False)
-    # Autograd may hand over an expanded gradient (of a sum): the backward has room for its copy.
-    place = Placement(where.type, resident, results_given, dtype, copied=1 if backward else 0)
-    request = Request(
+    pinned = levels is not None or depth is not None
+    return Wish(
         budget_bytes=_free(where) if bytes_given is None else bytes_given,
         levels=levels,
         depth=depth,
-        layout=layout,
-        tile=tile,
-        accumulator=accumulator,
+        layout=one_of(layout, "layout", ("aligned", "balanced")),
+        tile=whole_number(tile, "tile", 1),
+        accumulator=one_of(accumulator, "accumulator", (None, "device", "host")),
         group=_group(work, heads_per_group),
-        n_cap=n_cap,
-        streams=streams,
-        sweep=sweep,
-        pinned=levels is not None or depth is not None,
-        enforce_budget=bytes_given is not None or (levels is None and depth is None),
+        n_cap=None if n_cap is None else whole_number(n_cap, "n_cap", 1),
+        streams=None if streams is None else whole_number(streams, "streams", 1, 2),
+        sweep=None if sweep is None else switch(sweep, "sweep"),
+        pinned=pinned,
+        enforce_budget=bytes_given is not None or not pinned,
     )
-    machine = machine_of(where, dtype, head_dim)
-    if kernel == "auto":
-        chosen = quickest(
-            work, request, chosen, rivals(chosen, shape, where), place, machine,
-            backward=backward, believed=lambda other: True,
-        )  # fmt: skip
-    found = choose(work, request, chosen, place, machine, backward=backward)
-    return Plan(work, found, place, chosen.name, bytes_given, backward)
+
+
+def _place(
+    where: torch.device,
+    inputs: Literal["device", "host"] | None,
+    results_given: bool,
+    dtype: torch.dtype,
+    backward: bool,
+) -> Placement:
+    one_of(inputs, "inputs", (None, "device", "host"))
+    resident = where.type == "cpu" if inputs is None else inputs == "device"
+    if where.type == "cpu" and not resident:
+        raise ValueError("inputs must be 'device' when the CPU computes")
+    # Autograd may hand over an expanded gradient (of a sum): the backward has room for its copy.
+    return Placement(where.type, resident, results_given, dtype, copied=1 if backward else 0)
 
 
 def _workload(
@@ -207,8 +224,8 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 def _free(device: torch.device) -> int:
     if device.type == "cuda" and not torch.cuda.is_available():
-        return _ASSUMED_DEVICE_BYTES
-    return int(available_bytes(device) * 0.9)
+        return policy.ASSUMED_DEVICE_BYTES
+    return int(available_bytes(device) * (1 - policy.MARGIN))
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +324,7 @@ def _uncut(made: Plan, kernel: object) -> Plan:
     where = torch.device(place.device_type)
     assert isinstance(kernel, (str, InnerKernel))
     chosen = select_kernel(kernel, work.call_shape(where.type, False), where, tried=False)
-    request = Request(
+    wish = Wish(
         budget_bytes=0,
         levels=(),
         group=GroupSize(work.batch, work.kv_heads),
@@ -316,5 +333,5 @@ def _uncut(made: Plan, kernel: object) -> Plan:
         enforce_budget=False,
     )
     machine = machine_of(where, work.dtype, work.head_dim)
-    found = choose(work, request, chosen, place, machine, backward=False)
+    found = choose(work, wish, chosen, place, machine, backward=False)
     return Plan(work, found, place, chosen.name, None, False)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise, product
+from typing import Any
 
 from quorum_attention.decomposition import Decomposition, Pairs
 from quorum_attention.decomposition.share import kept_share
@@ -17,6 +18,7 @@ from quorum_attention.execution.workload import GroupSize, Workload, group_sizes
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.remembered import remembered
+from quorum_attention.planner import policy
 from quorum_attention.planner.cost import Cost, cost
 from quorum_attention.planner.footprint import (
     Footprint,
@@ -29,51 +31,13 @@ from quorum_attention.planner.machine import Machine
 from quorum_attention.quorums import chunk_count, quorum_size, quorum_sizes
 from quorum_attention.sizes import format_bytes, format_seconds
 
-# Single levels up to this quorum size; every pair and a few triples of small ones.
-_LARGEST_SINGLE = 50
-_PAIRED = (3, 4, 5, 6, 8)
-# Tasks of two chunks in three hold two thirds of the tokens: of use only where all run at once, or
-# in place, or where a mask leaves less of them.
-_FEWEST = (3,)
-# Host time of a launch, forward and (with what goes before it) backward, where a kernel of whole
-# tasks says nothing else.
-_ISSUE_SECONDS = (60e-6, 200e-6)
-# More chunks than this only make more calls of a sweep.
-_MOST_SWEPT = 57
-_TRIPLES = ((7, 7, 7), (13, 7, 7), (13, 13, 7), (13, 13, 13))
-# Levels of the deepest of these: so many are run whatever the length, to no harm.
-_LISTED = 3
-# What a greater depth than theirs is made of.
-_DEEP = 7
-# Where none of these fits: every cut into at most so many tasks. Of those that fit, so many are
-# priced, from few tasks to many.
-_MOST_TASKS = 20_000_000
-_PRICED_DEEP = 16
-# A monolithic call shorter than this (seconds) is taken without looking further; a decomposed one
-# has to be predicted this much faster.
-_WORTH_COMPARING = 0.02
-_CLEARLY = 0.95
 _SHORT = "the monolithic call fits, and is short: nothing else was looked at"
 _ON_A_CPU = "the monolithic call fits, and on a CPU no cut is faster: nothing else was looked at"
-# Such a short call of fewer bytes than this is run without asking what is free, which would take
-# as long as the call.
-_SMALL_BYTES = 256 << 20
-# Of plans about equally fast the one whose shapes are prepared sooner: it counts up to this share.
-_FIRST_CALL_COUNTS = 0.02
-# Tasks of a decomposition that are trimmed for a plan, about 0.3 milliseconds each: at first, and
-# as long as nothing fits, or nothing but many untrimmed ones.
-_MOST_TRIMMED = (60, 400, 4000)
-# Under a mask a token is in about one task however many there are, so few cuts are worth a look.
-_TRIMMED_SINGLE = (2, 3, 4, 5, 6, 8, 10)
-# Without a mask only this much fewer queries than keys, or keys than queries, are.
-_LOPSIDED = 2
-# The bias of one rectangle under a mask that spans rows and columns, in pairs.
-_MASKED_PAIRS = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """What is asked of the planner; None leaves a choice to it.
+class Wish:
+    """What a schedule has to be; None leaves a choice to the search.
 
     Attributes:
         budget_bytes: device bytes the pass may take.
@@ -184,7 +148,7 @@ def refitted(
 def _issue_seconds(kernel: InnerKernel) -> tuple[float, float] | None:
     if not getattr(kernel, "whole_tasks", False):
         return None
-    found: tuple[float, float] = getattr(kernel, "launch_seconds", _ISSUE_SECONDS)
+    found: tuple[float, float] = getattr(kernel, "launch_seconds", policy.ISSUE_SECONDS)
     return found
 
 
@@ -201,7 +165,7 @@ def _paced(machine: Machine, kernel: InnerKernel, pairs: Pairs) -> Machine:
 
 def choose(
     work: Workload,
-    request: Request,
+    wish: Wish,
     kernel: InnerKernel,
     place: Placement,
     machine: Machine,
@@ -217,13 +181,13 @@ def choose(
         BudgetError: nothing fits; names the smallest budget that would do.
     """
     pairs = pairs_of(work, kernel)
-    return _choose(work, request, pairs, kernel, place, machine, backward=backward)
+    return _choose(work, wish, pairs, kernel, place, machine, backward=backward)
 
 
 @remembered(256)
 def _choose(
     work: Workload,
-    request: Request,
+    wish: Wish,
     pairs: Pairs,
     kernel: InnerKernel,
     place: Placement,
@@ -231,67 +195,142 @@ def _choose(
     *,
     backward: bool,
 ) -> Candidate:
-    smallest: tuple[Schedule, Footprint] | None = None
+    search = _Search(work, wish, kernel, place, _paced(machine, kernel, pairs), backward)
+
+    def look(**which: Any) -> Candidate | None:
+        found = _schedules(work, wish, pairs, kernel, place, backward=backward, **which)
+        return search.look(found)
+
+    at_once = look()
+    if at_once is not None:
+        return at_once
+    # On to more tasks, which take longer to trim, as long as nothing has been found below; and
+    # under a mask once where that is as many tasks untrimmed.
+    for number, counts in enumerate(pairwise(policy.MOST_TRIMMED)):
+        nothing = search.best is None and _trims(pairs)
+        masked = number == 0 and pairs.verdict is not None
+        many = masked and search.best is not None and _many(search.best, counts[0])
+        if search.undivided is None and (nothing or many):
+            look(n_tasks=counts)
+    if search.nothing and wish.levels is None and wish.enforce_budget:
+        look(shapes=_deep(work, wish, pairs, kernel, place, backward=backward))
+    return search.taken()
+
+
+@dataclass(slots=True)
+class _Search:
+    """What a search asks of every schedule, and what it has found so far.
+
+    Attributes:
+        machine: as fast as the kernel drives it.
+        best: of the schedules that fit, the one that should be fastest; without the monolithic one.
+        undivided: the monolithic call, where it fits.
+        smallest: of all schedules the one of the fewest bytes.
+    """
+
+    work: Workload
+    wish: Wish
+    kernel: InnerKernel
+    place: Placement
+    machine: Machine
+    backward: bool
     best: Candidate | None = None
     undivided: Candidate | None = None
-    seen = _Seen(request.budget_bytes)
-    machine = _paced(machine, kernel, pairs)
-    count = backward_footprint if backward else forward_footprint
+    smallest: tuple[Schedule, Footprint] | None = None
+    fitting: int = 0
+    whole_bytes: int | None = None
+    by_levels: dict[tuple[int, ...], float] = field(default_factory=dict)
 
-    def schedules() -> Iterator[Schedule]:
-        yield from _schedules(work, request, pairs, kernel, place, backward=backward)
-        # On to more tasks, which take longer to trim, as long as nothing has been found below; and
-        # under a mask once where that is as many tasks untrimmed.
-        for counts in pairwise(_MOST_TRIMMED):
-            nothing = best is None and _trims(pairs)
-            once = pairs.verdict is not None and counts[0] == _MOST_TRIMMED[0]
-            many = once and best is not None and _many(best, counts[0])
-            if undivided is None and (nothing or many):
-                yield from _schedules(
-                    work, request, pairs, kernel, place, backward=backward, n_tasks=counts
-                )
-        if best is None and undivided is None and request.levels is None and request.enforce_budget:
-            deep = _deep(work, request, pairs, kernel, place, backward=backward)
-            yield from _schedules(
-                work, request, pairs, kernel, place, backward=backward, shapes=deep
-            )
+    @property
+    def nothing(self) -> bool:
+        """Whether nothing has been found that fits."""
+        return self.best is None and self.undivided is None
 
-    for schedule in schedules():
-        footprint = count(work, schedule, kernel, place)
-        if smallest is None or footprint.total < smallest[1].total:
-            smallest = schedule, footprint
-        seen.note(work, schedule, footprint)
-        if footprint.total > request.budget_bytes:
-            continue
-        found = price(work, schedule, kernel, place, machine, backward=backward)
-        whole = found.schedule.group == GroupSize(work.batch, work.kv_heads)
-        if found.direct and whole:
-            if found.cost.seconds < _WORTH_COMPARING:
+    def look(self, schedules: Iterable[Schedule]) -> Candidate | None:
+        """Price those that fit; one that is taken without a look at others, if there is one."""
+        count = backward_footprint if self.backward else forward_footprint
+        every = GroupSize(self.work.batch, self.work.kv_heads)
+        for schedule in schedules:
+            footprint = count(self.work, schedule, self.kernel, self.place)
+            total = footprint.total
+            if self.smallest is None or total < self.smallest[1].total:
+                self.smallest = schedule, footprint
+            whole = schedule.group == every
+            if whole and not schedule.decomposition.levels:
+                least = self.whole_bytes
+                self.whole_bytes = total if least is None else min(total, least)
+            if total > self.wish.budget_bytes:
+                continue
+            found = self._price(schedule)
+            if not (found.direct and whole):
+                self._add(found)
+            elif found.cost.seconds < policy.WORTH_COMPARING:
                 return replace(found, why=_SHORT)
-            if place.device_type != "cuda":
+            elif self.place.device_type != "cuda":
                 return replace(found, why=_ON_A_CPU)
-            undivided = found
-        else:
-            seen.add(found)
-            if best is None or _score(found) < _score(best):
-                best = found
-    if undivided is not None:
-        worth_it = best is not None and best.cost.seconds < _CLEARLY * undivided.cost.seconds
-        taken = best if best is not None and worth_it else undivided
-        return replace(taken, why=seen.words(taken, undivided))
-    if best is not None:
-        return replace(best, why=seen.words(best, None))
-    assert smallest is not None, "the search always has a candidate"
-    schedule, footprint = smallest
-    if not request.enforce_budget:
-        return price(work, schedule, kernel, place, machine, backward=backward)
-    needed = footprint.total
-    raise BudgetError(
-        f"a budget of {format_bytes(request.budget_bytes)} ({request.budget_bytes} bytes) is too "
-        f"small for this call; the smallest that works, of the cuts this search knows, is "
-        f"{format_bytes(needed)} ({needed} bytes){_pinned_words(request)}: {_breakdown(footprint)}",
-        smallest_bytes=needed,
-    )
+            else:
+                self.undivided = found
+        return None
+
+    def taken(self) -> Candidate:
+        """The choice, now that everything has been looked at.
+
+        Raises:
+            BudgetError: nothing fits; names the smallest budget that would do.
+        """
+        best, undivided = self.best, self.undivided
+        if undivided is not None:
+            worth_it = (
+                best is not None and best.cost.seconds < policy.CLEARLY * undivided.cost.seconds
+            )
+            best = best if worth_it else undivided
+        if best is not None:
+            return replace(best, why=self._words(best))
+        assert self.smallest is not None, "the search always has a candidate"
+        schedule, footprint = self.smallest
+        if not self.wish.enforce_budget:
+            return self._price(schedule)
+        needed, budget = footprint.total, self.wish.budget_bytes
+        raise BudgetError(
+            f"a budget of {format_bytes(budget)} ({budget} bytes) is too small for this call; the "
+            f"smallest that works, of the cuts this search knows, is {format_bytes(needed)} "
+            f"({needed} bytes){_pinned_words(self.wish)}: {_breakdown(footprint)}",
+            smallest_bytes=needed,
+        )
+
+    def _price(self, schedule: Schedule) -> Candidate:
+        return price(
+            self.work, schedule, self.kernel, self.place, self.machine, backward=self.backward
+        )
+
+    def _add(self, found: Candidate) -> None:
+        self.fitting += 1
+        levels = found.schedule.decomposition.levels
+        seconds = found.cost.seconds
+        self.by_levels[levels] = min(seconds, self.by_levels.get(levels, seconds))
+        if self.best is None or _score(found) < _score(self.best):
+            self.best = found
+
+    def _words(self, taken: Candidate) -> str:
+        """Why ``taken``."""
+        levels = taken.schedule.decomposition.levels
+        others = [(s, other) for other, s in self.by_levels.items() if other != levels]
+        following = ""
+        if others:
+            seconds, other = min(others)
+            name = " x ".join(map(str, other)) or "undivided heads"
+            following = f"; the best of other levels, {name}, would take {format_seconds(seconds)}"
+        if self.undivided is not None:
+            spent = format_seconds(self.undivided.cost.seconds)
+            if taken is self.undivided:
+                return f"the monolithic call fits, and nothing is clearly faster{following}"
+            return f"predicted clearly faster than the monolithic call ({spent}){following}"
+        reason = f"the fastest by prediction of {self.fitting} schedules that fit"
+        if self.whole_bytes is not None and self.whole_bytes > self.wish.budget_bytes:
+            reason += f"; uncut it would take {format_bytes(self.whole_bytes)}"
+        if not levels:
+            reason += "; cutting heads alone is enough"
+        return reason + following
 
 
 def _many(found: Candidate, tasks: int) -> bool:
@@ -309,70 +348,27 @@ def undivided(
     if place.device_type != "cuda" or not sizes or len(work.batch_shape) > 1:
         return None
     shape = decomposition_of(work.n_tokens, (), "aligned", 128)
-    # Pinned: what fails is planned anew (passes.py).
+    # Pinned: what fails is decided again (decide.py).
     schedule = with_limits(Schedule(shape, sizes[0], 1, "device", 1, 1, True), work)
     paced = _paced(machine, kernel, pairs_of(work, kernel))
     found = price(work, schedule, kernel, place, paced, backward=backward)
-    small = found.footprint.total <= _SMALL_BYTES and found.cost.seconds < _WORTH_COMPARING
+    small = (
+        found.footprint.total <= policy.SHORT_BYTES and found.cost.seconds < policy.WORTH_COMPARING
+    )
     return replace(found, why=_SHORT) if found.direct and small else None
-
-
-@dataclass(slots=True)
-class _Seen:
-    """What a search came across, for the reasons that a plan gives."""
-
-    budget_bytes: int
-    fitting: int = 0
-    whole_bytes: int | None = None
-    by_levels: dict[tuple[int, ...], float] = field(default_factory=dict)
-
-    def note(self, work: Workload, schedule: Schedule, footprint: Footprint) -> None:
-        """Any candidate, whether or not it fits."""
-        whole = schedule.group == GroupSize(work.batch, work.kv_heads)
-        if not schedule.decomposition.levels and whole:
-            total = footprint.total
-            self.whole_bytes = total if self.whole_bytes is None else min(total, self.whole_bytes)
-
-    def add(self, found: Candidate) -> None:
-        """One that fits."""
-        self.fitting += 1
-        levels = found.schedule.decomposition.levels
-        seconds = found.cost.seconds
-        self.by_levels[levels] = min(seconds, self.by_levels.get(levels, seconds))
-
-    def words(self, taken: Candidate, undivided: Candidate | None) -> str:
-        """Why ``taken``."""
-        levels = taken.schedule.decomposition.levels
-        others = [(s, other) for other, s in self.by_levels.items() if other != levels]
-        following = ""
-        if others:
-            seconds, other = min(others)
-            name = " x ".join(map(str, other)) or "undivided heads"
-            following = f"; the best of other levels, {name}, would take {format_seconds(seconds)}"
-        if undivided is not None:
-            spent = format_seconds(undivided.cost.seconds)
-            if taken is undivided:
-                return f"the monolithic call fits, and nothing is clearly faster{following}"
-            return f"predicted clearly faster than the monolithic call ({spent}){following}"
-        reason = f"the fastest by prediction of {self.fitting} schedules that fit"
-        if self.whole_bytes is not None and self.whole_bytes > self.budget_bytes:
-            reason += f"; uncut it would take {format_bytes(self.whole_bytes)}"
-        if not levels:
-            reason += "; cutting heads alone is enough"
-        return reason + following
 
 
 def _score(candidate: Candidate) -> float:
     """What is minimised: the seconds of a call, and a little those of the first one."""
     seconds = candidate.cost.seconds
-    return seconds + min(_FIRST_CALL_COUNTS * seconds, candidate.cost.preparation)
+    return seconds + min(policy.FIRST_CALL_COUNTS * seconds, candidate.cost.preparation)
 
 
-def _pinned_words(request: Request) -> str:
-    if request.levels is not None:
-        return f" at levels {request.levels}"
-    if request.depth is not None:
-        return f" at depth {request.depth}"
+def _pinned_words(wish: Wish) -> str:
+    if wish.levels is not None:
+        return f" at levels {wish.levels}"
+    if wish.depth is not None:
+        return f" at depth {wish.depth}"
     return ""
 
 
@@ -388,7 +384,7 @@ def _breakdown(footprint: Footprint) -> str:
 
 def _schedules(
     work: Workload,
-    request: Request,
+    wish: Wish,
     pairs: Pairs,
     kernel: InnerKernel,
     place: Placement,
@@ -399,52 +395,56 @@ def _schedules(
 ) -> Iterator[Schedule]:
     """Every schedule worth a price; with ``n_tasks`` those of more than so many trimmed tasks, up
     to so many; with ``shapes`` those of these cuts, through slots."""
-    sizes = [request.group] if request.group is not None else group_sizes(work)
+    sizes = [wish.group] if wish.group is not None else group_sizes(work)
     sizes = sizes or [GroupSize(max(1, work.batch), max(1, work.kv_heads))]
-    n_caps = [request.n_cap] if request.n_cap is not None else [2, 1]
-    if place.device_type == "cpu" and request.n_cap is None:
+    n_caps = [wish.n_cap] if wish.n_cap is not None else [2, 1]
+    if place.device_type == "cpu" and wish.n_cap is None:
         n_caps = [1]
-    homes: list[Home] = [request.accumulator] if request.accumulator else ["device", "host"]
-    if place.device_type == "cpu" and request.accumulator is None:
+    homes: list[Home] = [wish.accumulator] if wish.accumulator else ["device", "host"]
+    if place.device_type == "cpu" and wish.accumulator is None:
         homes = ["host"]
     max_pairs = None
     if work.mask is not None and work.mask.rows and work.mask.columns:
-        max_pairs = _MASKED_PAIRS
-    streams = [request.streams] if request.streams is not None else [1, 2]
+        max_pairs = policy.MASKED_PAIRS
+    streams = [wish.streams] if wish.streams is not None else [1, 2]
     several = isinstance(kernel, RectangleKernel) and not kernel.whole_tasks
     if place.device_type == "cpu" or not several:
         streams = [1]
     sweeping = place.resident and place.dense_rows and work.mask is None
     one_by_one = takes_tasks(kernel, work)
     sweeping &= not (one_by_one and place.divided)
-    sweeping &= (several or one_by_one) and request.n_cap is None
-    sweeping &= request.accumulator != "host" or place.device_type == "cpu"
-    sweeping &= request.sweep is not False and shapes is None
+    sweeping &= (several or one_by_one) and wish.n_cap is None
+    sweeping &= wish.accumulator != "host" or place.device_type == "cpu"
+    sweeping &= wish.sweep is not False and shapes is None
     if shapes is None:
-        shapes = _decompositions(work, request, pairs)
+        shapes = _decompositions(work, wish, pairs)
     if n_tasks is not None:
         shapes = tuple(s for s in shapes if n_tasks[0] < s.n_tasks <= n_tasks[1])
     if sweeping and n_tasks is None:
-        swept = [s for s in shapes if s.depth == 1 and s.levels[0] <= _MOST_SWEPT]
-        if place.device_type == "cuda" and request.levels is None and request.depth in (None, 1):
-            swept.append(decomposition_of(work.n_tokens, _FEWEST, request.layout, request.tile))
+        swept = [s for s in shapes if s.depth == 1 and s.levels[0] <= policy.MOST_SWEPT]
+        if place.device_type == "cuda" and wish.levels is None and wish.depth in (None, 1):
+            swept.append(decomposition_of(work.n_tokens, policy.FEWEST, wish.layout, wish.tile))
         for shape in swept:
             less = _trimmed_tally(shape, pairs, kernel, backward=backward) if one_by_one else None
             for size, n in product(sizes, streams):
                 if size.batch == 1:
                     schedule = Schedule(
-                        shape, size, 1, "device", 1, 1, request.pinned, n,
+                        shape, size, 1, "device", 1, 1, wish.pinned, n,
                         sweep=True, one_by_one=one_by_one, trimmed=less,
                     )  # fmt: skip
                     yield with_limits(schedule, work)
-        if request.sweep and swept:
+        if wish.sweep and swept:
             return
     for shape in shapes:
         less = None
-        if n_tasks is not None or shape.n_tasks <= _MOST_TRIMMED[0] or request.levels is not None:
+        if (
+            n_tasks is not None
+            or shape.n_tasks <= policy.MOST_TRIMMED[0]
+            or wish.levels is not None
+        ):
             less = _trimmed_tally(shape, pairs, kernel, backward=backward)
         for size, n_cap, home, n in product(sizes, n_caps, homes, streams if shape.depth else [1]):
-            schedule = Schedule(shape, size, n_cap, home, 1, 1, request.pinned, n, trimmed=less)
+            schedule = Schedule(shape, size, n_cap, home, 1, 1, wish.pinned, n, trimmed=less)
             # Under a mask a monolithic call is one rectangle as well: torch's own does the same.
             limit = max_pairs if shape.depth else None
             yield with_limits(schedule, work, limit)
@@ -452,7 +452,7 @@ def _schedules(
 
 def _deep(
     work: Workload,
-    request: Request,
+    wish: Wish,
     pairs: Pairs,
     kernel: InnerKernel,
     place: Placement,
@@ -463,17 +463,17 @@ def _deep(
     count = backward_footprint if backward else forward_footprint
     smallest = (group_sizes(work) or [GroupSize(max(1, work.batch), max(1, work.kv_heads))])[-1]
     least = replace(
-        request,
-        group=request.group or smallest,
-        n_cap=request.n_cap or 1,
-        accumulator=request.accumulator or "host",
+        wish,
+        group=wish.group or smallest,
+        n_cap=wish.n_cap or 1,
+        accumulator=wish.accumulator or "host",
         streams=1,
     )
     # Not the remembered ones: so many would drive out those that calls need.
     shapes = tuple(
-        Decomposition(work.n_tokens, levels, request.layout, request.tile)  # type: ignore[arg-type]
-        for levels in _deep_levels(work.n_tokens, request.layout, request.tile)
-        if request.depth is None or len(levels) == request.depth
+        Decomposition(work.n_tokens, levels, wish.layout, wish.tile)  # type: ignore[arg-type]
+        for levels in _deep_levels(work.n_tokens, wish.layout, wish.tile)
+        if wish.depth is None or len(levels) == wish.depth
     )
     sized = [
         (count(work, schedule, kernel, place).total, schedule.decomposition)
@@ -481,18 +481,18 @@ def _deep(
             work, least, pairs, kernel, place, backward=backward, shapes=shapes
         )
     ]
-    fitting = [shape for total, shape in sized if total <= request.budget_bytes]
+    fitting = [shape for total, shape in sized if total <= wish.budget_bytes]
     if fitting or not sized:
         fitting.sort(key=lambda shape: shape.n_tasks)
-        return tuple(fitting[:: max(1, -(-len(fitting) // _PRICED_DEEP))])
+        return tuple(fitting[:: max(1, -(-len(fitting) // policy.PRICED_DEEP))])
     return (min(sized, key=lambda found: found[0])[1],)
 
 
 @lru_cache(maxsize=64)
 def _deep_levels(n_tokens: int, layout: str, tile: int) -> tuple[tuple[int, ...], ...]:
-    """Every cut into at most ``_MOST_TASKS``, coarser levels first, whose levels all make the
+    """Every cut into at most ``policy.MOST_TASKS``, coarser levels first, whose levels all make the
     largest task smaller."""
-    counts = [chunk_count(l) for l in quorum_sizes(_LARGEST_SINGLE) if l >= 3]
+    counts = [chunk_count(l) for l in quorum_sizes(policy.LARGEST_SINGLE) if l >= 3]
     # Through slots a call of one task may take less than as it is, where that copies something.
     found: list[tuple[int, ...]] = []
     if Decomposition(n_tokens, (counts[0],), layout, tile).max_task_tokens == n_tokens:  # type: ignore[arg-type]
@@ -500,7 +500,7 @@ def _deep_levels(n_tokens: int, layout: str, tile: int) -> tuple[tuple[int, ...]
 
     def go(levels: tuple[int, ...], tasks: int, tokens: int) -> None:
         for c in counts:
-            if tasks * c > _MOST_TASKS or (levels and c > levels[-1]):
+            if tasks * c > policy.MOST_TASKS or (levels and c > levels[-1]):
                 return
             finer = (*levels, c)
             left = Decomposition(n_tokens, finer, layout, tile).max_task_tokens  # type: ignore[arg-type]
@@ -523,42 +523,42 @@ def _trimmed_tally(
 
 def _trims(pairs: Pairs) -> bool:
     few, many = sorted((pairs.n_queries, pairs.n_keys))
-    return pairs.verdict is not None or few * _LOPSIDED <= many
+    return pairs.verdict is not None or few * policy.LOPSIDED <= many
 
 
-def _decompositions(work: Workload, request: Request, pairs: Pairs) -> tuple[Decomposition, ...]:
-    if request.levels is not None:
-        levels = [request.levels]
+def _decompositions(work: Workload, wish: Wish, pairs: Pairs) -> tuple[Decomposition, ...]:
+    if wish.levels is not None:
+        levels = [wish.levels]
     else:
         levels = [
             chosen
             for chosen in _level_choices(pairs.verdict is not None)
-            if request.depth is None or len(chosen) == request.depth
+            if wish.depth is None or len(chosen) == wish.depth
         ]
-        if request.depth is not None and request.depth > _LISTED:
-            _check_depth(work.n_tokens, request)
-            levels = [(_DEEP,) * request.depth]
-        useful = [chosen for chosen in levels if _is_useful(chosen, work.n_tokens, request)]
+        if wish.depth is not None and wish.depth > policy.LISTED:
+            _check_depth(work.n_tokens, wish)
+            levels = [(policy.DEEP,) * wish.depth]
+        useful = [chosen for chosen in levels if _is_useful(chosen, work.n_tokens, wish)]
         levels = useful or levels[:1]
     return tuple(
-        decomposition_of(work.n_tokens, chosen, request.layout, request.tile) for chosen in levels
+        decomposition_of(work.n_tokens, chosen, wish.layout, wish.tile) for chosen in levels
     )
 
 
-def _check_depth(n_tokens: int, request: Request) -> None:
+def _check_depth(n_tokens: int, wish: Wish) -> None:
     """Refuse a depth at which nothing gets smaller: seven times the tasks of the one before."""
-    assert request.depth is not None
+    assert wish.depth is not None
     useful, tokens = 0, n_tokens
-    while useful < request.depth:
-        finer = decomposition_of(n_tokens, (_DEEP,) * (useful + 1), request.layout, request.tile)
+    while useful < wish.depth:
+        finer = decomposition_of(n_tokens, (policy.DEEP,) * (useful + 1), wish.layout, wish.tile)
         if finer.max_task_tokens >= tokens:
             break
         useful, tokens = useful + 1, finer.max_task_tokens
-    if useful < request.depth:
-        tiles = f" in tiles of {request.tile}" if request.layout == "aligned" else ""
+    if useful < wish.depth:
+        tiles = f" in tiles of {wish.tile}" if wish.layout == "aligned" else ""
         raise ValueError(
-            f"depth must be at most {max(useful, _LISTED)} for {n_tokens} tokens{tiles}, got "
-            f"{request.depth}: the largest useful depth is {useful}, beyond it no task gets smaller"
+            f"depth must be at most {max(useful, policy.LISTED)} for {n_tokens} tokens{tiles}, got "
+            f"{wish.depth}: the largest useful depth is {useful}, beyond it no task gets smaller"
         )
 
 
@@ -572,17 +572,19 @@ def decomposition_of(
 
 @lru_cache(maxsize=2)
 def _level_choices(masked: bool) -> tuple[tuple[int, ...], ...]:
-    sizes = _TRIMMED_SINGLE if masked else quorum_sizes(_LARGEST_SINGLE)
+    sizes = policy.TRIMMED_SINGLE if masked else quorum_sizes(policy.LARGEST_SINGLE)
     single = [(chunk_count(l),) for l in sizes if l >= (2 if masked else 3)]
-    pairs = [(chunk_count(a), chunk_count(b)) for a, b in product(_PAIRED, _PAIRED) if a >= b]
-    return ((), *single, *pairs, *_TRIPLES)
+    pairs = [
+        (chunk_count(a), chunk_count(b)) for a, b in product(policy.PAIRED, policy.PAIRED) if a >= b
+    ]
+    return ((), *single, *pairs, *policy.TRIPLES)
 
 
-def _is_useful(levels: tuple[int, ...], n_tokens: int, request: Request) -> bool:
+def _is_useful(levels: tuple[int, ...], n_tokens: int, wish: Wish) -> bool:
     """Whether the finest chunks still hold a tile."""
     if not levels:
         return True
-    smallest = request.tile if request.layout == "aligned" else 1
+    smallest = wish.tile if wish.layout == "aligned" else 1
     # At deeper levels a chunk is a part of a task, not of the sequence.
     tokens = float(n_tokens)
     for c in levels[:-1]:

@@ -15,13 +15,10 @@ from quorum_attention.execution.trimming import pairs_of
 from quorum_attention.execution.workload import GroupSize, Workload
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.remembered import remembered
+from quorum_attention.planner import policy
 from quorum_attention.planner.calibration import machine_of
 from quorum_attention.planner.footprint import Placement
 from quorum_attention.planner.search import decomposition_of, price, undivided
-
-# On a CPU: what no machine is short of. (A failed allocation is planned for; a killed process not.)
-_SMALL_BYTES = 64 << 20
-_SHORTEST = 16
 
 
 def is_small(
@@ -36,22 +33,27 @@ def is_small(
     thought."""
     if not (place.resident and place.dense_rows) or len(work.batch_shape) > 1:
         return False
-    if _fits(_rounded(work, kernel), kernel, place, device, backward=backward):
+    # A mask of the kernel's own knows the tokens that there are, and no others.
+    own_mask = pairs_of(work, kernel).verdict is not None
+    about = work if own_mask else rounded(work)
+    if _fits(about, kernel, place, device, backward=backward):
         return True
     # In between, a GPU's longer calls: one that has been planned is as quick.
     return device.type == "cuda" and _fits(work, kernel, place, device, backward=backward)
 
 
-def _rounded(work: Workload, kernel: InnerKernel) -> Workload:
+def rounded(work: Workload) -> Workload:
     """The call with lengths rounded up, square where it is (a causal one is cut otherwise)."""
-    longer = (max(_SHORTEST, 1 << (n - 1).bit_length()) for n in (work.n_queries, work.n_keys))
-    n_queries, n_keys = longer
+    n_queries, n_keys = _up(work.n_queries), _up(work.n_keys)
     if work.is_causal and work.n_queries != work.n_keys:
         return work
-    if pairs_of(work, kernel).verdict is not None:
-        # A mask of the kernel's own knows the tokens that there are, and no others.
+    if n_queries == work.n_queries and n_keys == work.n_keys:
         return work
     return replace(work, n_queries=n_queries, n_keys=n_keys)
+
+
+def _up(n: int) -> int:
+    return max(policy.SHORTEST, 1 << (n - 1).bit_length())
 
 
 @remembered(256)
@@ -70,4 +72,4 @@ def _fits(
     shape = decomposition_of(work.n_tokens, (), "aligned", 128)
     schedule = with_limits(Schedule(shape, every, 1, "device", 1, 1), work)
     found = price(work, schedule, kernel, place, machine, backward=backward)
-    return found.direct and found.footprint.total <= _SMALL_BYTES
+    return found.direct and found.footprint.total <= policy.WHOLE_BYTES

@@ -12,9 +12,9 @@ from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels import CallShape, get_kernel
 from quorum_attention.kernels.select import rivals
 from quorum_attention.planner.calibration import machine_of
+from quorum_attention.planner.decide import quickest
 from quorum_attention.planner.footprint import Placement
-from quorum_attention.planner.rivals import quickest
-from quorum_attention.planner.search import Request
+from quorum_attention.planner.search import Wish
 
 N = 1 << 20
 
@@ -80,10 +80,10 @@ def test_a_kernel_is_believed_before_it_is_taken() -> None:
             return answer
 
         return quickest(
-            work, Request(128 << 20), get_kernel("cudnn"), [get_kernel("native")],
+            work, Wish(128 << 20), get_kernel("cudnn"), [get_kernel("native")],
             Placement("cuda", False, False, torch.float16),
             machine_of(torch.device("cuda"), torch.float16, 64), backward=True, believed=believed,
-        ).name  # fmt: skip
+        )[0].name  # fmt: skip
 
     assert choose(True) == "native"
     assert choose(False) == "cudnn"
@@ -108,7 +108,7 @@ def test_the_number_that_is_named_is_of_a_kernel_that_works() -> None:
     for answer in (True, False):
         with pytest.raises(qa.BudgetError) as raised:
             quickest(
-                work, Request(1 << 20), get_kernel("cudnn"), [get_kernel("native")], place,
+                work, Wish(1 << 20), get_kernel("cudnn"), [get_kernel("native")], place,
                 machine, backward=True, believed=lambda kernel, answer=answer: answer,
             )  # fmt: skip
         smallest.append(raised.value.smallest_bytes)

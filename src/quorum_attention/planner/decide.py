@@ -1,0 +1,333 @@
+"""Which kernel runs a pass of a call, and by which plan: decided together, in one place.
+
+The preferred kernel is the fastest on a call that runs as a whole. Cut into many small tasks, a
+kernel that takes a task in one launch can overtake it: where the budget is tight, the time goes
+into issuing calls, and into workspaces that leave no room for a second slot (docs/planner.md).
+
+A pass that is so short that a plan would take longer than it does is run without one, or without
+asking how much memory is free; where it runs out, it is decided again (``decide_again``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from quorum_attention.errors import BudgetError
+from quorum_attention.execution.memory import available_bytes
+from quorum_attention.execution.trimming import pairs_of
+from quorum_attention.execution.workload import Workload
+from quorum_attention.kernels.protocol import CallShape, InnerKernel
+from quorum_attention.kernels.registry import get_kernel, registrations, why_not
+from quorum_attention.kernels.select import rivals, select_kernel, unrounded_kernel
+from quorum_attention.planner import policy
+from quorum_attention.planner.calibration import machine_of
+from quorum_attention.planner.footprint import Placement
+from quorum_attention.planner.machine import Machine
+from quorum_attention.planner.options import Options
+from quorum_attention.planner.plan import Plan
+from quorum_attention.planner.search import Candidate, Wish, choose, refitted, undivided
+from quorum_attention.planner.small import is_small, rounded
+from quorum_attention.sizes import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One pass of a call, as far as a decision depends on it.
+
+    Attributes:
+        work: its sizes.
+        options: what its caller asked for.
+        place: where its tensors lie.
+        result: dtype of the output, as the forward returns it.
+        needs_grad: a backward is this pass, or follows it.
+        backward: it is this pass.
+    """
+
+    work: Workload
+    options: Options
+    place: Placement
+    result: torch.dtype
+    needs_grad: bool
+    backward: bool
+
+    @property
+    def shape(self) -> CallShape:
+        """What kernels are asked about."""
+        return self.work.call_shape(self.options.device.type, self.needs_grad)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """How a pass is run.
+
+    Attributes:
+        kernel: what computes.
+        plan: None: all in one call of the kernel on the inputs as they lie, nothing to report.
+        last: nothing else is left to be tried where memory runs out; otherwise ``decide_again``.
+    """
+
+    kernel: InnerKernel
+    plan: Plan | None = None
+    last: bool = False
+
+
+def decide(asked: Asked) -> Decision:
+    """How to run a pass.
+
+    Raises:
+        BudgetError: nothing fits; names the smallest budget that would do.
+        NotImplementedError: no kernel, or not the one asked for, can run the call.
+    """
+    whole = _whole(asked)
+    return _by_plan(asked) if whole is None else Decision(whole)
+
+
+def decide_again(asked: Asked, failed: Decision) -> Decision:
+    """How to run a pass that ``failed``, which was not the ``last``, had no memory for."""
+    return _by_plan(asked) if failed.plan is None else _planned(asked, failed.kernel)
+
+
+def decide_both(forward: Asked, backward: Asked) -> Decision:
+    """How to run a forward; refused where the backward after it does not fit the budget either.
+
+    Raises:
+        BudgetError: says which pass, and what would do for both.
+    """
+    found: list[Decision] = []
+    refused: list[tuple[int, str]] = []
+    for asked in (forward, backward):
+        try:
+            found.append(decide(asked))
+        except BudgetError as error:
+            name = "backward" if asked.backward else "forward"
+            refused.append((error.smallest_bytes or 0, f"{name} pass: {error}"))
+    if refused:
+        smallest, words = max(refused)
+        raise BudgetError(words, smallest_bytes=smallest or None)
+    return found[0]
+
+
+def decide_untried(
+    work: Workload,
+    wish: Wish,
+    kernel: str | InnerKernel,
+    place: Placement,
+    device: torch.device,
+    *,
+    backward: bool,
+) -> tuple[InnerKernel, Candidate]:
+    """Kernel and schedule of a call that nobody makes yet, on a ``device`` that need not be here:
+    kernels are taken at their word.
+
+    Raises:
+        BudgetError, NotImplementedError: as ``decide``.
+    """
+    shape = work.call_shape(device.type, backward)
+    preferred = select_kernel(kernel, shape, device, tried=False)
+    others = rivals(preferred, shape, device) if kernel == "auto" else ()
+    machine = machine_of(device, work.dtype, work.head_dim)
+    return quickest(
+        work, wish, preferred, others, place, machine, backward=backward, believed=lambda _: True
+    )
+
+
+# --- Without a plan ---------------------------------------------------------------------------
+
+# An answer of ``_known``: of these lengths themselves.
+_ASK = ""
+
+
+def _whole(asked: Asked) -> InnerKernel | None:
+    """The kernel that runs a pass whole and without a plan; None where one has to be made."""
+    options, place = asked.options, asked.place
+    if not options.free or options.watched or place.results_given or place.divided:
+        return None
+    if not isinstance(options.kernel, str):
+        # Users make and drop their own: what is remembered here would keep them.
+        return _small_kernel(asked)
+    name = _known(
+        rounded(asked.work), options, place, asked.result, asked.needs_grad, asked.backward,
+        torch.are_deterministic_algorithms_enabled(), registrations(),
+    )  # fmt: skip
+    if name == _ASK:
+        return _small_kernel(asked)
+    return None if name is None else get_kernel(name)
+
+
+@lru_cache(maxsize=1024)
+def _known(
+    work: Workload,
+    options: Options,
+    place: Placement,
+    result: torch.dtype,
+    needs_grad: bool,
+    backward: bool,
+    deterministic: bool,
+    registered: tuple[int, ...],
+) -> str | None:
+    """The name of the kernel that takes passes of about these lengths whole.
+
+    By name, which keeps no kernel that has been replaced.
+
+    Args:
+        work: its lengths rounded up (``small.rounded``).
+        deterministic, registered: what else it depends on which kernel is preferred.
+    """
+    kernel = _small_kernel(Asked(work, options, place, result, needs_grad, backward))
+    if kernel is not None and pairs_of(work, kernel).verdict is None:
+        return kernel.name
+    return _ASK if kernel is not None or options.device.type == "cuda" else None
+
+
+def _small_kernel(asked: Asked) -> InnerKernel | None:
+    kernel = _preferred(asked)
+    device = asked.options.device
+    small = is_small(asked.work, kernel, asked.place, device, backward=asked.backward)
+    return kernel if small else None
+
+
+# --- With a plan ------------------------------------------------------------------------------
+
+
+def _by_plan(asked: Asked) -> Decision:
+    work, options, place, backward = asked.work, asked.options, asked.place, asked.backward
+    preferred = _preferred(asked)
+    if options.free:
+        # Not worth asking how much memory is free.
+        machine = machine_of(options.device, work.dtype, work.head_dim)
+        short = undivided(work, preferred, place, machine, backward=backward)
+        if short is not None:
+            return Decision(preferred, Plan(work, short, place, preferred.name, None, backward))
+    shape, device = asked.shape, options.device
+    # A result that asks for a kernel of its own has no choice of others.
+    free = unrounded_kernel(options.kernel, shape, device, asked.result) == "auto"
+    return _planned(asked, preferred, rivals(preferred, shape, device) if free else ())
+
+
+def _planned(asked: Asked, preferred: InnerKernel, others: Iterable[InnerKernel] = ()) -> Decision:
+    work, options, place, backward = asked.work, asked.options, asked.place, asked.backward
+    machine = machine_of(options.device, work.dtype, work.head_dim)
+    given = options.plan
+    if given is not None and given.backward == backward:
+        fitted = refitted(
+            given.candidate, work, preferred, given.place, place, machine, backward=backward,
+            same_work=replace(given.work, batch_shape=work.batch_shape) == work,
+        )  # fmt: skip
+        plan = replace(given, candidate=fitted)
+        _check_budget(plan, options.budget_bytes)
+        return Decision(preferred, plan, last=True)
+    kernel, found = quickest(
+        work, _wish(options), preferred, others, place, machine, backward=backward,
+        believed=lambda kernel: why_not(kernel, asked.shape, options.device) is None,
+    )  # fmt: skip
+    made = Plan(work, found, place, kernel.name, options.budget_bytes, backward)
+    return Decision(kernel, made, last=True)
+
+
+def _preferred(asked: Asked) -> InnerKernel:
+    """The kernel asked for (a plan asks for its own), or the first that can run the call."""
+    device, shape = asked.options.device, asked.shape
+    wanted = unrounded_kernel(asked.options.kernel, shape, device, asked.result)
+    return select_kernel(wanted, shape, device)
+
+
+def quickest(
+    work: Workload,
+    wish: Wish,
+    preferred: InnerKernel,
+    others: Iterable[InnerKernel],
+    place: Placement,
+    machine: Machine,
+    *,
+    backward: bool,
+    believed: Callable[[InnerKernel], bool],
+) -> tuple[InnerKernel, Candidate]:
+    """``preferred``, or of ``others`` one that is predicted clearly faster or alone fits, with the
+    schedule that makes it so.
+
+    Args:
+        others: kernels that take the call.
+        believed: asked last, because it may mean building the kernel: whether it is right here.
+
+    Raises:
+        BudgetError: none fits; names the smallest budget that would do.
+    """
+    failure: BudgetError | None = None
+    best: tuple[InnerKernel, Candidate] | None = None
+    try:
+        found = choose(work, wish, preferred, place, machine, backward=backward)
+        best = preferred, found
+        if found.direct or found.cost.seconds < policy.WORTH_BUILDING:
+            return best
+    except BudgetError as error:
+        failure = error
+    for kernel in others:
+        try:
+            found = choose(work, wish, kernel, place, machine, backward=backward)
+        except BudgetError as error:
+            # The number it names has to work when it is given.
+            if best is None and believed(kernel):
+                failure = _lesser(failure, error)
+            continue
+        if (best is None or _is_faster(found, *best, preferred)) and believed(kernel):
+            best = kernel, found
+    if best is not None:
+        return best
+    assert failure is not None, "the preferred kernel either fits or does not"
+    raise failure
+
+
+def _is_faster(
+    found: Candidate, kernel: InnerKernel, best: Candidate, preferred: InnerKernel
+) -> bool:
+    """Whether ``found`` is to be taken in place of ``kernel``'s ``best``."""
+    share = policy.CLEARLY_ANOTHER_KERNEL if kernel is preferred else 1.0
+    return found.cost.seconds < best.cost.seconds * share
+
+
+def _lesser(one: BudgetError | None, other: BudgetError) -> BudgetError:
+    """Of two refusals the one that names the smaller budget."""
+    sizes = [math.inf if e is None or e.smallest_bytes is None else e.smallest_bytes
+             for e in (one, other)]  # fmt: skip
+    return other if one is None or sizes[1] < sizes[0] else one
+
+
+def _wish(options: Options) -> Wish:
+    given = options.plan
+    return Wish(
+        budget_bytes=_budget(options),
+        levels=given.levels if given is not None else None,
+        depth=options.depth,
+        layout=given.decomposition.layout if given is not None else "aligned",
+        tile=given.decomposition.tile if given is not None else 128,
+        accumulator=options.accumulator,
+        pinned=options.pinned,
+        # Without a budget a pinned depth is tried as it is: that is what pinning is for.
+        enforce_budget=options.budget_bytes is not None or not options.pinned,
+    )
+
+
+def _budget(options: Options) -> int:
+    if options.budget_bytes is not None:
+        return options.budget_bytes
+    free = int(available_bytes(options.device) * (1 - policy.MARGIN))
+    # In steps of a few per cent, so that a plan is found again when a little more is free.
+    step = 1 << max(0, free.bit_length() - 6)
+    return free // step * step
+
+
+def _check_budget(plan: Plan, budget: int | None) -> None:
+    """A plan pins everything, but a budget given beside it still holds, and so does its own: its
+    tasks are larger where this call's mask keeps more than the one it was made for."""
+    for limit, what in ((budget, "a budget"), (plan.budget_bytes, "the plan's budget")):
+        if limit is not None and plan.peak_bytes > limit:
+            raise BudgetError(
+                f"{what} of {format_bytes(limit)} ({limit} bytes) is too small for the plan given, "
+                f"which takes {format_bytes(plan.peak_bytes)} ({plan.peak_bytes} bytes)",
+                smallest_bytes=plan.peak_bytes,
+            )
