@@ -149,3 +149,69 @@ class Failing(CpuKernel):
             del found
             raise torch.OutOfMemoryError(f"sabotaged call {self.calls - 1}")
         return found
+
+
+def broken_beside(where: str, route: str) -> tuple[tuple[torch.Tensor, ...], Inputs]:
+    """Gradients in the range where fp16 has few digits, with a row of NaN in ``where``."""
+    n = 256
+    generator = torch.Generator().manual_seed(5)
+    q, k, v, grad_out = (torch.randn(1, 1, n, 16, generator=generator) for _ in range(4))
+    if where == "value":  # so large that grad_out is divided, and dV with it
+        v *= 10_000
+    made = Inputs(q.half(), k.half(), v.half(), grad_out.half())
+    getattr(made, where)[0, 0, 100] = torch.nan
+    q, more = made.query, {"levels": () if route == "direct" else (7,)}
+    if route != "direct":
+        more |= {"sweep": route == "sweep"}
+    if route == "slots of a strided query":
+        q = q.mT.contiguous().mT
+    plan = qa.plan(
+        n, heads=1, head_dim=16, dtype=torch.float16, device="cpu", backward=True, **more
+    )  # fmt: skip
+    scale = 1e-6
+    out, lse = qa.attention_with_lse(*made.three, scale=scale)
+    grads = tuple(torch.empty(t.shape, dtype=torch.float32) for t in made.three)
+    got = qa.attention_backward(
+        made.grad_out, q, *made.three[1:], out, lse, scale=scale, plan=plan, grads=grads
+    )
+    return got, made
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("where", ["query", "grad_out"])
+def test_a_broken_row_costs_the_others_of_its_head_no_digits(route: str, where: str) -> None:
+    """It is no overflow, for which they would be scaled down to where fp16 has none left."""
+    got, made = broken_beside(where, route)
+    whole = Inputs(*(t.nan_to_num() for t in (*made.three, made.grad_out)))
+    reference = exact(whole, gradients=True, scale=1e-6)
+    others = torch.arange(made.query.shape[2]) != 100
+    assert bool(got[0][:, :, 100].isnan().all())
+    wanted = reference.grads[0][:, :, others]
+    off = (got[0][:, :, others].double() - wanted).abs().max() / wanted.abs().max()
+    assert off < 0.02, float(off)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_broken_value_leaves_the_gradients_of_values_their_digits(route: str) -> None:
+    """dV = P^T dO asks for no value."""
+    got, made = broken_beside("value", route)
+    whole = Inputs(*(t.nan_to_num() for t in (*made.three, made.grad_out)))
+    wanted = exact(whole, gradients=True, scale=1e-6).grads[2]
+    assert float((got[2].double() - wanted).abs().max() / wanted.abs().max()) < 2e-3
+
+
+@pytest.mark.parametrize("levels", [(), (7,)])
+def test_an_overflow_beside_a_broken_value_is_seen(levels: tuple[int, ...]) -> None:
+    """The sink's dV overflows first, and comes out, though dQ and dK are beyond help."""
+    n = 512
+    made = sink(n)
+    reference = exact(made, gradients=True)
+    made.value[0, 0, 5, 5] = torch.nan
+    out, lse = qa.attention_with_lse(*made.three)
+    plan = qa.plan(
+        n, heads=1, head_dim=64, dtype=torch.float16, levels=levels, sweep=False, n_cap=2,
+        backward=True, device="cpu",
+    )  # fmt: skip
+    got = qa.attention_backward(made.grad_out, *made.three, out, lse, plan=plan)
+    assert bool(got[0].isnan().all())
+    torch.testing.assert_close(got[2].double(), reference.grads[2], atol=2e-3, rtol=0)

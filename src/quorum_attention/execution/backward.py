@@ -209,7 +209,7 @@ def _through_slots(
         layout = backward_layout(
             work, schedule.group, schedule.task_rows(work), dtype, scaled=scaled
         )
-        scaling = BackwardScaling(work.n_keys, call.device) if scaled else None
+        scaling = BackwardScaling(work, call.device) if scaled else None
         if scaling is not None:
             scalings.append(scaling)
 

@@ -14,8 +14,9 @@ a unit with a gradient that is not finite is run again from its stored state, th
 with ``grad_out`` divided further, and a little of that taken from the shift instead, so that both
 stay normal numbers. That goes on until not even the sum of a sink overflows.
 
-A row that is not finite leaves the others of its head what they are. Where there is one, its
-head's gradients stay broken whatever is done, so such a head gets one more try and no second.
+A row that is not finite leaves the others of its head what they are. What is not finite by its
+fault is no overflow: a head with nothing else wrong is left as it is, because further scaling would
+cost the others digits. One with more wrong gets one more try and no second.
 
 Nothing here makes the device wait: norms and factors stay on it, and the host reads a unit's flags
 while the next one computes.
@@ -24,7 +25,7 @@ while the next one computes.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -70,6 +71,52 @@ def all_finite(parts: Three) -> bool:
     return math.isfinite(float(query + key + value))
 
 
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A unit's inputs as they were given, and what came of them.
+
+    Attributes:
+        query, out, grad_out, grad_query: (b, h, n, d) each.
+        lse: (b, h, n, 1).
+        key, value, grad_key, grad_value: (b, hk, m, d) each.
+    """
+
+    query: torch.Tensor
+    out: torch.Tensor
+    grad_out: torch.Tensor
+    lse: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    grad_query: torch.Tensor
+    grad_key: torch.Tensor
+    grad_value: torch.Tensor
+
+    def head(self, entry: int, head: int) -> Computed:
+        """What goes with one key/value head."""
+        return Computed(
+            *(_head(getattr(self, one.name), self.value, entry, head) for one in fields(self))
+        )
+
+    def finite(self) -> bool:
+        """Whether the inputs are."""
+        three = (self.query, self.out, self.grad_out, self.key, self.value)
+        return all(bool(_finite_rows(one).all()) for one in three)
+
+    def overflowed(self) -> bool:
+        """Whether a gradient is not finite that these inputs would have let be."""
+        upstream = _finite_rows(self.grad_out)
+        rows = upstream & _finite_rows(self.query) & _finite_rows(self.out)
+        if bool(_finite_rows(self.key).all()):
+            if not bool((_finite_rows(self.grad_query) | ~rows).all()):
+                return True
+            if bool(rows.all()) and not bool(_finite_rows(self.grad_key).all()):
+                return True
+        # Probabilities are finite but where a score is NaN or plus infinity.
+        broken = self.lse.isnan() | (self.lse == torch.inf)
+        weighed = bool(upstream.all()) and not bool(broken.any())
+        return weighed and not bool(_finite_rows(self.grad_value).all())
+
+
 @dataclass(slots=True)
 class Level:
     """How far one unit is scaled: ``steps`` down for each (entry, key/value head)."""
@@ -90,29 +137,16 @@ class Level:
             _head(grad_out, value, entry, head).div_(further)
             unscale[entry, head].mul_(further)
 
-    def lower(
-        self,
-        overflow: torch.Tensor,
-        by_query: tuple[torch.Tensor, ...],
-        by_key: tuple[torch.Tensor, ...],
-    ) -> bool:
-        """One step down for the heads that ``overflow`` (b, hk) flags; False where none is left.
-
-        Args:
-            by_query: query, out and grad_out as they were given, (b, h, n, d) each.
-            by_key: key and value.
-        """
+    def lower(self, overflow: torch.Tensor, unit: Computed) -> bool:
+        """One step down for the heads that ``overflow`` (b, hk) flags; False where none is left."""
         lowered = False
-        grad_out, value = by_query[-1], by_key[-1]
         for entry, head in overflow.nonzero().tolist():
             steps = self.steps.get((entry, head), 0) + 1
-            parts = [_head(tensor, value, entry, head) for tensor in (*by_query, *by_key)]
-            if steps > 1 and not all(_is_finite(part) for part in parts):
+            one = unit.head(entry, head)
+            if not one.finite() and (steps > 1 or not one.overflowed()):
                 continue
-            largest = largest_norm(_head(grad_out, value, entry, head))
-            exponent = divisor_exponent(
-                largest, largest_norm(_head(value, value, entry, head)), usual_shift(self.n_keys)
-            )
+            largest = largest_norm(one.grad_out)
+            exponent = divisor_exponent(largest, largest_norm(one.value), usual_shift(self.n_keys))
             if math.ldexp(largest, -exponent - _off_the_gradient(steps)) < _SMALLEST_ROW:
                 continue
             self.steps[entry, head] = steps
@@ -151,9 +185,9 @@ class BackwardScaling:
         repeated: how often a unit had to be run again.
     """
 
-    def __init__(self, n_keys: int, device: torch.device) -> None:
+    def __init__(self, work: Workload, device: torch.device) -> None:
         self.repeated = 0
-        self._n_keys = n_keys
+        self._work = work
         self._device = device
         self._held: dict[int, _Held] = {}
 
@@ -172,7 +206,7 @@ class BackwardScaling:
             else:
                 pinned = self._device.type == "cuda"
                 flags = torch.zeros(unscale.shape, dtype=torch.int32, pin_memory=pinned)
-            held = self._held[unit.slot] = _Held(unit, Level(self._n_keys), flags)
+            held = self._held[unit.slot] = _Held(unit, Level(self._work.n_keys), flags)
         held.level.divide_(unit.fields["grad_out"], unit.fields["value"], unscale)
 
     def scaling(self, unit: Unit) -> Scaling:
@@ -189,10 +223,28 @@ class BackwardScaling:
         return bool(self._held[unit.slot].flags.any())
 
     def mended(self, unit: Unit) -> bool:
-        """Whether the unit, whose inputs are in its slot as they were given, is scaled less now."""
-        held, fields = self._held[unit.slot], unit.fields
-        by_query = (fields["query"], fields["out"], fields["grad_out"])
-        lowered = held.level.lower(held.flags, by_query, (fields["key"], fields["value"]))
+        """Whether the unit, whose inputs are in its slot as they were given and its gradients as
+        they were computed, is scaled less now."""
+        held, work = self._held[unit.slot], self._work
+        # What lies beyond the sequence in a state has never been anything.
+        below = unit.visit.task.count_below
+        rows = {"query": below(work.n_queries), "key": below(work.n_keys)}
+
+        def given(name: str, axis: str) -> torch.Tensor:
+            return unit.fields[name][:, :, : rows[axis]]
+
+        computed = Computed(
+            query=given("query", "query"),
+            out=given("out", "query"),
+            grad_out=given("grad_out", "query"),
+            lse=given("lse", "query"),
+            key=given("key", "key"),
+            value=given("value", "key"),
+            grad_query=given("state_query", "query"),
+            grad_key=given("state_key", "key"),
+            grad_value=given("state_value", "key"),
+        )
+        lowered = held.level.lower(held.flags, computed)
         self.repeated += lowered
         return lowered
 
@@ -202,7 +254,10 @@ def _by_head(unit: Unit, name: str) -> torch.Tensor:
     return field.view(field.shape[:2])
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
+def _finite_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Which rows of (b, h, n, d) have finite elements alone, (b, h, n)."""
     batch, heads, rows, width = tensor.shape
-    blocks = row_blocks(batch, heads, rows, max(1, width))
-    return all(bool(torch.isfinite(tensor[block]).all()) for block in blocks)
+    found = torch.empty(tensor.shape[:3], dtype=torch.bool, device=tensor.device)
+    for block in row_blocks(batch, heads, rows, max(1, width)):
+        found[block] = torch.isfinite(tensor[block]).all(dim=-1)
+    return found

@@ -25,7 +25,7 @@ from quorum_attention.execution.call import (
 from quorum_attention.execution.in_place import as_they_lie, takes_tasks
 from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.rows import group_part
-from quorum_attention.execution.scaling import Level, scales
+from quorum_attention.execution.scaling import Computed, Level, scales
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.tools import Progress, Tools
 from quorum_attention.execution.upstream import Upstream
@@ -140,7 +140,10 @@ def backward_group(
             )
         if scaling.overflow is None or not bool(scaling.overflow.any()):
             break
-        if not level.lower(scaling.overflow, (task.query, result, given), (task.key, task.value)):
+        computed = Computed(
+            task.query, result, given, row_lse.unsqueeze(-1), task.key, task.value, *states
+        )
+        if not level.lower(scaling.overflow, computed):
             break
         repeated += 1
         for state in states:
