@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+# The machine checks itself after every event (execution/control/checks.py).
+os.environ["QUORUM_ATTENTION_CHECKED"] = "1"
 # No test reads, or writes, the calibration of whoever runs it.
 os.environ["QUORUM_ATTENTION_CACHE"] = tempfile.mkdtemp(prefix="quorum-attention-tests-")
 

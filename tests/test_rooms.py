@@ -77,8 +77,8 @@ def test_imports_only_look_down(path: Path) -> None:
         assert LEVEL[there] < level or together, f"{here} imports {name}, which is above it"
 
 
-@pytest.mark.parametrize("room", ["quorums", "decomposition"])
-def test_the_lowest_rooms_know_nothing_of_torch(room: str) -> None:
+@pytest.mark.parametrize("room", ["quorums", "decomposition", "execution/control"])
+def test_pure_rooms_know_nothing_of_torch(room: str) -> None:
     names = [name for path in (ROOT / room).rglob("*.py") for name in imported(path)]
     assert names
     assert not [name for name in names if name.split(".")[0] == "torch"]

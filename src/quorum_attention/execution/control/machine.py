@@ -1,0 +1,303 @@
+"""The machine: what runs where, and what to do about whatever happens (paper, Section 3.4).
+
+Told of events (control/events.py), it answers with instructions (control/instructions.py); it
+allocates nothing, waits for nothing and knows no device but by number, so every history can be
+tested without one.
+
+    out of memory on another route than through slots -> what is not done goes through slots
+    out of memory, n_cap > 1     -> what was in flight goes back to the queue, n_cap - 1
+    out of memory, n_cap = 1     -> what remains is cut one level further
+    ... and nothing left to cut  -> the device is out; without another one: give up
+    headroom before a group, after a recovery -> one level less again
+    an explicit depth            -> give up at the first failure
+    overflow of scaled gradients -> the unit runs again, further down, while that may help
+    a device lost                -> what was in flight there goes back to the queue
+
+Completed units are never touched by any instruction.
+
+Slots and depth are each device's own: a small one cuts its groups finer than a large one. A head
+group belongs to one device at a time; the state of its rows is at home between units, so another
+device can go on with it.
+
+The paper coarsens once all tasks are resident and memory is left. Here two slots saturate a
+device, so all tasks are never resident: *headroom* is measured instead (the coarser slots would
+fit twice), and only a depth that a recovery reached is given up again, at most twice a call, so
+that a device whose memory comes and goes cannot make the call swing for ever.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from quorum_attention.execution.control.checks import check
+from quorum_attention.execution.control.events import (
+    DeviceJoined,
+    DeviceLost,
+    Event,
+    Headroom,
+    OutOfMemory,
+    Overflow,
+    UnitDone,
+)
+from quorum_attention.execution.control.instructions import (
+    Coarsen,
+    Continue,
+    Deepen,
+    GiveUp,
+    Instruction,
+    Launch,
+    LowerCap,
+    Repeat,
+    Requeue,
+)
+from quorum_attention.execution.control.queue import Cuts, GroupTasks, Queue
+from quorum_attention.execution.control.visits import Visit
+
+if TYPE_CHECKING:
+    from quorum_attention.execution.workload import Group
+
+MOST_COARSENINGS = 2
+# Set while tests run: the machine then checks itself after every event.
+CHECKED = "QUORUM_ATTENTION_CHECKED"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a machine stays within.
+
+    Attributes:
+        depth: levels as planned; coarsening never goes below.
+        max_depth: deeper than this is pointless (tasks would be smaller than a tile).
+        pinned: the user chose the depth: no recovery, report the failure.
+        deepened_n_cap: slots to go on with after deepening.
+    """
+
+    depth: int
+    max_depth: int
+    pinned: bool = False
+    deepened_n_cap: int = 1
+
+
+@dataclass(slots=True)
+class OnDevice:
+    """What a device has in hand.
+
+    Attributes:
+        n_cap: slots in use at most.
+        depth: levels of the tasks that it begins groups with.
+        coarsenings: how often headroom was used.
+        groups: begun here and not finished, in order.
+        ahead: those of them that are still to be launched since the last start.
+        current: launched last, None where nothing was since then.
+    """
+
+    n_cap: int
+    depth: int
+    coarsenings: int = 0
+    groups: dict[Group, GroupTasks] = field(default_factory=dict)
+    ahead: list[GroupTasks] = field(default_factory=list)
+    current: GroupTasks | None = None
+    visits: Iterator[Visit] = field(default_factory=lambda: iter(()))
+    carry: bool = False
+
+
+class Machine:
+    """Owns the queue of one pass, for any number of devices.
+
+    A device works in attempts: ``start``, then ``next`` and ``UnitDone`` by turns until there is
+    nothing more, or something else happens.
+
+    Attributes:
+        devices: what each of them has in hand.
+        history: what was recovered from, a line each, for reports and error messages.
+    """
+
+    def __init__(
+        self, groups: Iterable[Group], cuts: Cuts, limits: Limits, n_caps: Mapping[int, int]
+    ) -> None:
+        self.limits = limits
+        self.queue = Queue(groups, cuts)
+        self.n_groups = len(self.queue.waiting)
+        self.history: list[str] = []
+        self.devices = {device: OnDevice(n_cap, limits.depth) for device, n_cap in n_caps.items()}
+        self._several = len(n_caps) > 1
+        self._checked = CHECKED in os.environ
+
+    @property
+    def finished(self) -> bool:
+        """Whether every unit is done."""
+        return len(self.queue.finished) == self.n_groups
+
+    @property
+    def units_left(self) -> int:
+        """Units that are not done, groups that nobody has begun cut as the first device would."""
+        depth = next((it.depth for it in self.devices.values()), self.limits.depth)
+        begun = [g for it in self.devices.values() for g in it.groups.values()]
+        left = sum(len(g.left) for g in (*begun, *self.queue.returned))
+        if self.queue.waiting:
+            left += len(self.queue.waiting) * len(self.queue.cuts.tasks(depth))
+        return left
+
+    def start(self, device: int) -> int:
+        """An attempt of ``device`` begins: how many slots it should have."""
+        here = self.devices[device]
+        if not here.groups:
+            self._take(here)
+        n_slots = min(here.n_cap, max(1, self.units_left))
+        here.ahead, here.current, here.visits = list(here.groups.values()), None, iter(())
+        here.carry = n_slots > 1
+        return n_slots
+
+    def next(self, device: int) -> Launch | None:
+        """The next unit of ``device``; None where there is none for it at present."""
+        here = self.devices[device]
+        while (visit := next(here.visits, None)) is None:
+            found = here.ahead.pop(0) if here.ahead else self._take(here)
+            if found is None:
+                return None
+            here.current, here.visits = found, self.queue.visits(found, here.carry)
+        assert here.current is not None
+        here.current.in_flight.add(visit.task.path)
+        return Launch(here.current.group, visit)
+
+    def between_groups(self, device: int) -> bool:
+        """Whether the next unit of ``device`` would be another group's first, not an attempt's."""
+        here = self.devices[device]
+        launched = here.current is not None and len(here.current.in_flight) == len(
+            here.current.left
+        )
+        return launched and not here.ahead and bool(self.queue)
+
+    def may_coarsen(self, device: int) -> bool:
+        """Whether headroom would change anything."""
+        here, limits = self.devices[device], self.limits
+        recovered = here.depth > limits.depth and not limits.pinned
+        return recovered and here.coarsenings < MOST_COARSENINGS
+
+    def on(self, event: Event) -> Instruction:
+        """What to do about ``event``."""
+        match event:
+            case UnitDone():
+                order = self._done(event)
+            case OutOfMemory():
+                order = self._out_of_memory(event)
+            case Overflow():
+                order = self._overflow(event)
+            case Headroom():
+                order = self._headroom(event)
+            case DeviceLost():
+                order = self._leave(event.device, "lost")
+            case DeviceJoined():
+                order = self._joined(event)
+        if self._checked:
+            check(self, event)
+        return order
+
+    def place(self, device: int) -> str:
+        """Where ``device`` is: the first of its units that is not done."""
+        here = self.devices[device]
+        path = next((path for found in here.groups.values() for path in found.left), ())
+        return (
+            f"task {path or '()'} ({self.n_groups - len(self.queue.finished)} head group(s) to go)"
+        )
+
+    def _take(self, here: OnDevice) -> GroupTasks | None:
+        found = self.queue.take(here.depth)
+        if found is not None:
+            here.groups[found.group] = found
+            self._finish_empty(here)
+        return found
+
+    def _finish_empty(self, here: OnDevice) -> None:
+        for group in [group for group, found in here.groups.items() if not found.left]:
+            del here.groups[group]
+            self.queue.finished.append(group)
+
+    def _done(self, event: UnitDone) -> Instruction:
+        here = self.devices[event.device]
+        found = here.groups[event.group]
+        found.done(event.path)
+        if not found.left:
+            self._finish_empty(here)
+        return Continue()
+
+    def _out_of_memory(self, event: OutOfMemory) -> Instruction:
+        here, limits = self.devices[event.device], self.limits
+        where = event.where or self.place(event.device)
+        if limits.pinned:
+            reason = "the depth is pinned, so the failure is reported as it is"
+            return GiveUp(where, reason, tuple(self.history))
+        if here.n_cap == 1 and here.depth >= limits.max_depth:
+            reason = f"one slot at depth {here.depth} is the finest decomposition there is"
+            if len(self.devices) > 1:
+                return self._leave(event.device, f"out of memory in {where}: {reason}")
+            return GiveUp(where, reason, tuple(self.history))
+        for found in here.groups.values():
+            found.land()
+        if here.n_cap > 1:
+            here.n_cap -= 1
+            change = f"n_cap {here.n_cap + 1} -> {here.n_cap}"
+            self._note(event.device, f"out of memory in {where}: {change}")
+            return LowerCap(here.n_cap)
+        here.n_cap = limits.deepened_n_cap
+        here.depth += 1
+        change = f"depth {here.depth - 1} -> {here.depth}"
+        self._note(event.device, f"out of memory in {where}: {change}")
+        self._cut_further(here)
+        return Deepen(here.n_cap)
+
+    def _cut_further(self, here: OnDevice) -> None:
+        """Cut what the groups in hand have left to the device's depth."""
+        for number, (group, found) in enumerate(tuple(here.groups.items())):
+            if number and not found.completed and found.depth < here.depth:
+                # Loaded ahead, nothing of it done: as a group that nobody has begun.
+                here.groups[group] = self.queue.begun(group, here.depth)
+            else:
+                self.queue.cut(found, here.depth)
+        self._finish_empty(here)
+
+    def _overflow(self, event: Overflow) -> Instruction:
+        found = self.devices[event.device].groups[event.group]
+        steps = found.steps.setdefault(event.path, {})
+        lower = {head: steps.get(head, 0) + 1 for head, most in event.most.items()
+                 if steps.get(head, 0) < most}  # fmt: skip
+        if not lower:
+            return Continue()
+        steps.update(lower)
+        return Repeat(dict(steps))
+
+    def _headroom(self, event: Headroom) -> Instruction:
+        here = self.devices[event.device]
+        if not self.may_coarsen(event.device):
+            return Continue()
+        assert not here.groups, "headroom is for groups that are not begun"
+        here.depth -= 1
+        here.coarsenings += 1
+        self._note(event.device, f"headroom: depth {here.depth + 1} -> {here.depth}")
+        return Coarsen(here.n_cap)
+
+    def _leave(self, device: int, why: str) -> Instruction:
+        """Go on without a device."""
+        where = self.place(device)
+        groups = list(self.devices.pop(device).groups.values())
+        units = tuple((found.group, path) for found in groups for path in found.in_flight)
+        for found in groups:
+            found.land()
+        self.queue.give_back(groups)
+        if not self.devices and not self.finished:
+            return GiveUp(where, f"{why}, and there is no other device", tuple(self.history))
+        self._note(device, f"{why}: {len(units)} unit(s) go to others")
+        return Requeue(units)
+
+    def _joined(self, event: DeviceJoined) -> Instruction:
+        assert event.device not in self.devices, "a device joins once"
+        self._several = True
+        self.devices[event.device] = OnDevice(event.n_cap, self.limits.depth)
+        self._note(event.device, "joined")
+        return Continue()
+
+    def _note(self, device: int, line: str) -> None:
+        self.history.append(f"device {device}: {line}" if self._several else line)
