@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from quorum_attention.checking import causes
-from quorum_attention.kernels import InnerKernel, merge_
+from quorum_attention.kernels import InnerKernel, Traits, merge_
 from quorum_attention.kernels.kit import from_lse_function
 
 Planted = tuple[Callable[[], InnerKernel], str]
@@ -718,7 +719,7 @@ class WholeTask:
     """A full inner kernel that makes its own mask of a task."""
 
     name = "whole-task"
-    own_attention = True
+    traits = Traits(own_attention=True)
 
     def __init__(self, mask=None) -> None:
         self.mask = mask or cqs
@@ -806,6 +807,8 @@ class Overwriting(WholeTask):
 
 class ReusingItsBuffer(WholeTask):
     """A monolithic call returns memory that the next one writes again."""
+
+    traits = replace(WholeTask.traits, whole_calls=True)
 
     def __init__(self) -> None:
         super().__init__()

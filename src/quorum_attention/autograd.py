@@ -18,8 +18,8 @@ from quorum_attention.call.arranged import beside
 from quorum_attention.call.options import Options
 from quorum_attention.call.validation import check_inputs
 from quorum_attention.execution.workload import Workload
-from quorum_attention.kernels.protocol import Captures
 from quorum_attention.kernels.registry import get_kernel
+from quorum_attention.kernels.traits import captures
 from quorum_attention.kernels.uncompiled import uncompiled
 from quorum_attention.passes import run_backward, run_forward
 
@@ -176,8 +176,8 @@ def _captured(options: Options) -> list[torch.Tensor]:
     """What the kernel reads besides; tensors of inference mode have no version to watch."""
     if options.kernel == "auto":
         return []
-    kernel = get_kernel(options.kernel)
-    found = kernel.captured() if isinstance(kernel, Captures) else ()
+    kernel = captures(get_kernel(options.kernel))
+    found = () if kernel is None else kernel.captured()
     return [tensor for tensor in found if not tensor.is_inference()]
 
 

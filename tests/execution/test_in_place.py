@@ -17,7 +17,7 @@ from quorum_attention.decomposition import MASKED, MIXED, Decomposition
 from quorum_attention.execution.in_place import rectangles_in_place
 from quorum_attention.execution.shares import count_shared, shares
 from quorum_attention.execution.workload import Workload
-from quorum_attention.kernels import Gradients, Statistics, TaskCalls, TaskTensors
+from quorum_attention.kernels import Gradients, Statistics, TaskTensors, Traits, task_calls
 from quorum_attention.kernels.kit import document, from_score_mod, sliding_window
 from quorum_attention.kernels.kit.masks import BlockMask
 
@@ -42,8 +42,7 @@ MASKS = {
 class InPlace(WatchedKernel):
     """Attention under a mask, task by task on inputs as they lie; fails when told to."""
 
-    own_attention = True
-    whole_tasks = True
+    traits = Traits(own_attention=True, whole_tasks=True, sparse=True, task_calls=True)
 
     def __init__(self, mask: BlockMask | None, fail_at: set[int] | None = None) -> None:
         super().__init__(fail_at)
@@ -304,7 +303,7 @@ def test_a_plan_serves_other_kernels() -> None:
     for mine, theirs in zip(run(given, other, True, plan), right, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-10)
     plain = from_score_mod(None, None, compiled=False)
-    assert not isinstance(plain, TaskCalls)
+    assert task_calls(plain) is None
     reports = qa.Report(), qa.Report()
     for mine, theirs in zip(run(given, plain, True, plan, reports), right, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-10)

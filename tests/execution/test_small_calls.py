@@ -7,6 +7,7 @@ import itertools
 import random
 import time
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -227,7 +228,8 @@ def test_a_small_call_without_memory_is_planned_after_all(monkeypatch, pass_name
 def test_what_small_calls_remember_keeps_no_tensor_and_no_kernel() -> None:
     class Mine(CpuKernel):
         name = "mine"
-        own_attention = True  # not tried out: what trials remember is their own business
+        # Not tried out: what trials remember is their own business.
+        traits = replace(CpuKernel.traits, own_attention=True)
 
     kernel = Mine()
     given = inputs(50)

@@ -18,7 +18,7 @@ from quorum_attention.execution import runner
 from quorum_attention.execution.cutting import Cutting
 from quorum_attention.execution.slots import forward_layout
 from quorum_attention.execution.trimming import pairs_of, trimmed_tasks
-from quorum_attention.kernels import Gradients, Statistics, TaskTensors
+from quorum_attention.kernels import Gradients, Statistics, TaskTensors, Traits
 from quorum_attention.kernels.kit import document, from_score_mod, prefix_lm, sliding_window
 from quorum_attention.kernels.kit.masks import BlockMask
 
@@ -44,7 +44,7 @@ MASKS = {
 class WatchedMask(WatchedKernel):
     """Attention under a mask that says what it keeps; counts, and fails when told to."""
 
-    own_attention = True
+    traits = Traits(own_attention=True, sparse=True)
 
     def __init__(self, mask: BlockMask, fail_at: set[int] | None = None, late: bool = False):
         super().__init__(fail_at, late=late)

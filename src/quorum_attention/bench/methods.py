@@ -13,7 +13,8 @@ from quorum_attention.bench.spec import Spec
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels import CallShape, kernels, why_not
 from quorum_attention.kernels.kit import LongNetKernel
-from quorum_attention.kernels.rectangles import RectangleKernel
+from quorum_attention.kernels.protocol import Operator
+from quorum_attention.kernels.traits import operator
 
 Tensors = list[torch.Tensor]
 
@@ -64,9 +65,9 @@ class Monolithic(Method):
     def __init__(self, name: str, kernel: str) -> None:
         self.name, self._kernel = name, kernel
 
-    def _operator(self) -> RectangleKernel:
-        found = kernels()[self._kernel]
-        assert isinstance(found, RectangleKernel)
+    def _operator(self) -> Operator:
+        found = operator(kernels()[self._kernel])
+        assert found is not None
         return found
 
     def refusal(self, spec: Spec) -> str | None:

@@ -63,10 +63,10 @@ def load(name: str) -> Any:
         if not hasattr(found, part):
             raise ValueError(f"{module} has no {attribute!r}")
         found = getattr(found, part)
-    from quorum_attention.kernels import InnerKernel
+    from quorum_attention.kernels import is_kernel
     from quorum_attention.kernels.kit import from_lse_function
 
-    if isinstance(found, InnerKernel):
+    if is_kernel(found):
         return found
     if callable(found):
         return from_lse_function(found)

@@ -6,21 +6,20 @@ the schedule would take longer (``planner/small.py`` says which).
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 
 from quorum_attention.execution.call import Call, Three, operand
 from quorum_attention.execution.masks import MaskView
 from quorum_attention.execution.scaling import all_finite, scales
 from quorum_attention.kernels.outside import capturing
-from quorum_attention.kernels.protocol import WholeCalls
+from quorum_attention.kernels.traits import whole_calls
 
 
 def forward_at_once(call: Call, out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse): out (*batch, heads, n_queries, value_dim) in ``out_dtype``, lse without the last
     dimension. At most one batch dimension; the kernel takes whole calls."""
-    kernel = cast(WholeCalls, call.kernel)
+    kernel = whole_calls(call.kernel)
+    assert kernel is not None
     out, lse = kernel.whole_forward(
         _four(call.query), _four(call.key), _four(call.value), call.work.is_causal, call.scale,
         _bias(call), out_dtype,
@@ -38,7 +37,8 @@ def backward_at_once(
     None where an operator did not bring them out finite in 16 bits: they may be finite once they
     are scaled (execution/backward.py).
     """
-    kernel, dtype = cast(WholeCalls, call.kernel), call.work.dtype
+    kernel, dtype = whole_calls(call.kernel), call.work.dtype
+    assert kernel is not None
     # A row without a key has lse -inf; with 0 in its place exp(-inf - 0) is 0, not NaN.
     lse = lse.masked_fill(lse == -torch.inf, 0.0)
     grads = kernel.whole_backward(

@@ -29,8 +29,9 @@ from quorum_attention.execution.tools import Progress, Tools, make_tools
 from quorum_attention.execution.upstream import Upstream
 from quorum_attention.execution.workload import Group, groups
 from quorum_attention.kernels.outside import capturing
-from quorum_attention.kernels.protocol import Gradients, WholeCalls
+from quorum_attention.kernels.protocol import Gradients
 from quorum_attention.kernels.scaling import Scaling
+from quorum_attention.kernels.traits import whole_calls
 
 
 def backward(
@@ -108,12 +109,12 @@ def _direct(
     report: PassReport,
 ) -> Iterator[None]:
     """Fill ``results``, a kernel call at a time."""
-    work, kernel = call.work, call.kernel
-    assert isinstance(kernel, WholeCalls)
+    work, kernel = call.work, whole_calls(call.kernel)
+    assert kernel is not None
     given_lse = lse = lse.to(call.device)
     # A row without a key has lse -inf; with 0 in its place exp(-inf - 0) is 0, not NaN.
     lse = torch.where(lse == float("-inf"), torch.zeros_like(lse), lse)
-    checked = scales(kernel, call.work) and not capturing(call.device)
+    checked = scales(call.kernel, call.work) and not capturing(call.device)
     for done, piece in enumerate(parts, start=1):
         got = kernel.whole_backward(
             operand(piece.take(upstream.tensor, "query"), work.dtype),

@@ -14,7 +14,8 @@ from quorum_attention.execution.rows import Axis
 from quorum_attention.execution.scaling import scales
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.workload import Group, GroupSize, Workload, groups
-from quorum_attention.kernels.protocol import Bias, InnerKernel, WholeCalls
+from quorum_attention.kernels.protocol import Bias, InnerKernel
+from quorum_attention.kernels.traits import whole_calls
 
 
 def runs_directly(call: Call, schedule: Schedule) -> bool:
@@ -39,10 +40,11 @@ def runs_whole(work: Workload, schedule: Schedule, kernel: InnerKernel) -> bool:
     masked = work.mask is not None
     # Several batch dimensions may have no flat view: entries are then run one by one (``pieces``).
     every = schedule.group == GroupSize(work.batch, work.kv_heads) and len(work.batch_shape) <= 1
+    calls = whole_calls(kernel)
     return (
         schedule.decomposition.depth == 0
-        and isinstance(kernel, WholeCalls)
-        and kernel.takes_whole(work.heads, work.kv_heads, work.n_tokens, masked, every)
+        and calls is not None
+        and calls.takes_whole(work.heads, work.kv_heads, work.n_tokens, masked, every)
         and _is_everything(_rectangles(work, schedule), work)
     )
 

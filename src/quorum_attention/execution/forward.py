@@ -22,7 +22,8 @@ from quorum_attention.execution.slots import forward_layout
 from quorum_attention.execution.sweep import forward_sweep, sweeps
 from quorum_attention.execution.tools import Progress, Tools, make_tools
 from quorum_attention.execution.workload import Group, flat_entries, groups
-from quorum_attention.kernels.protocol import Statistics, TaskTensors, WholeCalls
+from quorum_attention.kernels.protocol import Statistics, TaskTensors
+from quorum_attention.kernels.traits import traits_of, whole_calls
 
 
 def forward(
@@ -74,8 +75,8 @@ def _direct(
     call: Call, parts: Sequence[Piece], results: ForwardResults, progress: Progress | None
 ) -> Iterator[None]:
     """Fill ``results``, a kernel call at a time."""
-    kernel, work = call.kernel, call.work
-    assert isinstance(kernel, WholeCalls)
+    kernel, work = whole_calls(call.kernel), call.work
+    assert kernel is not None
     for done, piece in enumerate(parts, start=1):
         part, part_lse = kernel.whole_forward(
             piece.take(call.query, "query"),
@@ -166,7 +167,7 @@ def gathered(call: Call, schedule: Schedule, unit: Unit, tools: Tools) -> TaskTe
     work, task = call.work, unit.visit.task
     bias = call.mask.bias(unit.group, task, work.dtype, call.device) if call.mask else no_bias
     # Users' functions are not asked about positions that there are none of.
-    filled = is_filled(task, work) and not getattr(call.kernel, "own_attention", False)
+    filled = is_filled(task, work) and not traits_of(call.kernel).own_attention
     return TaskTensors(
         task=task,
         rectangles=task.rectangles(

@@ -26,12 +26,13 @@ from quorum_attention.execution.workload import Group, Workload, count_groups, f
 from quorum_attention.kernels.copies import copy_on_device
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.kernels.protocol import InnerKernel, TaskCalls, TaskTensors
+from quorum_attention.kernels.traits import task_calls
 
 
 def takes_tasks(kernel: InnerKernel, work: Workload) -> bool:
     """Whether tasks of such a call can be run in place by ``kernel``: none is scaled here."""
-    able = isinstance(kernel, TaskCalls) and kernel.takes_tasks(work.dtype)
-    return able and not scales(kernel, work)
+    calls = task_calls(kernel)
+    return calls is not None and calls.takes_tasks(work.dtype) and not scales(kernel, work)
 
 
 @lru_cache(maxsize=64)
@@ -59,8 +60,8 @@ def forward_in_place(
     call: Call, schedule: Schedule, results: ForwardResults, tools: Tools, progress: Progress | None
 ) -> Iterator[None]:
     """Fill ``results``, a head group at a time."""
-    work, device, kernel = call.work, call.device, call.kernel
-    assert isinstance(kernel, TaskCalls)
+    work, device, kernel = call.work, call.device, task_calls(call.kernel)
+    assert kernel is not None
     out, lse = results.made()
     steps = _Steps(work, schedule, progress, "forward")
     for group in groups(work, schedule.group):
@@ -99,8 +100,8 @@ def backward_in_place(
     progress: Progress | None,
 ) -> Iterator[None]:
     """Fill ``results``, a head group at a time."""
-    work, kernel = call.work, call.kernel
-    assert isinstance(kernel, TaskCalls)
+    work, kernel = call.work, task_calls(call.kernel)
+    assert kernel is not None
     grads = results.made()
     steps = _Steps(work, schedule, progress, "backward")
     for group in groups(work, schedule.group):

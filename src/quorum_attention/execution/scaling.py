@@ -34,13 +34,13 @@ from quorum_attention.execution.engine import Unit
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.blocks import row_blocks
 from quorum_attention.kernels.protocol import InnerKernel
-from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.scaling import (
     Scaling,
     divide_gradient_,
     divisor_exponent,
     largest_norm,
 )
+from quorum_attention.kernels.traits import traits_of
 
 # 2**shift P of a row that attends evenly should come out about here ...
 _LOG2_TYPICAL = -8
@@ -61,8 +61,8 @@ def usual_shift(n_keys: int) -> int:
 
 
 def scales(kernel: InnerKernel, work: Workload) -> bool:
-    """Whether a backward by ``kernel`` is scaled: only rectangle kernels know how to undo it."""
-    return isinstance(kernel, RectangleKernel) and kernel.scales_backward(work.dtype)
+    """Whether a backward by ``kernel`` is scaled: some gain nothing, or cannot undo it."""
+    return work.dtype in traits_of(kernel).scaled_backward
 
 
 def all_finite(parts: Three) -> bool:

@@ -10,8 +10,9 @@ from quorum_attention.decomposition import Decomposition, Pairs, Ranges, Task, V
 from quorum_attention.decomposition.trimming import trimmed
 from quorum_attention.execution.shares import count_shared
 from quorum_attention.execution.workload import Workload
-from quorum_attention.kernels.protocol import InnerKernel, Sparse
+from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.remembered import remembered
+from quorum_attention.kernels.traits import sparse
 
 # A kernel works in blocks, which reach beyond the tokens that it needs; of tasks that end within
 # one, as far as the mask keeps anything of it, whoever's pairs those are.
@@ -70,9 +71,10 @@ class Trimmed:
 
 def pairs_of(work: Workload, kernel: InnerKernel) -> Pairs:
     """The pairs of a call, by its sizes and the kernel's own mask."""
-    if not isinstance(kernel, Sparse):
+    knowing = sparse(kernel)
+    if knowing is None:
         return Pairs(work.n_queries, work.n_keys, work.is_causal)
-    found = kernel.kept_pairs(work.n_queries, work.n_keys, work.is_causal)
+    found = knowing.kept_pairs(work.n_queries, work.n_keys, work.is_causal)
     if isinstance(found.verdict, MethodType) and found.verdict.__self__ is kernel:
         return replace(found, verdict=_Weakly(found.verdict))
     return found

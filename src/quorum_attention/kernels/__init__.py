@@ -30,10 +30,12 @@ from quorum_attention.kernels.protocol import (
 from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.registry import (
     get_kernel,
+    is_kernel,
     kernels,
     register_kernel,
     why_not,
 )
+from quorum_attention.kernels.traits import Traits, task_calls, traits_of, whole_calls
 
 __all__ = [
     "MERGE_WORKSPACE_BYTES",
@@ -53,14 +55,19 @@ __all__ = [
     "Statistics",
     "TaskCalls",
     "TaskTensors",
+    "Traits",
     "WholeCalls",
     "add_",
     "empty_",
     "get_kernel",
+    "is_kernel",
     "kernels",
     "merge_",
     "probe",
     "register_kernel",
+    "task_calls",
+    "traits_of",
+    "whole_calls",
     "why_not",
 ]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from quorum_attention.kernels.grouped import grouped_backward, grouped_forward
@@ -30,7 +32,7 @@ class CpuKernel(RectangleKernel):
     """torch's tiled CPU attention: fp16, bf16, fp32 and fp64, any head size, masks."""
 
     name = "cpu"
-    plain_softmax = True
+    traits = replace(RectangleKernel.traits, plain_softmax=True)
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""

@@ -43,7 +43,7 @@ class CudnnKernel(RectangleKernel):
     """cuDNN's fused attention: 16-bit, grouped heads and broadcast masks as they are."""
 
     name = "cudnn"
-    plain_softmax = True
+    traits = replace(RectangleKernel.traits, plain_softmax=True)
     lowest_score = BASE_TWO_LOWEST
     grouped = True
     row_unit = 128

@@ -29,6 +29,7 @@ from quorum_attention.kernels.protocol import (
     Statistics,
     TaskTensors,
 )
+from quorum_attention.kernels.traits import Traits
 
 
 class DenseKernel:
@@ -38,8 +39,7 @@ class DenseKernel:
     """
 
     name = "dense"
-    plain_softmax = True
-    """What it computes is softmax of the scores, and it takes ``out`` for delta alone."""
+    traits = Traits(plain_softmax=True)
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""

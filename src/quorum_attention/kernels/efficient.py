@@ -31,7 +31,7 @@ class EfficientKernel(RectangleKernel):
     """
 
     name = "efficient"
-    plain_softmax = True
+    traits = replace(RectangleKernel.traits, plain_softmax=True)
     lowest_score = BASE_TWO_LOWEST
     # Releases before mid-2026 answered wrongly, without an error, for masks longer than 65,536.
     masked_limit: int = 32_768

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from quorum_attention.kernels.operators import operator_reason
@@ -24,7 +26,7 @@ class FlashKernel(RectangleKernel):
     """torch's FlashAttention-2: 16-bit, grouped heads as they are, no mask."""
 
     name = "flash"
-    plain_softmax = True
+    traits = replace(RectangleKernel.traits, plain_softmax=True)
     grouped = True
     row_unit = 128
 

@@ -144,7 +144,11 @@ class Gradients:
 
 @runtime_checkable
 class InnerKernel(Protocol):
-    """What computes a task. Register one with ``quorum_attention.register_kernel``."""
+    """What computes a task. Register one with ``quorum_attention.register_kernel``.
+
+    A kernel may declare more of itself in ``traits`` (``kernels.Traits``), and offer what the
+    protocols below have; its traits then say so.
+    """
 
     @property
     def name(self) -> str:
@@ -176,8 +180,7 @@ class InnerKernel(Protocol):
         ...
 
 
-@runtime_checkable
-class Captures(Protocol):
+class Captures(InnerKernel, Protocol):
     """What a kernel that reads tensors of its own may offer besides (slopes, ids of documents, what
     a function closes over): autograd saves them with the inputs, so that one that is written to
     before the backward is an error, as with any saved tensor."""
@@ -187,8 +190,7 @@ class Captures(Protocol):
         ...
 
 
-@runtime_checkable
-class Sparse(Protocol):
+class Sparse(InnerKernel, Protocol):
     """What a kernel with a mask of its own may offer besides: which pairs it leaves out, so that
     tokens without a pair are not copied (``decomposition/trimming.py``)."""
 
@@ -202,8 +204,7 @@ class Sparse(Protocol):
         ...
 
 
-@runtime_checkable
-class WholeCalls(Protocol):
+class WholeCalls(InnerKernel, Protocol):
     """What a kernel may offer besides: monolithic calls, on the inputs as they lie."""
 
     def takes_whole(
@@ -250,8 +251,7 @@ class WholeCalls(Protocol):
         ...
 
 
-@runtime_checkable
-class TaskCalls(Protocol):
+class TaskCalls(InnerKernel, Protocol):
     """What a kernel of whole tasks may offer besides: a task as one call on inputs as they lie.
 
     The task it is given is the whole sequence, with the rectangles of one task of a decomposition,
@@ -280,4 +280,49 @@ class TaskCalls(Protocol):
 
         grad_out, out, lse: of all queries and the whole rows, lse -inf in rows without any key.
         """
+        ...
+
+
+class Operator(WholeCalls, Protocol):
+    """What a kernel that runs an operator of plain attention may offer besides: single rectangles,
+    and nothing done to what comes back."""
+
+    @property
+    def grouped(self) -> bool:
+        """Whether it takes fewer key/value heads than query heads as they are."""
+        ...
+
+    def rectangle_forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        causal: bool,
+        scale: float,
+        bias: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ``RectangleKernel.rectangle_forward``."""
+        ...
+
+    def rectangle_backward(
+        self,
+        grad_out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        causal: bool,
+        scale: float,
+        bias: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As ``RectangleKernel.rectangle_backward``."""
+        ...
+
+
+class Measured(InnerKernel, Protocol):
+    """What a kernel may offer besides that a planner may weigh against the preferred one."""
+
+    def keeps_pace(self, call: CallShape) -> bool:
+        """Whether the rates in its traits have been measured for such calls."""
         ...

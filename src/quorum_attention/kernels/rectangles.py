@@ -29,6 +29,7 @@ from quorum_attention.kernels.protocol import (
     TaskTensors,
 )
 from quorum_attention.kernels.remembered import remembered
+from quorum_attention.kernels.traits import Traits
 from quorum_attention.kernels.views import Pick, jth_of_group, key_rows, query_rows, runs_as_batch
 
 
@@ -76,9 +77,6 @@ class RectangleKernel(ABC):
         grouped: the operator takes fewer key/value heads than query heads as they are. Where it
             does not, the query heads of a group are run one after the other on views.
         masked_limit: most queries or keys of one call under a mask; None for no limit.
-        whole_tasks: a task is one launch, whatever its rectangles: nothing to gain from several
-            calls in flight, or from running all tasks of a head group as one.
-        rates: of a forward and a backward, as shares of the best kernel's of the device.
         lowest_score: so low a score, or a lower one, is none to the operator.
         row_unit: the operator's temporaries are in whole units of so many rows, for every batch
             entry.
@@ -89,13 +87,12 @@ class RectangleKernel(ABC):
     masked_limit: int | None = None
     lowest_score: float = -math.inf
     row_unit: int = 1
-    whole_tasks: bool = False
-    rates: tuple[float, float] = (1.0, 1.0)
-
-    def keeps_pace(self, call: CallShape) -> bool:
-        """Whether ``rates`` have been measured for such calls, so that a planner may weigh this
-        kernel against the preferred one."""
-        return False
+    traits: Traits = Traits(
+        several_streams=True,
+        scaled_backward=frozenset({torch.float16}),
+        whole_calls=True,
+        operator=True,
+    )
 
     @abstractmethod
     def refusal(self, call: CallShape) -> str | None:
@@ -223,10 +220,6 @@ class RectangleKernel(ABC):
         over batch and heads only.
         """
         return 1
-
-    def scales_backward(self, dtype: torch.dtype) -> bool:
-        """Whether the backward gains by scaling (kernels/scaling.py): fp16 does."""
-        return dtype == torch.float16
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""

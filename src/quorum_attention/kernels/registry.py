@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from typing import TypeGuard
+from weakref import WeakKeyDictionary
+
 import torch
 
 from quorum_attention.counts import shown
@@ -13,9 +17,12 @@ from quorum_attention.kernels.flash import FlashKernel
 from quorum_attention.kernels.native import NativeKernel
 from quorum_attention.kernels.probe import probe
 from quorum_attention.kernels.protocol import CallShape, InnerKernel
+from quorum_attention.kernels.traits import Traits, contradiction, traits_of
 
 _KERNELS: dict[str, InnerKernel] = {}
 _registered = 0
+# With the traits they had: asking costs as much as a small call.
+_CHECKED: WeakKeyDictionary[InnerKernel, Traits] = WeakKeyDictionary()
 
 # Fastest first (measured on an H200); kernels not named here, registered by users, come after
 # these in the order of registration, and the reference last of all.
@@ -27,12 +34,13 @@ def register_kernel(kernel: InnerKernel) -> None:
     """Make a kernel known under its name, replacing one of the same name.
 
     Raises:
-        TypeError: it lacks a part of the ``InnerKernel`` protocol.
+        TypeError: it lacks a part of the ``InnerKernel`` protocol, or its traits say something
+            else than its methods.
         ValueError: its name is empty or "auto".
     """
     if isinstance(kernel, type):
         raise TypeError(f"a kernel is an object, not a class: make a {kernel.__name__} first")
-    if not isinstance(kernel, InnerKernel):
+    if not is_kernel(kernel):
         parts = ("name", "refusal", "forward_workspace_bytes", "backward_workspace_bytes")
         missing = [p for p in (*parts, "forward", "backward") if not hasattr(kernel, p)]
         raise TypeError(f"{kernel!r} is no inner kernel: it lacks {', '.join(missing)}")
@@ -40,6 +48,7 @@ def register_kernel(kernel: InnerKernel) -> None:
         raise TypeError(f"a kernel's name must be a str, got {shown(kernel.name)}")
     if not kernel.name or kernel.name == "auto":
         raise ValueError(f"a kernel cannot be named {kernel.name!r}")
+    _check_traits(kernel)
     global _registered
     _registered += 1
     _KERNELS[kernel.name] = kernel
@@ -48,6 +57,11 @@ def register_kernel(kernel: InnerKernel) -> None:
 def registrations() -> tuple[int, ...]:
     """Other numbers for every other set of kernels that there have been."""
     return (_registered, *map(id, _KERNELS.values()))
+
+
+def is_kernel(thing: object) -> TypeGuard[InnerKernel]:
+    """Whether it has all that ``InnerKernel`` asks for (a class of kernels has that, too)."""
+    return isinstance(thing, InnerKernel)
 
 
 def kernels() -> dict[str, InnerKernel]:
@@ -60,14 +74,17 @@ def get_kernel(kernel: str | InnerKernel) -> InnerKernel:
 
     Raises:
         ValueError: no kernel has that name.
-        TypeError: neither a name nor a kernel.
+        TypeError: neither a name nor a kernel, or one whose traits contradict its methods.
     """
     if isinstance(kernel, str):
         if kernel not in _KERNELS:
             known = ", ".join(kernels())
             raise ValueError(f"no kernel is named {kernel!r}; there are: {known}")
         return _KERNELS[kernel]
-    if isinstance(kernel, InnerKernel) and not isinstance(kernel, type):
+    if _is_checked(kernel):
+        return kernel
+    if is_kernel(kernel) and not isinstance(kernel, type):
+        _check_traits(kernel)
         return kernel
     if isinstance(kernel, type):
         raise TypeError(f"kernel must be a name or an InnerKernel, not the class {kernel.__name__}")
@@ -76,13 +93,29 @@ def get_kernel(kernel: str | InnerKernel) -> InnerKernel:
 
 def why_not(kernel: InnerKernel, call: CallShape, device: torch.device | None = None) -> str | None:
     """Why a kernel cannot run the call, by its own word or by a test on ``device``; or None."""
-    reason = kernel.refusal(call)
+    reason, traits = kernel.refusal(call), traits_of(kernel)
     # The reference is what others are tested against; testing it against itself says nothing.
-    if reason is not None or kernel.name == _LAST or getattr(kernel, "own_attention", False):
+    if reason is not None or kernel.name == _LAST or traits.own_attention:
         # Nor does testing what is no plain attention: that is what check_kernel is for.
         return reason
     # A kernel whose users changed the scores is tried without the change.
-    return probe(getattr(kernel, "probed_as", kernel), call, device)
+    return probe(traits.probed_as or kernel, call, device)
+
+
+def _is_checked(kernel: InnerKernel) -> bool:
+    """Whether it is a kernel that was checked before, with the traits that it had then."""
+    try:
+        return _CHECKED.get(kernel) is traits_of(kernel)
+    except TypeError:  # it takes no weak reference: checked every time
+        return False
+
+
+def _check_traits(kernel: InnerKernel) -> None:
+    reason = contradiction(kernel)
+    if reason is not None:
+        raise TypeError(f"kernel {kernel.name!r} contradicts itself: {reason}")
+    with suppress(TypeError):
+        _CHECKED[kernel] = traits_of(kernel)
 
 
 def _in_order() -> list[InnerKernel]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from quorum_attention.kernels.protocol import CallShape, InnerKernel
-from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.registry import get_kernel, kernels, why_not
+from quorum_attention.kernels.traits import measured
 
 
 def select_kernel(
@@ -58,13 +58,11 @@ def rivals(
     such a device. That they take the call is their own word."""
     if device.type != "cuda" or not _is_hopper(device):
         return ()
+    others = [measured(kernel) for kernel in kernels().values() if kernel is not preferred]
     return tuple(
         kernel
-        for kernel in kernels().values()
-        if kernel is not preferred
-        and isinstance(kernel, RectangleKernel)
-        and kernel.keeps_pace(call)
-        and kernel.refusal(call) is None
+        for kernel in others
+        if kernel is not None and kernel.keeps_pace(call) and kernel.refusal(call) is None
     )
 
 

@@ -31,9 +31,9 @@ from quorum_attention.devices import present
 from quorum_attention.errors import CalibrationError
 from quorum_attention.execution.workload import ELEMENT_BYTES
 from quorum_attention.kernels.merge import add_, merge_
-from quorum_attention.kernels.protocol import CallShape
-from quorum_attention.kernels.rectangles import RectangleKernel
+from quorum_attention.kernels.protocol import CallShape, Operator
 from quorum_attention.kernels.select import select_kernel
+from quorum_attention.kernels.traits import operator
 from quorum_attention.planner.machine import Machine, assumed, by_head_dim
 from quorum_attention.writing import check_target, write_text
 
@@ -309,12 +309,13 @@ class _Bench:
                 found[_rate(head_dim, which)] = rate
         return {**found, "causal": self.causal(), **self.copies(), **self.calls(number)}
 
-    def kernel(self, head_dim: int) -> RectangleKernel:
+    def kernel(self, head_dim: int) -> Operator:
         call = CallShape(self.device.type, self.dtype, 1, 1, head_dim, head_dim, True, True)
-        found = select_kernel("auto", call, self.device)
-        if not isinstance(found, RectangleKernel):
+        chosen = select_kernel("auto", call, self.device)
+        found = operator(chosen)
+        if found is None:
             raise NotImplementedError(
-                f"only kernels that work on rectangles can be calibrated, not {found.name!r}"
+                f"only kernels that work on rectangles can be calibrated, not {chosen.name!r}"
             )
         return found
 

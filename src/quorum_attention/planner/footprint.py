@@ -14,6 +14,7 @@ from quorum_attention.execution.slots import aligned, backward_layout, forward_l
 from quorum_attention.execution.workload import GroupSize, Workload
 from quorum_attention.kernels.delta import carrier_bytes
 from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.traits import traits_of
 from quorum_attention.kernels.workspace import UNSPLIT_BYTES
 
 # torch's CUDA caching allocator hands out multiples of this, or whole blocks (``UNSPLIT_BYTES``).
@@ -204,7 +205,7 @@ def backward_footprint(
 
 def corrected_bytes(work: Workload, kernel: InnerKernel) -> int:
     """Bytes of a delta by probabilities, where a backward takes it (kernels/delta.py)."""
-    if not getattr(kernel, "plain_softmax", False):
+    if not traits_of(kernel).plain_softmax:
         return 0
     return carrier_bytes(
         work.dtype,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -290,9 +290,9 @@ def estimate(n_tokens: int, *, budget: int | str | None = None, **call: object) 
     for name in ("levels", "depth", "backward"):
         if name in call:
             raise TypeError(f"estimate does not take {name}: it chooses, and plans both passes")
-    options: dict[str, object] = dict(call)
-    forward = plan(n_tokens, budget=budget, **options)  # type: ignore[arg-type]
-    backward = plan(n_tokens, budget=budget, backward=True, **options)  # type: ignore[arg-type]
+    options: dict[str, Any] = dict(call)
+    forward = plan(n_tokens, budget=budget, **options)
+    backward = plan(n_tokens, budget=budget, backward=True, **options)
     limit = None if budget is None else parse_bytes(budget)
     room = limit if limit is not None else _free(torch.device(forward.place.device_type))
     whole = forward if _is_uncut(forward) else _uncut(forward, options.get("kernel", "auto"))
@@ -300,7 +300,7 @@ def estimate(n_tokens: int, *, budget: int | str | None = None, **call: object) 
     for levels in _OTHER_LEVELS:
         if levels != forward.levels and n_tokens >= 128 * max(levels, default=0):
             try:
-                others.append(plan(n_tokens, levels=levels, budget=room, **options))  # type: ignore[arg-type]
+                others.append(plan(n_tokens, levels=levels, budget=room, **options))
             except BudgetError:
                 continue
     others.sort(key=lambda other: other.predicted_seconds)
@@ -318,11 +318,10 @@ def _is_uncut(made: Plan) -> bool:
     return made.depth == 0 and made.n_groups == 1
 
 
-def _uncut(made: Plan, kernel: object) -> Plan:
+def _uncut(made: Plan, kernel: str | InnerKernel) -> Plan:
     """The call of ``made`` as one unit."""
     work, place = made.work, made.place
     where = torch.device(place.device_type)
-    assert isinstance(kernel, (str, InnerKernel))
     chosen = select_kernel(kernel, work.call_shape(where.type, False), where, tried=False)
     wish = Wish(
         budget_bytes=0,

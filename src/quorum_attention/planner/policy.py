@@ -67,8 +67,5 @@ WORTH_BUILDING = 0.02
 
 # --- Assumed where nothing is known -----------------------------------------------------------
 
-# Host time of a launch, forward and (with what goes before it) backward, where a kernel of whole
-# tasks says nothing else.
-ISSUE_SECONDS = (60e-6, 200e-6)
 # Of a CUDA device that is not there to be asked.
 ASSUMED_DEVICE_BYTES = 80 << 30

@@ -16,8 +16,8 @@ from quorum_attention.execution.schedule import Home, Schedule, through_slots, w
 from quorum_attention.execution.trimming import Tally, pairs_of, tally
 from quorum_attention.execution.workload import GroupSize, Workload, group_sizes
 from quorum_attention.kernels.protocol import InnerKernel
-from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.remembered import remembered
+from quorum_attention.kernels.traits import traits_of
 from quorum_attention.planner import policy
 from quorum_attention.planner.cost import Cost, cost
 from quorum_attention.planner.footprint import (
@@ -146,16 +146,14 @@ def refitted(
 
 
 def _issue_seconds(kernel: InnerKernel) -> tuple[float, float] | None:
-    if not getattr(kernel, "whole_tasks", False):
-        return None
-    found: tuple[float, float] = getattr(kernel, "launch_seconds", policy.ISSUE_SECONDS)
-    return found
+    traits = traits_of(kernel)
+    return traits.launch_seconds if traits.whole_tasks else None
 
 
 def _paced(machine: Machine, kernel: InnerKernel, pairs: Pairs) -> Machine:
     """The machine as fast as ``kernel`` drives it, all pairs of the call counted: faster by those
     that a mask of the kernel's own leaves out."""
-    forward, backward = getattr(kernel, "rates", (1.0, 1.0))
+    forward, backward = traits_of(kernel).rates
     share = kept_share(pairs)
     forward, backward = forward / share, backward / share
     return replace(
@@ -407,7 +405,7 @@ def _schedules(
     if work.mask is not None and work.mask.rows and work.mask.columns:
         max_pairs = policy.MASKED_PAIRS
     streams = [wish.streams] if wish.streams is not None else [1, 2]
-    several = isinstance(kernel, RectangleKernel) and not kernel.whole_tasks
+    several = traits_of(kernel).several_streams
     if place.device_type == "cpu" or not several:
         streams = [1]
     sweeping = place.resident and place.dense_rows and work.mask is None

@@ -52,6 +52,7 @@ from quorum_attention.kernels.protocol import (
     Statistics,
     TaskTensors,
 )
+from quorum_attention.kernels.traits import Traits
 from quorum_attention.kernels.workspace import UNSPLIT_BYTES
 
 if TYPE_CHECKING:
@@ -94,17 +95,16 @@ class FlexKernel:
         run: those that were run.
     """
 
-    own_attention = True
-    """It is no plain attention: not compared with the reference, and told heads and positions."""
-
-    whole_tasks = True
-    """A task is one launch: nothing to gain from several at a time."""
-
-    launch_seconds = (0.7e-3, 2.3e-3)
-    """What issuing a task's forward and backward takes the host, most of it torch.compile's."""
-
-    rates = (0.84, 0.69)
-    """Of a forward and a backward, as shares of the best kernel's (H200, causal, D = 64)."""
+    traits = Traits(
+        own_attention=True,
+        whole_tasks=True,
+        launch_seconds=(0.7e-3, 2.3e-3),  # most of it torch.compile's
+        rates=(0.84, 0.69),  # H200, causal, D = 64
+        captures=True,
+        sparse=True,
+        whole_calls=True,
+        task_calls=True,
+    )
 
     def __init__(self, in_memory: ScoreModKernel) -> None:
         self.name = in_memory.name

@@ -33,6 +33,7 @@ from quorum_attention.kernels.protocol import (
     Statistics,
     TaskTensors,
 )
+from quorum_attention.kernels.traits import Traits
 from quorum_attention.kernels.views import Pick, jth_of_group
 
 LseFunction = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -73,6 +74,8 @@ class Piece:
 class FunctionKernel:
     """See ``from_lse_function``."""
 
+    traits = Traits(own_attention=True, captures=True)
+
     def __init__(
         self,
         function: LseFunction,
@@ -89,9 +92,6 @@ class FunctionKernel:
         self._workspace = workspace or quadratic_workspace
         self._wants = _parameters(function, "function")
         self._backward_wants = () if backward is None else _parameters(backward, "backward")
-
-    own_attention = True
-    """It is no plain attention, so comparing it with the reference says nothing."""
 
     def captured(self) -> list[torch.Tensor]:
         """See ``Captures``: what the functions close over, as far as it is plain to see."""

@@ -32,10 +32,12 @@ from quorum_attention.kernels.protocol import (
     CallShape,
     Extent,
     Gradients,
+    InnerKernel,
+    Operator,
     Statistics,
     TaskTensors,
 )
-from quorum_attention.kernels.rectangles import RectangleKernel
+from quorum_attention.kernels.traits import Traits, operator
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +77,8 @@ class LongNetKernel:
 
     Args:
         settings: (segment, dilation) pairs, or ``DilatedSetting``.
-        inner: the kernel that runs the strided rectangles: a ``RectangleKernel``, or None for the
-            first that can.
+        inner: the kernel that runs the strided rectangles: a ``RectangleKernel``, or another that
+            is an operator by its traits; None for the first that can.
         full_precision: 16-bit tokens are widened to fp32 for the inner kernel, so that nothing is
             rounded between settings and rectangles: slower, and exact to the last bits.
 
@@ -86,12 +88,12 @@ class LongNetKernel:
     """
 
     name = "longnet"
-    own_attention = True
+    traits = Traits(own_attention=True, sparse=True)
 
     def __init__(
         self,
         settings: Sequence[DilatedSetting | tuple[int, int]],
-        inner: RectangleKernel | None = None,
+        inner: InnerKernel | None = None,
         *,
         full_precision: bool = False,
     ) -> None:
@@ -106,9 +108,9 @@ class LongNetKernel:
         self.settings = tuple(
             s if isinstance(s, DilatedSetting) else DilatedSetting(*s) for s in settings
         )
-        if inner is not None and not isinstance(inner, RectangleKernel):
+        self._inner = None if inner is None else operator(inner)
+        if inner is not None and self._inner is None:
             raise TypeError(f"inner must be a RectangleKernel or None, not {type(inner).__name__}")
-        self._inner = inner
         self._verdict = _verdict_of(self.settings)
         self.full_precision = switch(full_precision, "full_precision")
 
@@ -199,7 +201,7 @@ class LongNetKernel:
                             if chosen is not None and others is not None:
                                 yield _Strided(chosen, others, heads, causal)
 
-    def _of(self, task: TaskTensors) -> RectangleKernel:
+    def _of(self, task: TaskTensors) -> Operator:
         query, value = task.query, task.value
         call = CallShape(
             query.device.type, query.dtype, query.shape[1], query.shape[1], query.shape[3],
@@ -217,15 +219,16 @@ class LongNetKernel:
         narrow = self.full_precision and call.dtype.itemsize < 4
         return replace(call, dtype=torch.float32) if narrow else call
 
-    def _first(self, call: CallShape) -> RectangleKernel | None:
+    def _first(self, call: CallShape) -> Operator | None:
         call = self._widened(call)
         if self._inner is not None:
             return self._inner if self._inner.refusal(call) is None else None
         from quorum_attention.kernels.registry import kernels
 
         for kernel in kernels().values():
-            if isinstance(kernel, RectangleKernel) and kernel.refusal(call) is None:
-                return kernel
+            found = operator(kernel)
+            if found is not None and found.refusal(call) is None:
+                return found
         return None
 
 

@@ -8,6 +8,7 @@ rectangle in memory, on any device. What the mask empties is never run by either
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,6 +50,8 @@ class ScoreModKernel(FunctionKernel):
         pruned: rectangles left out so far because the mask empties them.
         run: those that were run, or their parts.
     """
+
+    traits = replace(FunctionKernel.traits, sparse=True)
 
     def __init__(self, score_mod: ScoreMod | None, mask_mod: MaskMod | None, name: str) -> None:
         self.score_mod, self.mask_mod = score_mod, mask_mod

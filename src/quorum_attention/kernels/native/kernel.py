@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
@@ -32,6 +33,7 @@ from quorum_attention.kernels.protocol import (
     TaskTensors,
 )
 from quorum_attention.kernels.rectangles import RectangleKernel
+from quorum_attention.kernels.traits import Traits
 from quorum_attention.kernels.workspace import SLACK_BYTES, UNSPLIT_BYTES
 
 Axis = Literal["query", "key"]
@@ -63,8 +65,15 @@ class NativeKernel(RectangleKernel):
 
     name = "native"
     grouped = True
-    whole_tasks = True
-    rates = (0.95, 0.78)  # H200, against cuDNN
+    traits = Traits(
+        plain_softmax=True,
+        whole_tasks=True,
+        rates=(0.95, 0.78),  # H200, against cuDNN
+        sparse=True,
+        whole_calls=True,
+        operator=True,
+        measured=True,
+    )
 
     def __init__(
         self,
@@ -79,16 +88,9 @@ class NativeKernel(RectangleKernel):
         sides = self.options.left, self.options.right
         self._verdict = window_verdict(*sides) if self.options.windowed else None
         self._slopes: dict[torch.device, torch.Tensor] = {}
-
-    @property
-    def probed_as(self) -> NativeKernel:
-        """Which kernel is compared with the reference: one that leaves scores as they are."""
-        return self if self.options.plain else _plain(self.allow_tf32)
-
-    @property
-    def plain_softmax(self) -> bool:
-        """Whether scores are what query, key, scale and mask make them."""
-        return self.options.plain
+        if not self.options.plain:
+            plain = _plain(self.allow_tf32)
+            self.traits = replace(self.traits, plain_softmax=False, probed_as=plain)
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
@@ -109,14 +111,10 @@ class NativeKernel(RectangleKernel):
         return None if triton_available() else "it needs Triton, which is not installed"
 
     def keeps_pace(self, call: CallShape) -> bool:
-        """Whether ``rates`` have been measured for such calls; of plain attention alone."""
+        """See ``Measured``: of plain attention alone."""
         dims = {call.head_dim, call.value_dim}
         plain = self.options.plain and not self.allow_tf32 and call.mask is None
         return plain and call.dtype.itemsize == 2 and dims in ({64}, {128})
-
-    def scales_backward(self, dtype: torch.dtype) -> bool:
-        """No: it keeps fp16 in range by itself."""
-        return False
 
     def takes_whole(
         self, query_heads: int, key_heads: int, tokens: int, masked: bool, every: bool
