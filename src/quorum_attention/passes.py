@@ -10,10 +10,8 @@ from typing import Any, TypeVar
 import torch
 
 from quorum_attention.call.options import Options
-from quorum_attention.execution.at_once import backward_at_once, forward_at_once
-from quorum_attention.execution.backward import backward
 from quorum_attention.execution.call import Call, Three, is_operand, lie_well
-from quorum_attention.execution.forward import forward
+from quorum_attention.execution.job import Job, backward_job, forward_job
 from quorum_attention.execution.masks import MaskView
 from quorum_attention.execution.memory import (
     first_line,
@@ -22,9 +20,11 @@ from quorum_attention.execution.memory import (
     named_out_of_memory,
 )
 from quorum_attention.execution.report import PassReport
+from quorum_attention.execution.routes.whole import at_once
+from quorum_attention.execution.run_pass import run_pass
 from quorum_attention.execution.scaling import scales
 from quorum_attention.execution.tools import Progress
-from quorum_attention.execution.upstream import divided_bytes, outreaches, upstream_of
+from quorum_attention.execution.upstream import Upstream, divided_bytes, outreaches, upstream_of
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.delta import exact_carrier
 from quorum_attention.kernels.outside import without_autocast
@@ -71,15 +71,15 @@ def _run(
         decision = decide_again(asked, decision)
 
 
-def _at_once(options: Options, attempt: Callable[[], _Result]) -> _Result | None:
-    """The result of a small call; None where it runs out of memory, and has to be planned."""
+def _at_once(options: Options, job: Job) -> tuple[torch.Tensor, ...] | None:
+    """The results of a small call; None where it runs out of memory, and has to be planned."""
     try:
         with (
             _device(options.device),
             torch.no_grad(),
             without_autocast("cpu", options.device.type),
         ):
-            return attempt()
+            return at_once(job)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -174,7 +174,8 @@ def run_forward(
     needs_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Plan the forward and run it, on checked arguments."""
-    work = replace(work, positive_scale=options.scale > 0)
+    if options.scale <= 0:
+        work = replace(work, positive_scale=False)
     if _is_trivial(work):
         rows = tuple(query.shape[:-1])
         if out is None:
@@ -197,7 +198,7 @@ def run_forward(
         decision = decide(asked)
     if decision.plan is None:
         call = _call(query, key, value, work, options, decision.kernel)
-        found = _at_once(options, lambda: forward_at_once(call, out_dtype))
+        found = _at_once(options, forward_job(call, out_dtype))
         if found is not None:
             return _whole(found[0]), _whole(found[1])
         decision = decide_again(asked, decision)
@@ -207,9 +208,8 @@ def run_forward(
     ) -> tuple[torch.Tensor, torch.Tensor]:
         _note_writing(() if out is None else (out,))
         call = _call(query, key, value, work, options, decision.kernel)
-        return forward(
-            call, plan.schedule, out=out, out_dtype=out_dtype, report=report, progress=progress
-        )
+        made, lse = run_pass(forward_job(call, out_dtype, out, report, progress), plan.schedule)
+        return made, lse
 
     def note(report: PassReport) -> None:
         if options.report is not None:
@@ -231,7 +231,8 @@ def run_backward(
     grads: Three | None = None,
 ) -> Three:
     """Plan the backward and run it, on checked arguments."""
-    work = replace(work, positive_scale=options.scale > 0)
+    if options.scale <= 0:
+        work = replace(work, positive_scale=False)
     if _is_trivial(work):
         if grads is None:
             return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
@@ -256,7 +257,7 @@ def run_backward(
         if grad_out.dtype == out.dtype == work.dtype and here:
             call = _call(query, key, value, work, options, decision.kernel)
             carrier = _carrier(call, options, grad_out, out, lse)
-            found = _at_once(options, lambda: backward_at_once(call, grad_out, carrier, lse))
+            found = _at_once(options, backward_job(call, Upstream(grad_out), carrier, lse))
             if found is not None:
                 return _whole(found[0]), _whole(found[1]), _whole(found[2])
         decision = decide_again(asked, decision)
@@ -268,16 +269,10 @@ def run_backward(
         call = _call(query, key, value, work, options, decision.kernel)
         scaled = scales(decision.kernel, work)
         upstream = upstream_of(grad_out, work, options.device, scaled=scaled)
-        return backward(
-            call,
-            plan.schedule,
-            upstream,
-            _carrier(call, options, upstream.tensor, out, lse),
-            lse,
-            grads=grads,
-            report=report,
-            progress=progress,
-        )
+        carrier = _carrier(call, options, upstream.tensor, out, lse)
+        job = backward_job(call, upstream, carrier, lse, grads, report, progress)
+        made = run_pass(job, plan.schedule)
+        return made[0], made[1], made[2]
 
     def note(report: PassReport) -> None:
         if options.report is not None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import quorum_attention as qa
 from quorum_attention.decomposition import MASKED, MIXED, Decomposition
-from quorum_attention.execution.in_place import rectangles_in_place
+from quorum_attention.execution.routes.in_place import rectangles_in_place
 from quorum_attention.execution.shares import count_shared, shares
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels import Gradients, Statistics, TaskTensors, Traits, task_calls

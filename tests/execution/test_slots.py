@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 import quorum_attention as qa
 from quorum_attention.execution.cutting import Cutting
 from quorum_attention.execution.padding import is_filled
+from quorum_attention.execution.pass_spec import BACKWARD, FORWARD, spec_of
 from quorum_attention.execution.slots import (
     ALIGNMENT,
     Field,
     LayoutError,
     SlotLayout,
     aligned,
-    backward_layout,
-    forward_layout,
+    slot_layout,
 )
 from quorum_attention.execution.workload import GroupSize, Workload
 from quorum_attention.kernels import DenseKernel
@@ -65,10 +65,7 @@ def test_fields_lie_inside_the_slot_and_overlap_only_where_shared(
 ) -> None:
     group = GroupSize(work.batch, work.kv_heads)
     rows = min(tokens, work.n_queries), min(tokens, work.n_keys)
-    if backward:
-        layout = backward_layout(work, group, rows, result, scaled=scaled)
-    else:
-        layout = forward_layout(work, group, rows, result)
+    layout = slot_layout(spec_of(backward), work, group, rows, result, scaled=backward and scaled)
     places = {name: extent(layout, work, name, tokens) for name in layout.fields}
     assert layout.slot_bytes % ALIGNMENT == 0
     for name, (start, stop) in places.items():
@@ -86,7 +83,7 @@ def test_fields_lie_inside_the_slot_and_overlap_only_where_shared(
 def test_carved_fields_are_dense_views_that_do_not_disturb_each_other(heads: int) -> None:
     """Also for a group smaller than the slot was made for."""
     work = Workload((2,), 4, 2, 9, 11, 5, 3, torch.float16, False)
-    layout = forward_layout(work, GroupSize(2, 2), (8, 8), torch.float16)
+    layout = slot_layout(FORWARD, work, GroupSize(2, 2), (8, 8), torch.float16)
     slot = torch.zeros(layout.slot_bytes, dtype=torch.uint8)
     apart = [name for name in layout.fields if name not in SHARED]
     views = {name: layout.carve(slot, name, 1, heads, 7) for name in apart}
@@ -149,10 +146,8 @@ def test_every_task_of_a_plan_fits_its_slot(
         rounds.append(cutting.further(tasks, cutting.tasks(schedule.deeper(work))[1]))
     for found, at in rounds:
         rows = at.task_rows(work)
-        if backward:
-            layout_of = backward_layout(work, group, rows, dtypes[1], scaled=True)
-        else:
-            layout_of = forward_layout(work, group, rows, dtypes[1])
+        spec = spec_of(backward)
+        layout_of = slot_layout(spec, work, group, rows, dtypes[1], scaled=backward)
         slot = torch.empty(layout_of.slot_bytes, dtype=torch.uint8)
         for task in found:
             keys = queries = task.n_tokens
@@ -171,7 +166,7 @@ def test_every_task_of_a_plan_fits_its_slot(
 
 def test_a_field_that_would_reach_into_the_next_is_refused() -> None:
     work = Workload((), 4, 2, 40, 60, 5, 3, torch.float16, False)
-    layout = forward_layout(work, GroupSize(1, 2), (8, 10), torch.float16)
+    layout = slot_layout(FORWARD, work, GroupSize(1, 2), (8, 10), torch.float16)
     slot = torch.zeros(layout.slot_bytes, dtype=torch.uint8)
     assert layout.carve(slot, "key", 1, 2, 10).shape == (1, 2, 10, 5)
     for entries, heads, rows in ((2, 2, 10), (1, 3, 10), (1, 2, 11)):
@@ -204,9 +199,9 @@ def test_fields_over_each_other_are_refused_unless_they_say_so() -> None:
 
 def test_inputs_that_a_result_of_another_size_is_written_over_are_not_kept() -> None:
     work = Workload((), 1, 1, 40, 40, 8, 4, torch.float16, False)
-    same = backward_layout(work, GroupSize(1, 1), (8, 8), torch.float16, scaled=False)
+    same = slot_layout(BACKWARD, work, GroupSize(1, 1), (8, 8), torch.float16, scaled=False)
     assert all(same.keeps(name) for name in ("query", "key", "value", "out"))
-    narrower = forward_layout(work, GroupSize(1, 1), (8, 8), torch.float16)
+    narrower = slot_layout(FORWARD, work, GroupSize(1, 1), (8, 8), torch.float16)
     assert narrower.fields["final_out"].over == "query"
     assert not narrower.keeps("query")
     assert narrower.keeps("key")

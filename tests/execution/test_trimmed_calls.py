@@ -16,7 +16,8 @@ from quorum_attention.decomposition import MASKED, MIXED, Decomposition, Pairs
 from quorum_attention.decomposition.trimming import tokens_of
 from quorum_attention.execution import runner
 from quorum_attention.execution.cutting import Cutting
-from quorum_attention.execution.slots import forward_layout
+from quorum_attention.execution.pass_spec import FORWARD
+from quorum_attention.execution.slots import slot_layout
 from quorum_attention.execution.trimming import pairs_of, trimmed_tasks
 from quorum_attention.kernels import Gradients, Statistics, TaskTensors, Traits
 from quorum_attention.kernels.kit import document, from_score_mod, prefix_lm, sliding_window
@@ -298,8 +299,8 @@ def test_the_way_back_to_coarser_tasks_counts_them_trimmed() -> None:
         qa.plan(N, heads=2, head_dim=8, dtype=torch.float32, levels=(7,), tile=TILE, n_cap=1,
                 kernel=kernel, heads_per_group=1, is_causal=True, device="cpu")
     )  # fmt: skip
-    slot = forward_layout(
-        plan.work, plan.schedule.group, plan.schedule.task_rows(plan.work), torch.float32
+    slot = slot_layout(
+        FORWARD, plan.work, plan.schedule.group, plan.schedule.task_rows(plan.work), torch.float32
     ).slot_bytes
     made, report = inputs(N), qa.Report()
     kernel.arm()

@@ -9,7 +9,6 @@ import torch
 from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.masks import MaskView
 from quorum_attention.execution.memory import available_bytes, is_out_of_memory
-from quorum_attention.execution.rows import Axis
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.sizes import format_bytes
@@ -18,8 +17,6 @@ from quorum_attention.sizes import format_bytes
 _WORD_BYTES = 16
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-AXES: tuple[Axis, Axis, Axis] = ("query", "key", "key")
-"""Of the three gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,65 +105,6 @@ def empty_result(
                 f"memory-mapped"
             )
     return torch.empty(shape, dtype=dtype, device=device)
-
-
-@dataclass(slots=True)
-class ForwardResults:
-    """What a forward returns, as far as it is there already.
-
-    Attributes:
-        call: what it is the result of.
-        out_dtype: of the output.
-        out: (*batch, heads, n_queries, value_dim).
-        lse: (*batch, heads, n_queries) in the state dtype.
-    """
-
-    call: Call
-    out_dtype: torch.dtype
-    out: torch.Tensor | None = None
-    lse: torch.Tensor | None = None
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """The shape of ``lse``."""
-        work = self.call.work
-        return (*work.batch_shape, work.heads, work.n_queries)
-
-    def made(self, lse_home: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both, made where they are not there; ``lse_home``: where the lse is made, if not where
-        the inputs are."""
-        call, where = self.call, self.call.query.device
-        if self.out is None:
-            shape = (*self.rows, call.work.value_dim)
-            self.out = empty_result(shape, self.out_dtype, where, "the output")
-        if self.lse is None:
-            home = where if lse_home is None else lse_home
-            self.lse = empty_result(self.rows, call.work.state_dtype, home, "the log-sum-exp")
-        return self.out, self.lse
-
-
-@dataclass(slots=True)
-class BackwardResults:
-    """What a backward returns, as far as it is there already: of query, key and value."""
-
-    call: Call
-    three: Three | None = None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of all three."""
-        return self.call.work.dtype if self.three is None else self.three[0].dtype
-
-    def made(self) -> Three:
-        """All three, made where they are not there."""
-        if self.three is None:
-            call, where = self.call, self.call.query.device
-            self.three = (
-                empty_result(tuple(call.query.shape), self.dtype, where, "the query's gradient"),
-                empty_result(tuple(call.key.shape), self.dtype, where, "the key's gradient"),
-                empty_result(tuple(call.value.shape), self.dtype, where, "the value's gradient"),
-            )
-        return self.three
 
 
 def travelling_home(

@@ -1,7 +1,7 @@
 """Runs units of work through the slots: load, compute, store, each beside the next.
 
-The engine knows rows and slots; what a unit computes is the pass's business (forward.py,
-backward.py), how bytes move the mover's (transfers.py), what to do about failures the runner's
+The engine knows rows and slots; what a unit computes is the pass's business (routes/slots.py),
+how bytes move the mover's (transfers.py), what to do about failures the runner's
 (runner.py).
 """
 

@@ -48,6 +48,16 @@ class MaskView:
 
         return of
 
+    def whole(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """All of it, additive and not expanded: (b, heads, rows, columns), each maybe 1. Of a call
+        with at most one batch dimension."""
+        mask = self.mask if self.mask.dim() == 4 else self.mask.unsqueeze(0)
+        mask = mask.to(device)
+        if mask.dtype != torch.bool:
+            return mask.to(dtype)
+        kept = torch.zeros((), dtype=dtype, device=device)
+        return torch.where(mask, kept, torch.full_like(kept, -torch.inf))
+
     def _blocks(self, group: Group) -> list[torch.Tensor]:
         """(heads|1, rows|1, columns|1) views: one per batch entry, or one for all of them."""
         batch_sizes = self.mask.shape[:-3]

@@ -25,11 +25,11 @@ while the next one computes.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 import torch
 
-from quorum_attention.execution.call import Three
 from quorum_attention.execution.engine import Unit
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.blocks import row_blocks
@@ -65,10 +65,10 @@ def scales(kernel: InnerKernel, work: Workload) -> bool:
     return work.dtype in traits_of(kernel).scaled_backward
 
 
-def all_finite(parts: Three) -> bool:
+def all_finite(parts: Sequence[torch.Tensor]) -> bool:
     """Whether 16-bit gradients are finite everywhere; holds the host up once, takes no memory."""
-    query, key, value = (part.sum(dtype=torch.float32) for part in parts)
-    return math.isfinite(float(query + key + value))
+    first, *others = (part.sum(dtype=torch.float32) for part in parts)
+    return math.isfinite(float(sum(others, first)))
 
 
 @dataclass(frozen=True, slots=True)

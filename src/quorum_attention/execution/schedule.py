@@ -27,8 +27,8 @@ class Schedule:
         n_cap: slots, i.e. tasks resident at once.
         accumulator: where the travelling state lives between visits.
         max_queries, max_keys: no rectangle is larger, so a kernel's workspace has a bound.
-        sweep: on the inputs as they lie, all tasks of a head group at once (execution/sweep.py).
-        one_by_one: of a sweep, the tasks one after the other (execution/in_place.py).
+        sweep: on the inputs as they lie, all tasks of a head group at once (routes/together.py).
+        one_by_one: of a sweep, the tasks one after the other (routes/in_place.py).
         streams: kernel calls of a task in flight at once.
         pinned: the user chose the depth; a failure is reported, not recovered from.
         trimmed: what the tasks come to without tokens that a mask leaves alone; None is not known,

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import torch
 
+from quorum_attention.execution.pass_spec import PassSpec
 from quorum_attention.execution.rows import Axis
 from quorum_attention.execution.workload import GroupSize, Workload
 
@@ -166,59 +167,33 @@ class _Builder:
         return SlotLayout(self.fields, self.end, self.group, self.shared)
 
 
-def forward_layout(
-    work: Workload, group: GroupSize, rows: tuple[int, int], out_dtype: torch.dtype
-) -> SlotLayout:
-    """The slot of a forward task: inputs, running statistics, and the finished rows.
-
-    ``rows``: most queries and keys of a task (``Schedule.task_rows``).
-
-    The finished rows in their final dtype lie over the queries, which are no longer needed then.
-    """
-    built = _Builder(group, work.queries_per_key_head, rows)
-    state = work.state_dtype
-    built.add("query", "query", work.head_dim, work.dtype)
-    built.add("key", "key", work.head_dim, work.dtype)
-    built.add("value", "key", work.value_dim, work.dtype)
-    built.add("state_out", "query", work.value_dim, state)
-    built.add("state_lse", "query", 1, state)
-    if out_dtype != state:
-        built.finish("final_out", work.value_dim, out_dtype, over="query")
-    return built.layout()
-
-
-def backward_layout(
+def slot_layout(
+    spec: PassSpec,
     work: Workload,
     group: GroupSize,
     rows: tuple[int, int],
-    gradient_dtype: torch.dtype,
+    result_dtype: torch.dtype,
     *,
-    scaled: bool,
+    scaled: bool = False,
 ) -> SlotLayout:
-    """The slot of a backward task: inputs, and three gradients that accumulate.
+    """The slot of a task: inputs, states, and finished rows in another dtype than the state's.
 
-    ``rows`` as in ``forward_layout``; ``scaled`` adds what a scaled backward notes on the device
-    (execution/scaling.py).
+    ``rows``: most queries and keys of a task (``Schedule.task_rows``); ``scaled`` adds what a
+    scaled backward notes on the device (execution/scaling.py).
 
-    Finished gradients in their final dtype lie over the inputs that they are the gradients of.
-    Whoever runs a task again loads its inputs again.
+    Finished rows lie over an input that is no longer needed then: whoever runs a task again loads
+    its inputs again.
     """
     built = _Builder(group, work.queries_per_key_head, rows)
-    state = work.state_dtype
-    built.add("query", "query", work.head_dim, work.dtype)
-    built.add("key", "key", work.head_dim, work.dtype)
-    built.add("value", "key", work.value_dim, work.dtype)
-    built.add("out", "query", work.value_dim, work.dtype)
-    built.add("grad_out", "query", work.value_dim, work.dtype)
-    built.add("lse", "query", 1, state)
-    built.add("state_query", "query", work.head_dim, state)
-    built.add("state_key", "key", work.head_dim, state)
-    built.add("state_value", "key", work.value_dim, state)
+    for item in spec.inputs:
+        built.add(item.name, item.axis, item.columns(work), item.dtype(work))
+    for state in spec.states:
+        built.add(f"state_{state.name}", state.axis, state.columns(work), work.state_dtype)
     if scaled:
         built.add_fixed("unscale", 1, torch.float32)
         built.add_fixed("overflow", 1, torch.int32)
-    if gradient_dtype != state:
-        built.finish("final_query", work.head_dim, gradient_dtype, over="query")
-        built.finish("final_key", work.head_dim, gradient_dtype, over="key")
-        built.finish("final_value", work.value_dim, gradient_dtype, over="value")
+    if result_dtype != work.state_dtype:
+        for state in spec.states:
+            if state.over is not None:
+                built.finish(f"final_{state.name}", state.columns(work), result_dtype, state.over)
     return built.layout()

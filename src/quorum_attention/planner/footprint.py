@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quorum_attention.execution.direct import gives_directly, runs_whole
+from quorum_attention.execution.pass_spec import BACKWARD, FORWARD
+from quorum_attention.execution.routes.whole import gives_directly, runs_whole
 from quorum_attention.execution.scaling import scales
 from quorum_attention.execution.schedule import Schedule
-from quorum_attention.execution.slots import aligned, backward_layout, forward_layout
+from quorum_attention.execution.slots import aligned, slot_layout
 from quorum_attention.execution.workload import GroupSize, Workload
 from quorum_attention.kernels.delta import carrier_bytes
 from quorum_attention.kernels.protocol import InnerKernel
@@ -85,7 +86,7 @@ def _footprint(
 def goes_direct(
     work: Workload, schedule: Schedule, kernel: InnerKernel, place: Placement, *, backward: bool
 ) -> bool:
-    """Whether the kernel runs on the inputs as they lie (see ``execution.forward``)."""
+    """Whether the kernel runs on the inputs as they lie (routes/whole.py)."""
     able = place.resident and place.dense_rows and runs_whole(work, schedule, kernel)
     if able and backward:
         return gives_directly(kernel, work, place.result_dtype, divided=place.divided)
@@ -124,7 +125,9 @@ def forward_footprint(
             accumulators=accumulators,
             results=results,
         )
-    layout = forward_layout(work, schedule.group, schedule.task_rows(work), place.result_dtype)
+    layout = slot_layout(
+        FORWARD, work, schedule.group, schedule.task_rows(work), place.result_dtype
+    )
     home: tuple[int, ...] = ()
     if place.device_type == "cpu" or schedule.accumulator == "device":
         home = (aligned(lse),)
@@ -185,7 +188,8 @@ def backward_footprint(
             accumulators=state,
             results=(*before, *copied, *results),
         )
-    layout = backward_layout(
+    layout = slot_layout(
+        BACKWARD,
         work,
         schedule.group,
         schedule.task_rows(work),

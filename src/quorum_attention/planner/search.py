@@ -11,7 +11,7 @@ from typing import Any
 from quorum_attention.decomposition import Decomposition, Pairs
 from quorum_attention.decomposition.share import kept_share
 from quorum_attention.errors import BudgetError
-from quorum_attention.execution.in_place import takes_tasks
+from quorum_attention.execution.routes.in_place import takes_tasks
 from quorum_attention.execution.schedule import Home, Schedule, through_slots, with_limits
 from quorum_attention.execution.trimming import Tally, pairs_of, tally
 from quorum_attention.execution.workload import GroupSize, Workload, group_sizes

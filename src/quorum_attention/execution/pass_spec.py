@@ -1,0 +1,227 @@
+"""The two passes as data: what each reads, what it accumulates, and how a kernel is called for it.
+
+The forward merges statistics of every row over the tasks (paper, Algorithm 1); the backward adds
+up three gradients (paper, Algorithm 2): with the global log-sum-exp every task computes its part of
+the true probabilities, P = exp(s - lse) <= 1 (paper, Equation 9).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from quorum_attention.execution.rows import Axis
+from quorum_attention.execution.workload import GroupSize, Workload
+from quorum_attention.kernels.merge import add_, merge_
+from quorum_attention.kernels.protocol import (
+    CallShape,
+    Extent,
+    Gradients,
+    InnerKernel,
+    Statistics,
+    TaskCalls,
+    TaskTensors,
+    WholeCalls,
+)
+from quorum_attention.kernels.scaling import Scaling
+
+Width = Literal["head_dim", "value_dim", "one"]
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class RowSpec:
+    """Numbers for every row of the queries, or of the keys.
+
+    Attributes:
+        name: of the tensor.
+        axis: whose rows.
+        width: how many numbers a row has; a tensor of "one" has no last dimension for them.
+    """
+
+    name: str
+    axis: Axis
+    width: Width
+
+    def columns(self, work: Workload) -> int:
+        """Numbers of a row."""
+        if self.width == "one":
+            return 1
+        return work.head_dim if self.width == "head_dim" else work.value_dim
+
+    def rows(self, work: Workload) -> int:
+        """Rows of one head."""
+        return work.n_queries if self.axis == "query" else work.n_keys
+
+    def heads(self, work: Workload, kv_heads: int) -> int:
+        """Heads that go with so many key/value heads."""
+        return kv_heads * (work.queries_per_key_head if self.axis == "query" else 1)
+
+    def count(self, work: Workload, group: GroupSize | None = None, rows: int | None = None) -> int:
+        """Numbers of all the call, or of a head group; of ``rows`` rows of each head, or of all."""
+        size = GroupSize(work.batch, work.kv_heads) if group is None else group
+        rows = self.rows(work) if rows is None else rows
+        return size.batch * self.heads(work, size.kv_heads) * rows * self.columns(work)
+
+    def shape(self, work: Workload) -> tuple[int, ...]:
+        """Of the whole tensor: (*batch, heads, rows, width)."""
+        found = (*work.batch_shape, self.heads(work, work.kv_heads), self.rows(work))
+        return found if self.width == "one" else (*found, self.columns(work))
+
+
+@dataclass(frozen=True, slots=True)
+class InputSpec(RowSpec):
+    """A tensor that every task reads its rows of.
+
+    Attributes:
+        copied: it may come in another dtype, or lie as no operator can take it; outside of slots
+            it is then copied, a head group at a time.
+        of_state: in the state's dtype, not the inputs'.
+    """
+
+    copied: bool = False
+    of_state: bool = False
+
+    def dtype(self, work: Workload) -> torch.dtype:
+        """As kernels get it."""
+        return work.state_dtype if self.of_state else work.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec(RowSpec):
+    """What accumulates row by row over the tasks, in the state's dtype.
+
+    Attributes:
+        fill: the value of a row that no task has visited.
+        over: the result has a dtype of its own, and in a slot a finished row may take the place of
+            this input's. None: the result is the state.
+        words: what errors call the result.
+    """
+
+    fill: float
+    over: str | None
+    words: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PassSpec:
+    """One of the two passes; there are no others, so they are told apart by identity.
+
+    Attributes:
+        name: for people.
+        backward: whether it is the backward.
+        inputs: what it reads: query, key and value first.
+        states: what it accumulates, and returns.
+        combined: numbers of states that are combined at once.
+        combine: brings parts of such states into them: ``combine(*states, *parts)``.
+        products: matrix products of a pair of tiles.
+        divided: the input that a scaled pass divides, in the slot it lies in; None: never scaled.
+        accumulate: brings a task's part into states (b, h, n, d), (b, h, n) of width one.
+        of_task: a task's part as ``TaskCalls`` returns it, of the inputs beside the task's.
+        of_call: the results of a whole call as ``WholeCalls`` returns them; a lse is 0, not -inf.
+        workspace: upper bound of the bytes ``accumulate`` allocates.
+    """
+
+    name: str
+    backward: bool
+    inputs: tuple[InputSpec, ...]
+    states: tuple[StateSpec, ...]
+    combined: tuple[tuple[int, ...], ...]
+    combine: Callable[..., None]
+    products: int
+    divided: str | None
+    accumulate: Callable[[InnerKernel, TaskTensors, Tensors, Sequence[torch.Tensor], Scaling], None]
+    of_task: Callable[[TaskCalls, TaskTensors, Tensors], tuple[torch.Tensor, ...]]
+    of_call: Callable[
+        [WholeCalls, Tensors, bool, float, torch.Tensor | None, torch.dtype],
+        tuple[torch.Tensor, ...],
+    ]
+    workspace: Callable[[InnerKernel, CallShape, Extent], int]
+
+
+def spec_of(backward: bool) -> PassSpec:
+    """The backward, or the forward."""
+    return BACKWARD if backward else FORWARD
+
+
+def _merge_into(
+    kernel: InnerKernel,
+    task: TaskTensors,
+    given: Tensors,
+    states: Sequence[torch.Tensor],
+    scaling: Scaling,
+) -> None:
+    kernel.forward(task, Statistics(*states))
+
+
+def _add_to(
+    kernel: InnerKernel,
+    task: TaskTensors,
+    given: Tensors,
+    states: Sequence[torch.Tensor],
+    scaling: Scaling,
+) -> None:
+    query, key, value = states
+    kernel.backward(
+        task,
+        Gradients(given["grad_out"], given["out"], given["lse"], query, key, value, scaling),
+    )
+
+
+_READ = (
+    InputSpec("query", "query", "head_dim"),
+    InputSpec("key", "key", "head_dim"),
+    InputSpec("value", "key", "value_dim"),
+)
+
+FORWARD = PassSpec(
+    name="forward",
+    backward=False,
+    inputs=_READ,
+    states=(
+        StateSpec("out", "query", "value_dim", 0.0, "query", "the output"),
+        StateSpec("lse", "query", "one", float("-inf"), None, "the log-sum-exp"),
+    ),
+    combined=((0, 1),),
+    combine=merge_,
+    products=2,
+    divided=None,
+    accumulate=_merge_into,
+    of_task=lambda kernel, task, given: kernel.task_forward(task),
+    of_call=lambda kernel, given, causal, scale, bias, dtype: kernel.whole_forward(
+        given["query"], given["key"], given["value"], causal, scale, bias, dtype
+    ),
+    workspace=lambda kernel, call, extent: kernel.forward_workspace_bytes(call, extent),
+)
+
+BACKWARD = PassSpec(
+    name="backward",
+    backward=True,
+    inputs=(
+        *_READ,
+        InputSpec("out", "query", "value_dim", copied=True),
+        InputSpec("grad_out", "query", "value_dim", copied=True),
+        InputSpec("lse", "query", "one", of_state=True),
+    ),
+    states=(
+        StateSpec("query", "query", "head_dim", 0.0, "query", "the query's gradient"),
+        StateSpec("key", "key", "head_dim", 0.0, "key", "the key's gradient"),
+        StateSpec("value", "key", "value_dim", 0.0, "value", "the value's gradient"),
+    ),
+    combined=((0,), (1,), (2,)),
+    combine=add_,
+    products=5,
+    divided="grad_out",
+    accumulate=_add_to,
+    of_task=lambda kernel, task, given: kernel.task_backward(
+        task, given["grad_out"], given["out"], given["lse"]
+    ),
+    of_call=lambda kernel, given, causal, scale, bias, dtype: kernel.whole_backward(
+        given["grad_out"], given["query"], given["key"], given["value"], given["out"],
+        given["lse"], causal, scale, bias, dtype,
+    ),
+    workspace=lambda kernel, call, extent: kernel.backward_workspace_bytes(call, extent),
+)  # fmt: skip

@@ -1,0 +1,1 @@
+"""How a pass runs: one file for each way."""
