@@ -8,6 +8,7 @@ from helpers_attention import fresh_generator
 
 import quorum_attention as qa
 from quorum_attention.decomposition.share import kept_share
+from quorum_attention.kernels import CpuKernel, DenseKernel
 from quorum_attention.kernels.kit import DilatedSetting
 
 MIXTURE = [(32, 1), (64, 2), (128, 4)]
@@ -78,6 +79,10 @@ def test_settings_that_make_no_sense() -> None:
         qa.LongNetKernel([])
     with pytest.raises(TypeError, match="inner must be a RectangleKernel"):
         qa.LongNetKernel(MIXTURE, inner="cpu")
+    with pytest.raises(TypeError, match="inner must be a RectangleKernel"):
+        qa.LongNetKernel(MIXTURE, inner=DenseKernel())
+    for operator in (CpuKernel(), qa.NativeKernel()):
+        qa.LongNetKernel(MIXTURE, inner=operator)
     q, k = torch.randn(1, 4, 20, 8), torch.randn(1, 2, 20, 8)
     with pytest.raises(NotImplementedError, match="as many key heads"):
         qa.attention(q, k, k, enable_gqa=True, kernel=qa.LongNetKernel(MIXTURE), devices="cpu")

@@ -32,7 +32,6 @@ from quorum_attention.kernels.protocol import (
     Statistics,
     TaskTensors,
 )
-from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.traits import Traits
 from quorum_attention.kernels.workspace import SLACK_BYTES, UNSPLIT_BYTES
 
@@ -46,7 +45,7 @@ _RUNS_OF_A_BLOCK = 6
 _SMALLEST_BLOCK = 64
 
 
-class NativeKernel(RectangleKernel):
+class NativeKernel:
     """Triton attention of whole tasks: exact partial results, shapes and masks others refuse.
 
     fp32 statistics go in and come out, so cut calls are not rounded in between; gradients are
@@ -64,7 +63,7 @@ class NativeKernel(RectangleKernel):
     """
 
     name = "native"
-    grouped = True
+    grouped: bool = True
     traits = Traits(
         plain_softmax=True,
         whole_tasks=True,
@@ -192,20 +191,8 @@ class NativeKernel(RectangleKernel):
         bias: torch.Tensor | None,
         out_dtype: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``rectangle_forward``: rows without keys come out right by themselves."""
-        return self.rectangle_forward(query, key, value, causal, scale, bias, out_dtype)
-
-    def rectangle_forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        causal: bool,
-        scale: float,
-        bias: torch.Tensor | None,
-        out_dtype: torch.dtype | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``RectangleKernel.rectangle_forward``; ``out`` in ``out_dtype``, rounded once."""
+        """See ``WholeCalls``; ``out`` in ``out_dtype``, rounded once. Rows without keys come out
+        right by themselves."""
         shape = (*query.shape[:3], value.shape[-1])
         out = torch.empty(shape, dtype=out_dtype or query.dtype, device=query.device)
         lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
@@ -222,21 +209,6 @@ class NativeKernel(RectangleKernel):
         )
         return out, lse
 
-    def rectangle_backward(
-        self,
-        grad_out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        causal: bool,
-        scale: float,
-        bias: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See ``RectangleKernel.rectangle_backward``."""
-        return self.whole_backward(grad_out, query, key, value, out, lse, causal, scale, bias)
-
     def whole_backward(
         self,
         grad_out: torch.Tensor,
@@ -250,7 +222,7 @@ class NativeKernel(RectangleKernel):
         bias: torch.Tensor | None,
         grad_dtype: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See ``RectangleKernel.whole_backward``; gradients in ``grad_dtype``, rounded once."""
+        """See ``WholeCalls``; gradients in ``grad_dtype``, rounded once."""
         grads = tuple(
             torch.empty(t.shape, dtype=grad_dtype or t.dtype, device=t.device)
             for t in (query, key, value)
@@ -271,6 +243,10 @@ class NativeKernel(RectangleKernel):
             add=False,
         )
         return grads[0], grads[1], grads[2]
+
+    # It mends nothing: what comes back of a rectangle is right as it is.
+    rectangle_forward = whole_forward
+    rectangle_backward = whole_backward
 
     def _launches(
         self, task: TaskTensors, blocks: dict[Axis, int]
