@@ -1,19 +1,55 @@
-"""Shared by all tests; its presence puts this directory on the import path, for the helpers."""
+"""Shared by all tests; its presence puts this directory on the import path, for the helpers.
+
+Every test begins with random numbers of its own, finds NaN in fresh memory, and has to leave
+nothing behind: helpers_uninitialised.py, helpers_leftovers.py.
+"""
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
+import random
+import shutil
 import tempfile
+import zlib
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
+from helpers_leftovers import count_page_locks, left_since, standing
+from helpers_uninitialised import filled
 
 # The machine checks itself after every event (execution/control/checks.py).
 os.environ["QUORUM_ATTENTION_CHECKED"] = "1"
+_SHARED = tempfile.gettempdir()
+# Of this run alone, so that what is left in it was left by this run.
+_FOLDER = tempfile.mkdtemp(prefix="quorum-attention-tests-")
+atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
+tempfile.tempdir = os.environ["TMPDIR"] = _FOLDER
+# Where pytest's own folders stay for a look at them, and what torch compiled for the next run.
+os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", _SHARED)
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{_SHARED}/torchinductor_{os.getuid()}")
 # No test reads, or writes, the calibration of whoever runs it.
-os.environ["QUORUM_ATTENTION_CACHE"] = tempfile.mkdtemp(prefix="quorum-attention-tests-")
+os.environ["QUORUM_ATTENTION_CACHE"] = tempfile.mkdtemp(prefix="calibration-")
+
+_passed = pytest.StashKey[bool]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "as_allocated: fresh memory is as the allocator hands it out, not full of NaN"
+    )
+    count_page_locks()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call):  # type: ignore[no-untyped-def]
+    report = yield
+    if call.when == "call":
+        item.stash[_passed] = report.passed
+    return report
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -22,6 +58,45 @@ def collections_are_quick() -> None:
     time that a test, or a recovery, collects garbage."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Memory, page locks, threads, processes, files and settings are as they were before.
+
+    Of a test that failed nothing is asked: its traceback holds what it worked with.
+    """
+    before = standing()
+    yield
+    if request.node.stash.get(_passed, False):
+        left = left_since(before)
+        assert not left, f"left behind: {'; '.join(left)}"
+
+
+@pytest.fixture(autouse=True)
+def numbers_of_its_own(request: pytest.FixtureRequest, nothing_is_left: None) -> None:
+    """The same random numbers for a test each time, whatever ran before it.
+
+    QUORUM_ATTENTION_SEED, any word, makes others of them.
+    """
+    more = os.environ.get("QUORUM_ATTENTION_SEED", "")
+    seed = zlib.crc32(f"{request.node.nodeid}{more}".encode())
+    print(f"seed {seed} (QUORUM_ATTENTION_SEED={more!r})")
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+@pytest.fixture(autouse=True)
+def fresh_memory_is_nonsense(
+    request: pytest.FixtureRequest, nothing_is_left: None
+) -> Iterator[None]:
+    """What is read without having been written is NaN, and not by chance 0."""
+    if request.node.get_closest_marker("as_allocated"):
+        yield
+    else:
+        with filled():
+            yield
 
 
 @pytest.fixture

@@ -1,0 +1,168 @@
+"""What a test could leave behind for the next one: memory, locks, threads, processes, files."""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ON_GPU = torch.cuda.is_available()
+# Kernels keep small tables of numbers on the device, on purpose.
+_KEPT_BYTES = 1 << 20
+_PATIENCE_S = 5.0
+# Of torch's compiler and of Python: they outlive whoever asked for them first.
+_THREADS_NOT_OURS = ("torch", "triton", "tqdm")
+_PROCESSES_NOT_OURS = ("torch/_inductor", "resource_tracker")
+_VARIABLES_NOT_OURS = ("PYTEST_", "TORCH", "TRITON", "CUDA", "KINETO")
+_FILES_NOT_OURS = ("torchinductor_", "torch_", "pytest-of-", "pymp-")
+
+page_locked: set[int] = set()
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What there is at one moment.
+
+    Attributes:
+        device_bytes: allocated on the GPUs, all together.
+        locked: addresses of page-locked ranges.
+        threads, processes: by number.
+        files: names in the folder of temporary files.
+        settings: of this process, torch's among them, by name.
+    """
+
+    device_bytes: int
+    locked: frozenset[int]
+    threads: frozenset[int]
+    processes: frozenset[int]
+    files: frozenset[str]
+    settings: tuple[tuple[str, Any], ...]
+
+
+def standing() -> Standing:
+    """How things stand now."""
+    return Standing(
+        _device_bytes(),
+        frozenset(page_locked),
+        frozenset(t.ident for t in threading.enumerate() if t.ident is not None),
+        frozenset(_children()),
+        frozenset(os.listdir(tempfile.gettempdir())),
+        tuple((name, ask()) for name, ask in _SETTINGS.items()),
+    )
+
+
+def left_since(before: Standing, *, patience_s: float = _PATIENCE_S) -> list[str]:
+    """What is there now and was not there ``before``, in words; nothing is as it should be.
+
+    What is on its way out (a thread that was told to stop) gets ``patience_s`` for it.
+    """
+    left = _differences(before, standing())
+    if not left:
+        return []
+    gc.collect()
+    if ON_GPU:
+        torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()
+    until = time.monotonic() + patience_s
+    while left := _differences(before, standing()):
+        if time.monotonic() > until:
+            break
+        time.sleep(0.01)
+    return left
+
+
+def _differences(before: Standing, now: Standing) -> list[str]:
+    left = []
+    if now.device_bytes > before.device_bytes + _KEPT_BYTES:
+        left.append(f"{now.device_bytes - before.device_bytes:,} bytes on the device")
+    if now.locked - before.locked:
+        left.append(f"{len(now.locked - before.locked)} page-locked ranges")
+    for thread in threading.enumerate():
+        if thread.ident in now.threads - before.threads and not _of_others(thread):
+            left.append(f"the thread {thread.name}")
+    for number in sorted(now.processes - before.processes):
+        command = _command(number)
+        if command is not None and not any(name in command for name in _PROCESSES_NOT_OURS):
+            left.append(f"the process {number}: {command}")
+    for name in sorted(now.files - before.files):
+        if not name.startswith(_FILES_NOT_OURS):
+            left.append(f"the file {Path(tempfile.gettempdir(), name)}")
+    for (name, was), (_, is_now) in zip(before.settings, now.settings, strict=True):
+        if was != is_now:
+            left.append(f"{name}: {is_now} instead of {was}")
+    return left
+
+
+def _device_bytes() -> int:
+    if not ON_GPU:
+        return 0
+    return sum(torch.cuda.memory_allocated(n) for n in range(torch.cuda.device_count()))
+
+
+def count_page_locks() -> None:
+    """From now on ``page_locked`` has the addresses of what is locked through torch's runtime."""
+    if not ON_GPU:
+        return
+    runtime = torch.cuda.cudart()
+    lock, unlock = runtime.cudaHostRegister, runtime.cudaHostUnregister
+
+    def locked(start: int, n_bytes: int, flags: int) -> Any:
+        answer = lock(start, n_bytes, flags)
+        if int(answer) == 0:
+            page_locked.add(start)
+        return answer
+
+    def unlocked(start: int) -> Any:
+        page_locked.discard(start)
+        return unlock(start)
+
+    runtime.cudaHostRegister, runtime.cudaHostUnregister = locked, unlocked
+
+
+def _of_others(thread: threading.Thread) -> bool:
+    runs = getattr(thread, "_target", None) or type(thread).run
+    return (getattr(runs, "__module__", None) or "").partition(".")[0] in _THREADS_NOT_OURS
+
+
+def _children() -> set[int]:
+    """Processes that this one started and that are not waited for yet."""
+    found: set[int] = set()
+    for thread in threading.enumerate():
+        try:
+            with open(f"/proc/self/task/{thread.native_id}/children", encoding="ascii") as text:
+                found.update(map(int, text.read().split()))
+        except OSError:  # a thread that ended meanwhile, or a system that does not tell
+            continue
+    return found
+
+
+def _command(number: int) -> str | None:
+    try:
+        raw = Path(f"/proc/{number}/cmdline").read_bytes()
+    except OSError:
+        return None
+    return raw.replace(b"\0", b" ").decode(errors="replace").strip() or "ended, not waited for"
+
+
+_SETTINGS: dict[str, Callable[[], Any]] = {
+    "threads of torch": torch.get_num_threads,
+    "the default dtype": torch.get_default_dtype,
+    "the default device": torch.get_default_device,
+    "gradients": torch.is_grad_enabled,
+    "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
+    "the precision of fp32 products": torch.get_float32_matmul_precision,
+    "the working directory": os.getcwd,
+    "the environment": lambda: {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(_VARIABLES_NOT_OURS)
+    },
+}
