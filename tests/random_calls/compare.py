@@ -16,12 +16,16 @@ _WORST = float("inf")
 
 @dataclass(frozen=True)
 class Off:
-    """What is wrong with one result, and the worst error as a multiple of what is allowed at 1."""
+    """What is wrong with one result, and the worst error as a multiple of what is allowed at 1.
+
+    ``plausible``: no further off than arithmetic with a rounded output may leave it.
+    """
 
     name: str
     kind: str
     words: str
     ratio: float
+    plausible: bool = False
 
 
 def judge(
@@ -78,7 +82,8 @@ def judge(
     words += f"; largest error {float(apart.max()):.3g}"
     if theirs_off is not None:
         words += f", torch's {float(theirs_off.max()):.3g}"
-    return Off(name, "off", words, share), share
+    plausible = bool(((ratio <= ALLOWED) | (apart <= wanted.loose)).all())
+    return Off(name, "off", words, share, plausible), share
 
 
 def _ratio(apart: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:

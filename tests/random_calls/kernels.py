@@ -51,6 +51,26 @@ def _gradients(grad_out, query, key, value, out, lse, *, is_causal, scale):  # t
     return scale * (ds @ k), scale * (ds.mT @ q), p.mT @ do
 
 
+def uncut(  # type: ignore[no-untyped-def]
+    kernel: str, query, key, value, grad_out, *, is_causal, scale
+) -> tuple[torch.Tensor, ...]:
+    """What the functions of "function" and "function explicit" make of a whole call: out and lse,
+    and with ``grad_out`` the gradients of query, key and value."""
+    shared = query.shape[-3] // max(1, key.shape[-3])
+    q, k, v = (t.detach().clone().requires_grad_() for t in (query, key, value))
+    every = [t.repeat_interleave(shared, -3) for t in (k, v)]
+    said = {"is_causal": is_causal, "scale": scale}
+    out, lse = _attention(q, *every, **said)
+    found = (out.detach(), lse.detach())
+    if grad_out is None:
+        return found
+    if kernel == "function":
+        return *found, *torch.autograd.grad(out, (q, k, v), grad_out.to(out.dtype))
+    with torch.no_grad():
+        by_query, *by_key = _gradients(grad_out, q, *every, *found, **said)
+    return *found, by_query, *(t.unflatten(-3, (-1, shared)).sum(-3) for t in by_key)
+
+
 @cache
 def _function(explicit: bool) -> Any:
     from quorum_attention.kernels.kit import from_lse_function

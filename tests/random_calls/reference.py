@@ -9,9 +9,10 @@ roundoff of what is accumulated in (fp32, or fp64 for fp64 inputs) and ``w`` tha
     dS               |d(dS)|   <= |dP| |dO.v - D| + w |dS| + a C P (|dO|.|v| + |dO|.|O|)
     gradients        their products likewise
 
-and a last rounding to the result's dtype. An output that was rounded before D = rowsum(dO * O) is
-formed costs more, ``w P |dO|.|O|``, which is not allowed by itself: only as far as torch pays it
-too (``yardstick.py``).
+and a last rounding to the result's dtype. Inputs of float64 are no more exact than this reference:
+its own sums of n terms, off by n w at most, are added. An output that was rounded before
+D = rowsum(dO * O) is formed costs more, ``w P |dO|.|O|``, which is not allowed by itself: only as
+far as torch pays it too (``yardstick.py``).
 """
 
 from __future__ import annotations
@@ -74,6 +75,10 @@ class Reference:
         self.q, self.do = flat(made.query), flat(made.grad_out)
         self.k, self.v = (flat(t).repeat_interleave(shared, 1) for t in (made.key, made.value))
         self.scale = case.head_dim**-0.5 if case.scale is None else case.scale
+        # What sums of so many keys, or of the rows of a key, may be off by here.
+        own = self.dtype == torch.float64
+        self.by_keys = self.sums(case.n_keys) if own else 0.0
+        self.by_rows = self.sums(case.n_queries * shared) if own else 0.0
         self._scores()
 
     def _scores(self) -> None:
@@ -139,10 +144,15 @@ class Reference:
         self.lse_off = (p * off).sum(-1)
         share = p * (off + (self.lse_off + 2 * self.a).unsqueeze(-1))
         tiny = _least(self.dtype) * (p > 0)
-        self.out_off = (share + (self.w + self.a) * p + tiny) @ self.v.abs()
-        bound = self.out_off + unit(out_dtype) * self.out.abs() + _least(out_dtype)
+        each = self.w + self.a + 2 * self.by_keys  # of P, and of what it is summed with
+        self.out_off = (share + each * p + tiny) @ self.v.abs()
+        self.out_least = _least(out_dtype)
+        # A task's output is of the inputs' dtype.
+        last = max(self.out_least, _least(self.dtype))
+        bound = self.out_off + unit(out_dtype) * self.out.abs() + last
         loose = bound + self.sums(p.shape[-1]) * (p @ self.v.abs())
         lse_bound = self.lse_off + self.a * (2 + self.lse.masked_fill(self.empty, 0.0).abs())
+        lse_bound = lse_bound + self.by_keys
         if self.dtype.itemsize == 2:
             # Kernels for 16-bit inputs use exponentials that are good to them, not to fp32.
             lse_bound = lse_bound + _SHORT_EXP
@@ -207,12 +217,17 @@ class Reference:
         # D of an output with all of its own errors, the rounding to the inputs' dtype among them.
         out_off = self.out_off + self.w * self.out.abs() + _least(self.dtype)
         rounded = _sane(p * (do.abs() * out_off).sum(-1, keepdim=True))
+        held = (do.abs() * self.out.abs()).sum(-1, keepdim=True)
         if self.out_unit > self.w:
             # Whoever asks for an output of fewer digits than the inputs have hands those back.
-            by = p * (do.abs() * self.out.abs()).sum(-1, keepdim=True)
-            ds_off = ds_off + self.out_unit * by
+            least = self.out_least * do.abs().sum(-1, keepdim=True)
+            ds_off = ds_off + p * (self.out_unit * held + least)
+        if self.by_keys:
+            ds_off = ds_off + 4 * self.by_keys * p * (do.abs() * (p @ v.abs())).sum(
+                -1, keepdim=True
+            )
         most = abs(self.scale)
-        parts = (self.w + self.a) * ds.abs()
+        parts = (self.w + self.a + max(self.by_keys, self.by_rows)) * ds.abs()
         k, q = self.k, self.q
         found = {}
         for name, exact, strict, extra in (
@@ -230,7 +245,8 @@ class Reference:
             loose = bound + extra(rounded) + terms * extra(ds.abs())
             found[name] = Wanted(*map(self._shaped, (exact, bound, loose)))
         exact = self._grouped(p.mT @ do)
-        bound = (_sane(p_off) + (self.w + self.a) * p + tiny).mT @ do.abs() + p.mT @ each
+        share = self.w + self.a + self.by_keys + self.by_rows
+        bound = (_sane(p_off) + share * p + tiny).mT @ do.abs() + p.mT @ each
         bound = self._grouped(bound) + unit(dtype) * exact.abs() + _least(dtype) + self._parts()
         terms = self.sums(p.shape[-2] * self.shared)
         loose = bound + terms * self._grouped(p.mT @ do.abs())

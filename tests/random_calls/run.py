@@ -7,7 +7,7 @@ import re
 import traceback
 import warnings
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -19,8 +19,10 @@ from random_calls.draw import draw
 from random_calls.kernels import kernel_of
 from random_calls.reference import Reference
 from random_calls.tensors import DTYPES, Made, make
-from random_calls.yardstick import Yardstick
+from random_calls.yardstick import Yardstick, neighbour
 
+# Neighbours asked whether an error is one of many.
+_AGAIN = 5
 _REFUSALS = (ValueError, TypeError, NotImplementedError, qa.BudgetError)
 
 
@@ -36,6 +38,7 @@ class Verdict:
         refusal: the message, its numbers taken out.
         ratios: by result, the worst error as a share of what is allowed.
         ran: how each pass ran: (pass, way, levels, kernel).
+        once: results that are further off than torch's, but were not again (``_happens_again``).
     """
 
     case: Case
@@ -45,6 +48,7 @@ class Verdict:
     refusal: str = ""
     ratios: dict[str, float] = field(default_factory=dict)
     ran: list[tuple[str, str, tuple[int, ...], str]] = field(default_factory=list)
+    once: list[str] = field(default_factory=list)
 
     def add(self, kind: str, words: str) -> None:
         """Something is wrong."""
@@ -95,7 +99,7 @@ def check(case: Case, device: str = "cpu") -> Verdict:
     _ways(verdict, done)
     _peaks(verdict, done)
     if verdict.outcome == "right":
-        _compare(verdict, made, done)
+        _compare(verdict, made, done, compute)
     for kept in made.kept:
         if kept.changed():
             verdict.add("input changed", kept.name)
@@ -163,7 +167,7 @@ def _ways(verdict: Verdict, done: Done) -> None:
         verdict.ran.append((name, way, one.levels, one.kernel))
 
 
-def _compare(verdict: Verdict, made: Made, done: Done) -> None:
+def _compare(verdict: Verdict, made: Made, done: Done, compute: torch.device) -> None:
     case = verdict.case
     reference = Reference(case, made)
     results = done.results
@@ -185,8 +189,35 @@ def _compare(verdict: Verdict, made: Made, done: Done) -> None:
             verdict.add("dtype", f"{name} is {dtype}, not {asked}")
         off, ratio = judge(name, found, wanted[name], yardstick)
         verdict.ratios[name] = ratio
-        if off is not None:
+        if off is not None and off.plausible and not _happens_again(case, made, name, compute):
+            verdict.once.append(f"{off.name}: {off.words}")
+            verdict.ratios[name] = 1.0
+        elif off is not None:
             verdict.add(f"{off.name} {off.kind}", off.words)
+
+
+def _happens_again(case: Case, made: Made, name: str, compute: torch.device) -> bool:
+    """Whether a result is as far off in most of its neighbours, by their own references.
+
+    Rows that are all alike are rounded alike: their sum is a single draw of a rounding, and so is
+    torch's, and of a hundred thousand pairs of draws some are far apart. What is less exact than
+    torch is so again with values and upstream gradients some per cent apart. Asked only of errors
+    that a rounded output accounts for.
+    """
+    case, found = replace(case, failure=None, measured=False), 0
+    for number in range(_AGAIN):
+        other, done = neighbour(case, made, 100 + number), Done()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            perform(case, other, compute, done)
+        reference = Reference(case, other)
+        wanted = reference.forward(done.results["out"].dtype)
+        last = done.results[name].dtype
+        if name.startswith("grad"):
+            wanted |= reference.backward(last)
+        yardstick = Yardstick(case, other, (done.results["out"].dtype, last))
+        found += judge(name, done.results[name], wanted[name], yardstick)[0] is not None
+    return found > _AGAIN // 2
 
 
 def _tensors() -> int:

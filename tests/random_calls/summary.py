@@ -17,6 +17,7 @@ def row_of(verdict: Verdict) -> dict[str, Any]:
         "kinds": verdict.kinds,
         "text": str(verdict) if verdict.outcome == "wrong" else "",
         "refusal": verdict.refusal,
+        "once": verdict.once,
         "ratios": verdict.ratios,
         "ran": [(a, b, "x".join(map(str, c)) or "none", d) for a, b, c, d in verdict.ran],
         "route": case.route + (", results given" if case.results.given else ""),
@@ -36,6 +37,7 @@ class Summary:
         self.kinds: dict[str, list[int]] = defaultdict(list)
         self.refusals: dict[str, list[int]] = defaultdict(list)
         self.failing: list[dict[str, Any]] = []
+        self.once: list[dict[str, Any]] = []
 
     def add(self, row: dict[str, Any]) -> None:
         """One row."""
@@ -55,6 +57,8 @@ class Summary:
             self.refusals[row["refusal"]].append(row["seed"])
         if row["outcome"] == "wrong":
             self.failing.append({"seed": row["seed"], "text": row["text"]})
+        if row["once"]:
+            self.once.append({"seed": row["seed"], "text": "; ".join(row["once"])})
 
     def progress(self) -> str:
         """One line."""
@@ -73,6 +77,7 @@ class Summary:
         if self.worst:
             lines.append("worst errors of right calls, as shares of what is allowed:")
             lines += [f"  {n}: {r:.3f} (seed {s})" for n, (r, s) in sorted(self.worst.items())]
+        lines += [f"off, and not again: seed {one['seed']}, {one['text']}" for one in self.once]
         for title, table in (("refused", self.refusals), ("wrong", self.kinds)):
             if table:
                 lines.append(f"{title}:")
@@ -92,6 +97,7 @@ class Summary:
             "refusals": {what: sorted(seeds)[:20] for what, seeds in self.refusals.items()},
             "wrong": {what: sorted(seeds) for what, seeds in self.kinds.items()},
             "failing": self.failing,
+            "once": self.once,
         }
 
 

@@ -97,5 +97,6 @@ def crashed(seed: int, device: str, what: str) -> dict[str, Any]:
 
     return {
         "seed": seed, "outcome": "wrong", "kinds": [what], "text": f"{what}: {draw(seed, device)}",
-        "refusal": "", "ratios": {}, "ran": [], "route": "", "dtype": "", "seconds": 0.0,
+        "refusal": "", "once": [], "ratios": {}, "ran": [], "route": "", "dtype": "",
+        "seconds": 0.0,
     }  # fmt: skip

@@ -1,13 +1,17 @@
 """torch's own attention of the same inputs in the same dtype: how far off it is.
 
 A cut call is as good as the kernel it wraps, so what torch's own call loses, with head dimensions
-and heads as they are or brought to what its fused kernels take, is no fault of ours. Where few
+and heads as they are or brought to what its fused kernels take, is no fault of ours. A function of
+the user's is held against itself, uncut, as well: what it loses by itself (with scores of thousands
+in fp32, exp(s - lse) has four digits) no cutting brings back. And fp16 gradients of which the
+largest have to be divided lest they overflow are held against torch's, divided as much. Where few
 numbers are at stake torch may be lucky: then its neighbours are asked too, the same case with
 values and upstream gradients some per cent apart.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,6 +20,7 @@ import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from random_calls.case import Case, Scores
+from random_calls.kernels import uncut
 from random_calls.reference import Reference, Wanted
 from random_calls.tensors import DTYPES, Made
 
@@ -55,14 +60,14 @@ class Yardstick:
                 yield largest
 
     def _more(self, number: int) -> Results:
-        made = self.made if number < 2 else _neighbour(self.case, self.made, number)
+        made = self.made if number < 2 else neighbour(self.case, self.made, number)
         reference = Reference(self.case, made)
         wanted = reference.forward(self.dtypes[0])
         if self.case.route != "forward":
             wanted |= reference.backward(self.dtypes[1])
         errors: Results = {}
-        for fused in (False,) if number == 0 else (True,) if number == 1 else (False, True):
-            for name, found in _torch(self.case, made, fused=fused).items():
+        for results in _others(self.case, made, number):
+            for name, found in results.items():
                 off = _head_errors(found, wanted[name])
                 errors[name] = torch.maximum(errors[name], off) if name in errors else off
         return errors
@@ -78,7 +83,8 @@ def _head_errors(found: torch.Tensor, wanted: Wanted) -> torch.Tensor:
     return off.amax((-2, -1), keepdim=True) if off.numel() else off
 
 
-def _neighbour(case: Case, made: Made, number: int) -> Made:
+def neighbour(case: Case, made: Made, number: int) -> Made:
+    """The same with values and upstream gradients some per cent apart, a way for every number."""
     g = torch.Generator().manual_seed(case.seed * 100 + number)
 
     def moved(t: torch.Tensor) -> torch.Tensor:
@@ -89,9 +95,40 @@ def _neighbour(case: Case, made: Made, number: int) -> Made:
     return replace(made, value=moved(made.value), grad_out=moved(made.grad_out))
 
 
-def _torch(case: Case, made: Made, *, fused: bool) -> Results:
+def _others(case: Case, made: Made, number: int) -> Iterator[Results]:
+    """What others make of a case: what it costs little to ask first."""
+    if number != 1:
+        yield _torch(case, made, fused=False)
+        if case.kernel.startswith("function"):
+            yield _itself(case, made)
+    if number != 0:
+        yield _torch(case, made, fused=True)
+        divided = _divided(made) if case.dtype == "float16" and case.route != "forward" else 0
+        if divided > 0:
+            yield _torch(case, made, fused=True, divided=divided)
+
+
+def _itself(case: Case, made: Made) -> Results:
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    found = uncut(
+        case.kernel, made.query, made.key, made.value,
+        None if case.route == "forward" else made.grad_out, is_causal=case.is_causal, scale=scale,
+    )  # fmt: skip
+    return dict(zip(("out", "lse", *_GRADIENTS), found, strict=False))
+
+
+def _divided(made: Made) -> int:
+    """By which power of two an fp16 gradient has to be divided, lest P dO or dS overflow."""
+    norms = (t.double().nan_to_num(0.0, 0.0, 0.0).norm(dim=-1) for t in (made.grad_out, made.value))
+    gradient, value = (float(t.max()) if t.numel() else 0.0 for t in norms)
+    largest = gradient * max(2 * value, 2.0)
+    return math.ceil(math.log2(largest)) - 15 if largest > 0 else 0
+
+
+def _torch(case: Case, made: Made, *, fused: bool, divided: int = 0) -> Results:
     """``scaled_dot_product_attention`` as it is called by default; ``fused``: with values as wide
-    as queries, as many key heads, four dimensions and dense rows, as its fused kernels ask for."""
+    as queries, as many key heads, four dimensions and dense rows, as its fused kernels ask for.
+    ``divided``: with grad_out by so many powers of two, which is undone."""
     gradients = case.route != "forward"
     q, k, v = (
         # Rows between words are more than torch's own kernels for GPUs can take.
@@ -122,9 +159,11 @@ def _torch(case: Case, made: Made, *, fused: bool) -> Results:
             )[..., : case.value_dim].reshape(made.grad_out.shape)  # fmt: skip
             found = {"out": out.detach()}
             if gradients:
-                upstream = made.grad_out.to(DTYPES[case.dtype])
+                upstream = (made.grad_out * 2.0**-divided).to(DTYPES[case.dtype])
                 upstream = upstream.clone(memory_format=torch.contiguous_format)
                 grads = torch.autograd.grad(out, (q, k, v), upstream)
+                if divided:
+                    grads = tuple(t.double() * 2.0**divided for t in grads)
                 found |= dict(zip(_GRADIENTS, grads, strict=True))
     except RuntimeError:
         return {}
