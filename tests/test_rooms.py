@@ -16,7 +16,7 @@ ROOT = Path(quorum_attention.__file__).parent
 # From the ground up. Rooms of one line may not import each other, those of api excepted.
 FLOORS = (
     ("counts",),
-    ("devices", "errors", "sizes"),
+    ("errors", "sizes"),
     ("quorums",),
     ("decomposition",),
     ("kernels", "pictures"),

@@ -7,7 +7,7 @@ import torch
 from helpers_attention import inputs
 
 import quorum_attention as qa
-from quorum_attention.execution import transfers
+from quorum_attention.execution.device.mover import Mover
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def by_address(monkeypatch: pytest.MonkeyPatch) -> None:
             rows = source[:, piece.local : piece.local + piece.stop - piece.start]
             target.numpy()[:, piece.start : piece.stop] = rows.numpy()
 
-    monkeypatch.setattr(transfers.HostMover, "store", store)
+    monkeypatch.setattr(Mover, "store", store)
 
 
 def plan(backward: bool) -> qa.Plan:

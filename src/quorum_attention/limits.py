@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import resource
 import threading
+from collections.abc import Callable
 from types import TracebackType
 
 import torch
 
+from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.memory import is_out_of_memory
 
 _SAMPLE_SECONDS = 0.002
@@ -50,22 +52,12 @@ def ran_out(error: BaseException) -> bool:
     return False
 
 
-def limit_cuda_memory(extra_bytes: int, device: torch.device) -> None:
-    """Let torch's CUDA allocator hold at most ``extra_bytes`` more than it has now."""
-    torch.cuda.init()
-    if device.index is None:
-        # torch takes "cuda" without a number everywhere but here.
-        device = torch.device("cuda", torch.cuda.current_device())
-    _, total = torch.cuda.mem_get_info(device)
-    allowed = torch.cuda.memory_reserved(device) + extra_bytes
-    torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), device)
-
-
 class PeakMemory:
     """Most memory in use during a ``with`` block beyond what was in use at its start.
 
-    On CUDA as torch's allocator counts it (its peak counter is reset), on the CPU by sampling the
-    process's data size every two milliseconds: all that it allocates, whoever asked for it.
+    As the device's allocator counts it (its peak counter is reset); where it does not count, by
+    sampling the process's data size every two milliseconds: all that it allocates, whoever asked
+    for it.
 
     Attributes:
         peak_bytes: valid after the block.
@@ -73,17 +65,18 @@ class PeakMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.backend = backend_of(device)
         self.peak_bytes = 0
+        self._counted: Callable[[], int] | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._unlimited: tuple[int, int] | None = None
 
     def __enter__(self) -> PeakMemory:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self._before = torch.cuda.memory_allocated(self.device)
+        self.backend.synchronize(self.device)
+        self.backend.give_back_cached()
+        self._counted = self.backend.count_peak(self.device)
+        if self._counted is not None:
             return self
         self._thread = threading.Thread(target=self._sample, daemon=True)
         self._ready = threading.Event()
@@ -94,11 +87,11 @@ class PeakMemory:
     def limit(self, extra_bytes: int) -> None:
         """Until the end of the block nobody gets more than ``extra_bytes`` beyond its start.
 
-        On CUDA that is torch's allocator in this process, for good. On the CPU it is the process,
-        except for file mappings that are shared or read-only.
+        Where the device's allocator counts that is torch's in this process, for good; else it is
+        the process, except for file mappings that are shared or read-only.
         """
-        if self.device.type == "cuda":
-            limit_cuda_memory(extra_bytes, self.device)
+        if self._counted is not None:
+            self.backend.limit(extra_bytes, self.device)
             return
         self._unlimited = resource.getrlimit(resource.RLIMIT_DATA)
         # From where the peak is counted as well, so that no peak can be above the limit.
@@ -110,9 +103,9 @@ class PeakMemory:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            self.peak_bytes = torch.cuda.max_memory_allocated(self.device) - self._before
+        if self._counted is not None:
+            self.backend.synchronize(self.device)
+            self.peak_bytes = self._counted()
             return
         if self._unlimited is not None:
             resource.setrlimit(resource.RLIMIT_DATA, self._unlimited)

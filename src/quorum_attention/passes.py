@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from quorum_attention.call.options import Options
 from quorum_attention.execution.call import Call, Three, is_operand, lie_well
+from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.job import Job, backward_job, forward_job
 from quorum_attention.execution.masks import MaskView
-from quorum_attention.execution.memory import (
-    first_line,
-    give_back_cached,
-    is_out_of_memory,
-    named_out_of_memory,
-)
+from quorum_attention.execution.memory import first_line, is_out_of_memory, named_out_of_memory
 from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.routes.whole import at_once
 from quorum_attention.execution.run_pass import run_pass
@@ -53,8 +49,8 @@ def _run(
         report.recoveries.extend(recoveries)
         note(report)
         with (
-            _device(options.device),
-            _PeakMemory(options.device, report, options.report is not None),
+            backend_of(options.device).current(options.device),
+            _peak_memory(options, report),
             _progress(options) as progress,
             torch.no_grad(),
             without_autocast("cpu", options.device.type),
@@ -66,7 +62,7 @@ def _run(
                 if decision.last or not is_out_of_memory(error):
                     raise
                 failure = first_line(error)
-        give_back_cached(options.device)
+        backend_of(options.device).give_back_cached()
         recoveries.append(f"monolithic call out of memory ({failure}): planned anew")
         decision = decide_again(asked, decision)
 
@@ -75,7 +71,7 @@ def _at_once(options: Options, job: Job) -> tuple[torch.Tensor, ...] | None:
     """The results of a small call; None where it runs out of memory, and has to be planned."""
     try:
         with (
-            _device(options.device),
+            backend_of(options.device).current(options.device),
             torch.no_grad(),
             without_autocast("cpu", options.device.type),
         ):
@@ -83,7 +79,7 @@ def _at_once(options: Options, job: Job) -> tuple[torch.Tensor, ...] | None:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-    give_back_cached(options.device)
+    backend_of(options.device).give_back_cached()
     return None
 
 
@@ -103,22 +99,17 @@ def _pass_report(plan: Plan, options: Options) -> PassReport:
     )
 
 
-class _PeakMemory:
-    """Measures what the device's allocator hands out at most, for a report."""
-
-    def __init__(self, device: torch.device, report: PassReport, wanted: bool) -> None:
-        self.device, self.report = device, report
-        self.wanted = wanted and device.type == "cuda"
-
-    def __enter__(self) -> None:
-        if self.wanted:
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self.before = torch.cuda.memory_allocated(self.device)
-
-    def __exit__(self, *exc: object) -> None:
-        if self.wanted:
-            peak = torch.cuda.max_memory_allocated(self.device)
-            self.report.peak_bytes = peak - self.before
+@contextmanager
+def _peak_memory(options: Options, report: PassReport) -> Iterator[None]:
+    """Measures what the device's allocator hands out at most, where somebody asked for a report."""
+    counted = None
+    if options.report is not None:
+        counted = backend_of(options.device).count_peak(options.device)
+    try:
+        yield
+    finally:
+        if counted is not None:
+            report.peak_bytes = counted()
 
 
 def _progress(options: Options) -> AbstractContextManager[Progress | None]:
@@ -308,10 +299,6 @@ def _note_writing(results: tuple[torch.Tensor, ...]) -> None:
     kernels do not, and what was saved of them for a backward would be used without a word."""
     for tensor in results:
         torch.autograd.graph.increment_version(tensor)
-
-
-def _device(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _call(

@@ -11,7 +11,7 @@ from helpers_memory import FailingAllocations
 from helpers_plans import unpinned
 
 import quorum_attention as qa
-from quorum_attention.limits import limit_cuda_memory
+from quorum_attention.execution.device.lookup import BACKENDS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 N = 4000
@@ -237,7 +237,7 @@ def test_a_pinned_depth_reports_a_real_failure() -> None:
 
 def test_a_limit_of_this_process() -> None:
     """As the benchmarks set it, for a device without a number."""
-    limit_cuda_memory(256 << 20, torch.device("cuda"))
+    BACKENDS["cuda"].limit(256 << 20, torch.device("cuda"))
     torch.empty(200 << 20, dtype=torch.uint8, device="cuda")
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(300 << 20, dtype=torch.uint8, device="cuda")

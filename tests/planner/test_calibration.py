@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import quorum_attention as qa
+from quorum_attention.execution.device.rates import by_head_dim
 from quorum_attention.planner import calibration
 from quorum_attention.planner.calibration import cache_file, calibrate, device_key, machine_of
-from quorum_attention.planner.machine import assumed, by_head_dim
+from quorum_attention.planner.machine import assumed
 
 CPU = torch.device("cpu")
 

@@ -16,11 +16,12 @@ import torch
 
 from quorum_attention.cli import main
 from quorum_attention.errors import CalibrationError
+from quorum_attention.execution.device import cpu
+from quorum_attention.execution.device.cpu import cpu_name
 from quorum_attention.planner import calibration
 from quorum_attention.planner.calibration import (
     cache_file,
     calibrate,
-    cpu_name,
     device_key,
     machine_of,
 )
@@ -184,7 +185,7 @@ def test_a_profile_belongs_to_a_model_and_its_threads(monkeypatch: pytest.Monkey
     keys = set()
     for name in ("Quick 9000", "Slow 10"):
         for threads in (2, 4):
-            monkeypatch.setattr(calibration, "cpu_name", lambda name=name: name)
+            monkeypatch.setattr(cpu, "cpu_name", lambda name=name: name)
             monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
             keys.add(device_key(CPU, torch.float32))
     assert len(keys) == 4

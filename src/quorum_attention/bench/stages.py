@@ -6,7 +6,7 @@ from typing import Any
 
 from quorum_attention.bench.runner import Runner
 from quorum_attention.bench.settings import Section, Settings, seconds, short, word
-from quorum_attention.execution.clock import STAGES
+from quorum_attention.execution.device.clock import STAGES
 
 
 def run(settings: Settings, runner: Runner) -> list[Section]:

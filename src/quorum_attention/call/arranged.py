@@ -14,6 +14,7 @@ import torch
 
 from quorum_attention.call.options import Options
 from quorum_attention.errors import BudgetError
+from quorum_attention.execution.device.lookup import BACKENDS
 from quorum_attention.sizes import format_bytes
 
 
@@ -138,7 +139,7 @@ def _heads(query: int, key: int, value: int, enable_gqa: bool) -> tuple[int, int
 
 def _autocast_dtype(device_type: str) -> torch.dtype | None:
     """What inputs on such a device are cast to, if autocast is on."""
-    if device_type not in ("cpu", "cuda") or not torch.is_autocast_enabled(device_type):
+    if device_type not in BACKENDS or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from quorum_attention.execution.device.lookup import on_host
+
 _TABLE = "/proc/self/maps"
 
 
@@ -52,7 +54,7 @@ class Mappings:
 
     def of(self, tensor: torch.Tensor) -> tuple[Mapping, ...]:
         """Those that a tensor in host memory spans."""
-        if tensor.device.type != "cpu" or tensor.numel() == 0:
+        if not on_host(tensor.device) or tensor.numel() == 0:
             return ()
         start = tensor.data_ptr()
         sizes = zip(tensor.shape, tensor.stride(), strict=True)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from quorum_attention.counts import one_of, real_number, shown, switch, whole_number
-from quorum_attention.devices import present
+from quorum_attention.execution.device.lookup import best_device, on_host, present
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.planner.plan import Plan
@@ -103,9 +103,7 @@ def compute_device(inputs: torch.device, devices: Device | Sequence[Device] | No
         TypeError, ValueError, NotImplementedError: ``devices`` names none that can be used here.
     """
     if devices is None:
-        if inputs.type == "cpu" and torch.cuda.is_available():
-            return torch.device("cuda", torch.cuda.current_device())
-        return inputs
+        return best_device() if on_host(inputs) else inputs
     chosen = [devices] if isinstance(devices, (str, torch.device)) else devices
     if not isinstance(chosen, (list, tuple)):
         raise TypeError(f"devices must be None, a device or a list of one, got {shown(devices)}")
@@ -114,6 +112,6 @@ def compute_device(inputs: torch.device, devices: Device | Sequence[Device] | No
             f"devices must name one device, got {len(chosen)}; several are not supported yet"
         )
     device = present(chosen[0], "devices")
-    if inputs.type != "cpu" and device != inputs:
+    if not on_host(inputs) and device != inputs:
         raise ValueError(f"devices must be the inputs' device {inputs}, got {device}")
     return device

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from quorum_attention.call.mapped import Mappings
 from quorum_attention.call.overlap import Lie, overlaps_itself, share_memory
 from quorum_attention.counts import shown, switch
+from quorum_attention.execution.device.lookup import is_known, on_host
 from quorum_attention.execution.masks import mask_shape
 from quorum_attention.execution.workload import ELEMENT_BYTES, Workload
 from quorum_attention.planner.plan import Plan
@@ -89,7 +90,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _check_device(tensor: torch.Tensor, name: str) -> None:
-    if tensor.device.type not in ("cpu", "cuda"):
+    if not is_known(tensor.device):
         raise NotImplementedError(
             f"{name} must be on a CPU or CUDA device, got {str(tensor.device)!r}"
         )
@@ -97,7 +98,7 @@ def _check_device(tensor: torch.Tensor, name: str) -> None:
 
 def _check_place(tensor: torch.Tensor, name: str, home: torch.device) -> None:
     """Beside the inputs, which are at ``home``, tensors may be in host memory."""
-    if tensor.device.type != "cpu" and tensor.device != home:
+    if not on_host(tensor.device) and tensor.device != home:
         raise ValueError(
             f"{name} must be in host memory or on the query's device {home}, got {tensor.device}"
         )
@@ -224,7 +225,7 @@ def check_given(
     """What a backward reads beside the inputs: shape, dtype (None: any floating one), place: where
     the inputs are, in host memory, or where a forward of theirs computed."""
     _check_kind(tensor, name)
-    if not (home.type == "cpu" and tensor.is_cuda):
+    if not (on_host(home) and is_known(tensor.device)):
         _check_place(tensor, name, home)
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
@@ -267,9 +268,10 @@ def check_apart(
     written), not with each other, and no element with another.
 
     Interleaved views of one packed tensor share none. Two maps of one file do, and a result in a
-    read-only map cannot be written; both are known where the system tells (``mapped.py``). What
-    stays unknown is a tensor over an object's memory that must not change, such as
-    ``torch.frombuffer`` of bytes: as a NumPy array it would have been refused.
+    read-only map cannot be written; both are known where the system tells
+    (``call/mapped.py``). What stays unknown is a tensor over an object's memory that
+    must not change, such as ``torch.frombuffer`` of bytes: as a NumPy array it would have been
+    refused.
 
     Raises:
         ValueError: they do, or one cannot be written; by name.

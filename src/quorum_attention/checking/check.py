@@ -17,7 +17,7 @@ from quorum_attention.checking.result import CaseResult, CheckResult, Verdict
 from quorum_attention.checking.rounding import apart, far, limit, repeated, size
 from quorum_attention.checking.subject import Sizes
 from quorum_attention.counts import real_number, shown, switch, whole_number
-from quorum_attention.devices import present
+from quorum_attention.execution.device.lookup import present
 from quorum_attention.execution.memory import first_line, is_out_of_memory
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels import InnerKernel, get_kernel

@@ -12,9 +12,10 @@ import torch
 import quorum_attention
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say, show_table
-from quorum_attention.execution.memory import available_bytes
+from quorum_attention.execution.device.cpu import cpu_name
+from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.kernels import CallShape, kernels, why_not
-from quorum_attention.planner.calibration import cpu_name, machine_of
+from quorum_attention.planner.calibration import machine_of
 from quorum_attention.sizes import format_bytes
 
 _OPTIONAL = ("triton", "matplotlib", "cuda-bindings", "safetensors", "numpy")
@@ -71,7 +72,7 @@ def _run(options: argparse.Namespace) -> int:
         {
             "device": str(device),
             "name": _name(device),
-            "free_bytes": available_bytes(device),
+            "free_bytes": backend_of(device).free_bytes(device),
             "kernels": _verdicts(device),
             "calibrated": _calibrated(device),
         }

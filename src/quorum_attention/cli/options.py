@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from quorum_attention.cli.help import GLOSSARY, HelpFormatter
-from quorum_attention.devices import present
+from quorum_attention.execution.device.lookup import present
 from quorum_attention.execution.workload import ELEMENT_BYTES
 from quorum_attention.sizes import parse_bytes, parse_count
 

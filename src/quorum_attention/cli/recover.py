@@ -27,7 +27,7 @@ from quorum_attention.cli.output import print_json, say, show_table
 from quorum_attention.cli.run import read_qkv
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.errors import BudgetError
-from quorum_attention.execution.memory import available_bytes
+from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.files import create_tensors, open_tensors
 from quorum_attention.pictures import check_drawable
 from quorum_attention.planner import Plan, plan
@@ -370,7 +370,7 @@ def _affordable(setting: _Setting) -> bool:
     seconds = _monolithic(setting, backward=False).predicted_seconds
     if setting.backward:
         seconds += _monolithic(setting, backward=True).predicted_seconds
-    fits = 2 * _needed_bytes(setting) < available_bytes(setting.device)
+    fits = 2 * _needed_bytes(setting) < backend_of(setting.device).free_bytes(setting.device)
     return bool(fits and seconds < _PATIENCE_SECONDS)
 
 

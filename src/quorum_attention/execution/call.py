@@ -7,14 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from quorum_attention.errors import OutOfMemoryError
+from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.masks import MaskView
-from quorum_attention.execution.memory import available_bytes, is_out_of_memory
+from quorum_attention.execution.memory import is_out_of_memory
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.sizes import format_bytes
-
-# What the kernels of GPUs read and write at once.
-_WORD_BYTES = 16
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -57,18 +55,18 @@ def rows_are_dense(*tensors: torch.Tensor) -> bool:
 def lie_well(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether operators take the inputs as they lie: in dense rows and, because a GPU's lay out
     results as the query is, that one not expanded."""
-    laid_out = not query.is_cuda or all(
+    laid_out = backend_of(query.device).word_bytes == 1 or all(
         n <= 1 or s > 0 for n, s in zip(query.shape, query.stride(), strict=True)
     )
     return laid_out and rows_are_dense(query, key, value)
 
 
 def _at_whole_words(tensor: torch.Tensor) -> bool:
-    size = tensor.element_size()
-    if not tensor.is_cuda or tensor.shape[-1] * size % _WORD_BYTES:
+    size, word = tensor.element_size(), backend_of(tensor.device).word_bytes
+    if word == 1 or tensor.shape[-1] * size % word:
         return True
     steps = (s for n, s in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if n > 1)
-    return tensor.data_ptr() % _WORD_BYTES == 0 and not any(s * size % _WORD_BYTES for s in steps)
+    return tensor.data_ptr() % word == 0 and not any(s * size % word for s in steps)
 
 
 def is_operand(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -92,11 +90,12 @@ def empty_result(
     Raises:
         OutOfMemoryError: host memory cannot hold it; says how much is missing.
     """
-    if device.type == "cpu":
+    backend = backend_of(device)
+    if not backend.refuses:
         needed = dtype.itemsize
         for n in shape:
             needed *= n
-        free = available_bytes(device)
+        free = backend.free_bytes(device)
         if needed > free:
             raise OutOfMemoryError(
                 f"{what} takes {format_bytes(needed)} of host memory and "
@@ -115,7 +114,7 @@ def travelling_home(
     In host memory beside a GPU it is page-locked by torch's own allocator, which keeps such
     memory for the next call: faulting in and registering a gibibyte anew takes half a second.
     """
-    if home.type == "cpu" and compute.type == "cuda":
+    if home != compute and backend_of(compute).pins:
         try:
             return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
         except RuntimeError as error:

@@ -1,7 +1,7 @@
 """Runs units of work through the slots: load, compute, store, each beside the next.
 
 The engine knows rows and slots; what a unit computes is the pass's business (routes/slots.py),
-how bytes move the mover's (transfers.py), what to do about failures the runner's
+how bytes move the mover's (device/mover.py), what to do about failures the runner's
 (runner.py).
 """
 
@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quorum_attention.execution.clock import Clock
 from quorum_attention.execution.control.visits import Rows, Visit
+from quorum_attention.execution.device.clock import Clock
+from quorum_attention.execution.device.mover import Mover
 from quorum_attention.execution.memory import is_out_of_memory
 from quorum_attention.execution.padding import is_filled
 from quorum_attention.execution.rows import Axis, GroupBuffer, RowTensor
 from quorum_attention.execution.slots import SlotLayout
-from quorum_attention.execution.transfers import Mover
 from quorum_attention.execution.workload import Group, Workload
 from quorum_attention.kernels.copies import copy_on_device
 

@@ -35,7 +35,7 @@ class PassReport:
         repeated_units: units run again because a scaled fp16 gradient overflowed
             (execution/scaling.py).
         timed: whether ``stages`` are measured.
-        stages: device seconds by stage (execution/clock.py); empty for a monolithic call.
+        stages: device seconds by stage (execution/device/clock.py); empty for a monolithic call.
         recoveries: one line for every out-of-memory failure that was recovered from.
         recovery_seconds: what those failures cost: from the last finished unit before each until
             the next attempt began.

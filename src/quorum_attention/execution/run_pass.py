@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import torch
 
-from quorum_attention.execution.clock import NoClock
+from quorum_attention.execution.device.clock import NoClock
+from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.job import Job
-from quorum_attention.execution.memory import first_line, give_back_cached, is_out_of_memory
+from quorum_attention.execution.memory import first_line, is_out_of_memory
 from quorum_attention.execution.routes.in_place import in_place, takes_tasks
 from quorum_attention.execution.routes.slots import through_slots
 from quorum_attention.execution.routes.together import together
@@ -93,7 +94,7 @@ def _as_they_lie(
     if failure is None:
         return
     # Its frame is gone, and what it held.
-    give_back_cached(job.call.device)
+    backend_of(job.call.device).give_back_cached()
     report.recovery_seconds += time.perf_counter() - began
     work = job.call.work
     if schedule.sweep:

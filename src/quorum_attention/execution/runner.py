@@ -15,23 +15,18 @@ import torch
 from quorum_attention.decomposition import Decomposition, Task
 from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.call import Call
-from quorum_attention.execution.clock import Clock, NoClock
 from quorum_attention.execution.control.visits import Visit, touched_rows, visits
 from quorum_attention.execution.cutting import Cutting
+from quorum_attention.execution.device.clock import Clock, NoClock
+from quorum_attention.execution.device.lookup import backend_of
+from quorum_attention.execution.device.mover import Mover
+from quorum_attention.execution.device.page_locks import PageLocks
 from quorum_attention.execution.engine import Engine, Pass, Unit
 from quorum_attention.execution.guardrail import Coarsen, Deepen, Event, GiveUp, Guardrail
-from quorum_attention.execution.memory import (
-    PageLocks,
-    allocate,
-    available_bytes,
-    first_line,
-    give_back_cached,
-    is_out_of_memory,
-)
+from quorum_attention.execution.memory import first_line, is_out_of_memory
 from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.schedule import DEEPEN_BY, Schedule
 from quorum_attention.execution.tools import Progress, Tools, make_tools
-from quorum_attention.execution.transfers import CudaMover, HostMover, Mover
 from quorum_attention.execution.workload import Group
 
 MakePass = Callable[[Schedule, Tools], Pass]
@@ -109,8 +104,7 @@ def run(
     counted = 0
     label = "backward" if backward else "forward"
     tools = make_tools(device, schedule, timed=report.timed)
-    locks = PageLocks(host_tensors if device.type == "cuda" else [])
-    with locks:
+    with backend_of(device).page_locks(host_tensors) as locks:
         while queue.groups:
             queue.last_done = time.perf_counter()
             failure: tuple[str, str] | None = None
@@ -127,7 +121,7 @@ def run(
                 # Only the text is kept: the traceback holds the failed attempt's tensors.
                 failure = (first_line(error), _place(queue))
             if failure is not None:
-                give_back_cached(device)
+                backend_of(device).give_back_cached()
                 text, where = failure
                 guard, order = guard.on(Event.OUT_OF_MEMORY, where=where)
                 if isinstance(order, GiveUp):
@@ -174,10 +168,11 @@ def _attempt(
     """Run until everything is done or something fails; the queue keeps what is left."""
     counted, total, label = count
     n_slots = min(schedule.n_cap, max(1, len(queue.tasks) * len(queue.groups)))
+    backend = backend_of(device)
     mover: Mover | None = None
     try:
-        arena = allocate(n_slots * job.layout.slot_bytes, device)
-        mover = _mover(device, n_slots, locks, clock)
+        arena = backend.allocate(n_slots * job.layout.slot_bytes, device)
+        mover = backend.mover(device, n_slots, locks, clock)
         engine = Engine(job, arena, n_slots, mover, clock)
 
         def done(unit: Unit) -> None:
@@ -207,12 +202,6 @@ def _attempt(
             report.loaded_bytes += mover.loaded_bytes
             report.stored_bytes += mover.stored_bytes
     return counted
-
-
-def _mover(device: torch.device, n_slots: int, locks: PageLocks, clock: Clock) -> Mover:
-    if device.type == "cuda":
-        return CudaMover(device, n_slots, locks, clock)
-    return HostMover(clock)
 
 
 def _place(queue: _Queue) -> str:
@@ -247,4 +236,6 @@ class _RoomForCoarser:
             self.needed = 2 * coarser.n_cap * slot_bytes
 
     def __call__(self) -> bool:
-        return self.needed is not None and available_bytes(self.device) >= self.needed
+        if self.needed is None:
+            return False
+        return backend_of(self.device).free_bytes(self.device) >= self.needed

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field, fields
 
 import torch
 
+from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.engine import Unit
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.blocks import row_blocks
@@ -204,8 +205,8 @@ class BackwardScaling:
             if held is not None and held.flags.shape == unscale.shape:
                 flags = held.flags
             else:
-                pinned = self._device.type == "cuda"
-                flags = torch.zeros(unscale.shape, dtype=torch.int32, pin_memory=pinned)
+                pins = backend_of(self._device).pins
+                flags = torch.zeros(unscale.shape, dtype=torch.int32, pin_memory=pins)
             held = self._held[unit.slot] = _Held(unit, Level(self._work.n_keys), flags)
         held.level.divide_(unit.fields["grad_out"], unit.fields["value"], unscale)
 

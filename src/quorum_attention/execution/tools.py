@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from quorum_attention.execution.clock import Clock, CudaClock, HostClock, NoClock
+from quorum_attention.execution.device.clock import Clock, NoClock
+from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.kernels.lanes import Lanes
 
@@ -24,9 +25,5 @@ class Tools:
 
 def make_tools(device: torch.device, schedule: Schedule, *, timed: bool) -> Tools:
     """The tools of one pass on ``device``."""
-    on_cuda = device.type == "cuda"
-    clock: Clock = NoClock()
-    if timed:
-        clock = CudaClock() if on_cuda else HostClock()
-    several = on_cuda and schedule.streams > 1
-    return Tools(clock, Lanes(device, schedule.streams) if several else None)
+    backend = backend_of(device)
+    return Tools(backend.clock() if timed else NoClock(), backend.lanes(device, schedule.streams))

@@ -13,7 +13,6 @@ import datetime
 import json
 import math
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -27,14 +26,15 @@ import platformdirs
 import torch
 
 from quorum_attention.counts import shown
-from quorum_attention.devices import present
 from quorum_attention.errors import CalibrationError
+from quorum_attention.execution.device.lookup import backend_of, best_device, present
+from quorum_attention.execution.device.rates import by_head_dim
 from quorum_attention.execution.workload import ELEMENT_BYTES
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.kernels.protocol import CallShape, Operator
 from quorum_attention.kernels.select import select_kernel
 from quorum_attention.kernels.traits import operator
-from quorum_attention.planner.machine import Machine, assumed, by_head_dim
+from quorum_attention.planner.machine import Machine
 from quorum_attention.writing import check_target, write_text
 
 _FILE = "calibration.json"
@@ -58,31 +58,10 @@ def cache_file() -> Path:
     return Path(named or platformdirs.user_cache_dir("quorum-attention")) / _FILE
 
 
-@lru_cache(maxsize=1)
-def cpu_name() -> str:
-    """The CPU's model as the system names it, for one line."""
-    known: dict[str, str] = {}
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                what, _, value = line.partition(":")
-                known.setdefault(what.strip(), value.strip())
-    except OSError:
-        pass  # not Linux
-    # ARM kernels give numbers for names.
-    numbers = [known[name] for name in ("CPU implementer", "CPU part") if known.get(name)]
-    name = known.get("model name") or " ".join(numbers) or platform.processor()
-    return " ".join((name or platform.machine() or "unknown").split())
-
-
 def device_key(device: torch.device, dtype: torch.dtype) -> str:
     """What a calibration is valid for: the device model, torch, and the width of the dtype."""
     width = f"{dtype.itemsize * 8} bit"
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        return f"{name}, torch {torch.__version__}, {width}"
-    threads = f"{torch.get_num_threads()} threads"
-    return f"cpu {cpu_name()}, {threads}, torch {torch.__version__}, {width}"
+    return f"{backend_of(device).model(device)}, torch {torch.__version__}, {width}"
 
 
 @lru_cache(maxsize=1)
@@ -98,16 +77,10 @@ def _known() -> dict[str, Any]:
 @lru_cache(maxsize=64)
 def machine_of(device: torch.device, dtype: torch.dtype, head_dim: int) -> Machine:
     """The rates of ``device``: calibrated where it has been, assumed where not."""
-    base = assumed(device.type, dtype, head_dim)
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            return base
-        properties = torch.cuda.get_device_properties(device)
-        base = replace(
-            base,
-            wave_rows=properties.multi_processor_count * 128,
-            cache_bytes=int(properties.L2_cache_size) // 3,
-        )
+    backend = backend_of(device)
+    base = Machine(**backend.rates(device, dtype, head_dim))
+    if not backend.is_here():
+        return base
     entry = _known().get(device_key(device, dtype))
     if not isinstance(entry, dict):
         return base
@@ -165,8 +138,7 @@ def calibrate(
         OSError: there is nowhere to store them.
     """
     started = time.perf_counter()
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    where = present(default if device is None else device, "device")
+    where = best_device() if device is None else present(device, "device")
     if dtype not in ELEMENT_BYTES:
         names = ", ".join(str(known).removeprefix("torch.") for known in ELEMENT_BYTES)
         raise TypeError(f"dtype must be one of torch's {names}, got {shown(dtype)}")
@@ -229,7 +201,7 @@ def _measured(bench: _Bench, progress: Callable[[str], object]) -> list[dict[str
         progress(f"round {number + 1} of at least {_ROUNDS}")
         began, waited = time.perf_counter(), _waited_seconds()
         found = bench.round(number)
-        share = (_waited_seconds() - waited) / (time.perf_counter() - began) / bench.threads
+        share = (_waited_seconds() - waited) / (time.perf_counter() - began) / bench.sizes.threads
         broken = [name for name, value in found.items() if not (math.isfinite(value) and value > 0)]
         if broken:
             raise CalibrationError(
@@ -289,17 +261,9 @@ class _Bench:
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
-        self.on_cuda = device.type == "cuda"
-        self.threads = 1 if self.on_cuda else torch.get_num_threads()  # that do the work
-        base = assumed(device.type, dtype)
-        # Whole waves, so that what is timed is the rate and not the last wave.
-        self.rows = 8 * base.wave_rows if self.on_cuda else 2048
-        if self.on_cuda:
-            self.rows = 8 * 128 * torch.cuda.get_device_properties(device).multi_processor_count
-        self.other = 65_536 if self.on_cuda else 2048
-        # A GPU's clock falls within its first second of work.
-        self.warm = 0.7 if self.on_cuda else 0.0
-        self.causal_rows = self.rows // 2
+        self.backend = backend_of(device)
+        self.sizes = self.backend.trial_sizes(device)
+        self.causal_rows = self.sizes.rows // 2
 
     def round(self, number: int) -> dict[str, float]:
         """Everything once: FLOP/s, bytes a second, and seconds (names that end so)."""
@@ -336,17 +300,17 @@ class _Bench:
         return statistics.median(times)
 
     def _wait(self) -> None:
-        if self.on_cuda:
-            torch.cuda.synchronize(self.device)
+        self.backend.synchronize(self.device)
 
     def rates(self, head_dim: int) -> tuple[float, float]:
         """FLOP/s of a large plain rectangle, forward and backward."""
         kernel, scale = self.kernel(head_dim), head_dim**-0.5
-        flops = 4.0 * head_dim * self.rows * self.other
-        query, grad = self.random(self.rows, head_dim), self.random(self.rows, head_dim)
-        key, value = self.random(self.other, head_dim), self.random(self.other, head_dim)
+        rows, other, warm = self.sizes.rows, self.sizes.other_rows, self.sizes.warm_seconds
+        flops = 4.0 * head_dim * rows * other
+        query, grad = self.random(rows, head_dim), self.random(rows, head_dim)
+        key, value = self.random(other, head_dim), self.random(other, head_dim)
         spent = self.seconds(
-            lambda: kernel.rectangle_forward(query, key, value, False, scale, None), 0.3, self.warm
+            lambda: kernel.rectangle_forward(query, key, value, False, scale, None), 0.3, warm
         )
         # A backward is parallel over keys: the long side is theirs.
         query, key = key, query
@@ -357,7 +321,7 @@ class _Bench:
                 grad, query, key, value, out, lse, False, scale, None
             ),
             0.3,
-            self.warm,
+            warm,
         )
         return flops / spent, 2.5 * flops / backward
 
@@ -373,7 +337,7 @@ class _Bench:
 
     def copies(self) -> dict[str, float]:
         """Bytes a second up and down, both at once, and through device memory."""
-        n_bytes = 256 << 20 if self.on_cuda else 32 << 20
+        n_bytes = self.sizes.copy_bytes
         rows = n_bytes // 256
         state = torch.zeros(1, 1, rows, 64, device=self.device)
         lse = torch.zeros(1, 1, rows, device=self.device)
@@ -381,21 +345,7 @@ class _Bench:
         spent = self.seconds(lambda: merge_(state, lse, part, lse + 1), 0.1)
         merged = part.numel() * (2 * state.element_size() + part.element_size())
         found = {"merge_bytes_per_second": merged / spent}
-        host = [torch.empty(n_bytes, dtype=torch.uint8) for _ in range(2)]
-        near = [torch.empty(n_bytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
-        if not self.on_cuda:
-            rate = n_bytes / self.seconds(lambda: near[0].copy_(host[0]), 0.1)
-            return {**found, "up_bytes_per_second": rate, "down_bytes_per_second": rate}
-        host = [tensor.pin_memory() for tensor in host]
-        streams = [torch.cuda.Stream(self.device) for _ in range(2)]
-
-        def both() -> None:
-            with torch.cuda.stream(streams[0]):
-                near[0].copy_(host[0], non_blocking=True)
-            with torch.cuda.stream(streams[1]):
-                host[1].copy_(near[1], non_blocking=True)
-
-        rate = n_bytes / self.seconds(both, 0.2)
+        rate = n_bytes / self.seconds(self.backend.both_ways(self.device, n_bytes), 0.2)
         return {**found, "up_bytes_per_second": rate, "down_bytes_per_second": rate}
 
     def calls(self, number: int) -> dict[str, float]:

@@ -18,7 +18,7 @@ from functools import lru_cache
 import torch
 
 from quorum_attention.errors import BudgetError
-from quorum_attention.execution.memory import available_bytes
+from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.trimming import pairs_of
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.protocol import CallShape, InnerKernel
@@ -181,7 +181,7 @@ def _known(
     kernel = _small_kernel(Asked(work, options, place, result, needs_grad, backward))
     if kernel is not None and pairs_of(work, kernel).verdict is None:
         return kernel.name
-    return _ASK if kernel is not None or options.device.type == "cuda" else None
+    return _ASK if kernel is not None or backend_of(options.device).refuses else None
 
 
 def _small_kernel(asked: Asked) -> InnerKernel | None:
@@ -315,7 +315,7 @@ def _wish(options: Options) -> Wish:
 def _budget(options: Options) -> int:
     if options.budget_bytes is not None:
         return options.budget_bytes
-    free = int(available_bytes(options.device) * (1 - policy.MARGIN))
+    free = int(backend_of(options.device).free_bytes(options.device) * (1 - policy.MARGIN))
     # In steps of a few per cent, so that a plan is found again when a little more is free.
     step = 1 << max(0, free.bit_length() - 6)
     return free // step * step

@@ -7,19 +7,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from quorum_attention.execution.device.backend import ROUNDING_BYTES, Backend
+from quorum_attention.execution.device.lookup import BACKENDS
 from quorum_attention.execution.pass_spec import BACKWARD, FORWARD
 from quorum_attention.execution.routes.whole import gives_directly, runs_whole
 from quorum_attention.execution.scaling import scales
-from quorum_attention.execution.schedule import Schedule
+from quorum_attention.execution.schedule import Home, Schedule
 from quorum_attention.execution.slots import aligned, slot_layout
 from quorum_attention.execution.workload import GroupSize, Workload
 from quorum_attention.kernels.delta import carrier_bytes
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.traits import traits_of
-from quorum_attention.kernels.workspace import UNSPLIT_BYTES
-
-# torch's CUDA caching allocator hands out multiples of this, or whole blocks (``UNSPLIT_BYTES``).
-_ROUNDING = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +44,15 @@ class Placement:
     copied: int = 0
     copied_bytes: int = 0
     divided: bool = False
+
+    @property
+    def backend(self) -> Backend:
+        """Of the computing device."""
+        return BACKENDS[self.device_type]
+
+    def counts(self, home: Home) -> bool:
+        """Whether accumulators there count against the budget."""
+        return home == "device" or not self.backend.own_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +84,7 @@ def _footprint(
 ) -> Footprint:
     """From the bytes of each tensor; a kernel's workspace bound has its own rounding in it."""
     tensors = [size for size in (slots, *accumulators, *results) if size > 0]
-    rounding = _ROUNDING * (len(tensors) + (workspace > 0))
-    if place.device_type == "cuda":
-        rounding += UNSPLIT_BYTES * sum(size > UNSPLIT_BYTES for size in tensors)
+    rounding = place.backend.rounding(tensors) + (ROUNDING_BYTES if workspace > 0 else 0)
     return Footprint(slots, workspace, sum(accumulators), sum(results), rounding)
 
 
@@ -129,7 +134,7 @@ def forward_footprint(
         FORWARD, work, schedule.group, schedule.task_rows(work), place.result_dtype
     )
     home: tuple[int, ...] = ()
-    if place.device_type == "cpu" or schedule.accumulator == "device":
+    if place.counts(schedule.accumulator):
         home = (aligned(lse),)
         if place.result_dtype != work.state_dtype:
             width = work.value_dim * work.state_dtype.itemsize
@@ -196,8 +201,11 @@ def backward_footprint(
         place.result_dtype,
         scaled=scales(kernel, work),
     )
-    counts_home = place.device_type == "cpu" or schedule.accumulator == "device"
-    home = state if counts_home and place.result_dtype != work.state_dtype else ()
+    home = (
+        state
+        if place.counts(schedule.accumulator) and place.result_dtype != work.state_dtype
+        else ()
+    )
     return _footprint(
         place,
         slots=schedule.n_cap * layout.slot_bytes,
@@ -230,7 +238,7 @@ def _gradient_state(work: Workload, schedule: Schedule) -> tuple[int, ...]:
 def _scaled_state(work: Workload, schedule: Schedule) -> tuple[int, ...]:
     """The same where the backward is scaled: a copy of ``grad_out``, and numbers for each head."""
     copy = _group_rows(work, schedule, "query") * work.value_dim * work.element_bytes
-    return (*_gradient_state(work, schedule), copy, *(_ROUNDING,) * 4)
+    return (*_gradient_state(work, schedule), copy, *(ROUNDING_BYTES,) * 4)
 
 
 def _group_rows(work: Workload, schedule: Schedule, axis: str) -> int:

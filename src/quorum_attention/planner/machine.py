@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from itertools import pairwise
 
 import torch
+
+from quorum_attention.execution.device.lookup import BACKENDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,71 +97,9 @@ class Machine:
         return max(0.75, 1 - self.cache_penalty * math.log2(inner_bytes / self.cache_bytes))
 
 
-# TFLOP/s of cuDNN on an H200, forward and backward, by head dimension.
-_H200 = {64: (450e12, 446e12), 128: (600e12, 530e12)}
-
-
-def by_head_dim(table: dict[int, tuple[float, float]], head_dim: int) -> tuple[float, float]:
-    """Between the entries of a table in a straight line, beyond them the nearest."""
-    known = sorted(table)
-    for low, high in pairwise(known):
-        if low <= head_dim <= high:
-            part = (head_dim - low) / (high - low)
-            (a, b), (c, d) = table[low], table[high]
-            return a + part * (c - a), b + part * (d - b)
-    return table[known[0] if head_dim < known[0] else known[-1]]
-
-
 def assumed(device_type: str, dtype: torch.dtype, head_dim: int = 64) -> Machine:
-    """The default figures for a device type; CUDA's are an H200's."""
-    wide = dtype in (torch.float32, torch.float64)
-    if device_type == "cuda":
-        forward, backward = (45e12, 35e12) if wide else by_head_dim(_H200, head_dim)
-        return Machine(
-            flops=forward,
-            backward_flops=backward,
-            wave_rows=132 * 128,
-            filling_rows=0,
-            filling_causal=20_000,
-            exposed_idle=0.35,
-            throttle=0.1,
-            cache_bytes=20 << 20,
-            cache_penalty=0.045,
-            call_device_seconds=20e-6,
-            merge_bytes_per_second=2.5e12,
-            up_bytes_per_second=46e9,
-            down_bytes_per_second=46e9,
-            call_seconds=140e-6,
-            backward_call_seconds=270e-6,
-            copy_seconds=1.5e-6,
-            unit_seconds=400e-6,
-            pass_seconds=2e-3,
-            plan_seconds=40e-3,
-            overlaps=True,
-        )
-    threads = torch.get_num_threads()
-    return Machine(
-        flops=(70e9 if wide else 35e9) * threads,
-        backward_flops=(65e9 if wide else 15e9) * threads,
-        wave_rows=0,
-        filling_rows=200.0,
-        filling_causal=300.0,
-        exposed_idle=1.0,
-        throttle=0.0,
-        cache_bytes=0,
-        cache_penalty=0.0,
-        call_device_seconds=0.0,
-        merge_bytes_per_second=20e9,
-        up_bytes_per_second=8e9,
-        down_bytes_per_second=8e9,
-        call_seconds=100e-6,
-        backward_call_seconds=200e-6,
-        copy_seconds=10e-6,
-        unit_seconds=200e-6,
-        pass_seconds=300e-6,
-        plan_seconds=0.0,
-        overlaps=False,
-    )
+    """The default figures for a kind of device; CUDA's are an H200's."""
+    return Machine(**BACKENDS[device_type].rates(None, dtype, head_dim))
 
 
 FIELDS = tuple(field.name for field in fields(Machine))

@@ -9,9 +9,14 @@ from typing import Any, Literal
 import torch
 
 from quorum_attention.counts import one_of, shown, switch, whole_number
-from quorum_attention.devices import named_device, present
 from quorum_attention.errors import BudgetError
-from quorum_attention.execution.memory import available_bytes
+from quorum_attention.execution.device.lookup import (
+    backend_of,
+    best_device,
+    named_device,
+    on_host,
+    present,
+)
 from quorum_attention.execution.workload import ELEMENT_BYTES, GroupSize, Workload
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.select import select_kernel
@@ -139,8 +144,8 @@ def _place(
     backward: bool,
 ) -> Placement:
     one_of(inputs, "inputs", (None, "device", "host"))
-    resident = where.type == "cpu" if inputs is None else inputs == "device"
-    if where.type == "cpu" and not resident:
+    resident = on_host(where) if inputs is None else inputs == "device"
+    if on_host(where) and not resident:
         raise ValueError("inputs must be 'device' when the CPU computes")
     # Autograd may hand over an expanded gradient (of a sum): the backward has room for its copy.
     return Placement(where.type, resident, results_given, dtype, copied=1 if backward else 0)
@@ -216,16 +221,17 @@ def _group(work: Workload, heads_per_group: int | None) -> GroupSize | None:
 
 def _device(device: str | torch.device | None) -> torch.device:
     if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if torch.cuda.is_available():
-        return present(device, "device")
-    return named_device(device, "device")
+        return best_device()
+    # For one that is not here a plan is made all the same.
+    named = named_device(device, "device")
+    return present(named, "device") if backend_of(named).is_here() else named
 
 
 def _free(device: torch.device) -> int:
-    if device.type == "cuda" and not torch.cuda.is_available():
+    backend = backend_of(device)
+    if not backend.is_here():
         return policy.ASSUMED_DEVICE_BYTES
-    return int(available_bytes(device) * (1 - policy.MARGIN))
+    return int(backend.free_bytes(device) * (1 - policy.MARGIN))
 
 
 @dataclass(frozen=True, slots=True)

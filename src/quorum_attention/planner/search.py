@@ -264,7 +264,7 @@ class _Search:
                 self._add(found)
             elif found.cost.seconds < policy.WORTH_COMPARING:
                 return replace(found, why=_SHORT)
-            elif self.place.device_type != "cuda":
+            elif not self.place.backend.overlaps:
                 return replace(found, why=_ON_A_CPU)
             else:
                 self.undivided = found
@@ -343,7 +343,7 @@ def undivided(
     """The monolithic call, where it is so short and small that nothing else needs a thought."""
     sizes = group_sizes(work)
     # Several batch dimensions may be run one by one: what is done of them has to stay done.
-    if place.device_type != "cuda" or not sizes or len(work.batch_shape) > 1:
+    if not place.backend.refuses or not sizes or len(work.batch_shape) > 1:
         return None
     shape = decomposition_of(work.n_tokens, (), "aligned", 128)
     # Pinned: what fails is decided again (decide.py).
@@ -395,24 +395,25 @@ def _schedules(
     to so many; with ``shapes`` those of these cuts, through slots."""
     sizes = [wish.group] if wish.group is not None else group_sizes(work)
     sizes = sizes or [GroupSize(max(1, work.batch), max(1, work.kv_heads))]
-    n_caps = [wish.n_cap] if wish.n_cap is not None else [2, 1]
-    if place.device_type == "cpu" and wish.n_cap is None:
-        n_caps = [1]
-    homes: list[Home] = [wish.accumulator] if wish.accumulator else ["device", "host"]
-    if place.device_type == "cpu" and wish.accumulator is None:
-        homes = ["host"]
+    backend = place.backend
+    n_caps = [2, 1] if backend.overlaps else [1]
+    if wish.n_cap is not None:
+        n_caps = [wish.n_cap]
+    homes: list[Home] = ["device", "host"] if backend.own_memory else ["host"]
+    if wish.accumulator is not None:
+        homes = [wish.accumulator]
     max_pairs = None
     if work.mask is not None and work.mask.rows and work.mask.columns:
         max_pairs = policy.MASKED_PAIRS
-    streams = [wish.streams] if wish.streams is not None else [1, 2]
+    streams = [1, 2] if wish.streams is None else [wish.streams]
     several = traits_of(kernel).several_streams
-    if place.device_type == "cpu" or not several:
+    if backend.most_streams == 1 or not several:
         streams = [1]
     sweeping = place.resident and place.dense_rows and work.mask is None
     one_by_one = takes_tasks(kernel, work)
     sweeping &= not (one_by_one and place.divided)
     sweeping &= (several or one_by_one) and wish.n_cap is None
-    sweeping &= wish.accumulator != "host" or place.device_type == "cpu"
+    sweeping &= wish.accumulator != "host" or not backend.own_memory
     sweeping &= wish.sweep is not False and shapes is None
     if shapes is None:
         shapes = _decompositions(work, wish, pairs)
@@ -420,7 +421,7 @@ def _schedules(
         shapes = tuple(s for s in shapes if n_tasks[0] < s.n_tasks <= n_tasks[1])
     if sweeping and n_tasks is None:
         swept = [s for s in shapes if s.depth == 1 and s.levels[0] <= policy.MOST_SWEPT]
-        if place.device_type == "cuda" and wish.levels is None and wish.depth in (None, 1):
+        if backend.overlaps and wish.levels is None and wish.depth in (None, 1):
             swept.append(decomposition_of(work.n_tokens, policy.FEWEST, wish.layout, wish.tile))
         for shape in swept:
             less = _trimmed_tally(shape, pairs, kernel, backward=backward) if one_by_one else None

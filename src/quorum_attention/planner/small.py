@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.schedule import Schedule, with_limits
 from quorum_attention.execution.trimming import pairs_of
 from quorum_attention.execution.workload import GroupSize, Workload
@@ -39,7 +40,7 @@ def is_small(
     if _fits(about, kernel, place, device, backward=backward):
         return True
     # In between, a GPU's longer calls: one that has been planned is as quick.
-    return device.type == "cuda" and _fits(work, kernel, place, device, backward=backward)
+    return backend_of(device).refuses and _fits(work, kernel, place, device, backward=backward)
 
 
 def rounded(work: Workload) -> Workload:
@@ -66,7 +67,7 @@ def _fits(
     backward: bool,
 ) -> bool:
     machine = machine_of(device, work.dtype, work.head_dim)
-    if device.type == "cuda":
+    if backend_of(device).refuses:
         return undivided(work, kernel, place, machine, backward=backward) is not None
     every = GroupSize(work.batch, work.kv_heads)
     shape = decomposition_of(work.n_tokens, (), "aligned", 128)

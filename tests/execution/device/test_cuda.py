@@ -1,15 +1,15 @@
-"""Limits of a process's memory: what torch is told."""
+"""What torch is told of a CUDA device, without one."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from quorum_attention.limits import limit_cuda_memory
+from quorum_attention.execution.device.cuda import Cuda
 
 
 @pytest.mark.parametrize("name", ["cuda", "cuda:1"])
-def test_a_device_with_or_without_a_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_with_or_without_a_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own limit takes no device without one."""
     told = []
     fakes = {
@@ -21,7 +21,7 @@ def test_a_device_with_or_without_a_number(name: str, monkeypatch: pytest.Monkey
     }
     for what, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, what, fake)
-    limit_cuda_memory(400, torch.device(name))
+    Cuda().limit(400, torch.device(name))
     ((share, device),) = told
     assert share == 0.5
     assert device == torch.device("cuda", 1 if name == "cuda:1" else 0)

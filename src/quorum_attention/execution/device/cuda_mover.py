@@ -1,121 +1,19 @@
-"""Copies between where tensors live and the slots, and the order in which they happen.
-
-One unit of work goes through three stages: *load* (inputs and travelling state into a slot),
-*compute*, *store* (state and results out of it). On CUDA each stage has a stream of its own, so
-that the next unit's load and the last unit's store run beside the present unit's compute; on the
-CPU they simply follow one another.
-"""
+"""The mover of a CUDA device: a stream for each stage, tied by events."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from quorum_attention.execution.clock import Clock
 from quorum_attention.execution.control.visits import Rows
-from quorum_attention.execution.memory import PageLocks
+from quorum_attention.execution.device.clock import Clock
+from quorum_attention.execution.device.mover import Mover, local_part
+from quorum_attention.execution.device.page_locks import PageLocks
 from quorum_attention.kernels.copies import copy_on_device
-
-
-class Mover(Protocol):
-    """Moves rows, and keeps the stages of units in order."""
-
-    loaded_bytes: int
-    stored_bytes: int
-
-    def input_stage(self, slot: int) -> AbstractContextManager[Any]:
-        """The load of a unit's inputs into ``slot``, once its previous unit has left it."""
-        ...
-
-    def state_stage(self, slot: int, after_store_of: int | None) -> AbstractContextManager[Any]:
-        """The load of a unit's state; ``after_store_of``: the slot whose store comes first."""
-        ...
-
-    def carried_from(self, slot: int) -> None:
-        """Within a compute stage: what ``slot`` had to hand on has been taken."""
-        ...
-
-    def compute_stage(self, slot: int) -> AbstractContextManager[Any]:
-        """The compute of the unit in ``slot``, after its load."""
-        ...
-
-    def wait_computed(self, slot: int) -> None:
-        """Hold the host until the unit in ``slot`` has been computed."""
-        ...
-
-    def store_stage(self, slot: int) -> AbstractContextManager[Any]:
-        """The store of the unit in ``slot``, after its compute."""
-        ...
-
-    def load(self, target: torch.Tensor, source: torch.Tensor, pieces: Sequence[Rows]) -> None:
-        """Copy pieces of rows into a slot: source (heads, N, width) at ``start`` to ``stop``,
-        target (heads, n, width) from ``local`` on. Within a stage."""
-        ...
-
-    def store(self, target: torch.Tensor, source: torch.Tensor, pieces: Sequence[Rows]) -> None:
-        """Copy pieces of rows out of a slot: target as the source of ``load``, source as its
-        target. Within a stage."""
-        ...
-
-    def finish(self, *, wait: bool) -> None:
-        """All stages before everything that follows; ``wait`` also holds the host until then."""
-        ...
-
-
-class HostMover:
-    """CPU to CPU: plain copies, in order."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.loaded_bytes = 0
-        self.stored_bytes = 0
-        self._clock = clock
-
-    def input_stage(self, slot: int) -> AbstractContextManager[Any]:
-        """Nothing to wait for."""
-        return self._clock.timed("h2d")
-
-    def state_stage(self, slot: int, after_store_of: int | None) -> AbstractContextManager[Any]:
-        """Nothing to wait for."""
-        return self._clock.timed("h2d")
-
-    def carried_from(self, slot: int) -> None:
-        """Nothing to note."""
-
-    def compute_stage(self, slot: int) -> AbstractContextManager[Any]:
-        """Nothing to wait for."""
-        return nullcontext()
-
-    def wait_computed(self, slot: int) -> None:
-        """It has been."""
-
-    def store_stage(self, slot: int) -> AbstractContextManager[Any]:
-        """Nothing to wait for."""
-        return self._clock.timed("d2h")
-
-    def load(self, target: torch.Tensor, source: torch.Tensor, pieces: Sequence[Rows]) -> None:
-        """Copy rows in."""
-        for piece in pieces:
-            part = _local(target, piece)
-            part.copy_(source[:, piece.start : piece.stop])
-            self.loaded_bytes += part.numel() * part.element_size()
-
-    def store(self, target: torch.Tensor, source: torch.Tensor, pieces: Sequence[Rows]) -> None:
-        """Copy rows out."""
-        for piece in pieces:
-            part = _local(source, piece)
-            target[:, piece.start : piece.stop].copy_(part)
-            self.stored_bytes += part.numel() * part.element_size()
-
-    def finish(self, *, wait: bool) -> None:
-        """Everything has happened already."""
-
-
-def _local(slot: torch.Tensor, piece: Rows) -> torch.Tensor:
-    return slot[:, piece.local : piece.local + piece.stop - piece.start]
 
 
 class _Stage:
@@ -210,15 +108,13 @@ class _Copies:
                 raise RuntimeError(f"cudaMemcpyAsync of {n_bytes} bytes failed: {status}")
 
 
-class CudaMover:
+class CudaMover(Mover):
     """Host or device memory to and from the slots of one CUDA device, on three streams."""
 
     def __init__(self, device: torch.device, n_slots: int, locks: PageLocks, clock: Clock) -> None:
+        super().__init__(clock)
         self.device = device
         self.locks = locks
-        self.loaded_bytes = 0
-        self.stored_bytes = 0
-        self._clock = clock
         self._compute = torch.cuda.current_stream(device)
         # Otherwise the caller is on another device.
         self._at_home = device.index == torch.cuda.current_device()
@@ -240,10 +136,9 @@ class CudaMover:
         after = [self._stored[slot], self._handed_on[slot]]
         return _Stage(self._up, after, None, self._copies, self._clock.timed("h2d"))
 
-    def state_stage(self, slot: int, after_store_of: int | None) -> AbstractContextManager[Any]:
+    def state_stage(self, slot: int, after_store_of: int) -> AbstractContextManager[Any]:
         """On the upward stream, after the inputs and the store that wrote the state last."""
-        after = [] if after_store_of is None else [self._stored[after_store_of]]
-        timed = self._clock.timed("h2d")
+        timed, after = self._clock.timed("h2d"), [self._stored[after_store_of]]
         return _Stage(self._up, after, self._ready[slot], self._copies, timed)
 
     def carried_from(self, slot: int) -> None:
@@ -315,7 +210,7 @@ class CudaMover:
                         self._copies.add(theirs, ours, n_bytes)
         else:
             for piece in pieces:
-                part, other = _local(slot, piece), far[:, piece.start : piece.stop]
+                part, other = local_part(slot, piece), far[:, piece.start : piece.stop]
                 if up:
                     self._copy(part, other, other)
                 else:

@@ -1,4 +1,4 @@
-"""Devices by name: which there are, and which are here."""
+"""Devices by name and by kind: which there are, and which are here."""
 
 from __future__ import annotations
 
@@ -7,6 +7,34 @@ from typing import Any
 import torch
 
 from quorum_attention.counts import shown
+from quorum_attention.execution.device.backend import Backend
+from quorum_attention.execution.device.cpu import Cpu
+from quorum_attention.execution.device.cuda import Cuda, numbered
+
+BACKENDS: dict[str, Backend] = {"cpu": Cpu(), "cuda": Cuda()}
+"""By torch's name of the kind of device."""
+
+HOST = torch.device("cpu")
+
+
+def backend_of(device: torch.device) -> Backend:
+    """The interface of a device that ``is_known``."""
+    return BACKENDS[device.type]
+
+
+def is_known(device: torch.device) -> bool:
+    """Whether attention can run there."""
+    return device.type in BACKENDS
+
+
+def on_host(device: torch.device) -> bool:
+    """Whether what lies there lies in host memory."""
+    return is_known(device) and not backend_of(device).own_memory
+
+
+def best_device() -> torch.device:
+    """The current CUDA device where there is one, else the CPU."""
+    return present("cuda" if BACKENDS["cuda"].is_here() else "cpu", "device")
 
 
 def named_device(name: Any, argument: str) -> torch.device:
@@ -26,9 +54,9 @@ def named_device(name: Any, argument: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise ValueError(f"{argument} must be 'cpu' or 'cuda', got {shown(name)}") from None
-    if device.type not in ("cpu", "cuda"):
+    if not is_known(device):
         raise NotImplementedError(f"{argument} must be 'cpu' or 'cuda', got {device.type!r}")
-    return torch.device("cpu") if device.type == "cpu" else device
+    return HOST if on_host(device) else device
 
 
 def present(name: Any, argument: str) -> torch.device:
@@ -39,11 +67,11 @@ def present(name: Any, argument: str) -> torch.device:
         ValueError: as there; or the device is not here.
     """
     device = named_device(name, argument)
-    if device.type != "cuda":
+    if on_host(device):
         return device
-    if not torch.cuda.is_available():
+    if not backend_of(device).is_here():
         raise ValueError(f"{argument} is {str(device)!r}, but there is no CUDA device here")
     count = torch.cuda.device_count()
     if device.index is not None and device.index >= count:
         raise ValueError(f"{argument} is {str(device)!r}, but there are {count} CUDA device(s)")
-    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+    return numbered(device)

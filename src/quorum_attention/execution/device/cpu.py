@@ -1,0 +1,125 @@
+"""The CPU as a device that computes: one memory, one thing after another."""
+
+from __future__ import annotations
+
+import gc
+import platform
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from quorum_attention.execution.device.backend import ROUNDING_BYTES, Backend, TrialSizes
+from quorum_attention.execution.device.clock import Clock, HostClock
+from quorum_attention.execution.device.mover import Mover
+from quorum_attention.execution.device.page_locks import PageLocks
+from quorum_attention.execution.device.rates import cpu_rates
+from quorum_attention.kernels.lanes import Lanes
+
+
+class Cpu(Backend):
+    """See ``Backend``; also what others are made from."""
+
+    kind = "cpu"
+    own_memory = False
+    refuses = False
+    overlaps = False
+    pins = False
+    most_streams = 1
+    word_bytes = 1
+
+    def is_here(self) -> bool:
+        """Always."""
+        return True
+
+    def free_bytes(self, device: torch.device) -> int:
+        """``MemAvailable``."""
+        try:
+            with open("/proc/meminfo", encoding="ascii") as lines:
+                for line in lines:
+                    if line.startswith("MemAvailable:"):
+                        return int(line.split()[1]) * 1024
+        except OSError:
+            pass
+        return 1 << 34  # no such file (not Linux): assume 16 GiB rather than refuse to work
+
+    def allocate(self, n_bytes: int, device: torch.device) -> torch.Tensor:
+        """From torch's allocator."""
+        return torch.empty(n_bytes, dtype=torch.uint8, device=device)
+
+    def give_back_cached(self) -> None:
+        """What garbage held."""
+        gc.collect()
+
+    def rounding(self, sizes: Sequence[int]) -> int:
+        """A little for each."""
+        return ROUNDING_BYTES * len(sizes)
+
+    def current(self, device: torch.device) -> AbstractContextManager[Any]:
+        """There is one."""
+        return nullcontext()
+
+    def clock(self) -> Clock:
+        """The host's."""
+        return HostClock()
+
+    def lanes(self, device: torch.device, count: int) -> Lanes | None:
+        """None."""
+        return None
+
+    def page_locks(self, tensors: Iterable[torch.Tensor]) -> PageLocks:
+        """Of nothing."""
+        return PageLocks(())
+
+    def mover(self, device: torch.device, n_slots: int, locks: PageLocks, clock: Clock) -> Mover:
+        """Plain copies."""
+        return Mover(clock)
+
+    def count_peak(self, device: torch.device) -> Callable[[], int] | None:
+        """Torch counts nothing here."""
+        return None
+
+    def limit(self, extra_bytes: int, device: torch.device) -> None:
+        """It cannot be limited."""
+        raise NotImplementedError("torch's CPU allocator takes no limit")
+
+    def synchronize(self, device: torch.device) -> None:
+        """Everything has happened already."""
+
+    def model(self, device: torch.device) -> str:
+        """Its name, and how many threads it works with."""
+        return f"cpu {cpu_name()}, {torch.get_num_threads()} threads"
+
+    def rates(
+        self, device: torch.device | None, dtype: torch.dtype, head_dim: int
+    ) -> dict[str, Any]:
+        """For as many threads as torch has."""
+        return cpu_rates(dtype)
+
+    def trial_sizes(self, device: torch.device) -> TrialSizes:
+        """A few megabytes."""
+        return TrialSizes(2048, 2048, 32 << 20, 0.0, torch.get_num_threads())
+
+    def both_ways(self, device: torch.device, n_bytes: int) -> Callable[[], object]:
+        """One copy."""
+        source, target = (torch.empty(n_bytes, dtype=torch.uint8) for _ in range(2))
+        return lambda: target.copy_(source)
+
+
+@lru_cache(maxsize=1)
+def cpu_name() -> str:
+    """The CPU's model as the system names it, for one line."""
+    known: dict[str, str] = {}
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                what, _, value = line.partition(":")
+                known.setdefault(what.strip(), value.strip())
+    except OSError:
+        pass  # not Linux
+    # ARM kernels give numbers for names.
+    numbers = [known[name] for name in ("CPU implementer", "CPU part") if known.get(name)]
+    name = known.get("model name") or " ".join(numbers) or platform.processor()
+    return " ".join((name or platform.machine() or "unknown").split())

@@ -1,0 +1,185 @@
+"""A CUDA device: streams, events, page-locked host memory, and an allocator that counts."""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from quorum_attention.execution.device.backend import ROUNDING_BYTES, Backend, TrialSizes
+from quorum_attention.execution.device.clock import Clock, HostClock
+from quorum_attention.execution.device.cuda_mover import CudaMover
+from quorum_attention.execution.device.mover import Mover
+from quorum_attention.execution.device.page_locks import PageLocks
+from quorum_attention.execution.device.rates import h200_rates
+from quorum_attention.kernels.lanes import Lanes
+from quorum_attention.kernels.workspace import UNSPLIT_BYTES
+
+# Rows of a multiprocessor's tile.
+_TILE_ROWS = 128
+# Pairs of events that may wait to be read; beyond it those that have happened are.
+_MOST_PENDING = 4096
+
+
+class Cuda(Backend):
+    """See ``Backend``."""
+
+    kind = "cuda"
+    own_memory = True
+    refuses = True
+    overlaps = True
+    pins = True
+    most_streams = 2
+    word_bytes = 16
+
+    def is_here(self) -> bool:
+        """As torch says."""
+        return torch.cuda.is_available()
+
+    def free_bytes(self, device: torch.device) -> int:
+        """Free device memory plus what the caching allocator holds unused, within the process's
+        memory fraction."""
+        device = numbered(device)
+        free, total = torch.cuda.mem_get_info(device)
+        # As a nested dictionary: flattening it would take longer than a short attention call.
+        stats = torch.cuda.memory_stats_as_nested_dict(device)
+        reserved, allocated = (
+            stats[name]["all"]["current"] if stats else 0
+            for name in ("reserved_bytes", "allocated_bytes")
+        )
+        limit = total
+        if hasattr(torch.cuda, "get_per_process_memory_fraction"):
+            limit = int(total * torch.cuda.get_per_process_memory_fraction(device))
+        return max(0, min(free + reserved - allocated, limit - allocated))
+
+    def allocate(self, n_bytes: int, device: torch.device) -> torch.Tensor:
+        """From torch's caching allocator."""
+        return torch.empty(n_bytes, dtype=torch.uint8, device=device)
+
+    def give_back_cached(self) -> None:
+        """What garbage held, and what the allocator keeps for later."""
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def rounding(self, sizes: Sequence[int]) -> int:
+        """A little for each; of large ones the allocator hands out whole blocks."""
+        unsplit = sum(size > UNSPLIT_BYTES for size in sizes)
+        return ROUNDING_BYTES * len(sizes) + UNSPLIT_BYTES * unsplit
+
+    def current(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Kernels are launched on the current device, whatever tensors they are given."""
+        return torch.cuda.device(device)
+
+    def clock(self) -> Clock:
+        """By events."""
+        return CudaClock()
+
+    def lanes(self, device: torch.device, count: int) -> Lanes | None:
+        """Where there are several."""
+        return Lanes(device, count) if count > 1 else None
+
+    def page_locks(self, tensors: Iterable[torch.Tensor]) -> PageLocks:
+        """Of those worth it."""
+        return PageLocks(tensors)
+
+    def mover(self, device: torch.device, n_slots: int, locks: PageLocks, clock: Clock) -> Mover:
+        """On streams."""
+        return CudaMover(device, n_slots, locks, clock)
+
+    def count_peak(self, device: torch.device) -> Callable[[], int] | None:
+        """By torch's counter, which begins anew."""
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        return lambda: torch.cuda.max_memory_allocated(device) - before
+
+    def limit(self, extra_bytes: int, device: torch.device) -> None:
+        """For good, of this process."""
+        torch.cuda.init()
+        # torch takes "cuda" without a number everywhere but here.
+        device = numbered(device)
+        _, total = torch.cuda.mem_get_info(device)
+        allowed = torch.cuda.memory_reserved(device) + extra_bytes
+        torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), device)
+
+    def synchronize(self, device: torch.device) -> None:
+        """All streams."""
+        torch.cuda.synchronize(device)
+
+    def model(self, device: torch.device) -> str:
+        """Its name."""
+        return torch.cuda.get_device_name(device)
+
+    def rates(
+        self, device: torch.device | None, dtype: torch.dtype, head_dim: int
+    ) -> dict[str, Any]:
+        """An H200's, with this one's multiprocessors and cache."""
+        found = h200_rates(dtype, head_dim)
+        if device is not None and self.is_here():
+            properties = torch.cuda.get_device_properties(device)
+            found["wave_rows"] = properties.multi_processor_count * _TILE_ROWS
+            found["cache_bytes"] = int(properties.L2_cache_size) // 3
+        return found
+
+    def trial_sizes(self, device: torch.device) -> TrialSizes:
+        """Whole waves, so that what is timed is the rate and not the last wave."""
+        count = torch.cuda.get_device_properties(device).multi_processor_count
+        # A GPU's clock falls within its first second of work.
+        return TrialSizes(8 * _TILE_ROWS * count, 65_536, 256 << 20, 0.7, threads=1)
+
+    def both_ways(self, device: torch.device, n_bytes: int) -> Callable[[], object]:
+        """Two copies at once, on streams of their own."""
+        near = [torch.empty(n_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        host = [torch.empty(n_bytes, dtype=torch.uint8).pin_memory() for _ in range(2)]
+        streams = [torch.cuda.Stream(device) for _ in range(2)]
+
+        def both() -> None:
+            with torch.cuda.stream(streams[0]):
+                near[0].copy_(host[0], non_blocking=True)
+            with torch.cuda.stream(streams[1]):
+                host[1].copy_(near[1], non_blocking=True)
+
+        return both
+
+
+def numbered(device: torch.device) -> torch.device:
+    """``device`` by its number."""
+    if device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+class CudaClock(HostClock):
+    """Pairs of CUDA events, read once they have happened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pending: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Counts what the block enqueues on the current stream."""
+        first = torch.cuda.Event(enable_timing=True)
+        last = torch.cuda.Event(enable_timing=True)
+        first.record()
+        try:
+            yield
+        finally:
+            last.record()
+            self._pending.append((stage, first, last))
+            while len(self._pending) > _MOST_PENDING and self._pending[0][2].query():
+                self._read()
+
+    def seconds(self) -> dict[str, float]:
+        """The sums so far, all work finished."""
+        while self._pending:
+            self._pending[0][2].synchronize()
+            self._read()
+        return super().seconds()
+
+    def _read(self) -> None:
+        stage, first, last = self._pending.popleft()
+        self.add(stage, first.elapsed_time(last) * 1e-3)

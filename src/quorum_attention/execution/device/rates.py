@@ -1,0 +1,80 @@
+"""Rates that are assumed of a kind of device as long as nobody has measured it.
+
+They are good for ranking plans on the machines they were taken from. Sources: docs/planner.md.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+# TFLOP/s of cuDNN on an H200, forward and backward, by head dimension.
+_H200 = {64: (450e12, 446e12), 128: (600e12, 530e12)}
+_WIDE = (torch.float32, torch.float64)
+
+
+def by_head_dim(table: dict[int, tuple[float, float]], head_dim: int) -> tuple[float, float]:
+    """Between the entries of a table in a straight line, beyond them the nearest."""
+    known = sorted(table)
+    for low, high in pairwise(known):
+        if low <= head_dim <= high:
+            part = (head_dim - low) / (high - low)
+            (a, b), (c, d) = table[low], table[high]
+            return a + part * (c - a), b + part * (d - b)
+    return table[known[0] if head_dim < known[0] else known[-1]]
+
+
+def h200_rates(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
+    """An H200's (fields of ``planner.machine.Machine``)."""
+    forward, backward = (45e12, 35e12) if dtype in _WIDE else by_head_dim(_H200, head_dim)
+    return {
+        "flops": forward,
+        "backward_flops": backward,
+        "wave_rows": 132 * 128,
+        "filling_rows": 0,
+        "filling_causal": 20_000,
+        "exposed_idle": 0.35,
+        "throttle": 0.1,
+        "cache_bytes": 20 << 20,
+        "cache_penalty": 0.045,
+        "call_device_seconds": 20e-6,
+        "merge_bytes_per_second": 2.5e12,
+        "up_bytes_per_second": 46e9,
+        "down_bytes_per_second": 46e9,
+        "call_seconds": 140e-6,
+        "backward_call_seconds": 270e-6,
+        "copy_seconds": 1.5e-6,
+        "unit_seconds": 400e-6,
+        "pass_seconds": 2e-3,
+        "plan_seconds": 40e-3,
+        "overlaps": True,
+    }
+
+
+def cpu_rates(dtype: torch.dtype) -> dict[str, Any]:
+    """A CPU's with as many threads as torch has (fields of ``planner.machine.Machine``)."""
+    threads, wide = torch.get_num_threads(), dtype in _WIDE
+    return {
+        "flops": (70e9 if wide else 35e9) * threads,
+        "backward_flops": (65e9 if wide else 15e9) * threads,
+        "wave_rows": 0,
+        "filling_rows": 200.0,
+        "filling_causal": 300.0,
+        "exposed_idle": 1.0,
+        "throttle": 0.0,
+        "cache_bytes": 0,
+        "cache_penalty": 0.0,
+        "call_device_seconds": 0.0,
+        "merge_bytes_per_second": 20e9,
+        "up_bytes_per_second": 8e9,
+        "down_bytes_per_second": 8e9,
+        "call_seconds": 100e-6,
+        "backward_call_seconds": 200e-6,
+        "copy_seconds": 10e-6,
+        "unit_seconds": 200e-6,
+        "pass_seconds": 300e-6,
+        "plan_seconds": 0.0,
+        "overlaps": False,
+    }
