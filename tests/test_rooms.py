@@ -13,22 +13,31 @@ import pytest
 import quorum_attention
 
 ROOT = Path(quorum_attention.__file__).parent
-# From the ground up. Rooms of one line may not import each other, those of api excepted.
+# Every room, a folder or a file, from the ground up. Rooms of one floor do not import each other.
 FLOORS = (
-    ("counts",),
-    ("errors", "sizes"),
-    ("quorums",),
-    ("decomposition",),
-    ("kernels", "pictures"),
+    ("counts", "errors", "progress"),
+    ("quorums", "sizes"),
+    ("decomposition", "writing"),
+    ("files", "kernels", "pictures"),
     ("execution",),
-    ("planner",),
+    ("limits", "planner"),
     ("call",),
-    ("api", "autograd", "passes", "progress"),
-    ("integrations", "distributed", "bench", "checking"),
+    ("passes",),
+    ("autograd",),
+    ("api",),
+    ("bench", "checking", "verification"),
     ("cli",),
 )
 LEVEL = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 FILES = sorted(p for p in ROOT.rglob("*.py") if p != ROOT / "__init__.py")
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path): path for path in (ROOT / "__init__.py", *FILES)}
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -49,32 +58,45 @@ def imported(path: Path) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             assert node.module is not None
-            if node.module == "quorum_attention":
-                yield from (f"quorum_attention.{alias.name}" for alias in node.names)
-            else:
-                yield node.module
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in MODULES else node.module
 
 
-def room_of(path: Path) -> str:
-    first = path.relative_to(ROOT).parts[0]
-    return first.removesuffix(".py")
+def room_of(module: str) -> str:
+    return module.split(".")[1]
 
 
-@pytest.mark.parametrize("path", FILES, ids=[str(p.relative_to(ROOT)) for p in FILES])
+def names_of(paths: list[Path]) -> list[str]:
+    return [str(path.relative_to(ROOT)) for path in paths]
+
+
+def test_the_house_has_every_room_and_no_other() -> None:
+    assert {room_of(module_of(path)) for path in FILES} == set(LEVEL)
+
+
+@pytest.mark.parametrize("path", FILES, ids=names_of(FILES))
 def test_imports_only_look_down(path: Path) -> None:
-    here = room_of(path)
-    if here not in LEVEL:
-        assert len(path.relative_to(ROOT).parts) == 1, f"{here} is in no list of rooms here"
+    here = room_of(module_of(path))
     for name in imported(path):
-        parts = name.split(".")
-        if parts[0] != "quorum_attention" or len(parts) == 1:
-            continue
-        there = parts[1]
-        if there == here or there not in LEVEL:
-            continue
-        level = LEVEL.get(here, len(FLOORS))
-        together = LEVEL[there] == LEVEL["api"] == level
-        assert LEVEL[there] < level or together, f"{here} imports {name}, which is above it"
+        # The package itself has the version, and public names of every floor.
+        assert name != "quorum_attention" or LEVEL[here] > LEVEL["api"]
+        there = room_of(name) if name.startswith("quorum_attention.") else here
+        assert there == here or LEVEL[there] < LEVEL[here], f"{here} imports {name}, above it"
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Inside functions neither: what two files share has a file of its own, below both."""
+    graph = {
+        module: {name for name in imported(path) if name in MODULES} - {module, "quorum_attention"}
+        for module, path in MODULES.items()
+    }
+    # Whoever imports nothing that is left goes, again and again: circles stay, and their users.
+    while free := {module for module, below in graph.items() if not below & graph.keys()}:
+        for module in free:
+            del graph[module]
+    left = {module: sorted(below & graph.keys()) for module, below in graph.items()}
+    assert not left
 
 
 @pytest.mark.parametrize("room", ["quorums", "decomposition", "execution/control"])

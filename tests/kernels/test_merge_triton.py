@@ -96,7 +96,7 @@ for flagged in (None, 0, 1, 2):
     for number, (target, expected) in enumerate(zip(targets, wanted)):
         if number != flagged:
             torch.testing.assert_close(target.double(), expected, atol=1e-5, rtol=1e-5)
-from quorum_attention.kernels.scaling import divide_gradient_
+from quorum_attention.kernels.scaling import LOG2_LARGEST, divide_gradient_
 from quorum_attention.kernels.scaling_triton import divide_gradient_triton_
 
 for b, h, n, d in ((1, 1, 1, 1), (2, 2, 300, 64), (1, 4, 77, 40), (1, 1, 0, 8)):
@@ -107,7 +107,7 @@ for b, h, n, d in ((1, 1, 1, 1), (2, 2, 300, 64), (1, 4, 77, 40), (1, 1, 0, 8)):
         expected = torch.zeros(b, max(1, h // 2))
         unscale = torch.zeros(b, max(1, h // 2), device=device)
         divide_gradient_(wanted, value.cpu(), expected, 9)
-        divide_gradient_triton_(got, value, unscale, 9)
+        divide_gradient_triton_(got, value, unscale, 9 - LOG2_LARGEST)
         if n:
             assert torch.equal(got.cpu(), wanted)
             assert torch.equal(unscale.cpu(), expected)
@@ -118,8 +118,8 @@ for broken in (torch.inf, torch.nan):
     without[0, 1, 299] = 0.0
     grad[0, 1, 299, 63] = broken
     unscale, expected = torch.zeros(2, 1, 2, device=device)
-    divide_gradient_triton_(grad, value, unscale, 9)
-    divide_gradient_triton_(without, value, expected, 9)
+    divide_gradient_triton_(grad, value, unscale, 9 - LOG2_LARGEST)
+    divide_gradient_triton_(without, value, expected, 9 - LOG2_LARGEST)
     assert torch.equal(unscale, expected) and (unscale > 1.0).all()
     assert torch.equal(grad[0, 1, :299], without[0, 1, :299])
 print("merged")

@@ -51,7 +51,7 @@ def divide_gradient_(
     if grad_out.is_cuda and dense and triton_available():
         from quorum_attention.kernels.scaling_triton import divide_gradient_triton_
 
-        divide_gradient_triton_(grad_out, value, unscale, shift)
+        divide_gradient_triton_(grad_out, value, unscale, shift - LOG2_LARGEST)
         return
     batch, key_heads = unscale.shape
     shared = grad_out.shape[1] // max(1, key_heads)

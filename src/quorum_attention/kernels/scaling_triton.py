@@ -6,16 +6,17 @@ import torch
 import triton
 import triton.language as tl
 
-from quorum_attention.kernels.scaling import LOG2_LARGEST
-
 _BLOCK_ELEMENTS = 8192
 _PROGRAMS = 1024
 
 
 def divide_gradient_triton_(
-    grad_out: torch.Tensor, value: torch.Tensor, unscale: torch.Tensor, shift: int
+    grad_out: torch.Tensor, value: torch.Tensor, unscale: torch.Tensor, excess: int
 ) -> None:
-    """See ``scaling.divide_gradient_``; dense (b, h, n, d) tensors, allocates (2, b, hk) fp32."""
+    """See ``scaling.divide_gradient_``; dense (b, h, n, d) tensors, allocates (2, b, hk) fp32.
+
+    ``excess`` is the shift of the probabilities less the exponent that gradients may come up to.
+    """
     batch, key_heads = unscale.shape
     norms = torch.zeros((2, batch, key_heads), dtype=torch.float32, device=grad_out.device)
     if norms.numel() == 0:
@@ -26,7 +27,7 @@ def divide_gradient_triton_(
             _launch(_norm_kernel, tensor, heads, batch * key_heads, target)
         _launch(
             _divide_kernel, grad_out, shared, batch * key_heads, norms, unscale,
-            batch * key_heads, shift - LOG2_LARGEST,
+            batch * key_heads, excess,
         )  # fmt: skip
 
 
