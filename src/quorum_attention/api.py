@@ -7,30 +7,15 @@ from typing import Any
 
 import torch
 
-from quorum_attention.autograd import (
-    differentiable,
-    records,
-    refuse_out_of_transforms,
-    refuse_transforms,
-)
-from quorum_attention.call.arranged import arranged, beside
-from quorum_attention.call.options import Device, settle
-from quorum_attention.call.validation import (
-    as_tensor,
-    check_apart,
-    check_given,
-    check_inputs,
-    check_kinds,
-    check_options,
-    check_plan,
-    check_result,
-)
-from quorum_attention.counts import shown
+from quorum_attention.autograd import differentiable
+from quorum_attention.call.gradients import given_of
+from quorum_attention.call.options import Device, Written
+from quorum_attention.call.request import request_of
+from quorum_attention.call.validation import as_tensor
 from quorum_attention.execution.report import Report
-from quorum_attention.kernels.outside import refuse_traces
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.uncompiled import uncompiled
-from quorum_attention.passes import run_backward, run_forward
+from quorum_attention.passes import beside_casts, run_backward, run_forward
 from quorum_attention.planner.plan import Plan
 
 
@@ -58,10 +43,9 @@ def attention(
 ) -> torch.Tensor:
     """Scaled dot-product attention inside a memory budget, exact, with gradients.
 
-    The arguments up to ``enable_gqa`` are those of
-    ``torch.nn.functional.scaled_dot_product_attention``. A call that fits the budget runs as one
-    kernel call; one that does not is cut into head groups and, by cyclic quorum sets, into
-    independent subsequence tasks whose statistics are merged exactly (paper, Section 3).
+    The arguments up to ``enable_gqa`` are those of torch's ``scaled_dot_product_attention``. A call
+    that fits the budget runs as one kernel call; one that does not is cut into head groups and, by
+    cyclic quorum sets, into independent subsequence tasks whose statistics are merged exactly.
 
     Args:
         query: (..., heads, n_queries, head_dim); fp16, bf16, fp32 or fp64; on a CUDA device, in
@@ -71,10 +55,9 @@ def attention(
         value: (..., kv_heads, n_keys, value_dim). Batch dimensions broadcast, and so does one
             head, as in torch. Under ``torch.autocast`` all three are cast to its dtype (of their
             own device), and kernels compute in that; gradients have the inputs' dtypes.
-        attn_mask: boolean (True keeps) or additive, broadcastable to
-            (..., heads, n_queries, n_keys), on any device. It is never expanded beyond one
-            rectangle of the decomposition. It gets no gradient: one that requires it is refused
-            where gradients are recorded.
+        attn_mask: boolean (True keeps) or additive, broadcastable to (..., heads, n_queries,
+            n_keys), on any device; never expanded beyond one rectangle of the decomposition. It
+            gets no gradient: one that requires it is refused where gradients are recorded.
         dropout_p: only 0.0.
         is_causal: query i sees keys j <= i (top-left, as in torch); may be combined with a mask.
         scale: of the scores; None is head_dim ** -0.5.
@@ -82,8 +65,7 @@ def attention(
         budget: device bytes the call may take beyond what is allocated when it begins, as a
             number or "2GiB"; None: what is free now, less a tenth. On the CPU this is host
             memory. Holds for the forward and, separately, for the backward.
-        plan: from ``quorum_attention.plan``; pins everything in the forward, the kernel and the
-            levels in the backward.
+        plan: from ``quorum_attention.plan``; pins the forward, and kernel and levels after it.
         depth: levels of decomposition; 0 is the monolithic call. A number pins the depth: an
             out-of-memory failure is then reported, not recovered from.
         kernel: name of a registered inner kernel (``quorum_attention.kernels()``) or an
@@ -94,18 +76,17 @@ def attention(
         out: preallocated result (..., heads, n_queries, value_dim) of any dtype and residency. It
             may be a view between others of one tensor, but share no memory with what is read, nor
             overlap itself. A read-only array or memory map is refused; that a tensor lies over an
-            object that must not change (``torch.frombuffer`` of bytes) cannot be seen.
-            Where gradients are recorded, what is returned is another tensor over the same memory:
-            it carries the graph, ``out`` does not and can be given again, once the backward is
-            done (before that, torch's error about a changed tensor says so).
-        out_dtype: of the result, None for the query's. Statistics are merged in fp32 whatever it
-            is; torch.float32 returns them without a last rounding.
+            object that must not change (``torch.frombuffer`` of bytes) cannot be seen. Where
+            gradients are recorded, what is returned is another tensor over the same memory: it
+            carries the graph, ``out`` does not and can be given again, once the backward is done
+            (before that, torch's error about a changed tensor says so).
+        out_dtype: of the result, None for the query's; torch.float32 returns statistics, which
+            are merged in fp32 whatever it is, without a last rounding.
         progress: True for a progress bar on stderr, or a callable (done, total, label).
         report: a ``Report`` to fill with what happened.
 
     Returns:
-        (..., heads, n_queries, value_dim), on the query's device. Rows whose keys are all masked
-        are 0, as in torch.
+        (..., heads, n_queries, value_dim), on the query's device; 0 in rows with no key to see.
 
     Raises:
         ValueError, TypeError: arguments that do not fit; before anything is allocated.
@@ -113,29 +94,12 @@ def attention(
             (make_fx, torch.export, torch.jit.trace, a FakeTensorMode), and for forward-mode and
             second derivatives; torch.compile calls this function as it is, between two graphs, and
             torch.vmap and torch.func.grad work.
-        BudgetError: the budget is too small to work in; names the smallest that would do.
+        BudgetError: the budget is too small; names the smallest that would do.
         OutOfMemoryError: memory ran out and nothing finer was left to try.
     """
-    return attention_with_lse(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
-        enable_gqa,
-        budget=budget,
-        plan=plan,
-        depth=depth,
-        kernel=kernel,
-        accumulator=accumulator,
-        devices=devices,
-        out=out,
-        out_dtype=out_dtype,
-        progress=progress,
-        report=report,
-    )[0]
+    written = Written(budget, plan, depth, kernel, accumulator, devices, progress, report)
+    call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, out, out_dtype)
+    return _attend(*call, written)[0]
 
 
 @uncompiled
@@ -167,36 +131,35 @@ def attention_with_lse(
         for rows without keys; on the query's device, or on the host where the accumulators
         lived there. No gradient flows through lse.
     """
-    query, key, value = as_tensor(query, "query"), as_tensor(key, "key"), as_tensor(value, "value")
-    mask = None if attn_mask is None else as_tensor(attn_mask, "attn_mask")
-    refuse_traces("attention", query=query, key=key, value=value, attn_mask=mask)
-    check_kinds(query=query, key=key, value=value)
-    inputs = arranged(query, key, value, enable_gqa)
-    (query, key, value), enable_gqa = inputs.three, inputs.enable_gqa
-    given = None if out is None else as_tensor(out, "out", written=True)
-    out = None if given is None else inputs.result(given, 2)
-    check_options(dropout_p, out_dtype)
-    work = check_inputs(query, key, value, mask, is_causal=is_causal, enable_gqa=enable_gqa)
-    if out is not None:
-        refuse_out_of_transforms()
-        check_result(out, (*query.shape[:-1], value.shape[-1]), "out", query.device, out_dtype)
-        read = {"query": query, "key": key, "value": value, "attn_mask": mask}
-        check_apart({"out": out}, read)
-    options = settle(
-        query, scale, mask, is_causal, enable_gqa, budget, plan, depth, kernel, accumulator,
-        devices, progress, report,
+    written = Written(budget, plan, depth, kernel, accumulator, devices, progress, report)
+    call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, out, out_dtype)
+    return _attend(*call, written)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    written: Written,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tensors, request = request_of(
+        "attention", query, key, value, attn_mask, is_causal, scale, enable_gqa, written,
+        dropout_p, out, out_dtype,
     )  # fmt: skip
-    check_plan(plan, work)
-    dtype = out.dtype if out is not None else (out_dtype or query.dtype)
-    cast_bytes = inputs.cast_bytes if query.device == options.device else 0
-    if records(query, key, value):
-        result, lse = differentiable(query, key, value, work, options, out, dtype, cast_bytes)
+    if request.records:
+        result, lse = differentiable(tensors, request)
     else:
-        with beside(cast_bytes, options) as left:
-            result, lse = run_forward(query, key, value, work, left, out, dtype, needs_grad=False)
-        if given is not None:
-            return given, inputs.back(lse)
-    return inputs.back(result), inputs.back(lse)
+        result, lse = beside_casts(request, lambda left: run_forward(tensors, left))
+        if out is not None:
+            return as_tensor(out, "out", written=True), request.back(lse)
+    return request.back(result), request.back(lse)
 
 
 @uncompiled
@@ -237,54 +200,16 @@ def attention_backward(
     Returns:
         (grad_query, grad_key, grad_value), or ``grads``.
     """
-    query, key, value = as_tensor(query, "query"), as_tensor(key, "key"), as_tensor(value, "value")
-    grad_out, out = as_tensor(grad_out, "grad_out"), as_tensor(out, "out")
-    lse = as_tensor(lse, "lse")
-    mask = None if attn_mask is None else as_tensor(attn_mask, "attn_mask")
-    refuse_traces("attention_backward", query=query, key=key, value=value, attn_mask=mask)
-    check_kinds(query=query, key=key, value=value)
-    refuse_transforms(grad_out, query, key, value)
-    originals = (query, key, value)
-    inputs = arranged(query, key, value, enable_gqa)
-    (query, key, value), enable_gqa = inputs.three, inputs.enable_gqa
-    grad_out, out = inputs.result(grad_out, 2), inputs.result(out, 2)
-    lse = inputs.result(lse, 1)
-    work = check_inputs(query, key, value, mask, is_causal=is_causal, enable_gqa=enable_gqa)
-    rows, home = tuple(query.shape[:-1]), query.device
-    check_given(grad_out, (*rows, value.shape[-1]), "grad_out", home)
-    check_given(out, (*rows, value.shape[-1]), "out", home)
-    check_given(lse, rows, "lse", home, work.state_dtype)
+    written = Written(budget, plan, depth, kernel, accumulator, devices, progress, report)
+    originals = as_tensor(query, "query"), as_tensor(key, "key"), as_tensor(value, "value")
+    tensors, request = request_of(
+        "attention_backward", *originals, attn_mask, is_causal, scale, enable_gqa, written
+    )
+    given = given_of(tensors, request, grad_out, out, lse, grads, originals)
+    made = beside_casts(request, lambda left: run_backward(tensors, left, given))
     if grads is not None:
-        if not isinstance(grads, (tuple, list)):
-            raise TypeError(f"grads must be three tensors, got {shown(grads)}")
-        if len(grads) != 3:
-            raise ValueError(f"grads must be three tensors, got {len(grads)}")
-        if any(i.shape != o.shape for i, o in zip((query, key, value), originals, strict=True)):
-            raise NotImplementedError(
-                "grads cannot be given for inputs that are broadcast, nor without a dimension of "
-                "heads: leave them out, and their gradients are returned"
-            )
-        names = ("grads[0]", "grads[1]", "grads[2]")
-        given = [as_tensor(g, name, written=True) for g, name in zip(grads, names, strict=True)]
-        for target, name, like in zip(given, names, (query, key, value), strict=True):
-            check_result(target, tuple(like.shape), name, home, given[0].dtype)
-        read = {
-            "query": query, "key": key, "value": value, "attn_mask": mask, "out": out,
-            "grad_out": grad_out, "lse": lse,
-        }  # fmt: skip
-        check_apart(dict(zip(names, given, strict=True)), read)
-        grads = (given[0], given[1], given[2])
-    options = settle(
-        query, scale, mask, is_causal, enable_gqa, budget, plan, depth, kernel, accumulator,
-        devices, progress, report,
-    )  # fmt: skip
-    check_plan(plan, work)
-    cast_bytes = inputs.cast_bytes if query.device == options.device else 0
-    with beside(cast_bytes, options) as left:
-        found = run_backward(grad_out, query, key, value, out, lse, work, left, grads)
-    if grads is not None:
-        return found
-    dq, dk, dv = (g.sum_to_size(o.shape).to(o.dtype) for g, o in zip(found, originals, strict=True))
+        return made
+    dq, dk, dv = (g.sum_to_size(o.shape).to(o.dtype) for g, o in zip(made, originals, strict=True))
     return dq, dk, dv
 
 

@@ -8,20 +8,18 @@ tensors see them all.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from inspect import Parameter, Signature
 from typing import Any
 
 import torch
 
-from quorum_attention.call.arranged import beside
-from quorum_attention.call.options import Options
-from quorum_attention.call.validation import check_inputs
-from quorum_attention.execution.workload import Workload
+from quorum_attention.call.gradients import Given
+from quorum_attention.call.request import Request, Tensors
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.traits import captures
 from quorum_attention.kernels.uncompiled import uncompiled
-from quorum_attention.passes import run_backward, run_forward
+from quorum_attention.passes import beside_casts, run_backward, run_forward
+from quorum_attention.planner.options import Options
 
 _SECOND = (
     "second derivatives of quorum_attention.attention are not supported; "
@@ -32,43 +30,6 @@ _FORWARD_MODE = (
     "dual tensors) are not supported; "
     "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) has them where it fits in memory"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Recorded:
-    """What of a recorded call is not a tensor that autograd sees.
-
-    Attributes:
-        options: without the mask, which is an argument of its own.
-        out: the caller's tensor for the result. Hidden in here: autograd would take it for an
-            input, and an input that is returned for a view of itself.
-        cast_bytes: see ``Arranged``; in the forward, for the backward finds them there.
-    """
-
-    work: Workload
-    options: Options
-    out: torch.Tensor | None
-    out_dtype: torch.dtype
-    cast_bytes: int
-
-    def mapped(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-    ) -> _Recorded:
-        """The same for inputs with one more batch dimension."""
-        if self.options.plan is not None:
-            raise NotImplementedError(
-                "plan cannot be given under torch.vmap, which adds a dimension that it was not "
-                "made for"
-            )
-        options = self.options
-        work = check_inputs(
-            query, key, value, mask, is_causal=options.is_causal, enable_gqa=options.enable_gqa
-        )
-        return replace(self, work=work)
 
 
 def _without_defaults(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,22 +50,20 @@ class _Attention(torch.autograd.Function):
         key: torch.Tensor,
         value: torch.Tensor,
         mask: torch.Tensor | None,
-        call: _Recorded,
+        request: Request,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        with beside(call.cast_bytes, replace(call.options, attn_mask=mask)) as options:
-            result, lse = run_forward(
-                query, key, value, call.work, options, call.out, call.out_dtype, needs_grad=True
-            )
+        tensors = Tensors(query, key, value, mask)
+        result, lse = beside_casts(request, lambda left: run_forward(tensors, left))
         # The caller's tensor stays as it is, to be given again; what is returned, and saved, is
         # another of the same memory and the same version.
-        return result if call.out is None else result.detach(), lse
+        return result if request.out is None else result.detach(), lse
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        *tensors, call = inputs
+        *tensors, request = inputs
         result, lse = output
-        ctx.save_for_backward(*tensors, result, lse, *_captured(call.options))
-        ctx.call = call
+        ctx.save_for_backward(*tensors, result, lse, *_captured(request.options))
+        ctx.request = request
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
 
@@ -115,7 +74,7 @@ class _Attention(torch.autograd.Function):
             return (None,) * 5
         query, key, value, mask, out, lse = ctx.saved_tensors[:6]
         grads = _Gradients.apply(  # type: ignore[no-untyped-call]
-            grad_outputs[0], query, key, value, out, lse, mask, ctx.call
+            grad_outputs[0], query, key, value, out, lse, mask, ctx.request
         )
         needed = ctx.needs_input_grad[:3]
         return (*(g if n else None for g, n in zip(grads, needed, strict=True)), None, None)
@@ -126,10 +85,10 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        *tensors, mask, call = args
+        *tensors, mask, request = args
         query, key, value = _in_front(info.batch_size, in_dims, tensors)
         mask = _mask_in_front(mask, in_dims[3], query.dim())
-        mapped = call.mapped(query, key, value, mask)
+        mapped = request.mapped(info.batch_size, mask)
         return _Attention.apply(query, key, value, mask, mapped), (0, 0)  # type: ignore[no-untyped-call]
 
 
@@ -146,10 +105,10 @@ class _Gradients(torch.autograd.Function):
         out: torch.Tensor,
         lse: torch.Tensor,
         mask: torch.Tensor | None,
-        call: _Recorded,
+        request: Request,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        options = replace(call.options, attn_mask=mask)
-        return run_backward(grad_out, query, key, value, out, lse, call.work, options)
+        given = Given(grad_out, out, lse)
+        return run_backward(Tensors(query, key, value, mask), request, given)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -165,10 +124,10 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        *tensors, mask, call = args
+        *tensors, mask, request = args
         tensors = _in_front(info.batch_size, in_dims, tensors)
         mask = _mask_in_front(mask, in_dims[6], tensors[1].dim())
-        mapped = call.mapped(*tensors[1:4], mask)
+        mapped = request.mapped(info.batch_size, mask)
         return _Gradients.apply(*tensors, mask, mapped), (0, 0, 0)  # type: ignore[no-untyped-call]
 
 
@@ -197,55 +156,9 @@ def _mask_in_front(mask: torch.Tensor | None, dim: int | None, rank: int) -> tor
     return mask.reshape(mask.shape[0], *(1,) * (rank - mask.dim()), *mask.shape[1:])
 
 
-def records(*inputs: torch.Tensor) -> bool:
-    """Whether autograd has to see the call: for gradients, or for a transformation, which asks here
-    for what it may not have."""
-    return (
-        (torch.is_grad_enabled() and any(t.requires_grad for t in inputs))
-        or torch._C._are_functorch_transforms_active()
-        or torch.autograd.forward_ad._current_level >= 0
-    )
-
-
-def refuse_out_of_transforms() -> None:
-    """A result of the caller's has no room for dimensions that a transformation adds.
-
-    Raises:
-        NotImplementedError: under torch.func.
-    """
-    if torch._C._are_functorch_transforms_active():
-        raise NotImplementedError("out cannot be given under torch.func transformations")
-
-
-def refuse_transforms(*inputs: torch.Tensor) -> None:
-    """What is no function of autograd's would lose what a transformation wants of it.
-
-    Raises:
-        NotImplementedError: under torch.func, or for dual tensors.
-    """
-    duals = torch.autograd.forward_ad
-    if torch._C._are_functorch_transforms_active() or (
-        duals._current_level >= 0 and any(duals.unpack_dual(t).tangent is not None for t in inputs)
-    ):
-        raise NotImplementedError(
-            "attention_backward takes no part in torch.func transformations, nor in forward-mode "
-            "derivatives: take the gradients of attention instead"
-        )
-
-
-def differentiable(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    work: Workload,
-    options: Options,
-    out: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    cast_bytes: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def differentiable(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) with a gradient with respect to query, key and value."""
-    call = _Recorded(work, replace(options, attn_mask=None), out, out_dtype, cast_bytes)
-    result: tuple[torch.Tensor, torch.Tensor] = _Attention.apply(  # type: ignore[no-untyped-call]
-        query, key, value, options.attn_mask, call
-    )
+    # The caller's tensor is hidden in the request: autograd would take it for an input, and an
+    # input that is returned for a view of itself.
+    result: tuple[torch.Tensor, torch.Tensor] = _Attention.apply(*tensors, request)  # type: ignore[no-untyped-call]
     return result

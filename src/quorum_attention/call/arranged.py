@@ -6,27 +6,20 @@ autograd knows, so gradients come back in the inputs' own shapes and dtypes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
-from quorum_attention.call.options import Options
-from quorum_attention.errors import BudgetError
 from quorum_attention.execution.device.lookup import BACKENDS
-from quorum_attention.sizes import format_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Arranged:
+class Arranged(NamedTuple):
     """Inputs of one dtype, with at least three dimensions and the same batch dimensions.
 
     Attributes:
         enable_gqa: as given, or True where key and value have one head for all of the query's.
-        without_heads: the inputs were (tokens, head_dim); so are results (``back``).
-        cast_bytes: what the casts of autocast take, on the inputs' device, as long as the call
-            and its graph last.
+        without_heads: the inputs were (tokens, head_dim).
+        cast_bytes: what the casts of autocast take, on the inputs' device.
     """
 
     query: torch.Tensor
@@ -36,49 +29,11 @@ class Arranged:
     without_heads: bool = False
     cast_bytes: int = 0
 
-    @property
-    def three(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Query, key and value."""
-        return self.query, self.key, self.value
-
-    def result(self, given: torch.Tensor, dims: int) -> torch.Tensor:
-        """A tensor of the caller's beside the inputs, of ``dims`` dimensions without heads: a
-        view with heads."""
-        return given.unsqueeze(0) if self.without_heads and given.dim() == dims else given
-
-    def back(self, result: torch.Tensor) -> torch.Tensor:
-        """A result as its caller expects it, a view."""
-        return result.squeeze(0) if self.without_heads else result
-
-
-@contextmanager
-def beside(cast_bytes: int, options: Options) -> Iterator[Options]:
-    """The options with what casts leave of the budget; an error counts them in.
-
-    Of casts that do not lie where the budget holds nothing is counted.
-    """
-    budget = options.budget_bytes
-    if not cast_bytes or budget is None:
-        yield options
-        return
-    try:
-        yield replace(options, budget_bytes=max(0, budget - cast_bytes))
-    except BudgetError as error:
-        if error.smallest_bytes is None:
-            raise
-        smallest = error.smallest_bytes + cast_bytes
-        raise BudgetError(
-            f"a budget of {format_bytes(budget)} ({budget} bytes) is too small for this call under "
-            f"autocast; the smallest that works is {format_bytes(smallest)} ({smallest} bytes): "
-            f"casts of the inputs {format_bytes(cast_bytes)}, and beside them {error}",
-            smallest_bytes=smallest,
-        ) from None
-
 
 def arranged(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
 ) -> Arranged:
-    """Inputs ready for ``check_inputs``.
+    """Inputs ready for ``validation.sizes_of``.
 
     Raises:
         ValueError: batch dimensions that do not broadcast.

@@ -1,61 +1,50 @@
-"""What of a call is not a tensor: checked, with every default settled."""
+"""What of a call is neither a tensor nor about one: as it was written, checked."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
-from quorum_attention.counts import one_of, real_number, shown, switch, whole_number
+from quorum_attention.counts import one_of, shown, whole_number
 from quorum_attention.execution.device.lookup import best_device, on_host, present
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.planner.options import Options
 from quorum_attention.planner.plan import Plan
 from quorum_attention.sizes import parse_bytes
 
 Device = str | torch.device
+_AUTO = "auto"
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """See ``settle``."""
+class Written(NamedTuple):
+    """Options as a call's caller wrote them (``api.attention`` says what they mean)."""
 
-    scale: float
-    attn_mask: torch.Tensor | None
-    is_causal: bool
-    enable_gqa: bool
-    budget_bytes: int | None
-    plan: Plan | None
-    depth: int | None
-    kernel: str | InnerKernel
-    accumulator: Literal["device", "host"] | None
-    device: torch.device
-    progress: Any
-    report: Report | None
+    budget: int | str | None = None
+    plan: Plan | None = None
+    depth: int | str = _AUTO
+    kernel: str | InnerKernel = _AUTO
+    accumulator: str = _AUTO
+    devices: Device | Sequence[Device] | None = None
+    progress: Any = None
+    report: Report | None = None
 
 
-def settle(
-    query: torch.Tensor,
-    scale: float | None,
-    attn_mask: torch.Tensor | None,
-    is_causal: bool,
-    enable_gqa: bool,
-    budget: int | str | None,
-    plan: Plan | None,
-    depth: int | str,
-    kernel: str | InnerKernel,
-    accumulator: str,
-    devices: Device | Sequence[Device] | None,
-    progress: Any,
-    report: Report | None,
-) -> Options:
-    """The options of a call, from what its caller wrote.
+def options_of(written: Written, home: torch.device) -> Options:
+    """The options of a call.
+
+    Args:
+        home: where its inputs are.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: an argument that makes no sense, by name.
+        TypeError, ValueError, NotImplementedError: an option that makes no sense, by name.
     """
+    if _says_nothing(written):
+        return _usual(compute_device(home, None))
+    budget, plan, depth, kernel, accumulator, devices, progress, report = written
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"plan must come from quorum_attention.plan, got {type(plan).__name__}")
     levels = _depth(depth)
@@ -68,21 +57,37 @@ def settle(
             f"progress must be None, True or a callable (done, total, label), "
             f"got {type(progress).__name__}"
         )
-    home = one_of(accumulator, "accumulator", ("auto", "device", "host"))
+    where = one_of(accumulator, "accumulator", ("auto", "device", "host"))
     return Options(
-        scale=query.shape[-1] ** -0.5 if scale is None else real_number(scale, "scale"),
-        attn_mask=attn_mask,
-        is_causal=switch(is_causal, "is_causal"),
-        enable_gqa=switch(enable_gqa, "enable_gqa"),
         budget_bytes=None if budget is None else parse_bytes(budget),
         plan=plan,
         depth=levels,
         kernel=kernel if plan is None or kernel != "auto" else plan.kernel,
-        accumulator=None if home == "auto" else home,
-        device=compute_device(query.device, devices),
-        progress=progress,
-        report=report,
+        accumulator=None if where == "auto" else where,
+        device=compute_device(home, devices),
+        watched=report is not None or (progress is not None and progress is not False),
     )
+
+
+def _says_nothing(written: Written) -> bool:
+    """Whether everything is as it is when nothing is written (by identity: whatever an object may
+    say to a comparison)."""
+    budget, plan, depth, kernel, accumulator, devices, progress, report = written
+    return (
+        depth is _AUTO
+        and kernel is _AUTO
+        and accumulator is _AUTO
+        and budget is None
+        and plan is None
+        and devices is None
+        and progress is None
+        and report is None
+    )
+
+
+@lru_cache(maxsize=64)
+def _usual(device: torch.device) -> Options:
+    return Options(device)
 
 
 def _depth(depth: int | str) -> int | None:

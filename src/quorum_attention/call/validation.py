@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,9 +15,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from quorum_attention.call.mapped import Mappings
 from quorum_attention.call.overlap import Lie, overlaps_itself, share_memory
-from quorum_attention.counts import shown, switch
+from quorum_attention.counts import shown
 from quorum_attention.execution.device.lookup import is_known, on_host
-from quorum_attention.execution.masks import mask_shape
 from quorum_attention.execution.workload import ELEMENT_BYTES, Workload
 from quorum_attention.planner.plan import Plan
 
@@ -104,23 +103,29 @@ def _check_place(tensor: torch.Tensor, name: str, home: torch.device) -> None:
         )
 
 
-def check_inputs(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    *,
-    is_causal: bool,
-    enable_gqa: bool,
-) -> Workload:
-    """The sizes of the call.
+class Sizes(NamedTuple):
+    """The first fields of a ``Workload``, in its order."""
+
+    batch_shape: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    n_queries: int
+    n_keys: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+
+def sizes_of(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
+) -> Sizes:
+    """The sizes of a call, of tensors of which ``check_kinds`` has nothing to say.
 
     Raises:
         ValueError, TypeError: the inputs do not fit each other.
+        NotImplementedError: no CPU or CUDA device.
     """
-    tensors = {"query": query, "key": key, "value": value}
-    for name, tensor in tensors.items():
-        _check_kind(tensor, name)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() < 3:
             raise ValueError(
                 f"{name} must have at least 2 dimensions (..., heads, tokens, head_dim), "
@@ -129,31 +134,29 @@ def check_inputs(
         if tensor.dtype not in ELEMENT_BYTES:
             raise TypeError(f"{name} must be one of {_DTYPES}, got {tensor.dtype}")
     _check_device(query, "query")
-    for name in ("key", "value"):
-        other = tensors[name]
-        if other.dtype != query.dtype:
-            raise TypeError(f"{name} must have the query's dtype {query.dtype}, got {other.dtype}")
-        if other.device != query.device:
+    dtype, home = query.dtype, query.device
+    *batch, heads, n_queries, head_dim = query.shape
+    *key_batch, kv_heads, n_keys, key_dim = key.shape
+    *value_batch, value_heads, n_values, value_dim = value.shape
+    for name, other, other_batch in (("key", key, key_batch), ("value", value, value_batch)):
+        if other.dtype != dtype:
+            raise TypeError(f"{name} must have the query's dtype {dtype}, got {other.dtype}")
+        if other.device != home:
+            raise ValueError(f"{name} must be on the query's device {home}, got {other.device}")
+        if other_batch != batch:
             raise ValueError(
-                f"{name} must be on the query's device {query.device}, got {other.device}"
-            )
-        if other.dim() != query.dim() or other.shape[:-3] != query.shape[:-3]:
-            raise ValueError(
-                f"{name} must have the query's batch dimensions {tuple(query.shape[:-3])}, "
+                f"{name} must have the query's batch dimensions {tuple(batch)}, "
                 f"got shape {tuple(other.shape)} beside query {tuple(query.shape)}"
             )
-    if key.shape[-1] != query.shape[-1]:
+    if key_dim != head_dim:
+        raise ValueError(f"key must have the query's head_dim {head_dim}, got {key_dim}")
+    if value_heads != kv_heads or n_values != n_keys:
         raise ValueError(
-            f"key must have the query's head_dim {query.shape[-1]}, got {key.shape[-1]}"
+            f"value must have the key's heads and tokens {(kv_heads, n_keys)}, "
+            f"got {(value_heads, n_values)}"
         )
-    if value.shape[-3:-1] != key.shape[-3:-1]:
-        raise ValueError(
-            f"value must have the key's heads and tokens {tuple(key.shape[-3:-1])}, "
-            f"got {tuple(value.shape[-3:-1])}"
-        )
-    if query.shape[-1] == 0:
+    if head_dim == 0:
         raise ValueError("query must have a head_dim of at least 1, got 0")
-    heads, kv_heads = query.shape[-3], key.shape[-3]
     if heads != kv_heads:
         if not enable_gqa:
             raise ValueError(
@@ -165,27 +168,17 @@ def check_inputs(
                 f"with enable_gqa=True the query's heads must be a multiple of the key's, "
                 f"got {heads} and {kv_heads}"
             )
-    mask = None
-    if attn_mask is not None:
-        _check_kind(attn_mask, "attn_mask")
-        _check_device(attn_mask, "attn_mask")
-        _check_mask(attn_mask, query, key)
-        mask = mask_shape(attn_mask, query.dim() - 3)
-    return Workload(
-        batch_shape=tuple(query.shape[:-3]),
-        heads=heads,
-        kv_heads=kv_heads,
-        n_queries=query.shape[-2],
-        n_keys=key.shape[-2],
-        head_dim=query.shape[-1],
-        value_dim=value.shape[-1],
-        dtype=query.dtype,
-        is_causal=switch(is_causal, "is_causal"),
-        mask=mask,
-    )
+    return Sizes(tuple(batch), heads, kv_heads, n_queries, n_keys, head_dim, value_dim, dtype)
 
 
-def _check_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> None:
+def check_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> None:
+    """A mask that broadcasts to (*batch, heads, n_queries, n_keys), and asks for no gradient.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: it does not, or it is of another kind.
+    """
+    _check_kind(mask, "attn_mask")
+    _check_device(mask, "attn_mask")
     if mask.dtype != torch.bool and mask.dtype not in ELEMENT_BYTES:
         raise TypeError(f"attn_mask must be bool or one of {_DTYPES}, got {mask.dtype}")
     if mask.requires_grad and torch.is_grad_enabled():
@@ -205,7 +198,7 @@ def _check_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> N
 
 
 def check_options(dropout_p: float, out_dtype: torch.dtype | None) -> None:
-    """The options that need no tensors and are not kept (``options.settle`` has the others)."""
+    """The options that need no tensors and are not kept (``options.py`` has the others)."""
     if dropout_p != 0.0:
         raise NotImplementedError(
             f"dropout_p must be 0.0 (dropout inside the attention is not supported), "
@@ -310,10 +303,8 @@ def _meet(one: torch.Tensor, lie: Lie, other: torch.Tensor, lie_2: Lie, known: M
     return same and share_memory(Lie.of(one, place[1]), Lie.of(other, place_2[1]))
 
 
-def check_plan(plan: Plan | None, work: Workload) -> None:
+def check_plan(plan: Plan, work: Workload) -> None:
     """Refuse a plan for another call, naming what differs."""
-    if plan is None:
-        return
     for name in (
         "n_queries", "n_keys", "heads", "kv_heads", "head_dim", "value_dim", "batch", "dtype",
         "is_causal",

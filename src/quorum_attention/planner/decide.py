@@ -46,6 +46,7 @@ class Asked:
         result: dtype of the output, as the forward returns it.
         needs_grad: a backward is this pass, or follows it.
         backward: it is this pass.
+        together: all that a backward reads is of one dtype, and where it computes.
     """
 
     work: Workload
@@ -54,6 +55,7 @@ class Asked:
     result: torch.dtype
     needs_grad: bool
     backward: bool
+    together: bool = True
 
     @property
     def shape(self) -> CallShape:
@@ -146,6 +148,8 @@ def _whole(asked: Asked) -> InnerKernel | None:
     """The kernel that runs a pass whole and without a plan; None where one has to be made."""
     options, place = asked.options, asked.place
     if not options.free or options.watched or place.results_given or place.divided:
+        return None
+    if not asked.together:
         return None
     if not isinstance(options.kernel, str):
         # Users make and drop their own: what is remembered here would keep them.

@@ -1,0 +1,59 @@
+"""Where the tensors of a pass lie, as the planner counts them."""
+
+from __future__ import annotations
+
+from quorum_attention.call.gradients import Given
+from quorum_attention.call.request import Request, Tensors
+from quorum_attention.execution.call import is_operand, lie_well
+from quorum_attention.execution.upstream import divided_bytes, outreaches
+from quorum_attention.planner.footprint import Placement
+
+
+def forward_place(tensors: Tensors, request: Request) -> Placement:
+    """Of a forward's tensors."""
+    query, key, value, _ = tensors
+    device = request.options.device
+    return Placement(
+        device.type,
+        query.device == device,
+        request.out is not None,
+        request.out_dtype,
+        lie_well(query, key, value),
+    )
+
+
+def backward_place(tensors: Tensors, request: Request, given: Given) -> Placement:
+    """Of a backward's."""
+    work, device = request.work, request.options.device
+    query, key, value, _ = tensors
+    grad_out, out, _, grads = given
+    divided = outreaches(grad_out.dtype, work.dtype)
+    return Placement(
+        device.type,
+        query.device == device,
+        grads is not None,
+        work.dtype if grads is None else grads[0].dtype,
+        lie_well(query, key, value),
+        # A gradient that need not be copied is planned for as one that must: as estimated.
+        (not divided) + (not is_operand(out, work.dtype)),
+        divided_bytes(grad_out.dtype, work) if grad_out.device == device else 0,
+        divided,
+    )
+
+
+def place_after(place: Placement, request: Request) -> Placement:
+    """Of the backward after a forward in ``place``, whatever gradient autograd hands over: an
+    expanded one is copied."""
+    work, out, result = request.work, request.out, request.out_dtype
+    copied = result != work.dtype or (out is not None and not is_operand(out, work.dtype))
+    divided = outreaches(result, work.dtype)
+    return Placement(
+        place.device_type,
+        place.resident,
+        False,
+        work.dtype,
+        place.dense_rows,
+        (not divided) + copied,
+        divided_bytes(result, work) if place.resident else 0,
+        divided,
+    )

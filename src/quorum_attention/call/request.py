@@ -1,0 +1,153 @@
+"""A call, checked once: what is handed on to the planner, to what runs it, and to autograd."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from quorum_attention.call.arranged import arranged
+from quorum_attention.call.options import Written, options_of
+from quorum_attention.call.transforms import records, refuse_out
+from quorum_attention.call.validation import (
+    as_tensor,
+    check_apart,
+    check_kinds,
+    check_mask,
+    check_options,
+    check_plan,
+    check_result,
+    sizes_of,
+)
+from quorum_attention.counts import real_number, switch
+from quorum_attention.execution.masks import mask_shape
+from quorum_attention.execution.report import Report
+from quorum_attention.execution.workload import Workload
+from quorum_attention.kernels.outside import refuse_traces
+from quorum_attention.planner.options import Options
+
+# What arguments may be; ``as_tensor`` says which of them.
+Array = torch.Tensor | np.ndarray
+
+
+class Tensors(NamedTuple):
+    """What a call reads: query (*batch, heads, n_queries, head_dim), key (*batch, kv_heads, n_keys,
+    head_dim), value (*batch, kv_heads, n_keys, value_dim); mask broadcasts to (*batch, heads,
+    n_queries, n_keys)."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A call, less the tensors that it reads, which belong to autograd where it records.
+
+    Attributes:
+        work: its sizes.
+        scale: of the scores.
+        options: where and how it may be run.
+        out: the caller's tensor for the result, with a dimension of heads.
+        out_dtype: of the result.
+        records: autograd sees the call, and may ask for gradients.
+        cast_bytes: what casts of the inputs take where the budget holds, as long as the call and
+            its graph last.
+        without_heads: inputs came as (tokens, head_dim); so do results go back.
+        progress, report: as they were given.
+    """
+
+    work: Workload
+    scale: float
+    options: Options
+    out: torch.Tensor | None
+    out_dtype: torch.dtype
+    records: bool
+    cast_bytes: int
+    without_heads: bool
+    progress: Any
+    report: Report | None
+
+    def with_heads(self, given: torch.Tensor, dims: int) -> torch.Tensor:
+        """A tensor of the caller's beside the inputs, of ``dims`` dimensions without heads: a
+        view with heads."""
+        return given.unsqueeze(0) if self.without_heads and given.dim() == dims else given
+
+    def back(self, result: torch.Tensor) -> torch.Tensor:
+        """A result as its caller expects it, a view."""
+        return result.squeeze(0) if self.without_heads else result
+
+    def mapped(self, size: int, mask: torch.Tensor | None) -> Request:
+        """The same for inputs with one more batch dimension before the others.
+
+        Args:
+            mask: that of the whole.
+
+        Raises:
+            NotImplementedError: a plan was given.
+        """
+        if self.options.plan is not None:
+            raise NotImplementedError(
+                "plan cannot be given under torch.vmap, which adds a dimension that it was not "
+                "made for"
+            )
+        batch = (size, *self.work.batch_shape)
+        shape = None if mask is None else mask_shape(mask, len(batch))
+        return replace(self, work=replace(self.work, batch_shape=batch, mask=shape))
+
+
+def request_of(
+    function: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    written: Written,
+    dropout_p: float = 0.0,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensors, Request]:
+    """What a call reads, and the call, from what its caller wrote; ``function`` is its name.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: arguments that do not fit, by name; before
+            anything is allocated but casts under autocast.
+    """
+    query, key, value = as_tensor(query, "query"), as_tensor(key, "key"), as_tensor(value, "value")
+    mask = None if attn_mask is None else as_tensor(attn_mask, "attn_mask")
+    refuse_traces(function, query=query, key=key, value=value, attn_mask=mask)
+    check_kinds(query=query, key=key, value=value)
+    query, key, value, shared, without_heads, cast_bytes = arranged(query, key, value, enable_gqa)
+    if out is not None:
+        out = as_tensor(out, "out", written=True)
+        out = out.unsqueeze(0) if without_heads and out.dim() == 2 else out
+    check_options(dropout_p, out_dtype)
+    sizes = sizes_of(query, key, value, shared)
+    if mask is not None:
+        check_mask(mask, query, key)
+    is_causal = switch(is_causal, "is_causal")
+    if out is not None:
+        refuse_out()
+        check_result(out, (*query.shape[:-1], value.shape[-1]), "out", query.device, out_dtype)
+        read = {"query": query, "key": key, "value": value, "attn_mask": mask}
+        check_apart({"out": out}, read)
+    options = options_of(written, query.device)
+    factor = sizes.head_dim**-0.5 if scale is None else real_number(scale, "scale")
+    switch(shared, "enable_gqa")
+    shape = None if mask is None else mask_shape(mask, len(sizes.batch_shape))
+    work = Workload(*sizes, is_causal, shape, factor > 0)
+    if options.plan is not None:
+        check_plan(options.plan, work)
+    dtype = out.dtype if out is not None else (out_dtype or query.dtype)
+    counted = cast_bytes if query.device == options.device else 0
+    request = Request(
+        work, factor, options, out, dtype, records(query, key, value), counted, without_heads,
+        written.progress, written.report,
+    )  # fmt: skip
+    return Tensors(query, key, value, mask), request
