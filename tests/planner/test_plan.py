@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_memory import usage
 
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition
+from quorum_attention.kernels.kit import from_lse_function
+from quorum_attention.kernels.protocol import CallShape, Extent
 
 CALL = {"heads": 4, "head_dim": 16, "dtype": torch.float32, "device": "cpu"}
 
@@ -185,3 +188,38 @@ def test_a_swept_plan_tells_the_size_of_its_tasks() -> None:
     largest = max(task.n_tokens for task in plan.tasks())
     assert plan.schedule.largest_task == largest
     assert f"at most {largest:,} tokens (43.4%" in plan.describe()
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["made", "given"])
+def test_a_plan_counts_the_results_that_the_call_asks_for(given: bool) -> None:
+    """float64 results of float16 inputs lie in the slots, which a plan alone cannot know."""
+    n, width = 24_000, 64
+
+    def zeros(query, key, value, *, is_causal, scale):  # type: ignore[no-untyped-def]
+        return query.new_zeros(query.shape), query.new_zeros(query.shape[:3], dtype=torch.float32)
+
+    def workspace(call: CallShape, extent: Extent) -> int:
+        return extent.max_queries * (2 * width + 8)
+
+    kernel = from_lse_function(zeros, workspace=workspace)
+    plan = qa.plan(
+        n, heads=1, head_dim=width, dtype=torch.float16, levels=(3,), sweep=False, n_cap=2,
+        kernel=kernel, device="cpu",
+    )  # fmt: skip
+    three = [torch.zeros(1, 1, n, width, dtype=torch.float16) for _ in range(3)]
+    report = qa.Report()
+    out = torch.empty(1, 1, n, width, dtype=torch.float64)
+    named = {"out": out} if given else {"out_dtype": torch.float64}
+    used = usage(lambda: qa.attention(*three, kernel=kernel, plan=plan, report=report, **named))
+    assert report.forward is not None
+    assert plan.peak_bytes < used.peak <= report.forward.planned_peak_bytes
+
+
+def test_a_budget_of_a_plan_holds_for_wider_results() -> None:
+    call = {"head_dim": 64, "dtype": torch.float16, "device": "cpu", "levels": (3,)}
+    peak = qa.plan(4000, heads=1, **call).peak_bytes
+    plan = qa.plan(4000, heads=1, budget=peak, **call)
+    three = [torch.zeros(1, 1, 4000, 64, dtype=torch.float16) for _ in range(3)]
+    qa.attention(*three, plan=plan)
+    with pytest.raises(qa.BudgetError, match="the plan's budget"):
+        qa.attention(*three, plan=plan, out_dtype=torch.float64)

@@ -119,10 +119,14 @@ def refitted(
     """``found``, chosen for a ``planned`` place and maybe another kernel, for this call's; and for
     its mask and scale, unless they are those planned for (``same_work``).
 
-    A kernel may leave out more, or less; and what cannot run on the inputs as they lie goes through
-    slots.
+    A kernel may leave out more, or less; results may be of a wider dtype than was planned for; and
+    what cannot run on the inputs as they lie goes through slots.
     """
     schedule = found.schedule
+    as_planned, planned = planned, replace(
+        planned, result_dtype=place.result_dtype, copied=place.copied,
+        copied_bytes=place.copied_bytes, divided=place.divided,
+    )  # fmt: skip
     if found.direct and not goes_direct(work, schedule, kernel, place, backward=backward):
         return replace(
             price(work, schedule, kernel, place, machine, backward=backward), why=found.why
@@ -132,13 +136,14 @@ def refitted(
         taken = takes_tasks(kernel, work) and not place.divided
         if not able or (schedule.one_by_one and not taken):
             schedule, planned = through_slots(schedule, work), place
-        elif not schedule.one_by_one:
+        elif not schedule.one_by_one and planned == as_planned:
             return found
     pairs = pairs_of(work, kernel)
     less = schedule.trimmed
     if less is not None or _trims(pairs):
         less = _trimmed_tally(schedule.decomposition, pairs, kernel, backward=backward)
-    if same_work and schedule is found.schedule and less == schedule.trimmed:
+    unchanged = schedule is found.schedule and less == schedule.trimmed
+    if same_work and unchanged and planned == as_planned:
         return found
     schedule = replace(schedule, trimmed=less)
     paced = _paced(machine, kernel, pairs)
