@@ -1,6 +1,12 @@
 # Triton's decorators and its own language are beyond a type checker.
 # mypy: ignore-errors
-"""Merging statistics and adding gradients as Triton kernels: all read once and written once."""
+"""Merging statistics and adding gradients as Triton kernels: all read once and written once.
+
+Triton compiles a kernel anew for every combination of its numbers that are 1, or multiples of 16,
+or neither, at 0.7 s each. Nothing is gained here by most of that, so numbers are told not to
+matter, and strides are handed over in whole units where they are multiples of one: by that alone
+rows are read and written in words of 16 bytes.
+"""
 
 import torch
 import triton
@@ -8,12 +14,18 @@ import triton.language as tl
 
 # Elements of one program's block: enough for full memory bandwidth, few enough for registers.
 _BLOCK_ELEMENTS = 4096
+# Elements. Strides of whole rows nearly always are multiples of it.
+_UNIT = 16
 
 
 def _block(width: int) -> tuple[int, int]:
     """Rows and columns of a block. Triton's own helpers take the host 4 us a call."""
     block_width = 1 << max(0, width - 1).bit_length()
     return max(1, _BLOCK_ELEMENTS // block_width), block_width
+
+
+def _unit(*strides: int) -> int:
+    return 1 if any(stride % _UNIT for stride in strides) else _UNIT
 
 
 def merge_triton_(
@@ -34,6 +46,8 @@ def merge_triton_(
     block_rows, block_width = _block(width)
     # All programs on the first grid axis, the only one that takes more than 65,535.
     grid = (-(-total // block_rows),)
+    strides = (*out.stride()[:3], *out_i.stride()[:3])
+    unit = _unit(*strides)
     with torch.cuda.device_of(out):
         _merge_kernel[grid](
             out,
@@ -43,17 +57,22 @@ def merge_triton_(
             total,
             heads,
             rows,
-            *out.stride()[:3],
+            *(stride // unit for stride in strides),
             *lse.stride(),
-            *out_i.stride()[:3],
             *lse_i.stride(),
+            UNIT=unit,
             WIDTH=width,
             BLOCK_ROWS=block_rows,
             BLOCK_WIDTH=block_width,
         )
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "total", "heads", "rows", "out_b", "out_h", "out_r", "out_i_b", "out_i_h", "out_i_r",
+        "lse_b", "lse_h", "lse_r", "lse_i_b", "lse_i_h", "lse_i_r",
+    ]
+)  # fmt: skip
 def _merge_kernel(
     out,
     lse,
@@ -65,15 +84,16 @@ def _merge_kernel(
     out_b,
     out_h,
     out_r,
-    lse_b,
-    lse_h,
-    lse_r,
     out_i_b,
     out_i_h,
     out_i_r,
+    lse_b,
+    lse_h,
+    lse_r,
     lse_i_b,
     lse_i_h,
     lse_i_r,
+    UNIT: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
@@ -98,8 +118,10 @@ def _merge_kernel(
     merged = larger + tl.log(1.0 + tl.exp(-tl.abs(old - new)))
     column = tl.arange(0, BLOCK_WIDTH)
     cells = live[:, None] & (column < WIDTH)[None, :]
-    out_at = out + (b * out_b + h * out_h + row * out_r)[:, None] + column[None, :]
-    out_i_at = out_i + (b * out_i_b + h * out_i_h + row * out_i_r)[:, None] + column[None, :]
+    at = (b * out_b + h * out_h + row * out_r) * UNIT
+    at_i = (b * out_i_b + h * out_i_h + row * out_i_r) * UNIT
+    out_at = out + at[:, None] + column[None, :]
+    out_i_at = out_i + at_i[:, None] + column[None, :]
     a = tl.load(out_at, mask=cells, other=0.0)
     a_i = tl.load(out_i_at, mask=cells, other=0.0).to(tl.float32)
     more, other = tl.where(nearer[:, None], a, a_i), tl.where(nearer[:, None], a_i, a)
@@ -142,11 +164,13 @@ def add_triton_(
         if by_head is not None:
             unscale_b = by_head.stride(0) if by_head.shape[0] > 1 else 0
             unscale_h, shared = by_head.stride(1), max(1, heads // max(1, by_head.shape[1]))
-        widths += [width, block_rows, block_width]
+        strides = (*target.stride()[:3], *source.stride()[:3])
+        unit = _unit(*strides)
+        widths += [unit, width, block_rows, block_width]
         blocks.append(-(-total // block_rows))
         arguments += [
-            target, source, total, max(1, heads), max(1, rows), *target.stride()[:3],
-            *source.stride()[:3], unscale_b, unscale_h, shared,
+            target, source, total, max(1, heads), max(1, rows),
+            *(stride // unit for stride in strides), unscale_b, unscale_h, shared,
         ]  # fmt: skip
     if sum(blocks) == 0:
         return
@@ -187,6 +211,7 @@ def _add_block(
     alpha,
     SCALED: tl.constexpr,
     CHECKED: tl.constexpr,
+    UNIT: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
@@ -198,8 +223,10 @@ def _add_block(
     h = index // rows % heads
     column = tl.arange(0, BLOCK_WIDTH)
     cells = live[:, None] & (column < WIDTH)[None, :]
-    target_at = target + (b * target_b + h * target_h + row * target_r)[:, None] + column[None, :]
-    source_at = source + (b * source_b + h * source_h + row * source_r)[:, None] + column[None, :]
+    at = (b * target_b + h * target_h + row * target_r) * UNIT
+    at_source = (b * source_b + h * source_h + row * source_r) * UNIT
+    target_at = target + at[:, None] + column[None, :]
+    source_at = source + at_source[:, None] + column[None, :]
     part = tl.load(source_at, mask=cells, other=0.0).to(tl.float32)
     if CHECKED:
         # Also false for NaN.
@@ -213,7 +240,17 @@ def _add_block(
     tl.store(target_at, held + part * factor[:, None], mask=cells)
 
 
-@triton.jit
+_NUMBERS = (
+    "total", "heads", "rows", "target_b", "target_h", "target_r", "source_b", "source_h",
+    "source_r", "unscale_b", "unscale_h", "shared",
+)  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=[
+        *(f"{name}_{i}" for i in range(3) for name in _NUMBERS), "first_end", "second_end", "alpha",
+    ]
+)  # fmt: skip
 def _add_kernel(
     target_0,
     source_0,
@@ -264,12 +301,15 @@ def _add_kernel(
     alpha,
     SCALED: tl.constexpr,
     CHECKED: tl.constexpr,
+    UNIT_0: tl.constexpr,
     WIDTH_0: tl.constexpr,
     BLOCK_ROWS_0: tl.constexpr,
     BLOCK_WIDTH_0: tl.constexpr,
+    UNIT_1: tl.constexpr,
     WIDTH_1: tl.constexpr,
     BLOCK_ROWS_1: tl.constexpr,
     BLOCK_WIDTH_1: tl.constexpr,
+    UNIT_2: tl.constexpr,
     WIDTH_2: tl.constexpr,
     BLOCK_ROWS_2: tl.constexpr,
     BLOCK_WIDTH_2: tl.constexpr,
@@ -297,6 +337,7 @@ def _add_kernel(
             alpha,
             SCALED,
             CHECKED,
+            UNIT_0,
             WIDTH_0,
             BLOCK_ROWS_0,
             BLOCK_WIDTH_0,
@@ -323,6 +364,7 @@ def _add_kernel(
             alpha,
             SCALED,
             CHECKED,
+            UNIT_1,
             WIDTH_1,
             BLOCK_ROWS_1,
             BLOCK_WIDTH_1,
@@ -349,6 +391,7 @@ def _add_kernel(
             alpha,
             SCALED,
             CHECKED,
+            UNIT_2,
             WIDTH_2,
             BLOCK_ROWS_2,
             BLOCK_WIDTH_2,

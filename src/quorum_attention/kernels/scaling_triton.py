@@ -46,7 +46,8 @@ def _launch(kernel, tensor, heads, groups, *arguments):
     )  # fmt: skip
 
 
-@triton.jit
+# Numbers are told not to matter: what is compiled serves every size (merge_triton.py).
+@triton.jit(do_not_specialize=["rows", "programs"])
 def _norm_kernel(
     tensor,
     largest,
@@ -75,7 +76,7 @@ def _norm_kernel(
     tl.atomic_max(largest + group, tl.sqrt(tl.max(best, axis=0)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups", "shift", "rows", "programs"])
 def _divide_kernel(
     tensor,
     norms,

@@ -19,7 +19,7 @@ from quorum_attention.kernels.native.scores_triton import kept, modified
 from quorum_attention.kernels.native.walk_triton import keys_of_run, rows_of_run
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["norms", "heads", "n_rows"])
 def norm_kernel(
     value, norms, heads, n_rows, v_b, v_h, v_n, VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -38,7 +38,7 @@ def norm_kernel(
     tl.atomic_max(norms + lane, tl.max(tl.sum(v * v, 1), 0))
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["norms", "heads", "group", "n_rows"])
 def delta_kernel(
     grad_out,
     out,
@@ -123,6 +123,12 @@ def _query_tile(
 
 @triton.jit(
     do_not_specialize=[
+        "starts",
+        "entries",
+        "norms",
+        "heads",
+        "group",
+        "key_lanes",
         "n_queries",
         "n_keys",
         "n_blocks",
@@ -288,6 +294,12 @@ def _key_tile(
 
 @triton.jit(
     do_not_specialize=[
+        "starts",
+        "entries",
+        "norms",
+        "key_heads",
+        "group",
+        "key_lanes",
         "n_queries",
         "n_keys",
         "n_blocks",

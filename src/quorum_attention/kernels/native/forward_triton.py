@@ -76,6 +76,10 @@ def _tile(
 
 @triton.jit(
     do_not_specialize=[
+        "starts",
+        "entries",
+        "heads",
+        "group",
         "n_queries",
         "n_keys",
         "n_blocks",
