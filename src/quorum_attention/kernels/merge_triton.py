@@ -8,14 +8,16 @@ matter, and strides are handed over in whole units where they are multiples of o
 rows are read and written in words of 16 bytes.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 
 # Elements of one program's block: enough for full memory bandwidth, few enough for registers.
 _BLOCK_ELEMENTS = 4096
-# Elements. Strides of whole rows nearly always are multiples of it.
-_UNIT = 16
+# Elements that all strides may be multiples of, from words of 16 bytes down.
+_UNITS = (16, 8, 4, 2)
 
 
 def _block(width: int) -> tuple[int, int]:
@@ -24,8 +26,15 @@ def _block(width: int) -> tuple[int, int]:
     return max(1, _BLOCK_ELEMENTS // block_width), block_width
 
 
-def _unit(*strides: int) -> int:
-    return 1 if any(stride % _UNIT for stride in strides) else _UNIT
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Of (b, h, rows, d) the first three, where they count."""
+    both = zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
+    return tuple(stride if n > 1 else 0 for n, stride in both)
+
+
+def _unit(strides: tuple[int, ...]) -> int:
+    together = math.gcd(*strides)
+    return next((unit for unit in _UNITS if together % unit == 0), 1)
 
 
 def merge_triton_(
@@ -40,23 +49,23 @@ def merge_triton_(
         lse_i: as ``lse``.
     """
     batch, heads, rows, width = out.shape
-    total = batch * heads * rows
-    if total == 0:
+    if batch * heads * rows == 0:
         return
     block_rows, block_width = _block(width)
+    blocks = -(-rows // block_rows)
     # All programs on the first grid axis, the only one that takes more than 65,535.
-    grid = (-(-total // block_rows),)
-    strides = (*out.stride()[:3], *out_i.stride()[:3])
-    unit = _unit(*strides)
+    grid = (batch * heads * blocks,)
+    strides = _strides(out) + _strides(out_i)
+    unit = _unit(strides)
     with torch.cuda.device_of(out):
         _merge_kernel[grid](
             out,
             lse,
             out_i,
             lse_i,
-            total,
             heads,
             rows,
+            blocks,
             *(stride // unit for stride in strides),
             *lse.stride(),
             *lse_i.stride(),
@@ -69,7 +78,7 @@ def merge_triton_(
 
 @triton.jit(
     do_not_specialize=[
-        "total", "heads", "rows", "out_b", "out_h", "out_r", "out_i_b", "out_i_h", "out_i_r",
+        "heads", "rows", "blocks", "out_b", "out_h", "out_r", "out_i_b", "out_i_h", "out_i_r",
         "lse_b", "lse_h", "lse_r", "lse_i_b", "lse_i_h", "lse_i_r",
     ]
 )  # fmt: skip
@@ -78,9 +87,9 @@ def _merge_kernel(
     lse,
     out_i,
     lse_i,
-    total,
     heads,
     rows,
+    blocks,
     out_b,
     out_h,
     out_r,
@@ -99,11 +108,11 @@ def _merge_kernel(
     BLOCK_WIDTH: tl.constexpr,
 ):
     # 64-bit throughout: a state may hold more than 2**31 elements.
-    index = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    live = index < total
-    row = index % rows
-    b = index // rows // heads
-    h = index // rows % heads
+    lane = tl.program_id(0) // blocks
+    b = (lane // heads).to(tl.int64)
+    h = (lane % heads).to(tl.int64)
+    row = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    live = row < rows
 
     lse_at = lse + b * lse_b + h * lse_h + row * lse_r
     old = tl.load(lse_at, mask=live, other=0.0)
@@ -118,10 +127,10 @@ def _merge_kernel(
     merged = larger + tl.log(1.0 + tl.exp(-tl.abs(old - new)))
     column = tl.arange(0, BLOCK_WIDTH)
     cells = live[:, None] & (column < WIDTH)[None, :]
-    at = (b * out_b + h * out_h + row * out_r) * UNIT
-    at_i = (b * out_i_b + h * out_i_h + row * out_i_r) * UNIT
-    out_at = out + at[:, None] + column[None, :]
-    out_i_at = out_i + at_i[:, None] + column[None, :]
+    out += (b * out_b + h * out_h) * UNIT
+    out_i += (b * out_i_b + h * out_i_h) * UNIT
+    out_at = out + (row * out_r * UNIT)[:, None] + column[None, :]
+    out_i_at = out_i + (row * out_i_r * UNIT)[:, None] + column[None, :]
     a = tl.load(out_at, mask=cells, other=0.0)
     a_i = tl.load(out_i_at, mask=cells, other=0.0).to(tl.float32)
     more, other = tl.where(nearer[:, None], a, a_i), tl.where(nearer[:, None], a_i, a)
@@ -157,19 +166,19 @@ def add_triton_(
         # A pair that is not there has no rows; its pointers are never followed.
         target, source = (targets[i], sources[i]) if i < len(targets) else (targets[0], sources[0])
         batch, heads, rows, width = target.shape
-        total = batch * heads * rows if i < len(targets) else 0
         block_rows, block_width = _block(width)
+        each = -(-rows // block_rows)
         unscale_b = unscale_h = 0
         shared = 1
         if by_head is not None:
             unscale_b = by_head.stride(0) if by_head.shape[0] > 1 else 0
             unscale_h, shared = by_head.stride(1), max(1, heads // max(1, by_head.shape[1]))
-        strides = (*target.stride()[:3], *source.stride()[:3])
-        unit = _unit(*strides)
+        strides = _strides(target) + _strides(source)
+        unit = _unit(strides)
         widths += [unit, width, block_rows, block_width]
-        blocks.append(-(-total // block_rows))
+        blocks.append(batch * heads * each if i < len(targets) else 0)
         arguments += [
-            target, source, total, max(1, heads), max(1, rows),
+            target, source, max(1, heads), rows, max(1, each),
             *(stride // unit for stride in strides), unscale_b, unscale_h, shared,
         ]  # fmt: skip
     if sum(blocks) == 0:
@@ -194,9 +203,9 @@ def _add_block(
     block,
     target,
     source,
-    total,
     heads,
     rows,
+    blocks,
     target_b,
     target_h,
     target_r,
@@ -216,32 +225,32 @@ def _add_block(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
-    index = block.to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    live = index < total
-    row = index % rows
-    b = index // rows // heads
-    h = index // rows % heads
+    lane = block // blocks
+    b = (lane // heads).to(tl.int64)
+    h = (lane % heads).to(tl.int64)
+    row = (block % blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    live = row < rows
     column = tl.arange(0, BLOCK_WIDTH)
     cells = live[:, None] & (column < WIDTH)[None, :]
-    at = (b * target_b + h * target_h + row * target_r) * UNIT
-    at_source = (b * source_b + h * source_h + row * source_r) * UNIT
-    target_at = target + at[:, None] + column[None, :]
-    source_at = source + at_source[:, None] + column[None, :]
+    target += (b * target_b + h * target_h) * UNIT
+    source += (b * source_b + h * source_h) * UNIT
+    target_at = target + (row * target_r * UNIT)[:, None] + column[None, :]
+    source_at = source + (row * source_r * UNIT)[:, None] + column[None, :]
     part = tl.load(source_at, mask=cells, other=0.0).to(tl.float32)
     if CHECKED:
         # Also false for NaN.
         bad = tl.max(tl.where(tl.abs(part) < float("inf"), 0, 1), axis=1)
         flag_at = overflow + b * unscale_b + (h // shared) * unscale_h
-        tl.store(flag_at, bad, mask=live & (bad > 0))
-    factor = tl.full((BLOCK_ROWS,), 1.0, tl.float32) * alpha
+        tl.store(flag_at + 0 * row, bad, mask=bad > 0)
+    factor = alpha
     if SCALED:
-        factor *= tl.load(unscale + b * unscale_b + (h // shared) * unscale_h, mask=live, other=0.0)
+        factor *= tl.load(unscale + b * unscale_b + (h // shared) * unscale_h)
     held = tl.load(target_at, mask=cells, other=0.0)
-    tl.store(target_at, held + part * factor[:, None], mask=cells)
+    tl.store(target_at, held + part * factor, mask=cells)
 
 
 _NUMBERS = (
-    "total", "heads", "rows", "target_b", "target_h", "target_r", "source_b", "source_h",
+    "heads", "rows", "blocks", "target_b", "target_h", "target_r", "source_b", "source_h",
     "source_r", "unscale_b", "unscale_h", "shared",
 )  # fmt: skip
 
@@ -252,147 +261,39 @@ _NUMBERS = (
     ]
 )  # fmt: skip
 def _add_kernel(
-    target_0,
-    source_0,
-    total_0,
-    heads_0,
-    rows_0,
-    target_b_0,
-    target_h_0,
-    target_r_0,
-    source_b_0,
-    source_h_0,
-    source_r_0,
-    unscale_b_0,
-    unscale_h_0,
-    shared_0,
-    target_1,
-    source_1,
-    total_1,
-    heads_1,
-    rows_1,
-    target_b_1,
-    target_h_1,
-    target_r_1,
-    source_b_1,
-    source_h_1,
-    source_r_1,
-    unscale_b_1,
-    unscale_h_1,
-    shared_1,
-    target_2,
-    source_2,
-    total_2,
-    heads_2,
-    rows_2,
-    target_b_2,
-    target_h_2,
-    target_r_2,
-    source_b_2,
-    source_h_2,
-    source_r_2,
-    unscale_b_2,
-    unscale_h_2,
-    shared_2,
-    first_end,
-    second_end,
-    unscale,
-    overflow,
-    alpha,
-    SCALED: tl.constexpr,
-    CHECKED: tl.constexpr,
-    UNIT_0: tl.constexpr,
-    WIDTH_0: tl.constexpr,
-    BLOCK_ROWS_0: tl.constexpr,
+    target_0, source_0, heads_0, rows_0, blocks_0, target_b_0, target_h_0, target_r_0,
+    source_b_0, source_h_0, source_r_0, unscale_b_0, unscale_h_0, shared_0,
+    target_1, source_1, heads_1, rows_1, blocks_1, target_b_1, target_h_1, target_r_1,
+    source_b_1, source_h_1, source_r_1, unscale_b_1, unscale_h_1, shared_1,
+    target_2, source_2, heads_2, rows_2, blocks_2, target_b_2, target_h_2, target_r_2,
+    source_b_2, source_h_2, source_r_2, unscale_b_2, unscale_h_2, shared_2,
+    first_end, second_end, unscale, overflow, alpha, SCALED: tl.constexpr, CHECKED: tl.constexpr,
+    UNIT_0: tl.constexpr, WIDTH_0: tl.constexpr, BLOCK_ROWS_0: tl.constexpr,
     BLOCK_WIDTH_0: tl.constexpr,
-    UNIT_1: tl.constexpr,
-    WIDTH_1: tl.constexpr,
-    BLOCK_ROWS_1: tl.constexpr,
+    UNIT_1: tl.constexpr, WIDTH_1: tl.constexpr, BLOCK_ROWS_1: tl.constexpr,
     BLOCK_WIDTH_1: tl.constexpr,
-    UNIT_2: tl.constexpr,
-    WIDTH_2: tl.constexpr,
-    BLOCK_ROWS_2: tl.constexpr,
+    UNIT_2: tl.constexpr, WIDTH_2: tl.constexpr, BLOCK_ROWS_2: tl.constexpr,
     BLOCK_WIDTH_2: tl.constexpr,
-):
+):  # fmt: skip
     program = tl.program_id(0)
     if program < first_end:
         _add_block(
-            program,
-            target_0,
-            source_0,
-            total_0,
-            heads_0,
-            rows_0,
-            target_b_0,
-            target_h_0,
-            target_r_0,
-            source_b_0,
-            source_h_0,
-            source_r_0,
-            unscale_b_0,
-            unscale_h_0,
-            shared_0,
-            unscale,
-            overflow,
-            alpha,
-            SCALED,
-            CHECKED,
-            UNIT_0,
-            WIDTH_0,
-            BLOCK_ROWS_0,
-            BLOCK_WIDTH_0,
-        )
+            program, target_0, source_0, heads_0, rows_0, blocks_0,
+            target_b_0, target_h_0, target_r_0, source_b_0, source_h_0, source_r_0,
+            unscale_b_0, unscale_h_0, shared_0, unscale, overflow, alpha, SCALED, CHECKED,
+            UNIT_0, WIDTH_0, BLOCK_ROWS_0, BLOCK_WIDTH_0,
+        )  # fmt: skip
     elif program < second_end:
         _add_block(
-            program - first_end,
-            target_1,
-            source_1,
-            total_1,
-            heads_1,
-            rows_1,
-            target_b_1,
-            target_h_1,
-            target_r_1,
-            source_b_1,
-            source_h_1,
-            source_r_1,
-            unscale_b_1,
-            unscale_h_1,
-            shared_1,
-            unscale,
-            overflow,
-            alpha,
-            SCALED,
-            CHECKED,
-            UNIT_1,
-            WIDTH_1,
-            BLOCK_ROWS_1,
-            BLOCK_WIDTH_1,
-        )
+            program - first_end, target_1, source_1, heads_1, rows_1, blocks_1,
+            target_b_1, target_h_1, target_r_1, source_b_1, source_h_1, source_r_1,
+            unscale_b_1, unscale_h_1, shared_1, unscale, overflow, alpha, SCALED, CHECKED,
+            UNIT_1, WIDTH_1, BLOCK_ROWS_1, BLOCK_WIDTH_1,
+        )  # fmt: skip
     else:
         _add_block(
-            program - second_end,
-            target_2,
-            source_2,
-            total_2,
-            heads_2,
-            rows_2,
-            target_b_2,
-            target_h_2,
-            target_r_2,
-            source_b_2,
-            source_h_2,
-            source_r_2,
-            unscale_b_2,
-            unscale_h_2,
-            shared_2,
-            unscale,
-            overflow,
-            alpha,
-            SCALED,
-            CHECKED,
-            UNIT_2,
-            WIDTH_2,
-            BLOCK_ROWS_2,
-            BLOCK_WIDTH_2,
-        )
+            program - second_end, target_2, source_2, heads_2, rows_2, blocks_2,
+            target_b_2, target_h_2, target_r_2, source_b_2, source_h_2, source_r_2,
+            unscale_b_2, unscale_h_2, shared_2, unscale, overflow, alpha, SCALED, CHECKED,
+            UNIT_2, WIDTH_2, BLOCK_ROWS_2, BLOCK_WIDTH_2,
+        )  # fmt: skip
