@@ -47,10 +47,10 @@ def test_no_rectangle_exceeds_the_limits_that_the_workspace_is_sized_by(
 
 
 @pytest.mark.parametrize("levels", [(), (7,), (13, 7)])
-def test_deeper_and_coarser_undo_each_other(levels: tuple[int, ...]) -> None:
+def test_deeper_is_one_level_of_smaller_tasks(levels: tuple[int, ...]) -> None:
     made, work = schedule(Decomposition(9000, levels, "aligned", 16))
     made = with_limits(made, work)
     deeper = made.deeper(work)
     assert deeper.decomposition.levels == (*levels, 7)
     assert deeper.decomposition.max_task_tokens < made.decomposition.max_task_tokens
-    assert deeper.coarser(work) == made
+    assert (deeper.group, deeper.n_cap) == (made.group, made.n_cap)

@@ -137,13 +137,14 @@ def test_every_task_of_a_plan_fits_its_slot(
         device="cpu", backward=backward, n_cap=1,
     )  # fmt: skip
     work, group = plan.work, plan.schedule.group
-    cutting = Cutting(work, made, backward=backward)
-    tasks, schedule = cutting.tasks(plan.schedule)
-    planned = plan.schedule.task_rows(work)
-    assert all(a <= b for a, b in zip(schedule.task_rows(work), planned, strict=True))
-    rounds = [(tasks, schedule)]
-    if len(levels) == 1:
-        rounds.append(cutting.further(tasks, cutting.tasks(schedule.deeper(work))[1]))
+    cutting, depth = Cutting(plan.schedule, work, made, backward=backward), len(levels)
+    planned, tasks = plan.schedule.task_rows(work), cutting.tasks(depth)
+    rows = cutting.schedule(depth).task_rows(work)
+    assert all(a <= b for a, b in zip(rows, planned, strict=True))
+    rounds = [(tasks, cutting.schedule(depth))]
+    if depth == 1:
+        further = cutting.further(tasks, 2)
+        rounds.append((further, cutting.schedule(2)))
     for found, at in rounds:
         rows = at.task_rows(work)
         spec = spec_of(backward)

@@ -16,6 +16,7 @@ from quorum_attention.decomposition import MASKED, MIXED, Decomposition, Pairs
 from quorum_attention.decomposition.trimming import tokens_of
 from quorum_attention.execution import runner
 from quorum_attention.execution.cutting import Cutting
+from quorum_attention.execution.device.cpu import Cpu
 from quorum_attention.execution.pass_spec import FORWARD
 from quorum_attention.execution.slots import slot_layout
 from quorum_attention.execution.trimming import pairs_of, trimmed_tasks
@@ -225,11 +226,9 @@ def test_a_task_that_is_cut_further_gets_no_token_back(window: int) -> None:
     kernel = from_score_mod(None, sliding_window(window), compiled=False)
     plan = qa.plan(n, heads=2, head_dim=8, dtype=torch.float32, levels=(7,), tile=TILE,
                    is_causal=True, kernel=kernel, device="cpu", backward=True)  # fmt: skip
-    cutting = Cutting(plan.work, kernel, backward=True)
-    tasks, schedule = cutting.tasks(plan.schedule)
-    deeper = schedule.deeper(plan.work)
-    for task in tasks:
-        parts, _ = cutting.further([task], deeper)
+    cutting = Cutting(plan.schedule, plan.work, kernel, backward=True)
+    for task in cutting.tasks(1):
+        parts = cutting.further([task], 2)
         held = {
             at for part in parts for start, stop in tokens_of(part) for at in range(start, stop)
         }
@@ -302,10 +301,15 @@ def test_the_way_back_to_coarser_tasks_counts_them_trimmed() -> None:
     slot = slot_layout(
         FORWARD, plan.work, plan.schedule.group, plan.schedule.task_rows(plan.work), torch.float32
     ).slot_bytes
+
+    class Tight(Cpu):
+        def free_bytes(self, device: torch.device) -> int:
+            return 2 * slot
+
     made, report = inputs(N), qa.Report()
     kernel.arm()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "available_bytes", lambda device: 2 * slot)
+        patch.setattr(runner, "backend_of", lambda device: Tight())
         out = qa.attention(*made.three, is_causal=True, plan=plan, kernel=kernel, report=report)
     assert_close(out, exact(made, mask=kept_by(30), is_causal=True).out, 2e-5)
     assert report.forward.recoveries[-1].startswith("headroom")

@@ -15,26 +15,41 @@ from quorum_attention.kernels.protocol import InnerKernel
 
 
 class Cutting:
-    """The tasks of one pass of a call, at whatever depth.
+    """The tasks of one pass of a call, at the depth it was planned for and deeper."""
 
-    A schedule that comes back has slots for the tasks beside it.
-    """
-
-    def __init__(self, work: Workload, kernel: InnerKernel, *, backward: bool) -> None:
-        self.work, self.kernel, self.backward = work, kernel, backward
+    def __init__(
+        self, planned: Schedule, work: Workload, kernel: InnerKernel, *, backward: bool
+    ) -> None:
+        self.planned, self.work, self.kernel, self.backward = planned, work, kernel, backward
         self.pairs = pairs_of(work, kernel)
+        self._tasks: dict[int, list[Task]] = {}
+        self._schedules: dict[int, Schedule] = {}
 
-    def tasks(self, schedule: Schedule) -> tuple[list[Task], Schedule]:
-        """The tasks of a schedule, in order."""
+    def tasks(self, depth: int) -> list[Task]:
+        """All tasks of this depth, in order."""
+        if depth not in self._tasks:
+            deepens = depth > self.planned.decomposition.depth
+            schedule = self.schedule(depth - 1).deeper(self.work) if deepens else self.planned
+            shape = schedule.decomposition
+            if self.pairs.every_token_meets:
+                self._tasks[depth] = filled(list(shape.tasks()), shape, self.work)
+                schedule = replace(schedule, trimmed=None)
+            else:
+                found = trimmed_tasks(shape, self.pairs, self.kernel, self.backward)
+                self._tasks[depth] = list(found.tasks)
+                schedule = replace(schedule, trimmed=found.tally())
+            self._schedules[depth] = schedule
+        return self._tasks[depth]
+
+    def schedule(self, depth: int) -> Schedule:
+        """With slots for all the tasks that were asked for at this depth."""
+        self.tasks(depth)
+        return self._schedules[depth]
+
+    def further(self, tasks: Sequence[Task], depth: int) -> list[Task]:
+        """``tasks``, of one level less, each cut to this depth, in order."""
+        schedule = self.schedule(depth)
         shape = schedule.decomposition
-        if self.pairs.every_token_meets:
-            return filled(list(shape.tasks()), shape, self.work), replace(schedule, trimmed=None)
-        found = trimmed_tasks(shape, self.pairs, self.kernel, self.backward)
-        return list(found.tasks), replace(schedule, trimmed=found.tally())
-
-    def further(self, tasks: Sequence[Task], deeper: Schedule) -> tuple[list[Task], Schedule]:
-        """What is left of a coarser level, each task cut to the level of ``deeper``."""
-        shape = deeper.decomposition
         found: list[Task] = []
         for task in tasks:
             children = [shape.task((*task.path, i)) for i in range(DEEPEN_BY)]
@@ -45,8 +60,9 @@ class Cutting:
                 end = written(self.pairs, self.backward)
                 children = trimmed(children, self.pairs, shape.tile, end)
             found += children
-        less = deeper.trimmed
+        less = schedule.trimmed
         if less is not None:
-            largest = max((task.n_tokens for task in found), default=0)
-            deeper = replace(deeper, trimmed=replace(less, largest=max(less.largest, largest)))
-        return found, deeper
+            largest = max((task.n_tokens for task in found), default=less.largest)
+            less = replace(less, largest=max(less.largest, largest))
+            self._schedules[depth] = replace(schedule, trimmed=less)
+        return found

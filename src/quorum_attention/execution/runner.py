@@ -1,216 +1,188 @@
-"""Runs a pass to its end: arena, units, and the guardrail's instructions.
+"""Runs a pass through slots: what its machine says (control/machine.py) is done here.
 
 The only places that can run out of memory are the arena and an inner kernel's workspace. Either
-failure lands here; the guardrail decides, this file obeys.
+failure lands here; the machine decides, this file obeys.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from quorum_attention.decomposition import Decomposition, Task
+from quorum_attention.decomposition import Decomposition
 from quorum_attention.errors import OutOfMemoryError
-from quorum_attention.execution.call import Call
-from quorum_attention.execution.control.visits import Visit, touched_rows, visits
+from quorum_attention.execution.control.events import Headroom, OutOfMemory, UnitDone
+from quorum_attention.execution.control.instructions import GiveUp
+from quorum_attention.execution.control.machine import Limits, Machine
+from quorum_attention.execution.control.visits import Visit
 from quorum_attention.execution.cutting import Cutting
-from quorum_attention.execution.device.clock import Clock, NoClock
+from quorum_attention.execution.device.backend import Backend
+from quorum_attention.execution.device.clock import NoClock
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.mover import Mover
 from quorum_attention.execution.device.page_locks import PageLocks
 from quorum_attention.execution.engine import Engine, Pass, Unit
-from quorum_attention.execution.guardrail import Coarsen, Deepen, Event, GiveUp, Guardrail
+from quorum_attention.execution.job import Job
 from quorum_attention.execution.memory import first_line, is_out_of_memory
 from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.schedule import DEEPEN_BY, Schedule
-from quorum_attention.execution.tools import Progress, Tools, make_tools
+from quorum_attention.execution.tools import Tools, make_tools
 from quorum_attention.execution.workload import Group
 
 MakePass = Callable[[Schedule, Tools], Pass]
 
-
-@dataclass(slots=True)
-class _Queue:
-    """What is left: the groups, and within the first of them the tasks; the groups after it run the
-    tasks ``every``."""
-
-    groups: list[Group]
-    tasks: list[Task]
-    every: list[Task]
-    completed: list[Task]
-    last_done: float = 0.0
-
-    @property
-    def units(self) -> int:
-        """Tasks of all groups together."""
-        return len(self.tasks) + max(0, len(self.groups) - 1) * len(self.every)
-
-    def turns(self, carry: bool, stop: Callable[[], bool]) -> Iterator[tuple[Group, Visit]]:
-        """Every remaining unit in order.
-
-        Ends early before a group where ``stop`` says so.
-        """
-        rows = touched_rows(self.completed)
-        for visit in visits(list(self.tasks), touched=rows, carry=carry):
-            yield self.groups[0], visit
-        if len(self.groups) > 1:
-            planned = list(visits(self.every, carry=carry))
-            for group in self.groups[1:]:
-                if stop():
-                    return
-                for visit in planned:
-                    yield group, visit
+# The machine knows devices by number; here there is one.
+_HERE = 0
 
 
 def run(
-    make_pass: MakePass,
+    job: Job,
     schedule: Schedule,
-    left: list[Group],
-    call: Call,
-    host_tensors: list[torch.Tensor],
-    report: PassReport,
-    progress: Progress | None = None,
-    *,
-    backward: bool,
+    left: Sequence[Group],
+    make_pass: MakePass,
+    moved: list[torch.Tensor],
 ) -> None:
     """Run a pass under ``schedule``, recovering from out-of-memory failures unless pinned.
 
     Args:
-        make_pass: builds the pass for a schedule (its slots depend on the task size).
         left: the head groups to run, none larger than the schedule's.
-        host_tensors: tensors copied from or to; pageable ones are page-locked meanwhile.
+        make_pass: builds the pass for a schedule (its slots depend on the task size).
+        moved: tensors copied from or to; those in pageable host memory are page-locked meanwhile.
 
     Raises:
         OutOfMemoryError: nothing finer is left, or the schedule is pinned; completed work is
             lost with the call, nothing stays allocated.
     """
-    work, device = call.work, call.device
-    cutting = Cutting(work, call.kernel, backward=backward)
+    call, report = job.call, job.report
+    assert report is not None, "what goes through slots has been planned"
     shape = schedule.decomposition
-    guard = Guardrail(
-        n_cap=schedule.n_cap,
-        depth=shape.depth,
-        floor_depth=shape.depth,
-        max_depth=_deepest(shape),
-        pinned=schedule.pinned,
-        deepened_n_cap=1,
-    )
-    every, schedule = cutting.tasks(schedule)
-    queue = _Queue(list(left), list(every), every, [])
-    total = queue.units
-    counted = 0
-    label = "backward" if backward else "forward"
-    tools = make_tools(device, schedule, timed=report.timed)
-    with backend_of(device).page_locks(host_tensors) as locks:
-        while queue.groups:
-            queue.last_done = time.perf_counter()
-            failure: tuple[str, str] | None = None
-            coarser = cutting.tasks(schedule.coarser(work))[1] if guard.may_coarsen else None
-            room = _RoomForCoarser(coarser, make_pass, device)
-            try:
-                counted = _attempt(
-                    make_pass(schedule, tools), schedule, queue, device, locks,
-                    report, progress, (counted, total, label), room, tools.clock,
-                )  # fmt: skip
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                # Only the text is kept: the traceback holds the failed attempt's tensors.
-                failure = (first_line(error), _place(queue))
-            if failure is not None:
-                backend_of(device).give_back_cached()
-                text, where = failure
-                guard, order = guard.on(Event.OUT_OF_MEMORY, where=where)
-                if isinstance(order, GiveUp):
-                    raise OutOfMemoryError(
-                        f"out of memory in {where} and no recovery: {order.reason}. "
-                        f"The allocator said: {text}" + _told(guard)
-                    )
-            elif queue.groups:
-                guard, order = guard.on(Event.HEADROOM)
-            else:
-                break
-            report.recoveries.append(guard.history[-1])
-            if failure is not None:
-                report.recovery_seconds += time.perf_counter() - queue.last_done
-            schedule = replace(schedule, n_cap=guard.n_cap)
-            if isinstance(order, Deepen):
-                queue.every, schedule = cutting.tasks(schedule.deeper(work))
-                queue.tasks, schedule = cutting.further(queue.tasks, schedule)
-            elif isinstance(order, Coarsen):
-                queue.every, schedule = cutting.tasks(schedule.coarser(work))
-                queue.tasks = list(queue.every)
-            counted = report.units
-            total = counted + queue.units
+    cutting = Cutting(schedule, call.work, call.kernel, backward=job.spec.backward)
+    limits = Limits(shape.depth, _deepest(shape), schedule.pinned)
+    machine = Machine(left, cutting, limits, {_HERE: schedule.n_cap})
+    tools = make_tools(call.device, schedule, timed=report.timed)
+    backend = backend_of(call.device)
+    with backend.page_locks(moved) as locks:
+        one = _Run(job, report, make_pass, machine, cutting, tools, locks, backend)
+        one.total = machine.units_left
+        while not machine.finished:
+            failure = one.attempt()
+            if not machine.finished:
+                one.recover(failure)
     # Of what went before on the inputs as they lie, too.
     for stage, seconds in tools.clock.seconds().items():
         report.stages[stage] = report.stages.get(stage, 0.0) + seconds
+    schedule = one.schedule
     report.levels = schedule.decomposition.levels
     report.left_out = 0.0 if schedule.trimmed is None else schedule.trimmed.left_out
     report.n_cap = schedule.n_cap
 
 
-def _attempt(
-    job: Pass,
-    schedule: Schedule,
-    queue: _Queue,
-    device: torch.device,
-    locks: PageLocks,
-    report: PassReport,
-    progress: Progress | None,
-    count: tuple[int, int, str],
-    room: _RoomForCoarser,
-    clock: Clock,
-) -> int:
-    """Run until everything is done or something fails; the queue keeps what is left."""
-    counted, total, label = count
-    n_slots = min(schedule.n_cap, max(1, len(queue.tasks) * len(queue.groups)))
-    backend = backend_of(device)
-    mover: Mover | None = None
-    try:
-        arena = backend.allocate(n_slots * job.layout.slot_bytes, device)
-        mover = backend.mover(device, n_slots, locks, clock)
-        engine = Engine(job, arena, n_slots, mover, clock)
+@dataclass(slots=True)
+class _Run:
+    """A pass on the one device, and the machine that is told of it and obeyed.
 
-        def done(unit: Unit) -> None:
-            nonlocal counted
-            if unit.group != queue.groups[0]:
-                queue.groups.pop(0)
-                queue.completed.clear()
-                queue.tasks[:] = queue.every
-            queue.tasks.pop(0)
-            queue.completed.append(unit.visit.task)
-            queue.last_done = time.perf_counter()
-            report.units += 1
-            counted += 1
-            if progress is not None:
-                progress(counted, total, label)
+    Attributes:
+        last_done: when the last unit was done, or the attempt began.
+        counted, total: units as progress is told of them.
+    """
 
-        engine.run(queue.turns(n_slots > 1, room), done)
-        # Either that was all, or the turns ended early, after a whole group.
-        queue.groups.pop(0)
-        queue.completed.clear()
-        queue.tasks[:] = queue.every if queue.groups else []
-    finally:
-        if mover is not None:
-            # Also after a failure: nothing may be in flight when the arena is let go, and
-            # whatever was reported done has to have arrived.
-            mover.finish(wait=True)
-            report.loaded_bytes += mover.loaded_bytes
-            report.stored_bytes += mover.stored_bytes
-    return counted
+    job: Job
+    report: PassReport
+    make_pass: MakePass
+    machine: Machine
+    cutting: Cutting
+    tools: Tools
+    locks: PageLocks
+    backend: Backend
+    last_done: float = 0.0
+    counted: int = 0
+    total: int = 0
 
+    @property
+    def schedule(self) -> Schedule:
+        """As the machine has it now."""
+        here = self.machine.devices[_HERE]
+        return replace(self.cutting.schedule(here.depth), n_cap=here.n_cap)
 
-def _place(queue: _Queue) -> str:
-    path = queue.tasks[0].path if queue.tasks else ()
-    return f"task {path or '()'} ({len(queue.groups)} head group(s) to go)"
+    def attempt(self) -> str | None:
+        """Run until everything is done, headroom is found (None), or memory runs out: what the
+        allocator said."""
+        self.last_done = time.perf_counter()
+        n_slots = self.machine.start(_HERE)
+        room = self._room_for_coarser()
+        try:
+            self._through_slots(self.make_pass(self.schedule, self.tools), n_slots, room)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            # Only the text is kept: the traceback holds the failed attempt's tensors.
+            return first_line(error)
+        return None
 
+    def _through_slots(self, work: Pass, n_slots: int, room: Callable[[], bool]) -> None:
+        device, clock = self.job.call.device, self.tools.clock
+        mover: Mover | None = None
+        try:
+            arena = self.backend.allocate(n_slots * work.layout.slot_bytes, device)
+            mover = self.backend.mover(device, n_slots, self.locks, clock)
+            engine = Engine(work, arena, n_slots, mover, clock)
+            engine.run(self._turns(room), self._done)
+        finally:
+            if mover is not None:
+                # Also after a failure: nothing may be in flight when the arena is let go, and
+                # whatever was reported done has to have arrived.
+                mover.finish(wait=True)
+                self.report.loaded_bytes += mover.loaded_bytes
+                self.report.stored_bytes += mover.stored_bytes
 
-def _told(guard: Guardrail) -> str:
-    return "".join(f"\n  before that: {line}" for line in guard.history)
+    def _turns(self, room: Callable[[], bool]) -> Iterator[tuple[Group, Visit]]:
+        """The machine's units; they end early before a group that there is room to cut less."""
+        while not (self.machine.between_groups(_HERE) and room()):
+            launch = self.machine.next(_HERE)
+            if launch is None:
+                return
+            yield launch.group, launch.visit
+
+    def _done(self, unit: Unit) -> None:
+        self.machine.on(UnitDone(_HERE, unit.group, unit.visit.task.path))
+        self.last_done = time.perf_counter()
+        self.report.units += 1
+        self.counted += 1
+        self.job.tell(self.counted, self.total)
+
+    def _room_for_coarser(self) -> Callable[[], bool]:
+        """Whether memory has become free enough to undo a deepening."""
+        if not self.machine.may_coarsen(_HERE):
+            return lambda: False
+        here = self.machine.devices[_HERE]
+        coarser = self.make_pass(self.cutting.schedule(here.depth - 1), Tools(NoClock()))
+        needed = 2 * here.n_cap * coarser.layout.slot_bytes
+        return lambda: self.backend.free_bytes(self.job.call.device) >= needed
+
+    def recover(self, failure: str | None) -> None:
+        """Tell the machine of a failed attempt, or of headroom (None), and obey.
+
+        Raises:
+            OutOfMemoryError: it gives up.
+        """
+        if failure is None:
+            order = self.machine.on(Headroom(_HERE))
+        else:
+            self.backend.give_back_cached()
+            order = self.machine.on(OutOfMemory(_HERE))
+        if isinstance(order, GiveUp):
+            raise OutOfMemoryError(
+                f"out of memory in {order.where} and no recovery: {order.reason}. The allocator "
+                f"said: {failure}" + "".join(f"\n  before that: {line}" for line in order.history)
+            )
+        self.report.recoveries.append(self.machine.history[-1])
+        if failure is not None:
+            self.report.recovery_seconds += time.perf_counter() - self.last_done
+        self.counted = self.report.units
+        self.total = self.counted + self.machine.units_left
 
 
 def _deepest(shape: Decomposition) -> int:
@@ -223,19 +195,3 @@ def _deepest(shape: Decomposition) -> int:
             break
         deeper = finer
     return deeper.depth
-
-
-class _RoomForCoarser:
-    """Whether memory has become free enough to undo a deepening."""
-
-    def __init__(self, coarser: Schedule | None, make_pass: MakePass, device: torch.device) -> None:
-        self.device = device
-        self.needed: int | None = None
-        if coarser is not None:
-            slot_bytes = make_pass(coarser, Tools(NoClock())).layout.slot_bytes
-            self.needed = 2 * coarser.n_cap * slot_bytes
-
-    def __call__(self) -> bool:
-        if self.needed is None:
-            return False
-        return backend_of(self.device).free_bytes(self.device) >= self.needed

@@ -82,12 +82,6 @@ class Schedule:
         deeper = self.decomposition.deeper(DEEPEN_BY)
         return with_limits(replace(self, decomposition=deeper, trimmed=None), work)
 
-    def coarser(self, work: Workload) -> Schedule:
-        """One level less, with rectangles to match."""
-        shape = self.decomposition
-        shorter = replace(shape, levels=shape.levels[:-1])
-        return with_limits(replace(self, decomposition=shorter, trimmed=None), work)
-
 
 def through_slots(schedule: Schedule, work: Workload) -> Schedule:
     """What is left to do where a sweep cannot be: its tasks through a slot."""

@@ -53,10 +53,7 @@ def through_slots(job: Job, schedule: Schedule, left: list[Group]) -> None:
     moved = [*job.tensors.values(), *results]
     moved.extend(home.tensor for home in homes if isinstance(home, GroupBuffer))
     try:
-        run(
-            make_pass, schedule, left, call, moved, job.report, job.progress,
-            backward=spec.backward,
-        )  # fmt: skip
+        run(job, schedule, left, make_pass, moved)
     finally:
         job.repeated(sum(scaling.repeated for scaling in scalings))
 
