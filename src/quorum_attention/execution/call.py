@@ -6,13 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.masks import MaskView
-from quorum_attention.execution.memory import is_out_of_memory
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.protocol import InnerKernel
-from quorum_attention.sizes import format_bytes
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -80,47 +77,6 @@ def operand(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if is_operand(tensor, dtype):
         return tensor
     return torch.empty(tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor)
-
-
-def empty_result(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, what: str
-) -> torch.Tensor:
-    """An uninitialised tensor that the call returns.
-
-    Raises:
-        OutOfMemoryError: host memory cannot hold it; says how much is missing.
-    """
-    backend = backend_of(device)
-    if not backend.refuses:
-        needed = dtype.itemsize
-        for n in shape:
-            needed *= n
-        free = backend.free_bytes(device)
-        if needed > free:
-            raise OutOfMemoryError(
-                f"{what} takes {format_bytes(needed)} of host memory and "
-                f"{format_bytes(needed - free)} of that is missing; pass a preallocated "
-                f"tensor instead (out=, or grads= of attention_backward), which may be "
-                f"memory-mapped"
-            )
-    return torch.empty(shape, dtype=dtype, device=device)
-
-
-def travelling_home(
-    shape: tuple[int, ...], dtype: torch.dtype, home: torch.device, compute: torch.device
-) -> torch.Tensor:
-    """Where accumulators wait between tasks, uninitialised.
-
-    In host memory beside a GPU it is page-locked by torch's own allocator, which keeps such
-    memory for the next call: faulting in and registering a gibibyte anew takes half a second.
-    """
-    if home != compute and backend_of(compute).pins:
-        try:
-            return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-    return empty_result(shape, dtype, home, "the accumulator")
 
 
 def flat_batch(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from quorum_attention.decomposition import Rectangle, Task
-from quorum_attention.execution.call import Call, empty_result, operand
+from quorum_attention.execution.call import Call, operand
+from quorum_attention.execution.device.residency import Residency
 from quorum_attention.execution.masks import no_bias
 from quorum_attention.execution.pass_spec import BACKWARD, FORWARD, PassSpec, StateSpec
 from quorum_attention.execution.report import PassReport
@@ -53,9 +54,8 @@ class Results:
         for state in self.spec.states:
             if state.name not in self.tensors:
                 where = self.device if state.over is not None or home is None else home
-                self.tensors[state.name] = empty_result(
-                    state.shape(self.work), self.dtype_of(state), where, state.words
-                )
+                shape, dtype = state.shape(self.work), self.dtype_of(state)
+                self.tensors[state.name] = Residency(where).empty(shape, dtype, state.words)
         return tuple(self.tensors[state.name] for state in self.spec.states)
 
     def take(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

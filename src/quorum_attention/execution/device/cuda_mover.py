@@ -1,4 +1,4 @@
-"""The mover of a CUDA device: a stream for each stage, tied by events."""
+"""How rows reach a CUDA device: by address where they can, a batch of copies for each stage."""
 
 from __future__ import annotations
 
@@ -11,47 +11,10 @@ import torch
 
 from quorum_attention.execution.control.visits import Rows
 from quorum_attention.execution.device.clock import Clock
-from quorum_attention.execution.device.mover import Mover, local_part
+from quorum_attention.execution.device.mover import local_part
 from quorum_attention.execution.device.page_locks import PageLocks
+from quorum_attention.execution.device.stream_mover import StreamMover
 from quorum_attention.kernels.copies import copy_on_device
-
-
-class _Stage:
-    """Runs its block on a stream, after some events, and records one at the end; ``current``: the
-    caller is on that stream already."""
-
-    def __init__(
-        self,
-        stream: torch.cuda.Stream,
-        after: list[torch.cuda.Event],
-        done: torch.cuda.Event | None,
-        copies: _Copies | None,
-        timed: AbstractContextManager[None] | None,
-        current: bool = False,
-    ) -> None:
-        self.stream, self.after, self.done, self.copies = stream, after, done, copies
-        self.context: AbstractContextManager[Any] = (
-            nullcontext() if current else torch.cuda.stream(stream)
-        )
-        self.timed = timed
-
-    def __enter__(self) -> None:
-        for event in self.after:
-            self.stream.wait_event(event)
-        self.context.__enter__()
-        if self.timed is not None:
-            self.timed.__enter__()
-
-    def __exit__(self, *exc: Any) -> None:
-        try:
-            if self.copies is not None:
-                self.copies.flush(self.stream, given_up=exc[0] is not None)
-        finally:
-            if self.timed is not None:
-                self.timed.__exit__(*exc)
-            self.context.__exit__(*exc)
-        if self.done is not None:
-            self.done.record(self.stream)
 
 
 class _Copies:
@@ -108,56 +71,30 @@ class _Copies:
                 raise RuntimeError(f"cudaMemcpyAsync of {n_bytes} bytes failed: {status}")
 
 
-class CudaMover(Mover):
-    """Host or device memory to and from the slots of one CUDA device, on three streams."""
+class CudaMover(StreamMover):
+    """Host or device memory to and from the slots of one CUDA device."""
 
     def __init__(self, device: torch.device, n_slots: int, locks: PageLocks, clock: Clock) -> None:
-        super().__init__(clock)
+        compute = torch.cuda.current_stream(device)
+        up, down = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        super().__init__(clock, n_slots, (up, compute, down), torch.cuda.Event)
         self.device = device
         self.locks = locks
-        self._compute = torch.cuda.current_stream(device)
         # Otherwise the caller is on another device.
         self._at_home = device.index == torch.cuda.current_device()
-        self._up = torch.cuda.Stream(device)
-        self._down = torch.cuda.Stream(device)
-        # What came before this call (the inputs, the arena's memory) comes first.
-        self._up.wait_stream(self._compute)
-        self._down.wait_stream(self._compute)
-        self._ready = [torch.cuda.Event() for _ in range(n_slots)]
-        self._computed = [torch.cuda.Event() for _ in range(n_slots)]
-        self._stored = [torch.cuda.Event() for _ in range(n_slots)]
-        self._handed_on = [torch.cuda.Event() for _ in range(n_slots)]
         self._pinned: dict[int, bool] = {}
         self._runtime = _cuda_runtime()
         self._copies = None if self._runtime is None else _Copies(self._runtime)
 
-    def input_stage(self, slot: int) -> AbstractContextManager[Any]:
-        """On the upward stream, once the slot's previous unit is stored and has handed on."""
-        after = [self._stored[slot], self._handed_on[slot]]
-        return _Stage(self._up, after, None, self._copies, self._clock.timed("h2d"))
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """The compute stream is the current one already, at home."""
+        here = self._at_home and stream is self.compute
+        return nullcontext() if here else torch.cuda.stream(stream)
 
-    def state_stage(self, slot: int, after_store_of: int) -> AbstractContextManager[Any]:
-        """On the upward stream, after the inputs and the store that wrote the state last."""
-        timed, after = self._clock.timed("h2d"), [self._stored[after_store_of]]
-        return _Stage(self._up, after, self._ready[slot], self._copies, timed)
-
-    def carried_from(self, slot: int) -> None:
-        """The compute stream has read what ``slot`` hands on."""
-        self._handed_on[slot].record(self._compute)
-
-    def compute_stage(self, slot: int) -> AbstractContextManager[Any]:
-        """On the caller's stream, once the slot is loaded."""
-        after, done = [self._ready[slot]], self._computed[slot]
-        return _Stage(self._compute, after, done, None, None, current=self._at_home)
-
-    def wait_computed(self, slot: int) -> None:
-        """Hold the host until the unit in ``slot`` has been computed."""
-        self._computed[slot].synchronize()
-
-    def store_stage(self, slot: int) -> AbstractContextManager[Any]:
-        """On the downward stream, once the slot is computed."""
-        timed = self._clock.timed("d2h")
-        return _Stage(self._down, [self._computed[slot]], self._stored[slot], self._copies, timed)
+    def issue(self, stream: Any, *, given_up: bool) -> None:
+        """What a stage noted, in batches."""
+        if self._copies is not None:
+            self._copies.flush(stream, given_up=given_up)
 
     def load(self, target: torch.Tensor, source: torch.Tensor, pieces: Sequence[Rows]) -> None:
         """Copy rows into a slot."""
@@ -166,13 +103,6 @@ class CudaMover(Mover):
     def store(self, target: torch.Tensor, source: torch.Tensor, pieces: Sequence[Rows]) -> None:
         """Copy rows out of a slot."""
         self.stored_bytes += self._move(source, target, pieces, up=False)
-
-    def finish(self, *, wait: bool) -> None:
-        """The caller's stream, and with ``wait`` the host, follow both copy streams."""
-        self._compute.wait_stream(self._up)
-        self._compute.wait_stream(self._down)
-        if wait:
-            self._compute.synchronize()
 
     def _is_pinned(self, host: torch.Tensor) -> bool:
         key = host.untyped_storage().data_ptr()

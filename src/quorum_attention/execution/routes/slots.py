@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quorum_attention.execution.call import travelling_home
+from quorum_attention.execution.device.residency import Residency
 from quorum_attention.execution.engine import Input, Pass, State, Unit
 from quorum_attention.execution.job import Job
 from quorum_attention.execution.padding import is_filled
@@ -25,8 +25,8 @@ def through_slots(job: Job, schedule: Schedule, left: list[Group]) -> None:
     """Make the results of the head groups ``left``."""
     call, spec = job.call, job.spec
     assert job.report is not None, "what goes through slots has been planned"
-    host = call.device if schedule.accumulator == "device" else torch.device("cpu")
-    results = job.results.make(host)
+    home = Residency.of_home(schedule.accumulator, call.device)
+    results = job.results.make(home.device)
     final = [
         RowTensor(_with_columns(result, state), state.axis)
         for state, result in zip(spec.states, results, strict=True)
@@ -34,7 +34,7 @@ def through_slots(job: Job, schedule: Schedule, left: list[Group]) -> None:
     homes = [
         rows
         if job.results.dtype_of(state) == call.work.state_dtype
-        else GroupBuffer(_accumulator(job, schedule, state, host), state.axis)
+        else GroupBuffer(_accumulator(job, schedule, state, home), state.axis)
         for state, rows in zip(spec.states, final, strict=True)
     ]
     inputs = tuple(
@@ -51,7 +51,7 @@ def through_slots(job: Job, schedule: Schedule, left: list[Group]) -> None:
         return _make_pass(job, schedule, tools, inputs, homes, final, scaling)
 
     moved = [*job.tensors.values(), *results]
-    moved.extend(home.tensor for home in homes if isinstance(home, GroupBuffer))
+    moved.extend(kept.tensor for kept in homes if isinstance(kept, GroupBuffer))
     try:
         run(job, schedule, left, make_pass, moved)
     finally:
@@ -131,12 +131,10 @@ def _with_columns(tensor: torch.Tensor, rows: RowSpec) -> torch.Tensor:
     return tensor.unsqueeze(-1) if rows.width == "one" else tensor
 
 
-def _accumulator(
-    job: Job, schedule: Schedule, state: StateSpec, home: torch.device
-) -> torch.Tensor:
+def _accumulator(job: Job, schedule: Schedule, state: StateSpec, home: Residency) -> torch.Tensor:
     """Where the state of one head group waits: (entries, heads, n, width) in the state dtype."""
     work, group = job.call.work, schedule.group
     shape = (
         group.batch, state.heads(work, group.kv_heads), state.rows(work), state.columns(work),
     )  # fmt: skip
-    return travelling_home(shape, work.state_dtype, home, job.call.device)
+    return home.travelling(shape, work.state_dtype, job.call.device)

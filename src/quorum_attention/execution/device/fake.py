@@ -1,0 +1,209 @@
+"""A made-up device: streams that do everything as late as they may, made-up durations and failures.
+
+Its memory is the host's and its results are right, if only the engine waits for what it has to wait
+for: a copy happens when something waits for it, and no sooner. Nothing is asked of a GPU.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from quorum_attention.execution.control.visits import Rows
+from quorum_attention.execution.device.clock import Clock, HostClock
+from quorum_attention.execution.device.cpu import Cpu
+from quorum_attention.execution.device.lookup import BACKENDS
+from quorum_attention.execution.device.mover import Mover, local_part
+from quorum_attention.execution.device.page_locks import PageLocks
+from quorum_attention.execution.device.stream_mover import StreamMover
+
+
+class FakeStream:
+    """Work in order, done when somebody waits for it.
+
+    Attributes:
+        now: made-up seconds until all that it was given would be done.
+        issued: pieces of work that it was given.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.issued = 0
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def give(self, work: Callable[[], None], seconds: float = 0.0) -> None:
+        """``work`` comes next."""
+        self._waiting.append(work)
+        self.issued += 1
+        self.now += seconds
+
+    def reach(self, position: int) -> None:
+        """Do the first ``position`` pieces of work."""
+        while self.issued - len(self._waiting) < position:
+            self._waiting.popleft()()
+
+    def wait_event(self, event: FakeEvent) -> None:
+        """See ``stream_mover.Stream``."""
+        if event.stream is not None:
+            self.now = max(self.now, event.at)
+            self.give(partial(event.stream.reach, event.position))
+
+    def wait_stream(self, stream: FakeStream) -> None:
+        """See ``stream_mover.Stream``."""
+        event = FakeEvent()
+        event.record(stream)
+        self.wait_event(event)
+
+    def synchronize(self) -> None:
+        """See ``stream_mover.Stream``."""
+        self.reach(self.issued)
+
+
+class FakeEvent:
+    """A position of a stream, and when it would be reached."""
+
+    def __init__(self) -> None:
+        self.stream: FakeStream | None = None
+        self.position, self.at = 0, 0.0
+
+    def record(self, stream: FakeStream) -> None:
+        """See ``stream_mover.Event``."""
+        self.stream, self.position, self.at = stream, stream.issued, stream.now
+
+    def synchronize(self) -> None:
+        """See ``stream_mover.Event``."""
+        if self.stream is not None:
+            self.stream.reach(self.position)
+
+
+class FakeDevice(Cpu):
+    """Within a ``with`` block it stands for the CPU.
+
+    What the planner asks of it is what it asks of the CPU, so that it remembers nothing false.
+
+    Attributes:
+        memory_bytes: an arena larger than this fails; may change at any time.
+        bytes_per_second: of a copy, one way.
+        unit_seconds: of computing a unit.
+        failing: whether the unit of a number, counted from 1, runs out of memory.
+        computed: units that were begun.
+        seconds: made-up time of everything so far.
+    """
+
+    def __init__(
+        self,
+        memory_bytes: int = 1 << 40,
+        *,
+        bytes_per_second: float = 1e9,
+        unit_seconds: float = 1e-3,
+        failing: Callable[[int], bool] = lambda number: False,
+    ) -> None:
+        self.memory_bytes = memory_bytes
+        self.bytes_per_second = bytes_per_second
+        self.unit_seconds = unit_seconds
+        self.failing = failing
+        self.computed = 0
+        self.seconds = 0.0
+        self.running = FakeStream()
+
+    def __enter__(self) -> FakeDevice:
+        self._real = BACKENDS[self.kind]
+        BACKENDS[self.kind] = self
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        BACKENDS[self.kind] = self._real
+
+    def free_bytes(self, device: torch.device) -> int:
+        """All of it: there is one arena at a time."""
+        return self.memory_bytes
+
+    def allocate(self, n_bytes: int, device: torch.device) -> torch.Tensor:
+        """From the host's memory."""
+        if n_bytes > self.memory_bytes:
+            raise torch.OutOfMemoryError(f"{n_bytes} bytes of {self.memory_bytes}, made up")
+        return super().allocate(n_bytes, device)
+
+    def clock(self) -> Clock:
+        """Of made-up seconds."""
+        return _FakeClock(self)
+
+    def mover(self, device: torch.device, n_slots: int, locks: PageLocks, clock: Clock) -> Mover:
+        """On made-up streams."""
+        return FakeMover(self, n_slots, clock)
+
+
+class FakeMover(StreamMover):
+    """The stages of every device with streams; copies wait until they are waited for."""
+
+    def __init__(self, device: FakeDevice, n_slots: int, clock: Clock) -> None:
+        self._device = device
+        self._streams = (FakeStream(), FakeStream(), FakeStream())
+        for stream in self._streams:
+            stream.now = device.seconds
+        super().__init__(clock, n_slots, self._streams, FakeEvent)
+
+    @contextmanager
+    def on(self, stream: FakeStream) -> Iterator[None]:
+        """Compute happens at once, after what its stream waits for."""
+        device, before, began = self._device, self._device.running, stream.now
+        device.running = stream
+        try:
+            if stream is self.compute:
+                device.computed += 1
+                if device.failing(device.computed):
+                    raise torch.OutOfMemoryError(f"unit {device.computed}, made up")
+                stream.synchronize()
+            yield
+            if stream is self.compute:
+                stream.now = max(stream.now, began + device.unit_seconds)
+        finally:
+            device.running = before
+
+    def load(self, target: torch.Tensor, source: torch.Tensor, pieces: Sequence[Rows]) -> None:
+        """Later."""
+        for piece in pieces:
+            rows = source[:, piece.start : piece.stop]
+            self.loaded_bytes += self._give(local_part(target, piece), rows)
+
+    def store(self, target: torch.Tensor, source: torch.Tensor, pieces: Sequence[Rows]) -> None:
+        """Later."""
+        for piece in pieces:
+            rows = target[:, piece.start : piece.stop]
+            self.stored_bytes += self._give(rows, local_part(source, piece))
+
+    def finish(self, *, wait: bool) -> None:
+        """As on every device; and the device's time is that of its last stream."""
+        super().finish(wait=wait)
+        self._device.seconds = max(stream.now for stream in self._streams)
+
+    def _give(self, target: torch.Tensor, source: torch.Tensor) -> int:
+        n_bytes = source.numel() * source.element_size()
+        seconds = n_bytes / self._device.bytes_per_second
+        self._device.running.give(lambda: _copy(target, source), seconds)
+        return n_bytes
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    with torch.no_grad():
+        target.copy_(source)
+
+
+class _FakeClock(HostClock):
+    def __init__(self, device: FakeDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Counts how far the current stream's time goes on."""
+        stream = self._device.running
+        began = stream.now
+        yield
+        if stage == "compute":
+            stream.now += self._device.unit_seconds
+        self.add(stage, stream.now - began)

@@ -1,0 +1,70 @@
+"""Where tensors lie: what those ask who have to get them to the device that computes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from quorum_attention.errors import OutOfMemoryError
+from quorum_attention.execution.device.lookup import HOST, backend_of, on_host
+from quorum_attention.execution.memory import is_out_of_memory
+from quorum_attention.sizes import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """The memory of a device, or of the host. (A file is in host memory, by a map of it.)"""
+
+    device: torch.device
+
+    @classmethod
+    def of_home(cls, home: Literal["device", "host"], compute: torch.device) -> Residency:
+        """Where a schedule for ``compute`` keeps accumulators."""
+        return cls(compute if home == "device" else HOST)
+
+    def counts(self, compute: torch.device) -> bool:
+        """Whether what lies here counts against a budget of ``compute``; otherwise it has to be
+        copied there."""
+        return self.device == compute
+
+    def lockable(self, compute: torch.device) -> bool:
+        """Whether page-locking it makes copies to ``compute`` faster."""
+        return on_host(self.device) and not self.counts(compute) and backend_of(compute).pins
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> torch.Tensor:
+        """An uninitialised tensor here, called ``what`` in messages.
+
+        Raises:
+            OutOfMemoryError: host memory cannot hold it; says how much is missing.
+        """
+        backend = backend_of(self.device)
+        if not backend.refuses:
+            needed = dtype.itemsize * math.prod(shape)
+            free = backend.free_bytes(self.device)
+            if needed > free:
+                raise OutOfMemoryError(
+                    f"{what} takes {format_bytes(needed)} of host memory and "
+                    f"{format_bytes(needed - free)} of that is missing; pass a preallocated "
+                    f"tensor instead (out=, or grads= of attention_backward), which may be "
+                    f"memory-mapped"
+                )
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def travelling(
+        self, shape: tuple[int, ...], dtype: torch.dtype, compute: torch.device
+    ) -> torch.Tensor:
+        """Where accumulators wait between tasks on ``compute``, uninitialised.
+
+        In host memory beside a GPU it is page-locked by torch's own allocator, which keeps such
+        memory for the next call: faulting in and registering a gibibyte anew takes half a second.
+        """
+        if self.lockable(compute):
+            try:
+                return torch.empty(shape, dtype=dtype, device=self.device, pin_memory=True)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+        return self.empty(shape, dtype, "the accumulator")

@@ -1,0 +1,147 @@
+"""The fake device: the engine waits for all that it has to, and copies run beside compute."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers_attention import TOLERANCE, assert_close, exact, inputs
+from helpers_plans import unpinned
+
+import quorum_attention as qa
+from quorum_attention.execution.device.fake import FakeDevice, FakeEvent, FakeMover, FakeStream
+from quorum_attention.execution.device.lookup import BACKENDS
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+N = 101
+
+
+def plan(n_cap: int, *, backward: bool, **more) -> qa.Plan:  # type: ignore[no-untyped-def]
+    return qa.plan(
+        N, heads=4, kv_heads=2, head_dim=8, value_dim=6, is_causal=True, layout="balanced",
+        n_cap=n_cap, heads_per_group=2, backward=backward, device="cpu", sweep=False,
+        **{"dtype": torch.float16, "levels": (7,), **more},
+    )  # fmt: skip
+
+
+def both_passes(n_cap: int, report: qa.Report | None = None, **more):  # type: ignore[no-untyped-def]
+    dtype = more.get("dtype", torch.float16)
+    given = inputs(N, heads=4, kv_heads=2, head_dim=8, value_dim=6, dtype=dtype)
+    call = {"is_causal": True, "enable_gqa": True, "devices": "cpu", "report": report}
+    free = more.pop("unpinned", False)
+    plans = [plan(n_cap, backward=backward, **more) for backward in (False, True)]
+    if free:
+        plans = [unpinned(made) for made in plans]
+
+    def run(device: FakeDevice | None):  # type: ignore[no-untyped-def]
+        if device is not None:
+            with device:
+                return run(None)
+        out, lse = qa.attention_with_lse(*given.three, **call, plan=plans[0])
+        grads = qa.attention_backward(given.grad_out, *given.three, out, lse, **call, plan=plans[1])
+        return out, lse, *grads
+
+    return given, run
+
+
+@pytest.mark.parametrize("n_cap", [1, 2, 3, 5])
+@pytest.mark.parametrize("levels", [(7,), (7, 3)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_nothing_is_read_before_it_is_there(n_cap, levels, dtype) -> None:
+    """With every copy as late as it may be the results are those of copies made at once."""
+    given, run = both_passes(n_cap, levels=levels, dtype=dtype)
+    for late, at_once in zip(run(FakeDevice()), run(None), strict=True):
+        assert torch.equal(late, at_once)
+    assert_close(run(FakeDevice())[0], exact(given, is_causal=True).out, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("left_out", ["_ready", "_stored"])
+def test_an_event_that_nobody_waits_for_is_noticed(left_out, monkeypatch) -> None:
+    """The fake is strict enough: without either of these events results are wrong. (Compute is
+    never late, so who waits for it cannot be told.)"""
+    _, run = both_passes(2)
+    right = run(None)
+    made = FakeMover.__init__
+
+    class Ignored(FakeEvent):
+        def record(self, stream: FakeStream) -> None:
+            """Nobody is told."""
+
+    def without(self, device, n_slots, clock) -> None:  # type: ignore[no-untyped-def]
+        made(self, device, n_slots, clock)
+        setattr(self, left_out, [Ignored() for _ in range(n_slots)])
+
+    monkeypatch.setattr(FakeMover, "__init__", without)
+    wrong = run(FakeDevice())
+    assert not all(torch.equal(a, b) for a, b in zip(wrong, right, strict=True))
+
+
+@pytest.mark.parametrize("n_cap", [1, 3])
+def test_made_up_failures_are_recovered_from(n_cap) -> None:
+    """A unit that fails runs again; those that are done do not."""
+    report = qa.Report()
+    given, run = both_passes(n_cap, report, unpinned=True)
+    device = FakeDevice(failing=lambda number: number == 5)
+    out = run(device)[0]
+    assert_close(out, exact(given, is_causal=True).out, TOLERANCE[torch.float16])
+    assert report.forward is not None
+    first = report.forward.recoveries[0]
+    if n_cap > 1:
+        assert f"n_cap {n_cap} -> {n_cap - 1}" in first
+        assert report.forward.units == 14
+    else:
+        assert "depth 1 -> 2" in first
+
+
+def test_an_arena_that_is_too_large_is_made_smaller() -> None:
+    report = qa.Report()
+    given, run = both_passes(3, report, unpinned=True)
+    slot = plan(3, backward=False).candidate.footprint.slots // 3
+    out = run(FakeDevice(memory_bytes=2 * slot))[0]
+    assert_close(out, exact(given, is_causal=True).out, TOLERANCE[torch.float16])
+    assert report.forward is not None
+    assert report.forward.n_cap == 2
+
+
+def test_copies_run_beside_compute_with_a_second_slot() -> None:
+    """By the made-up clock: with one slot the three stages add up, with more they overlap."""
+    spent = {}
+    for n_cap in (1, 2, 3):
+        report = qa.Report()
+        _, run = both_passes(n_cap, report)
+        device = FakeDevice(bytes_per_second=4e6, unit_seconds=2e-3)
+        run(device)
+        assert report.forward is not None
+        stages = report.forward.stages
+        # Seven tasks of two head groups.
+        assert stages["compute"] == pytest.approx(14 * 2e-3)
+        assert stages["h2d"] > 0
+        assert stages["d2h"] > 0
+        spent[n_cap] = device.seconds
+    assert spent[2] < 0.8 * spent[1]
+    assert spent[3] <= spent[2]
+
+
+def test_it_stands_in_only_within_its_block() -> None:
+    real = BACKENDS["cpu"]
+    with FakeDevice() as fake:
+        assert BACKENDS["cpu"] is fake
+    assert BACKENDS["cpu"] is real
+
+
+def test_streams_do_their_work_when_it_is_waited_for() -> None:
+    done: list[str] = []
+    first, second = FakeStream(), FakeStream()
+    event = FakeEvent()
+    second.wait_event(event)  # not recorded: nothing to wait for
+    first.give(lambda: done.append("a"), 2.0)
+    event.record(first)
+    first.give(lambda: done.append("b"), 5.0)
+    second.give(lambda: done.append("c"), 1.0)
+    second.wait_event(event)
+    second.give(lambda: done.append("d"), 1.0)
+    assert not done
+    second.synchronize()
+    assert done == ["c", "a", "d"]
+    assert second.now == 3.0
+    first.synchronize()
+    assert done[-1] == "b"

@@ -1,0 +1,55 @@
+"""Where accumulators and results live: what is asked of a place, whatever device it is on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import quorum_attention as qa
+from quorum_attention.execution.device.fake import FakeDevice
+from quorum_attention.execution.device.residency import Residency
+
+HOST, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def test_what_counts_is_not_copied() -> None:
+    assert Residency.of_home("device", GPU).counts(GPU)
+    assert not Residency.of_home("host", GPU).counts(GPU)
+    # The CPU has one memory.
+    assert Residency.of_home("device", HOST) == Residency.of_home("host", HOST)
+    assert Residency.of_home("host", HOST).counts(HOST)
+
+
+def test_only_host_memory_beside_a_gpu_is_worth_locking() -> None:
+    assert Residency(HOST).lockable(GPU)
+    assert not Residency(HOST).lockable(HOST)
+    assert not Residency(GPU).lockable(GPU)
+
+
+def test_host_memory_that_is_not_there_is_refused_with_what_is_missing() -> None:
+    place = Residency(HOST)
+    with FakeDevice(memory_bytes=1000):
+        assert place.empty((10, 25), torch.float32, "the output").shape == (10, 25)
+        with pytest.raises(qa.OutOfMemoryError) as raised:
+            place.empty((251,), torch.float32, "the output")
+    said = str(raised.value)
+    assert said.startswith("the output takes 1004 B of host memory and 4 B of that is missing")
+
+
+def test_accumulators_that_cannot_be_page_locked_are_pageable(monkeypatch) -> None:
+    """torch's own failure, beside a GPU: slower, and no failure of the call."""
+    asked = []
+    empty = torch.empty
+
+    def refusing(*sizes, pin_memory=False, **more):  # type: ignore[no-untyped-def]
+        asked.append(pin_memory)
+        if pin_memory:
+            raise torch.OutOfMemoryError("no more page-locked memory")
+        return empty(*sizes, **more)
+
+    monkeypatch.setattr(torch, "empty", refusing)
+    made = Residency(HOST).travelling((3, 4), torch.float32, GPU)
+    assert asked == [True, False]
+    assert made.shape == (3, 4)
+    assert Residency(HOST).travelling((2,), torch.float64, HOST).dtype == torch.float64
+    assert asked == [True, False, False]
