@@ -18,7 +18,8 @@ from quorum_attention.decomposition import (
     Task,
     Verdict,
 )
-from quorum_attention.decomposition.trimming import restricted, tokens_of, trimmed
+from quorum_attention.decomposition.tasks import tokens_of
+from quorum_attention.decomposition.trimming import restricted, trimmed
 
 MASKS = {
     "window": lambda q, k: (q - k <= 9) & (k - q <= 3),

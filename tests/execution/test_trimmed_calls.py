@@ -13,7 +13,7 @@ from helpers_plans import unpinned
 
 import quorum_attention as qa
 from quorum_attention.decomposition import MASKED, MIXED, Decomposition, Pairs
-from quorum_attention.decomposition.trimming import tokens_of
+from quorum_attention.decomposition.tasks import tokens_of
 from quorum_attention.execution import runner
 from quorum_attention.execution.cutting import Cutting
 from quorum_attention.execution.device.cpu import Cpu

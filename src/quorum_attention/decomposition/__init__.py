@@ -2,7 +2,7 @@
 
 from quorum_attention.decomposition.census import Census, census
 from quorum_attention.decomposition.decomposition import Decomposition, Layout
-from quorum_attention.decomposition.intervals import Interval
+from quorum_attention.decomposition.intervals import Interval, Rows
 from quorum_attention.decomposition.pairs import Pairs, Ranges
 from quorum_attention.decomposition.rectangles import Rectangle
 from quorum_attention.decomposition.tasks import Span, Task
@@ -19,6 +19,7 @@ __all__ = [
     "Pairs",
     "Ranges",
     "Rectangle",
+    "Rows",
     "Span",
     "Task",
     "Verdict",

@@ -8,6 +8,7 @@ from itertools import product
 from typing import Literal
 
 from quorum_attention.decomposition.census import Census, census
+from quorum_attention.decomposition.intervals import joined
 from quorum_attention.decomposition.tasks import Span, Task
 from quorum_attention.quorums import interest_set, quorum_size
 
@@ -131,7 +132,7 @@ class Decomposition:
                 if start < stop:
                     chosen.extend(pieces.between(start, stop, bit))
                     kept += stop - start
-            spans, tokens = _merged(chosen), kept
+            spans, tokens = joined(chosen, Span.continued), kept
         return Task(path, tuple(spans))
 
     def whole(self) -> Task:
@@ -168,13 +169,3 @@ class _Pieces:
                 return
             self.local += length
             self.index += 1
-
-
-def _merged(spans: list[Span]) -> list[Span]:
-    merged: list[Span] = []
-    for span in spans:
-        if merged and merged[-1].stop == span.start and merged[-1].bits == span.bits:
-            merged[-1] = Span(merged[-1].start, span.stop, span.bits)
-        else:
-            merged.append(span)
-    return merged

@@ -17,6 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
+
+from quorum_attention.decomposition.intervals import joined, ones
+from quorum_attention.decomposition.quadtree import walk
+from quorum_attention.decomposition.verdicts import CLEAR, MASKED, MIXED, Verdict
 
 # What kernels work on at a time; parts of a rectangle keep to multiples of it where they can.
 _TILE = 128
@@ -97,43 +102,42 @@ def _kept(bits: Sequence[int], *, below: bool) -> list[int]:
 
 def _halved(starts: Sequence[int], rows: list[int]) -> list[Rectangle]:
     """Plain rectangles of the kept pairs ``rows``, the keys of most queries first."""
-    found: list[Rectangle] = []
 
-    def descend(low: int, high: int, wanted: int) -> None:
+    # Of queries [low, high): the keys that every one of them keeps, and those that some do.
+    def node(low: int, high: int, wanted: int) -> _Node:
         every, some = wanted, 0
         for row in rows[low:high]:
             every &= row
             some |= row
-        for first, last in _runs(every):
-            found.append(Rectangle(starts[low], starts[high], starts[first], starts[last]))
-        rest = wanted & some & ~every
-        if rest and high - low > 1:
-            middle = _middle(starts, low, high)
-            descend(low, middle, rest)
-            descend(middle, high, rest)
+        return low, high, every, wanted & some & ~every
 
-    if rows:
-        descend(0, len(rows), (1 << len(rows)) - 1)
-    return found
+    def verdict(part: _Node) -> Verdict:
+        return MIXED if part[3] else CLEAR if part[2] else MASKED
+
+    def parts(part: _Node, found: Verdict) -> list[_Node]:
+        if found is not MIXED:
+            return []
+        low, high, every, some = part
+        middle = _middle(starts, low, high)
+        return [(low, high, every, 0), node(low, middle, some), node(middle, high, some)]
+
+    if not rows:
+        return []
+    root = node(0, len(rows), (1 << len(rows)) - 1)
+    return [
+        Rectangle(starts[low], starts[high], starts[first], starts[last])
+        for (low, high, every, _), _ in walk(root, verdict, parts)
+        for first, last in ones(every)
+    ]
+
+
+_Node = tuple[int, int, int, int]
 
 
 def _middle(starts: Sequence[int], low: int, high: int) -> int:
     """The span boundary nearest to the middle token of spans [low, high)."""
     centre = starts[low] + starts[high]
     return min(range(low + 1, high), key=lambda i: abs(2 * starts[i] - centre))
-
-
-def _runs(mask: int) -> Iterator[tuple[int, int]]:
-    """[first, last) of every run of set bits."""
-    position = 0
-    while mask:
-        skip = (mask & -mask).bit_length() - 1
-        position += skip
-        mask >>= skip
-        length = (~mask & (mask + 1)).bit_length() - 1
-        yield position, position + length
-        position += length
-        mask >>= length
 
 
 def _joined(rectangles: list[Rectangle]) -> list[Rectangle]:
@@ -153,17 +157,17 @@ def _joined_from(rectangles: list[Rectangle], keys: bool) -> list[Rectangle]:
 def _along(rectangles: list[Rectangle], keys: bool) -> list[Rectangle]:
     """Joins what has the same queries and touching keys, or the other way round; each result
     stands where its first part stood, so large calls stay ahead of small ones."""
-    place = {r: number for number, r in enumerate(rectangles)}
-    joined: list[Rectangle] = []
-    places: list[int] = []
-    for r in sorted(rectangles, key=_by_queries if keys else _by_keys):
-        if joined and _touch(joined[-1], r, keys):
-            joined[-1] = replace(joined[-1], query_stop=r.query_stop, key_stop=r.key_stop)
-            places[-1] = min(places[-1], place[r])
-        else:
-            joined.append(r)
-            places.append(place[r])
-    return [joined[i] for i in sorted(range(len(joined)), key=places.__getitem__)]
+    by, continued = (_by_queries, _beside) if keys else (_by_keys, _beneath)
+
+    def placed(one: _Placed, after: _Placed) -> _Placed | None:
+        both = continued(one[1], after[1])
+        return None if both is None else (min(one[0], after[0]), both)
+
+    order = sorted(enumerate(rectangles), key=lambda each: by(each[1]))
+    return [r for _, r in sorted(joined(order, placed), key=itemgetter(0))]
+
+
+_Placed = tuple[int, Rectangle]
 
 
 def _by_queries(r: Rectangle) -> tuple[int, int, int]:
@@ -174,12 +178,16 @@ def _by_keys(r: Rectangle) -> tuple[int, int, int]:
     return r.key_start, r.key_stop, r.query_start
 
 
-def _touch(a: Rectangle, b: Rectangle, keys: bool) -> bool:
-    if keys:
-        same = (a.query_start, a.query_stop) == (b.query_start, b.query_stop)
-        return same and a.key_stop == b.key_start
-    same = (a.key_start, a.key_stop) == (b.key_start, b.key_stop)
-    return same and a.query_stop == b.query_start
+def _beside(a: Rectangle, b: Rectangle) -> Rectangle | None:
+    if a.key_stop != b.key_start or a.query_start != b.query_start or a.query_stop != b.query_stop:
+        return None
+    return Rectangle(a.query_start, a.query_stop, a.key_start, b.key_stop)
+
+
+def _beneath(a: Rectangle, b: Rectangle) -> Rectangle | None:
+    if a.query_stop != b.query_start or a.key_start != b.key_start or a.key_stop != b.key_stop:
+        return None
+    return Rectangle(a.query_start, b.query_stop, a.key_start, a.key_stop)
 
 
 def clip(rectangles: Iterable[Rectangle], n_queries: int, n_keys: int) -> Iterator[Rectangle]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from quorum_attention.decomposition.intervals import Interval, Rows, joined, union
 from quorum_attention.decomposition.rectangles import Rectangle, clip, cover, cut
 
 if TYPE_CHECKING:
@@ -27,6 +28,12 @@ class Span:
     start: int
     stop: int
     bits: int
+
+    def continued(self, after: Span) -> Span | None:
+        """Both as one where ``after`` goes on with the same bits."""
+        if after.start != self.stop or after.bits != self.bits:
+            return None
+        return Span(self.start, after.stop, self.bits)
 
 
 @dataclass(frozen=True)
@@ -55,34 +62,47 @@ class Task:
         return self.local_starts[-1]
 
     @cached_property
-    def runs(self) -> tuple[tuple[int, int, int], ...]:
-        """(global start, global stop, local start) of neighbouring tokens, whatever their bits."""
-        return tuple(self._pieces(0, self.n_tokens))
+    def runs(self) -> tuple[Rows, ...]:
+        """Its neighbouring tokens, whatever their bits."""
+        rows = (
+            Rows(s.start, s.stop, at) for s, at in zip(self.spans, self.local_starts, strict=False)
+        )
+        return tuple(joined(rows, Rows.continued))
 
     def count_below(self, n: int) -> int:
         """Tokens at global positions below ``n``: the first that many local positions."""
         return sum(max(0, min(span.stop, n) - span.start) for span in self.spans)
 
-    def segments(self, local_start: int, local_stop: int) -> list[tuple[int, int, int]]:
-        """(global start, global stop, local start) of the pieces of a local range."""
-        return self._pieces(local_start, local_stop)
-
-    def _pieces(self, local_start: int, local_stop: int) -> list[tuple[int, int, int]]:
-        pieces: list[tuple[int, int, int]] = []
-        first = max(0, bisect_right(self.local_starts, local_start) - 1)
-        for index in range(first, len(self.spans)):
-            low = max(self.local_starts[index], local_start)
-            high = min(self.local_starts[index + 1], local_stop)
-            if low >= local_stop:
-                break
-            if low >= high:
+    def segments(self, local_start: int, local_stop: int) -> list[Rows]:
+        """The neighbouring tokens of a local range."""
+        found = []
+        for rows in self.runs:
+            start, stop, local = rows
+            end = local + stop - start
+            if end <= local_start:
                 continue
-            offset = self.spans[index].start - self.local_starts[index]
-            if pieces and pieces[-1][1] == low + offset:
-                pieces[-1] = (pieces[-1][0], high + offset, pieces[-1][2])
-            else:
-                pieces.append((low + offset, high + offset, low))
-        return pieces
+            if local >= local_stop:
+                break
+            if local < local_start or end > local_stop:
+                offset = start - local
+                low, high = max(local, local_start), min(end, local_stop)
+                rows = Rows(low + offset, high + offset, low)
+            found.append(rows)
+        return found if local_start < local_stop else []
+
+    def contiguous(self, r: Rectangle) -> Iterator[tuple[Rows, Rows, bool]]:
+        """A rectangle in parts whose tokens are neighbours in the whole sequence too.
+
+        Returns:
+            (queries, keys, causal) of every part.
+        """
+        columns = self.segments(r.key_start, r.key_stop)
+        for queries in self.segments(r.query_start, r.query_stop):
+            for keys in columns:
+                if not r.causal:
+                    yield queries, keys, False
+                elif keys.start <= queries.start:
+                    yield queries, keys, keys.start == queries.start
 
     def rectangles(
         self,
@@ -137,6 +157,11 @@ class Task:
         kept = [[a.bits & b.bits == 0 for b in self.spans] for a in self.spans]
         small = np.array(kept, dtype=bool).reshape(len(self.spans), len(self.spans))
         return np.repeat(np.repeat(small, lengths, axis=0), lengths, axis=1)
+
+
+def tokens_of(*tasks: Task) -> list[Interval]:
+    """The positions of the tokens that ``tasks`` have between them."""
+    return union((start, stop) for task in tasks for start, stop, _ in task.runs)
 
 
 def _check(name: str, value: int | None, least: int) -> None:

@@ -10,13 +10,21 @@ result: it is written all the same.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 
+from quorum_attention.decomposition.intervals import (
+    Interval,
+    below,
+    bits,
+    ones,
+    union,
+    within,
+    without,
+)
 from quorum_attention.decomposition.pairs import Pairs, Ranges
-from quorum_attention.decomposition.tasks import Span, Task
-from quorum_attention.decomposition.verdicts import CLEAR, MASKED
+from quorum_attention.decomposition.quadtree import quarters, walk
+from quorum_attention.decomposition.tasks import Span, Task, tokens_of
+from quorum_attention.decomposition.verdicts import CLEAR, MASKED, MIXED, Verdict
 
 # A task is looked at in about so many cells of tokens.
 _CELLS = 64
@@ -24,9 +32,6 @@ _CELLS = 64
 _WORTH_A_CUT = 512
 # A task that would keep more than this share of its tokens stays as it is.
 _MOST_KEPT = 0.95
-
-_Interval = tuple[int, int]
-_Node = tuple[int, int, int, int]
 
 
 def trimmed(
@@ -47,47 +52,28 @@ def trimmed(
         found.append(task if less.n_tokens > _MOST_KEPT * task.n_tokens else less)
     end = max((task.spans[-1].stop for task in tasks if task.spans), default=0)
     end = end if written is None else min(written, end)
-    held, every = _below(_positions(found), end), _below(_positions(tasks), end)
+    held, every = below(tokens_of(*found), end), below(tokens_of(*tasks), end)
     for index, task in enumerate(tasks):
         if held == every:
             break
-        rest = _without(_below(tokens_of(task), end), held)
+        rest = without(below(tokens_of(task), end), held)
         if rest:
-            found[index] = restricted(task, _union([*tokens_of(found[index]), *rest]))
-            held = _union([*held, *rest])
+            found[index] = restricted(task, union([*tokens_of(found[index]), *rest]))
+            held = union([*held, *rest])
     return [task for task in found if task.spans]
 
 
-def restricted(task: Task, ranges: Sequence[_Interval]) -> Task:
+def restricted(task: Task, ranges: Sequence[Interval]) -> Task:
     """``task`` with its tokens within ``ranges`` alone (ascending, disjoint)."""
-    starts = [start for start, _ in ranges]
-    spans = []
-    for span in task.spans:
-        for start, stop in ranges[max(0, bisect_right(starts, span.start) - 1) :]:
-            if start >= span.stop:
-                break
-            low, high = max(start, span.start), min(stop, span.stop)
-            if low < high:
-                spans.append(replace(span, start=low, stop=high))
-    if tuple(spans) == task.spans:
-        return task
-    return Task(task.path, tuple(spans))
+    spans = tuple(
+        Span(start, stop, span.bits)
+        for span in task.spans
+        for start, stop in within((span.start, span.stop), ranges)
+    )
+    return task if spans == task.spans else Task(task.path, spans)
 
 
-def tokens_of(task: Task) -> list[_Interval]:
-    """The positions of a task's tokens, ascending and disjoint."""
-    return [(start, stop) for start, stop, _ in task.runs]
-
-
-def _positions(tasks: Iterable[Task]) -> list[_Interval]:
-    return _union(run for task in tasks for run in tokens_of(task))
-
-
-def _below(intervals: Iterable[_Interval], end: int) -> list[_Interval]:
-    return [(start, min(stop, end)) for start, stop in intervals if start < end]
-
-
-def _needed(task: Task, pairs: Pairs, tile: int) -> list[_Interval]:
+def _needed(task: Task, pairs: Pairs, tile: int) -> list[Interval]:
     """Positions with a kept pair in ``task``, and few without."""
     if not task.spans:
         return []
@@ -95,13 +81,7 @@ def _needed(task: Task, pairs: Pairs, tile: int) -> list[_Interval]:
     marks = _Marks(cell)
     for query, key in _span_pairs(task.spans, pairs, marks):
         _mark(query, key, pairs, marks)
-    found: list[_Interval] = []
-    for start, stop in marks.intervals():
-        if found and start - found[-1][1] < _WORTH_A_CUT:
-            found[-1] = found[-1][0], stop
-        else:
-            found.append((start, stop))
-    return found
+    return union(marks.intervals(), gap=_WORTH_A_CUT)
 
 
 class _Marks:
@@ -111,108 +91,61 @@ class _Marks:
         self.cell = cell
         self.marked = 0
 
-    def of(self, intervals: Iterable[_Interval]) -> int:
+    def of(self, intervals: Iterable[tuple[int, int]]) -> int:
         """The cells of some positions."""
         found = 0
         for start, stop in intervals:
-            first = start // self.cell
-            found |= ((1 << (stop - 1) // self.cell + 1 - first) - 1) << first
+            found |= bits(start // self.cell, (stop - 1) // self.cell + 1)
         return found
 
     def have(self, cells: int) -> bool:
         """Whether nothing of these cells is left to mark."""
         return not cells & ~self.marked
 
-    def intervals(self) -> Iterator[_Interval]:
+    def intervals(self) -> Iterator[Interval]:
         """The marked positions, in whole cells."""
-        marked, at = self.marked, 0
-        while marked:
-            skip = (marked & -marked).bit_length() - 1
-            marked >>= skip
-            length = (~marked & (marked + 1)).bit_length() - 1
-            marked >>= length
-            at += skip + length
-            yield (at - length) * self.cell, at * self.cell
+        return (Interval(a * self.cell, b * self.cell) for a, b in ones(self.marked))
 
 
 def _span_pairs(
     spans: tuple[Span, ...], pairs: Pairs, marks: _Marks
 ) -> Iterator[tuple[Span, Span]]:
-    """Pairs of spans that may keep something, by halves of halves."""
-    nodes: list[_Node] = [(0, len(spans), 0, len(spans))]
-    while nodes:
-        q0, q1, k0, k1 = nodes.pop()
-        first, last = spans[q0], spans[q1 - 1]
-        left, right = spans[k0], spans[k1 - 1]
-        if pairs.of(Ranges.of(first.start, last.stop, left.start, right.stop)) is MASKED:
-            continue
-        if q1 - q0 == 1 and k1 - k0 == 1:
-            if first.bits & left.bits == 0:
-                yield first, left
-            continue
-        if not marks.have(marks.of(_intervals((*spans[q0:q1], *spans[k0:k1])))):
-            nodes += _quarters(q0, q1, k0, k1, 1)
+    """Pairs of spans that may keep something that is not marked yet."""
 
+    def verdict(block: Ranges) -> Verdict:
+        (q0, q1), (k0, k1) = block
+        first, left = spans[q0], spans[k0]
+        single = q1 - q0 == 1 and k1 - k0 == 1
+        if single and first.bits & left.bits:
+            return MASKED
+        rows, columns = (
+            Interval(first.start, spans[q1 - 1].stop),
+            Interval(left.start, spans[k1 - 1].stop),
+        )
+        if pairs.of(Ranges(rows, columns)) is MASKED:
+            return MASKED
+        if single:
+            return CLEAR
+        held = ((span.start, span.stop) for span in (*spans[q0:q1], *spans[k0:k1]))
+        return MASKED if marks.have(marks.of(held)) else MIXED
 
-def _intervals(spans: Iterable[Span]) -> Iterator[_Interval]:
-    return ((span.start, span.stop) for span in spans)
+    def parts(block: Ranges, found: Verdict) -> list[Ranges]:
+        return quarters(block) if found is MIXED else []
+
+    for (queries, keys), found in walk(Ranges.of(0, len(spans), 0, len(spans)), verdict, parts):
+        if found is CLEAR:
+            yield spans[queries.start], spans[keys.start]
 
 
 def _mark(query: Span, key: Span, pairs: Pairs, marks: _Marks) -> None:
-    nodes: list[_Node] = [(query.start, query.stop, key.start, key.stop)]
-    while nodes:
-        q0, q1, k0, k1 = nodes.pop()
-        cells = marks.of(((q0, q1), (k0, k1)))
-        if marks.have(cells):
-            continue
-        verdict = pairs.of(Ranges.of(q0, q1, k0, k1))
-        if verdict is MASKED:
-            continue
-        parts = _quarters(q0, q1, k0, k1, marks.cell)
-        if verdict is CLEAR or len(parts) == 1:
-            marks.marked |= cells
-        else:
-            nodes += parts
+    def verdict(block: Ranges) -> Verdict:
+        return MASKED if marks.have(marks.of(block)) else pairs.of(block)
 
+    def parts(block: Ranges, found: Verdict) -> list[Ranges]:
+        return quarters(block, marks.cell) if found is MIXED else []
 
-def _quarters(q0: int, q1: int, k0: int, k1: int, unit: int) -> list[_Node]:
-    """A block cut in the middle of both sides, at multiples of ``unit``; where neither side
-    reaches across one, the block itself."""
-    rows, columns = _halves(q0, q1, unit), _halves(k0, k1, unit)
-    return [(*row, *column) for row in rows for column in columns]
-
-
-def _halves(start: int, stop: int, unit: int) -> list[_Interval]:
-    first, last = start // unit, (stop - 1) // unit
-    if first == last:
-        return [(start, stop)]
-    middle = (first + last + 1) // 2 * unit
-    return [(start, middle), (middle, stop)]
-
-
-def _union(intervals: Iterable[_Interval]) -> list[_Interval]:
-    joined: list[_Interval] = []
-    for start, stop in sorted(intervals):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(joined[-1][1], stop)
-        else:
-            joined.append((start, stop))
-    return joined
-
-
-def _without(intervals: Sequence[_Interval], others: Sequence[_Interval]) -> list[_Interval]:
-    """What of ``intervals`` is in none of ``others`` (both ascending and disjoint)."""
-    starts = [start for start, _ in others]
-    found = []
-    for start, stop in intervals:
-        for low, high in others[max(0, bisect_right(starts, start) - 1) :]:
-            if low >= stop:
-                break
-            if high <= start:
-                continue
-            if low > start:
-                found.append((start, low))
-            start = max(start, high)
-        if start < stop:
-            found.append((start, stop))
-    return found
+    for block, found in walk(
+        Ranges.of(query.start, query.stop, key.start, key.stop), verdict, parts
+    ):
+        if found is not MASKED:
+            marks.marked |= marks.of(block)

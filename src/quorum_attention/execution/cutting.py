@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from quorum_attention.decomposition import Task
-from quorum_attention.decomposition.trimming import restricted, tokens_of, trimmed
+from quorum_attention.decomposition.tasks import tokens_of
+from quorum_attention.decomposition.trimming import restricted, trimmed
 from quorum_attention.execution.padding import filled
 from quorum_attention.execution.schedule import DEEPEN_BY, Schedule
 from quorum_attention.execution.trimming import pairs_of, trimmed_tasks, written

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quorum_attention.execution.control.visits import Rows, Visit
+from quorum_attention.decomposition import Rows
+from quorum_attention.execution.control.visits import Visit
 from quorum_attention.execution.device.clock import Clock
 from quorum_attention.execution.device.mover import Mover
 from quorum_attention.execution.memory import is_out_of_memory
@@ -250,9 +251,9 @@ class Engine:
         return [part for piece in rows if (part := piece.below(limit)) is not None]
 
     def _load_inputs(self, unit: Unit) -> None:
-        runs = [Rows(start, stop, local) for start, stop, local in unit.visit.task.runs]
+        runs = unit.visit.task.runs
         # What the slot before has of them is taken over on the device.
-        new = runs if unit.previous is None else [*unit.visit.fresh, *unit.visit.loaded]
+        new = runs if unit.previous is None else (*unit.visit.fresh, *unit.visit.loaded)
         with self.mover.input_stage(unit.slot):
             for item in self.job.inputs:
                 passed_on = item.field in self.job.passed_on

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quorum_attention.decomposition import Rectangle, Task
+from quorum_attention.decomposition import Rectangle, Rows, Task
 from quorum_attention.execution.workload import Group
 from quorum_attention.kernels.protocol import Bias, MaskShape
 
@@ -72,12 +72,12 @@ class MaskView:
         return blocks
 
 
-Segments = list[tuple[int, int, int]]
+Segments = list[Rows]
 
 
 def _pieces(block: torch.Tensor, dim: int, segments: Segments) -> Segments:
     """``segments``, or the one position of a dimension that the mask broadcasts over."""
-    return segments if block.shape[dim] > 1 else [(0, 1, segments[0][2])]
+    return segments if block.shape[dim] > 1 else [Rows(0, 1, segments[0].local)]
 
 
 def _view(block: torch.Tensor, rows: Segments, columns: Segments) -> torch.Tensor | None:

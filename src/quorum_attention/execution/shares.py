@@ -5,27 +5,49 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from typing import Literal
+
+from quorum_attention.decomposition import Rows
+from quorum_attention.decomposition.intervals import Cells, counted, covered, joined
 
 Holder = Literal["only", "first", "next", "last"]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Neighbouring rows of one task.
+class HeldRows:
+    """Neighbouring rows of one task that the same tasks have, or the same number of them.
 
     Attributes:
         holder: which of those that have these rows the task is, in the order of tasks.
-        rows: of the whole sequence.
-        part: where they lie among the task's own.
-        state: where they lie among all rows of several tasks; empty if it is the only one.
+        where: the rows of the whole sequence, and their place among the task's own.
+        state_start: the place of the first among all rows of several tasks.
     """
 
     holder: Holder
-    rows: slice
-    part: slice
-    state: slice
+    where: Rows
+    state_start: int
+
+    @property
+    def rows(self) -> slice:
+        """Of the whole sequence."""
+        return slice(self.where.start, self.where.stop)
+
+    @property
+    def part(self) -> slice:
+        """Where they lie among the task's own."""
+        return slice(self.where.local, self.where.local + self.where.length)
+
+    @property
+    def state(self) -> slice:
+        """Where they lie among all rows of several tasks; empty if it is the only one."""
+        length = 0 if self.holder == "only" else self.where.length
+        return slice(self.state_start, self.state_start + length)
+
+    def continued(self, after: HeldRows) -> HeldRows | None:
+        """Both as one where ``after`` goes on with these: neighbouring rows of the same sort are
+        neighbours in the state too."""
+        where = self.where.continued(after.where) if after.holder == self.holder else None
+        return None if where is None else HeldRows(self.holder, where, self.state_start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,25 +55,19 @@ class Shares:
     """All tasks' rows.
 
     Attributes:
-        tasks: pieces of every task, in order; none where it has no rows.
+        tasks: the rows of every task, in order; none where it has none.
         n_shared: rows that several tasks have.
         nobody: rows that no task has.
     """
 
-    tasks: tuple[tuple[Piece, ...], ...]
+    tasks: tuple[tuple[HeldRows, ...], ...]
     n_shared: int
     nobody: tuple[slice, ...]
 
 
 def count_shared(spans: Sequence[tuple[int, int]]) -> int:
     """Rows that more than one span has."""
-    edges = sorted([(start, 1) for start, _ in spans] + [(stop, -1) for _, stop in spans])
-    total = holders = last = 0
-    for at, change in edges:
-        if holders > 1:
-            total += at - last
-        holders, last = holders + change, at
-    return total
+    return counted(covered(spans, least=2))
 
 
 def shares(spans: Sequence[tuple[int, int] | None], n: int) -> Shares:
@@ -61,26 +77,25 @@ def shares(spans: Sequence[tuple[int, int] | None], n: int) -> Shares:
 
 @lru_cache(maxsize=64)
 def _shares(spans: tuple[tuple[int, int] | None, ...], n: int) -> Shares:
-    edges = sorted({0, n, *(edge for span in spans if span is not None for edge in span)})
-    tasks: list[list[Piece]] = [[] for _ in spans]
+    cells = Cells([0, n, *(edge for span in spans if span is not None for edge in span)])
+    holders: list[list[tuple[int, int]]] = [[] for _ in range(len(cells))]
+    for index, span in enumerate(spans):
+        if span is not None:
+            for cell in cells.of(*span):
+                holders[cell].append((index, span[0]))
+    tasks: list[list[HeldRows]] = [[] for _ in spans]
     nobody: list[slice] = []
     n_shared = 0
-    for start, stop in pairwise(edges):
-        holders = [
-            (index, span[0])
-            for index, span in enumerate(spans)
-            if span is not None and span[0] <= start and stop <= span[1]
-        ]
-        if not holders:
+    for number, having in enumerate(holders):
+        start, stop = cells[number]
+        if not having:
             nobody.append(slice(start, stop))
-        length = stop - start if len(holders) > 1 else 0
-        state = slice(n_shared, n_shared + length)
-        n_shared += length
-        for number, (index, first) in enumerate(holders):
-            part = slice(start - first, stop - first)
-            piece = Piece(_holder(number, len(holders)), slice(start, stop), part, state)
-            _append(tasks[index], piece)
-    return Shares(tuple(map(tuple, tasks)), n_shared, tuple(nobody))
+        for turn, (index, first) in enumerate(having):
+            where = Rows(start, stop, start - first)
+            tasks[index].append(HeldRows(_holder(turn, len(having)), where, n_shared))
+        n_shared += stop - start if len(having) > 1 else 0
+    held = (tuple(joined(rows, HeldRows.continued)) for rows in tasks)
+    return Shares(tuple(held), n_shared, tuple(nobody))
 
 
 def _holder(number: int, count: int) -> Holder:
@@ -89,19 +104,3 @@ def _holder(number: int, count: int) -> Holder:
     if number == 0:
         return "first"
     return "last" if number == count - 1 else "next"
-
-
-def _append(pieces: list[Piece], piece: Piece) -> None:
-    """After the last one, or as one with it."""
-    if pieces:
-        last = pieces[-1]
-        touches = last.rows.stop == piece.rows.start and last.state.stop == piece.state.start
-        if touches and last.holder == piece.holder:
-            pieces[-1] = Piece(
-                piece.holder,
-                slice(last.rows.start, piece.rows.stop),
-                slice(last.part.start, piece.part.stop),
-                slice(last.state.start, piece.state.stop),
-            )
-            return
-    pieces.append(piece)

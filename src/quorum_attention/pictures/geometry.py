@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from quorum_attention.decomposition import Decomposition, Task
+from quorum_attention.decomposition.intervals import cut
 
 Point = tuple[float, float]
 
@@ -45,9 +45,8 @@ def blocks(
 ) -> Iterator[Block]:
     """What ``task`` keeps, in global positions: its rectangles cut where its tokens have gaps."""
     for r in task.rectangles(is_causal, n_queries, n_keys):
-        for query_start, query_stop, _ in task.segments(r.query_start, r.query_stop):
-            for key_start, key_stop, _ in task.segments(r.key_start, r.key_stop):
-                yield Block(query_start, query_stop, key_start, key_stop, r.causal)
+        for queries, keys, causal in task.contiguous(r):
+            yield Block(queries.start, queries.stop, keys.start, keys.stop, causal)
 
 
 def shallow(shape: Decomposition, limit: int, is_causal: bool) -> Decomposition:
@@ -82,11 +81,6 @@ def split(block: Block, edges: list[int]) -> Iterator[Block]:
     if block.causal:
         yield block
         return
-    for query_start, query_stop in pairwise(edges):
-        low, high = max(query_start, block.query_start), min(query_stop, block.query_stop)
-        if low >= high:
-            continue
-        for key_start, key_stop in pairwise(edges):
-            left, right = max(key_start, block.key_start), min(key_stop, block.key_stop)
-            if left < right:
-                yield Block(low, high, left, right, False)
+    for queries in cut((block.query_start, block.query_stop), edges):
+        for keys in cut((block.key_start, block.key_stop), edges):
+            yield Block(*queries, *keys, False)

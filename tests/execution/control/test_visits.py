@@ -7,8 +7,9 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quorum_attention.decomposition import Decomposition, Task
-from quorum_attention.execution.control.visits import Rows, touched_rows, visits
+from quorum_attention.decomposition import Decomposition, Rows, Task
+from quorum_attention.decomposition.tasks import tokens_of
+from quorum_attention.execution.control.visits import visits
 
 LEVELS = st.sampled_from([(), (3,), (7,), (13,), (3, 3), (7, 3), (3, 7), (7, 7)])
 SHAPES = st.builds(
@@ -45,7 +46,7 @@ def test_state_is_made_once_handed_on_and_finished_once(tasks, carry, data) -> N
     """Also after ``done`` completed tasks, whose rows exist already."""
     done = data.draw(st.integers(0, len(tasks)))
     finished_before, left = tasks[:done], tasks[done:]
-    touched = touched_rows(finished_before)
+    touched = tokens_of(*finished_before)
     exists = {row for task in finished_before for row in layout(task)}
     assert exists == {row for start, stop in touched for row in range(start, stop)}
 

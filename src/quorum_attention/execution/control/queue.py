@@ -9,8 +9,9 @@ from itertools import count
 from typing import TYPE_CHECKING, Protocol
 
 from quorum_attention.decomposition import Task
+from quorum_attention.decomposition.tasks import tokens_of
 from quorum_attention.execution.control.events import Path
-from quorum_attention.execution.control.visits import Visit, touched_rows, visits
+from quorum_attention.execution.control.visits import Visit, visits
 
 if TYPE_CHECKING:
     from quorum_attention.execution.workload import Group
@@ -101,7 +102,7 @@ class Queue:
     def visits(self, found: GroupTasks, carry: bool) -> Iterator[Visit]:
         """The visits of what is left of a group (``carry``: see control/visits.py)."""
         if found.completed or not found.is_level:
-            left, rows = list(found.left.values()), touched_rows(list(found.completed.values()))
+            left, rows = list(found.left.values()), tokens_of(*found.completed.values())
             return visits(left, touched=rows, carry=carry)
         key = (found.depth, carry)
         if key not in self._level_visits:

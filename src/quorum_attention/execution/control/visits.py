@@ -11,34 +11,26 @@ Everything here is integers: no tensors, no device.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from quorum_attention.decomposition import Task
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """A run of neighbouring rows: global [start, stop), and where it lies in the task."""
-
-    start: int
-    stop: int
-    local: int
-
-    def below(self, n: int) -> Rows | None:
-        """The part at positions < ``n``, None where nothing is left."""
-        if self.start >= n:
-            return None
-        return Rows(self.start, min(self.stop, n), self.local)
+from quorum_attention.decomposition import Rows, Task
+from quorum_attention.decomposition.intervals import Cells, joined
 
 
-@dataclass(frozen=True, slots=True)
-class Carried:
+class Carried(NamedTuple):
     """Rows that the previous task held as well, and where they lay there."""
 
     rows: Rows
     previous_local: int
+
+    def continued(self, after: Carried) -> Carried | None:
+        """Both as one where ``after`` goes on with these in both tasks."""
+        rows = self.rows.continued(after.rows)
+        if rows is None or after.previous_local != self.previous_local + self.rows.length:
+            return None
+        return Carried(rows, self.previous_local)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,38 +49,6 @@ class Visit:
     stored: tuple[Rows, ...]
 
 
-def _join(pieces: list[Rows]) -> tuple[Rows, ...]:
-    joined: list[Rows] = []
-    for piece in pieces:
-        if joined:
-            last = joined[-1]
-            touches = last.stop == piece.start
-            if touches and last.local + last.stop - last.start == piece.local:
-                joined[-1] = Rows(last.start, piece.stop, last.local)
-                continue
-        joined.append(piece)
-    return tuple(joined)
-
-
-def _join_carried(pieces: list[Carried]) -> tuple[Carried, ...]:
-    joined: list[Carried] = []
-    for piece in pieces:
-        if joined:
-            last = joined[-1]
-            length = last.rows.stop - last.rows.start
-            touches = (
-                last.rows.stop == piece.rows.start
-                and last.rows.local + length == piece.rows.local
-                and last.previous_local + length == piece.previous_local
-            )
-            if touches:
-                rows = Rows(last.rows.start, piece.rows.stop, last.rows.local)
-                joined[-1] = Carried(rows, last.previous_local)
-                continue
-        joined.append(piece)
-    return tuple(joined)
-
-
 def visits(
     tasks: Sequence[Task], *, touched: Sequence[tuple[int, int]] = (), carry: bool = True
 ) -> Iterator[Visit]:
@@ -99,20 +59,18 @@ def visits(
         touched: global row ranges whose state already exists from earlier work, ascending.
         carry: whether state may pass from one slot to the next (two slots or more).
     """
-    cuts = sorted(
-        {edge for task in tasks for start, stop, _ in task.runs for edge in (start, stop)}
-        | {edge for piece in touched for edge in piece}
-    )
-    remaining = [0] * len(cuts)
-    for task in tasks:
-        for start, stop, _ in task.runs:
-            for cell in range(bisect_left(cuts, start), bisect_left(cuts, stop)):
-                remaining[cell] += 1
-    exists = [False] * len(cuts)
+    every = [rows for task in tasks for rows in task.runs]
+    cells = Cells(edge for held in (*every, *touched) for edge in held[:2])
+    remaining = [0] * len(cells)
+    for start, stop, _ in every:
+        for cell in cells.of(start, stop):
+            remaining[cell] += 1
+    exists = [False] * len(cells)
     for start, stop in touched:
-        for cell in range(bisect_left(cuts, start), bisect_left(cuts, stop)):
+        for cell in cells.of(start, stop):
             exists[cell] = True
 
+    edges = cells.edges
     previous: dict[int, int] = {}
     for task in tasks:
         fresh: list[Rows] = []
@@ -122,8 +80,9 @@ def visits(
         stored: list[Rows] = []
         here: dict[int, int] = {}
         for start, stop, local in task.runs:
-            for cell in range(bisect_left(cuts, start), bisect_left(cuts, stop)):
-                rows = Rows(cuts[cell], cuts[cell + 1], local + cuts[cell] - start)
+            for cell in cells.of(start, stop):
+                first = edges[cell]
+                rows = Rows(first, edges[cell + 1], local + first - start)
                 here[cell] = rows.local
                 if not exists[cell]:
                     fresh.append(rows)
@@ -136,22 +95,10 @@ def visits(
                 (stored if remaining[cell] else finished).append(rows)
         yield Visit(
             task,
-            _join(fresh),
-            _join_carried(carried),
-            _join(loaded),
-            _join(finished),
-            _join(stored),
+            tuple(joined(fresh, Rows.continued)),
+            tuple(joined(carried, Carried.continued)),
+            tuple(joined(loaded, Rows.continued)),
+            tuple(joined(finished, Rows.continued)),
+            tuple(joined(stored, Rows.continued)),
         )
         previous = here
-
-
-def touched_rows(tasks: Sequence[Task]) -> list[tuple[int, int]]:
-    """The global row ranges that ``tasks`` hold between them, ascending and disjoint."""
-    pieces = sorted((start, stop) for task in tasks for start, stop, _ in task.runs)
-    joined: list[tuple[int, int]] = []
-    for start, stop in pieces:
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(joined[-1][1], stop))
-        else:
-            joined.append((start, stop))
-    return joined

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from quorum_attention.execution.control.visits import Rows
+from quorum_attention.decomposition import Rows
 from quorum_attention.execution.device.clock import Clock
 from quorum_attention.execution.device.mover import local_part
 from quorum_attention.execution.device.page_locks import PageLocks

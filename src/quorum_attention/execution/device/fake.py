@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from quorum_attention.execution.control.visits import Rows
+from quorum_attention.decomposition import Rows
 from quorum_attention.execution.device.clock import Clock, HostClock
 from quorum_attention.execution.device.cpu import Cpu
 from quorum_attention.execution.device.lookup import BACKENDS

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from quorum_attention.execution.control.visits import Rows
+from quorum_attention.decomposition import Rows
 from quorum_attention.execution.device.clock import Clock
 
 

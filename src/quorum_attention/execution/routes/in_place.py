@@ -19,7 +19,7 @@ from quorum_attention.execution.job import Job
 from quorum_attention.execution.rows import Axis, group_part
 from quorum_attention.execution.scaling import scales
 from quorum_attention.execution.schedule import Schedule
-from quorum_attention.execution.shares import Piece, shares
+from quorum_attention.execution.shares import HeldRows, shares
 from quorum_attention.execution.tools import Tools
 from quorum_attention.execution.workload import Group, Workload
 from quorum_attention.kernels.copies import copy_on_device
@@ -47,11 +47,8 @@ def rectangles_in_place(
 
 def _in_the_sequence(task: Task, r: Rectangle) -> Iterator[Rectangle]:
     """``r`` in positions of the sequence: neighbours in a task need not be neighbours there."""
-    for first, last, _ in task.segments(r.query_start, r.query_stop):
-        for start, stop, _ in task.segments(r.key_start, r.key_stop):
-            if r.causal and start > first:
-                continue
-            yield Rectangle(first, last, start, stop, causal=r.causal and start == first)
+    for queries, keys, causal in task.contiguous(r):
+        yield Rectangle(queries.start, queries.stop, keys.start, keys.stop, causal)
 
 
 def in_place(job: Job, schedule: Schedule, left: Sequence[Group], tools: Tools) -> Iterator[int]:
@@ -146,7 +143,7 @@ def _combine(
     combine: Callable[..., None],
     states: list[torch.Tensor],
     parts: list[torch.Tensor],
-    pieces: tuple[Piece, ...],
+    pieces: tuple[HeldRows, ...],
 ) -> None:
     """Bring parts of rows that several tasks have into their states."""
     for piece in pieces:
@@ -160,7 +157,7 @@ def _combine(
 
 
 def _put(
-    target: torch.Tensor, part: torch.Tensor, state: torch.Tensor, pieces: tuple[Piece, ...]
+    target: torch.Tensor, part: torch.Tensor, state: torch.Tensor, pieces: tuple[HeldRows, ...]
 ) -> None:
     """What is final now: rows that only this task has, and those that no later one has."""
     for piece in pieces:

@@ -23,8 +23,7 @@ from quorum_attention.decomposition import (
     MIXED,
     Pairs,
     Ranges,
-    Rectangle,
-    Task,
+    Rows,
     Verdict,
 )
 from quorum_attention.kernels.merge import add_, merge_
@@ -188,7 +187,7 @@ class LongNetKernel:
         if 0 in task.query.shape[:2]:
             return
         for r in task.rectangles:
-            for rows, columns, causal in _contiguous(task.task, r):
+            for rows, columns, causal in task.task.contiguous(r):
                 for setting in self.settings:
                     for segment, keys in _in_segments(setting.segment, rows, columns):
                         for offset in range(setting.dilation):
@@ -196,8 +195,8 @@ class LongNetKernel:
                             if first >= n_heads:
                                 continue
                             heads = slice(first, n_heads, setting.dilation)
-                            chosen = _congruent(segment, rows[2], offset, setting.dilation)
-                            others = _congruent(keys, columns[2], offset, setting.dilation)
+                            chosen = _congruent(segment, offset, setting.dilation)
+                            others = _congruent(keys, offset, setting.dilation)
                             if chosen is not None and others is not None:
                                 yield _Strided(chosen, others, heads, causal)
 
@@ -258,34 +257,19 @@ def _copies(call: CallShape, widened: CallShape, extent: Extent, rows: int) -> i
     return extent.batch * (queries + keys) * widths * widened.dtype.itemsize
 
 
-Run = tuple[int, int, int]
-"""(global start, global stop, global minus local) of neighbouring tokens."""
-
-
-def _contiguous(task: Task, r: Rectangle) -> Iterator[tuple[Run, Run, bool]]:
-    """Parts of a rectangle whose rows and columns are each contiguous in the whole sequence."""
-    rows = [(a, b, a - at) for a, b, at in task.segments(r.query_start, r.query_stop)]
-    columns = [(a, b, a - at) for a, b, at in task.segments(r.key_start, r.key_stop)]
-    for row in rows:
-        for column in columns:
-            if r.causal and column[0] > row[0]:
-                continue
-            yield row, column, r.causal and column[0] == row[0]
-
-
-def _in_segments(width: int, rows: Run, columns: Run) -> Iterator[tuple[tuple[int, int], ...]]:
-    """((row start, stop), (column start, stop)), global, for each segment that has both."""
-    first = max(rows[0], columns[0]) // width
-    last = (min(rows[1], columns[1]) - 1) // width
+def _in_segments(width: int, rows: Rows, columns: Rows) -> Iterator[tuple[Rows, Rows]]:
+    """(rows, columns) of each segment that has both."""
+    first = max(rows.start, columns.start) // width
+    last = (min(rows.stop, columns.stop) - 1) // width
     for number in range(first, last + 1):
-        low, high = number * width, (number + 1) * width
-        own = max(low, rows[0]), min(high, rows[1])
-        other = max(low, columns[0]), min(high, columns[1])
-        if own[0] < own[1] and other[0] < other[1]:
+        bounds = number * width, (number + 1) * width
+        own, other = rows.within(*bounds), columns.within(*bounds)
+        if own is not None and other is not None:
             yield own, other
 
 
-def _congruent(within: tuple[int, int], shift: int, offset: int, step: int) -> slice | None:
-    """Local positions of the global ones of a range that are ``offset`` modulo ``step``."""
-    start = within[0] + (offset - within[0]) % step
-    return slice(start - shift, within[1] - shift, step) if start < within[1] else None
+def _congruent(rows: Rows, offset: int, step: int) -> slice | None:
+    """Local positions of those whose global ones are ``offset`` modulo ``step``."""
+    first = rows.start + (offset - rows.start) % step
+    shift = rows.start - rows.local
+    return slice(first - shift, rows.stop - shift, step) if first < rows.stop else None

@@ -15,7 +15,6 @@ import torch
 
 from quorum_attention.counts import shown, switch
 from quorum_attention.decomposition import (
-    CLEAR,
     MASKED,
     MIXED,
     Pairs,
@@ -24,6 +23,7 @@ from quorum_attention.decomposition import (
     Task,
     Verdict,
 )
+from quorum_attention.decomposition.quadtree import walk
 from quorum_attention.kernels.kept import Kept
 from quorum_attention.kernels.kit.block_masks import BLOCK, geometry, listed_nodes
 from quorum_attention.kernels.kit.flex import FlexKernel
@@ -177,18 +177,22 @@ def _attention(kernel: ScoreModKernel) -> LseFunction:
 
 def _prune(mask: BlockMask, task: Task, r: Rectangle) -> list[Rectangle]:
     """``r`` without what the mask empties: whole, halved where that helps, or nothing."""
-    verdict = _verdict_of(mask, task, r)
-    if verdict is MASKED:
-        return []
-    small = max(r.n_queries, r.n_keys) <= 4 * BLOCK
-    if verdict is CLEAR or r.causal or small:
-        return [r]
-    found = []
-    for part in _quarters(r):
-        found += _prune(mask, task, part)
-    # Parts are worth their calls only where they leave a good deal out.
-    left = sum(part.pairs for part in found)
-    return found if left < 0.8 * r.pairs else [r]
+    cuts: dict[Rectangle, list[Rectangle]] = {}
+
+    def parts(part: Rectangle, found: Verdict) -> list[Rectangle]:
+        small = max(part.n_queries, part.n_keys) <= 4 * BLOCK
+        if found is not MIXED or part.causal or small:
+            return []
+        cuts[part] = _quarters(part)
+        return cuts[part]
+
+    leaves = walk(r, lambda part: _verdict_of(mask, task, part), parts)
+    left = {part: [] if found is MASKED else [part] for part, found in leaves}
+    # From the smallest up: parts are worth their calls only where they leave a good deal out.
+    for whole in reversed(cuts):
+        found = [one for part in cuts[whole] for one in left[part]]
+        left[whole] = found if sum(one.pairs for one in found) < 0.8 * whole.pairs else [whole]
+    return left[r]
 
 
 def _quarters(r: Rectangle) -> list[Rectangle]:
@@ -207,9 +211,8 @@ def _quarters(r: Rectangle) -> list[Rectangle]:
 
 def _verdict_of(mask: BlockMask, task: Task, r: Rectangle) -> Verdict:
     found = {
-        mask.verdict(Ranges.of(q0, q1, k0, k1))
-        for q0, q1, _ in task.segments(r.query_start, r.query_stop)
-        for k0, k1, _ in task.segments(r.key_start, r.key_stop)
+        mask.verdict(Ranges.of(queries.start, queries.stop, keys.start, keys.stop))
+        for queries, keys, _ in task.contiguous(r)
     }
     return found.pop() if len(found) == 1 else MIXED
 

@@ -52,22 +52,11 @@ def pieces(rectangles: Sequence[Rectangle], task: Task | None) -> list[Piece]:
         return [Piece(r) for r in live]
     found = []
     for r in live:
-        rows = _ranges(task, r.query_start, r.query_stop)
-        for first, last, shift in rows:
-            for low, high, key_shift in _ranges(task, r.key_start, r.key_stop):
-                if r.causal and low >= last:
-                    continue
-                causal = r.causal and low == first
-                part = Rectangle(first, last, low, high, causal)
-                found.append(Piece(part, shift - key_shift))
+        for queries, keys, causal in task.contiguous(r):
+            first, low = queries.local, keys.local
+            part = Rectangle(first, first + queries.length, low, low + keys.length, causal)
+            found.append(Piece(part, (queries.start - first) - (keys.start - low)))
     return found
-
-
-def _ranges(task: Task, start: int, stop: int) -> list[tuple[int, int, int]]:
-    """(local start, local stop, global minus local) of the pieces of a local range."""
-    return [
-        (local, local + high - low, low - local) for low, high, local in task.segments(start, stop)
-    ]
 
 
 def within_window(found: Sequence[Piece], left: int, right: int) -> list[Piece]:

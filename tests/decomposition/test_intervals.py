@@ -1,0 +1,160 @@
+"""The algebra of intervals against sets of positions, one by one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quorum_attention.decomposition.intervals import (
+    Cells,
+    Interval,
+    Rows,
+    below,
+    bits,
+    counted,
+    covered,
+    cut,
+    joined,
+    ones,
+    union,
+    within,
+    without,
+)
+
+N = 60
+PLACES = st.integers(0, N)
+ANY = st.builds(lambda a, b: Interval(*sorted((a, b))), PLACES, PLACES)
+NOT_EMPTY = ANY.filter(lambda one: one.length > 0)
+SOME = st.lists(NOT_EMPTY, max_size=8)
+
+
+@st.composite
+def disjoint(draw) -> list[Interval]:  # type: ignore[no-untyped-def]
+    """Ascending, some of them touching."""
+    edges = sorted(draw(st.sets(PLACES, max_size=14)))
+    return [Interval(a, b) for a, b in pairwise(edges) if draw(st.booleans())]
+
+
+def positions(intervals) -> set[int]:  # type: ignore[no-untyped-def]
+    return {at for start, stop in intervals for at in range(start, stop)}
+
+
+def ascending(found, apart: int = 0) -> None:  # type: ignore[no-untyped-def]
+    """None is empty, none reaches into the next, nor nearer to it than ``apart``."""
+    assert all(type(one) is Interval and one.start < one.stop for one in found)
+    assert all(one.stop + apart <= after.start for one, after in pairwise(found))
+
+
+@given(SOME, st.integers(1, 9))
+def test_union(intervals, gap) -> None:
+    found = union(intervals, gap)
+    ascending(found, apart=gap)
+    whole = positions(intervals)
+    holes = positions(found) - whole
+    assert whole <= positions(found)
+    # Only gaps that are short enough are filled, and all of those.
+    for start, stop in union((at, at + 1) for at in holes):
+        assert stop - start < gap
+        assert {start - 1, stop} <= whole
+    assert gap > 1 or not holes
+
+
+@given(disjoint(), PLACES)
+def test_below(intervals, end) -> None:
+    found = below(intervals, end)
+    ascending(found)
+    assert positions(found) == {at for at in positions(intervals) if at < end}
+
+
+@given(NOT_EMPTY, disjoint())
+def test_within(one, others) -> None:
+    found = list(within(one, others))
+    ascending(found)
+    assert positions(found) == positions([one]) & positions(others)
+
+
+@given(disjoint(), disjoint())
+def test_without(intervals, others) -> None:
+    found = without(intervals, others)
+    ascending(found)
+    assert positions(found) == positions(intervals) - positions(others)
+    assert counted(found) == len(positions(found))
+
+
+@given(st.lists(ANY, max_size=10), st.integers(1, 4))
+def test_covered(intervals, least) -> None:
+    found = covered(intervals, least)
+    ascending(found, apart=1)
+    have = Counter(at for start, stop in intervals for at in range(start, stop))
+    assert positions(found) == {at for at, count in have.items() if count >= least}
+
+
+@given(ANY, st.lists(PLACES, max_size=8).map(sorted))
+def test_cut(one, edges) -> None:
+    found = list(cut(one, edges))
+    ascending(found)
+    assert positions(found) == positions([one])
+    inside = {edge for edge in edges if one.start < edge < one.stop}
+    assert {after.start for after in found[1:]} == inside
+
+
+@given(st.lists(ANY, max_size=6))
+def test_cells(intervals) -> None:
+    """Every interval is a row of cells, and no cell is cut by another interval's edge."""
+    cells = Cells(edge for one in intervals for edge in one)
+    every = [cells[number] for number in range(len(cells))]
+    ascending(every)
+    for one in intervals:
+        assert positions(every[number] for number in cells.of(*one)) == positions([one])
+        assert all(c.stop <= e or e <= c.start for c in every for e in one)
+
+
+@given(disjoint())
+def test_masks_of_bits(intervals) -> None:
+    mask = 0
+    for start, stop in intervals:
+        mask |= bits(start, stop)
+    assert list(ones(mask)) == union(intervals)
+    assert {at for at in range(N) if mask >> at & 1} == positions(intervals)
+
+
+@given(disjoint(), st.data())
+def test_rows_are_joined_where_both_their_places_go_on(intervals, data) -> None:
+    local, rows = 0, []
+    for start, stop in intervals:
+        local += data.draw(st.integers(0, 1))
+        rows.append(Rows(start, stop, local))
+        local += stop - start
+    found = joined(rows, Rows.continued)
+    at = [(one.start + i, one.local + i) for one in rows for i in range(one.length)]
+    assert [(one.start + i, one.local + i) for one in found for i in range(one.length)] == at
+    breaks = sum((a[0] + 1, a[1] + 1) != b for a, b in pairwise(at))
+    assert len(found) == breaks + bool(at), "as few as there can be"
+
+
+@given(st.lists(st.integers(0, 3), max_size=20))
+def test_what_continues_what_is_the_callers_rule(numbers) -> None:
+    """Pieces that stay two stay in order; each is compared with all that was joined before it."""
+
+    def continued(one: list[int], after: list[int]) -> list[int] | None:
+        return one + after if one[-1] <= after[0] else None
+
+    found = joined([[number] for number in numbers], continued)
+    assert [number for part in found for number in part] == numbers
+    assert all(part == sorted(part) for part in found)
+    assert all(one[-1] > after[0] for one, after in pairwise(found))
+
+
+@given(NOT_EMPTY, st.integers(0, 9), ANY)
+def test_parts_of_rows(one, local, bounds) -> None:
+    rows = Rows(*one, local)
+    every = {(rows.start + i, rows.local + i) for i in range(rows.length)}
+
+    def of(part: Rows | None) -> set[tuple[int, int]]:
+        return {(part.start + i, part.local + i) for i in range(part.length)} if part else set()
+
+    assert of(rows.within(*bounds)) == {(at, _) for at, _ in every if at in range(*bounds)}
+    assert of(rows.below(bounds.stop)) == {(at, _) for at, _ in every if at < bounds.stop}
