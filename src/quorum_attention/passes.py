@@ -22,13 +22,13 @@ from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.routes.whole import at_once
 from quorum_attention.execution.run_pass import run_pass
 from quorum_attention.execution.scaling import scales
+from quorum_attention.execution.takes import corrected_bytes
 from quorum_attention.execution.tools import Progress
 from quorum_attention.execution.upstream import Upstream, upstream_of
 from quorum_attention.kernels.delta import exact_carrier
 from quorum_attention.kernels.outside import without_autocast
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.planner.decide import Asked, Decision, decide, decide_again, decide_both
-from quorum_attention.planner.footprint import corrected_bytes
 from quorum_attention.planner.plan import Plan
 from quorum_attention.sizes import format_bytes
 

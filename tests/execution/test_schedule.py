@@ -1,4 +1,5 @@
-"""Rectangle limits: never below what the halving of a task needs, and bounded under a mask."""
+"""Rectangle limits: never below what the halving of a task needs, and bounded under a mask; and
+schedules that make no sense cannot be made."""
 
 from __future__ import annotations
 
@@ -6,7 +7,11 @@ import pytest
 import torch
 
 from quorum_attention.decomposition import Decomposition
-from quorum_attention.execution.schedule import Schedule, with_limits
+from quorum_attention.execution.routes.in_place import InPlace
+from quorum_attention.execution.routes.slots import Slots
+from quorum_attention.execution.routes.together import Together
+from quorum_attention.execution.routes.whole import Whole
+from quorum_attention.execution.schedule import Route, Schedule, schedule_of
 from quorum_attention.execution.workload import GroupSize, Workload
 
 SHAPES = [
@@ -18,10 +23,11 @@ SHAPES = [
 IDS = [f"{s.n_tokens}-{'x'.join(map(str, s.levels)) or '1'}-{s.layout}" for s in SHAPES]
 
 
-def schedule(shape: Decomposition) -> tuple[Schedule, Workload]:
+def schedule(shape: Decomposition, max_pairs: int | None = None) -> tuple[Schedule, Workload]:
     n = shape.n_tokens
     work = Workload((1,), 2, 2, n, n, 8, 8, torch.float32, True)
-    return Schedule(shape, GroupSize(1, 2), 1, "host", 1, 1), work
+    slots = Slots(1, "host")
+    return schedule_of(work, shape, GroupSize(1, 2), slots, max_pairs=max_pairs), work
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=IDS)
@@ -30,8 +36,7 @@ def schedule(shape: Decomposition) -> tuple[Schedule, Workload]:
 def test_no_rectangle_exceeds_the_limits_that_the_workspace_is_sized_by(
     shape: Decomposition, is_causal: bool, max_pairs: int | None
 ) -> None:
-    made, work = schedule(shape)
-    limited = with_limits(made, work, max_pairs)
+    limited, work = schedule(shape, max_pairs)
     assert limited.max_queries >= 1
     assert limited.max_keys >= 1
     if max_pairs is not None:
@@ -49,8 +54,57 @@ def test_no_rectangle_exceeds_the_limits_that_the_workspace_is_sized_by(
 @pytest.mark.parametrize("levels", [(), (7,), (13, 7)])
 def test_deeper_is_one_level_of_smaller_tasks(levels: tuple[int, ...]) -> None:
     made, work = schedule(Decomposition(9000, levels, "aligned", 16))
-    made = with_limits(made, work)
     deeper = made.deeper(work)
     assert deeper.decomposition.levels == (*levels, 7)
     assert deeper.decomposition.max_task_tokens < made.decomposition.max_task_tokens
     assert (deeper.group, deeper.n_cap) == (made.group, made.n_cap)
+
+
+CUT, UNCUT = Decomposition(1000, (7,), "aligned", 16), Decomposition(1000)
+NONSENSE: dict[str, tuple[Decomposition, GroupSize, Route]] = {
+    "one call of several tasks": (CUT, GroupSize(1, 1), Whole()),
+    "several tasks of one call, together": (UNCUT, GroupSize(1, 1), Together()),
+    "several tasks of one call, in place": (UNCUT, GroupSize(1, 1), InPlace()),
+    "several entries together": (CUT, GroupSize(2, 1), Together()),
+    "several entries in place": (CUT, GroupSize(2, 1), InPlace()),
+    "no entries": (CUT, GroupSize(0, 1), Slots()),
+    "no heads": (UNCUT, GroupSize(1, 0), Whole()),
+}
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+def test_what_makes_no_sense_cannot_be_made(name: str) -> None:
+    with pytest.raises(ValueError, match=r"\w+ \w+"):
+        Schedule(*NONSENSE[name])
+
+
+def test_routes_of_nothing_cannot_be_made() -> None:
+    for nothing in ({"n_cap": 0}, {"streams": 0}, {"accumulator": "disk"}):
+        with pytest.raises(ValueError, match=next(iter(nothing))):
+            Slots(**nothing)
+    with pytest.raises(ValueError, match="streams"):
+        Together(0)
+    with pytest.raises(ValueError, match="nothing"):
+        Schedule(CUT, GroupSize(1, 1), Slots(), 0, 1)
+
+
+@pytest.mark.parametrize(
+    "route", [Whole(Slots(2, "host")), Together(2), InPlace(), Slots(3, "host", 2)], ids=repr
+)
+def test_every_route_goes_through_slots_where_it_cannot_run(route: Route) -> None:
+    """The same levels; where memory runs out, of a whole call one more. One slot at a time but
+    where more were planned."""
+    _, work = schedule(CUT)
+    made = schedule_of(work, UNCUT if isinstance(route, Whole) else CUT, GroupSize(1, 1), route)
+    slots = made.through_slots(work)
+    assert isinstance(slots.route, Slots)
+    assert slots.decomposition == made.decomposition
+    assert (slots.n_cap, slots.accumulator) == (made.n_cap, made.accumulator)
+    fallback = made.route.fallback(made, work)
+    if isinstance(route, Slots):
+        assert fallback is None  # the runner evicts, and goes deeper
+        return
+    assert fallback is not None
+    assert fallback.schedule.n_cap == 1
+    deeper = fallback.schedule.decomposition.depth - made.decomposition.depth
+    assert deeper == isinstance(route, Whole)

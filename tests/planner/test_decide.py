@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import quorum_attention as qa
+from quorum_attention.execution.placement import Placement
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels import CallShape, get_kernel
 from quorum_attention.kernels.select import rivals
 from quorum_attention.planner.calibration import machine_of
 from quorum_attention.planner.decide import quickest
-from quorum_attention.planner.footprint import Placement
 from quorum_attention.planner.search import Wish
 
 N = 1 << 20

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import quorum_attention as qa
+from quorum_attention.execution.routes.in_place import InPlace
+from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.kernels.kit import document, from_score_mod, sliding_window
 from quorum_attention.planner.small import is_small
 
@@ -75,12 +77,13 @@ def test_a_kernels_launches_are_what_it_says() -> None:
 def test_what_lies_on_the_device_is_cut_in_place() -> None:
     common = {**CALL, "kernel": windowed(), "levels": (7,), "inputs": "device"}
     plan, slots = (qa.plan(1 << 18, sweep=sweep, **common) for sweep in (None, False))
-    assert plan.schedule.one_by_one
+    assert isinstance(plan.schedule.route, InPlace)
     assert "task by task" in plan.describe()
-    assert not slots.schedule.one_by_one
+    assert isinstance(slots.schedule.route, Slots)
     assert plan.peak_bytes < slots.peak_bytes
     assert plan.predicted_seconds < slots.predicted_seconds
-    assert not qa.plan(1 << 18, **{**common, "inputs": "host"}).schedule.sweep
+    host = qa.plan(1 << 18, **{**common, "inputs": "host"})
+    assert isinstance(host.schedule.route, Slots)
     # Whole, it has nothing to merge.
     assert qa.plan(1 << 18, **{**common, "levels": None}).levels == ()
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from quorum_attention.call.gradients import Given
 from quorum_attention.call.request import Request, Tensors
 from quorum_attention.execution.call import is_operand, lie_well
-from quorum_attention.execution.upstream import divided_bytes, outreaches
-from quorum_attention.planner.footprint import Placement
+from quorum_attention.execution.placement import Placement
+from quorum_attention.execution.upstream import divided_bytes
 
 
 def forward_place(tensors: Tensors, request: Request) -> Placement:
@@ -27,7 +27,7 @@ def backward_place(tensors: Tensors, request: Request, given: Given) -> Placemen
     work, device = request.work, request.options.device
     query, key, value, _ = tensors
     grad_out, out, _, grads = given
-    divided = outreaches(grad_out.dtype, work.dtype)
+    divided = divided_bytes(grad_out.dtype, work, here=grad_out.device == device)
     return Placement(
         device.type,
         query.device == device,
@@ -35,8 +35,7 @@ def backward_place(tensors: Tensors, request: Request, given: Given) -> Placemen
         work.dtype if grads is None else grads[0].dtype,
         lie_well(query, key, value),
         # A gradient that need not be copied is planned for as one that must: as estimated.
-        (not divided) + (not is_operand(out, work.dtype)),
-        divided_bytes(grad_out.dtype, work) if grad_out.device == device else 0,
+        (divided is None) + (not is_operand(out, work.dtype)),
         divided,
     )
 
@@ -46,14 +45,13 @@ def place_after(place: Placement, request: Request) -> Placement:
     expanded one is copied."""
     work, out, result = request.work, request.out, request.out_dtype
     copied = result != work.dtype or (out is not None and not is_operand(out, work.dtype))
-    divided = outreaches(result, work.dtype)
+    divided = divided_bytes(result, work, here=place.resident)
     return Placement(
         place.device_type,
         place.resident,
         False,
         work.dtype,
         place.dense_rows,
-        (not divided) + copied,
-        divided_bytes(result, work) if place.resident else 0,
+        (divided is None) + copied,
         divided,
     )

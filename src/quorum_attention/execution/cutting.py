@@ -34,11 +34,11 @@ class Cutting:
             shape = schedule.decomposition
             if self.pairs.every_token_meets:
                 self._tasks[depth] = filled(list(shape.tasks()), shape, self.work)
-                schedule = replace(schedule, trimmed=None)
+                schedule = schedule.changed(trimmed=None)
             else:
                 found = trimmed_tasks(shape, self.pairs, self.kernel, self.backward)
                 self._tasks[depth] = list(found.tasks)
-                schedule = replace(schedule, trimmed=found.tally())
+                schedule = schedule.changed(trimmed=found.tally())
             self._schedules[depth] = schedule
         return self._tasks[depth]
 
@@ -65,5 +65,5 @@ class Cutting:
         if less is not None:
             largest = max((task.n_tokens for task in found), default=less.largest)
             less = replace(less, largest=max(less.largest, largest))
-            self._schedules[depth] = replace(schedule, trimmed=less)
+            self._schedules[depth] = schedule.changed(trimmed=less)
         return found

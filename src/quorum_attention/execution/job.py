@@ -15,7 +15,6 @@ from quorum_attention.execution.pass_spec import BACKWARD, FORWARD, PassSpec, St
 from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.rows import Axis, group_part
 from quorum_attention.execution.scaling import scales
-from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.tools import Progress, Tools
 from quorum_attention.execution.upstream import Upstream
 from quorum_attention.execution.workload import Group, Workload, flat_entries
@@ -108,7 +107,12 @@ class Job:
         return "lse" not in self.tensors or self.tensors["lse"].device == self.call.device
 
     @property
-    def divided(self) -> bool:
+    def result_dtype(self) -> torch.dtype:
+        """Of results that have a dtype of their own."""
+        return self.results.dtype
+
+    @property
+    def is_divided(self) -> bool:
         """Whether the upstream gradient was divided (execution/upstream.py)."""
         return self.upstream is not None and self.upstream.divisor is not None
 
@@ -151,7 +155,7 @@ class Job:
 
     def task(
         self,
-        schedule: Schedule,
+        limits: tuple[int, int],
         group: Group,
         tools: Tools,
         task: Task,
@@ -159,7 +163,11 @@ class Job:
         three: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> TaskTensors:
         """What a kernel gets of ``task``: ``rectangles`` of the rows in ``three``, which are query,
-        key and value (b, heads, n, d)."""
+        key and value (b, heads, n, d).
+
+        Args:
+            limits: most queries and keys of a rectangle.
+        """
         return TaskTensors(
             task=task,
             rectangles=rectangles,
@@ -169,8 +177,8 @@ class Job:
             scale=self.call.scale,
             is_causal=self.call.work.is_causal,
             bias=self.bias(group, task),
-            max_queries=schedule.max_queries,
-            max_keys=schedule.max_keys,
+            max_queries=limits[0],
+            max_keys=limits[1],
             timed=tools.clock.timed,
             lanes=tools.lanes,
             first_head=group.query_heads.start,
@@ -179,7 +187,7 @@ class Job:
 
     def lying(
         self,
-        schedule: Schedule,
+        limits: tuple[int, int],
         group: Group,
         tools: Tools,
         task: Task,
@@ -189,7 +197,7 @@ class Job:
         query, key, value = (
             group_part(self.tensors[item.name], group, item.axis) for item in self.spec.inputs[:3]
         )
-        return self.task(schedule, group, tools, task, rectangles, (query, key, value))
+        return self.task(limits, group, tools, task, rectangles, (query, key, value))
 
 
 def forward_job(

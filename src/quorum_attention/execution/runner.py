@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -29,7 +29,7 @@ from quorum_attention.execution.job import Job
 from quorum_attention.execution.memory import first_line, is_out_of_memory
 from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.schedule import DEEPEN_BY, Schedule
-from quorum_attention.execution.tools import Tools, make_tools
+from quorum_attention.execution.tools import Tools
 from quorum_attention.execution.workload import Group
 
 MakePass = Callable[[Schedule, Tools], Pass]
@@ -44,6 +44,7 @@ def run(
     left: Sequence[Group],
     make_pass: MakePass,
     moved: list[torch.Tensor],
+    tools: Tools,
 ) -> None:
     """Run a pass under ``schedule``, recovering from out-of-memory failures unless pinned.
 
@@ -62,7 +63,6 @@ def run(
     cutting = Cutting(schedule, call.work, call.kernel, backward=job.spec.backward)
     limits = Limits(shape.depth, _deepest(shape), schedule.pinned)
     machine = Machine(left, cutting, limits, {_HERE: schedule.n_cap})
-    tools = make_tools(call.device, schedule, timed=report.timed)
     backend = backend_of(call.device)
     with backend.page_locks(moved) as locks:
         one = _Run(job, report, make_pass, machine, cutting, tools, locks, backend)
@@ -71,12 +71,9 @@ def run(
             failure = one.attempt()
             if not machine.finished:
                 one.recover(failure)
-    # Of what went before on the inputs as they lie, too.
-    for stage, seconds in tools.clock.seconds().items():
-        report.stages[stage] = report.stages.get(stage, 0.0) + seconds
     schedule = one.schedule
     report.levels = schedule.decomposition.levels
-    report.left_out = 0.0 if schedule.trimmed is None else schedule.trimmed.left_out
+    report.left_out = schedule.left_out
     report.n_cap = schedule.n_cap
 
 
@@ -105,7 +102,7 @@ class _Run:
     def schedule(self) -> Schedule:
         """As the machine has it now."""
         here = self.machine.devices[_HERE]
-        return replace(self.cutting.schedule(here.depth), n_cap=here.n_cap)
+        return self.cutting.schedule(here.depth).changed(n_cap=here.n_cap)
 
     def attempt(self) -> str | None:
         """Run until everything is done, headroom is found (None), or memory runs out: what the

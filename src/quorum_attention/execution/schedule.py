@@ -1,15 +1,24 @@
-"""What an execution needs to be told: the decomposition, the cuts, the slots, the residency."""
+"""What an execution needs to be told: the decomposition, the head groups, and the route."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, Protocol
+
+import torch
 
 from quorum_attention.decomposition import Decomposition
-from quorum_attention.execution.padding import task_rows
+from quorum_attention.execution.job import Job
+from quorum_attention.execution.pass_spec import PassSpec
+from quorum_attention.execution.placement import Placement
+from quorum_attention.execution.takes import Bytes, Load
+from quorum_attention.execution.tools import Tools
 from quorum_attention.execution.trimming import Tally
-from quorum_attention.execution.workload import GroupSize, Workload
-from quorum_attention.kernels.protocol import Extent
+from quorum_attention.execution.workload import Group, GroupSize, Workload
+from quorum_attention.kernels.protocol import Extent, InnerKernel
+from quorum_attention.quorums import quorum_size
 
 Home = Literal["device", "host"]
 
@@ -17,44 +26,198 @@ Home = Literal["device", "host"]
 DEEPEN_BY = 7
 
 
+class Lies(Protocol):
+    """Where what a pass reads lies, planned (``Placement``) or there (``Job``)."""
+
+    @property
+    def in_place(self) -> bool:
+        """Operators can take it as it lies, where it is computed; a lse may lie elsewhere."""
+        ...
+
+    @property
+    def lse_here(self) -> bool:
+        """Neither does a lse."""
+        ...
+
+    @property
+    def is_divided(self) -> bool:
+        """The upstream gradient is divided."""
+        ...
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        """Of the output, or of the gradients."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """What is left to do where memory ran out.
+
+    Attributes:
+        schedule: what to go on with, through slots.
+        failed, instead: in words, for the report.
+    """
+
+    schedule: Schedule
+    failed: str
+    instead: str
+
+
+class Route(Protocol):
+    """How a pass runs: one class for each way (execution/routes), each in a file of its own."""
+
+    @property
+    def n_cap(self) -> int:
+        """Slots, i.e. tasks resident at once."""
+        ...
+
+    @property
+    def accumulator(self) -> Home:
+        """Where the travelling state lives between visits, where it goes through slots."""
+        ...
+
+    @property
+    def streams(self) -> int:
+        """Kernel calls of a task in flight at once."""
+        ...
+
+    @property
+    def trimmed(self) -> Tally | None:
+        """What the tasks come to without tokens that a mask leaves alone; None is not known, or
+        nothing to leave out."""
+        ...
+
+    @property
+    def accumulators(self) -> str:
+        """Where they are, for reports: "device", "host", or "none"."""
+        ...
+
+    @property
+    def measured(self) -> bool:
+        """Whether its stages are worth measuring."""
+        ...
+
+    @property
+    def words(self) -> str:
+        """How it runs, for people."""
+        ...
+
+    def check(self, shape: Decomposition, group: GroupSize) -> None:
+        """Refuse a decomposition or a head group that make no sense this way.
+
+        Raises:
+            ValueError: says why.
+        """
+        ...
+
+    def task_rows(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
+        """Rows of queries and of keys of the largest task that a kernel sees."""
+        ...
+
+    def limits(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
+        """Queries and keys of the largest rectangles that its tasks are cut into by themselves."""
+        ...
+
+    def runs(
+        self, schedule: Schedule, work: Workload, kernel: InnerKernel, spec: PassSpec, lies: Lies
+    ) -> bool:
+        """Whether it can run this call here."""
+        ...
+
+    def takes(
+        self,
+        schedule: Schedule,
+        work: Workload,
+        kernel: InnerKernel,
+        spec: PassSpec,
+        place: Placement,
+    ) -> Bytes:
+        """Device bytes that it takes at most."""
+        ...
+
+    def load(self, schedule: Schedule, work: Workload, spec: PassSpec, place: Placement) -> Load:
+        """What it keeps a machine busy with."""
+        ...
+
+    def slots(self, **changes: Any) -> Route:
+        """The slots that a pass goes through where it cannot run, with other fields."""
+        ...
+
+    def fallback(self, schedule: Schedule, work: Workload) -> Fallback | None:
+        """What to do where memory runs out; None where it sees to that itself."""
+        ...
+
+    def groups(self, job: Job, schedule: Schedule) -> list[Group]:
+        """The head groups it computes, in order."""
+        ...
+
+    def run(
+        self, job: Job, schedule: Schedule, left: Sequence[Group], tools: Tools
+    ) -> Iterator[int]:
+        """Make the results of the head groups ``left``; yields the units of each that is done."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Orders for one pass of one call.
+    """Orders for one pass of one call; made by ``schedule_of``.
 
     Attributes:
         decomposition: tokens into tasks.
         group: batch entries and heads of a unit of work.
-        n_cap: slots, i.e. tasks resident at once.
-        accumulator: where the travelling state lives between visits.
+        route: how the pass runs.
         max_queries, max_keys: no rectangle is larger, so a kernel's workspace has a bound.
-        sweep: on the inputs as they lie, all tasks of a head group at once (routes/together.py).
-        one_by_one: of a sweep, the tasks one after the other (routes/in_place.py).
-        streams: kernel calls of a task in flight at once.
         pinned: the user chose the depth; a failure is reported, not recovered from.
-        trimmed: what the tasks come to without tokens that a mask leaves alone; None is not known,
-            or nothing to leave out.
+
+    Raises:
+        ValueError: they make no sense together.
     """
 
     decomposition: Decomposition
     group: GroupSize
-    n_cap: int
-    accumulator: Home
-    max_queries: int
-    max_keys: int
+    route: Route
+    max_queries: int = 1
+    max_keys: int = 1
     pinned: bool = False
-    streams: int = 1
-    sweep: bool = False
-    one_by_one: bool = False
-    trimmed: Tally | None = None
 
-    def task_rows(self, work: Workload) -> tuple[int, int]:
-        """Rows of queries and of keys of the largest task that a kernel sees."""
-        tokens = work.n_tokens
-        if self.trimmed is not None and (self.one_by_one or not self.sweep):
-            tokens = self.trimmed.widest if self.one_by_one else self.trimmed.largest
-        elif not self.sweep:
-            return task_rows(self.decomposition, work)
-        return min(tokens, work.n_queries), min(tokens, work.n_keys)
+    def __post_init__(self) -> None:
+        if min(self.group.batch, self.group.kv_heads, self.max_queries, self.max_keys) < 1:
+            raise ValueError(
+                f"a head group of {self.group} in rectangles of {self.max_queries} x "
+                f"{self.max_keys} is nothing"
+            )
+        self.route.check(self.decomposition, self.group)
+
+    @property
+    def n_cap(self) -> int:
+        """Slots, i.e. tasks resident at once."""
+        return self.route.n_cap
+
+    @property
+    def accumulator(self) -> Home:
+        """Where the travelling state lives between visits."""
+        return self.route.accumulator
+
+    @property
+    def streams(self) -> int:
+        """Kernel calls of a task in flight at once."""
+        return self.route.streams
+
+    @property
+    def trimmed(self) -> Tally | None:
+        """What the tasks come to without tokens that a mask leaves alone."""
+        return self.route.trimmed
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """Most queries and keys of a rectangle."""
+        return self.max_queries, self.max_keys
+
+    @property
+    def left_out(self) -> float:
+        """The share of the tasks' tokens that is left out."""
+        return 0.0 if self.trimmed is None else self.trimmed.left_out
 
     @property
     def largest_task(self) -> int:
@@ -65,6 +228,20 @@ class Schedule:
     def n_tasks(self) -> int:
         """Tasks of one head group."""
         return self.decomposition.n_tasks if self.trimmed is None else self.trimmed.n_tasks
+
+    def visits(self, work: Workload) -> float:
+        """How often a row is in a task, on the average."""
+        if self.trimmed is not None:
+            return self.trimmed.tokens / max(1, work.n_tokens)
+        return float(math.prod(quorum_size(c) for c in self.decomposition.levels))
+
+    def is_all(self, work: Workload) -> bool:
+        """Whether a head group is all of the call."""
+        return self.group == GroupSize(work.batch, work.kv_heads)
+
+    def task_rows(self, work: Workload) -> tuple[int, int]:
+        """Rows of queries and of keys of the largest task that a kernel sees."""
+        return self.route.task_rows(self.decomposition, work)
 
     def extent(self, work: Workload) -> Extent:
         """The largest piece of work a kernel gets."""
@@ -77,49 +254,45 @@ class Schedule:
             max_keys=self.max_keys,
         )
 
+    def runs(self, work: Workload, kernel: InnerKernel, spec: PassSpec, lies: Lies) -> bool:
+        """Whether a call can be run this way where it lies."""
+        return self.route.runs(self, work, kernel, spec, lies)
+
+    def through_slots(self, work: Workload, **changes: Any) -> Schedule:
+        """The same through slots, with other fields of theirs."""
+        route = self.route.slots(**changes)
+        return schedule_of(work, self.decomposition, self.group, route, pinned=self.pinned)
+
+    def changed(self, **changes: Any) -> Schedule:
+        """The same in slots of other fields, with rectangles as they are."""
+        return replace(self, route=self.route.slots(**changes))
+
     def deeper(self, work: Workload) -> Schedule:
-        """One level more, with rectangles to match."""
+        """One level more through slots, with rectangles to match."""
         deeper = self.decomposition.deeper(DEEPEN_BY)
-        return with_limits(replace(self, decomposition=deeper, trimmed=None), work)
+        route = self.route.slots(trimmed=None)
+        return schedule_of(work, deeper, self.group, route, pinned=self.pinned)
 
 
-def through_slots(schedule: Schedule, work: Workload) -> Schedule:
-    """What is left to do where a sweep cannot be: its tasks through a slot."""
-    return with_limits(replace(schedule, n_cap=1, sweep=False, one_by_one=False), work)
+def schedule_of(
+    work: Workload,
+    shape: Decomposition,
+    group: GroupSize,
+    route: Route,
+    *,
+    pinned: bool = False,
+    max_pairs: int | None = None,
+) -> Schedule:
+    """A schedule with rectangle limits that fit its tasks.
 
-
-def with_limits(schedule: Schedule, work: Workload, max_pairs: int | None = None) -> Schedule:
-    """``schedule`` with rectangle limits that fit its tasks.
-
-    Halving a task's tokens gives rectangles of at most half of them on each side, up to a chunk;
-    a monolithic task is one rectangle. ``max_pairs`` bounds rows x columns (for a mask that spans
-    both), by halving whichever side is longer.
+    ``max_pairs`` bounds rows x columns (for a mask that spans both), by halving whichever side is
+    longer.
     """
-    shape = schedule.decomposition
-    if schedule.sweep:
-        rectangles = shape.whole().rectangles(work.is_causal, work.n_queries, work.n_keys)
-        return replace(
-            schedule,
-            max_queries=max((r.n_queries for r in rectangles), default=1),
-            max_keys=max((r.n_keys for r in rectangles), default=1),
-        )
-    rows = schedule.task_rows(work)
-    tokens = max(task_rows(shape, work))
     unit = shape.tile if shape.layout == "aligned" else 1
-    if shape.depth == 0:
-        queries, keys = work.n_queries, work.n_keys
-    else:
-        from quorum_attention.quorums import quorum_size
-
-        # The larger half of l chunks: an odd number of chunks does not halve evenly.
-        chunks = quorum_size(shape.levels[-1])
-        half = -(-tokens * -(-chunks // 2) // chunks)
-        half = -(-half // unit) * unit
-        queries, keys = (min(half, limit) for limit in rows)
-    queries, keys = max(queries, 1), max(keys, 1)
+    queries, keys = (max(1, limit) for limit in route.limits(shape, work))
     while max_pairs is not None and queries * keys > max_pairs and max(queries, keys) > 1:
         if queries >= keys:
             queries = max(1, -(-queries // 2 // unit) * unit if queries > unit else queries // 2)
         else:
             keys = max(1, -(-keys // 2 // unit) * unit if keys > unit else keys // 2)
-    return replace(schedule, max_queries=queries, max_keys=keys)
+    return Schedule(shape, group, route, queries, keys, pinned)

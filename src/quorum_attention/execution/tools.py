@@ -9,7 +9,6 @@ import torch
 
 from quorum_attention.execution.device.clock import Clock, NoClock
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.schedule import Schedule
 from quorum_attention.kernels.lanes import Lanes
 
 Progress = Callable[[int, int, str], None]
@@ -23,7 +22,7 @@ class Tools:
     lanes: Lanes | None = None
 
 
-def make_tools(device: torch.device, schedule: Schedule, *, timed: bool) -> Tools:
+def make_tools(device: torch.device, streams: int, *, timed: bool) -> Tools:
     """The tools of one pass on ``device``."""
     backend = backend_of(device)
-    return Tools(backend.clock() if timed else NoClock(), backend.lanes(device, schedule.streams))
+    return Tools(backend.clock() if timed else NoClock(), backend.lanes(device, streams))

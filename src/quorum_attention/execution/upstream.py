@@ -77,13 +77,14 @@ def upstream_of(
     return Upstream(tensor, _power(exponent).to(device=device, dtype=work.state_dtype))
 
 
-def divided_bytes(gradient: torch.dtype, work: Workload) -> int:
-    """Bytes that ``upstream_of`` takes where a gradient of that dtype lies, 0 where it stays."""
+def divided_bytes(gradient: torch.dtype, work: Workload, *, here: bool) -> int | None:
+    """Bytes that ``upstream_of`` takes where the pass is computed, of a gradient of that dtype that
+    lies ``here`` or elsewhere; None where it is not divided."""
     if not outreaches(gradient, work.dtype):
-        return 0
+        return None
     # The copy, and two numbers for a row.
     per_row = work.value_dim * work.element_bytes + 2 * gradient.itemsize
-    return work.batch * work.heads * work.n_queries * per_row
+    return work.batch * work.heads * work.n_queries * per_row if here else 0
 
 
 def _power(exponent: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,8 @@ import torch
 
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.device.lookup import backend_of
+from quorum_attention.execution.placement import Placement
+from quorum_attention.execution.routes.whole import Whole
 from quorum_attention.execution.trimming import pairs_of
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.protocol import CallShape, InnerKernel
@@ -26,7 +28,6 @@ from quorum_attention.kernels.registry import get_kernel, registrations, why_not
 from quorum_attention.kernels.select import rivals, select_kernel, unrounded_kernel
 from quorum_attention.planner import policy
 from quorum_attention.planner.calibration import machine_of
-from quorum_attention.planner.footprint import Placement
 from quorum_attention.planner.machine import Machine
 from quorum_attention.planner.options import Options
 from quorum_attention.planner.plan import Plan
@@ -147,7 +148,7 @@ _ASK = ""
 def _whole(asked: Asked) -> InnerKernel | None:
     """The kernel that runs a pass whole and without a plan; None where one has to be made."""
     options, place = asked.options, asked.place
-    if not options.free or options.watched or place.results_given or place.divided:
+    if not options.free or options.watched or place.results_given or place.is_divided:
         return None
     if not asked.together:
         return None
@@ -266,7 +267,7 @@ def quickest(
     try:
         found = choose(work, wish, preferred, place, machine, backward=backward)
         best = preferred, found
-        if found.direct or found.cost.seconds < policy.WORTH_BUILDING:
+        if isinstance(found.schedule.route, Whole) or found.cost.seconds < policy.WORTH_BUILDING:
             return best
     except BudgetError as error:
         failure = error

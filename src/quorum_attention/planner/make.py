@@ -17,13 +17,13 @@ from quorum_attention.execution.device.lookup import (
     on_host,
     present,
 )
+from quorum_attention.execution.placement import Placement
 from quorum_attention.execution.workload import ELEMENT_BYTES, GroupSize, Workload
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.select import select_kernel
 from quorum_attention.planner import policy
 from quorum_attention.planner.calibration import machine_of
 from quorum_attention.planner.decide import decide_untried
-from quorum_attention.planner.footprint import Placement
 from quorum_attention.planner.plan import Plan
 from quorum_attention.planner.search import Wish, choose
 from quorum_attention.quorums import quorum_size

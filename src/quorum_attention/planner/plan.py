@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from os import PathLike
 
 from quorum_attention.decomposition import Census, Decomposition, Task
+from quorum_attention.execution.placement import Placement
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.workload import Workload, count_groups
-from quorum_attention.planner.footprint import Placement
 from quorum_attention.planner.search import Candidate
 from quorum_attention.sizes import format_bytes, format_seconds
 
@@ -120,14 +120,7 @@ class Plan:
             f"{schedule.group.kv_heads} key/value heads x {self.n_tasks:,} task(s), "
             f"{schedule.n_cap} resident at once, {schedule.streams} kernel call(s) in flight"
         )
-        how = f"through slots, accumulators: {schedule.accumulator}"
-        if self.candidate.direct:
-            how = "inputs in place, nothing to merge"
-        elif schedule.one_by_one:
-            how = "inputs in place, task by task"
-        elif schedule.sweep:
-            how = "inputs in place, all tasks of a head group at once"
-        lines.append(f"kernel: {self.kernel} on {self.place.device_type}, {how}")
+        lines.append(f"kernel: {self.kernel} on {self.place.device_type}, {schedule.route.words}")
         parts = [
             f"{label} {format_bytes(n)}"
             for label, n in (

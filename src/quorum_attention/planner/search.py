@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -11,8 +12,14 @@ from typing import Any
 from quorum_attention.decomposition import Decomposition, Pairs
 from quorum_attention.decomposition.share import kept_share
 from quorum_attention.errors import BudgetError
-from quorum_attention.execution.routes.in_place import takes_tasks
-from quorum_attention.execution.schedule import Home, Schedule, through_slots, with_limits
+from quorum_attention.execution.pass_spec import PassSpec, spec_of
+from quorum_attention.execution.placement import Placement
+from quorum_attention.execution.routes.choice import Choice
+from quorum_attention.execution.routes.in_place import InPlace, takes_tasks
+from quorum_attention.execution.routes.slots import Slots
+from quorum_attention.execution.routes.together import Together
+from quorum_attention.execution.routes.whole import Whole
+from quorum_attention.execution.schedule import Home, Route, Schedule, schedule_of
 from quorum_attention.execution.trimming import Tally, pairs_of, tally
 from quorum_attention.execution.workload import GroupSize, Workload, group_sizes
 from quorum_attention.kernels.protocol import InnerKernel
@@ -20,13 +27,7 @@ from quorum_attention.kernels.remembered import remembered
 from quorum_attention.kernels.traits import traits_of
 from quorum_attention.planner import policy
 from quorum_attention.planner.cost import Cost, cost
-from quorum_attention.planner.footprint import (
-    Footprint,
-    Placement,
-    backward_footprint,
-    forward_footprint,
-    goes_direct,
-)
+from quorum_attention.planner.footprint import Footprint, footprint_of
 from quorum_attention.planner.machine import Machine
 from quorum_attention.quorums import chunk_count, quorum_size, quorum_sizes
 from quorum_attention.sizes import format_bytes, format_seconds
@@ -65,14 +66,12 @@ class Candidate:
     """A schedule with its price.
 
     Attributes:
-        direct: the kernel runs on the inputs as they lie.
         why: what else there was, in words; empty where nothing was compared.
     """
 
     schedule: Schedule
     footprint: Footprint
     cost: Cost
-    direct: bool
     why: str = ""
 
 
@@ -86,22 +85,12 @@ def price(
     backward: bool,
 ) -> Candidate:
     """Bytes and seconds of one schedule."""
-    count = backward_footprint if backward else forward_footprint
-    footprint = count(work, schedule, kernel, place)
-    direct = goes_direct(work, schedule, kernel, place, backward=backward)
+    spec, traits = spec_of(backward), traits_of(kernel)
+    launch = traits.launch_seconds if traits.whole_tasks else None
     return Candidate(
         schedule,
-        footprint,
-        cost(
-            work,
-            schedule,
-            machine,
-            backward=backward,
-            direct=direct,
-            resident=place.resident,
-            launch_seconds=_issue_seconds(kernel),
-        ),
-        direct,
+        footprint_of(work, schedule, kernel, spec, place),
+        cost(work, schedule, machine, spec, place, launch),
     )
 
 
@@ -122,37 +111,41 @@ def refitted(
     A kernel may leave out more, or less; results may be of a wider dtype than was planned for; and
     what cannot run on the inputs as they lie goes through slots.
     """
-    schedule = found.schedule
+    schedule, spec = found.schedule, spec_of(backward)
     as_planned, planned = planned, replace(
-        planned, result_dtype=place.result_dtype, copied=place.copied,
-        copied_bytes=place.copied_bytes, divided=place.divided,
+        planned, result_dtype=place.result_dtype, copied=place.copied, divided=place.divided
     )  # fmt: skip
-    if found.direct and not goes_direct(work, schedule, kernel, place, backward=backward):
-        return replace(
-            price(work, schedule, kernel, place, machine, backward=backward), why=found.why
-        )
-    if schedule.sweep:
-        able = place.resident and place.dense_rows and work.mask is None
-        taken = takes_tasks(kernel, work) and not place.divided
-        if not able or (schedule.one_by_one and not taken):
-            schedule, planned = through_slots(schedule, work), place
-        elif not schedule.one_by_one and planned == as_planned:
-            return found
+    if not schedule.runs(work, kernel, spec, place):
+        schedule, planned = schedule.through_slots(work), place
+        if isinstance(found.schedule.route, Whole):
+            made = price(work, schedule, kernel, place, machine, backward=backward)
+            return replace(made, why=found.why)
+    elif isinstance(schedule.route, Together) and planned == as_planned:
+        return found
     pairs = pairs_of(work, kernel)
     less = schedule.trimmed
     if less is not None or _trims(pairs):
         less = _trimmed_tally(schedule.decomposition, pairs, kernel, backward=backward)
     unchanged = schedule is found.schedule and less == schedule.trimmed
-    if same_work and unchanged and planned == as_planned:
+    if not (same_work and unchanged and planned == as_planned):
+        if isinstance(schedule.route, (InPlace, Slots)):
+            schedule = replace(schedule, route=replace(schedule.route, trimmed=less))
+        paced = _paced(machine, kernel, pairs)
+        made = price(work, schedule, kernel, planned, paced, backward=backward)
+        found = replace(made, why=found.why)
+    return _as_one_call(found, work, kernel, place, spec)
+
+
+def _as_one_call(
+    found: Candidate, work: Workload, kernel: InnerKernel, place: Placement, spec: PassSpec
+) -> Candidate:
+    """``found`` without the slots that it was planned through, where all of a head group can be run
+    by one call here, after all."""
+    schedule = found.schedule
+    if schedule.decomposition.depth or not isinstance(schedule.route, Slots):
         return found
-    schedule = replace(schedule, trimmed=less)
-    paced = _paced(machine, kernel, pairs)
-    return replace(price(work, schedule, kernel, planned, paced, backward=backward), why=found.why)
-
-
-def _issue_seconds(kernel: InnerKernel) -> tuple[float, float] | None:
-    traits = traits_of(kernel)
-    return traits.launch_seconds if traits.whole_tasks else None
+    whole = replace(schedule, route=Whole(schedule.route))
+    return replace(found, schedule=whole) if whole.runs(work, kernel, spec, place) else found
 
 
 def _paced(machine: Machine, kernel: InnerKernel, pairs: Pairs) -> Machine:
@@ -251,21 +244,20 @@ class _Search:
 
     def look(self, schedules: Iterable[Schedule]) -> Candidate | None:
         """Price those that fit; one that is taken without a look at others, if there is one."""
-        count = backward_footprint if self.backward else forward_footprint
-        every = GroupSize(self.work.batch, self.work.kv_heads)
+        spec = spec_of(self.backward)
         for schedule in schedules:
-            footprint = count(self.work, schedule, self.kernel, self.place)
+            footprint = footprint_of(self.work, schedule, self.kernel, spec, self.place)
             total = footprint.total
             if self.smallest is None or total < self.smallest[1].total:
                 self.smallest = schedule, footprint
-            whole = schedule.group == every
-            if whole and not schedule.decomposition.levels:
+            every = schedule.is_all(self.work)
+            if every and not schedule.decomposition.levels:
                 least = self.whole_bytes
                 self.whole_bytes = total if least is None else min(total, least)
             if total > self.wish.budget_bytes:
                 continue
             found = self._price(schedule)
-            if not (found.direct and whole):
+            if not (every and isinstance(schedule.route, Whole)):
                 self._add(found)
             elif found.cost.seconds < policy.WORTH_COMPARING:
                 return replace(found, why=_SHORT)
@@ -341,6 +333,11 @@ def _many(found: Candidate, tasks: int) -> bool:
     return found.schedule.trimmed is None and found.schedule.decomposition.n_tasks > tasks
 
 
+def uncut(work: Workload, group: GroupSize, *, pinned: bool = False) -> Schedule:
+    """Head groups in one kernel call each."""
+    return schedule_of(work, Decomposition(work.n_tokens), group, Whole(), pinned=pinned)
+
+
 @remembered(256)
 def undivided(
     work: Workload, kernel: InnerKernel, place: Placement, machine: Machine, *, backward: bool
@@ -350,15 +347,16 @@ def undivided(
     # Several batch dimensions may be run one by one: what is done of them has to stay done.
     if not place.backend.refuses or not sizes or len(work.batch_shape) > 1:
         return None
-    shape = decomposition_of(work.n_tokens, (), "aligned", 128)
     # Pinned: what fails is decided again (decide.py).
-    schedule = with_limits(Schedule(shape, sizes[0], 1, "device", 1, 1, True), work)
+    schedule = uncut(work, sizes[0], pinned=True)
+    if not schedule.runs(work, kernel, spec_of(backward), place):
+        return None
     paced = _paced(machine, kernel, pairs_of(work, kernel))
     found = price(work, schedule, kernel, place, paced, backward=backward)
     small = (
         found.footprint.total <= policy.SHORT_BYTES and found.cost.seconds < policy.WORTH_COMPARING
     )
-    return replace(found, why=_SHORT) if found.direct and small else None
+    return replace(found, why=_SHORT) if small else None
 
 
 def _score(candidate: Candidate) -> float:
@@ -400,58 +398,77 @@ def _schedules(
     to so many; with ``shapes`` those of these cuts, through slots."""
     sizes = [wish.group] if wish.group is not None else group_sizes(work)
     sizes = sizes or [GroupSize(max(1, work.batch), max(1, work.kv_heads))]
-    backend = place.backend
-    n_caps = [2, 1] if backend.overlaps else [1]
-    if wish.n_cap is not None:
-        n_caps = [wish.n_cap]
-    homes: list[Home] = ["device", "host"] if backend.own_memory else ["host"]
-    if wish.accumulator is not None:
-        homes = [wish.accumulator]
-    max_pairs = None
-    if work.mask is not None and work.mask.rows and work.mask.columns:
-        max_pairs = policy.MASKED_PAIRS
-    streams = [1, 2] if wish.streams is None else [wish.streams]
-    several = traits_of(kernel).several_streams
-    if backend.most_streams == 1 or not several:
-        streams = [1]
-    sweeping = place.resident and place.dense_rows and work.mask is None
-    one_by_one = takes_tasks(kernel, work)
-    sweeping &= not (one_by_one and place.divided)
-    sweeping &= (several or one_by_one) and wish.n_cap is None
-    sweeping &= wish.accumulator != "host" or not backend.own_memory
-    sweeping &= wish.sweep is not False and shapes is None
+    over_inputs = n_tasks is None and shapes is None
     if shapes is None:
         shapes = _decompositions(work, wish, pairs)
     if n_tasks is not None:
         shapes = tuple(s for s in shapes if n_tasks[0] < s.n_tasks <= n_tasks[1])
-    if sweeping and n_tasks is None:
-        swept = [s for s in shapes if s.depth == 1 and s.levels[0] <= policy.MOST_SWEPT]
-        if backend.overlaps and wish.levels is None and wish.depth in (None, 1):
-            swept.append(decomposition_of(work.n_tokens, policy.FEWEST, wish.layout, wish.tile))
+    spec, choice = spec_of(backward), _choice(wish, kernel, place)
+
+    def less(shape: Decomposition) -> Tally | None:
+        return _trimmed_tally(shape, pairs, kernel, backward=backward)
+
+    over: type[InPlace | Together] = InPlace if takes_tasks(kernel, work) else Together
+    swept = _swept(work, wish, kernel, place, shapes) if over_inputs else []
+    # Whether it can run does not depend on the cut.
+    if swept and Schedule(swept[0], sizes[-1], over()).runs(work, kernel, spec, place):
         for shape in swept:
-            less = _trimmed_tally(shape, pairs, kernel, backward=backward) if one_by_one else None
-            for size, n in product(sizes, streams):
+            mine = replace(choice, trimmed=less(shape) if over is InPlace else None)
+            routes: tuple[Route, ...] = tuple(over.offered(mine))
+            for size, route in product(sizes, routes):
                 if size.batch == 1:
-                    schedule = Schedule(
-                        shape, size, 1, "device", 1, 1, wish.pinned, n,
-                        sweep=True, one_by_one=one_by_one, trimmed=less,
-                    )  # fmt: skip
-                    yield with_limits(schedule, work)
-        if wish.sweep and swept:
+                    yield schedule_of(work, shape, size, route, pinned=wish.pinned)
+        if wish.sweep:
             return
+    max_pairs = None
+    if work.mask is not None and work.mask.rows and work.mask.columns:
+        max_pairs = policy.MASKED_PAIRS
+    few = policy.MOST_TRIMMED[0] if n_tasks is None and wish.levels is None else math.inf
     for shape in shapes:
-        less = None
-        if (
-            n_tasks is not None
-            or shape.n_tasks <= policy.MOST_TRIMMED[0]
-            or wish.levels is not None
-        ):
-            less = _trimmed_tally(shape, pairs, kernel, backward=backward)
-        for size, n_cap, home, n in product(sizes, n_caps, homes, streams if shape.depth else [1]):
-            schedule = Schedule(shape, size, n_cap, home, 1, 1, wish.pinned, n, trimmed=less)
+        if not shape.depth:
             # Under a mask a monolithic call is one rectangle as well: torch's own does the same.
-            limit = max_pairs if shape.depth else None
-            yield with_limits(schedule, work, limit)
+            for size, slots in product(sizes, tuple(Slots.offered(replace(choice, streams=(1,))))):
+                made = schedule_of(work, shape, size, Whole(slots), pinned=wish.pinned)
+                runs = made.runs(work, kernel, spec, place)
+                yield made if runs else made.through_slots(work)
+            continue
+        mine = replace(choice, trimmed=less(shape) if shape.n_tasks <= few else None)
+        for size, slots in product(sizes, tuple(Slots.offered(mine))):
+            yield schedule_of(work, shape, size, slots, pinned=wish.pinned, max_pairs=max_pairs)
+
+
+def _choice(wish: Wish, kernel: InnerKernel, place: Placement) -> Choice:
+    """The fields of routes that are looked at: those asked for, or all that may be of use."""
+    backend = place.backend
+    n_caps = (2, 1) if backend.overlaps else (1,)
+    homes: tuple[Home, ...] = ("device", "host") if backend.own_memory else ("host",)
+    streams = (1, 2) if wish.streams is None else (wish.streams,)
+    if backend.most_streams == 1 or not traits_of(kernel).several_streams:
+        streams = (1,)
+    return Choice(
+        n_caps if wish.n_cap is None else (wish.n_cap,),
+        homes if wish.accumulator is None else (wish.accumulator,),
+        streams,
+    )
+
+
+def _swept(
+    work: Workload,
+    wish: Wish,
+    kernel: InnerKernel,
+    place: Placement,
+    shapes: tuple[Decomposition, ...],
+) -> list[Decomposition]:
+    """Of ``shapes`` those that are worth running on the inputs as they lie, and one more."""
+    asked_for_slots = wish.n_cap is not None or wish.sweep is False
+    asked_for_slots |= wish.accumulator == "host" and place.backend.own_memory
+    gains = traits_of(kernel).several_streams or takes_tasks(kernel, work)
+    if asked_for_slots or not gains:
+        return []
+    found = [s for s in shapes if s.depth == 1 and s.levels[0] <= policy.MOST_SWEPT]
+    if place.backend.overlaps and wish.levels is None and wish.depth in (None, 1):
+        found.append(decomposition_of(work.n_tokens, policy.FEWEST, wish.layout, wish.tile))
+    return found
 
 
 def _deep(
@@ -464,7 +481,7 @@ def _deep(
     backward: bool,
 ) -> tuple[Decomposition, ...]:
     """Of all cuts a few of those that fit, or the one that comes closest."""
-    count = backward_footprint if backward else forward_footprint
+    spec = spec_of(backward)
     smallest = (group_sizes(work) or [GroupSize(max(1, work.batch), max(1, work.kv_heads))])[-1]
     least = replace(
         wish,
@@ -480,7 +497,7 @@ def _deep(
         if wish.depth is None or len(levels) == wish.depth
     )
     sized = [
-        (count(work, schedule, kernel, place).total, schedule.decomposition)
+        (footprint_of(work, schedule, kernel, spec, place).total, schedule.decomposition)
         for schedule in _schedules(
             work, least, pairs, kernel, place, backward=backward, shapes=shapes
         )

@@ -11,15 +11,15 @@ from dataclasses import replace
 import torch
 
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.schedule import Schedule, with_limits
+from quorum_attention.execution.pass_spec import spec_of
+from quorum_attention.execution.placement import Placement
 from quorum_attention.execution.trimming import pairs_of
 from quorum_attention.execution.workload import GroupSize, Workload
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.remembered import remembered
 from quorum_attention.planner import policy
 from quorum_attention.planner.calibration import machine_of
-from quorum_attention.planner.footprint import Placement
-from quorum_attention.planner.search import decomposition_of, price, undivided
+from quorum_attention.planner.search import price, uncut, undivided
 
 
 def is_small(
@@ -32,7 +32,7 @@ def is_small(
 ) -> bool:
     """Whether ``kernel`` takes the call whole, and it is so short that nothing else needs a
     thought."""
-    if not (place.resident and place.dense_rows) or len(work.batch_shape) > 1:
+    if not place.in_place or len(work.batch_shape) > 1:
         return False
     # A mask of the kernel's own knows the tokens that there are, and no others.
     own_mask = pairs_of(work, kernel).verdict is not None
@@ -69,8 +69,8 @@ def _fits(
     machine = machine_of(device, work.dtype, work.head_dim)
     if backend_of(device).refuses:
         return undivided(work, kernel, place, machine, backward=backward) is not None
-    every = GroupSize(work.batch, work.kv_heads)
-    shape = decomposition_of(work.n_tokens, (), "aligned", 128)
-    schedule = with_limits(Schedule(shape, every, 1, "device", 1, 1), work)
+    schedule = uncut(work, GroupSize(work.batch, work.kv_heads))
+    if not schedule.runs(work, kernel, spec_of(backward), place):
+        return False
     found = price(work, schedule, kernel, place, machine, backward=backward)
-    return found.direct and found.footprint.total <= policy.WHOLE_BYTES
+    return found.footprint.total <= policy.WHOLE_BYTES

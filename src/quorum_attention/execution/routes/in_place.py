@@ -9,19 +9,27 @@ nothing is copied before it is computed, and of a sparse mask's results hardly a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any, ClassVar
 
 import torch
 
 from quorum_attention.decomposition import Decomposition, Rectangle, Task
 from quorum_attention.execution.job import Job
+from quorum_attention.execution.pass_spec import PassSpec
+from quorum_attention.execution.placement import Placement
+from quorum_attention.execution.routes.choice import Choice
+from quorum_attention.execution.routes.over_inputs import OverInputs
+from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.rows import Axis, group_part
 from quorum_attention.execution.scaling import scales
-from quorum_attention.execution.schedule import Schedule
+from quorum_attention.execution.schedule import Lies, Schedule
 from quorum_attention.execution.shares import HeldRows, shares
+from quorum_attention.execution.takes import Bytes, Load, kept_bytes, moved_bytes, state_bytes
 from quorum_attention.execution.tools import Tools
-from quorum_attention.execution.workload import Group, Workload
+from quorum_attention.execution.trimming import Tally
+from quorum_attention.execution.workload import Group, Workload, count_groups
 from quorum_attention.kernels.copies import copy_on_device
 from quorum_attention.kernels.protocol import InnerKernel, TaskCalls, TaskTensors
 from quorum_attention.kernels.traits import task_calls
@@ -51,20 +59,87 @@ def _in_the_sequence(task: Task, r: Rectangle) -> Iterator[Rectangle]:
         yield Rectangle(queries.start, queries.stop, keys.start, keys.stop, causal)
 
 
-def in_place(job: Job, schedule: Schedule, left: Sequence[Group], tools: Tools) -> Iterator[int]:
-    """Make the results of the head groups ``left``, one after the other; yields after each."""
-    job.results.make()
-    n_tasks = schedule.decomposition.n_tasks
-    remaining = list(left)
-    for number, group in enumerate(remaining):
-        tasks = _tasks(job, schedule, group, tools)
-        held = _Group(job, group, tasks, tools)
-        for done, task in enumerate(tasks):
-            held.run(done, task)
-            job.tell(number * n_tasks + done + 1, len(remaining) * n_tasks)
-        held.fill()
-        del held
-        yield n_tasks
+@dataclass(frozen=True, slots=True)
+class InPlace(OverInputs):
+    """The tasks of a head group one after the other.
+
+    Attributes:
+        trimmed: what the tasks come to without tokens that the kernel's mask leaves alone.
+    """
+
+    trimmed: Tally | None = None
+
+    streams: ClassVar[int] = 1
+    words: ClassVar[str] = "inputs in place, task by task"
+
+    @classmethod
+    def offered(cls, choice: Choice) -> Iterator[InPlace]:
+        """The one that a search looks at."""
+        yield cls(choice.trimmed)
+
+    def task_rows(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
+        """Of the sequence, from a task's first token to its last."""
+        tokens = work.n_tokens if self.trimmed is None else self.trimmed.widest
+        return min(tokens, work.n_queries), min(tokens, work.n_keys)
+
+    def runs(
+        self, schedule: Schedule, work: Workload, kernel: InnerKernel, spec: PassSpec, lies: Lies
+    ) -> bool:
+        """Whether nothing has to be moved, divided or scaled, and the kernel takes tasks."""
+        here = work.mask is None and lies.in_place and lies.lse_here
+        return here and not lies.is_divided and takes_tasks(kernel, work)
+
+    def takes(
+        self,
+        schedule: Schedule,
+        work: Workload,
+        kernel: InnerKernel,
+        spec: PassSpec,
+        place: Placement,
+    ) -> Bytes:
+        """States of rows that several tasks have: others are written where they belong."""
+        call = work.call_shape(place.device_type, spec.backward)
+        shared = None if self.trimmed is None else self.trimmed.shared
+        states = state_bytes(spec, work, schedule.group, shared, kept=True)
+        return Bytes(
+            spec.workspace(kernel, call, replace(schedule.extent(work), direct=True)),
+            0,
+            (*states, *kept_bytes(spec, work)),
+            self.results(schedule, work, kernel, spec, place),
+        )
+
+    def load(self, schedule: Schedule, work: Workload, spec: PassSpec, place: Placement) -> Load:
+        """Every task's results are written once more, and its copies issued."""
+        units = count_groups(work, schedule.group) * schedule.n_tasks
+        return Load(
+            units=units,
+            merges=False,
+            rewritten=schedule.visits(work) * moved_bytes(spec, work)[1],
+            set_up=units,
+            copies=4,
+            begun=units,
+        )
+
+    def slots(self, **changes: Any) -> Slots:
+        """One, of the same tasks."""
+        return Slots(1, "device", 1, self.trimmed).slots(**changes)
+
+    def run(
+        self, job: Job, schedule: Schedule, left: Sequence[Group], tools: Tools
+    ) -> Iterator[int]:
+        """Make the results of the head groups ``left``, one after the other."""
+        job.results.make()
+        n_tasks = schedule.decomposition.n_tasks
+        remaining = list(left)
+        for number, group in enumerate(remaining):
+            tasks = _tasks(job, schedule, group, tools)
+            held = _Group(job, group, tasks, tools)
+            for done, task in enumerate(tasks):
+                held.run(done, task)
+                job.tell(number * n_tasks + done + 1, len(remaining) * n_tasks)
+            held.fill()
+            del held
+            yield n_tasks
 
 
 class _Group:
@@ -132,7 +207,7 @@ def _spans(kernel: TaskCalls, tasks: list[TaskTensors]) -> dict[Axis, list[tuple
 
 def _tasks(job: Job, schedule: Schedule, group: Group, tools: Tools) -> list[TaskTensors]:
     whole, every = rectangles_in_place(job.call.work, schedule.decomposition)
-    one = job.lying(schedule, group, tools, whole, ())
+    one = job.lying(schedule.limits, group, tools, whole, ())
     return [replace(one, rectangles=rectangles) for rectangles in every]
 
 

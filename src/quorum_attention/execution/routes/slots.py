@@ -2,60 +2,210 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, ClassVar
+
 import torch
 
+from quorum_attention.decomposition import Decomposition
 from quorum_attention.execution.device.residency import Residency
 from quorum_attention.execution.engine import Input, Pass, State, Unit
 from quorum_attention.execution.job import Job
-from quorum_attention.execution.padding import is_filled
-from quorum_attention.execution.pass_spec import RowSpec, StateSpec
+from quorum_attention.execution.padding import is_filled, task_rows
+from quorum_attention.execution.pass_spec import PassSpec, RowSpec, StateSpec
+from quorum_attention.execution.placement import Placement
+from quorum_attention.execution.routes.choice import Choice
 from quorum_attention.execution.rows import GroupBuffer, RowTensor
 from quorum_attention.execution.runner import run
-from quorum_attention.execution.scaling import BackwardScaling
-from quorum_attention.execution.schedule import Schedule
-from quorum_attention.execution.slots import slot_layout
+from quorum_attention.execution.scaling import BackwardScaling, scales
+from quorum_attention.execution.schedule import Home, Lies, Schedule
+from quorum_attention.execution.slots import aligned, slot_layout
+from quorum_attention.execution.takes import (
+    Bytes,
+    Load,
+    bytes_before,
+    kept_bytes,
+    moved_bytes,
+    result_bytes,
+    state_bytes,
+)
 from quorum_attention.execution.tools import Tools
-from quorum_attention.execution.workload import Group
-from quorum_attention.kernels.protocol import TaskTensors
+from quorum_attention.execution.trimming import Tally
+from quorum_attention.execution.workload import Group, GroupSize, Workload, count_groups, groups
+from quorum_attention.kernels.protocol import InnerKernel, TaskTensors
 from quorum_attention.kernels.scaling import Scaling
 from quorum_attention.kernels.traits import traits_of
+from quorum_attention.quorums import quorum_size
 
 
-def through_slots(job: Job, schedule: Schedule, left: list[Group]) -> None:
-    """Make the results of the head groups ``left``."""
-    call, spec = job.call, job.spec
-    assert job.report is not None, "what goes through slots has been planned"
-    home = Residency.of_home(schedule.accumulator, call.device)
-    results = job.results.make(home.device)
-    final = [
-        RowTensor(_with_columns(result, state), state.axis)
-        for state, result in zip(spec.states, results, strict=True)
-    ]
-    homes = [
-        rows
-        if job.results.dtype_of(state) == call.work.state_dtype
-        else GroupBuffer(_accumulator(job, schedule, state, home), state.axis)
-        for state, rows in zip(spec.states, final, strict=True)
-    ]
-    inputs = tuple(
-        Input(item.name, RowTensor(_with_columns(job.tensors[item.name], item), item.axis))
-        for item in spec.inputs
-    )
-    job.report.accumulator = schedule.accumulator
-    scalings: list[BackwardScaling] = []
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """One task after the other, through slots carved from one arena.
 
-    def make_pass(schedule: Schedule, tools: Tools) -> Pass:
-        scaling = BackwardScaling(call.work, call.device) if job.scaled else None
-        if scaling is not None:
-            scalings.append(scaling)
-        return _make_pass(job, schedule, tools, inputs, homes, final, scaling)
+    Attributes:
+        n_cap: slots, i.e. tasks resident at once.
+        accumulator: where the travelling state lives between visits.
+        streams: kernel calls of a task in flight at once.
+        trimmed: what the tasks come to without tokens that a mask leaves alone; None is not known,
+            or nothing to leave out.
+    """
 
-    moved = [*job.tensors.values(), *results]
-    moved.extend(kept.tensor for kept in homes if isinstance(kept, GroupBuffer))
-    try:
-        run(job, schedule, left, make_pass, moved)
-    finally:
-        job.repeated(sum(scaling.repeated for scaling in scalings))
+    n_cap: int = 1
+    accumulator: Home = "device"
+    streams: int = 1
+    trimmed: Tally | None = None
+
+    measured: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.n_cap < 1 or self.streams < 1:
+            raise ValueError(
+                f"n_cap and streams must be at least 1, got {self.n_cap} and {self.streams}"
+            )
+        if self.accumulator not in ("device", "host"):
+            raise ValueError(f"accumulator must be 'device' or 'host', got {self.accumulator!r}")
+
+    @property
+    def accumulators(self) -> str:
+        """Where they were asked for."""
+        return self.accumulator
+
+    @property
+    def words(self) -> str:
+        """How it runs, for people."""
+        return f"through slots, accumulators: {self.accumulator}"
+
+    @classmethod
+    def offered(cls, choice: Choice) -> Iterator[Slots]:
+        """Those that a search looks at."""
+        for n_cap, home, streams in product(choice.n_caps, choice.homes, choice.streams):
+            yield cls(n_cap, home, streams, choice.trimmed)
+
+    def check(self, shape: Decomposition, group: GroupSize) -> None:
+        """Whatever is cut, and however."""
+
+    def task_rows(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
+        """Of the largest task, trimmed or filled up."""
+        if self.trimmed is None:
+            return task_rows(shape, work)
+        return min(self.trimmed.largest, work.n_queries), min(self.trimmed.largest, work.n_keys)
+
+    def limits(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
+        """Halving a task's tokens gives rectangles of at most half of them on each side, up to a
+        chunk; a monolithic task is one rectangle."""
+        if shape.depth == 0:
+            return work.n_queries, work.n_keys
+        # The larger half of l chunks: an odd number of chunks does not halve evenly.
+        chunks = quorum_size(shape.levels[-1])
+        half = -(-max(task_rows(shape, work)) * -(-chunks // 2) // chunks)
+        unit = shape.tile if shape.layout == "aligned" else 1
+        half = -(-half // unit) * unit
+        queries, keys = self.task_rows(shape, work)
+        return min(half, queries), min(half, keys)
+
+    def runs(
+        self, schedule: Schedule, work: Workload, kernel: InnerKernel, spec: PassSpec, lies: Lies
+    ) -> bool:
+        """Always: whatever lies wherever."""
+        return True
+
+    def takes(
+        self,
+        schedule: Schedule,
+        work: Workload,
+        kernel: InnerKernel,
+        spec: PassSpec,
+        place: Placement,
+    ) -> Bytes:
+        """The arena, and the accumulators where the budget counts them."""
+        call = work.call_shape(place.device_type, spec.backward)
+        scaled = spec.divided is not None and scales(kernel, work)
+        rows = self.task_rows(schedule.decomposition, work)
+        layout = slot_layout(spec, work, schedule.group, rows, place.result_dtype, scaled=scaled)
+        homes: tuple[int, ...] = ()
+        if place.counts(self.accumulator):
+            homes = tuple(aligned(size) for size in kept_bytes(spec, work))
+            if place.result_dtype != work.state_dtype:
+                homes += state_bytes(spec, work, schedule.group)
+        return Bytes(
+            self.streams * spec.workspace(kernel, call, schedule.extent(work)),
+            self.n_cap * layout.slot_bytes,
+            homes,
+            (*bytes_before(spec, work, kernel, place), *result_bytes(spec, work, place)),
+        )
+
+    def load(self, schedule: Schedule, work: Workload, spec: PassSpec, place: Placement) -> Load:
+        """Inputs in with every visit of a row, and states in and out."""
+        units = count_groups(work, schedule.group) * schedule.n_tasks
+        inputs, states = moved_bytes(spec, work)
+        visits = schedule.visits(work)
+        up, down = visits * inputs, float(states)
+        if self.accumulator == "host":
+            # Trimmed tasks may leave out rows altogether.
+            up += max(0.0, visits - 1.0) * states
+            down = visits * states
+        return Load(
+            units=units,
+            up=up,
+            down=down,
+            resident=place.resident,
+            hidden_by=max(1, units) if self.n_cap > 1 else 1,
+            set_up=units,
+            run_copies=len(spec.inputs) + 2 * len(spec.states),
+            passes=1,
+            even=schedule.decomposition.depth < 2,
+        )
+
+    def slots(self, **changes: Any) -> Slots:
+        """These, with other fields."""
+        return replace(self, **changes) if changes else self
+
+    def fallback(self, schedule: Schedule, work: Workload) -> None:
+        """The runner sees to it, task by task."""
+        return
+
+    def groups(self, job: Job, schedule: Schedule) -> list[Group]:
+        """All of them."""
+        return list(groups(job.call.work, schedule.group))
+
+    def run(
+        self, job: Job, schedule: Schedule, left: Sequence[Group], tools: Tools
+    ) -> Iterator[int]:
+        """Make the results of the head groups ``left``, to the end; the runner counts units."""
+        call, spec = job.call, job.spec
+        home = Residency.of_home(self.accumulator, call.device)
+        results = job.results.make(home.device)
+        final = [
+            RowTensor(_with_columns(result, state), state.axis)
+            for state, result in zip(spec.states, results, strict=True)
+        ]
+        homes = [
+            rows
+            if job.results.dtype_of(state) == call.work.state_dtype
+            else GroupBuffer(_accumulator(job, schedule, state, home), state.axis)
+            for state, rows in zip(spec.states, final, strict=True)
+        ]
+        inputs = tuple(
+            Input(item.name, RowTensor(_with_columns(job.tensors[item.name], item), item.axis))
+            for item in spec.inputs
+        )
+        scalings: list[BackwardScaling] = []
+
+        def make_pass(schedule: Schedule, tools: Tools) -> Pass:
+            scaling = BackwardScaling(call.work, call.device) if job.scaled else None
+            if scaling is not None:
+                scalings.append(scaling)
+            return _make_pass(job, schedule, tools, inputs, homes, final, scaling)
+
+        moved = [*job.tensors.values(), *results]
+        moved.extend(kept.tensor for kept in homes if isinstance(kept, GroupBuffer))
+        try:
+            run(job, schedule, left, make_pass, moved, tools)
+        finally:
+            job.repeated(sum(scaling.repeated for scaling in scalings))
+        return iter(())
 
 
 def _make_pass(
@@ -103,7 +253,7 @@ def _make_pass(
         prepare=None if scaling is None else scaling.prepare,
         spoiled=None if scaling is None else scaling.spoiled,
         mended=None if scaling is None else scaling.mended,
-        factor=job.factor if job.divided else None,
+        factor=job.factor if job.is_divided else None,
         passed_on=frozenset(
             item.name for item in spec.inputs if item.name != divided and layout.keeps(item.name)
         ),
@@ -123,7 +273,7 @@ def _gathered(job: Job, schedule: Schedule, unit: Unit, tools: Tools) -> TaskTen
         schedule.max_keys,
     )
     three = (unit.fields["query"], unit.fields["key"], unit.fields["value"])
-    return job.task(schedule, unit.group, tools, task, rectangles, three)
+    return job.task(schedule.limits, unit.group, tools, task, rectangles, three)
 
 
 def _with_columns(tensor: torch.Tensor, rows: RowSpec) -> torch.Tensor:

@@ -9,39 +9,118 @@ place. A few kernel calls do what as many tasks would take several each for.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
-from quorum_attention.decomposition import Decomposition, Rectangle, Task
+from quorum_attention.decomposition import Decomposition
 from quorum_attention.execution.job import Job
+from quorum_attention.execution.pass_spec import PassSpec
+from quorum_attention.execution.placement import Placement
+from quorum_attention.execution.routes.choice import Choice
+from quorum_attention.execution.routes.over_inputs import OverInputs, all_rectangles
+from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.rows import group_part
-from quorum_attention.execution.scaling import Computed, Level
-from quorum_attention.execution.schedule import Schedule
+from quorum_attention.execution.scaling import Computed, Level, scales
+from quorum_attention.execution.schedule import Lies, Schedule
+from quorum_attention.execution.takes import Bytes, Load, kept_bytes, state_bytes
 from quorum_attention.execution.tools import Tools
-from quorum_attention.execution.workload import Group, Workload
+from quorum_attention.execution.workload import Group, GroupSize, Workload, count_groups
 from quorum_attention.kernels.copies import copy_on_device
-from quorum_attention.kernels.protocol import TaskTensors
+from quorum_attention.kernels.protocol import InnerKernel, TaskTensors
 from quorum_attention.kernels.scaling import Scaling
 
-
-@lru_cache(maxsize=64)
-def _all_rectangles(work: Workload, shape: Decomposition) -> tuple[Task, tuple[Rectangle, ...]]:
-    """Every pair of a head group as rectangles of one task."""
-    task = shape.whole()
-    return task, task.rectangles(work.is_causal, work.n_queries, work.n_keys)
+# More than a scaled backward notes of a head.
+_SMALL_BYTES = 512
 
 
-def together(job: Job, schedule: Schedule, left: Sequence[Group], tools: Tools) -> Iterator[int]:
-    """Make the results of the head groups ``left``, one after the other; yields after each."""
-    job.results.make()
-    task, rectangles = _all_rectangles(job.call.work, schedule.decomposition)
-    remaining = list(left)
-    for done, group in enumerate(remaining, start=1):
-        tensors = job.lying(schedule, group, tools, task, rectangles)
-        job.repeated(compute_group(job, tensors, group, tools))
-        job.tell(done, len(remaining))
-        yield schedule.decomposition.n_tasks
+@dataclass(frozen=True, slots=True)
+class Together(OverInputs):
+    """All tasks of a head group as one.
+
+    Attributes:
+        streams: kernel calls in flight at once.
+    """
+
+    streams: int = 1
+
+    words: ClassVar[str] = "inputs in place, all tasks of a head group at once"
+
+    @property
+    def trimmed(self) -> None:
+        """There are no tasks to leave anything out of."""
+        return
+
+    def __post_init__(self) -> None:
+        if self.streams < 1:
+            raise ValueError(f"streams must be at least 1, got {self.streams}")
+
+    @classmethod
+    def offered(cls, choice: Choice) -> Iterator[Together]:
+        """Those that a search looks at."""
+        return map(cls, choice.streams)
+
+    def task_rows(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
+        """All of them."""
+        return work.n_queries, work.n_keys
+
+    def runs(
+        self, schedule: Schedule, work: Workload, kernel: InnerKernel, spec: PassSpec, lies: Lies
+    ) -> bool:
+        """Whether nothing has to be moved, and no mask be cut."""
+        return work.mask is None and lies.in_place and lies.lse_here
+
+    def takes(
+        self,
+        schedule: Schedule,
+        work: Workload,
+        kernel: InnerKernel,
+        spec: PassSpec,
+        place: Placement,
+    ) -> Bytes:
+        """The states of a head group, and of all of them what is returned."""
+        call = work.call_shape(place.device_type, spec.backward)
+        if spec.divided is not None and scales(kernel, work):
+            states = scaled_bytes(spec, work, schedule.group)
+        else:
+            states = state_bytes(spec, work, schedule.group)
+        return Bytes(
+            self.streams * spec.workspace(kernel, call, schedule.extent(work)),
+            0,
+            (*states, *kept_bytes(spec, work)),
+            self.results(schedule, work, kernel, spec, place),
+        )
+
+    def load(self, schedule: Schedule, work: Workload, spec: PassSpec, place: Placement) -> Load:
+        """One unit for each head group."""
+        units = count_groups(work, schedule.group)
+        return Load(units=units, at_once=True, begun=units)
+
+    def slots(self, **changes: Any) -> Slots:
+        """One, with as many calls in flight."""
+        return Slots(1, "device", self.streams).slots(**changes)
+
+    def run(
+        self, job: Job, schedule: Schedule, left: Sequence[Group], tools: Tools
+    ) -> Iterator[int]:
+        """Make the results of the head groups ``left``, one after the other."""
+        job.results.make()
+        task, rectangles = all_rectangles(job.call.work, schedule.decomposition)
+        remaining = list(left)
+        for done, group in enumerate(remaining, start=1):
+            tensors = job.lying(schedule.limits, group, tools, task, rectangles)
+            job.repeated(compute_group(job, tensors, group, tools))
+            job.tell(done, len(remaining))
+            yield schedule.decomposition.n_tasks
+
+
+def scaled_bytes(spec: PassSpec, work: Workload, group: GroupSize) -> tuple[int, ...]:
+    """Of the states of ``compute_group`` where it is scaled: with a copy of the input that is
+    divided, and small numbers for every head."""
+    divided = next(item for item in spec.inputs if item.name == spec.divided)
+    copy = divided.count(work, group) * work.element_bytes
+    return (*state_bytes(spec, work, group), copy, *(_SMALL_BYTES,) * 4)
 
 
 def compute_group(job: Job, task: TaskTensors, group: Group, tools: Tools) -> int:

@@ -3,59 +3,193 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any, ClassVar
 
 import torch
 
-from quorum_attention.decomposition import Rectangle
+from quorum_attention.decomposition import Decomposition, Rectangle
 from quorum_attention.execution.call import flat_batch, operand
 from quorum_attention.execution.job import Job
-from quorum_attention.execution.routes.together import compute_group
+from quorum_attention.execution.pass_spec import PassSpec
+from quorum_attention.execution.placement import Placement
+from quorum_attention.execution.routes.slots import Slots
+from quorum_attention.execution.routes.together import compute_group, scaled_bytes
 from quorum_attention.execution.rows import group_part
 from quorum_attention.execution.scaling import all_finite, scales
-from quorum_attention.execution.schedule import Schedule
+from quorum_attention.execution.schedule import Fallback, Home, Lies, Schedule
+from quorum_attention.execution.takes import (
+    Bytes,
+    Load,
+    bytes_before,
+    copied_bytes,
+    kept_bytes,
+    result_bytes,
+)
 from quorum_attention.execution.tools import Tools
-from quorum_attention.execution.workload import Group, GroupSize, Workload, groups
+from quorum_attention.execution.workload import Group, GroupSize, Workload, count_groups, groups
 from quorum_attention.kernels.outside import capturing
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.traits import whole_calls
 
 
-def runs_directly(job: Job, schedule: Schedule) -> bool:
-    """Whether the inner kernel can take the inputs as they lie: no slots, nothing to merge."""
-    call = job.call
-    if not (job.in_place and runs_whole(call.work, schedule, call.kernel)):
-        return False
-    if not job.spec.backward:
-        return True
-    return gives_directly(call.kernel, call.work, job.results.dtype, divided=job.divided)
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """One kernel call for each head group, or for all of them: nothing is cut.
 
-
-def gives_directly(
-    kernel: InnerKernel, work: Workload, dtype: torch.dtype, *, divided: bool
-) -> bool:
-    """Whether an operator's gradients can be the results as they are.
-
-    Args:
-        dtype: of the results. What a scaled backward rounds to 16 bits is not right in 32.
-        divided: the upstream gradient was divided (execution/upstream.py).
+    Attributes:
+        otherwise: the slots that it goes through where it cannot run.
     """
-    return not divided and (dtype == work.dtype or not scales(kernel, work))
+
+    otherwise: Slots = field(default_factory=Slots)
+
+    accumulators: ClassVar[str] = "none"
+    measured: ClassVar[bool] = False
+    words: ClassVar[str] = "inputs in place, nothing to merge"
+
+    @property
+    def n_cap(self) -> int:
+        """Slots, where it goes through some."""
+        return self.otherwise.n_cap
+
+    @property
+    def accumulator(self) -> Home:
+        """Where the travelling state lives, where there is some."""
+        return self.otherwise.accumulator
+
+    @property
+    def streams(self) -> int:
+        """One call at a time."""
+        return 1
+
+    @property
+    def trimmed(self) -> None:
+        """Nothing is left out."""
+        return
+
+    def check(self, shape: Decomposition, group: GroupSize) -> None:
+        """Refuse a decomposition into several tasks."""
+        if shape.depth:
+            raise ValueError(f"levels {shape.levels} are not one whole call")
+
+    def task_rows(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
+        """All of them."""
+        return work.n_queries, work.n_keys
+
+    def limits(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
+        """There is one rectangle."""
+        return work.n_queries, work.n_keys
+
+    def runs(
+        self, schedule: Schedule, work: Workload, kernel: InnerKernel, spec: PassSpec, lies: Lies
+    ) -> bool:
+        """Whether the kernel can take all of a head group in one call, and give the results."""
+        if not lies.in_place or (spec.backward and not _gives_results(work, kernel, lies)):
+            return False
+        # Several batch dimensions may have no flat view: entries are then run one by one.
+        every = schedule.is_all(work) and len(work.batch_shape) <= 1
+        calls, masked = whole_calls(kernel), work.mask is not None
+        return (
+            calls is not None
+            and calls.takes_whole(work.heads, work.kv_heads, work.n_tokens, masked, every)
+            and _is_everything(_rectangles(work, schedule.decomposition), work)
+        )
+
+    def takes(
+        self,
+        schedule: Schedule,
+        work: Workload,
+        kernel: InnerKernel,
+        spec: PassSpec,
+        place: Placement,
+    ) -> Bytes:
+        """The kernel's own results are returned where nothing was given, or has to be cast."""
+        call = work.call_shape(place.device_type, spec.backward)
+        workspace = spec.workspace(kernel, call, replace(schedule.extent(work), direct=True))
+        accumulators: list[int] = []
+        for item in spec.inputs:
+            if item.of_state:
+                # Copied, to take -inf out of it, by a mask.
+                size = item.count(work) * work.state_dtype.itemsize
+                accumulators += [size, size, item.count(work)]
+        repeated = spec.divided is not None and scales(kernel, work)
+        if repeated:
+            # One head at a time where an operator's gradients are not finite.
+            one = replace(schedule, group=GroupSize(1, 1))
+            accumulators += scaled_bytes(spec, work, one.group)
+            workspace = max(workspace, spec.workspace(kernel, call, one.extent(work)))
+        results = result_bytes(spec, work, place)
+        if not schedule.is_all(work):
+            results += kept_bytes(spec, work)
+        elif place.result_dtype == work.dtype and not repeated:
+            results = ()
+        copied = copied_bytes(spec, work, schedule.group, place)
+        before = bytes_before(spec, work, kernel, place)
+        return Bytes(workspace, 0, tuple(accumulators), (*before, *copied, *results))
+
+    def load(self, schedule: Schedule, work: Workload, spec: PassSpec, place: Placement) -> Load:
+        """The calls, and nothing else."""
+        return Load(units=count_groups(work, schedule.group), uncut=True, merges=False)
+
+    def slots(self, **changes: Any) -> Slots:
+        """Those given."""
+        return self.otherwise.slots(**changes)
+
+    def fallback(self, schedule: Schedule, work: Workload) -> Fallback:
+        """One level, through one slot."""
+        deeper = schedule.deeper(work).changed(n_cap=1)
+        return Fallback(deeper, "monolithic call out of memory", "depth 0 -> 1")
+
+    def groups(self, job: Job, schedule: Schedule) -> list[Group]:
+        """One for each call of the kernel: everything, or one batch entry's.
+
+        Where something the pass reads has no (b, heads, n, d) view, entries are run one by one.
+        """
+        work = job.call.work
+        rows = (job.tensors[item.name] for item in job.spec.inputs if item.width != "one")
+        size = schedule.group
+        if not schedule.is_all(work) or any(flat_batch(t) is None for t in rows):
+            size = replace(size, batch=1)
+        return list(groups(work, size))
+
+    def run(
+        self, job: Job, schedule: Schedule, left: Sequence[Group], tools: Tools
+    ) -> Iterator[int]:
+        """Make the results of the head groups ``left``, a kernel call at a time."""
+        call, work = job.call, job.call.work
+        task = schedule.decomposition.task(())
+        (rectangle,) = _rectangles(work, schedule.decomposition)
+        every = next(groups(work, GroupSize(work.batch, work.kv_heads)))
+        lse = job.tensors.get("lse")
+        if lse is not None:
+            lse = _without_empty_rows(lse.to(call.device))
+        remaining = list(left)
+        for done, group in enumerate(remaining, start=1):
+            alone = None if group == every else group
+            parts = _of_call(job, alone, lse, rectangle.causal, job.bias(group, task)(rectangle))
+            if parts is None:
+                job.repeated(1)
+                _scaled(job, schedule, group, tools)
+            elif alone is None:
+                job.results.take(parts)
+            else:
+                for state, result, part in zip(
+                    job.spec.states, job.results.make(), parts, strict=True
+                ):
+                    group_part(result, group, state.axis).copy_(part)
+                    # Let go before the next group's are made: the plan counts one group's results.
+                    del part
+            del parts
+            job.tell(done, len(remaining))
+            yield 1
 
 
-def runs_whole(work: Workload, schedule: Schedule, kernel: InnerKernel) -> bool:
-    """Whether ``kernel`` can take all of a head group in one call of its operator."""
-    masked = work.mask is not None
-    # Several batch dimensions may have no flat view: entries are then run one by one.
-    every = schedule.group == GroupSize(work.batch, work.kv_heads) and len(work.batch_shape) <= 1
-    calls = whole_calls(kernel)
-    return (
-        schedule.decomposition.depth == 0
-        and calls is not None
-        and calls.takes_whole(work.heads, work.kv_heads, work.n_tokens, masked, every)
-        and _is_everything(_rectangles(work, schedule), work)
-    )
+def _gives_results(work: Workload, kernel: InnerKernel, lies: Lies) -> bool:
+    """Whether an operator's gradients can be the results as they are. (What a scaled backward
+    rounds to 16 bits is not right in 32.)"""
+    exact = lies.result_dtype == work.dtype or not scales(kernel, work)
+    return exact and not lies.is_divided
 
 
 def _is_everything(rectangles: tuple[Rectangle, ...], work: Workload) -> bool:
@@ -66,51 +200,8 @@ def _is_everything(rectangles: tuple[Rectangle, ...], work: Workload) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _rectangles(work: Workload, schedule: Schedule) -> tuple[Rectangle, ...]:
-    return schedule.decomposition.task(()).rectangles(
-        work.is_causal, work.n_queries, work.n_keys, schedule.max_queries, schedule.max_keys
-    )
-
-
-def groups_of(job: Job, schedule: Schedule) -> list[Group]:
-    """The head groups of the kernel's calls: everything, or one batch entry's at a time.
-
-    Where something the pass reads has no (b, heads, n, d) view, batch entries are run one by one.
-    """
-    work = job.call.work
-    rows = (job.tensors[item.name] for item in job.spec.inputs if item.width != "one")
-    size = schedule.group
-    if size != GroupSize(work.batch, work.kv_heads) or any(flat_batch(t) is None for t in rows):
-        size = replace(size, batch=1)
-    return list(groups(work, size))
-
-
-def whole(job: Job, schedule: Schedule, left: Sequence[Group], tools: Tools) -> Iterator[int]:
-    """Make the results of the head groups ``left``, a kernel call at a time; yields after each."""
-    call, work = job.call, job.call.work
-    task = schedule.decomposition.task(())
-    (rectangle,) = _rectangles(work, schedule)
-    every = next(groups(work, GroupSize(work.batch, work.kv_heads)))
-    lse = job.tensors.get("lse")
-    if lse is not None:
-        lse = _without_empty_rows(lse.to(call.device))
-    remaining = list(left)
-    for done, group in enumerate(remaining, start=1):
-        alone = None if group == every else group
-        parts = _of_call(job, alone, lse, rectangle.causal, job.bias(group, task)(rectangle))
-        if parts is None:
-            job.repeated(1)
-            _scaled(job, schedule, group, tools)
-        elif alone is None:
-            job.results.take(parts)
-        else:
-            for state, result, part in zip(job.spec.states, job.results.make(), parts, strict=True):
-                group_part(result, group, state.axis).copy_(part)
-                # Let go before the next group's are made: the plan counts one group's results.
-                del part
-        del parts
-        job.tell(done, len(remaining))
-        yield 1
+def _rectangles(work: Workload, shape: Decomposition) -> tuple[Rectangle, ...]:
+    return shape.task(()).rectangles(work.is_causal, work.n_queries, work.n_keys)
 
 
 def at_once(job: Job) -> tuple[torch.Tensor, ...] | None:
@@ -173,4 +264,4 @@ def _scaled(job: Job, schedule: Schedule, group: Group, tools: Tools) -> None:
     for entry in group.entries:
         for head in range(group.kv_start, group.kv_stop):
             one = replace(group, entries=(entry,), kv_start=head, kv_stop=head + 1)
-            compute_group(job, job.lying(schedule, one, tools, task, rectangles), one, tools)
+            compute_group(job, job.lying(schedule.limits, one, tools, task, rectangles), one, tools)

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 import quorum_attention as qa
 from quorum_attention.decomposition import MASKED, MIXED, Decomposition
+from quorum_attention.execution.routes import in_place as routes
 from quorum_attention.execution.routes.in_place import rectangles_in_place
+from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.shares import count_shared, shares
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels import Gradients, Statistics, TaskTensors, Traits, task_calls
@@ -195,7 +197,8 @@ def test_results_are_those_through_slots(name: str, sizes, is_causal: bool) -> N
     for sweep in (True, False):
         kernel = InPlace(MASKS[name])
         planned = plans(given, kernel, is_causal, sweep)
-        assert all(p.schedule.one_by_one == sweep for p in planned)
+        route = routes.InPlace if sweep else Slots
+        assert all(isinstance(p.schedule.route, route) for p in planned)
         found.append(run(given, kernel, is_causal, planned))
         assert bool(kernel.in_place) == (sweep and name != "nothing at all")
     for mine, theirs in zip(*found, strict=True):
@@ -213,7 +216,7 @@ def test_batches_head_groups_and_strided_inputs(dtype: torch.dtype) -> None:
     kernel = InPlace(None)
     for more in ({}, {"heads_per_group": 2}):
         planned = plans(given, kernel, True, **more)
-        assert planned[0].schedule.one_by_one
+        assert isinstance(planned[0].schedule.route, routes.InPlace)
         out, _, *grads = run(given, kernel, True, planned)
         right = exact(given, is_causal=True, gradients=True)
         tolerance = 5e-3 if dtype == torch.float16 else 1e-4
@@ -268,7 +271,7 @@ def test_groups_that_are_done_are_not_computed_again(backward: bool) -> None:
         n, heads=4, head_dim=8, dtype=torch.float32, is_causal=True, levels=(7,), tile=8,
         sweep=True, heads_per_group=1, kernel=kernel, device="cpu", backward=backward,
     )  # fmt: skip
-    assert made.schedule.one_by_one
+    assert isinstance(made.schedule.route, routes.InPlace)
     out, lse = qa.attention_with_lse(*given.three, is_causal=True)
     reference = exact(given, is_causal=True, gradients=True)
     kernel.fail_at = {7 * 2 + 3}
@@ -367,7 +370,7 @@ def test_shared_rows_alone_have_a_state() -> None:
         kernel = InPlace(mask)
         plan = qa.plan(n, levels=(7,), heads=1, head_dim=8, dtype=torch.float16, is_causal=True,
                        kernel=kernel, device="cpu", sweep=True)  # fmt: skip
-        assert plan.schedule.one_by_one
+        assert isinstance(plan.schedule.route, routes.InPlace)
         whole = 4 * n * 9 + 4 * n
         assert plan.candidate.footprint.accumulators <= most * whole + 4 * n
     tally = plan_of_window = qa.plan(
