@@ -1,0 +1,183 @@
+"""Rows into and out of slots: by address, in batches, in pitches or by torch, the same rows.
+
+The CUDA mover runs here with streams that do nothing and a runtime that copies host memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers_movers import HEADS, LAYS, PIECES, ROWS, Lay, loaded, n_bytes, stored
+
+from quorum_attention.execution.control.visits import Rows
+from quorum_attention.execution.device import cuda_mover
+from quorum_attention.execution.device.clock import HostClock, NoClock
+from quorum_attention.execution.device.cuda_mover import CudaMover
+from quorum_attention.execution.device.mover import Mover
+
+GPU = torch.device("cuda", 0)
+
+
+class Runtime:
+    """cuda-bindings' runtime, as far as the mover uses it, on host memory; counts its calls."""
+
+    cudaMemcpyKind = SimpleNamespace(cudaMemcpyDefault=4)  # noqa: N815
+    cudaMemcpySrcAccessOrder = SimpleNamespace(cudaMemcpySrcAccessOrderStream=1)  # noqa: N815
+    cudaMemcpyAttributes = SimpleNamespace  # noqa: N815
+
+    def __init__(self, batch_status: int = 0, status: int = 0) -> None:
+        self.batch_status, self.status = batch_status, status
+        self.batches, self.singles, self.pitched = 0, 0, 0
+
+    def cudaMemcpyBatchAsync(self, targets, sources, sizes, count, *rest):  # type: ignore[no-untyped-def]
+        self.batches += 1
+        if self.batch_status == 0:
+            for target, source, size in zip(targets, sources, sizes, strict=True):
+                ctypes.memmove(target, source, size)
+        return (self.batch_status,)
+
+    def cudaMemcpyAsync(self, target, source, size, kind, stream):  # type: ignore[no-untyped-def]
+        self.singles += 1
+        if self.status == 0:
+            ctypes.memmove(target, source, size)
+        return (self.status,)
+
+    def cudaMemcpy2DAsync(self, target, pitch, source, source_pitch, length, lines, kind, stream):  # type: ignore[no-untyped-def]
+        self.pitched += 1
+        for line in range(lines):
+            ctypes.memmove(target + line * pitch, source + line * source_pitch, length)
+        return (self.status,)
+
+
+class Nothing:
+    """A stream or an event."""
+
+    cuda_stream = 0
+
+    def __init__(self, *device: object) -> None: ...
+    def wait_event(self, event: object) -> None: ...
+    def wait_stream(self, stream: object) -> None: ...
+    def record(self, stream: object) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+class Locks:
+    """Everything, or nothing, is page-locked."""
+
+    def __init__(self, every: bool) -> None:
+        self.every = every
+
+    def covers(self, tensor: torch.Tensor) -> bool:
+        return self.every
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes = {
+        "current_stream": Nothing,
+        "Stream": Nothing,
+        "Event": Nothing,
+        "current_device": lambda: 0,
+        "stream": lambda stream: nullcontext(),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+
+
+def made(monkeypatch, runtime: Runtime | None, *, locked: bool = True) -> CudaMover:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(cuda_mover, "_cuda_runtime", lambda: runtime)
+    return CudaMover(GPU, 2, Locks(locked), NoClock())  # type: ignore[arg-type]
+
+
+def check(mover: Mover, lay: Lay) -> None:
+    """There and back."""
+    far = lay.made()
+    slot = torch.zeros(HEADS, ROWS, lay.width)
+    with mover.input_stage(0):
+        mover.load(slot, far, PIECES)
+    assert torch.equal(slot, loaded(far))
+    target, state = lay.made(), torch.randn(HEADS, ROWS, lay.width)
+    expected = stored(target, state)
+    with mover.store_stage(0):
+        mover.store(target, state, PIECES)
+    mover.finish(wait=True)
+    assert torch.equal(target, expected)
+    assert mover.loaded_bytes == mover.stored_bytes == n_bytes(slot)
+
+
+@pytest.mark.parametrize("lay", LAYS, ids=str)
+def test_in_order(lay: Lay) -> None:
+    check(Mover(NoClock()), lay)
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("lay", LAYS, ids=str)
+@pytest.mark.parametrize("locked", [True, False])
+@pytest.mark.parametrize("runtime", ["batches", "old driver", "none"])
+def test_on_streams(lay: Lay, locked: bool, runtime: str, monkeypatch) -> None:
+    bindings = None if runtime == "none" else Runtime(batch_status=runtime == "old driver")
+    check(made(monkeypatch, bindings, locked=locked), lay)
+    if bindings is None:
+        return
+    dense = lay.name == "dense" and lay.dtype == torch.float32
+    pieces = len(PIECES) * HEADS * 2
+    if locked and dense:
+        # A driver that refuses a batch is not asked again.
+        batches, singles = (2, 0) if runtime == "batches" else (1, pieces)
+        assert (bindings.batches, bindings.singles) == (batches, singles)
+    else:
+        assert (bindings.batches, bindings.singles) == (0, 0)
+    # A single row needs no pitch.
+    by_pitch = (len(PIECES) - 1) * HEADS * 2
+    assert bindings.pitched == (by_pitch if locked and lay.name == "gaps between rows" else 0)
+
+
+@pytest.mark.usefixtures("cuda")
+def test_copies_of_a_stage_that_failed_are_forgotten(monkeypatch) -> None:
+    runtime = Runtime()
+    mover = made(monkeypatch, runtime)
+    far, slot = LAYS[0].made(), torch.zeros(HEADS, ROWS, LAYS[0].width)
+
+    def failing() -> None:
+        with mover.input_stage(0):
+            mover.load(slot, far, PIECES)
+            raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):
+        failing()
+    assert runtime.batches == 0
+    with mover.input_stage(0):
+        mover.load(slot, far, (Rows(0, 1, 0),))
+    assert torch.equal(slot[:, :1], far[:, :1])
+    assert not slot[:, 1:].any()
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("lay", [LAYS[0], LAYS[3]], ids=str)
+def test_a_copy_that_fails_is_an_error(lay: Lay, monkeypatch) -> None:
+    mover = made(monkeypatch, Runtime(batch_status=1, status=700))
+    slot = torch.zeros(HEADS, ROWS, lay.width)
+
+    def load() -> None:
+        with mover.input_stage(0):
+            mover.load(slot, lay.made(), PIECES)
+
+    with pytest.raises(RuntimeError, match=r"failed: 700"):
+        load()
+
+
+def test_stages_are_timed_by_their_direction() -> None:
+    clock = HostClock()
+    mover = Mover(clock)
+    far, slot = LAYS[0].made(), torch.zeros(HEADS, ROWS, LAYS[0].width)
+    with mover.input_stage(0):
+        mover.load(slot, far, PIECES)
+    assert clock.seconds()["h2d"] > 0
+    assert clock.seconds()["d2h"] == 0
+    with mover.store_stage(0):
+        mover.store(far, slot, PIECES)
+    assert clock.seconds()["d2h"] > 0

@@ -1,0 +1,142 @@
+"""A GPU as a device: copies, lanes, page locks, clock and memory, each by itself."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from helpers_movers import HEADS, LAYS, PIECES, ROWS, Lay, loaded, n_bytes, stored
+
+from quorum_attention.execution.control.visits import Rows
+from quorum_attention.execution.device.clock import NoClock
+from quorum_attention.execution.device.cuda import Cuda
+from quorum_attention.execution.device.lookup import best_device
+from quorum_attention.execution.device.residency import Residency
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+MIB = 1 << 20
+
+
+@pytest.fixture
+def gpu() -> Iterator[torch.device]:
+    gc.collect()
+    torch.cuda.empty_cache()
+    yield best_device()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("lay", LAYS, ids=str)
+@pytest.mark.parametrize("where", ["cpu", "pinned", "cuda"])
+def test_rows_go_there_and_back(gpu: torch.device, lay: Lay, where: str) -> None:
+    backend = Cuda()
+    far = lay.made("cpu" if where == "pinned" else where, pinned=where == "pinned")
+    target = lay.made("cpu" if where == "pinned" else where, pinned=where == "pinned")
+    state = torch.randn(HEADS, ROWS, lay.width)
+    expected_in, expected_out = loaded(far.cpu()), stored(target, state)
+    slot, full = torch.zeros(HEADS, ROWS, lay.width, device=gpu), state.to(gpu)
+    torch.cuda.synchronize()
+    with backend.page_locks([far, target]) as locks:
+        mover = backend.mover(gpu, 2, locks, NoClock())
+        with mover.input_stage(0):
+            mover.load(slot, far, PIECES)
+        with mover.state_stage(0, 1):
+            pass
+        with mover.compute_stage(0):
+            copied = slot.clone()
+        with mover.store_stage(0):
+            mover.store(target, full, PIECES)
+        mover.finish(wait=True)
+    assert torch.equal(copied.cpu(), expected_in)
+    assert torch.equal(target.cpu(), expected_out)
+    assert mover.loaded_bytes == mover.stored_bytes == n_bytes(slot)
+
+
+def test_a_slot_is_loaded_again_only_after_it_was_read(gpu: torch.device) -> None:
+    """Twenty units through one slot: each computes on what was loaded for it, and stores that."""
+    backend, rows = Cuda(), 1 << 16
+    source = torch.randn(20, rows, 16).pin_memory()
+    results = torch.zeros_like(source).pin_memory()
+    slot = torch.empty(1, rows, 16, device=gpu)
+    whole = (Rows(0, rows, 0),)
+    with backend.page_locks(()) as locks:
+        mover = backend.mover(gpu, 1, locks, NoClock())
+        for number in range(20):
+            with mover.input_stage(0):
+                mover.load(slot, source[number : number + 1], whole)
+            with mover.state_stage(0, 0):
+                pass
+            with mover.compute_stage(0):
+                slot.mul_(2).add_(number)
+            with mover.store_stage(0):
+                mover.store(results[number : number + 1], slot, whole)
+        mover.finish(wait=True)
+    for number in range(20):
+        assert torch.equal(results[number], source[number] * 2 + number)
+
+
+def test_pageable_memory_is_locked_within_the_block(gpu: torch.device) -> None:
+    tensor = torch.zeros(32 * MIB, dtype=torch.uint8)
+    with Cuda().page_locks([tensor, tensor[MIB:]]) as locks:
+        assert locks.covers(tensor)
+        assert locks.covers(tensor[MIB:])
+    assert not locks.covers(tensor)
+
+
+def test_accumulators_on_the_host_are_page_locked(gpu: torch.device) -> None:
+    made = Residency.of_home("host", gpu).travelling((4, 100), torch.float32, gpu)
+    assert made.is_pinned()
+    assert Residency.of_home("device", gpu).travelling((4,), torch.float32, gpu).device == gpu
+
+
+def test_merges_of_lanes_follow_each_other(gpu: torch.device) -> None:
+    lanes = Cuda().lanes(gpu, 2)
+    assert lanes is not None
+    total = torch.zeros(1 << 22, device=gpu)
+    with lanes.task():
+        for number in range(8):
+            with lanes.call(number):
+                part = torch.full_like(total, float(number + 1))
+                with lanes.merge(number):
+                    # Neither associative nor commutative.
+                    total.mul_(2).add_(part)
+    wanted = 0.0
+    for number in range(8):
+        wanted = 2 * wanted + number + 1
+    assert torch.equal(total, torch.full_like(total, wanted))
+    assert Cuda().lanes(gpu, 1) is None
+
+
+def test_the_clock_measures_what_the_device_does(gpu: torch.device) -> None:
+    clock, matrix = Cuda().clock(), torch.randn(4096, 4096, device=gpu)
+    with clock.timed("compute"):
+        for _ in range(10):
+            matrix = torch.nn.functional.normalize(matrix @ matrix)
+    seconds = clock.seconds()
+    assert 1e-4 < seconds["compute"] < 10
+    assert seconds["h2d"] == 0
+
+
+def test_memory_is_counted(gpu: torch.device) -> None:
+    backend = Cuda()
+    free = backend.free_bytes(gpu)
+    counted = backend.count_peak(gpu)
+    assert counted is not None
+    arena = backend.allocate(64 * MIB, gpu)
+    assert backend.free_bytes(gpu) <= free - 60 * MIB
+    del arena
+    assert 64 * MIB <= counted() <= 66 * MIB
+    backend.give_back_cached()
+    assert abs(backend.free_bytes(gpu) - free) < 16 * MIB
+
+
+def test_a_calibration_is_for_this_device(gpu: torch.device) -> None:
+    backend, sizes = Cuda(), Cuda().trial_sizes(gpu)
+    properties = torch.cuda.get_device_properties(gpu)
+    assert sizes.rows == 8 * 128 * properties.multi_processor_count
+    found = backend.rates(gpu, torch.float16, 64)
+    assert found["wave_rows"] == 128 * properties.multi_processor_count
+    assert found["cache_bytes"] == properties.L2_cache_size // 3
+    backend.both_ways(gpu, MIB)()
+    backend.synchronize(gpu)
