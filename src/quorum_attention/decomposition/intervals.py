@@ -92,7 +92,8 @@ def union(intervals: Iterable[tuple[int, int]], gap: int = 1) -> list[Interval]:
     """The positions that any of ``intervals`` has, which may come in any order and overlap.
 
     Args:
-        gap: intervals with fewer than so many positions between them become one.
+        gap: intervals with fewer than so many positions between them become one; with 0, only
+            those that overlap.
     """
 
     def continued(one: Interval, after: Interval) -> Interval | None:

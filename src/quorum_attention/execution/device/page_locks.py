@@ -7,6 +7,7 @@ from types import TracebackType
 
 import torch
 
+from quorum_attention.decomposition.intervals import union
 from quorum_attention.execution.memory import is_out_of_memory
 
 # Registering costs about 0.1 s/GiB and saves eight times the copy time: not worth it below this.
@@ -27,19 +28,17 @@ class PageLocks:
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        extents = sorted(
-            _extent(t)
-            for t in tensors
-            if t.device.type == "cpu"
-            and t.numel() * t.element_size() >= _WORTH_LOCKING_BYTES
-            and not t.is_pinned()
+        # Extents that overlap are locked as one; those that touch need not be.
+        self._wanted = union(
+            (
+                _extent(t)
+                for t in tensors
+                if t.device.type == "cpu"
+                and t.numel() * t.element_size() >= _WORTH_LOCKING_BYTES
+                and not t.is_pinned()
+            ),
+            gap=0,
         )
-        self._wanted: list[tuple[int, int]] = []
-        for start, stop in extents:
-            if self._wanted and start < self._wanted[-1][1]:
-                self._wanted[-1] = (self._wanted[-1][0], max(stop, self._wanted[-1][1]))
-            else:
-                self._wanted.append((start, stop))
         self._locked: list[tuple[int, int]] = []
 
     def __enter__(self) -> PageLocks:

@@ -18,13 +18,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quorum_attention.decomposition import CLEAR, MASKED, MIXED, Ranges, Rectangle, Task
+from quorum_attention.decomposition import (
+    CLEAR,
+    MASKED,
+    MIXED,
+    Ranges,
+    Rectangle,
+    Task,
+    Verdict,
+)
+from quorum_attention.decomposition.verdicts import both
 from quorum_attention.kernels.kit.masks import BlockMask
 from quorum_attention.kernels.outside import outside
 
 BLOCK = 128
 # Parts of a buffer begin at multiples of so many numbers: compiled code wants 16 bytes.
 _ALIGNED = 64
+_BOTH = np.array([[both(one, other) for other in Verdict] for one in Verdict], dtype=np.int8)
 
 Ints = NDArray[np.int64]
 Part = tuple[int, tuple[int, ...], tuple[int, ...]]
@@ -143,9 +153,8 @@ def _asked(mask: BlockMask, pairs: Geometry, nodes: Nodes) -> NDArray[np.int8]:
 
 
 def _both(one: NDArray[np.int8], other: NDArray[np.int8]) -> NDArray[np.int8]:
-    found = np.where((one == CLEAR) & (other == CLEAR), CLEAR, MIXED)
-    found[(one == MASKED) | (other == MASKED)] = MASKED
-    return found.astype(np.int8)
+    found: NDArray[np.int8] = _BOTH[one, other]
+    return found
 
 
 def _quarters(nodes: Nodes) -> Nodes:
