@@ -25,7 +25,7 @@ while the next one computes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -107,11 +107,13 @@ class Computed:
         """Whether a gradient is not finite that these inputs would have let be."""
         upstream = _finite_rows(self.grad_out)
         rows = upstream & _finite_rows(self.query) & _finite_rows(self.out)
-        if bool(_finite_rows(self.key).all()):
-            if not bool((_finite_rows(self.grad_query) | ~rows).all()):
-                return True
-            if bool(rows.all()) and not bool(_finite_rows(self.grad_key).all()):
-                return True
+        # No probability at all times a key or a value that is not finite is NaN, never infinity.
+        clean = bool(_finite_rows(self.key).all()) and bool(_finite_rows(self.value).all())
+        good = _finite_rows if clean else _rows_without_infinity
+        if not bool((good(self.grad_query) | ~rows).all()):
+            return True
+        if bool(rows.all()) and not bool(good(self.grad_key).all()):
+            return True
         # Probabilities are finite but where a score is NaN or plus infinity.
         broken = self.lse.isnan() | (self.lse == torch.inf)
         weighed = bool(upstream.all()) and not bool(broken.any())
@@ -257,8 +259,16 @@ def _by_head(unit: Unit, name: str) -> torch.Tensor:
 
 def _finite_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Which rows of (b, h, n, d) have finite elements alone, (b, h, n)."""
+    return _rows(tensor, torch.isfinite)
+
+
+def _rows_without_infinity(tensor: torch.Tensor) -> torch.Tensor:
+    return _rows(tensor, lambda part: ~torch.isinf(part))
+
+
+def _rows(tensor: torch.Tensor, good: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     batch, heads, rows, width = tensor.shape
     found = torch.empty(tensor.shape[:3], dtype=torch.bool, device=tensor.device)
     for block in row_blocks(batch, heads, rows, max(1, width)):
-        found[block] = torch.isfinite(tensor[block]).all(dim=-1)
+        found[block] = good(tensor[block]).all(dim=-1)
     return found
