@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import quorum_attention as qa
+from quorum_attention.decomposition import Decomposition, Task
 from quorum_attention.execution.cutting import Cutting
+from quorum_attention.execution.routes.slots import Slots
+from quorum_attention.execution.schedule import schedule_of
+from quorum_attention.execution.workload import GroupSize, Workload
 from quorum_attention.kernels import DenseKernel
+from quorum_attention.kernels.kit import from_score_mod, sliding_window
 
 
 @pytest.mark.parametrize("levels", [(), (7,), (3, 7)])
@@ -36,3 +45,64 @@ def test_cut_further_in_order() -> None:
     left = cutting.tasks(1)[3:5]
     paths = [task.path for task in cutting.further(left, 2)]
     assert paths == [(i, j) for i in (3, 4) for j in range(7)]
+
+
+def cut(n: int, window: int | None, levels: tuple[int, ...], *, backward: bool = False) -> Cutting:
+    kernel = DenseKernel()
+    if window is not None:
+        kernel = from_score_mod(None, sliding_window(window), compiled=False)
+    work = Workload((1,), 2, 2, n, n, 8, 8, torch.float32, True)
+    shape = Decomposition(n, levels, "aligned", 8)
+    planned = schedule_of(work, shape, GroupSize(1, 2), Slots(1, "device"))
+    return Cutting(planned, work, kernel, backward=backward)
+
+
+def kept(tasks: list[Task], n: int, window: int | None) -> Counter[tuple[int, int]]:
+    """Pairs of the window that tasks compute, and how often."""
+    found: Counter[tuple[int, int]] = Counter()
+    for task in tasks:
+        tokens = [t for start, stop, _ in task.runs for t in range(start, stop)]
+        for r in task.rectangles(True, n, n):
+            for i in range(r.query_start, r.query_stop):
+                stop = min(i + 1, r.key_stop) if r.causal else r.key_stop
+                for j in range(r.key_start, stop):
+                    q, k = tokens[i], tokens[j]
+                    if q < n and k < n and (window is None or q - k < window):
+                        found[q, k] += 1
+    return found
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    n=st.integers(1, 160),
+    window=st.none() | st.integers(1, 80),
+    levels=st.sampled_from([(), (3,), (7,)]),
+    done=st.integers(0, 7),
+    backward=st.booleans(),
+)
+def test_every_pair_once_however_it_is_cut(n, window, levels, done, backward) -> None:  # type: ignore[no-untyped-def]
+    """The first tasks are done; the others are cut further, as after a failure."""
+    cutting, depth = cut(n, window, levels, backward=backward), len(levels)
+    tasks = cutting.tasks(depth)
+    parts = cutting.further(tasks[done:], depth + 1)
+    wanted = {(i, j) for i in range(n) for j in range(i + 1) if window is None or i - j < window}
+    for every in (tasks, [*tasks[:done], *parts], cutting.tasks(depth + 1)):
+        counted = kept(every, n, window)
+        assert counted.keys() == wanted
+        assert set(counted.values()) <= {1}
+    for at, some in ((depth, tasks), (depth + 1, parts)):
+        slot = max(cutting.schedule(at).task_rows(cutting.work))
+        assert all(task.n_tokens <= slot for task in some)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_schedule_counts_the_tasks_that_are_left(window: int | None) -> None:
+    cutting = cut(1000, window, (7,))
+    tasks, found = cutting.tasks(1), cutting.schedule(1)
+    if window is None:
+        assert found.trimmed is None
+    else:
+        assert found.trimmed is not None
+        assert found.trimmed.largest == max(task.n_tokens for task in tasks)
+        assert found.trimmed.n_tasks == len(tasks)
+    assert found.changed(trimmed=None) == cutting.planned
