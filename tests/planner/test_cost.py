@@ -1,0 +1,148 @@
+"""Predicted seconds: what a machine does faster, or less often, takes no longer."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quorum_attention.decomposition import Decomposition
+from quorum_attention.execution.pass_spec import BACKWARD, FORWARD
+from quorum_attention.execution.placement import Placement
+from quorum_attention.execution.routes.slots import Slots
+from quorum_attention.execution.routes.together import Together
+from quorum_attention.execution.routes.whole import Whole
+from quorum_attention.execution.schedule import Schedule, schedule_of
+from quorum_attention.execution.workload import GroupSize, Workload
+from quorum_attention.planner.cost import Cost, cost
+from quorum_attention.planner.machine import Machine, assumed
+
+WORK = Workload((2,), 8, 2, 1 << 16, 1 << 16, 64, 64, torch.float16, True)
+PLACE = Placement("cuda", False, False, torch.float16)
+MACHINE = assumed("cuda", torch.float16)
+TERMS = ("arithmetic", "merge", "up", "down", "issue", "exposed", "fixed", "preparation")
+SPECS = pytest.mark.parametrize("spec", [FORWARD, BACKWARD], ids=["forward", "backward"])
+
+
+def schedule(levels=(7,), route=None, group=None, work=WORK) -> Schedule:  # type: ignore[no-untyped-def]
+    shape = Decomposition(work.n_tokens, levels)
+    return schedule_of(work, shape, group or GroupSize(1, 2), route or Slots(2, "host"))
+
+
+def of(made: Schedule, spec, *, work=WORK, place=PLACE, machine=MACHINE, launch=None) -> Cost:  # type: ignore[no-untyped-def]
+    return cost(work, made, machine, spec, place, launch)
+
+
+ROUTES = {
+    "slots": (Slots(2, "host"), (7,)),
+    "one slot": (Slots(1, "device"), (7, 7)),
+    "together": (Together(), (7,)),
+    "whole": (Whole(), ()),
+}
+
+
+@SPECS
+@pytest.mark.parametrize("route", list(ROUTES))
+def test_terms_are_seconds(route: str, spec) -> None:  # type: ignore[no-untyped-def]
+    made, levels = ROUTES[route]
+    place = replace(PLACE, resident=True)
+    found = of(schedule(levels, made), spec, place=place)
+    assert all(getattr(found, term) >= 0 for term in TERMS)
+    assert found.arithmetic > 0
+    assert 0 < found.seconds <= sum(getattr(found, term) for term in TERMS) * 2
+    # Nothing is copied or merged where the kernel runs on the inputs as they lie.
+    if route == "whole":
+        assert found.merge == found.up == found.down == 0
+    if route == "together":
+        assert found.up == found.down == 0 < found.merge
+
+
+@SPECS
+@pytest.mark.parametrize("route", list(ROUTES))
+@pytest.mark.parametrize(
+    "rate",
+    ["flops", "backward_flops", "merge_bytes_per_second", "up_bytes_per_second",
+     "down_bytes_per_second", "call_seconds", "copy_seconds", "unit_seconds", "pass_seconds"],
+)  # fmt: skip
+def test_a_faster_machine_is_no_slower(rate: str, route: str, spec) -> None:  # type: ignore[no-untyped-def]
+    made, levels = ROUTES[route]
+    better = 0.5 if rate.endswith("_seconds") else 2.0
+    faster = replace(MACHINE, **{rate: better * getattr(MACHINE, rate)})
+    before, after = (of(schedule(levels, made), spec, machine=m) for m in (MACHINE, faster))
+    assert after.seconds <= before.seconds
+    for term in TERMS:
+        assert getattr(after, term) <= getattr(before, term), term
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    parts=st.tuples(*(st.floats(0, 10),) * 4),
+    exposed=st.floats(0, 1),
+    even=st.booleans(),
+    overlaps=st.booleans(),
+)
+def test_the_whole_lies_between_the_slowest_part_and_the_sum(
+    parts, exposed, even, overlaps
+) -> None:  # type: ignore[no-untyped-def]
+    arithmetic, up, down, issue = parts
+    found = Cost(arithmetic, 0.0, up, down, issue, exposed, 0.5, 9.0, even, overlaps)
+    longest, total = max(parts), sum(parts)
+    assert longest + 0.5 <= found.seconds <= total + exposed + 0.5 + 1e-9
+    if not overlaps:
+        assert found.seconds == pytest.approx(total + 0.5)
+    elif even:
+        assert found.seconds == pytest.approx(longest + exposed + 0.5)
+
+
+def test_all_heads_cost_as_much_as_each_of_them() -> None:
+    """Arithmetic is that of all pairs, however heads are grouped and tokens are cut."""
+    plain = replace(MACHINE, wave_rows=0, filling_rows=0.0, filling_causal=0.0, cache_bytes=0,
+                    call_device_seconds=0.0, throttle=0.0)  # fmt: skip
+    wanted = 4.0 * 64 * WORK.pairs * WORK.batch * WORK.heads / plain.flops
+    for levels, route in (((), Whole()), ((7,), Slots()), ((13, 7), Slots()), ((13,), Together())):
+        for group in (GroupSize(1, 1), GroupSize(1, 2)):
+            found = of(schedule(levels, route, group), FORWARD, machine=plain)
+            assert found.arithmetic == pytest.approx(wanted)
+            backward = of(schedule(levels, route, group), BACKWARD, machine=plain)
+            expected = 2.5 * wanted * plain.flops / plain.backward_flops
+            assert backward.arithmetic == pytest.approx(expected)
+
+
+@SPECS
+def test_what_is_resident_does_not_cross_the_bus(spec) -> None:  # type: ignore[no-untyped-def]
+    near = of(schedule(), spec, place=replace(PLACE, resident=True))
+    far = of(schedule(), spec)
+    assert near.up < far.up / 10
+    assert near.down < far.down / 10
+
+
+@SPECS
+def test_bytes_up_are_those_of_every_visit(spec) -> None:  # type: ignore[no-untyped-def]
+    """A row is in l tasks of a level; states on the device stay there, those on the host do not."""
+    device, host = (of(schedule(route=Slots(2, home)), spec) for home in ("device", "host"))
+    inputs = sum(i.count(WORK) * i.dtype(WORK).itemsize for i in spec.inputs)
+    assert device.up == pytest.approx(3 * inputs / MACHINE.up_bytes_per_second)
+    assert host.up > device.up
+    assert host.down == pytest.approx(3 * device.down)
+
+
+def test_a_kernel_of_whole_tasks_issues_one_launch_each() -> None:
+    made = schedule((7, 7))
+    launch = of(made, FORWARD, launch=(1e-3, 2e-3))
+    calls = of(made, FORWARD)
+    assert launch.preparation == 0.0 < calls.preparation
+    assert launch.merge == 0.0 < calls.merge
+    twice = of(made, FORWARD, launch=(2e-3, 2e-3))
+    units = 49 * 2  # two batch entries
+    assert twice.issue - launch.issue == pytest.approx(units * 1e-3)
+
+
+def test_one_slot_hides_nothing_two_do() -> None:
+    one, two = (of(schedule(route=Slots(n, "host")), FORWARD) for n in (1, 2))
+    assert one.exposed == pytest.approx(one.up + one.down)
+    assert two.exposed < one.exposed / 10
+    assert isinstance(MACHINE, Machine)
+    assert asdict(one).keys() >= set(TERMS)

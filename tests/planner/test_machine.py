@@ -1,0 +1,95 @@
+"""Rates of a machine: shares of them behave, and assumed ones are whole."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quorum_attention.execution.device.lookup import BACKENDS
+from quorum_attention.execution.device.rates import by_head_dim
+from quorum_attention.planner.machine import FIELDS, Machine, assumed
+
+KINDS = ["cpu", "cuda"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("head_dim", [8, 64, 96, 256])
+def test_assumed_rates_are_whole_and_possible(kind: str, dtype: torch.dtype, head_dim: int) -> None:
+    machine = assumed(kind, dtype, head_dim)
+    assert not machine.measured
+    assert machine.overlaps == BACKENDS[kind].overlaps
+    known = asdict(machine)
+    assert tuple(known) == FIELDS
+    assert all(value >= 0 for value in known.values())
+    for name in ("flops", "backward_flops", "merge_bytes_per_second", "up_bytes_per_second"):
+        assert known[name] > 1e9, name
+    for name in known:
+        if name.endswith("_seconds"):
+            assert known[name] < 0.1, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=100, deadline=None)
+@given(
+    rows=st.integers(0, 1 << 22),
+    causal_side=st.sampled_from([0, 1, 1000, 1 << 17]),
+    streams=st.integers(1, 3),
+)
+def test_a_share_is_a_share(kind: str, rows: int, causal_side: int, streams: int) -> None:
+    machine = assumed(kind, torch.float16)
+    share = machine.share_of_rate(rows, causal_side, streams)
+    assert 0 < share <= 1
+    # A second call fills what the first leaves idle.
+    assert machine.share_of_rate(rows, causal_side, streams + 1) >= share - 1e-12
+    # Twice as many whole waves leave no more idle.
+    assert machine.share_of_rate(2 * max(1, rows), causal_side, streams) >= share - 1e-12
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_rows_never_take_less_time(kind: str) -> None:
+    machine = replace(assumed(kind, torch.float16), throttle=0.0)
+    times = [rows / machine.share_of_rate(rows) for rows in range(1, 200_000, 777)]
+    assert all(b >= a * (1 - 1e-12) for a, b in pairwise(times))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_lies_in_cache_is_as_fast_as_it_gets(kind: str) -> None:
+    machine = assumed(kind, torch.float16)
+    shares = [machine.cached_share(1 << power) for power in range(40)]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] == 1.0
+    assert shares[-1] >= 0.75
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    table=st.dictionaries(
+        st.integers(1, 256),
+        st.tuples(st.floats(1, 1000), st.floats(1, 1000)),
+        min_size=1,
+        max_size=5,
+    ),
+    head_dim=st.integers(1, 300),
+)
+def test_between_measured_head_dims(table, head_dim: int) -> None:  # type: ignore[no-untyped-def]
+    for at in range(2):
+        known = [both[at] for both in table.values()]
+        found = by_head_dim(table, head_dim)[at]
+        assert min(known) * (1 - 1e-9) <= found <= max(known) * (1 + 1e-9)
+        if head_dim in table:
+            assert found == pytest.approx(table[head_dim][at])
+
+
+def test_an_unknown_kind_has_no_rates() -> None:
+    with pytest.raises(KeyError):
+        assumed("abacus", torch.float16)
+
+
+def test_fields_are_those_of_the_class() -> None:
+    assert set(FIELDS) == set(Machine.__dataclass_fields__)
