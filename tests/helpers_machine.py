@@ -28,7 +28,7 @@ from quorum_attention.execution.control.instructions import (
     Repeat,
     Requeue,
 )
-from quorum_attention.execution.control.machine import Limits, Machine
+from quorum_attention.execution.control.machine import Instead, Limits, Machine
 
 DEEPEN_BY = 7
 
@@ -136,7 +136,10 @@ class History:
         depth = self.shape.depth
         limits = Limits(depth, depth + draw.choice([0, 1, 1, 2 - min(1, depth)]))
         caps = {i: draw.randint(1, 4) for i in self.devices}
-        self.machine = Machine(self.groups, self.cuts, limits, caps)
+        whole = draw.random() < 0.3
+        instead = Instead(self.cuts, limits, draw.randint(1, 2), "too large", "cut")
+        cuts = (lambda: instead) if whole else self.cuts
+        self.machine = Machine(self.groups, cuts, limits, caps)
         self.pairs = {g: np.zeros((self.shape.n_tokens,) * 2, np.uint8) for g in self.groups}
         self.completed: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self.seen: Counter[str] = Counter()
@@ -203,7 +206,9 @@ class History:
                 device.waits_for_headroom = 2 * coarser <= device.room
             if not device.waits_for_headroom:
                 launch = self.machine.next(number)
-                if launch is not None:
+                if launch is None and not device.in_flight:
+                    device.slots = 0
+                elif launch is not None:
                     assert launch.visit.task.n_tokens <= self._tokens(here.depth), "fits a slot"
                     device.in_flight.append(launch)
         if device.in_flight and self.draw.random() < 0.5:

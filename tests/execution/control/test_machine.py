@@ -23,12 +23,13 @@ from quorum_attention.execution.control.instructions import (
     Coarsen,
     Continue,
     Deepen,
+    FallBack,
     GiveUp,
     LowerCap,
     Repeat,
     Requeue,
 )
-from quorum_attention.execution.control.machine import Machine
+from quorum_attention.execution.control.machine import Instead, Limits, Machine
 
 OOM, ROOM = OutOfMemory(0, where="task (3,)"), Headroom(0)
 
@@ -234,6 +235,48 @@ def test_a_group_without_tasks_is_finished() -> None:
     assert made.finished
 
 
+def test_whole_groups_that_are_too_large_are_cut() -> None:
+    """Those that are done stay done; the others begin with all the tasks of a depth."""
+    cuts = Cuts(Decomposition(60, (7,), "balanced"))
+    made = Machine(
+        "abc", lambda: Instead(cuts, Limits(1, 2), 1, "whole: out of memory", "depth 0 -> 1"),
+        Limits(0, 0), {0: 1},
+    )  # fmt: skip
+    made.start(0)
+    assert through(made, 1) == [("a", ())]
+    assert made.groups_left == ["b", "c"]
+    made.next(0)
+    assert made.on(OutOfMemory(0, "no room")) == FallBack()
+    assert made.history == ["whole: out of memory (no room, 1 of 3 head groups done): depth 0 -> 1"]
+    made.start(0)
+    assert made.units_left == 14
+    assert through(made) == [(group, (i,)) for group in "bc" for i in range(7)]
+    assert made.finished
+
+
+def test_pinned_whole_groups_are_not_cut() -> None:
+    made = Machine("a", lambda: pytest.fail("not asked"), Limits(0, 0, pinned=True), {0: 1})
+    made.start(0)
+    made.next(0)
+    assert isinstance(made.on(OutOfMemory(0)), GiveUp)
+
+
+def test_a_device_at_work_on_a_whole_group_finishes_it_and_then_starts_anew() -> None:
+    cuts = Cuts(Decomposition(60, (7,), "balanced"))
+    made = Machine(
+        "abc", lambda: Instead(cuts, Limits(1, 2), 1, "whole: out of memory", "depth 0 -> 1"),
+        Limits(0, 0), {0: 1, 1: 1},
+    )  # fmt: skip
+    for device in (0, 1):
+        made.start(device)
+        made.next(device)
+    made.on(OutOfMemory(0))
+    made.on(UnitDone(1, "b", ()))
+    assert made.next(1) is None
+    made.start(1)
+    assert through(made, device=1) == [(group, (i,)) for group in "ac" for i in range(7)]
+
+
 def test_an_overflow_is_repeated_while_that_may_help() -> None:
     made = machine(2)
     made.start(0)
@@ -297,5 +340,5 @@ def test_ten_thousand_histories_of_up_to_eight_devices() -> None:
     # They did happen, and most ended well.
     assert ends["finished"] > 7_000
     assert ends["gave up"] > 100
-    for order in (LowerCap, Deepen, Coarsen, Requeue, Repeat):
+    for order in (LowerCap, Deepen, Coarsen, FallBack, Requeue, Repeat):
         assert ends[order.__name__] > 200, order

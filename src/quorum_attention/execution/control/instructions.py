@@ -45,9 +45,7 @@ class Coarsen:
 
 @dataclass(frozen=True, slots=True)
 class FallBack:
-    """Groups that are not done take this route."""
-
-    route: str
+    """Head groups that are not done are cut, and go through slots."""
 
 
 @dataclass(frozen=True, slots=True)

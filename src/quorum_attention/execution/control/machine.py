@@ -4,7 +4,7 @@ Told of events (control/events.py), it answers with instructions (control/instru
 allocates nothing, waits for nothing and knows no device but by number, so every history can be
 tested without one.
 
-    out of memory on another route than through slots -> what is not done goes through slots
+    out of memory, whole groups  -> groups that are not done are cut, and go through slots
     out of memory, n_cap > 1     -> what was in flight goes back to the queue, n_cap - 1
     out of memory, n_cap = 1     -> what remains is cut one level further
     ... and nothing left to cut  -> the device is out; without another one: give up
@@ -28,7 +28,7 @@ that a device whose memory comes and goes cannot make the call swing for ever.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -46,6 +46,7 @@ from quorum_attention.execution.control.instructions import (
     Coarsen,
     Continue,
     Deepen,
+    FallBack,
     GiveUp,
     Instruction,
     Launch,
@@ -81,6 +82,22 @@ class Limits:
     deepened_n_cap: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class Instead:
+    """What to do where memory runs out for whole head groups.
+
+    Attributes:
+        cuts, limits, n_cap: of what goes on through slots.
+        failed, instead: in words, for the history.
+    """
+
+    cuts: Cuts
+    limits: Limits
+    n_cap: int
+    failed: str
+    instead: str
+
+
 @dataclass(slots=True)
 class OnDevice:
     """What a device has in hand.
@@ -92,6 +109,9 @@ class OnDevice:
         groups: begun here and not finished, in order.
         ahead: those of them that are still to be launched since the last start.
         current: launched last, None where nothing was since then.
+        visits: those of ``current`` that are still to be launched.
+        carry: whether state may pass from one slot to the next.
+        whole_groups: whether units are head groups since the last start.
     """
 
     n_cap: int
@@ -102,6 +122,7 @@ class OnDevice:
     current: GroupTasks | None = None
     visits: Iterator[Visit] = field(default_factory=lambda: iter(()))
     carry: bool = False
+    whole_groups: bool = False
 
 
 class Machine:
@@ -110,19 +131,29 @@ class Machine:
     A device works in attempts: ``start``, then ``next`` and ``UnitDone`` by turns until there is
     nothing more, or something else happens.
 
+    Args:
+        groups: in order.
+        cuts: which tasks a group is cut into; or that units are whole groups, and what to do where
+            memory runs out for one.
+
     Attributes:
         devices: what each of them has in hand.
         history: what was recovered from, a line each, for reports and error messages.
     """
 
     def __init__(
-        self, groups: Iterable[Group], cuts: Cuts, limits: Limits, n_caps: Mapping[int, int]
+        self,
+        groups: Iterable[Group],
+        cuts: Cuts | Callable[[], Instead],
+        limits: Limits,
+        n_caps: Mapping[int, int],
     ) -> None:
         self.limits = limits
-        self.queue = Queue(groups, cuts)
+        self._instead = cuts if callable(cuts) else None
+        self.queue = Queue(groups, None if callable(cuts) else cuts)
         self.n_groups = len(self.queue.waiting)
         self.history: list[str] = []
-        self.devices = {device: OnDevice(n_cap, limits.depth) for device, n_cap in n_caps.items()}
+        self.devices = {device: self._new(n_cap) for device, n_cap in n_caps.items()}
         self._several = len(n_caps) > 1
         self._checked = CHECKED in os.environ
 
@@ -138,12 +169,20 @@ class Machine:
         begun = [g for it in self.devices.values() for g in it.groups.values()]
         left = sum(len(g.left) for g in (*begun, *self.queue.returned))
         if self.queue.waiting:
-            left += len(self.queue.waiting) * len(self.queue.cuts.tasks(depth))
+            waiting, whole = len(self.queue.waiting), self.queue.groups_are_whole
+            left += waiting if whole else waiting * len(self.queue.cuts.tasks(depth))
         return left
+
+    @property
+    def groups_left(self) -> list[Group]:
+        """Head groups that are not done, in order."""
+        begun = [group for here in self.devices.values() for group in here.groups]
+        return [*begun, *(one.group for one in self.queue.returned), *self.queue.waiting]
 
     def start(self, device: int) -> int:
         """An attempt of ``device`` begins: how many slots it should have."""
         here = self.devices[device]
+        here.whole_groups = self.queue.groups_are_whole
         if not here.groups:
             self._take(here)
         n_slots = min(here.n_cap, max(1, self.units_left))
@@ -157,6 +196,7 @@ class Machine:
         while (visit := next(here.visits, None)) is None:
             found = here.ahead.pop(0) if here.ahead else self._take(here)
             if found is None:
+                # Also where groups that are to be cut now need another start.
                 return None
             here.current, here.visits = found, self.queue.visits(found, here.carry)
         assert here.current is not None
@@ -205,7 +245,8 @@ class Machine:
         )
 
     def _take(self, here: OnDevice) -> GroupTasks | None:
-        found = self.queue.take(here.depth)
+        same = here.whole_groups == self.queue.groups_are_whole
+        found = self.queue.take(here.depth) if same else None
         if found is not None:
             here.groups[found.group] = found
             self._finish_empty(here)
@@ -215,6 +256,9 @@ class Machine:
         for group in [group for group, found in here.groups.items() if not found.left]:
             del here.groups[group]
             self.queue.finished.append(group)
+
+    def _new(self, n_cap: int) -> OnDevice:
+        return OnDevice(n_cap, self.limits.depth, whole_groups=self.queue.groups_are_whole)
 
     def _done(self, event: UnitDone) -> Instruction:
         here = self.devices[event.device]
@@ -230,6 +274,8 @@ class Machine:
         if limits.pinned:
             reason = "the depth is pinned, so the failure is reported as it is"
             return GiveUp(where, reason, tuple(self.history))
+        if here.whole_groups:
+            return self._fall_back(event)
         if here.n_cap == 1 and here.depth >= limits.max_depth:
             reason = f"one slot at depth {here.depth} is the finest decomposition there is"
             if len(self.devices) > 1:
@@ -248,6 +294,28 @@ class Machine:
         self._note(event.device, f"out of memory in {where}: {change}")
         self._cut_further(here)
         return Deepen(here.n_cap)
+
+    def _fall_back(self, event: OutOfMemory) -> Instruction:
+        """Whole groups are too much for a device: all that are not begun elsewhere are cut."""
+        here = self.devices[event.device]
+        if self.queue.groups_are_whole:
+            assert self._instead is not None
+            found = self._instead()
+            self.limits = found.limits
+            self.queue.cut_by(found.cuts)
+            for each in self.devices.values():
+                each.depth, each.n_cap = found.limits.depth, found.n_cap
+            done = len(self.queue.finished)
+            kept = f", {done} of {self.n_groups} head groups done" if done else ""
+            self._note(event.device, f"{found.failed} ({event.said}{kept}): {found.instead}")
+        else:
+            self._note(event.device, f"out of memory ({event.said}): its head groups are cut")
+        groups = list(here.groups.values())
+        for one in groups:
+            one.land()
+        here.groups.clear()
+        self.queue.give_back(groups)
+        return FallBack()
 
     def _cut_further(self, here: OnDevice) -> None:
         """Cut what the groups in hand have left to the device's depth."""
@@ -295,7 +363,7 @@ class Machine:
     def _joined(self, event: DeviceJoined) -> Instruction:
         assert event.device not in self.devices, "a device joins once"
         self._several = True
-        self.devices[event.device] = OnDevice(event.n_cap, self.limits.depth)
+        self.devices[event.device] = self._new(event.n_cap)
         self._note(event.device, "joined")
         return Continue()
 

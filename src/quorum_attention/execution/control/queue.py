@@ -14,7 +14,12 @@ from quorum_attention.execution.control.events import Path
 from quorum_attention.execution.control.visits import Visit, visits
 
 if TYPE_CHECKING:
+    from quorum_attention.execution.schedule import Schedule
     from quorum_attention.execution.workload import Group
+
+
+# What a head group is where it is not cut: one unit, whatever is in it.
+WHOLE = Task((), ())
 
 
 class Cuts(Protocol):
@@ -25,6 +30,9 @@ class Cuts(Protocol):
 
     def further(self, tasks: Sequence[Task], depth: int) -> Sequence[Task]:
         """``tasks``, of one level less, each cut to this depth, in order."""
+
+    def schedule(self, depth: int) -> Schedule:
+        """With slots for all the tasks that were asked for at this depth."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,10 +69,13 @@ class GroupTasks:
 
 
 class Queue:
-    """Head groups in order; a group that is begun belongs to one device until it is finished."""
+    """Head groups in order; a group that is begun belongs to one device until it is finished.
 
-    def __init__(self, groups: Iterable[Group], cuts: Cuts) -> None:
-        self.cuts = cuts
+    ``cuts`` is None as long as groups are not cut.
+    """
+
+    def __init__(self, groups: Iterable[Group], cuts: Cuts | None) -> None:
+        self._cuts = cuts
         self.waiting: deque[Group] = deque(groups)
         # Begun on devices that are gone.
         self.returned: deque[GroupTasks] = deque()
@@ -73,6 +84,21 @@ class Queue:
 
     def __bool__(self) -> bool:
         return bool(self.waiting or self.returned)
+
+    @property
+    def cuts(self) -> Cuts:
+        """What its groups are cut by."""
+        assert self._cuts is not None, "groups are whole"
+        return self._cuts
+
+    @property
+    def groups_are_whole(self) -> bool:
+        """Whether groups are not cut."""
+        return self._cuts is None
+
+    def cut_by(self, cuts: Cuts) -> None:
+        """Groups are cut from here on."""
+        self._cuts = cuts
 
     def take(self, depth: int) -> GroupTasks | None:
         """The next group for a device that works at ``depth``; None where there is none."""
@@ -84,6 +110,8 @@ class Queue:
 
     def begun(self, group: Group, depth: int) -> GroupTasks:
         """A group with all tasks of ``depth`` left."""
+        if self._cuts is None:
+            return GroupTasks(group, depth, {(): WHOLE}, is_level=False)
         return GroupTasks(group, depth, {task.path: task for task in self.cuts.tasks(depth)})
 
     def cut(self, found: GroupTasks, depth: int) -> None:
