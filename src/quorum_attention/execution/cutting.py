@@ -26,6 +26,19 @@ class Cutting:
         self._tasks: dict[int, list[Task]] = {}
         self._schedules: dict[int, Schedule] = {}
 
+    @property
+    def deepest(self) -> int:
+        """Levels until a task is down to about a tile: beyond that nothing gets smaller."""
+        shape = self.planned.decomposition
+        smallest = shape.tile if shape.layout == "aligned" else 1
+        deeper = shape
+        while deeper.max_task_tokens > 2 * smallest and deeper.depth < shape.depth + 8:
+            finer = deeper.deeper(DEEPEN_BY)
+            if finer.max_task_tokens >= deeper.max_task_tokens:
+                break
+            deeper = finer
+        return deeper.depth
+
     def tasks(self, depth: int) -> list[Task]:
         """All tasks of this depth, in order."""
         if depth not in self._tasks:

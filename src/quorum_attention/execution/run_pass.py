@@ -1,4 +1,4 @@
-"""Runs a pass by its route, and by another what memory left of it."""
+"""Runs a pass by its route, and through slots what memory left of it, as its machine says."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import time
 
 import torch
 
+from quorum_attention.execution.control.events import OutOfMemory
+from quorum_attention.execution.control.instructions import FallBack
+from quorum_attention.execution.control.machine import HERE, Instead, Limits, Machine
+from quorum_attention.execution.cutting import Cutting
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.job import Job
 from quorum_attention.execution.memory import first_line, is_out_of_memory
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.tools import make_tools
-from quorum_attention.execution.workload import Group
 
 
 def run_pass(job: Job, schedule: Schedule) -> tuple[torch.Tensor, ...]:
@@ -28,45 +31,61 @@ def run_pass(job: Job, schedule: Schedule) -> tuple[torch.Tensor, ...]:
     try:
         if not schedule.runs(call.work, call.kernel, job.spec, job):
             schedule = schedule.through_slots(call.work)
-        left = schedule.route.groups(job, schedule)
-        following = _attempt(job, schedule, left)
-        while following is not None:
-            following = _attempt(job, following, left)
+        machine = _machine(job, schedule)
+        while not machine.finished:
+            _attempt(job, schedule, machine)
+            if not machine.finished:
+                schedule = machine.queue.cuts.schedule(machine.limits.depth)
     finally:
         report.seconds = time.perf_counter() - started
     return job.results.make()
 
 
-def _attempt(job: Job, schedule: Schedule, left: list[Group]) -> Schedule | None:
-    """Run the head groups ``left``; what to go on with where memory runs out, or None."""
-    report, device, every = job.report, job.call.device, len(left)
+def _machine(job: Job, schedule: Schedule) -> Machine:
+    """The machine of a pass on one device."""
+    work, kernel, backward = job.call.work, job.call.kernel, job.spec.backward
+
+    def cut(schedule: Schedule) -> tuple[Cutting, Limits]:
+        cutting = Cutting(schedule, work, kernel, backward=backward)
+        depth = schedule.decomposition.depth
+        return cutting, Limits(depth, cutting.deepest, schedule.pinned)
+
+    def instead() -> Instead:
+        found = schedule.route.fallback(schedule, work)
+        assert found is not None, "whole groups can be cut"
+        return Instead(*cut(found.schedule), found.schedule.n_cap, found.failed, found.instead)
+
+    groups, n_caps = schedule.route.groups(job, schedule), {HERE: schedule.n_cap}
+    if schedule.route.whole_groups:
+        depth = schedule.decomposition.depth
+        return Machine(groups, instead, Limits(depth, depth, schedule.pinned), n_caps)
+    return Machine(groups, *cut(schedule), n_caps)
+
+
+def _attempt(job: Job, schedule: Schedule, machine: Machine) -> None:
+    """Run what the machine has left by the schedule's route; where whole groups are too large for
+    memory, some may be left that it has cut."""
+    report, device, route = job.report, job.call.device, schedule.route
     assert report is not None
-    route = schedule.route
     report.accumulator, report.left_out = route.accumulators, schedule.left_out
     tools = make_tools(device, schedule.streams, timed=report.timed and route.measured)
+    machine.start(HERE)
     began = time.perf_counter()
-    failure, following = None, None
     try:
-        for units in route.run(job, schedule, left, tools):
-            left.pop(0)
+        for units in route.run(job, schedule, machine, tools):
             report.units += units
             began = time.perf_counter()
     except Exception as error:
-        if schedule.pinned or not is_out_of_memory(error):
-            raise
-        following = route.fallback(schedule, job.call.work)
-        if following is None:
+        # Through slots the runner has seen to it.
+        if not (route.whole_groups and is_out_of_memory(error)):
             raise
         # Only the text is kept: the traceback holds the failed attempt's tensors.
-        failure = first_line(error)
+        if not isinstance(machine.on(OutOfMemory(HERE, first_line(error))), FallBack):
+            raise
+        report.recoveries.append(machine.history[-1])
     for stage, seconds in tools.clock.seconds().items():
         report.stages[stage] = report.stages.get(stage, 0.0) + seconds
-    if failure is None or following is None:
-        return None
-    # Its frame is gone, and what it held.
-    backend_of(device).give_back_cached()
-    report.recovery_seconds += time.perf_counter() - began
-    done = every - len(left)
-    kept = f", {done} of {every} head groups done" if done else ""
-    report.recoveries.append(f"{following.failed} ({failure}{kept}): {following.instead}")
-    return following.schedule
+    if not machine.finished:
+        # Its frame is gone, and what it held.
+        backend_of(device).give_back_cached()
+        report.recovery_seconds += time.perf_counter() - began

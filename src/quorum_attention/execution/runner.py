@@ -7,18 +7,16 @@ failure lands here; the machine decides, this file obeys.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
-from quorum_attention.decomposition import Decomposition
 from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.control.events import Headroom, OutOfMemory, UnitDone
 from quorum_attention.execution.control.instructions import GiveUp
-from quorum_attention.execution.control.machine import Limits, Machine
+from quorum_attention.execution.control.machine import HERE, Machine
 from quorum_attention.execution.control.visits import Visit
-from quorum_attention.execution.cutting import Cutting
 from quorum_attention.execution.device.backend import Backend
 from quorum_attention.execution.device.clock import NoClock
 from quorum_attention.execution.device.lookup import backend_of
@@ -28,44 +26,31 @@ from quorum_attention.execution.engine import Engine, Pass, Unit
 from quorum_attention.execution.job import Job
 from quorum_attention.execution.memory import first_line, is_out_of_memory
 from quorum_attention.execution.report import PassReport
-from quorum_attention.execution.schedule import DEEPEN_BY, Schedule
+from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.tools import Tools
 from quorum_attention.execution.workload import Group
 
 MakePass = Callable[[Schedule, Tools], Pass]
 
-# The machine knows devices by number; here there is one.
-_HERE = 0
-
 
 def run(
-    job: Job,
-    schedule: Schedule,
-    left: Sequence[Group],
-    make_pass: MakePass,
-    moved: list[torch.Tensor],
-    tools: Tools,
+    job: Job, machine: Machine, make_pass: MakePass, moved: list[torch.Tensor], tools: Tools
 ) -> None:
-    """Run a pass under ``schedule``, recovering from out-of-memory failures unless pinned.
+    """Run what the machine has left of a pass, as it says.
 
     Args:
-        left: the head groups to run, none larger than the schedule's.
         make_pass: builds the pass for a schedule (its slots depend on the task size).
         moved: tensors copied from or to; those in pageable host memory are page-locked meanwhile.
 
     Raises:
-        OutOfMemoryError: nothing finer is left, or the schedule is pinned; completed work is
-            lost with the call, nothing stays allocated.
+        OutOfMemoryError: the machine gives up; completed work is lost with the call, nothing stays
+            allocated.
     """
-    call, report = job.call, job.report
+    report = job.report
     assert report is not None, "what goes through slots has been planned"
-    shape = schedule.decomposition
-    cutting = Cutting(schedule, call.work, call.kernel, backward=job.spec.backward)
-    limits = Limits(shape.depth, _deepest(shape), schedule.pinned)
-    machine = Machine(left, cutting, limits, {_HERE: schedule.n_cap})
-    backend = backend_of(call.device)
+    backend = backend_of(job.call.device)
     with backend.page_locks(moved) as locks:
-        one = _Run(job, report, make_pass, machine, cutting, tools, locks, backend)
+        one = _Run(job, report, make_pass, machine, tools, locks, backend)
         one.total = machine.units_left
         while not machine.finished:
             failure = one.attempt()
@@ -90,7 +75,6 @@ class _Run:
     report: PassReport
     make_pass: MakePass
     machine: Machine
-    cutting: Cutting
     tools: Tools
     locks: PageLocks
     backend: Backend
@@ -101,14 +85,14 @@ class _Run:
     @property
     def schedule(self) -> Schedule:
         """As the machine has it now."""
-        here = self.machine.devices[_HERE]
-        return self.cutting.schedule(here.depth).changed(n_cap=here.n_cap)
+        here = self.machine.devices[HERE]
+        return self.machine.queue.cuts.schedule(here.depth).changed(n_cap=here.n_cap)
 
     def attempt(self) -> str | None:
         """Run until everything is done, headroom is found (None), or memory runs out: what the
         allocator said."""
         self.last_done = time.perf_counter()
-        n_slots = self.machine.start(_HERE)
+        n_slots = self.machine.start(HERE)
         room = self._room_for_coarser()
         try:
             self._through_slots(self.make_pass(self.schedule, self.tools), n_slots, room)
@@ -137,14 +121,14 @@ class _Run:
 
     def _turns(self, room: Callable[[], bool]) -> Iterator[tuple[Group, Visit]]:
         """The machine's units; they end early before a group that there is room to cut less."""
-        while not (self.machine.between_groups(_HERE) and room()):
-            launch = self.machine.next(_HERE)
+        while not (self.machine.between_groups(HERE) and room()):
+            launch = self.machine.next(HERE)
             if launch is None:
                 return
             yield launch.group, launch.visit
 
     def _done(self, unit: Unit) -> None:
-        self.machine.on(UnitDone(_HERE, unit.group, unit.visit.task.path))
+        self.machine.on(UnitDone(HERE, unit.group, unit.visit.task.path))
         self.last_done = time.perf_counter()
         self.report.units += 1
         self.counted += 1
@@ -152,10 +136,10 @@ class _Run:
 
     def _room_for_coarser(self) -> Callable[[], bool]:
         """Whether memory has become free enough to undo a deepening."""
-        if not self.machine.may_coarsen(_HERE):
+        if not self.machine.may_coarsen(HERE):
             return lambda: False
-        here = self.machine.devices[_HERE]
-        coarser = self.make_pass(self.cutting.schedule(here.depth - 1), Tools(NoClock()))
+        here = self.machine.devices[HERE]
+        coarser = self.make_pass(self.machine.queue.cuts.schedule(here.depth - 1), Tools(NoClock()))
         needed = 2 * here.n_cap * coarser.layout.slot_bytes
         return lambda: self.backend.free_bytes(self.job.call.device) >= needed
 
@@ -166,10 +150,10 @@ class _Run:
             OutOfMemoryError: it gives up.
         """
         if failure is None:
-            order = self.machine.on(Headroom(_HERE))
+            order = self.machine.on(Headroom(HERE))
         else:
             self.backend.give_back_cached()
-            order = self.machine.on(OutOfMemory(_HERE))
+            order = self.machine.on(OutOfMemory(HERE))
         if isinstance(order, GiveUp):
             raise OutOfMemoryError(
                 f"out of memory in {order.where} and no recovery: {order.reason}. The allocator "
@@ -180,15 +164,3 @@ class _Run:
             self.report.recovery_seconds += time.perf_counter() - self.last_done
         self.counted = self.report.units
         self.total = self.counted + self.machine.units_left
-
-
-def _deepest(shape: Decomposition) -> int:
-    """Levels until a task is down to about a tile: beyond that nothing gets smaller."""
-    smallest = shape.tile if shape.layout == "aligned" else 1
-    deeper = shape
-    while deeper.max_task_tokens > 2 * smallest and deeper.depth < shape.depth + 8:
-        finer = deeper.deeper(DEEPEN_BY)
-        if finer.max_task_tokens >= deeper.max_task_tokens:
-            break
-        deeper = finer
-    return deeper.depth

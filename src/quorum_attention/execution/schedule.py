@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
 
 from quorum_attention.decomposition import Decomposition
+from quorum_attention.execution.control.machine import Machine
 from quorum_attention.execution.job import Job
 from quorum_attention.execution.pass_spec import PassSpec
 from quorum_attention.execution.placement import Placement
@@ -99,6 +100,11 @@ class Route(Protocol):
         ...
 
     @property
+    def whole_groups(self) -> bool:
+        """Whether its units are head groups: it does not go on within one."""
+        ...
+
+    @property
     def words(self) -> str:
         """How it runs, for people."""
         ...
@@ -145,17 +151,16 @@ class Route(Protocol):
         ...
 
     def fallback(self, schedule: Schedule, work: Workload) -> Fallback | None:
-        """What to do where memory runs out; None where it sees to that itself."""
+        """What to do where memory runs out for whole groups; None where they are cut."""
         ...
 
     def groups(self, job: Job, schedule: Schedule) -> list[Group]:
         """The head groups it computes, in order."""
         ...
 
-    def run(
-        self, job: Job, schedule: Schedule, left: Sequence[Group], tools: Tools
-    ) -> Iterator[int]:
-        """Make the results of the head groups ``left``; yields the units of each that is done."""
+    def run(self, job: Job, schedule: Schedule, machine: Machine, tools: Tools) -> Iterator[int]:
+        """Make the results of what the machine has left; yields the units of each head group that
+        is done."""
         ...
 
 

@@ -61,6 +61,8 @@ if TYPE_CHECKING:
     from quorum_attention.execution.workload import Group
 
 MOST_COARSENINGS = 2
+# The number of the device of a pass that has but one.
+HERE = 0
 # Set while tests run: the machine then checks itself after every event.
 CHECKED = "QUORUM_ATTENTION_CHECKED"
 
@@ -202,6 +204,13 @@ class Machine:
         assert here.current is not None
         here.current.in_flight.add(visit.task.path)
         return Launch(here.current.group, visit)
+
+    def whole_groups(self, device: int) -> Iterator[Group]:
+        """The head groups of a device that takes them whole; one is done when the next is asked
+        for."""
+        while (launch := self.next(device)) is not None:
+            yield launch.group
+            self.on(UnitDone(device, launch.group, launch.visit.task.path))
 
     def between_groups(self, device: int) -> bool:
         """Whether the next unit of ``device`` would be another group's first, not an attempt's."""

@@ -8,7 +8,7 @@ nothing is copied before it is computed, and of a sparse mask's results hardly a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from quorum_attention.decomposition import Decomposition, Rectangle, Task
+from quorum_attention.execution.control.machine import HERE, Machine
 from quorum_attention.execution.job import Job
 from quorum_attention.execution.pass_spec import PassSpec
 from quorum_attention.execution.placement import Placement
@@ -124,19 +125,17 @@ class InPlace(OverInputs):
         """One, of the same tasks."""
         return Slots(1, "device", 1, self.trimmed).slots(**changes)
 
-    def run(
-        self, job: Job, schedule: Schedule, left: Sequence[Group], tools: Tools
-    ) -> Iterator[int]:
-        """Make the results of the head groups ``left``, one after the other."""
+    def run(self, job: Job, schedule: Schedule, machine: Machine, tools: Tools) -> Iterator[int]:
+        """Make the results of the head groups that are left, one after the other."""
         job.results.make()
         n_tasks = schedule.decomposition.n_tasks
-        remaining = list(left)
-        for number, group in enumerate(remaining):
+        n_groups = len(machine.groups_left)
+        for number, group in enumerate(machine.whole_groups(HERE)):
             tasks = _tasks(job, schedule, group, tools)
             held = _Group(job, group, tasks, tools)
             for done, task in enumerate(tasks):
                 held.run(done, task)
-                job.tell(number * n_tasks + done + 1, len(remaining) * n_tasks)
+                job.tell(number * n_tasks + done + 1, n_groups * n_tasks)
             held.fill()
             del held
             yield n_tasks

@@ -31,6 +31,7 @@ class OverInputs:
     accumulator: ClassVar[Home] = "device"
     accumulators: ClassVar[str] = "device"
     measured: ClassVar[bool] = True
+    whole_groups: ClassVar[bool] = True
 
     def check(self, shape: Decomposition, group: GroupSize) -> None:
         """Refuse what is not cut, and groups of several batch entries."""

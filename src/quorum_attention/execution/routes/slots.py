@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, ClassVar
@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from quorum_attention.decomposition import Decomposition
+from quorum_attention.execution.control.machine import Machine
 from quorum_attention.execution.device.residency import Residency
 from quorum_attention.execution.engine import Input, Pass, State, Unit
 from quorum_attention.execution.job import Job
@@ -58,6 +59,7 @@ class Slots:
     trimmed: Tally | None = None
 
     measured: ClassVar[bool] = True
+    whole_groups: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.n_cap < 1 or self.streams < 1:
@@ -163,17 +165,15 @@ class Slots:
         return replace(self, **changes) if changes else self
 
     def fallback(self, schedule: Schedule, work: Workload) -> None:
-        """The runner sees to it, task by task."""
+        """There is none: fewer slots, or finer tasks."""
         return
 
     def groups(self, job: Job, schedule: Schedule) -> list[Group]:
         """All of them."""
         return list(groups(job.call.work, schedule.group))
 
-    def run(
-        self, job: Job, schedule: Schedule, left: Sequence[Group], tools: Tools
-    ) -> Iterator[int]:
-        """Make the results of the head groups ``left``, to the end; the runner counts units."""
+    def run(self, job: Job, schedule: Schedule, machine: Machine, tools: Tools) -> Iterator[int]:
+        """Make the results of what the machine has left, to the end; the runner counts units."""
         call, spec = job.call, job.spec
         home = Residency.of_home(self.accumulator, call.device)
         results = job.results.make(home.device)
@@ -202,7 +202,7 @@ class Slots:
         moved = [*job.tensors.values(), *results]
         moved.extend(kept.tensor for kept in homes if isinstance(kept, GroupBuffer))
         try:
-            run(job, schedule, left, make_pass, moved, tools)
+            run(job, machine, make_pass, moved, tools)
         finally:
             job.repeated(sum(scaling.repeated for scaling in scalings))
         return iter(())

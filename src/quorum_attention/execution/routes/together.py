@@ -8,13 +8,14 @@ place. A few kernel calls do what as many tasks would take several each for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from quorum_attention.decomposition import Decomposition
+from quorum_attention.execution.control.machine import HERE, Machine
 from quorum_attention.execution.job import Job
 from quorum_attention.execution.pass_spec import PassSpec
 from quorum_attention.execution.placement import Placement
@@ -101,17 +102,15 @@ class Together(OverInputs):
         """One, with as many calls in flight."""
         return Slots(1, "device", self.streams).slots(**changes)
 
-    def run(
-        self, job: Job, schedule: Schedule, left: Sequence[Group], tools: Tools
-    ) -> Iterator[int]:
-        """Make the results of the head groups ``left``, one after the other."""
+    def run(self, job: Job, schedule: Schedule, machine: Machine, tools: Tools) -> Iterator[int]:
+        """Make the results of the head groups that are left, one after the other."""
         job.results.make()
         task, rectangles = all_rectangles(job.call.work, schedule.decomposition)
-        remaining = list(left)
-        for done, group in enumerate(remaining, start=1):
+        every = len(machine.groups_left)
+        for done, group in enumerate(machine.whole_groups(HERE), start=1):
             tensors = job.lying(schedule.limits, group, tools, task, rectangles)
             job.repeated(compute_group(job, tensors, group, tools))
-            job.tell(done, len(remaining))
+            job.tell(done, every)
             yield schedule.decomposition.n_tasks
 
 

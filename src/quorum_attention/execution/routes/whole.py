@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -11,6 +11,7 @@ import torch
 
 from quorum_attention.decomposition import Decomposition, Rectangle
 from quorum_attention.execution.call import flat_batch, operand
+from quorum_attention.execution.control.machine import HERE, Machine
 from quorum_attention.execution.job import Job
 from quorum_attention.execution.pass_spec import PassSpec
 from quorum_attention.execution.placement import Placement
@@ -46,6 +47,7 @@ class Whole:
 
     accumulators: ClassVar[str] = "none"
     measured: ClassVar[bool] = False
+    whole_groups: ClassVar[bool] = True
     words: ClassVar[str] = "inputs in place, nothing to merge"
 
     @property
@@ -153,10 +155,8 @@ class Whole:
             size = replace(size, batch=1)
         return list(groups(work, size))
 
-    def run(
-        self, job: Job, schedule: Schedule, left: Sequence[Group], tools: Tools
-    ) -> Iterator[int]:
-        """Make the results of the head groups ``left``, a kernel call at a time."""
+    def run(self, job: Job, schedule: Schedule, machine: Machine, tools: Tools) -> Iterator[int]:
+        """Make the results of the head groups that are left, a kernel call at a time."""
         call, work = job.call, job.call.work
         task = schedule.decomposition.task(())
         (rectangle,) = _rectangles(work, schedule.decomposition)
@@ -164,8 +164,8 @@ class Whole:
         lse = job.tensors.get("lse")
         if lse is not None:
             lse = _without_empty_rows(lse.to(call.device))
-        remaining = list(left)
-        for done, group in enumerate(remaining, start=1):
+        n_groups = len(machine.groups_left)
+        for done, group in enumerate(machine.whole_groups(HERE), start=1):
             alone = None if group == every else group
             parts = _of_call(job, alone, lse, rectangle.causal, job.bias(group, task)(rectangle))
             if parts is None:
@@ -181,7 +181,7 @@ class Whole:
                     # Let go before the next group's are made: the plan counts one group's results.
                     del part
             del parts
-            job.tell(done, len(remaining))
+            job.tell(done, n_groups)
             yield 1
 
 
