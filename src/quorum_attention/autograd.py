@@ -15,6 +15,7 @@ import torch
 
 from quorum_attention.call.gradients import Given
 from quorum_attention.call.request import Request, Tensors
+from quorum_attention.call.transforms import records
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.traits import captures
 from quorum_attention.kernels.uncompiled import uncompiled
@@ -42,7 +43,21 @@ def _without_defaults(forward: Callable[..., Any]) -> Callable[..., Any]:
 _ANY = Signature([Parameter("args", Parameter.VAR_POSITIONAL)])
 
 
-class _Attention(torch.autograd.Function):
+class _Function(torch.autograd.Function):
+    """torch's, without what its ``apply`` does for a ``forward`` with defaults."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """The same; torch binds arguments to a signature first, which takes as long as all else
+        here."""
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*args)  # type: ignore[no-untyped-call]
+        # What is left of a transformation that is over is what it stood for.
+        args = torch._functorch.utils.unwrap_dead_wrappers(args)
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
+
+
+class _Attention(_Function):
     @staticmethod
     @_without_defaults
     def forward(
@@ -73,9 +88,10 @@ class _Attention(torch.autograd.Function):
         if grad_outputs[0] is None:
             return (None,) * 5
         query, key, value, mask, out, lse = ctx.saved_tensors[:6]
-        grads = _Gradients.apply(  # type: ignore[no-untyped-call]
-            grad_outputs[0], query, key, value, out, lse, mask, ctx.request
-        )
+        read = (grad_outputs[0], query, key, value, out, lse, mask, ctx.request)
+        # Only a gradient that somebody sees can be asked for its own.
+        seen = records(grad_outputs[0], query, key, value)
+        grads = _Gradients.apply(*read) if seen else _Gradients.forward(*read)
         needed = ctx.needs_input_grad[:3]
         return (*(g if n else None for g, n in zip(grads, needed, strict=True)), None, None)
 
@@ -89,10 +105,10 @@ class _Attention(torch.autograd.Function):
         query, key, value = _in_front(info.batch_size, in_dims, tensors)
         mask = _mask_in_front(mask, in_dims[3], query.dim())
         mapped = request.mapped(info.batch_size, mask)
-        return _Attention.apply(query, key, value, mask, mapped), (0, 0)  # type: ignore[no-untyped-call]
+        return _Attention.apply(query, key, value, mask, mapped), (0, 0)
 
 
-class _Gradients(torch.autograd.Function):
+class _Gradients(_Function):
     """The backward as a function of its own, so that a second derivative meets a clear error."""
 
     @staticmethod
@@ -128,7 +144,7 @@ class _Gradients(torch.autograd.Function):
         tensors = _in_front(info.batch_size, in_dims, tensors)
         mask = _mask_in_front(mask, in_dims[6], tensors[1].dim())
         mapped = request.mapped(info.batch_size, mask)
-        return _Gradients.apply(*tensors, mask, mapped), (0, 0, 0)  # type: ignore[no-untyped-call]
+        return _Gradients.apply(*tensors, mask, mapped), (0, 0, 0)
 
 
 def _captured(options: Options) -> list[torch.Tensor]:
@@ -160,5 +176,5 @@ def differentiable(tensors: Tensors, request: Request) -> tuple[torch.Tensor, to
     """(out, lse) with a gradient with respect to query, key and value."""
     # The caller's tensor is hidden in the request: autograd would take it for an input, and an
     # input that is returned for a view of itself.
-    result: tuple[torch.Tensor, torch.Tensor] = _Attention.apply(*tensors, request)  # type: ignore[no-untyped-call]
+    result: tuple[torch.Tensor, torch.Tensor] = _Attention.apply(*tensors, request)
     return result

@@ -171,12 +171,11 @@ def _at_once(job: Job) -> tuple[torch.Tensor, ...] | None:
     """The results of a small call; None where it runs out of memory, and has to be planned."""
     device = job.call.device
     try:
-        with (
-            backend_of(device).current(device),
-            torch.no_grad(),
-            without_autocast("cpu", device.type),
-        ):
-            return at_once(job)
+        with backend_of(device).current(device), without_autocast("cpu", device.type):
+            if not torch.is_grad_enabled():
+                return at_once(job)
+            with torch.no_grad():
+                return at_once(job)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -266,9 +265,9 @@ def _call(tensors: Tensors, request: Request, kernel: InnerKernel) -> Call:
     work = request.work
     return Call(
         work,
-        query.detach(),
-        key.detach(),
-        value.detach(),
+        query.detach() if query.requires_grad else query,
+        key.detach() if key.requires_grad else key,
+        value.detach() if value.requires_grad else value,
         None if mask is None else MaskView(mask, len(work.batch_shape)),
         request.scale,
         request.options.device,

@@ -45,8 +45,10 @@ def arranged(
         query, key, value = (_cast(tensor, dtype) for tensor in given)
         made = zip((query, key, value), given, strict=True)
         cast_bytes = sum(new.nbytes for new, old in made if new is not old)
+    if _fit(query, key, value, enable_gqa):
+        return Arranged(query, key, value, enable_gqa, False, cast_bytes)
     dims = [query.dim(), key.dim(), value.dim()]
-    if _fit(query, key, value) or min(dims) < 2:
+    if min(dims) < 2:
         return Arranged(query, key, value, enable_gqa, False, cast_bytes)
     rank = max(3, *dims)
     query, key, value = (t[(None,) * (rank - t.dim())] for t in (query, key, value))
@@ -73,10 +75,15 @@ def _broadcast(batch: torch.Size, other: torch.Size, name: str) -> torch.Size:
         ) from None
 
 
-def _fit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether the inputs have the same batch dimensions and heads already."""
-    shape = query.shape[:-2]
-    return query.dim() > 2 and shape == key.shape[:-2] and shape == value.shape[:-2]
+def _fit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> bool:
+    """Whether the inputs have the same batch dimensions already, and heads that need not be
+    expanded."""
+    if query.dim() < 3 or query.dim() != key.dim():
+        return False
+    shape, shared = query.shape[:-2], key.shape[:-2]
+    if shared != value.shape[:-2]:
+        return False
+    return shape == shared or (bool(enable_gqa) and shape[:-1] == shared[:-1])
 
 
 def _heads(query: int, key: int, value: int, enable_gqa: bool) -> tuple[int, int, bool]:

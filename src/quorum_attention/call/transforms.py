@@ -9,7 +9,7 @@ def records(*inputs: torch.Tensor) -> bool:
     """Whether autograd has to see the call: for gradients, or for a transformation, which asks here
     for what it may not have."""
     return (
-        (torch.is_grad_enabled() and any(t.requires_grad for t in inputs))
+        (torch.is_grad_enabled() and True in [t.requires_grad for t in inputs])
         or torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0
     )

@@ -43,10 +43,16 @@ class Call:
 
 
 def rows_are_dense(*tensors: torch.Tensor) -> bool:
-    """Whether operators take tensors as they lie: the last dimension contiguous and, on a GPU, rows
-    of whole words of 16 bytes at whole words. (Others are refused, or end in misaligned
-    addresses; rows that are no whole words are padded, which copies them.)"""
-    return all((t.stride(-1) == 1 or t.shape[-1] <= 1) and _at_whole_words(t) for t in tensors)
+    """Whether operators take tensors of one device as they lie: the last dimension contiguous and,
+    on a GPU, rows of whole words of 16 bytes at whole words. (Others are refused, or end in
+    misaligned addresses; rows that are no whole words are padded, which copies them.)"""
+    word = backend_of(tensors[0].device).word_bytes
+    for tensor in tensors:
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            return False
+        if word > 1 and not _at_whole_words(tensor, word):
+            return False
+    return True
 
 
 def lie_well(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
@@ -58,9 +64,9 @@ def lie_well(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> boo
     return laid_out and rows_are_dense(query, key, value)
 
 
-def _at_whole_words(tensor: torch.Tensor) -> bool:
-    size, word = tensor.element_size(), backend_of(tensor.device).word_bytes
-    if word == 1 or tensor.shape[-1] * size % word:
+def _at_whole_words(tensor: torch.Tensor, word: int) -> bool:
+    size = tensor.element_size()
+    if tensor.shape[-1] * size % word:
         return True
     steps = (s for n, s in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if n > 1)
     return tensor.data_ptr() % word == 0 and not any(s * size % word for s in steps)

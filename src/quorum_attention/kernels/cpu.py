@@ -117,7 +117,7 @@ class CpuKernel(RectangleKernel):
             attn_mask=bias,
             scale=scale,
         )
-        return out[..., : value.shape[-1]], lse
+        return (out if width == value.shape[-1] else out[..., : value.shape[-1]]), lse
 
     def rectangle_backward(
         self,
@@ -146,6 +146,8 @@ class CpuKernel(RectangleKernel):
             attn_mask=bias,
             scale=scale,
         )
+        if head_dim == value_dim:
+            return dq, dk, dv
         return dq[..., :head_dim], dk[..., :head_dim], dv[..., :value_dim]
 
     def backward_parts(self, batch_and_heads: int) -> int:

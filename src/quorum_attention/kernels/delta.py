@@ -62,7 +62,9 @@ def exact_carrier(
     """
     work = torch.promote_types(lse.dtype, torch.float32)
     shared = query.shape[-3] // key.shape[-3]
-    k, v = (t.to(work).repeat_interleave(shared, dim=-3) for t in (key, value))
+    k, v = key.to(work), value.to(work)
+    if shared > 1:
+        k, v = (t.repeat_interleave(shared, dim=-3) for t in (k, v))
     # As the kernel gets it: dP is of this one.
     gradient = grad_out.to(query.dtype).to(work)
     scores = (query.to(work) @ k.mT).mul_(scale)
@@ -87,15 +89,14 @@ def _carrying(delta: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor) ->
     count = min(_COLUMNS, gradient.shape[-1])
     columns = gradient.abs().topk(count, dim=-1).indices
     factors = gradient.gather(-1, columns)
-    parts = torch.zeros_like(factors, dtype=out.dtype)
+    parts: list[torch.Tensor] = []
     left = delta
-    for number in range(count):
-        part = (left / factors[..., number]).to(out.dtype)
-        part.masked_fill_(~part.isfinite(), 0.0)
-        parts[..., number] = part
-        left = left - part.to(delta.dtype) * factors[..., number]
+    for factor in factors.unbind(-1):
+        part = (left / factor).to(out.dtype).nan_to_num_(0.0, posinf=0.0, neginf=0.0)
+        parts.append(part)
+        left = left - part.to(delta.dtype) * factor
     carried = torch.zeros_like(out, memory_format=torch.contiguous_format)
-    carried.scatter_(-1, columns, parts)
+    carried.scatter_(-1, columns, torch.stack(parts, dim=-1))
     # What is not carried: NaN, a gradient of zeros, more than 16 bits hold.
     missed = (gradient * out.to(delta.dtype)).sum(dim=-1) - delta
     return torch.where((left.abs() < missed.abs()).unsqueeze(-1), carried, out)

@@ -33,6 +33,8 @@ def mend_odd_rows_(
         bias: (b or 1, h or 1, lq or 1, lk or 1), or None.
     """
     batch, heads, n_rows = lse.shape
+    if lse.nbytes <= BLOCK_BYTES and not math.isnan(float((lse / lse).sum())):
+        return
     for block in row_blocks(batch, heads, n_rows, lse.element_size()):
         part = lse[block]
         ones = part / part

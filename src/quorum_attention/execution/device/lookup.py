@@ -29,12 +29,13 @@ def is_known(device: torch.device) -> bool:
 
 def on_host(device: torch.device) -> bool:
     """Whether what lies there lies in host memory."""
-    return is_known(device) and not backend_of(device).own_memory
+    backend = BACKENDS.get(device.type)
+    return backend is not None and not backend.own_memory
 
 
 def best_device() -> torch.device:
     """The current CUDA device where there is one, else the CPU."""
-    return present("cuda" if BACKENDS["cuda"].is_here() else "cpu", "device")
+    return numbered(torch.device("cuda")) if BACKENDS["cuda"].is_here() else HOST
 
 
 def named_device(name: Any, argument: str) -> torch.device:
