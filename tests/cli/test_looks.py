@@ -21,10 +21,15 @@ from quorum_attention.cli.output import say, show_table
 
 PLAN = ["--tokens", "100K", "--device", "cuda", "--budget", "64MiB"]
 SENTENCE = "word " * 80 + "[draw] end"
-TABLE = ["method", "result", "forward", "backward", "peak memory", "error: out", "dQ", "dK", "dV"]
+TABLE = [
+    "method", "result", "forward: first", "forward: second", "backward: first", "backward: second",
+    "peak memory", "error: out", "error: dQ", "error: dK", "error: dV",
+]  # fmt: skip
+TIMES = ["6.54 s", "6.12 s", "18.25 s", "17.3 s"]
 ROWS = [
-    ["torch SDPA within 24.00 MiB", "out of memory", *"-------"],
-    ["Quorum Attention within 24.00 MiB", "ok", "6.54 s", "18.25 s", "21.76 MiB", *["9.8e-07"] * 4],
+    ["torch SDPA within 24.00 MiB", "out of memory", *"---------"],
+    ["Quorum Attention within 24.00 MiB", "ok", *TIMES, "21.76 MiB", *["9.8e-07"] * 4],
+    ["torch SDPA, no limit", "ok", *TIMES, "121.76 MiB", *["9.8e-07"] * 4],
 ]
 
 
@@ -185,6 +190,17 @@ def test_a_terminal_breaks_sentences_between_words() -> None:
     assert len(lines) > 5
     assert max(map(len, lines)) <= 50
     assert " ".join(shown.split()) == SENTENCE
+
+
+@pytest.mark.parametrize("columns", [60, 132, 240])
+def test_what_failed_stands_out_in_rows_and_in_columns(columns: int) -> None:
+    shown = in_a_terminal(
+        f"from quorum_attention.cli.output import show_table; "
+        f"show_table({TABLE!r}, {ROWS!r}, left=['result'], red=[0])",
+        columns,
+    )
+    assert "\x1b[31mout of" in shown
+    assert "\x1b[31mok" not in shown
 
 
 def test_a_terminal_shows_a_bar() -> None:

@@ -9,12 +9,13 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 
 from quorum_attention.cli import child, main, recover
-from quorum_attention.files import create_tensors
+from quorum_attention.files import create_tensors, open_tensors
 from quorum_attention.limits import PeakMemory, data_bytes, ran_out
 
 SIZES = ["--tokens", "2048", "--heads", "8", "--device", "cpu", "--causal"]
@@ -23,6 +24,8 @@ PROCESS = recover._PROCESS_BYTES
 
 @pytest.fixture(autouse=True)
 def pictures_go_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Children import what is tested, also where PYTHONPATH is relative.
+    monkeypatch.setenv("PYTHONPATH", str(Path(child.__file__).parents[2]))
     monkeypatch.chdir(tmp_path)
 
 
@@ -94,7 +97,7 @@ spec = child.Spec(**json.loads(Path(sys.argv[1]).read_text()))
 call = child._opened(spec, torch.device("cpu"))
 child._warm_up(spec, call)
 before = set(sys.modules)
-child._METHODS[spec.method](call, child.Answer(), None)
+child._make_calls(child._METHODS[spec.method](call), call, child.Answer(), None)
 print(sorted(set(sys.modules) - before))
 """
 
@@ -122,17 +125,100 @@ def test_whatever_a_limited_process_raises_is_a_verdict(
     error: Exception, is_the_limit: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert ran_out(error) == is_the_limit
-    calls = []
 
-    def fails(call: object, answer: object, progress: object) -> None:
-        calls.append(call)
-        if len(calls) > 2:  # not while warming up
-            raise error
+    class Fails(child._Sdpa):
+        def forward(self, progress: object) -> None:
+            if self._inputs[0].shape[-2] > child.WARM_TOKENS:
+                raise error
+            super().forward(None)
 
-    monkeypatch.setitem(child._METHODS, "sdpa", fails)
+    monkeypatch.setitem(child._METHODS, "sdpa", Fails)
     answer = answered(tmp_path, spec_for(tmp_path, "sdpa", 1 << 30))
     assert answer.result == ("out of memory" if is_the_limit else "failed")
     assert type(error).__name__ in answer.error
+    assert answer.stage == "forward", "it failed inside the call"
+
+
+class Recorded(child._Sdpa):
+    """Says what is done, in order, and where a limit begins."""
+
+    done: ClassVar[list[str]] = []
+
+    def __init__(self, call: child._Call) -> None:
+        self.done.append("inputs placed")
+        super().__init__(call)
+
+    def forward(self, progress: object) -> None:
+        self.done.append("forward")
+        super().forward(None)
+
+    def backward(self, progress: object) -> None:
+        self.done.append("backward")
+        super().backward(None)
+
+
+def test_what_torch_reads_is_in_place_before_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that it fails, where it fails, inside the attention call; and times are of the call."""
+    monkeypatch.setattr(Recorded, "done", [])
+    monkeypatch.setitem(child._METHODS, "sdpa", Recorded)
+
+    class Limited(PeakMemory):
+        def limit(self, extra_bytes: int) -> None:
+            Recorded.done.append("limit")
+
+    monkeypatch.setattr(child, "PeakMemory", Limited)
+    answer = answered(tmp_path, spec_for(tmp_path, "sdpa", 1 << 30))
+    twice = ["forward", "backward"] * 2
+    assert Recorded.done == ["inputs placed", *twice, "inputs placed", "limit", *twice]
+    assert len(answer.forward_seconds) == len(answer.backward_seconds) == 2
+
+
+@pytest.mark.parametrize("method", ["sdpa", "quorum"])
+def test_a_second_call_is_as_right_as_the_first_and_takes_no_more(
+    tmp_path: Path, method: str
+) -> None:
+    answer = answered(tmp_path, spec := spec_for(tmp_path, method, None))
+    assert answer.result == "ok", answer.error
+    assert len(answer.forward_seconds) == len(answer.backward_seconds) == 2
+    assert min(answer.forward_seconds + answer.backward_seconds) > 0
+    inputs, results = open_tensors(spec.inputs), open_tensors(spec.results)
+    leaves = [inputs[name].double().requires_grad_() for name in ("query", "key", "value")]
+    out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
+    grads = torch.autograd.grad(out, leaves, open_tensors(str(spec.gradient))["grad_out"].double())
+    for name, right in zip(
+        ("out", "grad_query", "grad_key", "grad_value"), (out, *grads), strict=True
+    ):
+        torch.testing.assert_close(results[name].double(), right, rtol=1e-4, atol=1e-5)
+
+
+def test_who_waited_long_for_the_first_call_gets_no_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(child, "PATIENCE_SECONDS", 0.0)
+    answer = answered(tmp_path, spec_for(tmp_path, "quorum", None))
+    assert answer.result == "ok"
+    assert len(answer.forward_seconds) == len(answer.backward_seconds) == 1
+    monkeypatch.setattr(recover, "_child", lambda spec, path: answer)
+    assert main(["recover", *SIZES, "--budget", "10MiB"]) == 1  # its results are of another call
+    said = capsys.readouterr().out
+    assert "no second one where the first took more than" in said
+    assert re.search(r"│ backward: second +│ - ", said)
+
+
+def test_both_calls_of_every_method_are_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["recover", *SIZES, "--budget", "10MiB"]) == 0
+    said = capsys.readouterr().out
+    for heading in ("forward: first", "forward: second", "backward: first", "backward: second"):
+        (line,) = (line for line in said.splitlines() if heading in line)
+        cells = [cell.strip() for cell in line.strip("│").split("│")]
+        # torch has room for its output, and none for the gradients.
+        assert (cells[1] == "-") == (heading != "forward: first")
+        assert all(re.fullmatch(r"[0-9.]+ (us|ms|s)", cell) for cell in cells[2:]), line
+    assert "torch, in its backward: " in said
 
 
 def test_a_process_that_dies_is_a_verdict_too(tmp_path: Path) -> None:

@@ -47,6 +47,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "docs" / "images").mkdir(parents=True)
     tensors = {name: torch.randn(1, 2, 64, 16) for name in "qkv"}
     safetensors.torch.save_file(tensors, tmp_path / "in.safetensors")
+    # Children import what is tested, also where PYTHONPATH is relative.
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path

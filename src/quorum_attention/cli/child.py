@@ -1,4 +1,4 @@
-"""One attention call in a process of its own, under a real memory limit.
+"""An attention call, made twice in a process of its own, under a real memory limit.
 
 The process reads what to do from a file, and writes what happened to another. A limit on a
 process cannot be taken back, and a failure should not take the command with it.
@@ -10,10 +10,11 @@ import gc
 import json
 import threading
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -28,7 +29,9 @@ from quorum_attention.progress import progress_bar
 # What a child answers.
 OK, OUT_OF_MEMORY, FAILED = "ok", "out of memory", "failed"
 # As many tokens show it all code on the way, and make torch's libraries take what they keep.
-_WARM_TOKENS = 512
+WARM_TOKENS = 512
+# There is no second call where the first takes longer than this.
+PATIENCE_SECONDS = 45.0
 
 
 @dataclass
@@ -60,13 +63,21 @@ class Spec:
 
 @dataclass
 class Answer:
-    """What happened (``OK`` or one of the others), in which stage, in how many seconds."""
+    """What happened.
+
+    Attributes:
+        result: ``OK`` or one of the others; ``error`` says more.
+        stage: what was done last.
+        forward_seconds, backward_seconds: of a first and a second call, as far as they came.
+        peak_bytes: the most that both took.
+        report: quorum attention's own, of its first call.
+    """
 
     result: str = OK
     stage: str = ""
     error: str = ""
-    forward_seconds: float | None = None
-    backward_seconds: float | None = None
+    forward_seconds: list[float] = field(default_factory=list)
+    backward_seconds: list[float] = field(default_factory=list)
     peak_bytes: int = 0
     report: dict[str, Any] = field(default_factory=dict)
 
@@ -91,7 +102,7 @@ class _Call:
         """A call of the same kind on the first few tokens, in memory."""
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor[..., :_WARM_TOKENS, :].clone()
+            return tensor[..., :WARM_TOKENS, :].clone()
 
         return _Call(
             self.device,
@@ -102,7 +113,7 @@ class _Call:
             cut(self.value),
             None if self.grad_out is None else cut(self.grad_out),
             {
-                name: tensor[..., :_WARM_TOKENS].clone() if name == "lse" else cut(tensor)
+                name: tensor[..., :WARM_TOKENS].clone() if name == "lse" else cut(tensor)
                 for name, tensor in self.results.items()
             },
         )
@@ -118,13 +129,17 @@ def main(path: str) -> None:
     # A thread that draws progress may be the one that gets no memory: that is no news.
     threading.excepthook = _quiet_where_memory_ran_out
     bar: AbstractContextManager[Any] = progress_bar() if spec.progress else nullcontext()
+    peak = PeakMemory(device)
     with bar as progress:
         _warm_up(spec, call)
         try:
-            with PeakMemory(device) as peak:
+            answer.stage = "inputs"
+            # What torch needs of them on the device is there before anything is limited.
+            method = _METHODS[spec.method](call)
+            with peak:
                 if spec.limit_bytes is not None:
                     peak.limit(spec.limit_bytes)
-                _METHODS[spec.method](call, answer, progress)
+                _make_calls(method, call, answer, progress)
         except Exception as error:
             on_cpu = limited and device.type == "cpu"
             without_memory = ran_out(error) if on_cpu else is_out_of_memory(error)
@@ -162,9 +177,8 @@ def _warm_up(spec: Spec, call: _Call) -> None:
     that is no attention call's, before anything is measured or limited."""
     if call.device.type == "cpu":
         warm_up()
-    for _ in range(2):
-        _METHODS[spec.method](call.small(), Answer(), None)
-    gc.collect()
+    small = call.small()
+    _make_calls(_METHODS[spec.method](small), small, Answer(), None)
 
 
 class _Clock:
@@ -183,51 +197,123 @@ class _Clock:
         return self._now() - self.started
 
 
-def _sdpa(call: _Call, answer: Answer, progress: Any) -> None:
-    answer.stage = "inputs"
-    tensors = [t.to(call.device) for t in (call.query, call.key, call.value)]
-    for tensor in tensors:
-        tensor.requires_grad_(call.grad_out is not None)
-    query, key, value = tensors
-    answer.stage = "forward"
-    clock = _Clock(call.device)
-    out = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, is_causal=call.is_causal, enable_gqa=query.shape[-3] != key.shape[-3]
-    )
-    answer.forward_seconds = clock.seconds()
-    call.results["out"].copy_(out.detach())
-    if call.grad_out is None:
-        return
-    answer.stage = "backward"
-    grad_out = call.grad_out.to(call.device)
-    clock = _Clock(call.device)
-    grads = torch.autograd.grad(out, (query, key, value), grad_out)
-    answer.backward_seconds = clock.seconds()
-    for name, grad in zip(("grad_query", "grad_key", "grad_value"), grads, strict=True):
-        call.results[name].copy_(grad)
+_Progress = Callable[[int, int, str], None] | None
 
 
-def _quorum(call: _Call, answer: Answer, progress: Any) -> None:
-    query, key, value, results = call.query, call.key, call.value, call.results
-    report = Report()
-    answer.stage = "forward"
-    clock = _Clock(call.device)
-    out, lse = attention_with_lse(
-        query, key, value, is_causal=call.is_causal, enable_gqa=True, budget=call.budget_bytes,
-        devices=call.device, out=results["out"], report=report, progress=progress,
-    )  # fmt: skip
-    answer.forward_seconds = clock.seconds()
-    results["lse"].copy_(lse)
-    if call.grad_out is not None:
-        answer.stage = "backward"
+class _Method(Protocol):
+    """A way to make a call."""
+
+    def forward(self, progress: _Progress) -> None: ...
+
+    def backward(self, progress: _Progress) -> None: ...
+
+    def keep(self) -> None:
+        """Write what has not been written to the call's results, and let go of it."""
+
+    def report(self) -> dict[str, Any]: ...
+
+
+def _make_calls(method: _Method, call: _Call, answer: Answer, progress: _Progress) -> None:
+    """A first call and, after one that did not take too long, a second."""
+    for ordinal in ("", "second "):
+        shown = _labelled(progress, ordinal)
+        answer.stage = f"{ordinal}forward"
         clock = _Clock(call.device)
-        attention_backward(
-            call.grad_out, query, key, value, out, lse, is_causal=call.is_causal, enable_gqa=True,
-            budget=call.budget_bytes, devices=call.device, report=report, progress=progress,
-            grads=(results["grad_query"], results["grad_key"], results["grad_value"]),
+        method.forward(shown)
+        answer.forward_seconds.append(clock.seconds())
+        if call.grad_out is not None:
+            answer.stage = f"{ordinal}backward"
+            clock = _Clock(call.device)
+            method.backward(shown)
+            answer.backward_seconds.append(clock.seconds())
+        method.keep()
+        gc.collect()
+        if not ordinal:
+            answer.report = method.report()
+        if sum(answer.forward_seconds + answer.backward_seconds) > PATIENCE_SECONDS:
+            return
+
+
+def _labelled(progress: _Progress, ordinal: str) -> _Progress:
+    if progress is None or not ordinal:
+        return progress
+    return lambda done, total, label: progress(done, total, ordinal + label)
+
+
+class _Sdpa:
+    """torch's call: inputs on the device beforehand, results copied from there afterwards."""
+
+    def __init__(self, call: _Call) -> None:
+        self._results = call.results
+        self._is_causal = call.is_causal
+        self._grad_out = None if call.grad_out is None else call.grad_out.to(call.device)
+        self._inputs = [t.to(call.device) for t in (call.query, call.key, call.value)]
+        for tensor in self._inputs:
+            tensor.requires_grad_(call.grad_out is not None)
+        self._out: torch.Tensor | None = None
+        self._grads: tuple[torch.Tensor, ...] = ()
+
+    def forward(self, progress: _Progress) -> None:
+        query, key, value = self._inputs
+        self._out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=self._is_causal,
+            enable_gqa=query.shape[-3] != key.shape[-3],
         )  # fmt: skip
-        answer.backward_seconds = clock.seconds()
-    answer.report = report.to_dict()
+
+    def backward(self, progress: _Progress) -> None:
+        assert self._out is not None
+        self._grads = torch.autograd.grad(self._out, self._inputs, self._grad_out)
+
+    def keep(self) -> None:
+        assert self._out is not None
+        self._results["out"].copy_(self._out.detach())
+        for name, grad in zip(("query", "key", "value"), self._grads, strict=False):
+            self._results[f"grad_{name}"].copy_(grad)
+        self._out, self._grads = None, ()
+
+    def report(self) -> dict[str, Any]:
+        return {}
 
 
-_METHODS = {"sdpa": _sdpa, "quorum": _quorum}
+class _Quorum:
+    """Ours: inputs and results where they are, in files."""
+
+    def __init__(self, call: _Call) -> None:
+        self._call = call
+        self._lse: torch.Tensor | None = None
+        self._report = Report()
+
+    def _options(self, progress: _Progress) -> dict[str, Any]:
+        call = self._call
+        return {
+            "is_causal": call.is_causal, "enable_gqa": True, "budget": call.budget_bytes,
+            "devices": call.device, "report": self._report, "progress": progress,
+        }  # fmt: skip
+
+    def forward(self, progress: _Progress) -> None:
+        call = self._call
+        self._report = Report()
+        _, self._lse = attention_with_lse(
+            call.query, call.key, call.value, out=call.results["out"], **self._options(progress)
+        )
+
+    def backward(self, progress: _Progress) -> None:
+        call, results = self._call, self._call.results
+        assert call.grad_out is not None
+        assert self._lse is not None
+        attention_backward(
+            call.grad_out, call.query, call.key, call.value, results["out"], self._lse,
+            grads=(results["grad_query"], results["grad_key"], results["grad_value"]),
+            **self._options(progress),
+        )  # fmt: skip
+
+    def keep(self) -> None:
+        assert self._lse is not None
+        self._call.results["lse"].copy_(self._lse)
+        self._lse = None
+
+    def report(self) -> dict[str, Any]:
+        return self._report.to_dict()
+
+
+_METHODS: dict[str, Callable[[_Call], _Method]] = {"sdpa": _Sdpa, "quorum": _Quorum}

@@ -77,7 +77,7 @@ def show_table(
         return
     if len(rows) <= _FEW:
         turned = [list(line) for line in zip(columns, *rows, strict=True)]
-        sideways = _table(turned[0], turned[1:], [True] * len(turned[0]))
+        sideways = _table(turned[0], turned[1:], [True] * len(turned[0]), beside=[None, *styles])
         if Measurement.get(out, endless, sideways).minimum <= out.width:
             out.print(sideways)
             return
@@ -95,8 +95,12 @@ def _table(
     rows: Sequence[Sequence[str]],
     words: Sequence[bool],
     styles: Sequence[str | None] = (),
+    beside: Sequence[str | None] = (),
 ) -> Table:
-    """A table whose lines break between words only; without columns, one without a heading."""
+    """A table whose lines break between words only; without columns, one without a heading.
+
+    ``styles`` are of rows, ``beside`` of columns.
+    """
     table = Table(show_header=bool(columns))
     for place, is_words in enumerate(words):
         cells = [*columns[place : place + 1], *(row[place] for row in rows)]
@@ -105,6 +109,7 @@ def _table(
             columns[place] if columns else "",
             justify="left" if is_words else "right",
             min_width=min(longest, _LONGEST_WORD),
+            style=(beside[place] if beside else None) or "",
         )
     for row, style in zip_longest(rows, styles):
         table.add_row(*(Text(cell) for cell in row), style=style)

@@ -1,7 +1,8 @@
 """``recover``: an attention call that runs out of memory comes back, exact.
 
 The monolithic call runs under a real memory limit and fails; the same inputs go through
-quorum attention under the same limit; output and gradients are checked against float64.
+quorum attention under the same limit; output and gradients are checked against float64. Each method
+that works is called twice, because a first call prepares what later ones find prepared.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ from typing import Any
 import torch
 
 from quorum_attention.cli import options as shared
-from quorum_attention.cli.child import FAILED, OK, Answer, Spec
+from quorum_attention.cli.child import (
+    FAILED,
+    OK,
+    PATIENCE_SECONDS,
+    WARM_TOKENS,
+    Answer,
+    Spec,
+)
 from quorum_attention.cli.output import print_json, say, show_table
 from quorum_attention.cli.run import read_qkv
 from quorum_attention.decomposition import Decomposition
@@ -37,8 +45,6 @@ from quorum_attention.verification import Problem, Sampled, compare, expect
 # What a Python process allocates beside the call's tensors while it runs, on the CPU.
 _PROCESS_BYTES = 2 << 20
 _BLOCK_TOKENS = 1 << 16
-# The unlimited monolithic call is only for comparison: not if it would take longer than this.
-_PATIENCE_SECONDS = 45.0
 _ACCEPTED = {
     torch.float16: 5e-3,
     torch.bfloat16: 4e-2,
@@ -223,7 +229,8 @@ def _fill(tensor: torch.Tensor, generator: torch.Generator) -> None:
 
 
 def _default_budget(query: torch.Tensor, value: torch.Tensor, device: torch.device) -> int:
-    """Less than the monolithic call's output alone on a CPU, than its inputs on a GPU."""
+    """Less than the monolithic call's output alone on a CPU, than that and its log-sum-exp on a
+    GPU."""
     result = query.numel() // query.shape[-1] * value.shape[-1] * query.element_size()
     return max(24 << 20, int(0.75 * result)) if device.type == "cpu" else max(64 << 20, result)
 
@@ -246,7 +253,8 @@ def _counted(setting: _Setting) -> str:
     """What the limit and the peaks count."""
     if setting.device.type != "cpu":
         return (
-            "Limit and peaks count what torch's allocator hands out, inputs on the device included."
+            "Limit and peaks count what torch's allocator hands out beyond the inputs: torch has "
+            "them on the device beforehand, Quorum Attention reads them from the host."
         )
     return (
         f"Limit and peaks count all that the process allocates beyond its start (inputs and "
@@ -353,25 +361,28 @@ def _planned(setting: _Setting, *, backward: bool, **how: Any) -> Plan:
 
 
 def _needed_bytes(setting: _Setting) -> int:
-    """What the monolithic call takes: results and workspace, and on a GPU its inputs."""
-    result = setting.query.numel() // setting.query.shape[-1] * setting.value.shape[-1]
-    item = setting.query.element_size()
-    inputs = sum(t.numel() for t in (setting.query, setting.key, setting.value)) * item
-    moved = inputs if setting.device.type == "cuda" else 0
+    """What the monolithic call takes beyond its inputs: results and workspace."""
     forward: int = _monolithic(setting, backward=False).peak_bytes
     if not setting.backward:
-        return forward + moved
+        return forward
+    rows = setting.query.numel() // setting.query.shape[-1]
+    result = rows * setting.value.shape[-1] * setting.query.element_size()
     backward: int = _monolithic(setting, backward=True).peak_bytes
-    kept = result * item + (result * item if moved else 0)  # the output; the upstream gradient
-    return max(forward, backward + kept) + moved
+    return max(forward, backward + result)
 
 
 def _affordable(setting: _Setting) -> bool:
+    """Whether the unlimited monolithic call, which is only for comparison, fits in memory and ends
+    soon."""
     seconds = _monolithic(setting, backward=False).predicted_seconds
     if setting.backward:
         seconds += _monolithic(setting, backward=True).predicted_seconds
-    fits = 2 * _needed_bytes(setting) < backend_of(setting.device).free_bytes(setting.device)
-    return bool(fits and seconds < _PATIENCE_SECONDS)
+    needed = _needed_bytes(setting)
+    if setting.device.type == "cuda":
+        inputs = (setting.query, setting.key, setting.value, setting.grad_out)
+        needed += sum(t.numel() * t.element_size() for t in inputs if t is not None)
+    fits = 2 * needed < backend_of(setting.device).free_bytes(setting.device)
+    return bool(fits and seconds < PATIENCE_SECONDS)
 
 
 def _is_recovered(setting: _Setting, ours: _Outcome) -> bool:
@@ -435,15 +446,16 @@ def _as_json(
 def _print(
     setting: _Setting, outcomes: list[_Outcome], recovered: bool, picture: str | None
 ) -> None:
-    columns = ["method", "result", "forward", "backward", "peak memory", "error: out"]
-    columns += ["dQ", "dK", "dV"] if setting.backward else []
+    limited, ours = outcomes[:2]
     show_table(
-        columns,
-        [_cells(setting, outcome) for outcome in outcomes],
+        ["method", "result", *_figures(setting, ours)],
+        [
+            [outcome.label, outcome.answer.result, *_figures(setting, outcome).values()]
+            for outcome in outcomes
+        ],
         left=["result"],
         red=[number for number, outcome in enumerate(outcomes) if not outcome.ran],
     )
-    limited, ours = outcomes[:2]
     if limited.ran:
         say(
             f"The budget was enough for the monolithic call: nothing to recover. "
@@ -454,6 +466,7 @@ def _print(
     if not ours.ran:
         where = f", in its {ours.answer.stage}" if ours.answer.stage else ""
         say(f"Quorum Attention{where}: {ours.answer.error}")
+    say(_timed(outcomes))
     say(_counted(setting))
     for name, part in ours.answer.report.items():
         if part:
@@ -474,26 +487,33 @@ def _print(
     say(f"picture: {drawn}")
 
 
-def _cells(setting: _Setting, outcome: _Outcome) -> list[str]:
+def _timed(outcomes: list[_Outcome]) -> str:
+    """What the times are of."""
+    said = (
+        f"Times are of a first and a second call in one process, after small ones of {WARM_TOKENS} "
+        f"tokens"
+    )
+    if any(len(outcome.answer.forward_seconds) == 1 for outcome in outcomes if outcome.ran):
+        said += f" (no second one where the first took more than {PATIENCE_SECONDS:.0f} s)"
+    return f"{said}."
+
+
+def _figures(setting: _Setting, outcome: _Outcome) -> dict[str, str]:
+    """By heading, what a table shows of a method besides its name and result."""
     answer, errors = outcome.answer, outcome.errors
-
-    def seconds(value: float | None) -> str:
-        return "-" if value is None else format_seconds(value)
-
-    def error(value: float | None) -> str:
-        return "-" if value is None else f"{value:.1e}"
-
-    cells = [
-        outcome.label,
-        answer.result,
-        seconds(answer.forward_seconds),
-        seconds(answer.backward_seconds),
-        format_bytes(answer.peak_bytes) if outcome.ran else "-",
-        error(errors.out if errors else None),
-    ]
+    cells = {}
+    passes = {"forward": answer.forward_seconds}
     if setting.backward:
-        cells += [
-            error(getattr(errors, name) if errors else None)
-            for name in ("grad_query", "grad_key", "grad_value")
-        ]
+        passes["backward"] = answer.backward_seconds
+    for name, seconds in passes.items():
+        for place, ordinal in enumerate(("first", "second")):
+            there = place < len(seconds)
+            cells[f"{name}: {ordinal}"] = format_seconds(seconds[place]) if there else "-"
+    cells["peak memory"] = format_bytes(answer.peak_bytes) if outcome.ran else "-"
+    results = {"out": "out"}
+    if setting.backward:
+        results |= {"dQ": "grad_query", "dK": "grad_key", "dV": "grad_value"}
+    for short, name in results.items():
+        error = None if errors is None else getattr(errors, name)
+        cells[f"error: {short}"] = "-" if error is None else f"{error:.1e}"
     return cells
