@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quorum_attention.execution.device.lookup import BACKENDS
-from quorum_attention.execution.device.rates import by_head_dim
 from quorum_attention.planner.machine import FIELDS, Machine, assumed
 
 KINDS = ["cpu", "cuda"]
@@ -65,25 +64,6 @@ def test_what_lies_in_cache_is_as_fast_as_it_gets(kind: str) -> None:
     assert shares == sorted(shares, reverse=True)
     assert shares[0] == 1.0
     assert shares[-1] >= 0.75
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    table=st.dictionaries(
-        st.integers(1, 256),
-        st.tuples(st.floats(1, 1000), st.floats(1, 1000)),
-        min_size=1,
-        max_size=5,
-    ),
-    head_dim=st.integers(1, 300),
-)
-def test_between_measured_head_dims(table, head_dim: int) -> None:  # type: ignore[no-untyped-def]
-    for at in range(2):
-        known = [both[at] for both in table.values()]
-        found = by_head_dim(table, head_dim)[at]
-        assert min(known) * (1 - 1e-9) <= found <= max(known) * (1 + 1e-9)
-        if head_dim in table:
-            assert found == pytest.approx(table[head_dim][at])
 
 
 def test_an_unknown_kind_has_no_rates() -> None:
