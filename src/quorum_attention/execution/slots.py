@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -167,6 +168,8 @@ class _Builder:
         return SlotLayout(self.fields, self.end, self.group, self.shared)
 
 
+# A search asks for the same one with every number of slots.
+@lru_cache(maxsize=64)
 def slot_layout(
     spec: PassSpec,
     work: Workload,
