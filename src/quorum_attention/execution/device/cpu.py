@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-import gc
 import platform
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from quorum_attention.execution.device.backend import ROUNDING_BYTES, Backend, TrialSizes
-from quorum_attention.execution.device.clock import Clock, HostClock
-from quorum_attention.execution.device.mover import Mover
-from quorum_attention.execution.device.page_locks import PageLocks
+from quorum_attention.execution.device.backend import Backend, TrialSizes
 from quorum_attention.execution.device.rates import cpu_rates
-from quorum_attention.kernels.lanes import Lanes
 
 
 class Cpu(Backend):
-    """See ``Backend``; also what others are made from."""
+    """See ``Backend``."""
 
     kind = "cpu"
-    own_memory = False
-    refuses = False
-    overlaps = False
-    pins = False
-    most_streams = 1
-    word_bytes = 1
-
-    def is_here(self) -> bool:
-        """Always."""
-        return True
 
     def free_bytes(self, device: torch.device) -> int:
         """``MemAvailable``."""
@@ -44,49 +28,6 @@ class Cpu(Backend):
         except OSError:
             pass
         return 1 << 34  # no such file (not Linux): assume 16 GiB rather than refuse to work
-
-    def allocate(self, n_bytes: int, device: torch.device) -> torch.Tensor:
-        """From torch's allocator."""
-        return torch.empty(n_bytes, dtype=torch.uint8, device=device)
-
-    def give_back_cached(self) -> None:
-        """What garbage held."""
-        gc.collect()
-
-    def rounding(self, sizes: Sequence[int]) -> int:
-        """A little for each."""
-        return ROUNDING_BYTES * len(sizes)
-
-    def current(self, device: torch.device) -> AbstractContextManager[Any]:
-        """There is one."""
-        return nullcontext()
-
-    def clock(self) -> Clock:
-        """The host's."""
-        return HostClock()
-
-    def lanes(self, device: torch.device, count: int) -> Lanes | None:
-        """None."""
-        return None
-
-    def page_locks(self, tensors: Iterable[torch.Tensor]) -> PageLocks:
-        """Of nothing."""
-        return PageLocks(())
-
-    def mover(self, device: torch.device, n_slots: int, locks: PageLocks, clock: Clock) -> Mover:
-        """Plain copies."""
-        return Mover(clock)
-
-    def count_peak(self, device: torch.device) -> Callable[[], int] | None:
-        """Torch counts nothing here."""
-        return None
-
-    def limit(self, extra_bytes: int, device: torch.device) -> None:
-        """It cannot be limited."""
-        raise NotImplementedError("torch's CPU allocator takes no limit")
-
-    def synchronize(self, device: torch.device) -> None:
-        """Everything has happened already."""
 
     def model(self, device: torch.device) -> str:
         """Its name, and how many threads it works with."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 
-from quorum_attention.execution.device.backend import ROUNDING_BYTES, Backend, TrialSizes
+from quorum_attention.execution.device.backend import Backend, TrialSizes
 from quorum_attention.execution.device.clock import Clock, HostClock
 from quorum_attention.execution.device.cuda_mover import CudaMover
 from quorum_attention.execution.device.mover import Mover
@@ -56,19 +55,15 @@ class Cuda(Backend):
             limit = int(total * torch.cuda.get_per_process_memory_fraction(device))
         return max(0, min(free + reserved - allocated, limit - allocated))
 
-    def allocate(self, n_bytes: int, device: torch.device) -> torch.Tensor:
-        """From torch's caching allocator."""
-        return torch.empty(n_bytes, dtype=torch.uint8, device=device)
-
     def give_back_cached(self) -> None:
         """What garbage held, and what the allocator keeps for later."""
-        gc.collect()
+        super().give_back_cached()
         torch.cuda.empty_cache()
 
     def rounding(self, sizes: Sequence[int]) -> int:
         """A little for each; of large ones the allocator hands out whole blocks."""
         unsplit = sum(size > UNSPLIT_BYTES for size in sizes)
-        return ROUNDING_BYTES * len(sizes) + UNSPLIT_BYTES * unsplit
+        return super().rounding(sizes) + UNSPLIT_BYTES * unsplit
 
     def current(self, device: torch.device) -> AbstractContextManager[Any]:
         """Kernels are launched on the current device, whatever tensors they are given."""

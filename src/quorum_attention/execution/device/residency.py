@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.device.lookup import HOST, backend_of, on_host
 from quorum_attention.execution.memory import is_out_of_memory
+from quorum_attention.execution.schedule import Home
 from quorum_attention.sizes import format_bytes
 
 
@@ -21,7 +21,7 @@ class Residency:
     device: torch.device
 
     @classmethod
-    def of_home(cls, home: Literal["device", "host"], compute: torch.device) -> Residency:
+    def of_home(cls, home: Home, compute: torch.device) -> Residency:
         """Where a schedule for ``compute`` keeps accumulators."""
         return cls(compute if home == "device" else HOST)
 
