@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.execution.control.machine import Machine
+from quorum_attention.execution.device.residency import Home
 from quorum_attention.execution.job import Job
 from quorum_attention.execution.pass_spec import PassSpec
 from quorum_attention.execution.placement import Placement
@@ -20,8 +21,6 @@ from quorum_attention.execution.trimming import Tally
 from quorum_attention.execution.workload import Group, GroupSize, Workload
 from quorum_attention.kernels.protocol import Extent, InnerKernel
 from quorum_attention.quorums import quorum_size
-
-Home = Literal["device", "host"]
 
 # A finer level than the plan's is cut by the smallest quorum set that divides anything.
 DEEPEN_BY = 7

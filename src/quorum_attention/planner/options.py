@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quorum_attention.execution.schedule import Home
+from quorum_attention.execution.device.residency import Home
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.planner.plan import Plan
 

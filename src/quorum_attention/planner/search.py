@@ -12,6 +12,7 @@ from typing import Any
 from quorum_attention.decomposition import Decomposition, Pairs
 from quorum_attention.decomposition.share import kept_share
 from quorum_attention.errors import BudgetError
+from quorum_attention.execution.device.residency import Home
 from quorum_attention.execution.pass_spec import PassSpec, spec_of
 from quorum_attention.execution.placement import Placement
 from quorum_attention.execution.routes.choice import Choice
@@ -19,7 +20,7 @@ from quorum_attention.execution.routes.in_place import InPlace, takes_tasks
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.routes.together import Together
 from quorum_attention.execution.routes.whole import Whole
-from quorum_attention.execution.schedule import Home, Route, Schedule, schedule_of
+from quorum_attention.execution.schedule import Route, Schedule, schedule_of
 from quorum_attention.execution.trimming import Tally, pairs_of, tally
 from quorum_attention.execution.workload import GroupSize, Workload, group_sizes
 from quorum_attention.kernels.protocol import InnerKernel

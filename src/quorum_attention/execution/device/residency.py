@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.device.lookup import HOST, backend_of, on_host
 from quorum_attention.execution.memory import is_out_of_memory
-from quorum_attention.execution.schedule import Home
 from quorum_attention.sizes import format_bytes
+
+Home = Literal["device", "host"]
+"""Where accumulators wait between tasks, by its name in a schedule."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quorum_attention.execution.schedule import Home
+from quorum_attention.execution.device.residency import Home
 from quorum_attention.execution.trimming import Tally
 
 

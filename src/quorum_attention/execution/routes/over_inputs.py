@@ -7,10 +7,11 @@ from functools import lru_cache
 from typing import ClassVar
 
 from quorum_attention.decomposition import Decomposition, Rectangle, Task
+from quorum_attention.execution.device.residency import Home
 from quorum_attention.execution.job import Job
 from quorum_attention.execution.pass_spec import PassSpec
 from quorum_attention.execution.placement import Placement
-from quorum_attention.execution.schedule import Fallback, Home, Schedule
+from quorum_attention.execution.schedule import Fallback, Schedule
 from quorum_attention.execution.takes import bytes_before, copied_bytes, result_bytes
 from quorum_attention.execution.workload import Group, GroupSize, Workload, groups
 from quorum_attention.kernels.protocol import InnerKernel

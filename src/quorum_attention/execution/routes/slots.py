@@ -11,7 +11,7 @@ import torch
 
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.execution.control.machine import Machine
-from quorum_attention.execution.device.residency import Residency
+from quorum_attention.execution.device.residency import Home, Residency
 from quorum_attention.execution.engine import Input, Pass, State, Unit
 from quorum_attention.execution.job import Job
 from quorum_attention.execution.padding import is_filled, task_rows
@@ -21,7 +21,7 @@ from quorum_attention.execution.routes.choice import Choice
 from quorum_attention.execution.rows import GroupBuffer, RowTensor
 from quorum_attention.execution.runner import run
 from quorum_attention.execution.scaling import BackwardScaling, scales
-from quorum_attention.execution.schedule import Home, Lies, Schedule
+from quorum_attention.execution.schedule import Lies, Schedule
 from quorum_attention.execution.slots import aligned, slot_layout
 from quorum_attention.execution.takes import (
     Bytes,

@@ -12,6 +12,7 @@ import torch
 from quorum_attention.decomposition import Decomposition, Rectangle
 from quorum_attention.execution.call import flat_batch, operand
 from quorum_attention.execution.control.machine import HERE, Machine
+from quorum_attention.execution.device.residency import Home
 from quorum_attention.execution.job import Job
 from quorum_attention.execution.pass_spec import PassSpec
 from quorum_attention.execution.placement import Placement
@@ -19,7 +20,7 @@ from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.routes.together import compute_group, scaled_bytes
 from quorum_attention.execution.rows import group_part
 from quorum_attention.execution.scaling import all_finite, scales
-from quorum_attention.execution.schedule import Fallback, Home, Lies, Schedule
+from quorum_attention.execution.schedule import Fallback, Lies, Schedule
 from quorum_attention.execution.takes import (
     Bytes,
     Load,
