@@ -12,8 +12,10 @@ from quorum_attention.execution.placement import Placement
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels import CallShape, get_kernel
 from quorum_attention.kernels.select import rivals
+from quorum_attention.planner import decide
 from quorum_attention.planner.calibration import machine_of
 from quorum_attention.planner.decide import quickest
+from quorum_attention.planner.options import Options
 from quorum_attention.planner.search import Wish
 
 N = 1 << 20
@@ -113,3 +115,50 @@ def test_the_number_that_is_named_is_of_a_kernel_that_works() -> None:
             )  # fmt: skip
         smallest.append(raised.value.smallest_bytes)
     assert smallest[0] < smallest[1]
+
+
+def asked(n: int, kernel: str | qa.InnerKernel = "auto", **given) -> decide.Asked:
+    device = torch.device("cpu")
+    work = Workload((1,), 4, 4, n, n, 16, 16, torch.float32, False)
+    options = Options(device, kernel, **given)
+    place = Placement("cpu", True, False, torch.float32)
+    return decide.Asked(work, options, place, torch.float32, False, False)
+
+
+def test_a_second_small_call_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = decide.decide(asked(100))
+    assert first.plan is None
+
+    def nobody(*given: object, **named: object) -> None:
+        raise AssertionError("it was decided before")
+
+    for name in ("select_kernel", "is_small", "choose", "undivided", "machine_of"):
+        monkeypatch.setattr(decide, name, nobody)
+    # Nor one a little longer: up to the next power of two.
+    for n in (100, 101, 128):
+        assert decide.decide(asked(n)) == first
+    with pytest.raises(AssertionError, match="decided before"):
+        decide.decide(asked(129))
+
+
+@pytest.mark.parametrize(
+    "given", [{"budget_bytes": 1 << 30}, {"depth": 0}, {"watched": True}], ids=str
+)
+def test_what_is_asked_for_by_its_caller_has_a_plan(given: dict[str, int]) -> None:
+    assert decide.decide(asked(100, **given)).plan is not None
+
+
+def test_a_pass_without_memory_is_decided_again_until_nothing_is_left() -> None:
+    first = decide.decide(asked(100))
+    assert (first.plan, first.last) == (None, False)
+    second = decide.decide_again(asked(100), first)
+    assert second.plan is not None
+    assert second.last
+    assert second.kernel is first.kernel
+
+
+def test_kernels_of_the_caller_are_not_remembered() -> None:
+    kernel = qa.kernels()["dense"]
+    before = decide._known.cache_info()
+    assert decide.decide(asked(50, kernel)).kernel is kernel
+    assert decide._known.cache_info() == before
