@@ -37,7 +37,7 @@ def test_rows_go_there_and_back(gpu: torch.device, lay: Lay, where: str) -> None
     expected_in, expected_out = loaded(far.cpu()), stored(target, state)
     slot, full = torch.zeros(HEADS, ROWS, lay.width, device=gpu), state.to(gpu)
     torch.cuda.synchronize()
-    with backend.page_locks([far, target]) as locks:
+    with backend.page_locks([far, target], ()) as locks:
         mover = backend.mover(gpu, 2, locks, NoClock())
         with mover.input_stage(0):
             mover.load(slot, far, PIECES)
@@ -60,7 +60,7 @@ def test_a_slot_is_loaded_again_only_after_it_was_read(gpu: torch.device) -> Non
     results = torch.zeros_like(source).pin_memory()
     slot = torch.empty(1, rows, 16, device=gpu)
     whole = (Rows(0, rows, 0),)
-    with backend.page_locks(()) as locks:
+    with backend.page_locks((), ()) as locks:
         mover = backend.mover(gpu, 1, locks, NoClock())
         for number in range(20):
             with mover.input_stage(0):
@@ -78,7 +78,7 @@ def test_a_slot_is_loaded_again_only_after_it_was_read(gpu: torch.device) -> Non
 
 def test_pageable_memory_is_locked_within_the_block(gpu: torch.device) -> None:
     tensor = torch.zeros(32 * MIB, dtype=torch.uint8)
-    with Cuda().page_locks([tensor, tensor[MIB:]]) as locks:
+    with Cuda().page_locks([tensor, tensor[MIB:]], ()) as locks:
         assert locks.covers(tensor)
         assert locks.covers(tensor[MIB:])
     assert not locks.covers(tensor)

@@ -30,6 +30,7 @@ class Results:
         work: the call's sizes.
         dtype: of results that have a dtype of their own; the others have the state's.
         device: where the inputs are, and results are made.
+        compute: what computes them.
         tensors: by name.
     """
 
@@ -37,6 +38,7 @@ class Results:
     work: Workload
     dtype: torch.dtype
     device: torch.device
+    compute: torch.device
     tensors: dict[str, torch.Tensor]
 
     def dtype_of(self, state: StateSpec) -> torch.dtype:
@@ -54,7 +56,9 @@ class Results:
             if state.name not in self.tensors:
                 where = self.device if state.over is not None or home is None else home
                 shape, dtype = state.shape(self.work), self.dtype_of(state)
-                self.tensors[state.name] = Residency(where).empty(shape, dtype, state.words)
+                self.tensors[state.name] = Residency(where).result(
+                    shape, dtype, state.words, self.compute
+                )
         return tuple(self.tensors[state.name] for state in self.spec.states)
 
     def take(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -211,7 +215,7 @@ def forward_job(
     ``out_dtype`` where the inputs are (or ``out``, filled), lse (*batch, heads, n_queries), natural
     log, in the state's dtype."""
     given = {} if out is None else {"out": out}
-    results = Results(FORWARD, call.work, out_dtype, call.query.device, given)
+    results = Results(FORWARD, call.work, out_dtype, call.query.device, call.device, given)
     return Job(call, FORWARD, _inputs(call), results, report, progress)
 
 
@@ -237,7 +241,7 @@ def backward_job(
     dtype = call.work.dtype if grads is None else grads[0].dtype
     tensors = _inputs(call)
     tensors.update(out=out, grad_out=upstream.tensor, lse=lse)
-    results = Results(BACKWARD, call.work, dtype, call.query.device, given)
+    results = Results(BACKWARD, call.work, dtype, call.query.device, call.device, given)
     return Job(call, BACKWARD, tensors, results, report, progress, upstream)
 
 

@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import torch
-
 from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.control.events import Headroom, OutOfMemory, UnitDone
 from quorum_attention.execution.control.instructions import GiveUp
@@ -33,14 +31,12 @@ from quorum_attention.execution.workload import Group
 MakePass = Callable[[Schedule, Tools], Pass]
 
 
-def run(
-    job: Job, machine: Machine, make_pass: MakePass, moved: list[torch.Tensor], tools: Tools
-) -> None:
+def run(job: Job, machine: Machine, make_pass: MakePass, locks: PageLocks, tools: Tools) -> None:
     """Run what the machine has left of a pass, as it says.
 
     Args:
         make_pass: builds the pass for a schedule (its slots depend on the task size).
-        moved: tensors copied from or to; those in pageable host memory are page-locked meanwhile.
+        locks: of the tensors in host memory that are copied from or to.
 
     Raises:
         OutOfMemoryError: the machine gives up; completed work is lost with the call, nothing stays
@@ -49,13 +45,12 @@ def run(
     report = job.report
     assert report is not None, "what goes through slots has been planned"
     backend = backend_of(job.call.device)
-    with backend.page_locks(moved) as locks:
-        one = _Run(job, report, make_pass, machine, tools, locks, backend)
-        one.total = machine.units_left
-        while not machine.finished:
-            failure = one.attempt()
-            if not machine.finished:
-                one.recover(failure)
+    one = _Run(job, report, make_pass, machine, tools, locks, backend)
+    one.total = machine.units_left
+    while not machine.finished:
+        failure = one.attempt()
+        if not machine.finished:
+            one.recover(failure)
     schedule = one.schedule
     report.levels = schedule.decomposition.levels
     report.left_out = schedule.left_out

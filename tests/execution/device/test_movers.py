@@ -71,7 +71,29 @@ class Locks:
     def __init__(self, every: bool) -> None:
         self.every = every
 
+    settled = True
+
+    def wants(self, tensor: torch.Tensor) -> bool:
+        return self.every
+
     def covers(self, tensor: torch.Tensor) -> bool:
+        return self.every
+
+
+class LocksOnTheWay(Locks):
+    """What is asked is told; the others are not known yet."""
+
+    settled = False
+
+    def __init__(self, every: bool) -> None:
+        super().__init__(every)
+        self.asked: list[tuple[int, int]] = []
+
+    def wants(self, tensor: torch.Tensor) -> bool:
+        return True
+
+    def covers(self, tensor: torch.Tensor) -> bool:
+        self.asked.append((tensor.data_ptr(), tensor.nbytes))
         return self.every
 
 
@@ -88,9 +110,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, fake)
 
 
-def made(monkeypatch, runtime: Runtime | None, *, locked: bool = True) -> CudaMover:  # type: ignore[no-untyped-def]
+def made(  # type: ignore[no-untyped-def]
+    monkeypatch, runtime: Runtime | None, *, locked: bool = True, locks: Locks | None = None
+) -> CudaMover:
     monkeypatch.setattr(cuda_mover, "_cuda_runtime", lambda: runtime)
-    return CudaMover(GPU, 2, Locks(locked), NoClock())  # type: ignore[arg-type]
+    return CudaMover(GPU, 2, locks or Locks(locked), NoClock())  # type: ignore[arg-type]
 
 
 def check(mover: Mover, lay: Lay) -> None:
@@ -134,6 +158,24 @@ def test_on_streams(lay: Lay, locked: bool, runtime: str, monkeypatch) -> None:
     # A single row needs no pitch.
     by_pitch = (len(PIECES) - 1) * HEADS * 2
     assert bindings.pitched == (by_pitch if locked and lay.name == "gaps between rows" else 0)
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("lay", LAYS, ids=str)
+@pytest.mark.parametrize("locked", [True, False])
+@pytest.mark.parametrize("bindings", [True, False])
+def test_every_row_is_waited_for_while_memory_is_being_locked(
+    lay: Lay, locked: bool, bindings: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever way it is copied: until then its memory may be written to by another thread."""
+    locks = LocksOnTheWay(locked)
+    mover = made(monkeypatch, Runtime() if bindings else None, locks=locks)
+    target, state = lay.made(), torch.randn(HEADS, ROWS, lay.width)
+    with mover.store_stage(0):
+        mover.store(target, state, PIECES)
+    parts = [head[piece.start : piece.stop] for head in target for piece in PIECES]
+    asked = {start for start, _ in locks.asked}
+    assert all(part.data_ptr() in asked for part in parts)
 
 
 @pytest.mark.usefixtures("cuda")

@@ -1,88 +1,193 @@
-"""Page locks: what is locked, that it is unlocked whatever happens, and what cannot be locked."""
+"""Page locks, with a made-up runtime: what is locked when, and that nothing stays locked."""
 
 from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from quorum_attention.execution.device import page_locks
-from quorum_attention.execution.device.page_locks import PageLocks
+from quorum_attention.execution.device.page_locks import PAGE_BYTES, PageLocks
 
-Extent = tuple[int, int]
+PIECE = WORTH = 1 << 16
 
 
 class Runtime:
-    """The calls of CUDA's runtime that lock; refuses what begins at ``refused``."""
+    """Registers and unregisters; ``hold`` keeps it from beginning."""
 
     def __init__(self) -> None:
-        self.locked: dict[int, int] = {}
+        self.registered: dict[int, int] = {}
+        self.order: list[int] = []
         self.refused: set[int] = set()
-        self.cleared = 0
+        self.hold = threading.Event()
+        self.hold.set()
 
-    def cudaHostRegister(self, start: int, size: int, flags: int) -> int:
-        assert start not in self.locked
-        if start in self.refused:
-            return 712
-        self.locked[start] = size
+    def cudaHostRegister(self, start: int, n_bytes: int, flags: int) -> int:
+        assert self.hold.wait(20)
+        assert not any(
+            low < start + n_bytes and start < low + size for low, size in self.registered.items()
+        ), "locked twice"
+        self.order.append(start)
+        if len(self.order) in self.refused:
+            return 1
+        self.registered[start] = n_bytes
         return 0
 
     def cudaHostUnregister(self, start: int) -> int:
-        del self.locked[start]
+        del self.registered[start]
         return 0
-
-    def clear(self) -> None:
-        self.cleared += 1
 
 
 @pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    made = Runtime()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
-    monkeypatch.setattr(page_locks, "_WORTH_LOCKING_BYTES", 1024)
-    monkeypatch.setattr(page_locks, "_clear_last_cuda_error", made.clear)
-    return made
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
+    found = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(page_locks, "WORTH_LOCKING_BYTES", WORTH)
+    yield found
+    assert not found.registered, "left locked"
+
+
+def made(n_bytes: int, value: int = 7) -> torch.Tensor:
+    """Some memory that holds something."""
+    return torch.full((n_bytes,), value, dtype=torch.uint8)
+
+
+def result(heads: int, rows: int, width: int = 64) -> torch.Tensor:
+    """A result as a call makes it: of bytes, at the beginning of a page."""
+    room = made(heads * rows * width + PAGE_BYTES)
+    at = -room.data_ptr() % PAGE_BYTES
+    return room[at : at + heads * rows * width].view(1, heads, rows, width)
+
+
+@pytest.mark.parametrize("n_bytes", [WORTH, PIECE, PIECE + 1, 5 * PIECE + 4321])
+def test_every_byte_is_locked_once_and_let_go(runtime: Runtime, n_bytes: int) -> None:
+    tensor = made(n_bytes)
+    with PageLocks([tensor, tensor[100:-5], tensor[: n_bytes // 2]]) as locks:
+        assert locks.covers(tensor)
+        assert locks.wants(tensor)
+        assert list(runtime.registered.values()) == [n_bytes]
+    assert bool((tensor == 7).all())
+
+
+@pytest.mark.parametrize("rows", [1, 63, 64, 100, 1024, 1025, 4096])
+def test_no_copy_of_a_head_reaches_from_one_piece_into_another(runtime: Runtime, rows: int) -> None:
+    """The driver refuses such a copy."""
+    tensor = result(200_000 // rows + 3, rows)
+    with PageLocks([tensor], made=[tensor]) as locks:
+        assert locks.covers(tensor)
+        pieces = sorted((start, start + size) for start, size in runtime.registered.items())
+        assert sum(stop - start for start, stop in pieces) == tensor.nbytes
+        for head in tensor[0]:
+            first, last = head.data_ptr(), head.data_ptr() + head.nbytes
+            assert any(start <= first and last <= stop for start, stop in pieces)
+    if rows % 64 == 0:
+        assert len(pieces) > 5
+
+
+def test_small_tensors_are_left_alone(runtime: Runtime) -> None:
+    tensor = made(WORTH - 1)
+    with PageLocks([tensor]) as locks:
+        assert locks.settled
+    assert not runtime.order
+
+
+def test_a_tensor_of_somebody_else_is_asked_itself(runtime: Runtime) -> None:
+    mine, other = made(4 * PIECE), made(PIECE)
+    with PageLocks([mine]) as locks:
+        assert not locks.covers(other)
+        assert not locks.wants(other)
+
+
+def test_what_somebody_waits_for_comes_first(runtime: Runtime) -> None:
+    runtime.hold.clear()
+    tensor = result(20, 1024)
+    with PageLocks([tensor], made=[tensor]) as locks:
+        assert not locks.settled
+        threading.Timer(0.1, runtime.hold.set).start()
+        assert locks.covers(tensor[:, -1])
+        # The one that had been begun, perhaps, and then the one asked for.
+        assert tensor[:, -1].data_ptr() in runtime.order[:2]
+
+
+@pytest.mark.parametrize("rows", [1024, 1000])
+def test_memory_that_holds_nothing_is_written_to_before_it_is_handed_out(
+    runtime: Runtime, rows: int
+) -> None:
+    tensor, other = result(12, rows), made(3 * PIECE)
+    with PageLocks([tensor, other], made=[tensor]) as locks:
+        for number, head in enumerate(tensor[0]):
+            assert locks.covers(head)
+            assert bool((head == 0).all())
+            head.fill_(number + 1)
+        for number, head in enumerate(tensor[0]):
+            assert bool((head == number + 1).all())
+    assert bool((other == 7).all())
+
+
+def test_a_result_that_shares_memory_with_an_input_is_not_written_to(runtime: Runtime) -> None:
+    tensor = result(8, 1024)
+    half = tensor[:, :4]
+    with PageLocks([tensor, half], made=[half]) as locks:
+        assert locks.covers(half)
+    assert bool((tensor == 7).all())
+
+
+def test_what_is_refused_is_left_pageable(runtime: Runtime) -> None:
+    runtime.refused = {2}
+    tensor = result(4, 1024)
+    with PageLocks([tensor], made=[tensor]) as locks:
+        assert not locks.covers(tensor)
+        assert [locks.covers(head) for head in tensor[0]].count(False) == 1
+
+
+def test_a_failure_on_the_way_lets_go_and_is_not_swallowed(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(device: int) -> None:
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(torch.cuda, "set_device", broken)
+    tensor = made(PIECE)
+    with pytest.raises(RuntimeError, match="no such device"), PageLocks([tensor]):
+        pass
+
+
+def test_an_error_inside_stops_what_is_left(runtime: Runtime) -> None:
+    runtime.hold.clear()
+    tensor = result(50, 1024)
+    threading.Timer(0.1, runtime.hold.set).start()
+    with pytest.raises(ValueError, match="mine"), PageLocks([tensor], made=[tensor]):
+        raise ValueError("mine")
+    assert len(runtime.order) <= 1
 
 
 def test_locked_within_the_block_and_not_after_it(runtime: Runtime) -> None:
-    large, small = torch.zeros(1024), torch.zeros(16)
+    large, small = made(2 * PIECE), made(64)
     with PageLocks([large, small]) as locks:
-        assert runtime.locked == {large.data_ptr(): 4096}
         assert locks.covers(large)
+        assert runtime.registered == {large.data_ptr(): 2 * PIECE}
         assert locks.covers(large[100:200])
         assert not locks.covers(small)
-    assert not runtime.locked
+    assert not runtime.registered
     assert not locks.covers(large)
-
-
-def test_unlocked_after_a_failure_too(runtime: Runtime) -> None:
-    with pytest.raises(ZeroDivisionError), PageLocks([torch.zeros(1024)]):
-        raise ZeroDivisionError
-    assert not runtime.locked
 
 
 def test_what_overlaps_is_locked_once(runtime: Runtime) -> None:
     """Views of one packed tensor, as of a projection."""
-    packed = torch.zeros(3, 4096)
+    packed = torch.zeros(3, PIECE)
     views = [packed[0], packed[:2], packed[1, 100:3000], packed[2, ::2]]
     with PageLocks(views) as locks:
-        starts = {packed.data_ptr(): 2 * 4096 * 4, packed[2].data_ptr(): 4095 * 4}
-        assert runtime.locked == starts
         assert all(locks.covers(view) for view in views)
         assert not locks.covers(packed)
+        last = (PIECE - 1) * 4
+        assert runtime.registered == {packed.data_ptr(): 8 * PIECE, packed[2].data_ptr(): last}
 
 
-def test_what_cannot_be_locked_stays_pageable(runtime: Runtime) -> None:
-    """A read-only map, say; the error it leaves behind is not the next launch's."""
-    one, other = torch.zeros(1024), torch.zeros(1024)
-    runtime.refused = {one.data_ptr()}
-    with PageLocks([one, other]) as locks:
-        assert not locks.covers(one)
-        assert locks.covers(other)
-        assert runtime.cleared == 1
-    assert not runtime.locked
-
-
-def test_nothing_is_asked_of_the_runtime_for_nothing(monkeypatch) -> None:
+def test_nothing_is_asked_of_the_runtime_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", None)
     with PageLocks([torch.zeros(16)]) as locks:
         assert not locks.covers(torch.zeros(16))

@@ -96,8 +96,11 @@ class Backend(ABC):
         """``count`` streams for the calls of a task; None where one call follows another."""
         return None
 
-    def page_locks(self, tensors: Iterable[torch.Tensor]) -> PageLocks:
-        """Locks of the tensors in host memory that are copied from or to."""
+    def page_locks(
+        self, tensors: Iterable[torch.Tensor], made: Iterable[torch.Tensor]
+    ) -> PageLocks:
+        """Locks of the tensors in host memory that are copied from or to; ``made``: of those, what
+        holds nothing yet."""
         return PageLocks(())
 
     def mover(self, device: torch.device, n_slots: int, locks: PageLocks, clock: Clock) -> Mover:

@@ -77,9 +77,11 @@ class Cuda(Backend):
         """Where there are several."""
         return Lanes(device, count) if count > 1 else None
 
-    def page_locks(self, tensors: Iterable[torch.Tensor]) -> PageLocks:
+    def page_locks(
+        self, tensors: Iterable[torch.Tensor], made: Iterable[torch.Tensor]
+    ) -> PageLocks:
         """Of those worth it."""
-        return PageLocks(tensors)
+        return PageLocks(tensors, made)
 
     def mover(self, device: torch.device, n_slots: int, locks: PageLocks, clock: Clock) -> Mover:
         """On streams."""

@@ -104,9 +104,15 @@ class CudaMover(StreamMover):
         """Copy rows out of a slot."""
         self.stored_bytes += self._move(source, target, pieces, up=False)
 
-    def _is_pinned(self, host: torch.Tensor) -> bool:
+    def _is_pinned(self, host: torch.Tensor, pieces: Sequence[Rows]) -> bool:
+        """Whether ``pieces`` of ``host`` (heads, n, width) are page-locked; waits until they are
+        ready to be written to, if they are only being made so."""
         key = host.untyped_storage().data_ptr()
         if key not in self._pinned:
+            if self.locks.wants(host) and not self.locks.settled:
+                # All are asked, whatever the first says: each has to be ready.
+                found = [self.locks.covers(h[p.start : p.stop]) for h in host for p in pieces]
+                return all(found)
             self._pinned[key] = self.locks.covers(host)
         return self._pinned[key]
 
@@ -124,7 +130,7 @@ class CudaMover(StreamMover):
             and dense
             and far.dtype == slot.dtype
             and far.device.type == "cpu"
-            and self._is_pinned(far)
+            and self._is_pinned(far, pieces)
         ):
             here, there = slot.data_ptr(), far.data_ptr()
             here_step = slot.stride(0) * slot.element_size()
@@ -155,7 +161,8 @@ class CudaMover(StreamMover):
             return
         # A dtype to convert, or elements to gather one by one.
         converted = target.dtype != source.dtype or not (width == 1 or far.stride(2) == 1)
-        if converted or self._runtime is None or not self._is_pinned(far):
+        pinned = self._is_pinned(far, (Rows(0, rows, 0),))
+        if converted or self._runtime is None or not pinned:
             # So is what is pageable: staged, blocks the host, stays in stream order. Head
             # by head, so that torch needs no contiguous temporary on the device.
             for head in range(heads):

@@ -10,6 +10,7 @@ import torch
 
 from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.device.lookup import HOST, backend_of, on_host
+from quorum_attention.execution.device.page_locks import PAGE_BYTES, WORTH_LOCKING_BYTES
 from quorum_attention.execution.memory import is_out_of_memory
 from quorum_attention.sizes import format_bytes
 
@@ -55,6 +56,18 @@ class Residency:
                     f"memory-mapped"
                 )
         return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def result(
+        self, shape: tuple[int, ...], dtype: torch.dtype, what: str, compute: torch.device
+    ) -> torch.Tensor:
+        """``empty``, and where it is going to be copied to from ``compute`` at the beginning of a
+        page, so that it can be locked head by head (device/page_locks.py)."""
+        n_bytes = dtype.itemsize * math.prod(shape)
+        if n_bytes < WORTH_LOCKING_BYTES or not self.lockable(compute):
+            return self.empty(shape, dtype, what)
+        room = self.empty((n_bytes + PAGE_BYTES,), torch.uint8, what)
+        at = -room.data_ptr() % PAGE_BYTES
+        return room[at : at + n_bytes].view(dtype).view(shape)
 
     def travelling(
         self, shape: tuple[int, ...], dtype: torch.dtype, compute: torch.device

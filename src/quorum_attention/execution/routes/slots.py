@@ -11,6 +11,7 @@ import torch
 
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.execution.control.machine import Machine
+from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.residency import Home, Residency
 from quorum_attention.execution.engine import Input, Pass, State, Unit
 from quorum_attention.execution.job import Job
@@ -176,6 +177,7 @@ class Slots:
         """Make the results of what the machine has left, to the end; the runner counts units."""
         call, spec = job.call, job.spec
         home = Residency.of_home(self.accumulator, call.device)
+        given = {id(result) for result in job.results.tensors.values()}
         results = job.results.make(home.device)
         final = [
             RowTensor(_with_columns(result, state), state.axis)
@@ -201,8 +203,10 @@ class Slots:
 
         moved = [*job.tensors.values(), *results]
         moved.extend(kept.tensor for kept in homes if isinstance(kept, GroupBuffer))
+        made = [result for result in results if id(result) not in given]
         try:
-            run(job, machine, make_pass, moved, tools)
+            with backend_of(call.device).page_locks(moved, made) as locks:
+                run(job, machine, make_pass, locks, tools)
         finally:
             job.repeated(sum(scaling.repeated for scaling in scalings))
         return iter(())
