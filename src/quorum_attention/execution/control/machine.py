@@ -187,7 +187,7 @@ class Machine:
         here.whole_groups = self.queue.groups_are_whole
         if not here.groups:
             self._take(here)
-        n_slots = min(here.n_cap, max(1, self.units_left))
+        n_slots = 1 if here.whole_groups else min(here.n_cap, max(1, self.units_left))
         here.ahead, here.current, here.visits = list(here.groups.values()), None, iter(())
         here.carry = n_slots > 1
         return n_slots
@@ -274,7 +274,8 @@ class Machine:
         found = here.groups[event.group]
         found.done(event.path)
         if not found.left:
-            self._finish_empty(here)
+            del here.groups[event.group]
+            self.queue.finished.append(event.group)
         return Continue()
 
     def _out_of_memory(self, event: OutOfMemory) -> Instruction:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # What a head group is where it is not cut: one unit, whatever is in it.
 WHOLE = Task((), ())
+_WHOLE_VISIT = Visit(WHOLE, (), (), (), (), ())
 
 
 class Cuts(Protocol):
@@ -71,13 +72,17 @@ class GroupTasks:
 class Queue:
     """Head groups in order; a group that is begun belongs to one device until it is finished.
 
-    ``cuts`` is None as long as groups are not cut.
+    Attributes:
+        groups_are_whole: whether groups are not cut; there are no ``cuts`` then.
+        waiting: groups that nobody has begun.
+        returned: begun on devices that are gone.
+        finished: groups that are done.
     """
 
     def __init__(self, groups: Iterable[Group], cuts: Cuts | None) -> None:
         self._cuts = cuts
+        self.groups_are_whole = cuts is None
         self.waiting: deque[Group] = deque(groups)
-        # Begun on devices that are gone.
         self.returned: deque[GroupTasks] = deque()
         self.finished: list[Group] = []
         self._level_visits: dict[tuple[int, bool], _Replay] = {}
@@ -91,14 +96,9 @@ class Queue:
         assert self._cuts is not None, "groups are whole"
         return self._cuts
 
-    @property
-    def groups_are_whole(self) -> bool:
-        """Whether groups are not cut."""
-        return self._cuts is None
-
     def cut_by(self, cuts: Cuts) -> None:
         """Groups are cut from here on."""
-        self._cuts = cuts
+        self._cuts, self.groups_are_whole = cuts, False
 
     def take(self, depth: int) -> GroupTasks | None:
         """The next group for a device that works at ``depth``; None where there is none."""
@@ -110,8 +110,8 @@ class Queue:
 
     def begun(self, group: Group, depth: int) -> GroupTasks:
         """A group with all tasks of ``depth`` left."""
-        if self._cuts is None:
-            return GroupTasks(group, depth, {(): WHOLE}, is_level=False)
+        if self.groups_are_whole:
+            return GroupTasks(group, depth, {(): WHOLE})
         return GroupTasks(group, depth, {task.path: task for task in self.cuts.tasks(depth)})
 
     def cut(self, found: GroupTasks, depth: int) -> None:
@@ -129,6 +129,8 @@ class Queue:
 
     def visits(self, found: GroupTasks, carry: bool) -> Iterator[Visit]:
         """The visits of what is left of a group (``carry``: see control/visits.py)."""
+        if found.left.get(()) is WHOLE:
+            return iter((_WHOLE_VISIT,))
         if found.completed or not found.is_level:
             left, rows = list(found.left.values()), tokens_of(*found.completed.values())
             return visits(left, touched=rows, carry=carry)
