@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import quorum_attention as qa
-from quorum_attention.execution.scaling import usual_shift
+from quorum_attention.execution.control.machine import HERE, Limits, Machine
+from quorum_attention.execution.scaling import asking, usual_shift
+from quorum_attention.execution.workload import Group
 from quorum_attention.kernels.scaling import divide_gradient_, divisor_exponent, largest_norm
 
 N, D = 896, 32
@@ -221,3 +223,19 @@ def test_short_rows_are_not_shifted() -> None:
     assert usual_shift(1) == usual_shift(256) == 0
     assert usual_shift(1 << 20) == 12
     assert usual_shift(1 << 30) == 14
+
+
+def test_heads_of_a_unit_are_told_apart_also_where_each_is_computed_by_itself() -> None:
+    """Every head has steps of its own, whatever part of the unit asks about it."""
+    group = Group(((0,), (1,)), 2, 4, 1)
+    machine = Machine([group], lambda: pytest.fail("not asked"), Limits(0, 0), {HERE: 1})
+    machine.start(HERE)
+    machine.next(HERE)
+    parts = [Group((entry,), head, head + 1, 1) for entry in group.entries for head in range(2, 4)]
+    for part in parts:
+        ask = asking(machine, group, part=part)
+        assert ask({(0, 0): 2}) == {(0, 0): 1}
+        assert ask({(0, 0): 2}) == {(0, 0): 2}
+        assert ask({(0, 0): 2}) == {}
+    whole = asking(machine, group)
+    assert whole({(0, 0): 3, (1, 1): 2}) == {(0, 0): 3, (1, 1): 2}

@@ -25,14 +25,17 @@ while the next one computes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 import torch
 
+from quorum_attention.execution.control.events import Overflow, Path
+from quorum_attention.execution.control.instructions import Repeat
+from quorum_attention.execution.control.machine import HERE, Machine
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.engine import Unit
-from quorum_attention.execution.workload import Workload
+from quorum_attention.execution.workload import Group, Workload
 from quorum_attention.kernels.blocks import row_blocks
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.scaling import (
@@ -140,21 +143,43 @@ class Level:
             _head(grad_out, value, entry, head).div_(further)
             unscale[entry, head].mul_(further)
 
-    def lower(self, overflow: torch.Tensor, unit: Computed) -> bool:
-        """One step down for the heads that ``overflow`` (b, hk) flags; False where none is left."""
-        lowered = False
-        for entry, head in overflow.nonzero().tolist():
-            steps = self.steps.get((entry, head), 0) + 1
-            one = unit.head(entry, head)
-            if not one.finite() and (steps > 1 or not one.overflowed()):
-                continue
-            largest = largest_norm(one.grad_out)
-            exponent = divisor_exponent(largest, largest_norm(one.value), usual_shift(self.n_keys))
-            if math.ldexp(largest, -exponent - _off_the_gradient(steps)) < _SMALLEST_ROW:
-                continue
-            self.steps[entry, head] = steps
-            lowered = True
-        return lowered
+    def lower(self, overflow: torch.Tensor, unit: Computed, ask: Ask) -> bool:
+        """As many steps down as ``ask`` says for the heads that ``overflow`` (b, hk) flags; False
+        where nothing is to be done about any."""
+        flagged: list[list[int]] = overflow.nonzero().tolist()
+        steps = ask({(e, h): self._most(unit.head(e, h), (e, h)) for e, h in flagged})
+        self.steps.update(steps)
+        return bool(steps)
+
+    def _most(self, one: Computed, head: tuple[int, int]) -> int:
+        """How many steps a head's numbers allow: those taken, or one more."""
+        taken = self.steps.get(head, 0)
+        if not one.finite() and (taken or not one.overflowed()):
+            return taken
+        largest = largest_norm(one.grad_out)
+        exponent = divisor_exponent(largest, largest_norm(one.value), usual_shift(self.n_keys))
+        kept = math.ldexp(largest, -exponent - _off_the_gradient(taken + 1)) >= _SMALLEST_ROW
+        return taken + kept
+
+
+# Told how many steps down heads allow, the heads to run again, and at how many.
+Ask = Callable[[dict[tuple[int, int], int]], Mapping[tuple[int, int], int]]
+
+
+def asking(machine: Machine, group: Group, path: Path = (), part: Group | None = None) -> Ask:
+    """Asks a pass's machine about a unit; about ``part`` of its heads, where those are computed by
+    themselves."""
+    entry, head = 0, 0
+    if part is not None:
+        entry, head = group.entries.index(part.entries[0]), part.kv_start - group.kv_start
+
+    def ask(most: dict[tuple[int, int], int]) -> Mapping[tuple[int, int], int]:
+        named = {(e + entry, h + head): steps for (e, h), steps in most.items()}
+        order = machine.on(Overflow(HERE, group, path, named))
+        steps = order.steps if isinstance(order, Repeat) else {}
+        return {(e - entry, h - head): steps[e, h] for e, h in named if (e, h) in steps}
+
+    return ask
 
 
 def _off_the_shift(steps: int) -> int:
@@ -188,8 +213,9 @@ class BackwardScaling:
         repeated: how often a unit had to be run again.
     """
 
-    def __init__(self, work: Workload, device: torch.device) -> None:
+    def __init__(self, work: Workload, device: torch.device, machine: Machine) -> None:
         self.repeated = 0
+        self._machine = machine
         self._work = work
         self._device = device
         self._held: dict[int, _Held] = {}
@@ -247,7 +273,8 @@ class BackwardScaling:
             grad_key=given("state_key", "key"),
             grad_value=given("state_value", "key"),
         )
-        lowered = held.level.lower(held.flags, computed)
+        ask = asking(self._machine, unit.group, unit.visit.task.path)
+        lowered = held.level.lower(held.flags, computed, ask)
         self.repeated += lowered
         return lowered
 

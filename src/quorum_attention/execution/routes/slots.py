@@ -196,7 +196,7 @@ class Slots:
         scalings: list[BackwardScaling] = []
 
         def make_pass(schedule: Schedule, tools: Tools) -> Pass:
-            scaling = BackwardScaling(call.work, call.device) if job.scaled else None
+            scaling = BackwardScaling(call.work, call.device, machine) if job.scaled else None
             if scaling is not None:
                 scalings.append(scaling)
             return _make_pass(job, schedule, tools, inputs, homes, final, scaling)

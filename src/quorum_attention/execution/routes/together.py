@@ -23,7 +23,7 @@ from quorum_attention.execution.routes.choice import Choice
 from quorum_attention.execution.routes.over_inputs import OverInputs, all_rectangles
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.rows import group_part
-from quorum_attention.execution.scaling import Computed, Level, scales
+from quorum_attention.execution.scaling import Ask, Computed, Level, asking, scales
 from quorum_attention.execution.schedule import Lies, Schedule
 from quorum_attention.execution.takes import Bytes, Load, kept_bytes, state_bytes
 from quorum_attention.execution.tools import Tools
@@ -109,7 +109,7 @@ class Together(OverInputs):
         every = len(machine.groups_left)
         for done, group in enumerate(machine.whole_groups(HERE), start=1):
             tensors = job.lying(schedule.limits, group, tools, task, rectangles)
-            job.repeated(compute_group(job, tensors, group, tools))
+            job.repeated(compute_group(job, tensors, group, tools, asking(machine, group)))
             job.tell(done, every)
             yield schedule.decomposition.n_tasks
 
@@ -122,9 +122,9 @@ def scaled_bytes(spec: PassSpec, work: Workload, group: GroupSize) -> tuple[int,
     return (*state_bytes(spec, work, group), copy, *(_SMALL_BYTES,) * 4)
 
 
-def compute_group(job: Job, task: TaskTensors, group: Group, tools: Tools) -> int:
+def compute_group(job: Job, task: TaskTensors, group: Group, tools: Tools, ask: Ask) -> int:
     """Put the results of a head group, all of it ``task``, where they belong; returns how often it
-    had to be run again (execution/scaling.py)."""
+    had to be run again (execution/scaling.py), which is for ``ask`` to say."""
     call, work, spec = job.call, job.call.work, job.spec
     given = job.operands(group)
     divided = spec.divided if job.scaled else None
@@ -160,7 +160,7 @@ def compute_group(job: Job, task: TaskTensors, group: Group, tools: Tools) -> in
             task.query, given["out"], upstream, given["lse"].unsqueeze(-1), task.key, task.value,
             *states,
         )  # fmt: skip
-        if not level.lower(scaling.overflow, computed):
+        if not level.lower(scaling.overflow, computed, ask):
             break
         repeated += 1
         for state in states:

@@ -19,7 +19,7 @@ from quorum_attention.execution.placement import Placement
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.routes.together import compute_group, scaled_bytes
 from quorum_attention.execution.rows import group_part
-from quorum_attention.execution.scaling import all_finite, scales
+from quorum_attention.execution.scaling import all_finite, asking, scales
 from quorum_attention.execution.schedule import Fallback, Lies, Schedule
 from quorum_attention.execution.takes import (
     Bytes,
@@ -171,7 +171,7 @@ class Whole:
             parts = _of_call(job, alone, lse, rectangle.causal, job.bias(group, task)(rectangle))
             if parts is None:
                 job.repeated(1)
-                _scaled(job, schedule, group, tools)
+                _scaled(job, schedule, group, machine, tools)
             elif alone is None:
                 job.results.take(parts)
             else:
@@ -257,7 +257,7 @@ def _without_empty_rows(lse: torch.Tensor) -> torch.Tensor:
     return lse.masked_fill(lse == -torch.inf, 0.0)
 
 
-def _scaled(job: Job, schedule: Schedule, group: Group, tools: Tools) -> None:
+def _scaled(job: Job, schedule: Schedule, group: Group, machine: Machine, tools: Tools) -> None:
     """A head group whose gradients an operator did not bring out finite: scaled, head by head."""
     work, task = job.call.work, schedule.decomposition.task(())
     rectangles = task.rectangles(work.is_causal, work.n_queries, work.n_keys)
@@ -265,4 +265,5 @@ def _scaled(job: Job, schedule: Schedule, group: Group, tools: Tools) -> None:
     for entry in group.entries:
         for head in range(group.kv_start, group.kv_stop):
             one = replace(group, entries=(entry,), kv_start=head, kv_stop=head + 1)
-            compute_group(job, job.lying(schedule.limits, one, tools, task, rectangles), one, tools)
+            tensors = job.lying(schedule.limits, one, tools, task, rectangles)
+            compute_group(job, tensors, one, tools, asking(machine, group, part=one))
