@@ -177,8 +177,10 @@ class RectangleKernel(ABC):
         if bias is not None:
             # Operators differ on rows without keys (0 with lse 0, NaN); only those rows are mended.
             dead = dead_rows(four_dims(bias), query.shape[2], causal, self.lowest_score)
-            out.masked_fill_(dead.unsqueeze(-1), 0.0)
-            lse.masked_fill_(dead, -torch.inf)
+            # Most masks leave none; a GPU is not waited for to say so.
+            if dead.is_cuda or bool(dead.any()):
+                out.masked_fill_(dead.unsqueeze(-1), 0.0)
+                lse.masked_fill_(dead, -torch.inf)
         return out, lse
 
     def whole_backward(
