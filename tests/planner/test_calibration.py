@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import quorum_attention as qa
+from quorum_attention.execution.device.backend import TrialSizes
+from quorum_attention.execution.device.cpu import Cpu
 from quorum_attention.execution.device.rates import by_head_dim
 from quorum_attention.planner import calibration
 from quorum_attention.planner.calibration import cache_file, calibrate, device_key, machine_of
@@ -47,6 +49,9 @@ def test_a_cpu_is_measured_and_remembered(monkeypatch: pytest.MonkeyPatch) -> No
     # Once, and on whatever machine this is: what noise does is test_calibration_noise's.
     for name, value in (("_ROUNDS", 1), ("_disagreeing", lambda rounds: []), ("_WAITING", 99.0)):
         monkeypatch.setattr(calibration, name, value)
+    # Real calls, and short ones: how exactly does not matter here.
+    sizes = TrialSizes(512, 512, 1 << 20, 0.0, torch.get_num_threads())
+    monkeypatch.setattr(Cpu, "trial_sizes", lambda cpu, device: sizes)
     assert not machine_of(CPU, torch.float32, 64).measured
     found = calibrate("cpu", torch.float32)
     assert found.path == cache_file()
