@@ -59,7 +59,8 @@ ELSEWHERE = {
     "execution/test_small_calls.py": ("execution/routes/whole.py",),
     "execution/routes/test_together.py": ("execution/routes/over_inputs.py",),
     # Fields that are summed up, or chosen from, there.
-    "planner/test_footprint.py": ("execution/takes.py", "execution/placement.py"),
+    "planner/test_footprint.py": ("execution/takes.py", "execution/placement.py",
+        "execution/case.py"),
     "planner/test_search.py": ("execution/routes/choice.py", "planner/policy.py"),
     "planner/test_plan.py": ("planner/make.py", "planner/options.py"),
     # Calls, as users make them.

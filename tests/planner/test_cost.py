@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quorum_attention.decomposition import Decomposition
+from quorum_attention.execution.case import Case
 from quorum_attention.execution.pass_spec import BACKWARD, FORWARD
 from quorum_attention.execution.placement import Placement
 from quorum_attention.execution.routes.slots import Slots
@@ -17,6 +19,7 @@ from quorum_attention.execution.routes.together import Together
 from quorum_attention.execution.routes.whole import Whole
 from quorum_attention.execution.schedule import Schedule, schedule_of
 from quorum_attention.execution.workload import GroupSize, Workload
+from quorum_attention.kernels import Traits
 from quorum_attention.planner.cost import Cost, cost
 from quorum_attention.planner.machine import Machine, assumed
 
@@ -33,7 +36,8 @@ def schedule(levels=(7,), route=None, group=None, work=WORK) -> Schedule:  # typ
 
 
 def of(made: Schedule, spec, *, work=WORK, place=PLACE, machine=MACHINE, launch=None) -> Cost:  # type: ignore[no-untyped-def]
-    return cost(work, made, machine, spec, place, launch)
+    traits = Traits() if launch is None else Traits(whole_tasks=True, launch_seconds=launch)
+    return cost(made, Case(work, SimpleNamespace(traits=traits), spec, place), machine)
 
 
 ROUTES = {

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition
+from quorum_attention.execution.case import Case
 from quorum_attention.execution.device.backend import ROUNDING_BYTES
 from quorum_attention.execution.pass_spec import BACKWARD, FORWARD
 from quorum_attention.execution.placement import Placement
@@ -36,7 +37,7 @@ ROUTES = {
 
 def footprint(route, levels, spec, *, work=WORK, place=PLACE, group=None) -> Footprint:  # type: ignore[no-untyped-def]
     made = schedule_of(work, Decomposition(work.n_tokens, levels), group or GroupSize(1, 2), route)
-    return footprint_of(work, made, get_kernel("dense"), spec, place)
+    return footprint_of(made, Case(work, get_kernel("dense"), spec, place))
 
 
 @pytest.mark.parametrize("name", list(ROUTES))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.errors import BudgetError
+from quorum_attention.execution.case import Case
 from quorum_attention.execution.pass_spec import spec_of
 from quorum_attention.execution.placement import Placement
 from quorum_attention.execution.routes.slots import Slots
@@ -169,7 +170,7 @@ def test_a_plan_for_inputs_here_serves_inputs_elsewhere(backward: bool) -> None:
         assert same == found
         moved = refitted(found, call, KERNEL, NEAR, FAR, MACHINE, backward=backward)
         assert moved.schedule.decomposition == found.schedule.decomposition
-        assert moved.schedule.runs(call, KERNEL, spec_of(backward), FAR)
+        assert moved.schedule.runs(Case(call, KERNEL, spec_of(backward), FAR))
         assert isinstance(moved.schedule.route, Slots)
 
 

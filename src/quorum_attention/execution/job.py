@@ -9,9 +9,11 @@ import torch
 
 from quorum_attention.decomposition import Rectangle, Task
 from quorum_attention.execution.call import Call, operand
+from quorum_attention.execution.case import Case
 from quorum_attention.execution.device.residency import Residency
 from quorum_attention.execution.masks import no_bias
 from quorum_attention.execution.pass_spec import BACKWARD, FORWARD, PassSpec, StateSpec
+from quorum_attention.execution.placement import Placement
 from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.rows import Axis, group_part
 from quorum_attention.execution.scaling import scales
@@ -100,20 +102,21 @@ class Job:
     upstream: Upstream | None = None
 
     @property
-    def in_place(self) -> bool:
-        """Whether operators can take what it reads as it lies (a lse is moved)."""
-        here = all(t.device == self.call.device for n, t in self.tensors.items() if n != "lse")
-        return here and self.call.in_place
-
-    @property
-    def lse_here(self) -> bool:
-        """Whether a lse that it reads lies where it is computed."""
-        return "lse" not in self.tensors or self.tensors["lse"].device == self.call.device
-
-    @property
-    def result_dtype(self) -> torch.dtype:
-        """Of results that have a dtype of their own."""
-        return self.results.dtype
+    def case(self) -> Case:
+        """What routes are asked about."""
+        call, device = self.call, self.call.device
+        # A lse is moved to where it is wanted.
+        here = all(t.device == device for n, t in self.tensors.items() if n != "lse")
+        place = Placement(
+            device.type,
+            here,
+            False,
+            self.results.dtype,
+            call.in_place,
+            divided=0 if self.is_divided else None,
+            lse_here="lse" not in self.tensors or self.tensors["lse"].device == device,
+        )
+        return Case(call.work, call.kernel, self.spec, place)
 
     @property
     def is_divided(self) -> bool:

@@ -24,6 +24,7 @@ class Placement:
             (expanded, or of another dtype): without slots they are copied, a head group at a time.
         divided: of an upstream gradient that the inputs' dtype cannot hold, the bytes of the
             divided copy made before anything else (execution/upstream.py); None: it is not divided.
+        lse_here: a backward's lse lies where it is computed, as a plan takes it.
     """
 
     device_type: str
@@ -33,16 +34,12 @@ class Placement:
     dense_rows: bool = True
     copied: int = 0
     divided: int | None = None
+    lse_here: bool = True
 
     @property
     def in_place(self) -> bool:
         """Whether operators can take the inputs as they lie."""
         return self.resident and self.dense_rows
-
-    @property
-    def lse_here(self) -> bool:
-        """A plan takes it that a backward's lse lies where it is computed."""
-        return True
 
     @property
     def is_divided(self) -> bool:

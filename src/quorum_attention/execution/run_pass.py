@@ -25,12 +25,12 @@ def run_pass(job: Job, schedule: Schedule) -> tuple[torch.Tensor, ...]:
     Raises:
         OutOfMemoryError, and torch's own: the schedule is pinned, or nothing is left to try.
     """
-    call, report = job.call, job.report
+    report = job.report
     assert report is not None
     started = time.perf_counter()
     try:
-        if not schedule.runs(call.work, call.kernel, job.spec, job):
-            schedule = schedule.through_slots(call.work)
+        if not schedule.runs(job.case):
+            schedule = schedule.through_slots(job.call.work)
         machine = _machine(job, schedule)
         while not machine.finished:
             _attempt(job, schedule, machine)

@@ -3,51 +3,25 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from quorum_attention.decomposition import Decomposition
+from quorum_attention.execution.case import Case
 from quorum_attention.execution.control.machine import Machine
 from quorum_attention.execution.device.residency import Home
 from quorum_attention.execution.job import Job
-from quorum_attention.execution.pass_spec import PassSpec
-from quorum_attention.execution.placement import Placement
 from quorum_attention.execution.takes import Bytes, Load
 from quorum_attention.execution.tools import Tools
 from quorum_attention.execution.trimming import Tally
-from quorum_attention.execution.workload import Group, GroupSize, Workload
-from quorum_attention.kernels.protocol import Extent, InnerKernel
+from quorum_attention.execution.workload import Group, GroupSize, Workload, groups
+from quorum_attention.kernels.protocol import Extent
 from quorum_attention.quorums import quorum_size
 
 # A finer level than the plan's is cut by the smallest quorum set that divides anything.
 DEEPEN_BY = 7
-
-
-class Lies(Protocol):
-    """Where what a pass reads lies, planned (``Placement``) or there (``Job``)."""
-
-    @property
-    def in_place(self) -> bool:
-        """Operators can take it as it lies, where it is computed; a lse may lie elsewhere."""
-        ...
-
-    @property
-    def lse_here(self) -> bool:
-        """Neither does a lse."""
-        ...
-
-    @property
-    def is_divided(self) -> bool:
-        """The upstream gradient is divided."""
-        ...
-
-    @property
-    def result_dtype(self) -> torch.dtype:
-        """Of the output, or of the gradients."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,103 +38,95 @@ class Fallback:
     instead: str
 
 
-class Route(Protocol):
-    """How a pass runs: one class for each way (execution/routes), each in a file of its own."""
+@dataclass(frozen=True, slots=True)
+class Route(ABC):
+    """How a pass runs: a class for each way, in a file of its own (execution/routes)."""
 
     @property
     def n_cap(self) -> int:
         """Slots, i.e. tasks resident at once."""
-        ...
+        return 1
 
     @property
     def accumulator(self) -> Home:
         """Where the travelling state lives between visits, where it goes through slots."""
-        ...
+        return "device"
+
+    @property
+    def accumulators(self) -> str:
+        """Where they are, for reports: "device", "host", or "none"."""
+        return self.accumulator
 
     @property
     def streams(self) -> int:
         """Kernel calls of a task in flight at once."""
-        ...
+        return 1
 
     @property
     def trimmed(self) -> Tally | None:
         """What the tasks come to without tokens that a mask leaves alone; None is not known, or
         nothing to leave out."""
-        ...
-
-    @property
-    def accumulators(self) -> str:
-        """Where they are, for reports: "device", "host", or "none"."""
-        ...
+        return None
 
     @property
     def measured(self) -> bool:
         """Whether its stages are worth measuring."""
-        ...
+        return True
 
     @property
     def whole_groups(self) -> bool:
         """Whether its units are head groups: it does not go on within one."""
-        ...
+        return True
 
     @property
+    @abstractmethod
     def words(self) -> str:
         """How it runs, for people."""
-        ...
 
+    @abstractmethod
     def check(self, shape: Decomposition, group: GroupSize) -> None:
         """Refuse a decomposition or a head group that make no sense this way.
 
         Raises:
             ValueError: says why.
         """
-        ...
 
     def task_rows(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
         """Rows of queries and of keys of the largest task that a kernel sees."""
-        ...
+        return work.n_queries, work.n_keys
 
+    @abstractmethod
     def limits(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
         """Queries and keys of the largest rectangles that its tasks are cut into by themselves."""
-        ...
 
-    def runs(
-        self, schedule: Schedule, work: Workload, kernel: InnerKernel, spec: PassSpec, lies: Lies
-    ) -> bool:
-        """Whether it can run this call here."""
-        ...
+    @abstractmethod
+    def runs(self, schedule: Schedule, case: Case) -> bool:
+        """Whether it can run a pass."""
 
-    def takes(
-        self,
-        schedule: Schedule,
-        work: Workload,
-        kernel: InnerKernel,
-        spec: PassSpec,
-        place: Placement,
-    ) -> Bytes:
+    @abstractmethod
+    def takes(self, schedule: Schedule, case: Case) -> Bytes:
         """Device bytes that it takes at most."""
-        ...
 
-    def load(self, schedule: Schedule, work: Workload, spec: PassSpec, place: Placement) -> Load:
+    @abstractmethod
+    def load(self, schedule: Schedule, case: Case) -> Load:
         """What it keeps a machine busy with."""
-        ...
 
+    @abstractmethod
     def slots(self, **changes: Any) -> Route:
         """The slots that a pass goes through where it cannot run, with other fields."""
-        ...
 
+    @abstractmethod
     def fallback(self, schedule: Schedule, work: Workload) -> Fallback | None:
         """What to do where memory runs out for whole groups; None where they are cut."""
-        ...
 
     def groups(self, job: Job, schedule: Schedule) -> list[Group]:
         """The head groups it computes, in order."""
-        ...
+        return list(groups(job.call.work, schedule.group))
 
+    @abstractmethod
     def run(self, job: Job, schedule: Schedule, machine: Machine, tools: Tools) -> Iterator[int]:
         """Make the results of what the machine has left; yields the units of each head group that
         is done."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,9 +224,9 @@ class Schedule:
             max_keys=self.max_keys,
         )
 
-    def runs(self, work: Workload, kernel: InnerKernel, spec: PassSpec, lies: Lies) -> bool:
-        """Whether a call can be run this way where it lies."""
-        return self.route.runs(self, work, kernel, spec, lies)
+    def runs(self, case: Case) -> bool:
+        """Whether a pass can be run this way."""
+        return self.route.runs(self, case)
 
     def through_slots(self, work: Workload, **changes: Any) -> Schedule:
         """The same through slots, with other fields of theirs."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quorum_attention.execution.pass_spec import PassSpec
-from quorum_attention.execution.placement import Placement
+from quorum_attention.execution.case import Case
 from quorum_attention.execution.workload import GroupSize, Workload
 from quorum_attention.kernels.delta import carrier_bytes
 from quorum_attention.kernels.protocol import InnerKernel
@@ -67,27 +66,22 @@ class Load:
     even: bool = True
 
 
-def result_bytes(spec: PassSpec, work: Workload, place: Placement) -> tuple[int, ...]:
+def result_bytes(case: Case) -> tuple[int, ...]:
     """Of results with a dtype of their own, where the budget counts them."""
-    if place.results_given or not place.resident:
+    if case.place.results_given or not case.place.resident:
         return ()
-    size = place.result_dtype.itemsize
-    return tuple(s.count(work) * size for s in spec.states if s.over is not None)
+    size = case.place.result_dtype.itemsize
+    return tuple(s.count(case.work) * size for s in case.spec.states if s.over is not None)
 
 
-def kept_bytes(spec: PassSpec, work: Workload) -> tuple[int, ...]:
+def kept_bytes(case: Case) -> tuple[int, ...]:
     """Of states that are results as they are."""
-    size = work.state_dtype.itemsize
-    return tuple(state.count(work) * size for state in spec.states if state.over is None)
+    size = case.work.state_dtype.itemsize
+    return tuple(s.count(case.work) * size for s in case.spec.states if s.over is None)
 
 
 def state_bytes(
-    spec: PassSpec,
-    work: Workload,
-    group: GroupSize,
-    most_rows: int | None = None,
-    *,
-    kept: bool = False,
+    case: Case, group: GroupSize, most_rows: int | None = None, *, kept: bool = False
 ) -> tuple[int, ...]:
     """Of a head group's states whose results have a dtype of their own.
 
@@ -95,37 +89,34 @@ def state_bytes(
         most_rows: of each head that have a state; None: all of them.
         kept: of the other states as well.
     """
-    size = work.state_dtype.itemsize
+    work = case.work
     most = work.n_tokens if most_rows is None else most_rows
     return tuple(
-        state.count(work, group, min(state.rows(work), most)) * size
-        for state in spec.states
+        state.count(work, group, min(state.rows(work), most)) * work.state_dtype.itemsize
+        for state in case.spec.states
         if kept or state.over is not None
     )
 
 
-def moved_bytes(spec: PassSpec, work: Workload) -> tuple[int, int]:
+def moved_bytes(case: Case) -> tuple[int, int]:
     """Of all inputs, each once, and of all states."""
+    work, spec = case.work, case.spec
     inputs = sum(item.count(work) * item.dtype(work).itemsize for item in spec.inputs)
-    states = sum(state.count(work) * work.state_dtype.itemsize for state in spec.states)
-    return inputs, states
+    return inputs, sum(s.count(work) * work.state_dtype.itemsize for s in spec.states)
 
 
-def bytes_before(
-    spec: PassSpec, work: Workload, kernel: InnerKernel, place: Placement
-) -> tuple[int, ...]:
+def bytes_before(case: Case) -> tuple[int, ...]:
     """Of what a backward makes of what it is given before anything else."""
-    if not spec.backward:
+    if not case.spec.backward:
         return ()
-    return place.divided or 0, corrected_bytes(work, kernel) if place.resident else 0
+    corrected = corrected_bytes(case.work, case.kernel) if case.place.resident else 0
+    return case.place.divided or 0, corrected
 
 
-def copied_bytes(
-    spec: PassSpec, work: Workload, group: GroupSize, place: Placement
-) -> tuple[int, ...]:
+def copied_bytes(case: Case, group: GroupSize) -> tuple[int, ...]:
     """Of a head group's copies of what no operator takes as it lies."""
-    sizes = [item.count(work, group) for item in spec.inputs if item.copied]
-    return tuple(size * work.element_bytes for size in sizes[: place.copied])
+    sizes = [item.count(case.work, group) for item in case.spec.inputs if item.copied]
+    return tuple(size * case.work.element_bytes for size in sizes[: case.place.copied])
 
 
 def corrected_bytes(work: Workload, kernel: InnerKernel) -> int:

@@ -7,10 +7,11 @@ from functools import lru_cache
 
 from quorum_attention.decomposition import Decomposition, Task
 from quorum_attention.decomposition.batches import Batch, batches
+from quorum_attention.execution.case import Case
 from quorum_attention.execution.pass_spec import PassSpec
-from quorum_attention.execution.placement import Placement
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.workload import Workload
+from quorum_attention.kernels.traits import traits_of
 from quorum_attention.planner.machine import Machine
 
 # Copies within a device are not issued in batches: one takes the time of so many.
@@ -180,21 +181,10 @@ def _rate(machine: Machine, spec: PassSpec) -> float:
     return machine.backward_flops if spec.backward else machine.flops
 
 
-def cost(
-    work: Workload,
-    schedule: Schedule,
-    machine: Machine,
-    spec: PassSpec,
-    place: Placement,
-    launch_seconds: tuple[float, float] | None = None,
-) -> Cost:
-    """The predicted cost of a pass.
-
-    Args:
-        launch_seconds: of a kernel that runs a task in one launch, what issuing a forward and a
-            backward takes the host.
-    """
-    group, load = schedule.group, schedule.route.load(schedule, work, spec, place)
+def cost(schedule: Schedule, case: Case, machine: Machine) -> Cost:
+    """The predicted cost of a pass."""
+    work, spec, traits = case.work, case.spec, traits_of(case.kernel)
+    group, load = schedule.group, schedule.route.load(schedule, case)
     lanes = group.batch * group.kv_heads * work.queries_per_key_head
     together = schedule.limits if group.batch == 1 else None
     sample = _sample(
@@ -205,9 +195,9 @@ def cost(
     call_seconds = machine.backward_call_seconds if spec.backward else machine.call_seconds
     call_seconds += _STREAM_SECONDS * (schedule.streams > 1)
     merged = 0.0
-    if launch_seconds is not None:
+    if traits.whole_tasks:
         on_device = _launch_seconds(sample, work, lanes, machine, spec)
-        calls, preparation = launch_seconds[spec.backward] * load.units, 0.0
+        calls, preparation = traits.launch_seconds[spec.backward] * load.units, 0.0
     else:
         on_device = _device_seconds(
             sample.calls, work, lanes, machine, spec, streams=schedule.streams, uncut=load.uncut

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quorum_attention.execution.case import Case
 from quorum_attention.execution.device.backend import ROUNDING_BYTES
-from quorum_attention.execution.pass_spec import PassSpec
-from quorum_attention.execution.placement import Placement
 from quorum_attention.execution.schedule import Schedule
-from quorum_attention.execution.workload import Workload
-from quorum_attention.kernels.protocol import InnerKernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +28,16 @@ class Footprint:
         return self.slots + self.workspace + self.accumulators + self.results + self.rounding
 
 
-def footprint_of(
-    work: Workload, schedule: Schedule, kernel: InnerKernel, spec: PassSpec, place: Placement
-) -> Footprint:
+def footprint_of(schedule: Schedule, case: Case) -> Footprint:
     """Device bytes of a pass; what a backward reads of its forward is there already."""
-    taken = schedule.route.takes(schedule, work, kernel, spec, place)
+    taken = schedule.route.takes(schedule, case)
     tensors = [size for size in (taken.slots, *taken.accumulators, *taken.results) if size > 0]
     # A kernel's workspace bound has its own rounding in it.
-    rounding = place.backend.rounding(tensors) + (ROUNDING_BYTES if taken.workspace > 0 else 0)
+    rounding = ROUNDING_BYTES if taken.workspace > 0 else 0
     return Footprint(
-        taken.slots, taken.workspace, sum(taken.accumulators), sum(taken.results), rounding
+        slots=taken.slots,
+        workspace=taken.workspace,
+        accumulators=sum(taken.accumulators),
+        results=sum(taken.results),
+        rounding=rounding + case.place.backend.rounding(tensors),
     )

@@ -12,8 +12,9 @@ from typing import Any
 from quorum_attention.decomposition import Decomposition, Pairs
 from quorum_attention.decomposition.share import kept_share
 from quorum_attention.errors import BudgetError
+from quorum_attention.execution.case import Case
 from quorum_attention.execution.device.residency import Home
-from quorum_attention.execution.pass_spec import PassSpec, spec_of
+from quorum_attention.execution.pass_spec import spec_of
 from quorum_attention.execution.placement import Placement
 from quorum_attention.execution.routes.choice import Choice
 from quorum_attention.execution.routes.in_place import InPlace, takes_tasks
@@ -86,13 +87,8 @@ def price(
     backward: bool,
 ) -> Candidate:
     """Bytes and seconds of one schedule."""
-    spec, traits = spec_of(backward), traits_of(kernel)
-    launch = traits.launch_seconds if traits.whole_tasks else None
-    return Candidate(
-        schedule,
-        footprint_of(work, schedule, kernel, spec, place),
-        cost(work, schedule, machine, spec, place, launch),
-    )
+    case = Case(work, kernel, spec_of(backward), place)
+    return Candidate(schedule, footprint_of(schedule, case), cost(schedule, case, machine))
 
 
 def refitted(
@@ -112,11 +108,11 @@ def refitted(
     A kernel may leave out more, or less; results may be of a wider dtype than was planned for; and
     what cannot run on the inputs as they lie goes through slots.
     """
-    schedule, spec = found.schedule, spec_of(backward)
+    schedule, case = found.schedule, Case(work, kernel, spec_of(backward), place)
     as_planned, planned = planned, replace(
         planned, result_dtype=place.result_dtype, copied=place.copied, divided=place.divided
     )  # fmt: skip
-    if not schedule.runs(work, kernel, spec, place):
+    if not schedule.runs(case):
         schedule, planned = schedule.through_slots(work), place
         if isinstance(found.schedule.route, Whole):
             made = price(work, schedule, kernel, place, machine, backward=backward)
@@ -134,19 +130,17 @@ def refitted(
         paced = _paced(machine, kernel, pairs)
         made = price(work, schedule, kernel, planned, paced, backward=backward)
         found = replace(made, why=found.why)
-    return _as_one_call(found, work, kernel, place, spec)
+    return _as_one_call(found, case)
 
 
-def _as_one_call(
-    found: Candidate, work: Workload, kernel: InnerKernel, place: Placement, spec: PassSpec
-) -> Candidate:
+def _as_one_call(found: Candidate, case: Case) -> Candidate:
     """``found`` without the slots that it was planned through, where all of a head group can be run
     by one call here, after all."""
     schedule = found.schedule
     if schedule.decomposition.depth or not isinstance(schedule.route, Slots):
         return found
     whole = replace(schedule, route=Whole(schedule.route))
-    return replace(found, schedule=whole) if whole.runs(work, kernel, spec, place) else found
+    return replace(found, schedule=whole) if whole.runs(case) else found
 
 
 def _paced(machine: Machine, kernel: InnerKernel, pairs: Pairs) -> Machine:
@@ -245,9 +239,9 @@ class _Search:
 
     def look(self, schedules: Iterable[Schedule]) -> Candidate | None:
         """Price those that fit; one that is taken without a look at others, if there is one."""
-        spec = spec_of(self.backward)
+        case = Case(self.work, self.kernel, spec_of(self.backward), self.place)
         for schedule in schedules:
-            footprint = footprint_of(self.work, schedule, self.kernel, spec, self.place)
+            footprint = footprint_of(schedule, case)
             total = footprint.total
             if self.smallest is None or total < self.smallest[1].total:
                 self.smallest = schedule, footprint
@@ -350,7 +344,7 @@ def undivided(
         return None
     # Pinned: what fails is decided again (decide.py).
     schedule = uncut(work, sizes[0], pinned=True)
-    if not schedule.runs(work, kernel, spec_of(backward), place):
+    if not schedule.runs(Case(work, kernel, spec_of(backward), place)):
         return None
     paced = _paced(machine, kernel, pairs_of(work, kernel))
     found = price(work, schedule, kernel, place, paced, backward=backward)
@@ -404,7 +398,8 @@ def _schedules(
         shapes = _decompositions(work, wish, pairs)
     if n_tasks is not None:
         shapes = tuple(s for s in shapes if n_tasks[0] < s.n_tasks <= n_tasks[1])
-    spec, choice = spec_of(backward), _choice(wish, kernel, place)
+    case = Case(work, kernel, spec_of(backward), place)
+    choice = _choice(wish, kernel, place)
 
     def less(shape: Decomposition) -> Tally | None:
         return _trimmed_tally(shape, pairs, kernel, backward=backward)
@@ -412,7 +407,7 @@ def _schedules(
     over: type[InPlace | Together] = InPlace if takes_tasks(kernel, work) else Together
     swept = _swept(work, wish, kernel, place, shapes) if over_inputs else []
     # Whether it can run does not depend on the cut.
-    if swept and Schedule(swept[0], sizes[-1], over()).runs(work, kernel, spec, place):
+    if swept and Schedule(swept[0], sizes[-1], over()).runs(case):
         for shape in swept:
             mine = replace(choice, trimmed=less(shape) if over is InPlace else None)
             routes: tuple[Route, ...] = tuple(over.offered(mine))
@@ -430,8 +425,7 @@ def _schedules(
             # Under a mask a monolithic call is one rectangle as well: torch's own does the same.
             for size, slots in product(sizes, tuple(Slots.offered(replace(choice, streams=(1,))))):
                 made = schedule_of(work, shape, size, Whole(slots), pinned=wish.pinned)
-                runs = made.runs(work, kernel, spec, place)
-                yield made if runs else made.through_slots(work)
+                yield made if made.runs(case) else made.through_slots(work)
             continue
         mine = replace(choice, trimmed=less(shape) if shape.n_tasks <= few else None)
         for size, slots in product(sizes, tuple(Slots.offered(mine))):
@@ -482,7 +476,7 @@ def _deep(
     backward: bool,
 ) -> tuple[Decomposition, ...]:
     """Of all cuts a few of those that fit, or the one that comes closest."""
-    spec = spec_of(backward)
+    case = Case(work, kernel, spec_of(backward), place)
     smallest = (group_sizes(work) or [GroupSize(max(1, work.batch), max(1, work.kv_heads))])[-1]
     least = replace(
         wish,
@@ -498,7 +492,7 @@ def _deep(
         if wish.depth is None or len(levels) == wish.depth
     )
     sized = [
-        (footprint_of(work, schedule, kernel, spec, place).total, schedule.decomposition)
+        (footprint_of(schedule, case).total, schedule.decomposition)
         for schedule in _schedules(
             work, least, pairs, kernel, place, backward=backward, shapes=shapes
         )

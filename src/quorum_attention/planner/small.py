@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from quorum_attention.execution.case import Case
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.pass_spec import spec_of
 from quorum_attention.execution.placement import Placement
@@ -70,7 +71,7 @@ def _fits(
     if backend_of(device).refuses:
         return undivided(work, kernel, place, machine, backward=backward) is not None
     schedule = uncut(work, GroupSize(work.batch, work.kv_heads))
-    if not schedule.runs(work, kernel, spec_of(backward), place):
+    if not schedule.runs(Case(work, kernel, spec_of(backward), place)):
         return False
     found = price(work, schedule, kernel, place, machine, backward=backward)
     return found.footprint.total <= policy.WHOLE_BYTES

@@ -11,21 +11,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from quorum_attention.decomposition import Decomposition, Rectangle, Task
+from quorum_attention.execution.case import Case
 from quorum_attention.execution.control.machine import HERE, Machine
 from quorum_attention.execution.job import Job
-from quorum_attention.execution.pass_spec import PassSpec
-from quorum_attention.execution.placement import Placement
 from quorum_attention.execution.routes.choice import Choice
 from quorum_attention.execution.routes.over_inputs import OverInputs
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.rows import Axis, group_part
 from quorum_attention.execution.scaling import scales
-from quorum_attention.execution.schedule import Lies, Schedule
+from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.shares import HeldRows, shares
 from quorum_attention.execution.takes import Bytes, Load, kept_bytes, moved_bytes, state_bytes
 from quorum_attention.execution.tools import Tools
@@ -70,8 +69,7 @@ class InPlace(OverInputs):
 
     trimmed: Tally | None = None
 
-    streams: ClassVar[int] = 1
-    words: ClassVar[str] = "inputs in place, task by task"
+    words = "inputs in place, task by task"
 
     @classmethod
     def offered(cls, choice: Choice) -> Iterator[InPlace]:
@@ -83,39 +81,28 @@ class InPlace(OverInputs):
         tokens = work.n_tokens if self.trimmed is None else self.trimmed.widest
         return min(tokens, work.n_queries), min(tokens, work.n_keys)
 
-    def runs(
-        self, schedule: Schedule, work: Workload, kernel: InnerKernel, spec: PassSpec, lies: Lies
-    ) -> bool:
-        """Whether nothing has to be moved, divided or scaled, and the kernel takes tasks."""
-        here = work.mask is None and lies.in_place and lies.lse_here
-        return here and not lies.is_divided and takes_tasks(kernel, work)
+    def runs(self, schedule: Schedule, case: Case) -> bool:
+        """Whether, besides, nothing is divided or scaled, and the kernel takes tasks."""
+        here = OverInputs.runs(self, schedule, case) and not case.place.is_divided
+        return here and takes_tasks(case.kernel, case.work)
 
-    def takes(
-        self,
-        schedule: Schedule,
-        work: Workload,
-        kernel: InnerKernel,
-        spec: PassSpec,
-        place: Placement,
-    ) -> Bytes:
+    def takes(self, schedule: Schedule, case: Case) -> Bytes:
         """States of rows that several tasks have: others are written where they belong."""
-        call = work.call_shape(place.device_type, spec.backward)
         shared = None if self.trimmed is None else self.trimmed.shared
-        states = state_bytes(spec, work, schedule.group, shared, kept=True)
         return Bytes(
-            spec.workspace(kernel, call, replace(schedule.extent(work), direct=True)),
+            case.workspace(replace(schedule.extent(case.work), direct=True)),
             0,
-            (*states, *kept_bytes(spec, work)),
-            self.results(schedule, work, kernel, spec, place),
+            (*state_bytes(case, schedule.group, shared, kept=True), *kept_bytes(case)),
+            self.results(schedule, case),
         )
 
-    def load(self, schedule: Schedule, work: Workload, spec: PassSpec, place: Placement) -> Load:
+    def load(self, schedule: Schedule, case: Case) -> Load:
         """Every task's results are written once more, and its copies issued."""
-        units = count_groups(work, schedule.group) * schedule.n_tasks
+        units = count_groups(case.work, schedule.group) * schedule.n_tasks
         return Load(
             units=units,
             merges=False,
-            rewritten=schedule.visits(work) * moved_bytes(spec, work)[1],
+            rewritten=schedule.visits(case.work) * moved_bytes(case)[1],
             set_up=units,
             copies=4,
             begun=units,

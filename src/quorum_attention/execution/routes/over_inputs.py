@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
 
 from quorum_attention.decomposition import Decomposition, Rectangle, Task
-from quorum_attention.execution.device.residency import Home
-from quorum_attention.execution.job import Job
-from quorum_attention.execution.pass_spec import PassSpec
-from quorum_attention.execution.placement import Placement
-from quorum_attention.execution.schedule import Fallback, Schedule
+from quorum_attention.execution.case import Case
+from quorum_attention.execution.schedule import Fallback, Route, Schedule
 from quorum_attention.execution.takes import bytes_before, copied_bytes, result_bytes
-from quorum_attention.execution.workload import Group, GroupSize, Workload, groups
-from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.execution.workload import GroupSize, Workload
 
 
 @lru_cache(maxsize=64)
@@ -25,14 +20,8 @@ def all_rectangles(work: Workload, shape: Decomposition) -> tuple[Task, tuple[Re
 
 
 @dataclass(frozen=True, slots=True)
-class OverInputs:
+class OverInputs(Route):
     """Head groups of one batch entry, read where they lie, merged where they are computed."""
-
-    n_cap: ClassVar[int] = 1
-    accumulator: ClassVar[Home] = "device"
-    accumulators: ClassVar[str] = "device"
-    measured: ClassVar[bool] = True
-    whole_groups: ClassVar[bool] = True
 
     def check(self, shape: Decomposition, group: GroupSize) -> None:
         """Refuse what is not cut, and groups of several batch entries."""
@@ -49,26 +38,15 @@ class OverInputs:
             max((r.n_keys for r in rectangles), default=1),
         )
 
-    def results(
-        self,
-        schedule: Schedule,
-        work: Workload,
-        kernel: InnerKernel,
-        spec: PassSpec,
-        place: Placement,
-    ) -> tuple[int, ...]:
+    def runs(self, schedule: Schedule, case: Case) -> bool:
+        """Whether nothing has to be moved, and no mask be cut."""
+        return case.work.mask is None and case.place.in_place and case.place.lse_here
+
+    def results(self, schedule: Schedule, case: Case) -> tuple[int, ...]:
         """Bytes of what is returned, and of copies of what is given."""
-        return (
-            *bytes_before(spec, work, kernel, place),
-            *copied_bytes(spec, work, schedule.group, place),
-            *result_bytes(spec, work, place),
-        )
+        return *bytes_before(case), *copied_bytes(case, schedule.group), *result_bytes(case)
 
     def fallback(self, schedule: Schedule, work: Workload) -> Fallback:
         """The same tasks, through one slot."""
         slots = schedule.through_slots(work)
         return Fallback(slots, "inputs in place: out of memory", "through slots")
-
-    def groups(self, job: Job, schedule: Schedule) -> list[Group]:
-        """All of them."""
-        return list(groups(job.call.work, schedule.group))

@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from quorum_attention.decomposition import Decomposition
+from quorum_attention.execution.case import Case
 from quorum_attention.execution.control.machine import Machine
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.residency import Home, Residency
 from quorum_attention.execution.engine import Input, Pass, State, Unit
 from quorum_attention.execution.job import Job
 from quorum_attention.execution.padding import is_filled, task_rows
-from quorum_attention.execution.pass_spec import PassSpec, RowSpec, StateSpec
-from quorum_attention.execution.placement import Placement
+from quorum_attention.execution.pass_spec import RowSpec, StateSpec
 from quorum_attention.execution.routes.choice import Choice
 from quorum_attention.execution.rows import GroupBuffer, RowTensor
 from quorum_attention.execution.runner import run
-from quorum_attention.execution.scaling import BackwardScaling, scales
-from quorum_attention.execution.schedule import Lies, Schedule
+from quorum_attention.execution.scaling import BackwardScaling
+from quorum_attention.execution.schedule import Route, Schedule
 from quorum_attention.execution.slots import aligned, slot_layout
 from quorum_attention.execution.takes import (
     Bytes,
@@ -35,15 +35,15 @@ from quorum_attention.execution.takes import (
 )
 from quorum_attention.execution.tools import Tools
 from quorum_attention.execution.trimming import Tally
-from quorum_attention.execution.workload import Group, GroupSize, Workload, count_groups, groups
-from quorum_attention.kernels.protocol import InnerKernel, TaskTensors
+from quorum_attention.execution.workload import GroupSize, Workload, count_groups
+from quorum_attention.kernels.protocol import TaskTensors
 from quorum_attention.kernels.scaling import Scaling
 from quorum_attention.kernels.traits import traits_of
 from quorum_attention.quorums import quorum_size
 
 
 @dataclass(frozen=True, slots=True)
-class Slots:
+class Slots(Route):
     """One task after the other, through slots carved from one arena.
 
     Attributes:
@@ -59,8 +59,7 @@ class Slots:
     streams: int = 1
     trimmed: Tally | None = None
 
-    measured: ClassVar[bool] = True
-    whole_groups: ClassVar[bool] = False
+    whole_groups = False
 
     def __post_init__(self) -> None:
         if self.n_cap < 1 or self.streams < 1:
@@ -69,11 +68,6 @@ class Slots:
             )
         if self.accumulator not in ("device", "host"):
             raise ValueError(f"accumulator must be 'device' or 'host', got {self.accumulator!r}")
-
-    @property
-    def accumulators(self) -> str:
-        """Where they were asked for."""
-        return self.accumulator
 
     @property
     def words(self) -> str:
@@ -108,42 +102,32 @@ class Slots:
         queries, keys = self.task_rows(shape, work)
         return min(half, queries), min(half, keys)
 
-    def runs(
-        self, schedule: Schedule, work: Workload, kernel: InnerKernel, spec: PassSpec, lies: Lies
-    ) -> bool:
+    def runs(self, schedule: Schedule, case: Case) -> bool:
         """Always: whatever lies wherever."""
         return True
 
-    def takes(
-        self,
-        schedule: Schedule,
-        work: Workload,
-        kernel: InnerKernel,
-        spec: PassSpec,
-        place: Placement,
-    ) -> Bytes:
+    def takes(self, schedule: Schedule, case: Case) -> Bytes:
         """The arena, and the accumulators where the budget counts them."""
-        call = work.call_shape(place.device_type, spec.backward)
-        scaled = spec.divided is not None and scales(kernel, work)
-        rows = self.task_rows(schedule.decomposition, work)
-        layout = slot_layout(spec, work, schedule.group, rows, place.result_dtype, scaled=scaled)
+        work, place, group = case.work, case.place, schedule.group
+        rows = schedule.task_rows(work)
+        layout = slot_layout(case.spec, work, group, rows, place.result_dtype, scaled=case.scaled)
         homes: tuple[int, ...] = ()
         if place.counts(self.accumulator):
-            homes = tuple(aligned(size) for size in kept_bytes(spec, work))
+            homes = tuple(map(aligned, kept_bytes(case)))
             if place.result_dtype != work.state_dtype:
-                homes += state_bytes(spec, work, schedule.group)
+                homes += state_bytes(case, group)
         return Bytes(
-            self.streams * spec.workspace(kernel, call, schedule.extent(work)),
+            self.streams * case.workspace(schedule.extent(work)),
             self.n_cap * layout.slot_bytes,
             homes,
-            (*bytes_before(spec, work, kernel, place), *result_bytes(spec, work, place)),
+            (*bytes_before(case), *result_bytes(case)),
         )
 
-    def load(self, schedule: Schedule, work: Workload, spec: PassSpec, place: Placement) -> Load:
+    def load(self, schedule: Schedule, case: Case) -> Load:
         """Inputs in with every visit of a row, and states in and out."""
-        units = count_groups(work, schedule.group) * schedule.n_tasks
-        inputs, states = moved_bytes(spec, work)
-        visits = schedule.visits(work)
+        units = count_groups(case.work, schedule.group) * schedule.n_tasks
+        inputs, states = moved_bytes(case)
+        visits = schedule.visits(case.work)
         up, down = visits * inputs, float(states)
         if self.accumulator == "host":
             # Trimmed tasks may leave out rows altogether.
@@ -153,10 +137,10 @@ class Slots:
             units=units,
             up=up,
             down=down,
-            resident=place.resident,
+            resident=case.place.resident,
             hidden_by=max(1, units) if self.n_cap > 1 else 1,
             set_up=units,
-            run_copies=len(spec.inputs) + 2 * len(spec.states),
+            run_copies=len(case.spec.inputs) + 2 * len(case.spec.states),
             passes=1,
             even=schedule.decomposition.depth < 2,
         )
@@ -168,10 +152,6 @@ class Slots:
     def fallback(self, schedule: Schedule, work: Workload) -> None:
         """There is none: fewer slots, or finer tasks."""
         return
-
-    def groups(self, job: Job, schedule: Schedule) -> list[Group]:
-        """All of them."""
-        return list(groups(job.call.work, schedule.group))
 
     def run(self, job: Job, schedule: Schedule, machine: Machine, tools: Tools) -> Iterator[int]:
         """Make the results of what the machine has left, to the end; the runner counts units."""

@@ -10,26 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from quorum_attention.decomposition import Decomposition
+from quorum_attention.execution.case import Case
 from quorum_attention.execution.control.machine import HERE, Machine
 from quorum_attention.execution.job import Job
-from quorum_attention.execution.pass_spec import PassSpec
-from quorum_attention.execution.placement import Placement
 from quorum_attention.execution.routes.choice import Choice
 from quorum_attention.execution.routes.over_inputs import OverInputs, all_rectangles
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.rows import group_part
-from quorum_attention.execution.scaling import Ask, Computed, Level, asking, scales
-from quorum_attention.execution.schedule import Lies, Schedule
+from quorum_attention.execution.scaling import Ask, Computed, Level, asking
+from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.takes import Bytes, Load, kept_bytes, state_bytes
 from quorum_attention.execution.tools import Tools
-from quorum_attention.execution.workload import Group, GroupSize, Workload, count_groups
+from quorum_attention.execution.workload import Group, GroupSize, count_groups
 from quorum_attention.kernels.copies import copy_on_device
-from quorum_attention.kernels.protocol import InnerKernel, TaskTensors
+from quorum_attention.kernels.protocol import TaskTensors
 from quorum_attention.kernels.scaling import Scaling
 
 # More than a scaled backward notes of a head.
@@ -46,12 +44,7 @@ class Together(OverInputs):
 
     streams: int = 1
 
-    words: ClassVar[str] = "inputs in place, all tasks of a head group at once"
-
-    @property
-    def trimmed(self) -> None:
-        """There are no tasks to leave anything out of."""
-        return
+    words = "inputs in place, all tasks of a head group at once"
 
     def __post_init__(self) -> None:
         if self.streams < 1:
@@ -62,40 +55,19 @@ class Together(OverInputs):
         """Those that a search looks at."""
         return map(cls, choice.streams)
 
-    def task_rows(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
-        """All of them."""
-        return work.n_queries, work.n_keys
-
-    def runs(
-        self, schedule: Schedule, work: Workload, kernel: InnerKernel, spec: PassSpec, lies: Lies
-    ) -> bool:
-        """Whether nothing has to be moved, and no mask be cut."""
-        return work.mask is None and lies.in_place and lies.lse_here
-
-    def takes(
-        self,
-        schedule: Schedule,
-        work: Workload,
-        kernel: InnerKernel,
-        spec: PassSpec,
-        place: Placement,
-    ) -> Bytes:
+    def takes(self, schedule: Schedule, case: Case) -> Bytes:
         """The states of a head group, and of all of them what is returned."""
-        call = work.call_shape(place.device_type, spec.backward)
-        if spec.divided is not None and scales(kernel, work):
-            states = scaled_bytes(spec, work, schedule.group)
-        else:
-            states = state_bytes(spec, work, schedule.group)
+        states = scaled_bytes if case.scaled else state_bytes
         return Bytes(
-            self.streams * spec.workspace(kernel, call, schedule.extent(work)),
+            self.streams * case.workspace(schedule.extent(case.work)),
             0,
-            (*states, *kept_bytes(spec, work)),
-            self.results(schedule, work, kernel, spec, place),
+            (*states(case, schedule.group), *kept_bytes(case)),
+            self.results(schedule, case),
         )
 
-    def load(self, schedule: Schedule, work: Workload, spec: PassSpec, place: Placement) -> Load:
+    def load(self, schedule: Schedule, case: Case) -> Load:
         """One unit for each head group."""
-        units = count_groups(work, schedule.group)
+        units = count_groups(case.work, schedule.group)
         return Load(units=units, at_once=True, begun=units)
 
     def slots(self, **changes: Any) -> Slots:
@@ -114,12 +86,13 @@ class Together(OverInputs):
             yield schedule.decomposition.n_tasks
 
 
-def scaled_bytes(spec: PassSpec, work: Workload, group: GroupSize) -> tuple[int, ...]:
+def scaled_bytes(case: Case, group: GroupSize) -> tuple[int, ...]:
     """Of the states of ``compute_group`` where it is scaled: with a copy of the input that is
     divided, and small numbers for every head."""
+    spec, work = case.spec, case.work
     divided = next(item for item in spec.inputs if item.name == spec.divided)
     copy = divided.count(work, group) * work.element_bytes
-    return (*state_bytes(spec, work, group), copy, *(_SMALL_BYTES,) * 4)
+    return (*state_bytes(case, group), copy, *(_SMALL_BYTES,) * 4)
 
 
 def compute_group(job: Job, task: TaskTensors, group: Group, tools: Tools, ask: Ask) -> int:

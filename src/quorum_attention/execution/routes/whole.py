@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from quorum_attention.decomposition import Decomposition, Rectangle
 from quorum_attention.execution.call import flat_batch, operand
+from quorum_attention.execution.case import Case
 from quorum_attention.execution.control.machine import HERE, Machine
 from quorum_attention.execution.device.residency import Home
 from quorum_attention.execution.job import Job
-from quorum_attention.execution.pass_spec import PassSpec
-from quorum_attention.execution.placement import Placement
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.routes.together import compute_group, scaled_bytes
 from quorum_attention.execution.rows import group_part
-from quorum_attention.execution.scaling import all_finite, asking, scales
-from quorum_attention.execution.schedule import Fallback, Lies, Schedule
+from quorum_attention.execution.scaling import all_finite, asking
+from quorum_attention.execution.schedule import Fallback, Route, Schedule
 from quorum_attention.execution.takes import (
     Bytes,
     Load,
@@ -32,12 +31,11 @@ from quorum_attention.execution.takes import (
 from quorum_attention.execution.tools import Tools
 from quorum_attention.execution.workload import Group, GroupSize, Workload, count_groups, groups
 from quorum_attention.kernels.outside import capturing
-from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.traits import whole_calls
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class Whole(Route):
     """One kernel call for each head group, or for all of them: nothing is cut.
 
     Attributes:
@@ -46,10 +44,9 @@ class Whole:
 
     otherwise: Slots = field(default_factory=Slots)
 
-    accumulators: ClassVar[str] = "none"
-    measured: ClassVar[bool] = False
-    whole_groups: ClassVar[bool] = True
-    words: ClassVar[str] = "inputs in place, nothing to merge"
+    words = "inputs in place, nothing to merge"
+    accumulators = "none"
+    measured = False
 
     @property
     def n_cap(self) -> int:
@@ -61,79 +58,56 @@ class Whole:
         """Where the travelling state lives, where there is some."""
         return self.otherwise.accumulator
 
-    @property
-    def streams(self) -> int:
-        """One call at a time."""
-        return 1
-
-    @property
-    def trimmed(self) -> None:
-        """Nothing is left out."""
-        return
-
     def check(self, shape: Decomposition, group: GroupSize) -> None:
         """Refuse a decomposition into several tasks."""
         if shape.depth:
             raise ValueError(f"levels {shape.levels} are not one whole call")
 
-    def task_rows(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
-        """All of them."""
-        return work.n_queries, work.n_keys
-
     def limits(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
         """There is one rectangle."""
         return work.n_queries, work.n_keys
 
-    def runs(
-        self, schedule: Schedule, work: Workload, kernel: InnerKernel, spec: PassSpec, lies: Lies
-    ) -> bool:
+    def runs(self, schedule: Schedule, case: Case) -> bool:
         """Whether the kernel can take all of a head group in one call, and give the results."""
-        if not lies.in_place or (spec.backward and not _gives_results(work, kernel, lies)):
+        work = case.work
+        if not case.place.in_place or (case.spec.backward and not _gives_results(case)):
             return False
         # Several batch dimensions may have no flat view: entries are then run one by one.
         every = schedule.is_all(work) and len(work.batch_shape) <= 1
-        calls, masked = whole_calls(kernel), work.mask is not None
+        calls, masked = whole_calls(case.kernel), work.mask is not None
         return (
             calls is not None
             and calls.takes_whole(work.heads, work.kv_heads, work.n_tokens, masked, every)
             and _is_everything(_rectangles(work, schedule.decomposition), work)
         )
 
-    def takes(
-        self,
-        schedule: Schedule,
-        work: Workload,
-        kernel: InnerKernel,
-        spec: PassSpec,
-        place: Placement,
-    ) -> Bytes:
+    def takes(self, schedule: Schedule, case: Case) -> Bytes:
         """The kernel's own results are returned where nothing was given, or has to be cast."""
-        call = work.call_shape(place.device_type, spec.backward)
-        workspace = spec.workspace(kernel, call, replace(schedule.extent(work), direct=True))
+        work = case.work
+        workspace = case.workspace(replace(schedule.extent(work), direct=True))
         accumulators: list[int] = []
-        for item in spec.inputs:
+        for item in case.spec.inputs:
             if item.of_state:
                 # Copied, to take -inf out of it, by a mask.
                 size = item.count(work) * work.state_dtype.itemsize
                 accumulators += [size, size, item.count(work)]
-        repeated = spec.divided is not None and scales(kernel, work)
-        if repeated:
+        if case.scaled:
             # One head at a time where an operator's gradients are not finite.
             one = replace(schedule, group=GroupSize(1, 1))
-            accumulators += scaled_bytes(spec, work, one.group)
-            workspace = max(workspace, spec.workspace(kernel, call, one.extent(work)))
-        results = result_bytes(spec, work, place)
+            accumulators += scaled_bytes(case, one.group)
+            workspace = max(workspace, case.workspace(one.extent(work)))
+        results = result_bytes(case)
         if not schedule.is_all(work):
-            results += kept_bytes(spec, work)
-        elif place.result_dtype == work.dtype and not repeated:
+            results += kept_bytes(case)
+        elif case.place.result_dtype == work.dtype and not case.scaled:
             results = ()
-        copied = copied_bytes(spec, work, schedule.group, place)
-        before = bytes_before(spec, work, kernel, place)
-        return Bytes(workspace, 0, tuple(accumulators), (*before, *copied, *results))
+        given = (*bytes_before(case), *copied_bytes(case, schedule.group))
+        return Bytes(workspace, 0, tuple(accumulators), (*given, *results))
 
-    def load(self, schedule: Schedule, work: Workload, spec: PassSpec, place: Placement) -> Load:
+    def load(self, schedule: Schedule, case: Case) -> Load:
         """The calls, and nothing else."""
-        return Load(units=count_groups(work, schedule.group), uncut=True, merges=False)
+        units = count_groups(case.work, schedule.group)
+        return Load(units=units, uncut=True, merges=False)
 
     def slots(self, **changes: Any) -> Slots:
         """Those given."""
@@ -186,11 +160,11 @@ class Whole:
             yield 1
 
 
-def _gives_results(work: Workload, kernel: InnerKernel, lies: Lies) -> bool:
+def _gives_results(case: Case) -> bool:
     """Whether an operator's gradients can be the results as they are. (What a scaled backward
     rounds to 16 bits is not right in 32.)"""
-    exact = lies.result_dtype == work.dtype or not scales(kernel, work)
-    return exact and not lies.is_divided
+    exact = case.place.result_dtype == case.work.dtype or not case.scaled
+    return exact and not case.place.is_divided
 
 
 def _is_everything(rectangles: tuple[Rectangle, ...], work: Workload) -> bool:
