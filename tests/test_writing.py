@@ -181,7 +181,7 @@ def drawn_section(path: Path) -> None:
     section = Section("x", "X", "text", [], [], lambda axes: axes.plot([1, 2]))
     path.rename(path.parent / "x.png")
     try:
-        bench_report.write(path.parent, [section], [], {}, "")
+        bench_report.write(path.parent, [section], {}, [])
     finally:
         (path.parent / "x.png").rename(path)
 

@@ -74,17 +74,38 @@ class _Lines:
         _line(f"{label}: {done} of {total} after {spent:.0f} s{left}")
 
 
+class Status:
+    """Says what is being done, and what has been."""
+
+    def __init__(self, progress: Progress | None = None, first: str = "") -> None:
+        self._progress = progress
+        self._shown = None if progress is None else progress.add_task(first, total=None)
+
+    def __call__(self, text: str) -> None:
+        """In place in a terminal, a line elsewhere."""
+        if self._progress is None or self._shown is None:
+            _line(text)
+        else:
+            self._progress.update(self._shown, description=text)
+
+    def done(self, text: str) -> None:
+        """A line that stays."""
+        if self._progress is None:
+            _line(text)
+        else:
+            self._progress.console.print(text, markup=False, highlight=False, emoji=False)
+
+
 @contextmanager
-def status_line(first: str) -> Iterator[Callable[[str], None]]:
-    """A callable that says what is being done: in place in a terminal, a line each elsewhere."""
+def status_line(first: str) -> Iterator[Status]:
+    """Who says on stderr what is done, from ``first`` on in a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _line
+        yield Status()
         return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        shown = progress.add_task(first, total=None)
-        yield lambda text: progress.update(shown, description=text)
+        yield Status(progress, first)
 
 
 def _line(text: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,13 +9,12 @@ import torch
 
 from quorum_attention.bench import accuracy, boundary, census, cost, recovery, stages, wrapped
 from quorum_attention.bench.exact import exact, relative
+from quorum_attention.bench.itself import KERNELS, RESULTS, differences
 from quorum_attention.bench.methods import METHODS
 from quorum_attention.bench.report import table, write
-from quorum_attention.bench.runner import Runner
 from quorum_attention.bench.search import longest
 from quorum_attention.bench.settings import Section, Settings, short
-from quorum_attention.bench.spec import FAILED, OK, OUT_OF_MEMORY, UNSUPPORTED, Answer, Spec
-from quorum_attention.cli import main
+from quorum_attention.bench.spec import OUT_OF_MEMORY, Answer, Spec
 
 
 def settings(**others) -> Settings:
@@ -48,6 +46,8 @@ def test_wrapped_kernels() -> None:
     """The appendix: preserved to rounding, recovered where the kernel as it is ends."""
 
     def rule(spec: Spec) -> Answer:
+        if spec.itself:
+            return Answer(differences={name: [(1e-3, 1e-5), (2e-3, 3e-5)] for name in RESULTS})
         if not spec.method.startswith("recovered") and spec.tokens > 2048:
             return Answer(status=OUT_OF_MEMORY)
         answer = fast(0.2)
@@ -57,17 +57,26 @@ def test_wrapped_kernels() -> None:
     preserved, *recovered = wrapped.run(
         settings(accuracy_tokens=100, draws=1, max_tokens=4096), Pretended(rule)
     )
+    assert [row[:2] for row in preserved.rows][:2] == [["dense", "float32"], ["dense", "bfloat16"]]
     assert len(preserved.rows) == 6
-    for kernel, dtype, *cells in preserved.rows:
-        for cell in cells:
-            largest = float(cell.split(",")[0])
-            assert largest < (1e-5 if dtype == "float32" else 4e-2), (kernel, dtype, cell)
+    assert all(cells == ["2.0e-03, 2.0e-05"] * 4 for _, _, *cells in preserved.rows)
     for section in recovered:
         assert [row[0] for row in section.rows] == ["1K", "2K", "4K"]
         assert section.rows[0][2].startswith("0.")
         assert "(1x), adaptation 25%" in section.rows[0][2]
         assert section.rows[2][1] == "oom"
         assert "(-x), adaptation 25%" in section.rows[2][2]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("kernel", list(KERNELS))
+def test_a_kernel_recovered_is_itself(kernel: str, dtype: str) -> None:
+    found = differences(settings().spec(kernel, 200, dtype=dtype, draws=1, itself=True))
+    assert set(found) == set(RESULTS)
+    for name, apart in found.items():
+        assert len(apart) == 2, "one for every depth"
+        for largest, average in apart:
+            assert 0 <= average <= largest < (1e-5 if dtype == "float32" else 4e-2), name
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -83,49 +92,6 @@ def test_the_referee(causal: bool) -> None:
     wanted = [out, *torch.autograd.grad(out, leaves, grad)]
     for name, right in zip(("out", "grad_query", "grad_key", "grad_value"), wanted, strict=True):
         assert relative(found[name], right.detach()) < 1e-12, name
-
-
-def test_a_measurement_in_a_process_of_its_own() -> None:
-    runner = Runner()
-    spec = settings().spec("quorum-depth-1", 500, backward=True, repeats=2)
-    answer = runner.measure(spec, "cost")
-    assert answer.status == OK, answer.reason
-    assert len(answer.forward_seconds) == len(answer.backward_seconds) == 2
-    assert min(*answer.forward_seconds, *answer.backward_seconds, answer.first_seconds) > 0
-    assert answer.report["backward"]["levels"] == [7]
-    assert runner.records[0]["answer"]["status"] == OK
-    assert runner.records[0]["tokens"] == 500
-
-
-def test_errors_are_those_of_the_dtype() -> None:
-    for dtype, low, high in (("float32", 1e-8, 2e-6), ("float16", 1e-4, 2e-3)):
-        spec = settings(dtype=dtype).spec("quorum", 300, backward=True, draws=2)
-        answer = Runner().measure(spec, "accuracy")
-        assert set(answer.errors) == {"out", "grad_query", "grad_key", "grad_value"}
-        assert all(len(e) == 2 and all(low < x < high for x in e) for e in answer.errors.values())
-
-
-def test_out_of_memory_is_recorded_as_such() -> None:
-    answer = Runner().measure(settings().spec("sdpa", 65_536, budget_bytes=1 << 20), "boundary")
-    assert answer.status == OUT_OF_MEMORY, answer.reason
-    assert answer.stage == "forward"
-
-
-def test_what_is_not_here_is_said_and_not_fatal() -> None:
-    runner = Runner()
-    for method, why in (("cudnn", "NVIDIA"), ("stream-cqsa", ""), ("flex", "CUDA")):
-        answer = runner.measure(settings().spec(method, 100), "cost")
-        assert answer.status == UNSUPPORTED
-        assert why in answer.reason
-
-
-def test_a_crash_and_a_timeout_are_answers() -> None:
-    answer = Runner().measure(Spec("no such method", 100, device="cpu"), "cost")
-    assert answer.status == FAILED
-    assert "no such method" in answer.reason
-    answer = Runner(timeout=0.01).measure(settings().spec("sdpa", 100), "cost")
-    assert answer.status == FAILED
-    assert "not done" in answer.reason
 
 
 def test_a_sweep_stops_where_a_method_ends() -> None:
@@ -196,23 +162,40 @@ def test_a_report_has_tables_figures_and_raw_figures(tmp_path: Path) -> None:
         axes.plot([1, 2], [3, 4])
 
     section = Section("x", "A title", "Words.", ["a", "b"], [["1", "2|3"]], draw)
-    files = write(tmp_path / "new", [section], [{"method": "m"}], {"device": "d"}, "a command")
+    run = {"started": "at noon", "command": "a command", "experiments": []}
+    files = write(tmp_path, [section], {"device": "d"}, [run])
     text = files[0].read_text()
     assert "| 1 | 2\\|3 |" in text
     assert "![A title](x.png)" in text
-    assert json.loads(files[1].read_text())["measurements"] == [{"method": "m"}]
-    assert files[2].stat().st_size > 1000
+    assert "`a command` (started at noon)" in text
+    assert files[1].stat().st_size > 1000
     assert table([], []) == []
-
-
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--only", "census", "--device", "cpu", "--output", str(tmp_path)]) == 0
-    assert "22.01 / 77.17 / 0.82" in capsys.readouterr().out
-    assert (tmp_path / "report.md").exists()
-    assert main(["bench", "--only", "census", "--methods", "nothing", "--device", "cpu"]) == 2
-    assert "nothing" in capsys.readouterr().err
 
 
 def test_names_and_lengths() -> None:
     assert all(name == method.name for name, method in METHODS.items())
     assert [short(n) for n in (1000, 1024, 3 << 19, 1 << 20)] == ["1000", "1K", "1536K", "1M"]
+
+
+def test_quick_is_few_measurements_of_every_experiment() -> None:
+    """Counted, because what a measurement costs more than anything else is its process."""
+    chosen = settings(
+        quick=True, methods=("flash", "cudnn", "quorum"), dtype="float16", device="cuda",
+        min_tokens=32_768, max_tokens=65_536,
+    )  # fmt: skip
+
+    def rule(spec: Spec) -> Answer:
+        if spec.itself:
+            return Answer(differences={name: [(1e-3, 1e-5)] for name in RESULTS})
+        if spec.budget_bytes and spec.method != "quorum" and spec.tokens > 32_768:
+            return Answer(OUT_OF_MEMORY)
+        return fast()
+
+    pretended = Pretended(rule)
+    for experiment in (accuracy, cost, recovery, stages, census, boundary, wrapped):
+        sections = experiment.run(chosen, pretended)
+        assert all(section.rows for section in sections)
+        assert all(len(row) == len(s.columns) for s in sections for row in s.rows)
+    different = set(pretended.asked)
+    assert 20 <= len(different) <= 30
+    assert {spec.dtype for spec in different} == {"float16"}

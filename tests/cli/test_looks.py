@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -238,6 +239,37 @@ def test_a_pipe_gets_plain_lines_of_progress(
         clock[0] += 90
         update(2, 1000, "backward")  # little is done, but it is time to say something
     assert capsys.readouterr().err == "backward: 2 of 1000 after 90 s\n"
+
+
+STATUS = (
+    "import time\n"
+    "from quorum_attention.progress import status_line\n"
+    "with status_line('starting') as told:\n"
+    "    for number in range(2):\n"
+    "        told(f'[b]measuring[/b] {number}')\n"
+    "        time.sleep(0.3)\n"
+    "        told.done(f'[b]measured[/b] {number}')\n"
+)
+
+
+def test_a_status_in_a_pipe_is_a_line_for_everything() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STATUS], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == ""
+    assert done.stderr.splitlines() == [
+        "[b]measuring[/b] 0", "[b]measured[/b] 0", "[b]measuring[/b] 1", "[b]measured[/b] 1",
+    ]  # fmt: skip
+
+
+def test_a_status_in_a_terminal_changes_and_what_is_done_stays() -> None:
+    shown = in_a_terminal(STATUS, 80)
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
+    assert "[b]measuring[/b] 0" in plain
+    stays = [line.strip() for line in plain.replace("\r", "\n").splitlines()]
+    assert [line for line in stays if line.startswith("[b]measured")] == [
+        "[b]measured[/b] 0", "[b]measured[/b] 1",
+    ]  # fmt: skip
 
 
 def test_what_is_done_at_once_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:

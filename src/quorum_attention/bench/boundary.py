@@ -16,23 +16,25 @@ def run(settings: Settings, runner: Runner) -> list[Section]:
     for method in settings.methods:
         found[method] = [
             longest(settings, runner, method, backward=backward, experiment="boundary")
-            for backward in (False, True)
+            for backward in settings.passes
         ]
     rows = [
         [method, *(_cell(tokens, settings) for tokens in lengths)]
         for method, lengths in found.items()
     ]
+    how = ", by doubling" if settings.quick else ""
     text = (
         f"The longest call that completes with {format_bytes(settings.budget_bytes)} beyond its "
-        f"inputs, which the allocator enforces; tried up to {short(settings.max_tokens)}."
+        f"inputs, which the allocator enforces; tried up to {short(settings.max_tokens)}{how}."
     )
 
     def draw(axes: Any) -> None:
-        axes.barh(list(found), [max(1, lengths[1]) for lengths in found.values()])
+        axes.barh(list(found), [max(1, lengths[-1]) for lengths in found.values()])
         axes.set_xscale("log", base=2)
         axes.set_xlabel("tokens, forward+backward")
 
-    columns = ["method", "forward", "forward+backward"]
+    columns = ["method"]
+    columns += ["forward+backward" if backward else "forward" for backward in settings.passes]
     return [Section("boundary", "Boundary of a capped budget", text, columns, rows, draw)]
 
 

@@ -1,4 +1,4 @@
-"""Carries out one measurement in a process of its own: ``python -m quorum_attention.bench.child``.
+"""Carries out one measurement in a process of its own (``server.py``).
 
 A limit on a process cannot be taken back, kernels keep what they have prepared, and a crash should
 not take the other measurements with it.
@@ -7,15 +7,13 @@ not take the other measurements with it.
 from __future__ import annotations
 
 import gc
-import json
-import sys
 import time
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 
 from quorum_attention.bench.exact import exact, relative
+from quorum_attention.bench.itself import differences
 from quorum_attention.bench.methods import METHODS, Method, Tensors
 from quorum_attention.bench.spec import FAILED, OUT_OF_MEMORY, UNSUPPORTED, Answer, Spec
 from quorum_attention.execution.memory import first_line, is_out_of_memory
@@ -24,16 +22,15 @@ from quorum_attention.limits import PeakMemory, ran_out, warm_up
 _NAMES = ("grad_query", "grad_key", "grad_value")
 
 
-def main(spec_path: str, answer_path: str) -> None:
-    """Read a spec, write an answer."""
-    spec = Spec(**json.loads(Path(spec_path).read_text(encoding="utf-8")))
-    answer = measure(spec)
-    Path(answer_path).write_text(json.dumps(asdict(answer)), encoding="utf-8")
-
-
 def measure(spec: Spec) -> Answer:
     """Everything a spec asks for; out of memory is an answer, and so is any other failure."""
     answer = Answer()
+    if spec.itself:
+        try:
+            answer.differences = differences(spec)
+        except Exception as error:
+            _failed(spec, error, answer)
+        return answer
     method = METHODS[spec.method]
     reason = method.refusal(spec)
     if reason is not None:
@@ -45,12 +42,16 @@ def measure(spec: Spec) -> Answer:
         else:
             _times(spec, method, answer)
     except Exception as error:
-        answer.reason = f"{type(error).__name__}: {first_line(error)}"
-        limited = spec.budget_bytes is not None and spec.device == "cpu"
-        without_memory = ran_out(error) if limited else is_out_of_memory(error)
-        answer.status = OUT_OF_MEMORY if without_memory else FAILED
+        _failed(spec, error, answer)
     answer.report = method.report()
     return answer
+
+
+def _failed(spec: Spec, error: Exception, answer: Answer) -> None:
+    answer.reason = f"{type(error).__name__}: {first_line(error)}"
+    limited = spec.budget_bytes is not None and spec.device == "cpu"
+    without_memory = ran_out(error) if limited else is_out_of_memory(error)
+    answer.status = OUT_OF_MEMORY if without_memory else FAILED
 
 
 def _inputs(spec: Spec, on_device: bool, seed: int) -> Tensors:
@@ -130,7 +131,3 @@ def _errors(spec: Spec, method: Method, answer: Answer) -> None:
         for name, tensor in got.items():
             answer.errors.setdefault(name, []).append(relative(tensor, right[name]))
     answer.stage = ""
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -13,7 +13,7 @@ from quorum_attention.sizes import format_bytes
 
 def run(settings: Settings, runner: Runner) -> list[Section]:
     """A doubling sweep of every method, forward and forward+backward."""
-    return [_sweep(settings, runner, backward) for backward in (False, True)]
+    return [_sweep(settings, runner, backward) for backward in settings.passes]
 
 
 def _sweep(settings: Settings, runner: Runner, backward: bool) -> Section:

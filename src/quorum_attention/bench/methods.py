@@ -254,8 +254,10 @@ WRAPPED: tuple[Method, ...] = (
 METHODS = {method.name: method for method in (*_EVERY, *WRAPPED)}
 
 
-def usual(device: str) -> list[str]:
+def usual(device: str, quick: bool = False) -> list[str]:
     """The methods worth comparing on a device, the reference first."""
+    if quick:
+        return ["sdpa", "quorum"] if device == "cpu" else ["flash", "cudnn", "quorum"]
     if device == "cpu":
         return ["sdpa", "quorum", "quorum-depth-1", "quorum-depth-2"]
     return [method.name for method in _EVERY if method.name != "sdpa"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quorum_attention.bench.methods import METHODS, reference
+from quorum_attention.bench.methods import reference
 from quorum_attention.bench.runner import Runner
 from quorum_attention.bench.search import longest
 from quorum_attention.bench.settings import Section, Settings, seconds, short, word
@@ -22,10 +22,6 @@ def run(settings: Settings, runner: Runner) -> list[Section]:
     for tokens in [n for n in lengths if n <= settings.max_tokens] or lengths[:1]:
         cells = [short(tokens)]
         for method in (against, *(m for m in ("quorum", "stream-cqsa") if m in settings.methods)):
-            # Only ours can be told what is its; a limit on the allocator holds for all.
-            if METHODS[method].refusal(settings.spec(method, tokens)) is not None:
-                cells.append("-")
-                continue
             spec = settings.spec(
                 method, tokens, budget_bytes=settings.budget_bytes, repeats=1, backward=True
             )

@@ -1,42 +1,38 @@
-"""Writes the report: Markdown with tables, figures where matplotlib is installed, raw JSON."""
+"""Writes the report: Markdown with tables, figures where matplotlib is installed."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
+from quorum_attention.bench.results import REPORT, naming
 from quorum_attention.bench.settings import Section
 from quorum_attention.pictures.canvas import new_figure, save
 from quorum_attention.writing import write_text
 
-FILES = ("report.md", "results.json")
-
 
 def write(
-    folder: Path,
-    sections: list[Section],
-    records: list[dict[str, Any]],
-    about: dict[str, str],
-    command: str,
+    folder: Path, sections: list[Section], about: dict[str, str], runs: list[dict[str, Any]]
 ) -> list[Path]:
-    """Write ``report.md``, ``results.json`` and a PNG for every figure; returns the files."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write ``report.md`` and a PNG for every figure; returns the files.
+
+    Args:
+        runs: that measured (``results.Results``).
+    """
     figures = _figures(folder, sections)
     lines = ["# Benchmark report", ""]
-    lines += [", ".join(f"{name} {value}" for name, value in about.items()), "", f"`{command}`"]
+    lines += [", ".join(f"{name} {value}" for name, value in about.items()), ""]
+    lines += [f"`{run['command']}` (started {run['started']})  " for run in runs]
     for section in sections:
         lines += ["", f"## {section.title}", "", section.text, ""]
         lines += table(section.columns, section.rows)
         if section.name in figures:
             lines += ["", f"![{section.title}]({figures[section.name].name})"]
-    text, raw = (folder / name for name in FILES)
-    write_text(text, "\n".join(lines) + "\n")
-    write_text(
-        raw, json.dumps({"about": about, "command": command, "measurements": records}, indent=1)
-    )
-    return [text, raw, *figures.values()]
+    path = folder / REPORT
+    with naming(path):
+        write_text(path, "\n".join(lines) + "\n")
+    return [path, *figures.values()]
 
 
 def table(columns: list[str], rows: list[list[str]]) -> list[str]:
@@ -63,5 +59,6 @@ def _figures(folder: Path, sections: list[Section]) -> dict[str, Path]:
         section.draw(axes)
         axes.set_title(section.title)
         found[section.name] = folder / f"{section.name}.png"
-        save(figure, found[section.name], dpi=130)
+        with naming(found[section.name]):
+            save(figure, found[section.name], dpi=130)
     return found

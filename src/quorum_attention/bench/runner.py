@@ -1,58 +1,85 @@
-"""Runs measurements, each in a fresh process, and keeps every spec with its answer."""
+"""Answers what experiments ask: from what is kept already, or by measuring."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Protocol
 
-from quorum_attention.bench.spec import FAILED, Answer, Spec
+from quorum_attention.bench.processes import Processes
+from quorum_attention.bench.results import Results
+from quorum_attention.bench.settings import short
+from quorum_attention.bench.spec import Answer, Spec
+from quorum_attention.sizes import format_bytes, format_seconds
 
-Told = Callable[[Spec, Answer], None]
+
+class Told(Protocol):
+    """Who shows what is done."""
+
+    def __call__(self, text: str) -> None:
+        """What is being done."""
+
+    def done(self, text: str) -> None:
+        """What has been."""
+
+
+class NotKeptError(Exception):
+    """Something has not been measured, and nothing is measured now."""
 
 
 class Runner:
     """Measures; remembers.
 
     Args:
-        timeout: seconds after which a measurement is given up.
-        told: called with every finished measurement.
-
-    Attributes:
-        records: every measurement as plain types, in order.
+        results: where measurements are kept. What they have is not measured again.
+        processes: what measures; None: nothing does, and what is not kept is a ``NotKeptError``.
+        told: hears of every measurement before and after it is made.
     """
 
-    def __init__(self, timeout: float = 1800.0, told: Told | None = None) -> None:
-        self.timeout = timeout
-        self.records: list[dict[str, Any]] = []
+    def __init__(
+        self, results: Results, processes: Processes | None = None, told: Told | None = None
+    ) -> None:
+        self.results = results
+        self._processes = processes
         self._told = told
 
     def measure(self, spec: Spec, experiment: str) -> Answer:
         """The answer to ``spec``; a crash or a timeout is an answer."""
-        with tempfile.TemporaryDirectory() as folder:
-            asked, answered = Path(folder, "spec.json"), Path(folder, "answer.json")
-            asked.write_text(json.dumps(asdict(spec)), encoding="utf-8")
-            answer = self._run(asked, answered)
-        self.records.append({"experiment": experiment, **asdict(spec), "answer": asdict(answer)})
+        kept = self.results.find(spec, failed=self._processes is None)
+        if kept is not None:
+            return kept
+        if self._processes is None:
+            raise NotKeptError
+        what = _asked(spec, experiment)
         if self._told is not None:
-            self._told(spec, answer)
+            self._told(what)
+        answer = self._processes.measure(spec)
+        # Printed first: it is not lost where it cannot be written.
+        if self._told is not None:
+            self._told.done(f"{what}: {_answered(answer)}")
+        self.results.add(experiment, spec, answer)
         return answer
 
-    def _run(self, asked: Path, answered: Path) -> Answer:
-        command = [sys.executable, "-m", "quorum_attention.bench.child", str(asked), str(answered)]
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=self.timeout, check=False
-            )
-        except subprocess.TimeoutExpired:
-            return Answer(FAILED, f"not done after {self.timeout:.0f} s")
-        if done.returncode == 0 and answered.exists():
-            return Answer(**json.loads(answered.read_text(encoding="utf-8")))
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        last = said[-1].strip() if said else "without a word"
-        return Answer(FAILED, f"the process ended with {done.returncode}: {last}")
+
+def _asked(spec: Spec, experiment: str) -> str:
+    passes = "forward+backward" if spec.backward else "forward"
+    within = "" if spec.budget_bytes is None else f" within {format_bytes(spec.budget_bytes)}"
+    return f"{experiment}: {spec.method}, {short(spec.tokens)} {spec.dtype}, {passes}{within}"
+
+
+def _answered(answer: Answer) -> str:
+    """An answer in a line."""
+    if not answer.ok:
+        return f"{answer.status}: {answer.reason}" if answer.reason else answer.status
+    parts = []
+    if answer.forward_seconds:
+        times = [answer.forward_seconds, answer.backward_seconds]
+        parts.append(" + ".join(format_seconds(median(t)) for t in times if t))
+    elif answer.first_seconds is not None:
+        parts.append("completes")
+    if answer.peak_bytes is not None:
+        parts.append(f"peak {format_bytes(answer.peak_bytes)}")
+    for name, errors in answer.errors.items():
+        parts.append(f"{name} {sum(errors) / len(errors):.1e}")
+    for name, apart in answer.differences.items():
+        parts.append(f"{name} {max(largest for largest, _ in apart):.1e}")
+    return ", ".join(parts) or answer.status

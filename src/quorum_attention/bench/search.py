@@ -13,7 +13,8 @@ def longest(
     settings: Settings, runner: Runner, method: str, *, backward: bool, experiment: str
 ) -> int:
     """Tokens of the longest call of ``method`` in the budget: by doubling, then two halvings of
-    what is left; 0 where the shortest fails, ``max_tokens`` where nothing does."""
+    what is left (none where it is to be quick); 0 where the shortest fails, ``max_tokens`` where
+    nothing does."""
 
     def completes(tokens: int) -> bool | None:
         spec = settings.spec(
@@ -31,7 +32,7 @@ def longest(
         if not done:
             break
         best, tokens = tokens, 2 * tokens
-    if best == 0 or 2 * best > settings.max_tokens:
+    if best == 0 or 2 * best > settings.max_tokens or settings.quick:
         return best
     step = best // 2
     for _ in range(_STEPS):

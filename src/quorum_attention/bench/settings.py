@@ -9,6 +9,8 @@ from typing import Any
 
 from quorum_attention.bench.spec import FAILED, OUT_OF_MEMORY, Answer, Spec
 
+_QUICK_WRAPPED = 4_096
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -22,6 +24,7 @@ class Settings:
         budget_bytes: the capped budget of ``recovery`` and ``boundary``.
         repeats, draws: timed runs, and random inputs of the accuracy tables.
         method_seconds: a sweep ends for a method where its next length is expected to take longer.
+        quick: fewer passes, dtypes, lengths and steps.
     """
 
     device: str
@@ -37,6 +40,7 @@ class Settings:
     repeats: int
     draws: int
     method_seconds: float
+    quick: bool = False
 
     def spec(self, method: str, tokens: int, **others: Any) -> Spec:
         """A measurement of ``method``."""
@@ -45,6 +49,15 @@ class Settings:
             "dtype": self.dtype, "device": self.device, "repeats": self.repeats, **others,
         }  # fmt: skip
         return Spec(method, tokens, **fields)
+
+    @property
+    def passes(self) -> tuple[bool, ...]:
+        """What is measured: forward alone, and forward and backward (True)."""
+        return (True,) if self.quick else (False, True)
+
+    def wrapped_lengths(self) -> list[int]:
+        """Of kernels that hold all scores at once."""
+        return [_QUICK_WRAPPED] if self.quick else self.lengths()
 
     def lengths(self) -> list[int]:
         """The sweep's lengths."""

@@ -25,6 +25,8 @@ class Spec:
         repeats: timed runs after one that is not; 0 only looks whether it completes.
         seed: of the inputs.
         draws: how often errors against float64 are measured, with inputs of their own; 0 is not.
+        itself: ``method`` is a kernel of ``itself.KERNELS``, and it is compared with itself
+            recovered, ``draws`` times.
     """
 
     method: str
@@ -40,6 +42,7 @@ class Spec:
     repeats: int = 3
     seed: int = 0
     draws: int = 0
+    itself: bool = False
 
 
 @dataclass
@@ -54,6 +57,8 @@ class Answer:
         peak_bytes: most device memory beyond the inputs that lie there (CPU: of the process).
         input_bytes: of inputs that lie on the device.
         errors: by result ("out", "grad_query", ...) the relative error of every draw.
+        differences: by result the largest and the mean difference of every draw, between a kernel
+            and itself recovered.
         report: ours' own account of the last run.
     """
 
@@ -66,6 +71,7 @@ class Answer:
     peak_bytes: int | None = None
     input_bytes: int = 0
     errors: dict[str, list[float]] = field(default_factory=dict)
+    differences: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     report: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from quorum_attention.cli import options as shared
-from quorum_attention.cli.output import print_json, say, show_table
+from quorum_attention.cli.output import print_json, say, show_table, warn
 
 _DESCRIPTION = (
     "The paper's experiments on this machine, side by side with torch's kernels. Their calls are "
@@ -32,8 +34,8 @@ def add_to(commands: Any) -> None:
         ("heads", "query heads (default: 8; 2 on a CPU)"),
         ("kv-heads", "key/value heads (default: as --heads)"),
         ("tokens", "of the accuracy tables, such as 8192 or 8K (default: 8K; 1K on a CPU)"),
-        ("min-tokens", "where sweeps begin (default: 8K; 1K on a CPU)"),
-        ("max-tokens", "where sweeps end (default: 1M, 1,048,576; 16K on a CPU)"),
+        ("min-tokens", "where sweeps begin (default: 8K, or 32K with --quick; 1K, 2K on a CPU)"),
+        ("max-tokens", "where sweeps end (default: 1M, or 64K with --quick; 16K, 4K on a CPU)"),
         ("draws", "random inputs of an accuracy table (default: 10; 2 with --quick)"),
     ):
         parser.add_argument(f"--{name}", type=shared.count_of, metavar="N", help=text)
@@ -48,7 +50,9 @@ def add_to(commands: Any) -> None:
         "--dtype", type=shared.dtype_of, metavar="DTYPE",
         help=f"one of {', '.join(shared.DTYPES)} (default: float16; float32 on a CPU)",
     )  # fmt: skip
-    shared.add_budget(parser, "the capped budget, enforced (default: 1GiB; 48MiB on a CPU)")
+    shared.add_budget(
+        parser, "the capped budget, enforced (default: 1GiB, 64MiB with --quick; 48MiB on a CPU)"
+    )
     parser.add_argument(
         "--method-seconds", type=float, metavar="S",
         help="a sweep ends where a method's next length should take longer "
@@ -57,53 +61,93 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--timeout", type=float, default=1800.0, metavar="S", help="of one measurement, seconds"
     )
-    parser.add_argument("--quick", action="store_true", help="small sizes: a few minutes on a CPU")
-    parser.add_argument("--output", metavar="FOLDER", default="bench-results", help="for results")
+    parser.add_argument(
+        "--quick", action="store_true", help="a few methods, lengths and passes: some minutes"
+    )
+    parser.add_argument(
+        "--output",
+        metavar="FOLDER",
+        default="bench-results",
+        help="for results; what is measured there already is not measured again",
+    )
+    parser.add_argument(
+        "--fresh", action="store_true", help="set aside what is in the folder, and begin anew"
+    )
     shared.add_device(parser)
     shared.add_json(parser)
     parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
-    from importlib import import_module
-
     from quorum_attention.bench.about import about
-    from quorum_attention.bench.report import FILES, write
-    from quorum_attention.bench.runner import Runner
-    from quorum_attention.bench.spec import Answer, Spec
-    from quorum_attention.progress import status_line
-    from quorum_attention.writing import check_target
+    from quorum_attention.bench.results import Results, alone_in, set_aside
 
     settings = _settings(options)
     folder = Path(options.output)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in FILES:
-        check_target(folder / name)
-    with status_line("starting") as show:
-
-        def told(spec: Spec, answer: Answer) -> None:
-            passes = "forward+backward" if spec.backward else "forward"
-            show(f"{spec.method} {passes} {spec.tokens} tokens: {answer.status}")
-
-        runner = Runner(options.timeout, told)
-        sections = []
-        for name in options.only:
-            experiment = import_module(f"quorum_attention.bench.{name}")
-            sections += experiment.run(settings, runner)
-    known = about(settings.device)
-    command = shlex.join(["quorum-attention", *sys.argv[1:]])
-    files = write(folder, sections, runner.records, known, command)
+    with alone_in(folder):
+        earlier = set_aside(folder) if options.fresh else None
+        if earlier is not None:
+            warn(f"what was in {folder} is in {earlier} now")
+        results = Results(folder, settings, about(settings.device))
+        if results.records:
+            warn(
+                f"{results.path} has {len(results.records)} measurements: none of them is made "
+                f"again, but those that failed (--fresh sets all aside and begins anew)"
+            )
+        results.begin(shlex.join(["quorum-attention", *sys.argv[1:]]), options.only)
+        try:
+            files = _measured(options, settings, results)
+        except KeyboardInterrupt:
+            warn(f"{results.path} has what was measured; the same command goes on from there")
+            raise
     if options.json:
-        print_json({"files": [str(file) for file in files], "measurements": runner.records})
-        return 0
-    say(", ".join(f"{name} {value}" for name, value in known.items()))
+        print_json({"files": [str(file) for file in files], "measurements": results.records})
+    else:
+        for file in files:
+            say(f"wrote {file}")
+    return 0
+
+
+def _measured(options: argparse.Namespace, settings: Any, results: Any) -> list[Path]:
+    """Carry out the experiments; the report has what is finished after each. Returns the files."""
+    from quorum_attention.bench import report
+    from quorum_attention.bench.processes import Processes
+    from quorum_attention.bench.runner import NotKeptError, Runner
+    from quorum_attention.progress import status_line
+
+    if not options.json:
+        say(", ".join(f"{name} {value}" for name, value in results.about.items()))
+    # What other commands measured here stays in the report, where it is complete.
+    named = {name for run in results.runs for name in run["experiments"]}
+    sections: dict[str, list[Any]] = {}
+    for name in EXPERIMENTS:
+        if name in named:
+            with suppress(NotKeptError):
+                sections[name] = _experiment(name).run(settings, Runner(results))
+    files: list[Path] = []
+    with Processes(options.timeout) as processes:
+        for name in options.only:
+            # A status line has the terminal for itself: tables come after it.
+            with status_line(name) as told:
+                runner = Runner(results, processes, told)
+                sections[name] = _experiment(name).run(settings, runner)
+            ordered = [s for known in EXPERIMENTS for s in sections.get(known, ())]
+            files = report.write(results.path.parent, ordered, results.about, results.runs)
+            if not options.json:
+                _show(sections[name])
+    return [*files[:1], results.path, *files[1:]]
+
+
+def _experiment(name: str) -> Any:
+    return import_module(f"quorum_attention.bench.{name}")
+
+
+def _show(sections: list[Any]) -> None:
     for section in sections:
         say(f"\n{section.title}\n{section.text}")
         if section.columns:
             show_table(section.columns, section.rows)
-    for file in files:
-        say(f"wrote {file}")
-    return 0
+    sys.stdout.flush()
 
 
 def _settings(options: argparse.Namespace) -> Any:
@@ -112,7 +156,7 @@ def _settings(options: argparse.Namespace) -> Any:
 
     device = shared.default_device(options.device).type
     on_cpu, quick = device == "cpu", options.quick
-    methods = usual(device) if options.methods is None else options.methods.split(",")
+    methods = usual(device, quick) if options.methods is None else options.methods.split(",")
     unknown = [name for name in methods if name not in METHODS]
     if unknown:
         raise ValueError(f"--methods must be some of {', '.join(METHODS)}, got {unknown[0]!r}")
@@ -120,7 +164,9 @@ def _settings(options: argparse.Namespace) -> Any:
         methods.insert(0, reference(device))
     heads = options.heads or (2 if on_cpu else 8)
     usual_max = (4_096 if quick else 16_384) if on_cpu else (65_536 if quick else 1 << 20)
-    usual_min = 1_024 if on_cpu else 8_192
+    usual_min = (2_048 if quick else 1_024) if on_cpu else (32_768 if quick else 8_192)
+    # Few tokens fit in much: a small limit is one that something reaches.
+    usual_budget = (48 << 20) if on_cpu else ((64 << 20) if quick else (1 << 30))
     max_tokens = options.max_tokens or usual_max
     dtype = str(options.dtype).removeprefix("torch.") if options.dtype else None
     return Settings(
@@ -133,8 +179,9 @@ def _settings(options: argparse.Namespace) -> Any:
         min_tokens=min(options.min_tokens or usual_min, max_tokens),
         max_tokens=max_tokens,
         accuracy_tokens=options.tokens or (1_024 if on_cpu else 8_192),
-        budget_bytes=options.budget or ((48 << 20) if on_cpu else (1 << 30)),
+        budget_bytes=options.budget or usual_budget,
         repeats=1 if quick else options.repeats,
         draws=options.draws or (2 if quick else 10),
         method_seconds=options.method_seconds or (20.0 if quick else 300.0),
+        quick=quick,
     )
