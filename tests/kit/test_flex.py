@@ -24,7 +24,7 @@ from quorum_attention.execution.shares import count_shared
 from quorum_attention.execution.trimming import pairs_of, tally
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels import CallShape, Extent, TaskTensors
-from quorum_attention.kernels.kept import Kept
+from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.kit import (
     document,
     flex,
@@ -227,7 +227,7 @@ def test_spans_are_within_what_plans_count(n: int, reach: int, levels, layout: s
 
 
 def test_spans_are_kept_where_lists_are_too_long(monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(flex, "_KEPT_BYTES", 1)
+    monkeypatch.setattr(flex, "_CACHE_BYTES", 1)
     kernel, tensors = kernel_of(None, sliding_window(90)), random(N)
     made = []
     make = kernel._make_lists
@@ -372,8 +372,8 @@ def test_emptied_tasks_are_never_run() -> None:
     assert kernel.run < 60
 
 
-def test_lists_are_kept_within_a_limit() -> None:
-    kept = Kept(25_000, flex._host_bytes)
+def test_lists_are_cached_within_a_limit() -> None:
+    cache = Cache(25_000, flex._host_bytes)
     pairs = geometry(Decomposition(512, ()).task(()), (Rectangle(0, 512, 0, 512),), False, 512, 512)
     lists = block_lists(pairs, *listed_nodes(pairs, None))
     made = []
@@ -383,11 +383,11 @@ def test_lists_are_kept_within_a_limit() -> None:
         return lists
 
     for number in range(9):
-        assert kept.get(number, make) is lists
-        kept.get(number, make)
+        assert cache.get(number, make) is lists
+        cache.get(number, make)
     assert len(made) == 9
-    assert 1 < len(kept) < 9
-    kept.get(0, make)
+    assert 1 < len(cache) < 9
+    cache.get(0, make)
     assert len(made) == 10
 
 

@@ -8,7 +8,7 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
-from quorum_attention.kernels.kept import Kept
+from quorum_attention.kernels.cache import Cache
 
 _Params = ParamSpec("_Params")
 _Answer = TypeVar("_Answer")
@@ -23,7 +23,7 @@ def remembered(most: int) -> Callable[[Callable[_Params, _Answer]], Callable[_Pa
 
     def decorate(function: Callable[_Params, _Answer]) -> Callable[_Params, _Answer]:
         at = list(inspect.signature(function).parameters).index("kernel")
-        answers: WeakKeyDictionary[Any, Kept[_Answer]] = WeakKeyDictionary()
+        answers: WeakKeyDictionary[Any, Cache[_Answer]] = WeakKeyDictionary()
 
         @wraps(function)
         def ask(*args: _Params.args, **named: _Params.kwargs) -> _Answer:
@@ -31,7 +31,7 @@ def remembered(most: int) -> Callable[[Callable[_Params, _Answer]], Callable[_Pa
             try:
                 known = answers.get(kernel)
                 if known is None:
-                    known = answers.setdefault(kernel, Kept(most, lambda answer: 1))
+                    known = answers.setdefault(kernel, Cache(most, lambda answer: 1))
             except TypeError:  # no weak reference
                 return function(*args, **named)
             key = (*args[:at], *args[at + 1 :])

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quorum_attention.decomposition import Decomposition, Pairs, Rectangle
+from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.copies import dense
-from quorum_attention.kernels.kept import Kept
 from quorum_attention.kernels.kit.block_masks import (
     BLOCK,
     BlockLists,
@@ -59,9 +59,9 @@ if TYPE_CHECKING:
     from quorum_attention.kernels.kit.score_mod import ScoreModKernel
 
 # Host memory for finished lists, and the number of compiled calls.
-_KEPT_BYTES = 256 << 20
-_KEPT_CALLS = 128
-_KEPT_SPANS = 1024
+_CACHE_BYTES = 256 << 20
+_CACHED_CALLS = 128
+_CACHED_SPANS = 1024
 
 
 class Shared:
@@ -73,7 +73,7 @@ class Shared:
     """
 
     def __init__(self) -> None:
-        self.calls: Kept[Callable[..., Any]] = Kept(_KEPT_CALLS, lambda call: 1)
+        self.calls: Cache[Callable[..., Any]] = Cache(_CACHED_CALLS, lambda call: 1)
         self.trust = Trust()
 
 
@@ -111,9 +111,9 @@ class FlexKernel:
         self.score_mod, self.mask_mod = in_memory.score_mod, in_memory.mask_mod
         self._in_memory = in_memory
         self._pruned = self._run = 0
-        self._lists: Kept[BlockLists | None] = Kept(_KEPT_BYTES, _host_bytes)
-        self._spans: Kept[tuple[slice, slice] | None] = Kept(_KEPT_SPANS, lambda span: 1)
-        self._apart: Kept[tuple[bool, bool]] = Kept(64, lambda answer: 1)
+        self._lists: Cache[BlockLists | None] = Cache(_CACHE_BYTES, _host_bytes)
+        self._spans: Cache[tuple[slice, slice] | None] = Cache(_CACHED_SPANS, lambda span: 1)
+        self._apart: Cache[tuple[bool, bool]] = Cache(64, lambda answer: 1)
         self._shared = _SHARED
         # Should a closure get other functions, torch sees that by itself.
         self._codes = codes(self.score_mod), codes(self.mask_mod)

@@ -24,7 +24,7 @@ from quorum_attention.decomposition import (
     Verdict,
 )
 from quorum_attention.decomposition.quadtree import walk
-from quorum_attention.kernels.kept import Kept
+from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.kit.block_masks import BLOCK, geometry, listed_nodes
 from quorum_attention.kernels.kit.flex import FlexKernel
 from quorum_attention.kernels.kit.function import FunctionKernel, LseFunction, quadratic_workspace
@@ -40,7 +40,7 @@ from quorum_attention.kernels.kit.trials import (
 from quorum_attention.kernels.protocol import CallShape, Extent, TaskTensors
 
 # Rectangles whose parts are remembered.
-_KEPT = 4096
+_CACHED_RECTANGLES = 4096
 
 
 class ScoreModKernel(FunctionKernel):
@@ -56,7 +56,7 @@ class ScoreModKernel(FunctionKernel):
     def __init__(self, score_mod: ScoreMod | None, mask_mod: MaskMod | None, name: str) -> None:
         self.score_mod, self.mask_mod = score_mod, mask_mod
         self.pruned = self.run = 0
-        self._kept: Kept[tuple[Rectangle, ...]] = Kept(_KEPT, lambda found: 1)
+        self._parts: Cache[tuple[Rectangle, ...]] = Cache(_CACHED_RECTANGLES, lambda found: 1)
         super().__init__(_attention(self), name=name, grouped=True, workspace=self._bytes)
 
     def captured(self) -> list[torch.Tensor]:
@@ -90,9 +90,9 @@ class ScoreModKernel(FunctionKernel):
             return (r,)
         key: tuple[Hashable, ...] = (task.task, r, seen)
         if isinstance(mask, BlockMask):
-            return self._kept.get(key, lambda: tuple(_prune(mask, task.task, r)))
+            return self._parts.get(key, lambda: tuple(_prune(mask, task.task, r)))
         key += (task.entries, task.first_head, task.query.shape[1])
-        return self._kept.get(key, lambda: tuple(_tried(mask, task, r)))
+        return self._parts.get(key, lambda: tuple(_tried(mask, task, r)))
 
     def _bytes(self, call: CallShape, extent: Extent) -> int:
         # Scores, and what the modifications make of them.

@@ -1,4 +1,4 @@
-"""What is kept between calls, within a limit of bytes or of number; several threads may ask."""
+"""A cache that drops what was used longest ago; safe to use from several threads."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ _Value = TypeVar("_Value")
 _MISSING = object()
 
 
-class Kept(Generic[_Value]):
-    """What was used last.
+class Cache(Generic[_Value]):
+    """Values by key, the most recently used ones.
 
     Args:
-        limit: of all together.
-        size: of one, in bytes, or 1.
+        limit: the largest sum of the sizes of the values held.
+        size: the size of one value: its bytes, or 1 to limit the number of values.
     """
 
     def __init__(self, limit: int, size: Callable[[_Value], int]) -> None:
         self._limit, self._size = limit, size
-        self._bytes = 0
+        self._total = 0
         self._values: OrderedDict[Hashable, _Value] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -29,20 +29,20 @@ class Kept(Generic[_Value]):
         return len(self._values)
 
     def get(self, key: Hashable, make: Callable[[], _Value]) -> _Value:
-        """What is kept under ``key``, made where there is none."""
+        """The value held under ``key``; if there is none, ``make()``, which is then held."""
         with self._lock:
             found = self._values.get(key, _MISSING)
             if found is not _MISSING:
                 self._values.move_to_end(key)
                 return found  # type: ignore[return-value]
-        # Not under the lock: making may take long, and twice does no harm.
+        # Made without the lock: it may take long, and making a value twice does no harm.
         value = make()
         with self._lock:
             if key in self._values:
-                self._bytes -= self._size(self._values.pop(key))
+                self._total -= self._size(self._values.pop(key))
             self._values[key] = value
-            self._bytes += self._size(value)
-            while self._bytes > self._limit:
+            self._total += self._size(value)
+            while self._total > self._limit:
                 _, gone = self._values.popitem(last=False)
-                self._bytes -= self._size(gone)
+                self._total -= self._size(gone)
         return value

@@ -1,4 +1,4 @@
-"""A cache with a limit: never beyond it, the last used stay, several threads may ask."""
+"""A cache with a limit: never exceeded, the last used stay, usable from several threads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quorum_attention.kernels.kept import Kept
+from quorum_attention.kernels.cache import Cache
 
 
 @settings(max_examples=80, deadline=None)
@@ -18,38 +18,38 @@ from quorum_attention.kernels.kept import Kept
 )
 def test_sizes_stay_within_the_limit(asked: list[tuple[int, int]], limit: int) -> None:
     sizes: dict[int, int] = {}
-    kept: Kept[tuple[int, int]] = Kept(limit, lambda value: value[1])
-    used: list[int] = []  # what is kept, the last used last
+    cache: Cache[tuple[int, int]] = Cache(limit, lambda value: value[1])
+    used: list[int] = []  # the keys held, the last used last
     for key, size in asked:
         size = sizes.setdefault(key, size)
-        assert kept.get(key, lambda key=key, size=size: (key, size)) == (key, size)
+        assert cache.get(key, lambda key=key, size=size: (key, size)) == (key, size)
         used = [*(k for k in used if k != key), key]
         while sum(sizes[k] for k in used) > limit:
             used.pop(0)
-        assert len(kept) == len(used)
+        assert len(cache) == len(used)
 
 
 def test_what_fails_to_be_made_is_made_again() -> None:
-    kept: Kept[int] = Kept(4, lambda value: 1)
+    cache: Cache[int] = Cache(4, lambda value: 1)
     with pytest.raises(ZeroDivisionError):
-        kept.get("a", lambda: 1 // 0)
-    assert kept.get("a", lambda: 2) == 2
-    assert kept.get("a", lambda: 1 // 0) == 2
+        cache.get("a", lambda: 1 // 0)
+    assert cache.get("a", lambda: 2) == 2
+    assert cache.get("a", lambda: 1 // 0) == 2
 
 
 def test_none_is_an_answer() -> None:
-    kept: Kept[None] = Kept(4, lambda value: 1)
-    kept.get("a", lambda: None)
-    kept.get("a", lambda: pytest.fail("asked twice"))
+    cache: Cache[None] = Cache(4, lambda value: 1)
+    cache.get("a", lambda: None)
+    cache.get("a", lambda: pytest.fail("asked twice"))
 
 
 def test_many_threads() -> None:
-    kept: Kept[int] = Kept(3, lambda value: 1)
+    cache: Cache[int] = Cache(3, lambda value: 1)
     wrong: list[int] = []
 
     def ask() -> None:
         for number in range(500):
-            if kept.get(number % 7, lambda number=number: number % 7) != number % 7:
+            if cache.get(number % 7, lambda number=number: number % 7) != number % 7:
                 wrong.append(number)
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
@@ -58,5 +58,5 @@ def test_many_threads() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-    assert len(kept) <= 3
-    assert kept._bytes == len(kept)
+    assert len(cache) <= 3
+    assert cache._total == len(cache)
