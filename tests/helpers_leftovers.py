@@ -86,7 +86,7 @@ def _differences(before: Standing, now: Standing) -> list[str]:
     if now.locked - before.locked:
         left.append(f"{len(now.locked - before.locked)} page-locked ranges")
     for thread in threading.enumerate():
-        if thread.ident in now.threads - before.threads and not _of_others(thread):
+        if thread.ident in now.threads - before.threads and not _not_ours(thread):
             left.append(f"the thread {thread.name}")
     for number in sorted(now.processes - before.processes):
         command = _command(number)
@@ -127,7 +127,12 @@ def count_page_locks() -> None:
     runtime.cudaHostRegister, runtime.cudaHostUnregister = locked, unlocked
 
 
-def _of_others(thread: threading.Thread) -> bool:
+def _not_ours(thread: threading.Thread) -> bool:
+    """Whether other libraries started the thread, or native code did."""
+    # On a GPU autograd runs the backward in threads of its own, started in C++, that never end.
+    # Python knows each of them as a dummy.
+    if isinstance(thread, threading._DummyThread):
+        return True
     runs = getattr(thread, "_target", None) or type(thread).run
     return (getattr(runs, "__module__", None) or "").partition(".")[0] in _THREADS_NOT_OURS
 

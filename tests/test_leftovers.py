@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import re
 import subprocess
@@ -96,6 +97,21 @@ def test_what_ends_in_a_moment_is_waited_for() -> None:
     thread = threading.Thread(target=lambda: threading.Event().wait(0.1))
     thread.start()
     assert not left_since(before)
+
+
+def test_threads_that_python_did_not_start_do_not_count() -> None:
+    """As the threads of torch's autograd on a GPU, which stay."""
+    before, known, end = standing(), threading.Event(), threading.Event()
+
+    def foreign() -> None:
+        assert isinstance(threading.current_thread(), threading._DummyThread)
+        known.set()
+        end.wait(60)
+
+    _thread.start_new_thread(foreign, ())
+    assert known.wait(60)
+    assert not left_since(before, patience_s=0.0)
+    end.set()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
