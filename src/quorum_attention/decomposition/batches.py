@@ -1,9 +1,9 @@
-"""Rectangles of one shape at regular distances: one kernel call with a batch dimension.
+"""Rectangles of one size at regular distances: one kernel call with a batch dimension.
 
-Halving a task's triangle gives one large rectangle, then two of half the size, then four: apart
-from the first few, calls too small to fill a GPU. But those of one size lie at equal distances
-along the diagonal, so a strided view makes them batch entries of a single call, which is as
-parallel as the large one (docs/kernels.md).
+Halving a task's triangle gives one large rectangle, then two of half the size, then four. Most of
+them are too small to fill a GPU with one call each. Those of one size lie at equal distances along
+the diagonal, so a strided view makes them batch entries of a single call, which keeps a GPU as busy
+as the large one does (docs/kernels.md).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from quorum_attention.decomposition.rectangles import Rectangle
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """``count`` rectangles: ``first``, and the same moved by whole steps along both axes.
+    """``count`` rectangles: number i is ``first`` moved by i steps along both axes.
 
-    Neither rows nor columns of any two of them overlap, so their results can be added in one go.
+    No two of them share a query or a key, so one call can add all their results.
     """
 
     first: Rectangle
@@ -27,7 +27,7 @@ class Batch:
     key_step: int = 0
 
     def rectangles(self) -> list[Rectangle]:
-        """All of them, one by one."""
+        """The rectangles, in order."""
         r = self.first
         return [
             Rectangle(
@@ -43,9 +43,10 @@ class Batch:
 
 @lru_cache(maxsize=256)
 def batches(rectangles: tuple[Rectangle, ...]) -> tuple[Batch, ...]:
-    """``rectangles`` in as few regular batches as a greedy search finds, in order of their firsts.
+    """``rectangles`` as batches, found greedily: the longest possible batch each time.
 
-    Remembered: the tasks of one level are alike.
+    Batches are ordered by the place of their first rectangle in ``rectangles``. Results are cached,
+    because many tasks of one level have the same rectangles.
     """
     shapes: dict[tuple[int, int, bool], list[Rectangle]] = {}
     for r in rectangles:
@@ -63,7 +64,7 @@ def batches(rectangles: tuple[Rectangle, ...]) -> tuple[Batch, ...]:
 
 
 def _longest(alike: list[Rectangle]) -> Batch:
-    """The longest regular batch that begins with the first of ``alike``."""
+    """The longest batch that begins with the first of ``alike`` (one size, in order)."""
     first, *others = alike
     there = {(r.query_start, r.key_start) for r in others}
     best = Batch(first)

@@ -1,12 +1,13 @@
-"""The tile census: how many score tiles the mask resolves in constant time (Appendix A.2).
+"""The tile census: how many score tiles are masked, clear or mixed (paper, Appendix A.2).
 
-A tile is *clear* if no bit of its rows is in any of its columns, *masked* if some bit is in all
-of its rows and all of its columns, else *mixed*. The verdict comes from the bitwise OR and AND of
-the bits over the tile's rows and columns.
+A tile is *clear* if its rows and its columns have no group bit in common, *masked* if one bit is in
+all of its rows and all of its columns, else *mixed*. Two numbers for the rows and two for the
+columns decide it: the bitwise OR and the bitwise AND of their group bits.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -31,32 +32,41 @@ class Census:
 
     @property
     def masked(self) -> float:
-        """Share of tiles of which nothing is kept."""
+        """Share of tiles in which no pair is kept."""
         return self._share(self.masked_tiles)
 
     @property
     def clear(self) -> float:
-        """Share of tiles of which everything is kept."""
+        """Share of tiles in which every pair is kept."""
         return self._share(self.clear_tiles)
 
     @property
     def mixed(self) -> float:
-        """Share of tiles that need a test for each element."""
+        """Share of tiles whose pairs have to be tested one by one."""
         return self._share(self.mixed_tiles)
 
 
 def census(tasks: Iterable[Task], is_causal: bool, tile: int = 128) -> Census:
-    """Pooled over ``tasks``; with ``is_causal`` only tiles on or below the diagonal count."""
+    """Counts the tiles of all ``tasks`` together.
+
+    Args:
+        is_causal: count only tiles on or below the diagonal.
+        tile: tokens along each side of a tile.
+
+    Raises:
+        ValueError: ``tile`` is no whole number from 1.
+    """
     if not isinstance(tile, int) or isinstance(tile, bool) or tile < 1:
         raise ValueError(f"tile must be a whole number of tokens from 1, got {tile!r}")
     masked = clear = mixed = 0
     for task in tasks:
         lines = _lines(task, tile)
-        # Lines with the same summary get the same verdicts: count by kind, in order of place.
-        seen: dict[tuple[int, int], int] = {} if is_causal else _kinds(lines)
+        # Columns with the same (OR, AND) get the same verdict, so equal ones are counted at once.
+        # A causal row of tiles meets only the columns up to its own.
+        seen = Counter([] if is_causal else lines)
         for some, every in lines:
             if is_causal:
-                seen[some, every] = seen.get((some, every), 0) + 1
+                seen[some, every] += 1
             for (other_some, other_every), count in seen.items():
                 if some & other_some == 0:
                     clear += count
@@ -67,15 +77,8 @@ def census(tasks: Iterable[Task], is_causal: bool, tile: int = 128) -> Census:
     return Census(masked, clear, mixed)
 
 
-def _kinds(lines: list[tuple[int, int]]) -> dict[tuple[int, int], int]:
-    kinds: dict[tuple[int, int], int] = {}
-    for line in lines:
-        kinds[line] = kinds.get(line, 0) + 1
-    return kinds
-
-
 def _lines(task: Task, tile: int) -> list[tuple[int, int]]:
-    """(OR, AND) of the bits of each run of ``tile`` local tokens."""
+    """(OR, AND) of the group bits of each ``tile`` consecutive tokens of the task."""
     lines: list[tuple[int, int]] = []
     starts = task.local_starts
     index = 0

@@ -1,7 +1,11 @@
-"""Chunks into tasks, level by level: the paper's BuildSubseq without per-token arrays."""
+"""Cuts a sequence into chunks, and chunks into tasks, level by level.
+
+This is the paper's BuildSubseq, without arrays over tokens.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -20,15 +24,17 @@ class Decomposition:
     """A token sequence cut by cyclic quorum sets, recursively.
 
     Attributes:
-        n_tokens: positions 0..n_tokens-1.
-        levels: chunk count c of each level, each l (l - 1) + 1 of a valid quorum size l; () is
-            the monolithic call, one task.
-        layout: "aligned" cuts at multiples of ``tile`` (equal chunks, the last one ragged, later
-            ones empty), "balanced" into chunks that differ by at most one token (the paper's).
-        tile: of the aligned layout, in tokens.
+        n_tokens: tokens of the sequence, at positions 0 to n_tokens - 1.
+        levels: chunk count of each level, c = l (l - 1) + 1 for a valid quorum size l; () is one
+            task, the whole sequence.
+        layout: "aligned" cuts at multiples of ``tile``, so chunks are equal, but the last may be
+            shorter and others after it empty; "balanced" makes chunks that differ by at most one
+            token (the paper's).
+        tile: tokens; used by the aligned layout.
 
     Raises:
-        ValueError, TypeError: a field that is not of that form.
+        TypeError: a field has the wrong type.
+        ValueError: a field has a value that is not allowed.
     """
 
     n_tokens: int
@@ -56,15 +62,12 @@ class Decomposition:
 
     @property
     def n_tasks(self) -> int:
-        """Tasks: the product of the chunk counts."""
-        count = 1
-        for c in self.levels:
-            count *= c
-        return count
+        """The number of tasks: the product of the chunk counts."""
+        return math.prod(self.levels)
 
     @property
     def max_task_tokens(self) -> int:
-        """No task has more tokens."""
+        """An upper bound of the tokens of a task."""
         tokens = self.n_tokens
         for c in self.levels:
             tokens = min(tokens, quorum_size(c) * self._chunk_tokens(tokens, c))
@@ -72,17 +75,18 @@ class Decomposition:
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens of the largest chunk of the first level; all of them where there is none."""
+        """Tokens of the largest chunk of the first level; without levels, all tokens."""
         if not self.levels:
             return self.n_tokens
         return self._chunk_tokens(self.n_tokens, self.levels[0])
 
     def _chunk_tokens(self, tokens: int, c: int) -> int:
-        """Tokens of the largest of ``c`` chunks."""
+        """Tokens of the largest chunk where ``tokens`` are cut into ``c``."""
         largest = -(-tokens // c)
         return -(-largest // self.tile) * self.tile if self.layout == "aligned" else largest
 
     def _boundaries(self, tokens: int, c: int, chunk: int) -> tuple[int, int]:
+        """[start, stop) of chunk number ``chunk`` where ``tokens`` are cut into ``c``."""
         if self.layout == "aligned":
             size = self._chunk_tokens(tokens, c)
             return min(tokens, chunk * size), min(tokens, (chunk + 1) * size)
@@ -91,7 +95,7 @@ class Decomposition:
         return start, start + size + (chunk < longer)
 
     def deeper(self, c: int) -> Decomposition:
-        """The same with one level of ``c`` chunks more."""
+        """The decomposition with one more level, of ``c`` chunks."""
         return replace(self, levels=(*self.levels, c))
 
     def paths(self) -> Iterator[tuple[int, ...]]:
@@ -104,13 +108,13 @@ class Decomposition:
             yield self.task(path)
 
     def task(self, path: tuple[int, ...]) -> Task:
-        """The task of this path.
+        """The task named by ``path``, one owner chunk for each level.
 
         Raises:
-            TypeError: it is no tuple of whole numbers.
-            ValueError: no task has it.
+            TypeError: ``path`` is no tuple of whole numbers.
+            ValueError: there is no task of that path.
         """
-        # A path names the task in schedules and reports: (1.0,) and (True,) would pass for (1,).
+        # (1.0,) and (True,) equal (1,), but must not name the same task in a report.
         if not isinstance(path, tuple) or any(type(owner) is not int for owner in path):
             raise TypeError(f"path must be a tuple of whole numbers, got {path!r}")
         fits = len(path) == self.depth and all(
@@ -136,20 +140,22 @@ class Decomposition:
         return Task(path, tuple(spans))
 
     def whole(self) -> Task:
-        """The whole sequence as one task, its spans the chunks of the first level: every pair is
-        kept, as it is by all tasks together."""
+        """The whole sequence as one task that keeps every pair.
+
+        Its spans are the chunks of the first level, so its rectangles are cut at chunks.
+        """
         if not self.levels:
             return self.task(())
         edges = (self._boundaries(self.n_tokens, self.levels[0], i) for i in range(self.levels[0]))
         return Task((), tuple(Span(start, stop, 0) for start, stop in edges if start < stop))
 
     def census(self, is_causal: bool, tile: int = 128) -> Census:
-        """Tiles of all tasks by verdict: masked, clear, mixed (paper, Appendix A.2)."""
+        """Counts masked, clear and mixed tiles of all tasks (paper, Appendix A.2)."""
         return census(self.tasks(), is_causal, tile)
 
 
 class _Pieces:
-    """Reads ascending local ranges off a list of spans."""
+    """Reads one local range after the other, in ascending order, off a list of spans."""
 
     def __init__(self, spans: list[Span]) -> None:
         self.spans = spans
@@ -157,7 +163,7 @@ class _Pieces:
         self.local = 0  # local start of spans[index]
 
     def between(self, start: int, stop: int, bit: int) -> Iterator[Span]:
-        """The spans of local [start, stop), with ``bit`` added."""
+        """The spans of the local positions [start, stop), with ``bit`` added to their bits."""
         while self.index < len(self.spans):
             span = self.spans[self.index]
             length = span.stop - span.start

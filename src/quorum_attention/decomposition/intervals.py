@@ -1,9 +1,7 @@
-"""Half-open intervals of whole numbers, and what is done with them everywhere.
+"""Half-open intervals [start, stop) of whole numbers: joining, clipping, cutting and counting.
 
-Whatever lies at neighbouring positions is [start, stop), and is joined, clipped, cut and counted
-here. A piece that carries more than its bounds (where it lies in a task, who has it) says itself
-what continues it (``joined``). Lists of intervals are ascending and disjoint unless said
-otherwise; none is empty.
+Lists of intervals are ascending and disjoint, and no interval is empty, unless a function says
+otherwise.
 """
 
 from __future__ import annotations
@@ -31,8 +29,10 @@ class Interval(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Neighbouring rows of a task: [start, stop) of the whole sequence, and where the first of
-    them lies in the task."""
+    """Consecutive rows of the whole sequence, [start, stop), that are consecutive in a task too.
+
+    The first of them lies at position ``local`` of the task.
+    """
 
     start: int
     stop: int
@@ -44,18 +44,18 @@ class Rows(NamedTuple):
         return self.stop - self.start
 
     def below(self, n: int) -> Rows | None:
-        """The part at positions < ``n``, None where nothing is left."""
+        """The part at positions below ``n``; None if there is none."""
         if self.start >= n:
             return None
         return Rows(self.start, min(self.stop, n), self.local)
 
     def within(self, start: int, stop: int) -> Rows | None:
-        """The part at positions [start, stop), None where nothing is left."""
+        """The part at positions [start, stop); None if there is none."""
         low, high = max(start, self.start), min(stop, self.stop)
         return Rows(low, high, self.local + low - self.start) if low < high else None
 
     def continued(self, after: Rows) -> Rows | None:
-        """Both as one where ``after`` goes on with these, in the sequence and in the task."""
+        """Both as one if ``after`` comes next in the sequence and in the task; else None."""
         start, stop, local = self
         next_start, next_stop, next_local = after
         if next_start != stop or next_local != local + stop - start:
@@ -66,10 +66,11 @@ class Rows(NamedTuple):
 def joined(
     pieces: Iterable[Piece], continued: Callable[[Piece, Piece], Piece | None]
 ) -> list[Piece]:
-    """``pieces`` in their order, each made one with those that go on with it.
+    """``pieces`` in their order, with neighbours joined wherever ``continued`` allows it.
 
     Args:
-        continued: of a piece and the one after it, both as one; None where they stay two.
+        continued: is given a piece and the next one; returns both as one piece, or None if they
+            stay two.
     """
     rest = iter(pieces)
     try:
@@ -89,11 +90,11 @@ def joined(
 
 
 def union(intervals: Iterable[tuple[int, int]], gap: int = 1) -> list[Interval]:
-    """The positions that any of ``intervals`` has, which may come in any order and overlap.
+    """The positions that lie in any of ``intervals``, which may overlap and be in any order.
 
     Args:
-        gap: intervals with fewer than so many positions between them become one; with 0, only
-            those that overlap.
+        gap: intervals with fewer than this many positions between them are joined; with 0 only
+            those that overlap are.
     """
 
     def continued(one: Interval, after: Interval) -> Interval | None:
@@ -105,7 +106,7 @@ def union(intervals: Iterable[tuple[int, int]], gap: int = 1) -> list[Interval]:
 
 
 def below(intervals: Iterable[tuple[int, int]], end: int) -> list[Interval]:
-    """Their positions < ``end``."""
+    """The positions of ``intervals`` that are below ``end``."""
     return [Interval(start, min(stop, end)) for start, stop in intervals if start < end]
 
 
@@ -122,7 +123,7 @@ def within(one: tuple[int, int], others: Sequence[tuple[int, int]]) -> Iterator[
 def without(
     intervals: Iterable[tuple[int, int]], others: Sequence[tuple[int, int]]
 ) -> list[Interval]:
-    """The positions of ``intervals`` that are in none of ``others``."""
+    """The positions of ``intervals`` that lie in none of ``others``."""
     found = []
     for start, stop in intervals:
         for low, high in within((start, stop), others):
@@ -135,14 +136,16 @@ def without(
 
 
 def counted(intervals: Iterable[tuple[int, int]]) -> int:
-    """How many positions they have."""
+    """The number of positions in ``intervals``."""
     return sum(stop - start for start, stop in intervals)
 
 
 def covered(intervals: Sequence[tuple[int, int]], least: int) -> list[Interval]:
-    """The positions that at least so many of ``intervals`` have, which may come in any order,
-    overlap, and be empty."""
-    # Twice the place, plus one where an interval ends: at one place, what begins comes first.
+    """The positions that lie in at least ``least`` of ``intervals``.
+
+    The intervals may overlap, be empty, and be in any order.
+    """
+    # A start at p is the number 2 p, a stop 2 p + 1: sorted, starts come first at each position.
     starts = [2 * start for start, _ in intervals]
     stops = [2 * stop + 1 for _, stop in intervals]
     found: list[Interval] = []
@@ -160,10 +163,12 @@ def covered(intervals: Sequence[tuple[int, int]], least: int) -> list[Interval]:
 
 
 class Cells:
-    """What intervals that overlap are cut into so that none is cut by an edge of another.
+    """The intervals between neighbouring ``edges``.
+
+    Overlapping intervals whose bounds are all edges are unions of whole cells.
 
     Args:
-        edges: where cells begin or end, in any order and as often as they come.
+        edges: in any order, with repetitions.
     """
 
     def __init__(self, edges: Iterable[int]) -> None:
@@ -176,12 +181,12 @@ class Cells:
         return Interval(self.edges[number], self.edges[number + 1])
 
     def of(self, start: int, stop: int) -> range:
-        """The numbers of the cells of an interval that begins and ends at edges."""
+        """The numbers of the cells in [start, stop), both of which are edges."""
         return range(bisect_left(self.edges, start), bisect_left(self.edges, stop))
 
 
 def cut(one: tuple[int, int], edges: Sequence[int]) -> Iterator[Interval]:
-    """``one`` in pieces that end at ``edges`` (ascending) that lie within it."""
+    """``one`` cut at those of ``edges`` (ascending) that lie inside it."""
     start, stop = one
     for edge in edges[bisect_right(edges, start) :]:
         if edge >= stop:
@@ -194,7 +199,7 @@ def cut(one: tuple[int, int], edges: Sequence[int]) -> Iterator[Interval]:
 
 
 def ones(mask: int) -> Iterator[Interval]:
-    """The bits of ``mask`` that are set, in runs."""
+    """The runs of bits that are set in ``mask``, ascending."""
     at = 0
     while mask:
         skip = (mask & -mask).bit_length() - 1
@@ -206,5 +211,5 @@ def ones(mask: int) -> Iterator[Interval]:
 
 
 def bits(start: int, stop: int) -> int:
-    """The mask of an interval: the bits from ``start`` to ``stop`` set."""
+    """The number whose bits [start, stop) are set, and no others."""
     return ((1 << stop - start) - 1) << start

@@ -1,4 +1,4 @@
-"""Which pairs of queries and keys a call has at all, as far as whole blocks of them can tell."""
+"""Which pairs of queries and keys a call keeps, told block by block."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ from quorum_attention.decomposition.verdicts import CLEAR, MASKED, MIXED, Verdic
 
 
 class Ranges(NamedTuple):
-    """A block of pairs: every query of an interval with every key of another; not empty."""
+    """A block of pairs: every query of one interval with every key of another; never empty."""
 
     queries: Interval
     keys: Interval
 
     @classmethod
     def of(cls, query_start: int, query_stop: int, key_start: int, key_stop: int) -> Ranges:
-        """By its bounds."""
+        """The block with these bounds."""
         return cls(Interval(query_start, query_stop), Interval(key_start, key_stop))
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """The pairs of a call, whatever tasks it is cut into.
+    """The pairs that a call keeps. They do not depend on the tasks it is cut into.
 
     Attributes:
-        n_queries, n_keys: how many there are.
-        is_causal: a pair needs its key at or before its query.
-        verdict: what a mask says of a block of positions, MIXED where it is not sure; None is
-            no mask. It means the same as long as it lives: answers are remembered.
-        share: of the pairs without the mask those that it keeps, for predictions, where that is
-            known and not to be had from ``verdict`` (dilated blocks are MIXED however thin).
+        n_queries, n_keys: of the call.
+        is_causal: keep only keys at or before the query.
+        verdict: the mask's answer for a block of positions, MIXED where it does not know; None is
+            no mask. Its answers are cached, so they must never change.
+        share: the share of pairs that the mask keeps, for predictions; None: to be found by asking
+            ``verdict``. (A mask that keeps a thin pattern everywhere has to give it: all its blocks
+            are MIXED.)
     """
 
     n_queries: int
@@ -43,11 +44,11 @@ class Pairs:
 
     @property
     def every_token_meets(self) -> bool:
-        """Whether no token can be without a partner in a task: a square without a mask."""
+        """Whether every token of every task has a kept pair: as many queries as keys, no mask."""
         return self.verdict is None and self.n_queries == self.n_keys
 
     def of(self, block: Ranges) -> Verdict:
-        """Whether a block of positions has pairs; it may reach beyond the last token."""
+        """The verdict on a block of positions, which may reach beyond the last token."""
         (q0, q1), (k0, k1) = block
         inside = q1 <= self.n_queries and k1 <= self.n_keys
         if not inside:
@@ -65,8 +66,11 @@ class Pairs:
 
 
 def window_verdict(left: int, right: int) -> Callable[[Ranges], Verdict]:
-    """Of a sliding window: keys from ``left`` tokens before the query to ``right`` after it; -1 is
-    no limit on that side."""
+    """The verdict of a sliding window.
+
+    It keeps keys from ``left`` tokens before the query to ``right`` tokens after it; -1 is no limit
+    on that side.
+    """
 
     def verdict(block: Ranges) -> Verdict:
         (q0, q1), (k0, k1) = block

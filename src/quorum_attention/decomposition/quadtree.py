@@ -1,5 +1,4 @@
-"""Blocks of pairs by halves of halves: what is masked or clear is known whole, and only the border
-between the two is cut further."""
+"""Cuts blocks of pairs into quarters again and again, wherever their verdict is mixed."""
 
 from __future__ import annotations
 
@@ -21,13 +20,15 @@ def walk(
     *,
     by_level: bool = False,
 ) -> Iterator[tuple[Node, Verdict]]:
-    """Every node that is cut no further, with its verdict.
+    """The leaves of a tree (nodes that are cut no further), with their verdicts.
 
     Args:
-        verdict: of a node. It is asked when the nodes before have come out, and may depend on what
-            has been done about them.
-        parts: of a node, given its verdict, what it is cut into; nothing where it is settled.
-        by_level: larger nodes before smaller ones; else the parts of a node in its place.
+        root: where the walk begins.
+        verdict: a node's verdict. It is asked only after all earlier leaves have been yielded, so
+            it may depend on what the caller did with them.
+        parts: what a node is cut into, given its verdict; nothing makes it a leaf.
+        by_level: all nodes of one level before those of the next; else the parts of a node take
+            its place in the order.
     """
     waiting = deque([root])
     while waiting:
@@ -43,8 +44,10 @@ def walk(
 
 
 def quarters(block: Ranges, unit: int = 1) -> list[Ranges]:
-    """``block`` cut in the middle of both sides, at multiples of ``unit``; by one side alone where
-    the other reaches across none, and nothing where neither does."""
+    """``block`` cut in the middle of both sides, at multiples of ``unit``.
+
+    A side with no such multiple inside it stays whole; if both have none, nothing is returned.
+    """
     queries, keys = block
     rows, columns = halves(queries, unit), halves(keys, unit)
     if rows and columns:
@@ -58,7 +61,7 @@ def quarters(block: Ranges, unit: int = 1) -> list[Ranges]:
 
 
 def halves(one: Interval, unit: int = 1) -> tuple[Interval, ...]:
-    """``one`` cut at the middle one of the multiples of ``unit`` inside it; nothing without any."""
+    """``one`` cut at the middle multiple of ``unit`` inside it; nothing if it has none."""
     start, stop = one
     first, last = start // unit, (stop - 1) // unit
     if first == last:

@@ -9,21 +9,21 @@ kept (depth 1), the lower triangle splits by halving:
             [2  2  C       ]
             [2  2  3  C    ]
 
-At deeper levels the same halving takes, at each step, whatever keys all queries of that part
-keep, so cuts happen only where the mask forces them.
+At deeper levels each step takes the keys that all queries of its part keep, and halves the queries
+for the other keys. So cuts happen only where the mask forces them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 from quorum_attention.decomposition.intervals import joined, ones
 from quorum_attention.decomposition.quadtree import walk
 from quorum_attention.decomposition.verdicts import CLEAR, MASKED, MIXED, Verdict
 
-# What kernels work on at a time; parts of a rectangle keep to multiples of it where they can.
+# Kernels work on tiles of this many tokens; rectangles are cut at multiples of it where possible.
 _TILE = 128
 
 
@@ -60,36 +60,35 @@ class Rectangle:
 
 
 def cover(starts: Sequence[int], bits: Sequence[int], is_causal: bool) -> list[Rectangle]:
-    """A partition of the kept pairs.
+    """Rectangles that hold each kept pair of a task exactly once.
 
     Args:
         starts: local start of every span, and the end of the last one.
         bits: group bits of every span.
         is_causal: keep only pairs with key position <= query position.
     """
-    if is_causal:
-        diagonal = [
-            Rectangle(starts[i], starts[i + 1], starts[i], starts[i + 1], causal=True)
-            for i, b in enumerate(bits)
-            if b == 0
-        ]
-        return [*_joined(_halved(starts, _kept(bits, below=True))), *diagonal]
-    apart = _kept(bits, below=False)
-    together = [row | (1 << i if bits[i] == 0 else 0) for i, row in enumerate(apart)]
     diagonal = [
-        Rectangle(starts[i], starts[i + 1], starts[i], starts[i + 1])
+        Rectangle(starts[i], starts[i + 1], starts[i], starts[i + 1], causal=is_causal)
         for i, b in enumerate(bits)
         if b == 0
     ]
-    # Diagonals are joined along keys alone: with both ways open, one call in twenty less would
-    # be paid for with shapes of its own, and vendor kernels prepare every new shape at length.
+    if is_causal:
+        return [*_joined(_halved(starts, _kept(bits, below=True))), *diagonal]
+    # Two ways: with the diagonal apart, and with it among the other pairs. The shorter list wins.
+    apart = _kept(bits, below=False)
+    together = [row | (1 << i if bits[i] == 0 else 0) for i, row in enumerate(apart)]
+    # The diagonal is joined along keys only. Joining along queries too would save one call in
+    # twenty, but make more rectangle sizes, and vendor kernels take long to prepare each new size.
     first = _along([*_joined(_halved(starts, apart)), *diagonal], keys=True)
     second = _along(_halved(starts, together), keys=True)
     return min(first, second, key=len)
 
 
 def _kept(bits: Sequence[int], *, below: bool) -> list[int]:
-    """For every span, the spans it keeps (not itself) as a bit mask."""
+    """For every span, bit j is set if it keeps its pairs with span j (never with itself).
+
+    ``below``: only spans before it count.
+    """
     rows = []
     for i, own in enumerate(bits):
         row = 0
@@ -101,9 +100,13 @@ def _kept(bits: Sequence[int], *, below: bool) -> list[int]:
 
 
 def _halved(starts: Sequence[int], rows: list[int]) -> list[Rectangle]:
-    """Plain rectangles of the kept pairs ``rows``, the keys of most queries first."""
+    """Plain rectangles of the pairs of spans in ``rows`` (see ``_kept``), by halving the queries.
 
-    # Of queries [low, high): the keys that every one of them keeps, and those that some do.
+    Keys that most queries keep come first.
+    """
+
+    # Of the keys in ``wanted``: those that all query spans [low, high) keep, and those that only
+    # some of them keep.
     def node(low: int, high: int, wanted: int) -> _Node:
         every, some = wanted, 0
         for row in rows[low:high]:
@@ -132,6 +135,7 @@ def _halved(starts: Sequence[int], rows: list[int]) -> list[Rectangle]:
 
 
 _Node = tuple[int, int, int, int]
+"""Query spans [low, high), the keys that all of them keep, the keys that only some keep."""
 
 
 def _middle(starts: Sequence[int], low: int, high: int) -> int:
@@ -141,12 +145,18 @@ def _middle(starts: Sequence[int], low: int, high: int) -> int:
 
 
 def _joined(rectangles: list[Rectangle]) -> list[Rectangle]:
-    """Touching plain rectangles as one wherever two make up a larger one."""
+    """Joins plain rectangles wherever two that touch make up a larger one.
+
+    Joining along keys first or along queries first gives different lists; the shorter is taken.
+    """
     return min((_joined_from(rectangles, keys) for keys in (True, False)), key=len)
 
 
 def _joined_from(rectangles: list[Rectangle], keys: bool) -> list[Rectangle]:
-    """Along keys and along queries in turn, beginning with ``keys``, until nothing touches."""
+    """Joins along keys and along queries in turn until nothing more can be joined.
+
+    ``keys``: along keys first.
+    """
     while True:
         before = len(rectangles)
         rectangles = _along(_along(rectangles, keys), not keys)
@@ -155,9 +165,12 @@ def _joined_from(rectangles: list[Rectangle], keys: bool) -> list[Rectangle]:
 
 
 def _along(rectangles: list[Rectangle], keys: bool) -> list[Rectangle]:
-    """Joins what has the same queries and touching keys, or the other way round; each result
-    stands where its first part stood, so large calls stay ahead of small ones."""
-    by, continued = (_by_queries, _beside) if keys else (_by_keys, _beneath)
+    """Joins rectangles with the same queries and touching keys; with ``keys`` false, those with the
+    same keys and touching queries.
+
+    Each result takes the place of its first part, so large calls stay ahead of small ones.
+    """
+    by, continued = (_BY_QUERIES, _beside) if keys else (_BY_KEYS, _beneath)
 
     def placed(one: _Placed, after: _Placed) -> _Placed | None:
         both = continued(one[1], after[1])
@@ -168,14 +181,9 @@ def _along(rectangles: list[Rectangle], keys: bool) -> list[Rectangle]:
 
 
 _Placed = tuple[int, Rectangle]
-
-
-def _by_queries(r: Rectangle) -> tuple[int, int, int]:
-    return r.query_start, r.query_stop, r.key_start
-
-
-def _by_keys(r: Rectangle) -> tuple[int, int, int]:
-    return r.key_start, r.key_stop, r.query_start
+"""A rectangle, and its place in the list that is joined."""
+_BY_QUERIES = attrgetter("query_start", "query_stop", "key_start")
+_BY_KEYS = attrgetter("key_start", "key_stop", "query_start")
 
 
 def _beside(a: Rectangle, b: Rectangle) -> Rectangle | None:
@@ -191,7 +199,10 @@ def _beneath(a: Rectangle, b: Rectangle) -> Rectangle | None:
 
 
 def clip(rectangles: Iterable[Rectangle], n_queries: int, n_keys: int) -> Iterator[Rectangle]:
-    """Only the first ``n_queries`` rows and ``n_keys`` columns; causal ones stay square."""
+    """The parts of ``rectangles`` within the first ``n_queries`` rows and ``n_keys`` columns.
+
+    Causal parts stay square; queries left over below a square become a plain rectangle.
+    """
     for r in rectangles:
         query_stop, key_stop = min(r.query_stop, n_queries), min(r.key_stop, n_keys)
         if query_stop <= r.query_start or key_stop <= r.key_start:
@@ -206,7 +217,10 @@ def clip(rectangles: Iterable[Rectangle], n_queries: int, n_keys: int) -> Iterat
 
 
 def cut(rectangles: Iterable[Rectangle], max_queries: int, max_keys: int) -> Iterator[Rectangle]:
-    """None larger than the limits; a causal square becomes smaller ones and plain rectangles."""
+    """``rectangles`` cut so that none has more queries or keys than the limits.
+
+    A causal square becomes smaller causal squares and plain rectangles.
+    """
     for r in rectangles:
         if r.causal:
             yield from _cut_square(r, max_queries, max_keys)
@@ -215,17 +229,18 @@ def cut(rectangles: Iterable[Rectangle], max_queries: int, max_keys: int) -> Ite
 
 
 def _cut_plain(r: Rectangle, max_queries: int, max_keys: int) -> Iterator[Rectangle]:
-    height, width = even_part(r.n_queries, max_queries), even_part(r.n_keys, max_keys)
+    height, width = _even_part(r.n_queries, max_queries), _even_part(r.n_keys, max_keys)
     for q in range(r.query_start, r.query_stop, height):
         for k in range(r.key_start, r.key_stop, width):
             query_stop, key_stop = min(q + height, r.query_stop), min(k + width, r.key_stop)
             yield Rectangle(q, query_stop, k, key_stop)
 
 
-def even_part(n: int, limit: int) -> int:
-    """The size of equal parts of ``n``, none above ``limit``: few shapes, and no sliver left over.
+def _even_part(n: int, limit: int) -> int:
+    """The size of (nearly) equal parts of ``n``, at most ``limit``.
 
-    A limit in whole tiles gives parts in whole tiles.
+    Equal parts mean few sizes for kernels to prepare, and no thin rest. If ``limit`` is a multiple
+    of the tile, so is the result.
     """
     part = -(-n // -(-n // limit))
     unit = _TILE if limit % _TILE == 0 else 1

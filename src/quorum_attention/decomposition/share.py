@@ -1,4 +1,4 @@
-"""How much of a call a mask leaves, for predictions of its time."""
+"""The share of a call's pairs that its mask keeps, for predictions of its time."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ from quorum_attention.decomposition.pairs import Pairs, Ranges
 from quorum_attention.decomposition.quadtree import quarters, walk
 from quorum_attention.decomposition.verdicts import MASKED, MIXED, Verdict
 
-# A mixed cell counts half, and is cut no finer than this share of a side;
-# nor are there more cells than so many.
+# Mixed cells are cut until their sides are 1 / _FINEST of the call's longer side, or _BLOCK
+# tokens, or until a level has more than _MOST_CELLS cells.
 _FINEST = 2048
 _MOST_CELLS = 1 << 15
 _BLOCK = 128
-_WEIGHT = (0.0, 1.0, 0.5)  # masked, clear, mixed
+# The share of pairs that a masked, a clear and a mixed cell are taken to keep.
+_WEIGHT = (0.0, 1.0, 0.5)
 
 
 def kept_share(pairs: Pairs) -> float:
-    """Pairs that the mask keeps over those there are without it, above 0 and up to 1, by halves of
-    halves; 1 without a mask. Half of the border counts, which is one part in ``_FINEST`` of a side
-    wide unless there is very much of it."""
+    """An estimate of the pairs that the mask keeps, over the pairs there are without it.
+
+    It is above 0 and at most 1; 1 without a mask. Cells on the mask's border count half.
+    """
     ask, is_causal = pairs.verdict, pairs.is_causal
     if ask is None:
         return 1.0
@@ -51,7 +53,7 @@ def kept_share(pairs: Pairs) -> float:
     kept = every = 0.0
     root = (Ranges.of(0, pairs.n_queries, 0, pairs.n_keys), False, 0)
     for (((q0, q1), (k0, k1)), _, _), found in walk(root, verdict, parts, by_level=True):
-        # Of a block on the diagonal half is there.
+        # A causal call has half the pairs of a block on the diagonal.
         count = (q1 - q0) * (k1 - k0) * (0.5 if is_causal and k1 - 1 > q0 else 1.0)
         every += count
         kept += count * _WEIGHT[found]
@@ -59,5 +61,4 @@ def kept_share(pairs: Pairs) -> float:
 
 
 _Cell = tuple[Ranges, bool, int]
-"""A block that has pairs without the mask; whether the mask is known to keep none of them; and how
-often the whole was cut."""
+"""A block; whether the mask is known to keep none of its pairs; and its level, 0 for the root."""

@@ -30,7 +30,7 @@ class Span:
     bits: int
 
     def continued(self, after: Span) -> Span | None:
-        """Both as one where ``after`` goes on with the same bits."""
+        """Both as one if ``after`` comes next and has the same bits; else None."""
         if after.start != self.stop or after.bits != self.bits:
             return None
         return Span(self.start, after.stop, self.bits)
@@ -38,7 +38,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Task:
-    """One subsequence task; its tokens in ascending order are its local positions.
+    """One subsequence task. Local positions number its tokens in ascending order from 0.
 
     Attributes:
         path: owner chunk at each level, () for the monolithic task.
@@ -50,7 +50,7 @@ class Task:
 
     @cached_property
     def local_starts(self) -> tuple[int, ...]:
-        """Local start of every span, and the number of tokens at the end."""
+        """Local start of every span, and as the last entry the number of tokens."""
         starts = [0]
         for span in self.spans:
             starts.append(starts[-1] + span.stop - span.start)
@@ -63,18 +63,18 @@ class Task:
 
     @cached_property
     def runs(self) -> tuple[Rows, ...]:
-        """Its neighbouring tokens, whatever their bits."""
+        """The task's tokens as runs of consecutive positions; a run may have several spans."""
         rows = (
             Rows(s.start, s.stop, at) for s, at in zip(self.spans, self.local_starts, strict=False)
         )
         return tuple(joined(rows, Rows.continued))
 
     def count_below(self, n: int) -> int:
-        """Tokens at global positions below ``n``: the first that many local positions."""
+        """The number of tokens at global positions below ``n``; they come first in the task."""
         return sum(max(0, min(span.stop, n) - span.start) for span in self.spans)
 
     def segments(self, local_start: int, local_stop: int) -> list[Rows]:
-        """The neighbouring tokens of a local range."""
+        """The local positions [local_start, local_stop), as runs of consecutive tokens."""
         found = []
         for rows in self.runs:
             start, stop, local = rows
@@ -91,10 +91,10 @@ class Task:
         return found if local_start < local_stop else []
 
     def contiguous(self, r: Rectangle) -> Iterator[tuple[Rows, Rows, bool]]:
-        """A rectangle in parts whose tokens are neighbours in the whole sequence too.
+        """Cuts a rectangle into parts whose tokens are consecutive in the whole sequence too.
 
-        Returns:
-            (queries, keys, causal) of every part.
+        Yields:
+            (queries, keys, causal) of every part; the rows of each in both positions.
         """
         columns = self.segments(r.key_start, r.key_stop)
         for queries in self.segments(r.query_start, r.query_stop):
@@ -116,8 +116,8 @@ class Task:
 
         Args:
             is_causal: keep only keys at or before the query (global positions, top-left).
-            n_queries, n_keys: queries and keys there are, by global position; None is no limit.
-            max_queries, max_keys: no rectangle is larger; None is no limit.
+            n_queries, n_keys: leave out global positions from here on; None is no limit.
+            max_queries, max_keys: the largest rectangle allowed; None is no limit.
 
         Raises:
             TypeError: a count or limit is no whole number.
@@ -145,12 +145,14 @@ class Task:
 
     @cached_property
     def _covers(self) -> dict[bool, tuple[Rectangle, ...]]:
-        """Covers by causality, filled on first use."""
+        """The rectangles without limits, by ``is_causal``; filled on first use."""
         return {}
 
     def mask(self) -> NDArray[np.bool_]:
-        """The CQS mask over the task's tokens, (n_tokens, n_tokens) bool, True is kept; dense,
-        for small tasks. Causality is not part of it."""
+        """The CQS mask over the task's tokens, (n_tokens, n_tokens) bool, True is kept.
+
+        It is dense, so for small tasks only. Causality is not part of it.
+        """
         import numpy as np
 
         lengths = [span.stop - span.start for span in self.spans]
@@ -160,12 +162,12 @@ class Task:
 
 
 def tokens_of(*tasks: Task) -> list[Interval]:
-    """The positions of the tokens that ``tasks`` have between them."""
+    """The global positions of all tokens of ``tasks``."""
     return union((start, stop) for task in tasks for start, stop, _ in task.runs)
 
 
 def _check(name: str, value: int | None, least: int) -> None:
-    # A limit of 0 or less would leave pairs out without a word.
+    # A limit of 0 or less would silently leave pairs out.
     if value is None:
         return
     if not isinstance(value, int) or isinstance(value, bool):

@@ -1,11 +1,10 @@
-"""Tasks without the tokens that take part in nothing.
+"""Trims tasks: leaves out tokens that have no kept pair in the task.
 
-A task holds some chunks because their pairs are its own. Under a mask that keeps few pairs (a
-sliding window, packed documents), or with fewer queries than keys, most of those tokens have no
-partner there: in a window a task needs the chunk that it owns and the edges of its neighbours.
-A task is its spans, so leaving such tokens out changes no pair that is kept, and they are neither
-copied nor merged. A token that no task needs stays in the first that has it where its row is a
-result: it is written all the same.
+Under a mask that keeps few pairs (a sliding window, packed documents), or with fewer queries than
+keys, most tokens of a task have no kept pair in it. In a window, for example, a task needs only the
+chunk that it owns and the edges of that chunk's neighbours. Trimming changes no kept pair, and what
+is left out is neither copied nor merged. A token whose row is a result must still be in one task,
+because its row has to be written: if no task needs it, it stays in the first task that has it.
 """
 
 from __future__ import annotations
@@ -26,23 +25,23 @@ from quorum_attention.decomposition.quadtree import quarters, walk
 from quorum_attention.decomposition.tasks import Span, Task, tokens_of
 from quorum_attention.decomposition.verdicts import CLEAR, MASKED, MIXED, Verdict
 
-# A task is looked at in about so many cells of tokens.
+# A task is examined in about this many cells of tokens.
 _CELLS = 64
-# Tokens left out between two that are needed are worth a copy of their own only from here on.
+# Fewer consecutive tokens than this are not left out: each gap means one more copy.
 _WORTH_A_CUT = 512
-# A task that would keep more than this share of its tokens stays as it is.
+# A task that would keep more than this share of its tokens is not trimmed.
 _MOST_KEPT = 0.95
 
 
 def trimmed(
     tasks: Sequence[Task], pairs: Pairs, tile: int = 128, written: int | None = None
 ) -> list[Task]:
-    """``tasks`` in their order, less what they do not need, and less those that need nothing.
+    """``tasks`` in their order, trimmed; tasks with no tokens left are dropped.
 
     Args:
-        tile: tasks are cut at multiples of so many tokens.
-        written: tokens below this position that ``tasks`` hold are held afterwards as well,
-            because their rows are results; None is all.
+        tile: tasks are trimmed at multiples of this many tokens.
+        written: rows of tokens below this position are results, so each of these tokens stays in
+            at least one task; None is all tokens.
     """
     if pairs.every_token_meets:
         return list(tasks)
@@ -64,7 +63,7 @@ def trimmed(
 
 
 def restricted(task: Task, ranges: Sequence[Interval]) -> Task:
-    """``task`` with its tokens within ``ranges`` alone (ascending, disjoint)."""
+    """``task`` with only those of its tokens that lie in ``ranges`` (ascending, disjoint)."""
     spans = tuple(
         Span(start, stop, span.bits)
         for span in task.spans
@@ -74,7 +73,7 @@ def restricted(task: Task, ranges: Sequence[Interval]) -> Task:
 
 
 def _needed(task: Task, pairs: Pairs, tile: int) -> list[Interval]:
-    """Positions with a kept pair in ``task``, and few without."""
+    """Intervals that hold every token with a kept pair in ``task``, in whole cells."""
     if not task.spans:
         return []
     cell = tile * max(1, task.n_tokens // (_CELLS * tile))
@@ -85,32 +84,40 @@ def _needed(task: Task, pairs: Pairs, tile: int) -> list[Interval]:
 
 
 class _Marks:
-    """Cells of the sequence that a query or a key of a kept pair lies in: bits."""
+    """The cells of the sequence that hold a query or a key of a kept pair, as bits of a number.
+
+    Attributes:
+        cell: tokens of a cell.
+        marked: bit i is set if cell i is needed.
+    """
 
     def __init__(self, cell: int) -> None:
         self.cell = cell
         self.marked = 0
 
     def of(self, intervals: Iterable[tuple[int, int]]) -> int:
-        """The cells of some positions."""
+        """The cells that ``intervals`` touch, as bits."""
         found = 0
         for start, stop in intervals:
             found |= bits(start // self.cell, (stop - 1) // self.cell + 1)
         return found
 
     def have(self, cells: int) -> bool:
-        """Whether nothing of these cells is left to mark."""
+        """Whether all of ``cells`` are marked already."""
         return not cells & ~self.marked
 
     def intervals(self) -> Iterator[Interval]:
-        """The marked positions, in whole cells."""
+        """The positions of the marked cells."""
         return (Interval(a * self.cell, b * self.cell) for a, b in ones(self.marked))
 
 
 def _span_pairs(
     spans: tuple[Span, ...], pairs: Pairs, marks: _Marks
 ) -> Iterator[tuple[Span, Span]]:
-    """Pairs of spans that may keep something that is not marked yet."""
+    """Pairs of spans that may keep pairs of tokens whose cells are not all marked yet.
+
+    The blocks it walks over are intervals of span numbers, not of tokens.
+    """
 
     def verdict(block: Ranges) -> Verdict:
         (q0, q1), (k0, k1) = block
@@ -138,6 +145,8 @@ def _span_pairs(
 
 
 def _mark(query: Span, key: Span, pairs: Pairs, marks: _Marks) -> None:
+    """Mark the cells of the pairs that ``pairs`` keeps between two spans."""
+
     def verdict(block: Ranges) -> Verdict:
         return MASKED if marks.have(marks.of(block)) else pairs.of(block)
 

@@ -1,4 +1,4 @@
-"""What a mask makes of a block of pairs: masked, clear or mixed (the paper's words)."""
+"""What a mask does to a block of pairs: masked, clear or mixed (the paper's words)."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from enum import IntEnum
 
 
 class Verdict(IntEnum):
-    """Of a block of pairs; the numbers stand for it in arrays."""
+    """How many pairs of a block are kept. Arrays hold verdicts as these numbers."""
 
     MASKED = 0
     """No pair is kept."""
     CLEAR = 1
     """Every pair is kept."""
     MIXED = 2
-    """Some are, or it is not known: pairs have to be asked one by one."""
+    """Some pairs are kept, or it is not known: each pair has to be asked about."""
 
 
-# By name, because an attribute of an enumeration takes long to look up.
+# Module names, because looking up an attribute of an enumeration is slow.
 MASKED, CLEAR, MIXED = Verdict
 
 
 def both(one: Verdict, other: Verdict) -> Verdict:
-    """Of the pairs that two masks keep."""
+    """The verdict on pairs that have to be kept by both of two masks."""
     if one is MASKED or other is MASKED:
         return MASKED
     return CLEAR if one is other is CLEAR else MIXED
 
 
 def either(one: Verdict, other: Verdict) -> Verdict:
-    """Of the pairs that one of two masks keeps."""
+    """The verdict on pairs that have to be kept by at least one of two masks."""
     if one is CLEAR or other is CLEAR:
         return CLEAR
     return MASKED if one is other is MASKED else MIXED

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 def prime_power(q: int) -> tuple[int, int] | None:
-    """(p, k) with q = p**k and p prime; None where there is none."""
+    """(p, k) with q = p**k and p prime; None if q is no prime power."""
     if q < 2:
         return None
     p = next((d for d in range(2, int(q**0.5) + 1) if q % d == 0), q)
@@ -19,9 +19,12 @@ def prime_power(q: int) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class Field:
-    """GF(q). Elements are 0..q-1, read as polynomials over GF(p) in base p.
+    """GF(q). An element is a number below q; its digits in base p are a polynomial over GF(p).
 
-    ``power[i]`` is the i-th power of a generator (i < q - 1), ``log`` its inverse.
+    Attributes:
+        q, p: the number of elements, and the prime that it is a power of.
+        power: power[i] is the i-th power of a generator, for i < q - 1.
+        log: the inverse: log[power[i]] = i.
     """
 
     q: int
@@ -30,13 +33,13 @@ class Field:
     log: dict[int, int]
 
     def times(self, a: int, b: int) -> int:
-        """Product."""
+        """Product of two elements."""
         if a == 0 or b == 0:
             return 0
         return self.power[(self.log[a] + self.log[b]) % (self.q - 1)]
 
     def plus(self, a: int, b: int) -> int:
-        """Sum: digit by digit in base p, without carry."""
+        """Sum of two elements: digit by digit in base p, without carry."""
         if self.p == 2:
             return a ^ b
         if self.p == self.q:
@@ -58,12 +61,8 @@ def field(q: int) -> Field:
     if split is None:
         raise ValueError(f"q must be a prime power, got {q}")
     p, k = split
-    if k == 1:
-        for generator in range(1, p):
-            powers = _powers_modulo(generator, p)
-            if powers is not None:
-                return Field(q, p, powers, {x: i for i, x in enumerate(powers)})
-    # x generates the group for a primitive polynomial x**k = sum(tail[i] * x**i).
+    # x is a generator if the polynomial x**k - sum(tail[i] * x**i) is primitive. The digits of
+    # ``tail`` in base p are its coefficients; for k = 1, x is the number ``tail`` itself.
     for tail in range(1, q):
         powers = _powers_of_x(tail, p, k)
         if powers is not None:
@@ -71,16 +70,8 @@ def field(q: int) -> Field:
     raise AssertionError(f"GF({q}) has a primitive polynomial")
 
 
-def _powers_modulo(generator: int, p: int) -> tuple[int, ...] | None:
-    powers, x = [1], generator % p
-    while x != 1:
-        powers.append(x)
-        x = x * generator % p
-    return tuple(powers) if len(powers) == p - 1 else None
-
-
 def _powers_of_x(tail: int, p: int, k: int) -> tuple[int, ...] | None:
-    """1, x, x**2, ... of length p**k - 1 if x has that order modulo the polynomial."""
+    """The p**k - 1 powers 1, x, x**2, ... modulo the polynomial; None if some of them are equal."""
     size = p**k
     top = size // p
     digits = [tail // p**i % p for i in range(k)]

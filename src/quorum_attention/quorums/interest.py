@@ -10,7 +10,7 @@ from quorum_attention.counts import whole_number
 from quorum_attention.quorums.fields import prime_power
 from quorum_attention.quorums.singer import singer_set
 
-# The paper's Table of example interest sets; l = 1 and 2 are its trivial cases.
+# The paper's table of example interest sets; l = 1 and 2 are trivial.
 _PAPER = {
     1: (0,),
     2: (0, 1),
@@ -26,7 +26,7 @@ _PAPER = {
 
 
 def chunk_count(l: int) -> int:
-    """The chunks c = l (l - 1) + 1 that quorum size ``l`` covers exactly."""
+    """The chunk count c = l (l - 1) + 1 of quorum size ``l``."""
     return l * (l - 1) + 1
 
 
@@ -36,25 +36,30 @@ def has_interest_set(l: int) -> bool:
 
 
 def quorum_sizes(max_l: int) -> tuple[int, ...]:
-    """All quorum sizes up to ``max_l`` for which there is an interest set."""
+    """All quorum sizes up to ``max_l`` for which an interest set is known, ascending.
+
+    Raises:
+        TypeError, ValueError: ``max_l`` is no whole number from 1.
+    """
     max_l = whole_number(max_l, "max_l", 1)
     return tuple(l for l in range(1, max_l + 1) if has_interest_set(l))
 
 
-# Asked many times a call. By type as well: True is no whole number here, and must not find 1.
+# Cached because each call asks many times. ``typed``, so that True does not get the answer for 1.
 @lru_cache(maxsize=4096, typed=True)
 def quorum_size(c: int) -> int:
     """The quorum size whose chunk count is ``c``.
 
     Raises:
+        TypeError: ``c`` is no whole number.
         ValueError: no interest set has that chunk count; names the nearest that work.
     """
     c = whole_number(c, "c", 1)
     l = max(1, (1 + math.isqrt(max(0, 4 * c - 3))) // 2)
     if chunk_count(l) == c and has_interest_set(l):
         return l
-    below, above = _neighbours(l if chunk_count(l) > c else l + 1)
-    names = " and ".join(str(chunk_count(n)) for n in (below, above) if n is not None)
+    nearest = _neighbours(l if chunk_count(l) > c else l + 1)
+    names = " and ".join(str(chunk_count(n)) for n in nearest)
     raise ValueError(f"no interest set has {c} chunks; the nearest chunk counts are {names}")
 
 
@@ -62,8 +67,8 @@ def quorum_size(c: int) -> int:
 def interest_set(l: int) -> tuple[int, ...]:
     """The interest set of quorum size ``l``: ascending residues modulo c = l (l - 1) + 1.
 
-    Every nonzero residue modulo c is the difference of exactly one ordered pair of it. The
-    paper's sets for the sizes in its table, Singer's construction for the others.
+    Every nonzero residue modulo c is the difference of exactly one ordered pair of its members.
+    Sizes in the paper's table get the paper's sets, others Singer's construction.
 
     Raises:
         ValueError: no set of that size is known (7 and 11 have none); names the nearest sizes.
@@ -73,8 +78,7 @@ def interest_set(l: int) -> tuple[int, ...]:
     if l in _PAPER:
         return _PAPER[l]
     if not has_interest_set(l):
-        below, above = _neighbours(l)
-        names = " and ".join(str(n) for n in (below, above) if n is not None)
+        names = " and ".join(map(str, _neighbours(l)))
         raise ValueError(
             f"l must be 1, 2 or one more than a prime power; there is no interest set of size "
             f"{l}, the nearest sizes are {names}"
@@ -86,6 +90,9 @@ def paired_interest_set(interest: Iterable[int]) -> tuple[int, ...]:
     """The mirror image of an interest set that contains 0 and 1 (paper, Appendix C).
 
     (0, 1, a_2, ..., a_{l-1}) becomes (0, 1, c+1-a_{l-1}, ..., c+1-a_2), an interest set as well.
+
+    Raises:
+        ValueError: ``interest`` is no interest set, or does not begin with 0, 1.
     """
     members = tuple(interest)
     if not is_interest_set(members):
@@ -99,9 +106,9 @@ def paired_interest_set(interest: Iterable[int]) -> tuple[int, ...]:
 
 
 def is_interest_set(interest: Iterable[int], c: int | None = None) -> bool:
-    """Whether every nonzero residue modulo ``c`` is exactly one difference of ``interest``.
+    """Whether every nonzero residue modulo ``c`` is the difference of exactly one ordered pair.
 
-    ``c`` defaults to l (l - 1) + 1, the only modulus at which that can be so.
+    ``c`` defaults to l (l - 1) + 1, the only modulus for which this is possible.
     """
     members = tuple(interest)
     modulus = chunk_count(len(members)) if c is None else c
@@ -111,9 +118,10 @@ def is_interest_set(interest: Iterable[int], c: int | None = None) -> bool:
     return sorted(differences) == list(range(1, modulus)) and len(set(members)) == len(members)
 
 
-def _neighbours(l: int) -> tuple[int | None, int | None]:
-    below = next((n for n in range(l - 1, 0, -1) if has_interest_set(n)), None)
+def _neighbours(l: int) -> list[int]:
+    """The largest quorum size below ``l``, if there is one, and the smallest from ``l`` on."""
+    below = next(([n] for n in range(l - 1, 0, -1) if has_interest_set(n)), [])
     above = max(l, 1)
     while not has_interest_set(above):
         above += 1
-    return below, above
+    return [*below, above]

@@ -1,8 +1,8 @@
 """Singer's construction of perfect cyclic difference sets (Singer, 1938; paper, Appendix C).
 
-The points of the projective plane over GF(q) are the elements of GF(q^3) up to a factor in GF(q);
-powers of a generator run through all q^2 + q + 1 of them in a cycle. The exponents that fall on
-one line form a difference set with q + 1 elements.
+The points of the projective plane over GF(q) are the nonzero elements of GF(q^3) up to a factor in
+GF(q). The powers of a generator of GF(q^3) run through all q^2 + q + 1 points in a cycle. The
+exponents whose points lie on one line form a difference set with q + 1 elements.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from quorum_attention.quorums.fields import Field, field
 
 
 def singer_set(q: int) -> tuple[int, ...]:
-    """A perfect difference set of q + 1 residues modulo q^2 + q + 1, ascending, with 0 and 1.
+    """A perfect difference set of q + 1 residues modulo q^2 + q + 1, ascending, beginning 0, 1.
 
     Raises:
         ValueError: q is no prime power.
     """
     base = field(q)
-    # About one cubic in five will do, but they are not spread evenly in any simple order: drawing
-    # them (always the same way) finds one after a few tries.
+    # About one cubic polynomial in five works. In a simple order the first that works may come
+    # late, so they are drawn at random, with a fixed seed.
     draw = Random(q)
     while True:
         line = _line(base, draw.randrange(1, q), draw.randrange(q), draw.randrange(q))
@@ -29,16 +29,18 @@ def singer_set(q: int) -> tuple[int, ...]:
 
 
 def _line(base: Field, c0: int, c1: int, c2: int) -> list[int] | None:
-    """Exponents i < q^2+q+1 where x^i has no x^2 term, for x^3 = c2 x^2 + c1 x + c0; None unless
-    x runs through the whole plane."""
+    """The exponents i < q^2 + q + 1 for which x^i has no x^2 term, where x^3 = c2 x^2 + c1 x + c0.
+
+    None if the powers of x do not run through all points of the plane.
+    """
     q = base.q
     n_points = q * q + q + 1
     times, plus = base.times, base.plus
-    a, b, c = 0, 0, 1  # a x^2 + b x + c
+    a, b, c = 0, 0, 1  # x^i = a x^2 + b x + c
     line = []
     for i in range(n_points):
         if i and a == 0 and b == 0:
-            return None  # back at a scalar too early
+            return None  # the cycle of points is too short
         if a == 0:
             line.append(i)
             if len(line) > q + 1:
@@ -48,7 +50,7 @@ def _line(base: Field, c0: int, c1: int, c2: int) -> list[int] | None:
 
 
 def _normalised(residues: list[int], modulus: int) -> tuple[int, ...]:
-    """Shifted so that the one pair that differs by 1 becomes (0, 1)."""
+    """``residues`` shifted so that the only two neighbours become 0 and 1; ascending."""
     members = set(residues)
     first = next(r for r in residues if (r + 1) % modulus in members)
     return tuple(sorted((r - first) % modulus for r in residues))
