@@ -92,7 +92,7 @@ def test_who_is_killed_is_replaced() -> None:
         assert found.measure(spec("sdpa", 100)).status == OK
 
 
-def test_what_is_loaded_beforehand_touches_no_device_and_starts_no_thread() -> None:
+def test_what_is_loaded_beforehand_touches_no_device_and_sets_no_thread_to_work() -> None:
     """A process that has a GPU or threads cannot be forked."""
     done = subprocess.run(
         [sys.executable, "-c", _LOADS], capture_output=True, text=True, check=True

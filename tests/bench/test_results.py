@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import pytest
 
 import quorum_attention
 from quorum_attention.bench import processes as bench_processes
+from quorum_attention.bench import report as bench_report
 from quorum_attention.bench.itself import RESULTS
 from quorum_attention.bench.results import NAME, REPORT, Results, alone_in, set_aside
 from quorum_attention.bench.runner import NotKeptError, Runner
@@ -127,7 +130,7 @@ def test_what_is_set_aside_is_whole(tmp_path: Path) -> None:
     ]
 
 
-def no_room(*arguments: object) -> None:
+def no_room(*arguments: object, **options: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -310,7 +313,50 @@ def test_a_disk_that_fills_up_keeps_and_prints_what_there_was(
     assert len(processes[1].asked) == 4 - kept
 
 
-def test_without_matplotlib_and_with_unknown_methods(
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """256 KiB, for whoever may mount."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "none", str(tmp_path)]
+    if shutil.which("mount") is None or subprocess.run(mount, check=False).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        yield tmp_path
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_disk_that_is_really_full(
+    small_disk: Path, processes: list[Pretended], capsys: pytest.CaptureFixture[str]
+) -> None:
+    methods = "sdpa,quorum,quorum-depth-1,quorum-depth-2"
+    command = [*BENCH, "--only", "cost", "--methods", methods, "--output", str(small_disk)]
+    (small_disk / "others").write_bytes(bytes(248 << 10))
+    assert main(command) == 2
+    assert f"{NAME} cannot be written: No space left on device" in capsys.readouterr().err
+    kept = kept_in(small_disk)
+    assert 1 <= kept < 8
+    assert sorted(os.listdir(small_disk)) == ["others", NAME]
+    os.unlink(small_disk / "others")
+    assert main(command) == 0
+    assert len(processes[1].asked) == 8 - kept
+    assert kept_in(small_disk) == 8
+
+
+def test_a_disk_without_room_for_a_picture_has_no_hold_on_the_tables(
+    tmp_path: Path,
+    processes: list[Pretended],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(bench_report, "save", no_room)
+    assert main([*BENCH, "--only", "cost", "--output", str(tmp_path)]) == 2
+    printed = capsys.readouterr()
+    assert "cost-both.png cannot be written: No space left on device" in printed.err
+    assert "Cost, forward+backward" in printed.out
+    assert kept_in(tmp_path) == 4
+
+
+def test_the_census_needs_no_measurement(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["bench", "--only", "census", "--device", "cpu", "--output", str(tmp_path)]

@@ -1,9 +1,9 @@
 """Gives every measurement a process of its own, without the seconds that one takes to start.
 
 ``python -m quorum_attention.bench.server PARENT`` loads what measurements need and then forks: what
-it forks has torch, and nothing of another measurement's: no thread, no device, no memory. A line on
-stdin asks for one (a spec, in JSON); a line on stdout says its process number, and another how it
-ended: ``{"status": ..., "answer": ..., "said": ...}``, the last being the last line it printed.
+it forks has torch, and nothing of another measurement's: no device, no memory, no thread at work. A
+line on stdin asks for one (a spec, in JSON); a line on stdout says its process number, and another
+how it ended: ``{"status": ..., "answer": ..., "said": ...}``, the last the last line it printed.
 Whoever is killed takes those down with him that work for him, and leaves no file.
 """
 
@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import traceback
+import warnings
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, BinaryIO, NoReturn
@@ -36,7 +37,7 @@ def serve(parent: int) -> None:
     for line in sys.stdin:
         server = os.getpid()
         with tempfile.TemporaryFile() as answered, tempfile.TemporaryFile() as printed:
-            number = os.fork()
+            number = _fork()
             if not number:
                 _measure(server, json.loads(line), answered, printed)
             print(number, flush=True)
@@ -49,6 +50,13 @@ def serve(parent: int) -> None:
             "said": next((text for text in reversed(told) if text), ""),
         }
         print(json.dumps(ended), flush=True)
+
+
+def _fork() -> int:
+    # Python warns of threads: the only ones are idle, of numpy's OpenBLAS, which expects forks.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
 
 
 def _whole(file: BinaryIO) -> str:

@@ -131,10 +131,11 @@ def _measured(options: argparse.Namespace, settings: Any, results: Any) -> list[
             with status_line(name) as told:
                 runner = Runner(results, processes, told)
                 sections[name] = _experiment(name).run(settings, runner)
-            ordered = [s for known in EXPERIMENTS for s in sections.get(known, ())]
-            files = report.write(results.path.parent, ordered, results.about, results.runs)
+            # Before the report: they are not lost where it cannot be written.
             if not options.json:
                 _show(sections[name])
+            ordered = [s for known in EXPERIMENTS for s in sections.get(known, ())]
+            files = report.write(results.path.parent, ordered, results.about, results.runs)
     return [*files[:1], results.path, *files[1:]]
 
 
