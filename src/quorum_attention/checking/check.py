@@ -105,17 +105,7 @@ def check_kernel(
     seed = whole_number(seed, "seed", -(2**63), 2**64 - 1)
     factor = real_number(scale_of_inputs, "scale_of_inputs")
     check = _Check(CheckResult(kernel.name), kernel, sizes, seed, factor)
-    kinds = []
-    for causal in (False, True) if is_causal is None else (is_causal,):
-        reason = kernel.refusal(sizes.call(causal))
-        if reason is None:
-            kinds.append(causal)
-        elif is_causal is not None:
-            raise NotImplementedError(f"kernel {kernel.name!r} cannot run this call: {reason}")
-        else:
-            check.result.skipped.append(f"{'causal' if causal else 'plain'}: {reason}")
-    if not kinds:
-        raise NotImplementedError(f"kernel {kernel.name!r}: {'; '.join(check.result.skipped)}")
+    kinds = check.kinds(is_causal)
     for causal in kinds:
         check.cuts(causal, levels)
     if not check.spoiled and other_sizes:
@@ -138,6 +128,30 @@ class _Check:
         """Whether nothing that a call returns can be relied on."""
         unsteady = (causes.REPEATABLE, causes.STATE, causes.INPUTS)
         return any(b.cause in unsteady for b in self.result.broken)
+
+    def kinds(self, is_causal: bool | None) -> list[bool]:
+        """Which of plain (False) and causal (True) calls are made: the one asked for, or those that
+        the kernel takes.
+
+        Raises:
+            NotImplementedError: the kernel takes none of them.
+        """
+        found = []
+        for causal in (False, True) if is_causal is None else (is_causal,):
+            reason = self.kernel.refusal(self.sizes.call(causal))
+            if reason is None:
+                found.append(causal)
+            elif is_causal is not None:
+                raise NotImplementedError(
+                    f"kernel {self.kernel.name!r} cannot run this call: {reason}"
+                )
+            else:
+                self.result.skipped.append(f"{'causal' if causal else 'plain'}: {reason}")
+        if not found:
+            raise NotImplementedError(
+                f"kernel {self.kernel.name!r}: {'; '.join(self.result.skipped)}"
+            )
+        return found
 
     def cuts(self, causal: bool, levels: Sequence[tuple[int, ...]]) -> None:
         """One call, uncut and in every cut."""

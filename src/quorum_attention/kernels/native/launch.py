@@ -17,7 +17,7 @@ _FORWARD_LIFT = 8
 # ... and in a backward, where P is of the whole row, 2**lift P is about 2**-8 for even attention.
 _TYPICAL = -8
 _LARGEST_LIFT = 14
-# Elements, in 32 bits, with room for a row's columns.
+# The largest offset inside a tile, in elements, that fits 32 bits with room for a row's columns.
 _LARGEST_OFFSET = 2**31 - 2**16
 
 
@@ -88,10 +88,7 @@ def launch_forward(
     width = max(padded(head_dim), padded(value.shape[-1]))
     lift = _FORWARD_LIFT if query.dtype == torch.float16 else 0
     with _device_of(query):
-        way = _way(config, key, value)
-        read = (key, value)
-        if way == "descriptors":
-            read = tuple(_describe(t, config.block_n, width) for t in read)
+        way, read = _as_read(config, config.block_n, width, key, value)
         forward_kernel[(total,)](
             query, *read, out, lse, runs.starts, runs.entries,
             *_pointers(extras, query),
@@ -131,12 +128,7 @@ def launch_backward(
         grad_lse: (b, h, n) fp32, the gradient of a returned lse.
         grad_bias: (b, h, m) fp32, receives the sum over rows of the gradient of the scores.
     """
-    from quorum_attention.kernels.native.backward_triton import (
-        delta_kernel,
-        key_kernel,
-        norm_kernel,
-        query_kernel,
-    )
+    from quorum_attention.kernels.native.backward_triton import key_kernel, query_kernel
 
     query, key, value = (_rows(t) for t in (given.query, given.key, given.value))
     grad_out, out = (_rows(t) for t in rows[:2])
@@ -149,29 +141,10 @@ def launch_backward(
     width = max(padded(head_dim), padded(value_dim))
     eased = query.dtype == torch.float16
     lift = backward_lift(n_keys or m, query.dtype)
-    # delta and both norms in one allocation.
-    n_delta = batch * heads * n_queries
-    work = torch.empty(n_delta + 2 * key_lanes, dtype=torch.float32, device=query.device)
-    delta, norms = work[:n_delta], work[n_delta:]
-    block_dv = padded(value_dim)
-    block = max(16, 4096 // block_dv)
     softened = _shared(given, extras, head_dim, value_dim)
     lengths = {"EASED": eased, "ADD": add}
-    grad_lse_strides = (0, 0, 0) if grad_lse is None else grad_lse.stride()
     with _device_of(query):
-        if eased:
-            norms.zero_()
-            norm_kernel[(-(-m // block) * key_lanes,)](
-                value, norms[key_lanes:], key_heads, m, *value.stride()[:3],
-                VALUE_DIM=value_dim, BLOCK_DV=block_dv, BLOCK=block,
-            )  # fmt: skip
-        if n_delta:
-            delta_kernel[(-(-n_queries // block) * batch * heads,)](
-                grad_out, out, delta if grad_lse is None else grad_lse, delta, norms, heads, group,
-                n_queries, *grad_out.stride()[:3], *out.stride()[:3], *grad_lse_strides,
-                VALUE_DIM=value_dim, BLOCK_DV=block_dv, BLOCK=block, NORMS=eased,
-                GRAD_LSE=grad_lse is not None,
-            )  # fmt: skip
+        delta, norms = _delta_and_norms(value, grad_out, out, grad_lse, heads, eased=eased)
         strides = (
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad_out.stride()[:3],
             *lse.stride(),
@@ -181,10 +154,7 @@ def launch_backward(
         window = _window(extras.options)
         scores = (given.scale, extras.options.softcap, *window, float(lift), 2.0**-lift)
         if by_query_runs.n_blocks:
-            way = _way(by_query, key, value)
-            read = (key, value)
-            if way == "descriptors":
-                read = tuple(_describe(t, by_query.block_n, width) for t in read)
+            way, read = _as_read(by_query, by_query.block_n, width, key, value)
             query_kernel[(by_query_runs.n_blocks * batch * heads,)](
                 query, *read, grad_out, lse, delta, norms, grads[0], by_query_runs.starts,
                 by_query_runs.entries, *_pointers(extras, query),
@@ -195,13 +165,10 @@ def launch_backward(
                 num_warps=by_query.warps, num_stages=by_query.stages,
             )  # fmt: skip
         if by_key_runs.n_blocks:
-            by_row = (query, grad_out)
-            way = _way(by_key, query, grad_out)
-            if way == "descriptors":
-                by_row = tuple(_describe(t, by_key.block_m, width) for t in by_row)
+            way, read = _as_read(by_key, by_key.block_m, width, query, grad_out)
             bias_strides = (0, 0) if grad_bias is None else grad_bias.stride()[:2]
             key_kernel[(by_key_runs.n_blocks * key_lanes,)](
-                by_row[0], key, value, by_row[1], lse, delta, norms, grads[1], grads[2],
+                read[0], key, value, read[1], lse, delta, norms, grads[1], grads[2],
                 delta if grad_bias is None else grad_bias, by_key_runs.starts,
                 by_key_runs.entries, *_pointers(extras, query),
                 key_heads, group, n_queries, m, by_key_runs.n_blocks, key_lanes,
@@ -210,6 +177,45 @@ def launch_backward(
                 GRAD_BIAS=grad_bias is not None, READ=way, **softened,
                 num_warps=by_key.warps, num_stages=by_key.stages,
             )  # fmt: skip
+
+
+def _delta_and_norms(
+    value: torch.Tensor,
+    grad_out: torch.Tensor,
+    out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    heads: int,
+    *,
+    eased: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What both backward kernels read: delta (b * h * n,), rowsum(grad_out * out) - grad_lse; and
+    norms (2 * b * hk,), the largest squared norm of a row of grad_out and of value for each key
+    head, which are set only where ``eased``. All fp32."""
+    from quorum_attention.kernels.native.backward_triton import delta_kernel, norm_kernel
+
+    batch, key_heads, m, value_dim = value.shape
+    n_queries, key_lanes = out.shape[2], batch * key_heads
+    n_delta = batch * heads * n_queries
+    # One allocation for both.
+    work = torch.empty(n_delta + 2 * key_lanes, dtype=torch.float32, device=value.device)
+    delta, norms = work[:n_delta], work[n_delta:]
+    block_dv = padded(value_dim)
+    block = max(16, 4096 // block_dv)
+    if eased:
+        norms.zero_()
+        norm_kernel[(-(-m // block) * key_lanes,)](
+            value, norms[key_lanes:], key_heads, m, *value.stride()[:3],
+            VALUE_DIM=value_dim, BLOCK_DV=block_dv, BLOCK=block,
+        )  # fmt: skip
+    if n_delta:
+        grad_lse_strides = (0, 0, 0) if grad_lse is None else grad_lse.stride()
+        delta_kernel[(-(-n_queries // block) * batch * heads,)](
+            grad_out, out, delta if grad_lse is None else grad_lse, delta, norms, heads,
+            heads // key_heads, n_queries, *grad_out.stride()[:3], *out.stride()[:3],
+            *grad_lse_strides, VALUE_DIM=value_dim, BLOCK_DV=block_dv, BLOCK=block, NORMS=eased,
+            GRAD_LSE=grad_lse is not None,
+        )  # fmt: skip
+    return delta, norms
 
 
 def _shared(given: Operands, extras: Extras, head_dim: int, value_dim: int) -> dict[str, Any]:
@@ -235,13 +241,16 @@ def _shared(given: Operands, extras: Extras, head_dim: int, value_dim: int) -> d
     }
 
 
-def _way(config: Config, *tensors: torch.Tensor) -> str:
-    """How blocks of rows of these are read (loads_triton.py)."""
+def _as_read(
+    config: Config, block_rows: int, width: int, *tensors: torch.Tensor
+) -> tuple[str, tuple[Any, ...]]:
+    """How a kernel reads blocks of ``block_rows`` rows of ``tensors`` (loads_triton.py), and what
+    it is given for that: the tensors, or their descriptors."""
     if _described(config, *tensors):
-        return "descriptors"
-    # The last row of a tile within 32 bits of its first.
+        return "descriptors", tuple(_describe(t, block_rows, width) for t in tensors)
+    # Offsets inside a tile must fit 32 bits.
     furthest = max(config.block_m, config.block_n) * max(t.stride(2) for t in tensors)
-    return "wide" if furthest > _LARGEST_OFFSET else "pointers"
+    return ("wide" if furthest > _LARGEST_OFFSET else "pointers"), tensors
 
 
 def _described(config: Config, *tensors: torch.Tensor) -> bool:
