@@ -57,7 +57,7 @@ def test_paths_are_all_owner_tuples_in_order():
 
 
 def test_deeper_adds_a_level_and_keeps_the_rest():
-    """What the guardrail makes of a plan that did not fit."""
+    """What recovery makes of a plan that did not fit."""
     before = Decomposition(100, (7,), "balanced", 16)
     assert before.deeper(3) == Decomposition(100, (7, 3), "balanced", 16)
     assert before.levels == (7,)

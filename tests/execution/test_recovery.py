@@ -1,4 +1,4 @@
-"""The runner obeys the guardrail: evict, fewer slots, deeper, or give up and say why."""
+"""The runner obeys the machine: evict, fewer slots, deeper, or give up and say why."""
 
 from __future__ import annotations
 

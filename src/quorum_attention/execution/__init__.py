@@ -1,1 +1,1 @@
-"""Runs a plan: slots, transfers, guardrail, report."""
+"""Runs a decision: routes, the machine of a pass, devices, report."""
