@@ -1,1 +1,1 @@
-"""How a pass runs: one file for each way."""
+"""The routes, i.e. the ways to run a pass: one file for each."""

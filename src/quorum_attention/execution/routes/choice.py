@@ -1,4 +1,4 @@
-"""What a search lets the routes choose from."""
+"""The values of the routes' fields that a search tries."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from quorum_attention.execution.trimming import Tally
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Values of the fields that routes have, those looked at first in front.
+    """Values to try for the fields of routes; a search tries the first ones first.
 
     Attributes:
-        n_caps: slots.
-        homes: of the travelling state.
-        streams: kernel calls in flight at once.
-        trimmed: what the tasks at hand come to.
+        n_caps: numbers of slots.
+        homes: where the travelling state may live.
+        streams: numbers of kernel calls in flight at once.
+        trimmed: sizes of the trimmed tasks; None: they are not trimmed.
     """
 
     n_caps: tuple[int, ...]

@@ -1,9 +1,9 @@
-"""Tasks one by one on inputs that lie where they are computed, for kernels of whole tasks.
+"""The route ``in_place``: one task after the other, on inputs that are on the computing device.
 
-A kernel that takes a task in one launch (``TaskCalls``) reads its part of the call where it lies
-and returns results of its own. Rows that no other task has are written where they belong, in the
-dtype they have; only those that several tasks have are merged in a state. So there are no slots,
-nothing is copied before it is computed, and of a sparse mask's results hardly any are merged.
+It needs a kernel that computes a task in one launch (``TaskCalls``). The kernel reads the task's
+part of the inputs where it lies, and returns new tensors. Rows that only this task has are copied
+from them straight to the results. Rows that several tasks have are merged in a state first. So
+there are no slots and no copies of inputs, and under a sparse mask hardly any rows are merged.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from quorum_attention.kernels.traits import task_calls
 
 
 def takes_tasks(kernel: InnerKernel, work: Workload) -> bool:
-    """Whether tasks of such a call can be run in place by ``kernel``: none is scaled here."""
+    """Whether ``kernel`` can compute tasks of such a call in place. Scaled ones it cannot."""
     calls = task_calls(kernel)
     return calls is not None and calls.takes_tasks(work.dtype) and not scales(kernel, work)
 
@@ -45,18 +45,16 @@ def takes_tasks(kernel: InnerKernel, work: Workload) -> bool:
 def rectangles_in_place(
     work: Workload, shape: Decomposition
 ) -> tuple[Task, tuple[tuple[Rectangle, ...], ...]]:
-    """The whole sequence as a task, and every task's rectangles in it."""
-    found = []
-    for task in shape.tasks():
-        parts = task.rectangles(work.is_causal, work.n_queries, work.n_keys)
-        found.append(tuple(part for r in parts for part in _in_the_sequence(task, r)))
+    """The whole sequence as one task, and the rectangles of every task of ``shape`` in it."""
+    found = [
+        tuple(
+            Rectangle(queries.start, queries.stop, keys.start, keys.stop, causal)
+            for r in task.rectangles(work.is_causal, work.n_queries, work.n_keys)
+            for queries, keys, causal in task.contiguous(r)
+        )
+        for task in shape.tasks()
+    ]
     return Decomposition(shape.n_tokens).task(()), tuple(found)
-
-
-def _in_the_sequence(task: Task, r: Rectangle) -> Iterator[Rectangle]:
-    """``r`` in positions of the sequence: neighbours in a task need not be neighbours there."""
-    for queries, keys, causal in task.contiguous(r):
-        yield Rectangle(queries.start, queries.stop, keys.start, keys.stop, causal)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,7 @@ class InPlace(OverInputs):
     """The tasks of a head group one after the other.
 
     Attributes:
-        trimmed: what the tasks come to without tokens that the kernel's mask leaves alone.
+        trimmed: sizes of the tasks trimmed by the kernel's mask; None: they are not trimmed.
     """
 
     trimmed: Tally | None = None
@@ -73,21 +71,21 @@ class InPlace(OverInputs):
 
     @classmethod
     def offered(cls, choice: Choice) -> Iterator[InPlace]:
-        """The one that a search looks at."""
+        """The only one that a search tries."""
         yield cls(choice.trimmed)
 
     def task_rows(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
-        """Of the sequence, from a task's first token to its last."""
+        """Rows from the first token of a task to its last, for the task with most of them."""
         tokens = work.n_tokens if self.trimmed is None else self.trimmed.widest
         return min(tokens, work.n_queries), min(tokens, work.n_keys)
 
     def runs(self, schedule: Schedule, case: Case) -> bool:
-        """Whether, besides, nothing is divided or scaled, and the kernel takes tasks."""
+        """Whether no gradient is divided or scaled either, and the kernel takes whole tasks."""
         here = OverInputs.runs(self, schedule, case) and not case.place.is_divided
         return here and takes_tasks(case.kernel, case.work)
 
     def takes(self, schedule: Schedule, case: Case) -> Bytes:
-        """States of rows that several tasks have: others are written where they belong."""
+        """Besides the results, only rows that several tasks have need a state."""
         shared = None if self.trimmed is None else self.trimmed.shared
         return Bytes(
             case.workspace(replace(schedule.extent(case.work), direct=True)),
@@ -97,7 +95,7 @@ class InPlace(OverInputs):
         )
 
     def load(self, schedule: Schedule, case: Case) -> Load:
-        """Every task's results are written once more, and its copies issued."""
+        """Each task is a unit: its results are copied once more, by a few copies."""
         units = count_groups(case.work, schedule.group) * schedule.n_tasks
         return Load(
             units=units,
@@ -109,16 +107,18 @@ class InPlace(OverInputs):
         )
 
     def slots(self, **changes: Any) -> Slots:
-        """One, of the same tasks."""
+        """One slot, for the same tasks."""
         return Slots(1, "device", 1, self.trimmed).slots(**changes)
 
     def run(self, job: Job, schedule: Schedule, machine: Machine, tools: Tools) -> Iterator[int]:
-        """Make the results of the head groups that are left, one after the other."""
+        """Compute the head groups that are left, one after the other."""
         job.results.make()
         n_tasks = schedule.decomposition.n_tasks
         n_groups = len(machine.groups_left)
+        whole, every = rectangles_in_place(job.call.work, schedule.decomposition)
         for number, group in enumerate(machine.whole_groups(HERE)):
-            tasks = _tasks(job, schedule, group, tools)
+            one = job.lying(schedule.limits, group, tools, whole, ())
+            tasks = [replace(one, rectangles=rectangles) for rectangles in every]
             held = _Group(job, group, tasks, tools)
             for done, task in enumerate(tasks):
                 held.run(done, task)
@@ -129,7 +129,14 @@ class InPlace(OverInputs):
 
 
 class _Group:
-    """A head group at work: its results, and the state of rows that several tasks have."""
+    """A head group that is being computed: its results, and the states of shared rows.
+
+    Attributes:
+        held: for each state of the pass, which rows each task has, and with which others.
+        results: the group's part of each result, a view.
+        states: for each state of the pass, the rows that several tasks have.
+        given: the inputs of the pass beside query, key and value.
+    """
 
     def __init__(self, job: Job, group: Group, tasks: list[TaskTensors], tools: Tools) -> None:
         work, states = job.call.work, job.spec.states
@@ -157,7 +164,7 @@ class _Group:
         self.given = job.operands(group)
 
     def run(self, number: int, task: TaskTensors) -> None:
-        """Compute a task and bring its parts where they belong."""
+        """Compute task ``number``, merge its shared rows, and write its final rows."""
         pieces = [rows.tasks[number] for rows in self.held]
         if not pieces[0]:
             return
@@ -176,14 +183,14 @@ class _Group:
                 _put(*made)
 
     def fill(self) -> None:
-        """Rows that no task has."""
+        """Fill the rows of the results that no task has."""
         for state, result, rows in zip(self.spec.states, self.results, self.held, strict=True):
             for here in rows.nobody:
                 result[:, :, here] = state.fill
 
 
 def _spans(kernel: TaskCalls, tasks: list[TaskTensors]) -> dict[Axis, list[tuple[int, int] | None]]:
-    """Of every task the queries and the keys that a call of it takes."""
+    """For every task the [start, stop) of its queries and of its keys; None if it keeps no pair."""
     found = [kernel.task_span(task) for task in tasks]
     return {
         "query": [None if one is None else (one[0].start, one[0].stop) for one in found],
@@ -191,13 +198,8 @@ def _spans(kernel: TaskCalls, tasks: list[TaskTensors]) -> dict[Axis, list[tuple
     }
 
 
-def _tasks(job: Job, schedule: Schedule, group: Group, tools: Tools) -> list[TaskTensors]:
-    whole, every = rectangles_in_place(job.call.work, schedule.decomposition)
-    one = job.lying(schedule.limits, group, tools, whole, ())
-    return [replace(one, rectangles=rectangles) for rectangles in every]
-
-
-# Functions of their own, so that no view of a part outlives it.
+# These are functions so that their views of a part are gone when they return: views left over
+# would keep the part's memory while the next task is computed.
 
 
 def _combine(
@@ -206,7 +208,7 @@ def _combine(
     parts: list[torch.Tensor],
     pieces: tuple[HeldRows, ...],
 ) -> None:
-    """Bring parts of rows that several tasks have into their states."""
+    """Merge a task's parts of the rows that several tasks have into the states of those rows."""
     for piece in pieces:
         there = [state[:, :, piece.state] for state in states]
         mine = [part[:, :, piece.part] for part in parts]
@@ -220,7 +222,7 @@ def _combine(
 def _put(
     target: torch.Tensor, part: torch.Tensor, state: torch.Tensor, pieces: tuple[HeldRows, ...]
 ) -> None:
-    """What is final now: rows that only this task has, and those that no later one has."""
+    """Copy final rows to a result: rows that only this task has, and those no later task has."""
     for piece in pieces:
         if piece.holder == "only":
             copy_on_device(target[:, :, piece.rows], part[:, :, piece.part])

@@ -1,4 +1,4 @@
-"""What routes have in common that run several tasks on the inputs as they lie."""
+"""What the routes ``together`` and ``in_place`` have in common."""
 
 from __future__ import annotations
 
@@ -12,26 +12,29 @@ from quorum_attention.execution.takes import bytes_before, copied_bytes, result_
 from quorum_attention.execution.workload import GroupSize, Workload
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def all_rectangles(work: Workload, shape: Decomposition) -> tuple[Task, tuple[Rectangle, ...]]:
-    """Every pair of a head group as rectangles of one task."""
+    """The whole sequence as one task, and rectangles of it that hold every pair of a call.
+
+    Without levels that is one rectangle; with levels it is cut at the chunks of the first.
+    """
     task = shape.whole()
     return task, task.rectangles(work.is_causal, work.n_queries, work.n_keys)
 
 
 @dataclass(frozen=True, slots=True)
 class OverInputs(Route):
-    """Head groups of one batch entry, read where they lie, merged where they are computed."""
+    """A route of several tasks over the inputs as they lie. A head group has one batch entry."""
 
     def check(self, shape: Decomposition, group: GroupSize) -> None:
-        """Refuse what is not cut, and groups of several batch entries."""
+        """Refuse a decomposition without levels, and a head group of several batch entries."""
         if not shape.depth:
             raise ValueError("there is nothing to merge of one whole call")
         if group.batch != 1:
             raise ValueError(f"a head group has to be of one batch entry, got {group.batch}")
 
     def limits(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
-        """Those of the rectangles of all tasks together."""
+        """Most queries and most keys of the rectangles of all tasks together."""
         _, rectangles = all_rectangles(work, shape)
         return (
             max((r.n_queries for r in rectangles), default=1),
@@ -39,14 +42,14 @@ class OverInputs(Route):
         )
 
     def runs(self, schedule: Schedule, case: Case) -> bool:
-        """Whether nothing has to be moved, and no mask be cut."""
+        """Whether all inputs can be read where they lie, and the call has no mask."""
         return case.work.mask is None and case.place.in_place and case.place.lse_here
 
     def results(self, schedule: Schedule, case: Case) -> tuple[int, ...]:
-        """Bytes of what is returned, and of copies of what is given."""
+        """Bytes of the results, and of the copies of inputs that a pass makes."""
         return *bytes_before(case), *copied_bytes(case, schedule.group), *result_bytes(case)
 
     def fallback(self, schedule: Schedule, work: Workload) -> Fallback:
-        """The same tasks, through one slot."""
+        """The same tasks through slots."""
         slots = schedule.through_slots(work)
         return Fallback(slots, "inputs in place: out of memory", "through slots")

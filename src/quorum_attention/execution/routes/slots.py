@@ -1,4 +1,7 @@
-"""Task by task through slots: copied in, computed, copied out; whatever lies wherever."""
+"""The route ``slots``: each task is copied into a slot, computed, and copied out.
+
+It runs every call, on any device, wherever the inputs and results are.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +53,10 @@ class Slots(Route):
         n_cap: slots, i.e. tasks resident at once.
         accumulator: where the travelling state lives between visits.
         streams: kernel calls of a task in flight at once.
-        trimmed: what the tasks come to without tokens that a mask leaves alone; None is not known,
-            or nothing to leave out.
+        trimmed: sizes of the trimmed tasks; None: they are not trimmed, or it is not known.
+
+    Raises:
+        ValueError: a field has a value that is not allowed.
     """
 
     n_cap: int = 1
@@ -71,30 +76,30 @@ class Slots(Route):
 
     @property
     def words(self) -> str:
-        """How it runs, for people."""
+        """A description of the route for people."""
         return f"through slots, accumulators: {self.accumulator}"
 
     @classmethod
     def offered(cls, choice: Choice) -> Iterator[Slots]:
-        """Those that a search looks at."""
+        """Those that a search tries: every combination."""
         for n_cap, home, streams in product(choice.n_caps, choice.homes, choice.streams):
             yield cls(n_cap, home, streams, choice.trimmed)
 
     def check(self, shape: Decomposition, group: GroupSize) -> None:
-        """Whatever is cut, and however."""
+        """Every decomposition and every head group will do."""
 
     def task_rows(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
-        """Of the largest task, trimmed or filled up."""
+        """Rows of the largest task: a trimmed one, or one that padding fills up."""
         if self.trimmed is None:
             return task_rows(shape, work)
         return min(self.trimmed.largest, work.n_queries), min(self.trimmed.largest, work.n_keys)
 
     def limits(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
-        """Halving a task's tokens gives rectangles of at most half of them on each side, up to a
-        chunk; a monolithic task is one rectangle."""
+        """A monolithic task is one rectangle. Any other task is halved at chunks, so that no side
+        of a rectangle has more than half its chunks, rounded up."""
         if shape.depth == 0:
             return work.n_queries, work.n_keys
-        # The larger half of l chunks: an odd number of chunks does not halve evenly.
+        # Half of an odd number of chunks is rounded up.
         chunks = quorum_size(shape.levels[-1])
         half = -(-max(task_rows(shape, work)) * -(-chunks // 2) // chunks)
         unit = shape.tile if shape.layout == "aligned" else 1
@@ -103,11 +108,11 @@ class Slots(Route):
         return min(half, queries), min(half, keys)
 
     def runs(self, schedule: Schedule, case: Case) -> bool:
-        """Always: whatever lies wherever."""
+        """Always true."""
         return True
 
     def takes(self, schedule: Schedule, case: Case) -> Bytes:
-        """The arena, and the accumulators where the budget counts them."""
+        """The arena, workspace, results, and the accumulators if the budget counts them."""
         work, place, group = case.work, case.place, schedule.group
         rows = schedule.task_rows(work)
         layout = slot_layout(case.spec, work, group, rows, place.result_dtype, scaled=case.scaled)
@@ -124,13 +129,13 @@ class Slots(Route):
         )
 
     def load(self, schedule: Schedule, case: Case) -> Load:
-        """Inputs in with every visit of a row, and states in and out."""
+        """Inputs are copied in at every visit of a row, states in and out."""
         units = count_groups(case.work, schedule.group) * schedule.n_tasks
         inputs, states = moved_bytes(case)
         visits = schedule.visits(case.work)
         up, down = visits * inputs, float(states)
         if self.accumulator == "host":
-            # Trimmed tasks may leave out rows altogether.
+            # Trimmed tasks may leave out rows altogether, so there may be less than one visit.
             up += max(0.0, visits - 1.0) * states
             down = visits * states
         return Load(
@@ -146,15 +151,15 @@ class Slots(Route):
         )
 
     def slots(self, **changes: Any) -> Slots:
-        """These, with other fields."""
+        """The same route with other values of some fields."""
         return replace(self, **changes) if changes else self
 
     def fallback(self, schedule: Schedule, work: Workload) -> None:
-        """There is none: fewer slots, or finer tasks."""
+        """There is none: where memory runs out, the machine takes fewer slots or cuts tasks."""
         return
 
     def run(self, job: Job, schedule: Schedule, machine: Machine, tools: Tools) -> Iterator[int]:
-        """Make the results of what the machine has left, to the end; the runner counts units."""
+        """Compute all that the machine has left. Yields nothing: the runner counts the units."""
         call, spec = job.call, job.spec
         home = Residency.of_home(self.accumulator, call.device)
         given = {id(result) for result in job.results.tensors.values()}
@@ -201,6 +206,13 @@ def _make_pass(
     final: list[RowTensor],
     scaling: BackwardScaling | None,
 ) -> Pass:
+    """The pass of ``job``, for the engine.
+
+    Args:
+        homes: for each state, where it waits between visits.
+        final: for each state, the result that it ends in.
+        scaling: of a scaled backward, else None.
+    """
     spec, work, results = job.spec, job.call.work, job.results
     rows = schedule.task_rows(work)
     layout = slot_layout(spec, work, schedule.group, rows, results.dtype, scaled=job.scaled)
@@ -245,9 +257,10 @@ def _make_pass(
 
 
 def _gathered(job: Job, schedule: Schedule, unit: Unit, tools: Tools) -> TaskTensors:
-    """What the inner kernel gets of a unit."""
+    """What the inner kernel gets for a unit: the tensors in its slot, and its rectangles."""
     call, work, task = job.call, job.call.work, unit.visit.task
-    # Users' functions are not asked about positions that there are none of.
+    # A kernel with its own attention may call a user's function with positions, so it must not get
+    # the padding beyond the last token.
     filled = is_filled(task, work) and not traits_of(call.kernel).own_attention
     rectangles = task.rectangles(
         work.is_causal,
@@ -261,12 +274,13 @@ def _gathered(job: Job, schedule: Schedule, unit: Unit, tools: Tools) -> TaskTen
 
 
 def _with_columns(tensor: torch.Tensor, rows: RowSpec) -> torch.Tensor:
-    """(*batch, heads, rows, width), also of one number a row."""
+    """``tensor`` as (*batch, heads, rows, width); the width is 1 for one number a row."""
     return tensor.unsqueeze(-1) if rows.width == "one" else tensor
 
 
 def _accumulator(job: Job, schedule: Schedule, state: StateSpec, home: Residency) -> torch.Tensor:
-    """Where the state of one head group waits: (entries, heads, n, width) in the state dtype."""
+    """Memory in which the state of one head group waits between visits: (entries, heads, n, width)
+    in the state dtype."""
     work, group = job.call.work, schedule.group
     shape = (
         group.batch, state.heads(work, group.kv_heads), state.rows(work), state.columns(work),

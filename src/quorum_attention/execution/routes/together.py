@@ -1,9 +1,9 @@
-"""All tasks of a head group at once, on inputs that lie where they are computed.
+"""The route ``together``: all tasks of a head group at once, over the inputs as they lie.
 
-Between them the tasks of a level keep every pair once. Where nothing has to be moved and the
-state of a whole head group fits, they need not run one by one: the chunks of the whole sequence
-are halved as those of a task are, into fewer and larger rectangles, which are read and merged in
-place. A few kernel calls do what as many tasks would take several each for.
+All tasks of a level together keep every pair once. If the inputs are on the computing device and
+the state of a whole head group fits beside them, the tasks need not run one by one: the whole
+sequence is cut into rectangles as a single task would be. These are fewer and larger than those of
+the tasks, and are read and merged in place, so far fewer kernel calls are made.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from quorum_attention.kernels.copies import copy_on_device
 from quorum_attention.kernels.protocol import TaskTensors
 from quorum_attention.kernels.scaling import Scaling
 
-# More than a scaled backward notes of a head.
+# At least the bytes of each small tensor that a scaled backward makes for a head group.
 _SMALL_BYTES = 512
 
 
@@ -52,11 +52,11 @@ class Together(OverInputs):
 
     @classmethod
     def offered(cls, choice: Choice) -> Iterator[Together]:
-        """Those that a search looks at."""
+        """Those that a search tries."""
         return map(cls, choice.streams)
 
     def takes(self, schedule: Schedule, case: Case) -> Bytes:
-        """The states of a head group, and of all of them what is returned."""
+        """The states of one head group, and the results of all."""
         states = scaled_bytes if case.scaled else state_bytes
         return Bytes(
             self.streams * case.workspace(schedule.extent(case.work)),
@@ -66,16 +66,16 @@ class Together(OverInputs):
         )
 
     def load(self, schedule: Schedule, case: Case) -> Load:
-        """One unit for each head group."""
+        """Each head group is one unit."""
         units = count_groups(case.work, schedule.group)
         return Load(units=units, at_once=True, begun=units)
 
     def slots(self, **changes: Any) -> Slots:
-        """One, with as many calls in flight."""
+        """One slot, with as many calls in flight."""
         return Slots(1, "device", self.streams).slots(**changes)
 
     def run(self, job: Job, schedule: Schedule, machine: Machine, tools: Tools) -> Iterator[int]:
-        """Make the results of the head groups that are left, one after the other."""
+        """Compute the head groups that are left, one after the other."""
         job.results.make()
         task, rectangles = all_rectangles(job.call.work, schedule.decomposition)
         every = len(machine.groups_left)
@@ -87,8 +87,8 @@ class Together(OverInputs):
 
 
 def scaled_bytes(case: Case, group: GroupSize) -> tuple[int, ...]:
-    """Of the states of ``compute_group`` where it is scaled: with a copy of the input that is
-    divided, and small numbers for every head."""
+    """Bytes of what ``compute_group`` allocates where it is scaled: the states, a copy of the input
+    that is divided, and a few numbers for every head."""
     spec, work = case.spec, case.work
     divided = next(item for item in spec.inputs if item.name == spec.divided)
     copy = divided.count(work, group) * work.element_bytes
@@ -96,8 +96,15 @@ def scaled_bytes(case: Case, group: GroupSize) -> tuple[int, ...]:
 
 
 def compute_group(job: Job, task: TaskTensors, group: Group, tools: Tools, ask: Ask) -> int:
-    """Put the results of a head group, all of it ``task``, where they belong; returns how often it
-    had to be run again (execution/scaling.py), which is for ``ask`` to say."""
+    """Compute a head group and write its results.
+
+    Args:
+        task: all of the head group.
+        ask: decides whether a scaled group that overflowed runs again (execution/scaling.py).
+
+    Returns:
+        How often it was run again.
+    """
     call, work, spec = job.call, job.call.work, job.spec
     given = job.operands(group)
     divided = spec.divided if job.scaled else None
@@ -109,7 +116,7 @@ def compute_group(job: Job, task: TaskTensors, group: Group, tools: Tools, ask: 
         for state, result in zip(spec.states, job.results.make(), strict=True)
     ]
     states = [
-        # What has the state's dtype accumulates where it belongs.
+        # A result in the state's dtype is its own state.
         target.fill_(state.fill)
         if state.over is None
         else torch.zeros(target.shape, dtype=work.state_dtype, device=call.device)

@@ -1,20 +1,20 @@
-"""The monolithic call: the inner kernel on the inputs as they lie, all at once or by head group."""
+"""The route ``whole``: one kernel call on the inputs as they lie, or one for each head group."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
 
-from quorum_attention.decomposition import Decomposition, Rectangle
+from quorum_attention.decomposition import Decomposition
 from quorum_attention.execution.call import flat_batch, operand
 from quorum_attention.execution.case import Case
 from quorum_attention.execution.control.machine import HERE, Machine
 from quorum_attention.execution.device.residency import Home
 from quorum_attention.execution.job import Job
+from quorum_attention.execution.routes.over_inputs import all_rectangles
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.routes.together import compute_group, scaled_bytes
 from quorum_attention.execution.rows import group_part
@@ -36,10 +36,10 @@ from quorum_attention.kernels.traits import whole_calls
 
 @dataclass(frozen=True, slots=True)
 class Whole(Route):
-    """One kernel call for each head group, or for all of them: nothing is cut.
+    """One kernel call for each head group, or for all of them together; no sequence is cut.
 
     Attributes:
-        otherwise: the slots that it goes through where it cannot run.
+        otherwise: the slots that the pass goes through where it cannot run this way.
     """
 
     otherwise: Slots = field(default_factory=Slots)
@@ -50,12 +50,12 @@ class Whole(Route):
 
     @property
     def n_cap(self) -> int:
-        """Slots, where it goes through some."""
+        """Slots of ``otherwise``."""
         return self.otherwise.n_cap
 
     @property
     def accumulator(self) -> Home:
-        """Where the travelling state lives, where there is some."""
+        """Where the travelling state of ``otherwise`` lives."""
         return self.otherwise.accumulator
 
     def check(self, shape: Decomposition, group: GroupSize) -> None:
@@ -64,35 +64,39 @@ class Whole(Route):
             raise ValueError(f"levels {shape.levels} are not one whole call")
 
     def limits(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
-        """There is one rectangle."""
+        """All queries and all keys: there is one rectangle."""
         return work.n_queries, work.n_keys
 
     def runs(self, schedule: Schedule, case: Case) -> bool:
-        """Whether the kernel can take all of a head group in one call, and give the results."""
+        """Whether one kernel call can take all of a head group and give its results."""
         work = case.work
         if not case.place.in_place or (case.spec.backward and not _gives_results(case)):
             return False
-        # Several batch dimensions may have no flat view: entries are then run one by one.
+        # With several batch dimensions a tensor may have no view (b, heads, n, d).
         every = schedule.is_all(work) and len(work.batch_shape) <= 1
         calls, masked = whole_calls(case.kernel), work.mask is not None
-        return (
-            calls is not None
-            and calls.takes_whole(work.heads, work.kv_heads, work.n_tokens, masked, every)
-            and _is_everything(_rectangles(work, schedule.decomposition), work)
-        )
+        if calls is None or not calls.takes_whole(
+            work.heads, work.kv_heads, work.n_tokens, masked, every
+        ):
+            return False
+        # One rectangle has to hold all queries and keys. With more keys than queries a causal one
+        # leaves keys out, and operators differ on what they do with those.
+        _, rectangles = all_rectangles(work, schedule.decomposition)
+        return [(r.n_queries, r.n_keys) for r in rectangles] == [(work.n_queries, work.n_keys)]
 
     def takes(self, schedule: Schedule, case: Case) -> Bytes:
-        """The kernel's own results are returned where nothing was given, or has to be cast."""
+        """Results take nothing more where the kernel's own are returned: those of all head groups
+        in one call, in the right dtype."""
         work = case.work
         workspace = case.workspace(replace(schedule.extent(work), direct=True))
         accumulators: list[int] = []
         for item in case.spec.inputs:
             if item.of_state:
-                # Copied, to take -inf out of it, by a mask.
+                # The lse: two copies with -inf replaced, and the mask that finds it.
                 size = item.count(work) * work.state_dtype.itemsize
                 accumulators += [size, size, item.count(work)]
         if case.scaled:
-            # One head at a time where an operator's gradients are not finite.
+            # If the kernel's gradients are not finite, they are computed again head by head.
             one = replace(schedule, group=GroupSize(1, 1))
             accumulators += scaled_bytes(case, one.group)
             workspace = max(workspace, case.workspace(one.extent(work)))
@@ -105,23 +109,23 @@ class Whole(Route):
         return Bytes(workspace, 0, tuple(accumulators), (*given, *results))
 
     def load(self, schedule: Schedule, case: Case) -> Load:
-        """The calls, and nothing else."""
+        """Kernel calls, and nothing else."""
         units = count_groups(case.work, schedule.group)
         return Load(units=units, uncut=True, merges=False)
 
     def slots(self, **changes: Any) -> Slots:
-        """Those given."""
+        """Those of ``otherwise``."""
         return self.otherwise.slots(**changes)
 
     def fallback(self, schedule: Schedule, work: Workload) -> Fallback:
-        """One level, through one slot."""
+        """One level of tasks, through one slot."""
         deeper = schedule.deeper(work).changed(n_cap=1)
         return Fallback(deeper, "monolithic call out of memory", "depth 0 -> 1")
 
     def groups(self, job: Job, schedule: Schedule) -> list[Group]:
-        """One for each call of the kernel: everything, or one batch entry's.
+        """One for each kernel call.
 
-        Where something the pass reads has no (b, heads, n, d) view, entries are run one by one.
+        If an input has no view (b, heads, n, d), there is at least one for each batch entry.
         """
         work = job.call.work
         rows = (job.tensors[item.name] for item in job.spec.inputs if item.width != "one")
@@ -131,10 +135,9 @@ class Whole(Route):
         return list(groups(work, size))
 
     def run(self, job: Job, schedule: Schedule, machine: Machine, tools: Tools) -> Iterator[int]:
-        """Make the results of the head groups that are left, a kernel call at a time."""
+        """Compute the head groups that are left, one kernel call each."""
         call, work = job.call, job.call.work
-        task = schedule.decomposition.task(())
-        (rectangle,) = _rectangles(work, schedule.decomposition)
+        task, (rectangle,) = all_rectangles(work, schedule.decomposition)
         every = next(groups(work, GroupSize(work.batch, work.kv_heads)))
         lse = job.tensors.get("lse")
         if lse is not None:
@@ -153,7 +156,7 @@ class Whole(Route):
                     job.spec.states, job.results.make(), parts, strict=True
                 ):
                     group_part(result, group, state.axis).copy_(part)
-                    # Let go before the next group's are made: the plan counts one group's results.
+                    # Freed before the next group is computed: the plan counts one group's parts.
                     del part
             del parts
             job.tell(done, n_groups)
@@ -161,30 +164,24 @@ class Whole(Route):
 
 
 def _gives_results(case: Case) -> bool:
-    """Whether an operator's gradients can be the results as they are. (What a scaled backward
-    rounds to 16 bits is not right in 32.)"""
+    """Whether the kernel's gradients can be the results as they are.
+
+    They cannot if the gradient is divided, or if a backward that has to be scaled returns more than
+    the kernel's 16 bits.
+    """
     exact = case.place.result_dtype == case.work.dtype or not case.scaled
     return exact and not case.place.is_divided
 
 
-def _is_everything(rectangles: tuple[Rectangle, ...], work: Workload) -> bool:
-    """Whether there is one rectangle, of all queries and all keys. (With more keys than queries a
-    causal one leaves keys out, and operators differ on what they make of the rest.)"""
-    sizes = [(r.n_queries, r.n_keys) for r in rectangles]
-    return sizes == [(work.n_queries, work.n_keys)]
-
-
-@lru_cache(maxsize=256)
-def _rectangles(work: Workload, shape: Decomposition) -> tuple[Rectangle, ...]:
-    return shape.task(()).rectangles(work.is_causal, work.n_queries, work.n_keys)
-
-
 def at_once(job: Job) -> tuple[torch.Tensor, ...] | None:
-    """The results of a call so short that making a schedule would take longer: one kernel call, no
-    plan, nothing cut. At most one batch dimension, and an upstream gradient in the inputs' dtype.
+    """Computes a call by one kernel call without a schedule, for calls so short that making one
+    would take longer.
 
-    None where an operator did not bring them out finite in 16 bits: they may be finite once they
-    are scaled.
+    Args:
+        job: with at most one batch dimension, and an upstream gradient in the inputs' dtype.
+
+    Returns:
+        The results; None if gradients that may have to be scaled are not finite in 16 bits.
     """
     call, lse = job.call, job.tensors.get("lse")
     if lse is not None:
@@ -201,8 +198,11 @@ def _of_call(
     causal: bool,
     bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...] | None:
-    """The kernel's own results of a head group, or of all; None where a backward that has to be
-    scaled did not bring them out finite."""
+    """One kernel call: the results of ``group``, or of the whole call for None.
+
+    Returns:
+        None if gradients that may have to be scaled are not finite.
+    """
     call, work = job.call, job.call.work
     given = {}
     for item in job.spec.inputs:
@@ -219,7 +219,7 @@ def _of_call(
 
 
 def _four(tensor: torch.Tensor, work: Workload) -> torch.Tensor:
-    """(*batch, heads, ...) as (b, heads, ...), a view."""
+    """A view of ``tensor`` (*batch, heads, ...) as (b, heads, ...)."""
     dims = len(work.batch_shape)
     if dims == 1:
         return tensor
@@ -227,14 +227,14 @@ def _four(tensor: torch.Tensor, work: Workload) -> torch.Tensor:
 
 
 def _without_empty_rows(lse: torch.Tensor) -> torch.Tensor:
-    # A row without a key has lse -inf; with 0 in its place exp(-inf - 0) is 0, not NaN.
+    # A row without keys has scores -inf and lse -inf. With lse 0 instead, exp(score - lse) is 0,
+    # not NaN.
     return lse.masked_fill(lse == -torch.inf, 0.0)
 
 
 def _scaled(job: Job, schedule: Schedule, group: Group, machine: Machine, tools: Tools) -> None:
-    """A head group whose gradients an operator did not bring out finite: scaled, head by head."""
-    work, task = job.call.work, schedule.decomposition.task(())
-    rectangles = task.rectangles(work.is_causal, work.n_queries, work.n_keys)
+    """Compute a head group by the scaled backward, head by head."""
+    task, rectangles = all_rectangles(job.call.work, schedule.decomposition)
     job.results.make()
     for entry in group.entries:
         for head in range(group.kv_start, group.kv_stop):
