@@ -150,9 +150,10 @@ class _Run:
             self.backend.give_back_cached()
             order = self.machine.on(OutOfMemory(HERE))
         if isinstance(order, GiveUp):
+            before = "".join(f"\n  before that: {line}" for line in self.machine.history)
             raise OutOfMemoryError(
                 f"out of memory in {order.where} and no recovery: {order.reason}. The allocator "
-                f"said: {failure}" + "".join(f"\n  before that: {line}" for line in order.history)
+                f"said: {failure}{before}"
             )
         self.report.recoveries.append(self.machine.history[-1])
         if failure is not None:

@@ -1,1 +1,1 @@
-"""What runs next, and what to do about what happens: pure, without tensors or devices."""
+"""Decides which unit runs next and how to recover from failures; no tensors, no devices."""

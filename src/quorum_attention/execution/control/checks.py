@@ -1,4 +1,4 @@
-"""What must hold after every event; asked while tests run."""
+"""The machine's invariants, checked after every event while tests run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check(machine: Machine, event: Event) -> None:
-    """Raise AssertionError where a unit would be lost or run twice, or a limit does not hold."""
+    """Raise AssertionError if a unit would be lost or run twice, or a limit is exceeded."""
     limits, queue = machine.limits, machine.queue
     for device, here in machine.devices.items():
         assert here.n_cap >= 1, f"device {device} has {here.n_cap} slots"
@@ -30,7 +30,7 @@ def check(machine: Machine, event: Event) -> None:
 
 
 def check_group(one: GroupTasks) -> None:
-    """What is done and what is left of a group are different pairs."""
+    """Raise AssertionError if completed tasks and tasks left of a group have pairs in common."""
     assert one.left, "a group without tasks left is finished"
     assert one.in_flight <= one.left.keys(), "what is in flight is not done"
     assert not one.left.keys() & one.completed.keys(), "a completed unit would run again"

@@ -1,4 +1,4 @@
-"""What can happen while a pass runs, as its machine is told."""
+"""The events that a machine is told about while a pass runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Path = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class UnitDone:
-    """The results of a unit are where they belong, or on their way."""
+    """The results of a unit are stored, or their copies are issued."""
 
     device: int
     group: Group
@@ -25,20 +25,19 @@ class UnitDone:
 class OutOfMemory:
     """``device`` ran out of memory; units that it has not reported done have to run again.
 
-    ``said`` is what the allocator said. ``where`` names the place; without it, it is the first
-    unit that is not done.
+    ``said`` is the allocator's message.
     """
 
     device: int
     said: str = ""
-    where: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Overflow:
     """Gradients of a unit of the scaled backward are not finite.
 
-    ``most`` gives, for each head at fault, how many steps down its numbers allow at most.
+    ``most`` maps each (entry, key/value head) at fault to the most steps down that its numbers
+    allow (see execution/scaling.py).
     """
 
     device: int
@@ -49,21 +48,21 @@ class Overflow:
 
 @dataclass(frozen=True, slots=True)
 class Headroom:
-    """Slots of one level less would fit twice; nothing is in flight on ``device``."""
+    """Free memory holds the slots of one level less twice; nothing is in flight on ``device``."""
 
     device: int
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceLost:
-    """Nothing more comes from ``device``; what it reported done is in host memory."""
+    """``device`` is gone; the results that it reported done are in host memory."""
 
     device: int
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceJoined:
-    """``device`` takes part from here on, with ``n_cap`` slots at most."""
+    """``device`` joins the pass, with ``n_cap`` slots at most."""
 
     device: int
     n_cap: int

@@ -1,4 +1,4 @@
-"""What a machine tells those who run a pass."""
+"""The instructions that a machine gives to whoever runs a pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Run this unit; where its rows come from and go to holds for units of a device in order."""
+    """Run this unit. Its visit is valid only if the device runs its units in the order given."""
 
     group: Group
     visit: Visit
@@ -23,52 +23,57 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class LowerCap:
-    """Run on with fewer slots; what was in flight is queued again."""
+    """Continue with ``n_cap`` slots, one fewer; units that were in flight are queued again."""
 
     n_cap: int
 
 
 @dataclass(frozen=True, slots=True)
 class Deepen:
-    """What remains of the groups in work has been cut one level further, groups not begun will be;
-    run on with ``n_cap`` slots; what was in flight is queued again."""
+    """Continue one level deeper, with ``n_cap`` slots.
+
+    Tasks left of the groups that were begun have been cut; other groups are cut when they begin.
+    Units that were in flight are queued again.
+    """
 
     n_cap: int
 
 
 @dataclass(frozen=True, slots=True)
 class Coarsen:
-    """Groups from here on are cut one level less; run on with ``n_cap`` slots."""
+    """Cut the groups that are not begun one level less; continue with ``n_cap`` slots."""
 
     n_cap: int
 
 
 @dataclass(frozen=True, slots=True)
 class FallBack:
-    """Head groups that are not done are cut, and go through slots."""
+    """Head groups that are not done are cut into tasks, which go through slots."""
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """Run the unit again from what was stored before it, its heads so many steps down."""
+    """Run the unit again from the state before it.
+
+    ``steps`` maps each (entry, key/value head) that is scaled down to its number of steps.
+    """
 
     steps: Mapping[tuple[int, int], int]
 
 
 @dataclass(frozen=True, slots=True)
 class Requeue:
-    """The device takes no further part; these units, in flight on it, are queued again."""
+    """The device leaves the pass; ``units``, in flight on it, are queued again."""
 
     units: tuple[tuple[Group, Path], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Report the failure: where it was, why nothing more can be done, what was done before."""
+    """Report the failure: the unit that failed, and why there is no recovery."""
 
     where: str
     reason: str
-    history: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

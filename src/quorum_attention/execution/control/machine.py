@@ -1,28 +1,28 @@
-"""The machine: what runs where, and what to do about whatever happens (paper, Section 3.4).
+"""The machine: which unit runs where, and how to recover from failures (paper, Section 3.4).
 
-Told of events (control/events.py), it answers with instructions (control/instructions.py); it
-allocates nothing, waits for nothing and knows no device but by number, so every history can be
-tested without one.
+It is told events (control/events.py) and answers with instructions (control/instructions.py). It
+allocates nothing, never waits, and knows devices by number only, so every history of events can be
+tested without a device.
 
-    out of memory, whole groups  -> groups that are not done are cut, and go through slots
-    out of memory, n_cap > 1     -> what was in flight goes back to the queue, n_cap - 1
-    out of memory, n_cap = 1     -> what remains is cut one level further
-    ... and nothing left to cut  -> the device is out; without another one: give up
-    headroom before a group, after a recovery -> one level less again
-    an explicit depth            -> give up at the first failure
-    overflow of scaled gradients -> the unit runs again, further down, while that may help
-    a device lost                -> what was in flight there goes back to the queue
+    out of memory, whole groups  -> groups that are not done are cut into tasks, for slots
+    out of memory, n_cap > 1     -> units in flight return to the queue, n_cap - 1
+    out of memory, n_cap = 1     -> the tasks left are cut one level further
+    ... and no finer level       -> the device leaves the pass; the last device gives up
+    headroom after a recovery    -> groups that are not begun are cut one level less
+    the user chose the depth     -> give up at the first failure
+    overflow of scaled gradients -> the unit runs again, scaled down further, while that may help
+    a device is lost             -> its units in flight return to the queue
 
-Completed units are never touched by any instruction.
+No instruction makes a completed unit run again.
 
-Slots and depth are each device's own: a small one cuts its groups finer than a large one. A head
-group belongs to one device at a time; the state of its rows is at home between units, so another
-device can go on with it.
+Every device has its own number of slots and its own depth: a small device cuts its groups finer
+than a large one. A head group belongs to one device at a time. Between units the state of its rows
+is stored at its home, so another device can continue the group.
 
 The paper coarsens once all tasks are resident and memory is left. Here two slots saturate a
-device, so all tasks are never resident: *headroom* is measured instead (the coarser slots would
-fit twice), and only a depth that a recovery reached is given up again, at most twice a call, so
-that a device whose memory comes and goes cannot make the call swing for ever.
+device, so all tasks are never resident. Instead *headroom* is measured: free memory would hold the
+coarser slots twice. Only a level that a recovery added is taken back, at most twice a pass, so that
+free memory that comes and goes cannot make a pass alternate between depths for ever.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from quorum_attention.execution.workload import Group
 
 MOST_COARSENINGS = 2
-# The number of the device of a pass that has but one.
+# The number of the device, in a pass on one device.
 HERE = 0
 # Set while tests run: the machine then checks itself after every event.
 CHECKED = "QUORUM_ATTENTION_CHECKED"
@@ -73,24 +73,25 @@ class Limits:
 
     Attributes:
         depth: levels as planned; coarsening never goes below.
-        max_depth: deeper than this is pointless (tasks would be smaller than a tile).
-        pinned: the user chose the depth: no recovery, report the failure.
-        deepened_n_cap: slots to go on with after deepening.
+        max_depth: most levels; deeper tasks would be smaller than a tile.
+        pinned: whether the user chose the depth: failures are then reported, not recovered from.
     """
 
     depth: int
     max_depth: int
     pinned: bool = False
-    deepened_n_cap: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Instead:
-    """What to do where memory runs out for whole head groups.
+    """How to continue through slots when memory runs out for whole head groups.
 
     Attributes:
-        cuts, limits, n_cap: of what goes on through slots.
-        failed, instead: in words, for the history.
+        cuts: the tasks that groups are cut into.
+        limits: the limits of the machine from then on.
+        n_cap: the slots of each device.
+        failed: what failed, in words, for the history.
+        instead: what is done instead, in words.
     """
 
     cuts: Cuts
@@ -102,18 +103,18 @@ class Instead:
 
 @dataclass(slots=True)
 class OnDevice:
-    """What a device has in hand.
+    """The work of one device. An attempt begins with each ``Machine.start``.
 
     Attributes:
-        n_cap: slots in use at most.
-        depth: levels of the tasks that it begins groups with.
-        coarsenings: how often headroom was used.
-        groups: begun here and not finished, in order.
-        ahead: those of them that are still to be launched since the last start.
-        current: launched last, None where nothing was since then.
-        visits: those of ``current`` that are still to be launched.
-        carry: whether state may pass from one slot to the next.
-        whole_groups: whether units are head groups since the last start.
+        n_cap: most slots.
+        depth: levels that its next groups are cut into.
+        coarsenings: how often it took back a level.
+        groups: groups begun here and not finished, in order.
+        ahead: those of ``groups`` that this attempt has not launched from yet.
+        current: the group launched from last; None before the first launch of an attempt.
+        visits: the visits of ``current`` that are not launched yet.
+        carry: whether state may be carried from one slot to the next.
+        whole_groups: whether the units of this attempt are whole head groups.
     """
 
     n_cap: int
@@ -130,17 +131,21 @@ class OnDevice:
 class Machine:
     """Owns the queue of one pass, for any number of devices.
 
-    A device works in attempts: ``start``, then ``next`` and ``UnitDone`` by turns until there is
-    nothing more, or something else happens.
+    A device works in attempts: ``start``, then ``next`` and ``UnitDone`` until no unit is left for
+    it, or until another event.
 
     Args:
-        groups: in order.
-        cuts: which tasks a group is cut into; or that units are whole groups, and what to do where
-            memory runs out for one.
+        groups: the head groups, in order.
+        cuts: the tasks that a group is cut into. A function instead means that units are whole
+            groups; it is called when memory runs out, and says how to continue.
+        n_caps: the slots of each device, by its number.
 
     Attributes:
-        devices: what each of them has in hand.
-        history: what was recovered from, a line each, for reports and error messages.
+        limits: what the machine stays within.
+        queue: the work that no device has.
+        n_groups: how many head groups there are.
+        devices: the work of each device, by its number.
+        history: one line for each recovery, for reports and error messages.
     """
 
     def __init__(
@@ -166,7 +171,7 @@ class Machine:
 
     @property
     def units_left(self) -> int:
-        """Units that are not done, groups that nobody has begun cut as the first device would."""
+        """Units that are not done; groups not begun count as cut to the first device's depth."""
         depth = next((it.depth for it in self.devices.values()), self.limits.depth)
         begun = [g for it in self.devices.values() for g in it.groups.values()]
         left = sum(len(g.left) for g in (*begun, *self.queue.returned))
@@ -182,7 +187,7 @@ class Machine:
         return [*begun, *(one.group for one in self.queue.returned), *self.queue.waiting]
 
     def start(self, device: int) -> int:
-        """An attempt of ``device`` begins: how many slots it should have."""
+        """Begin an attempt of ``device``; returns how many slots it should use."""
         here = self.devices[device]
         here.whole_groups = self.queue.groups_are_whole
         if not here.groups:
@@ -193,12 +198,12 @@ class Machine:
         return n_slots
 
     def next(self, device: int) -> Launch | None:
-        """The next unit of ``device``; None where there is none for it at present."""
+        """The next unit of ``device``; None if this attempt has no more for it."""
         here = self.devices[device]
         while (visit := next(here.visits, None)) is None:
             found = here.ahead.pop(0) if here.ahead else self._take(here)
             if found is None:
-                # Also where groups that are to be cut now need another start.
+                # Groups may be left: if they are cut from now on, another attempt begins them.
                 return None
             here.current, here.visits = found, self.queue.visits(found, here.carry)
         assert here.current is not None
@@ -206,14 +211,14 @@ class Machine:
         return Launch(here.current.group, visit)
 
     def whole_groups(self, device: int) -> Iterator[Group]:
-        """The head groups of a device that takes them whole; one is done when the next is asked
-        for."""
+        """The head groups left for a device that takes them whole. A group counts as done when the
+        next one is asked for."""
         while (launch := self.next(device)) is not None:
             yield launch.group
             self.on(UnitDone(device, launch.group, launch.visit.task.path))
 
     def between_groups(self, device: int) -> bool:
-        """Whether the next unit of ``device`` would be another group's first, not an attempt's."""
+        """Whether the next unit of ``device`` begins a group, but not the first of an attempt."""
         here = self.devices[device]
         launched = here.current is not None and len(here.current.in_flight) == len(
             here.current.left
@@ -221,13 +226,13 @@ class Machine:
         return launched and not here.ahead and bool(self.queue)
 
     def may_coarsen(self, device: int) -> bool:
-        """Whether headroom would change anything."""
+        """Whether ``Headroom`` of ``device`` would take back a level."""
         here, limits = self.devices[device], self.limits
         recovered = here.depth > limits.depth and not limits.pinned
         return recovered and here.coarsenings < MOST_COARSENINGS
 
     def on(self, event: Event) -> Instruction:
-        """What to do about ``event``."""
+        """Take in ``event``; returns what to do about it."""
         match event:
             case UnitDone():
                 order = self._done(event)
@@ -246,7 +251,7 @@ class Machine:
         return order
 
     def place(self, device: int) -> str:
-        """Where ``device`` is: the first of its units that is not done."""
+        """The first unit of ``device`` that is not done, in words."""
         here = self.devices[device]
         path = next((path for found in here.groups.values() for path in found.left), ())
         return (
@@ -280,17 +285,16 @@ class Machine:
 
     def _out_of_memory(self, event: OutOfMemory) -> Instruction:
         here, limits = self.devices[event.device], self.limits
-        where = event.where or self.place(event.device)
+        where = self.place(event.device)
         if limits.pinned:
-            reason = "the depth is pinned, so the failure is reported as it is"
-            return GiveUp(where, reason, tuple(self.history))
+            return GiveUp(where, "the depth is pinned, so the failure is reported as it is")
         if here.whole_groups:
             return self._fall_back(event)
         if here.n_cap == 1 and here.depth >= limits.max_depth:
             reason = f"one slot at depth {here.depth} is the finest decomposition there is"
             if len(self.devices) > 1:
                 return self._leave(event.device, f"out of memory in {where}: {reason}")
-            return GiveUp(where, reason, tuple(self.history))
+            return GiveUp(where, reason)
         for found in here.groups.values():
             found.land()
         if here.n_cap > 1:
@@ -298,7 +302,6 @@ class Machine:
             change = f"n_cap {here.n_cap + 1} -> {here.n_cap}"
             self._note(event.device, f"out of memory in {where}: {change}")
             return LowerCap(here.n_cap)
-        here.n_cap = limits.deepened_n_cap
         here.depth += 1
         change = f"depth {here.depth - 1} -> {here.depth}"
         self._note(event.device, f"out of memory in {where}: {change}")
@@ -306,7 +309,7 @@ class Machine:
         return Deepen(here.n_cap)
 
     def _fall_back(self, event: OutOfMemory) -> Instruction:
-        """Whole groups are too much for a device: all that are not begun elsewhere are cut."""
+        """Cut the whole groups that are not begun on other devices: they are too large."""
         here = self.devices[event.device]
         if self.queue.groups_are_whole:
             assert self._instead is not None
@@ -328,10 +331,10 @@ class Machine:
         return FallBack()
 
     def _cut_further(self, here: OnDevice) -> None:
-        """Cut what the groups in hand have left to the device's depth."""
+        """Cut the tasks left of the device's groups to its depth."""
         for number, (group, found) in enumerate(tuple(here.groups.items())):
             if number and not found.completed and found.depth < here.depth:
-                # Loaded ahead, nothing of it done: as a group that nobody has begun.
+                # It was only loaded ahead and nothing of it is done, so it begins anew.
                 here.groups[group] = self.queue.begun(group, here.depth)
             else:
                 self.queue.cut(found, here.depth)
@@ -358,7 +361,7 @@ class Machine:
         return Coarsen(here.n_cap)
 
     def _leave(self, device: int, why: str) -> Instruction:
-        """Go on without a device."""
+        """Take a device out of the pass, and put its groups back."""
         where = self.place(device)
         groups = list(self.devices.pop(device).groups.values())
         units = tuple((found.group, path) for found in groups for path in found.in_flight)
@@ -366,7 +369,7 @@ class Machine:
             found.land()
         self.queue.give_back(groups)
         if not self.devices and not self.finished:
-            return GiveUp(where, f"{why}, and there is no other device", tuple(self.history))
+            return GiveUp(where, f"{why}, and there is no other device")
         self._note(device, f"{why}: {len(units)} unit(s) go to others")
         return Requeue(units)
 

@@ -1,4 +1,4 @@
-"""What of a pass is left to do: head groups, and of those that were begun their tasks."""
+"""The work that a pass has left: head groups not begun, and tasks of groups that were begun."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from quorum_attention.execution.workload import Group
 
 
-# What a head group is where it is not cut: one unit, whatever is in it.
+# The task of a head group that is not cut: the whole group is one unit.
 WHOLE = Task((), ())
 _WHOLE_VISIT = Visit(WHOLE, (), (), (), (), ())
 
 
 class Cuts(Protocol):
-    """Says which tasks a head group is cut into; the same for every group."""
+    """The tasks that a head group is cut into; the same for every group."""
 
     def tasks(self, depth: int) -> Sequence[Task]:
-        """All tasks of this depth, in order."""
+        """All tasks of ``depth``, in order."""
 
     def further(self, tasks: Sequence[Task], depth: int) -> Sequence[Task]:
-        """``tasks``, of one level less, each cut to this depth, in order."""
+        """The tasks of ``depth`` that ``tasks``, of one level less, are cut into, in order."""
 
     def schedule(self, depth: int) -> Schedule:
-        """With slots for all the tasks that were asked for at this depth."""
+        """A schedule whose slots hold every task of ``depth`` that has been asked for."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,12 +41,12 @@ class GroupTasks:
     """A head group that was begun.
 
     Attributes:
-        depth: of the tasks that are left.
-        left: tasks that are not done, by path, in order.
-        completed: those that are.
-        in_flight: paths of those that are left and were launched.
-        steps: of units that overflowed, the steps down of their heads.
-        is_level: whether all of its tasks are those of a depth, none cut since.
+        depth: the depth of the tasks left.
+        left: the tasks that are not done, by path, in order.
+        completed: the tasks that are done, by path.
+        in_flight: the paths of tasks left that were launched.
+        steps: for each unit that overflowed, the steps down of its (entry, key/value head).
+        is_level: whether its tasks are all tasks of one depth, none of them cut further since.
     """
 
     group: Group
@@ -58,13 +58,13 @@ class GroupTasks:
     is_level: bool = True
 
     def done(self, path: Path) -> None:
-        """A unit in flight is done."""
+        """Mark a unit in flight as done."""
         self.in_flight.remove(path)
         self.completed[path] = self.left.pop(path)
         self.steps.pop(path, None)
 
     def land(self) -> None:
-        """Nothing of it is in flight any more."""
+        """Forget the units in flight: they have to run again."""
         self.in_flight.clear()
         self.steps.clear()
 
@@ -73,9 +73,9 @@ class Queue:
     """Head groups in order; a group that is begun belongs to one device until it is finished.
 
     Attributes:
-        groups_are_whole: whether groups are not cut; there are no ``cuts`` then.
-        waiting: groups that nobody has begun.
-        returned: begun on devices that are gone.
+        groups_are_whole: whether each group is one unit; there are no ``cuts`` then.
+        waiting: groups that are not begun.
+        returned: groups that were begun on a device that left the pass.
         finished: groups that are done.
     """
 
@@ -92,16 +92,16 @@ class Queue:
 
     @property
     def cuts(self) -> Cuts:
-        """What its groups are cut by."""
+        """The tasks that groups are cut into."""
         assert self._cuts is not None, "groups are whole"
         return self._cuts
 
     def cut_by(self, cuts: Cuts) -> None:
-        """Groups are cut from here on."""
+        """Cut groups that begin from now on."""
         self._cuts, self.groups_are_whole = cuts, False
 
     def take(self, depth: int) -> GroupTasks | None:
-        """The next group for a device that works at ``depth``; None where there is none."""
+        """The next group, for a device that works at ``depth``; None if there is none."""
         if self.returned:
             found = self.returned.popleft()
             self.cut(found, depth)
@@ -109,13 +109,13 @@ class Queue:
         return self.begun(self.waiting.popleft(), depth) if self.waiting else None
 
     def begun(self, group: Group, depth: int) -> GroupTasks:
-        """A group with all tasks of ``depth`` left."""
+        """A group that begins, with all tasks of ``depth`` left."""
         if self.groups_are_whole:
             return GroupTasks(group, depth, {(): WHOLE})
         return GroupTasks(group, depth, {task.path: task for task in self.cuts.tasks(depth)})
 
     def cut(self, found: GroupTasks, depth: int) -> None:
-        """Cut what is left of a group down to ``depth``, if it is coarser."""
+        """Cut the tasks left of a group down to ``depth``, if they are coarser."""
         while found.depth < depth:
             found.depth += 1
             finer = self.cuts.further(tuple(found.left.values()), found.depth)
@@ -123,12 +123,12 @@ class Queue:
             found.is_level = False
 
     def give_back(self, found: Sequence[GroupTasks]) -> None:
-        """Groups that their device does not finish, in order: the first to be taken again."""
+        """Put back groups that their device does not finish, in front and in order."""
         self.returned.extendleft(reversed([one for one in found if one.completed]))
         self.waiting.extendleft(reversed([one.group for one in found if not one.completed]))
 
     def visits(self, found: GroupTasks, carry: bool) -> Iterator[Visit]:
-        """The visits of what is left of a group (``carry``: see control/visits.py)."""
+        """The visits of the tasks left of a group (``carry``: see control/visits.py)."""
         if found.left.get(()) is WHOLE:
             return iter((_WHOLE_VISIT,))
         if found.completed or not found.is_level:
@@ -141,7 +141,7 @@ class Queue:
 
 
 class _Replay:
-    """What an iterator yields, for any number of readers; it is asked only once."""
+    """The items of an iterator, for any number of readers; it is run through only once."""
 
     def __init__(self, source: Iterator[Visit]) -> None:
         self._source = source

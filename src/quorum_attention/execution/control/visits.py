@@ -1,10 +1,10 @@
-"""Which rows of a task are new, carried over, loaded, finished or put away.
+"""Which rows of a task are fresh, carried, loaded, finished or stored.
 
-The state of a row (statistics in the forward, gradients in the backward) travels with the row:
-it starts empty at the first task that holds the row, is handed on from task to task, and is
-finished by the last. Two tasks of one level always share a chunk (trimmed ones a part of it, or
-nothing), so a part of the state need not travel at all: it is carried from one slot to the next on
-the device.
+Every row has a state: statistics in the forward, gradients in the backward. The state starts empty
+at the first task that holds the row, is passed from task to task, and is finished by the last.
+Between tasks it is stored at its home. Two tasks of one level always share a chunk (trimmed tasks
+share a part of one, or nothing), so the state of shared rows can stay on the device: it is carried
+from one slot to the next.
 
 Everything here is integers: no tensors, no device.
 """
@@ -20,13 +20,13 @@ from quorum_attention.decomposition.intervals import Cells, joined
 
 
 class Carried(NamedTuple):
-    """Rows that the previous task held as well, and where they lay there."""
+    """Rows that the previous task held as well, and their first position in that task."""
 
     rows: Rows
     previous_local: int
 
     def continued(self, after: Carried) -> Carried | None:
-        """Both as one where ``after`` goes on with these in both tasks."""
+        """Both as one, if ``after`` follows these rows in both tasks; else None."""
         rows = self.rows.continued(after.rows)
         if rows is None or after.previous_local != self.previous_local + self.rows.length:
             return None
@@ -35,10 +35,14 @@ class Carried(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One task's turn in the queue.
+    """A task, with its rows sorted by where their state comes from and where it goes.
 
-    ``fresh`` + ``carried`` + ``loaded`` are the task's rows by where their state comes from;
-    ``finished`` + ``stored`` are the same rows by where it goes.
+    Attributes:
+        fresh: rows that no earlier task held; their state is empty.
+        carried: rows whose state is copied from the previous task's slot.
+        loaded: rows whose state is copied from its home.
+        finished: rows that no later task holds; their state is final.
+        stored: rows whose state is copied to its home.
     """
 
     task: Task
@@ -55,9 +59,9 @@ def visits(
     """The visits of ``tasks`` in this order.
 
     Args:
-        tasks: what is still to run, in order.
-        touched: global row ranges whose state already exists from earlier work, ascending.
-        carry: whether state may pass from one slot to the next (two slots or more).
+        tasks: the tasks that are left, in order.
+        touched: ranges of global rows, ascending, whose state exists from completed tasks.
+        carry: whether state may be carried from slot to slot; this takes two slots or more.
     """
     every = [rows for task in tasks for rows in task.runs]
     cells = Cells(edge for held in (*every, *touched) for edge in held[:2])
