@@ -10,6 +10,7 @@ from quorum_attention.execution.pass_spec import BACKWARD, FORWARD, PassSpec, sp
 from quorum_attention.execution.slots import slot_layout
 from quorum_attention.execution.workload import GroupSize, Workload
 
+HERE = torch.device("cpu")
 WORK = Workload((3,), 4, 2, 10, 7, 5, 6, torch.float16, False)
 PASSES = pytest.mark.parametrize("spec", [FORWARD, BACKWARD], ids=lambda spec: spec.name)
 
@@ -57,7 +58,7 @@ def test_counts_are_those_of_shapes(spec: PassSpec) -> None:
 def test_results_are_made_where_they_are_not_there(spec: PassSpec) -> None:
     first = spec.states[0]
     given = torch.empty(first.shape(WORK), dtype=torch.bfloat16)
-    results = Results(spec, WORK, torch.bfloat16, torch.device("cpu"), {first.name: given})
+    results = Results(spec, WORK, torch.bfloat16, HERE, HERE, {first.name: given})
     made = results.make()
     assert made[0] is given
     for state, result in zip(spec.states, made, strict=True):
@@ -76,13 +77,13 @@ def test_a_kernels_own_results_are_taken_as_they_are(
     parts = [torch.randn(work.batch, *s.shape(work)[len(batch_shape) :]) for s in spec.states]
     first = spec.states[0]
     given = torch.empty(first.shape(work))
-    results = Results(spec, work, torch.float32, torch.device("cpu"), {first.name: given})
+    results = Results(spec, work, torch.float32, HERE, HERE, {first.name: given})
     taken = results.take(parts)
     assert taken[0] is given
     assert torch.equal(given.flatten(), parts[0].flatten())
     for state, part, result in zip(spec.states[1:], parts[1:], taken[1:], strict=True):
         assert result.shape == state.shape(work)
         assert result.data_ptr() == part.data_ptr()
-    half = Results(spec, work, torch.float16, torch.device("cpu"), {}).take(parts)
+    half = Results(spec, work, torch.float16, HERE, HERE, {}).take(parts)
     wanted = [torch.float32 if s.over is None else torch.float16 for s in spec.states]
     assert [result.dtype for result in half] == wanted
