@@ -49,7 +49,7 @@ def test_a_length_that_grows_by_one_never_needs_a_plan(monkeypatch, kv_heads: in
     query = torch.randn(1, 8, 1, 16)
     chosen = Counted(monkeypatch, decide, "choose")
     reports = Counted(monkeypatch, passes, "_pass_report")
-    priced = Counted(monkeypatch, small, "price")
+    priced = Counted(monkeypatch, small, "footprint_of")
     decomposed = Counted(monkeypatch, search, "decomposition_of")
     for n in range(300, 700):
         found = qa.attention(query, keys[:, :, :n], values[:, :, :n], enable_gqa=True)
@@ -65,7 +65,7 @@ def test_a_length_that_grows_by_one_never_needs_a_plan(monkeypatch, kv_heads: in
 def test_training_on_ever_new_lengths_needs_no_plan(monkeypatch, gradients: str) -> None:
     """The gradient of a sum is an expanded number."""
     chosen = Counted(monkeypatch, decide, "choose")
-    priced = Counted(monkeypatch, small, "price")
+    priced = Counted(monkeypatch, small, "footprint_of")
     for n in range(40, 60):
         given = inputs(n, heads=4, kv_heads=2, head_dim=8)
         tensors = [t.requires_grad_(gradients != "none") for t in given.three]

@@ -69,13 +69,14 @@ def test_nothing_that_fits_is_predicted_faster(n, heads, budget, resident, backw
     assert best.footprint.total <= budget
     pairs = pairs_of(call, KERNEL)
     machine = _paced(MACHINE, KERNEL, pairs)
-    again = price(call, best.schedule, KERNEL, place, machine, backward=backward)
+    case = Case(call, KERNEL, spec_of(backward), place)
+    again = price(best.schedule, case, machine)
     assert (again.footprint, again.cost) == (best.footprint, best.cost)
     if best.cost.seconds < policy.WORTH_COMPARING:
         return
-    every = _schedules(call, wish, pairs, KERNEL, place, backward=backward)
+    every = _schedules(case, wish, pairs)
     for schedule in list(every)[::7]:
-        other = price(call, schedule, KERNEL, place, machine, backward=backward)
+        other = price(schedule, case, machine)
         if other.footprint.total <= budget:
             slack = policy.CLEARLY if isinstance(best.schedule.route, Whole) else 1.0
             slack -= policy.FIRST_CALL_COUNTS
@@ -166,11 +167,13 @@ def test_a_plan_for_inputs_here_serves_inputs_elsewhere(backward: bool) -> None:
     call = work(1 << 17)
     for wish in (Wish(64 * GIB), Wish(64 * GIB, depth=1)):
         found = chosen(call, wish, NEAR, backward=backward)
-        same = refitted(found, call, KERNEL, NEAR, NEAR, MACHINE, backward=backward)
+        case = Case(call, KERNEL, spec_of(backward), NEAR)
+        same = refitted(found, case, NEAR, MACHINE)
         assert same == found
-        moved = refitted(found, call, KERNEL, NEAR, FAR, MACHINE, backward=backward)
+        case = replace(case, place=FAR)
+        moved = refitted(found, case, NEAR, MACHINE)
         assert moved.schedule.decomposition == found.schedule.decomposition
-        assert moved.schedule.runs(Case(call, KERNEL, spec_of(backward), FAR))
+        assert moved.schedule.runs(case)
         assert isinstance(moved.schedule.route, Slots)
 
 

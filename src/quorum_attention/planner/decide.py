@@ -18,7 +18,9 @@ from functools import lru_cache
 import torch
 
 from quorum_attention.errors import BudgetError
+from quorum_attention.execution.case import Case
 from quorum_attention.execution.device.lookup import backend_of
+from quorum_attention.execution.pass_spec import spec_of
 from quorum_attention.execution.placement import Placement
 from quorum_attention.execution.routes.whole import Whole
 from quorum_attention.execution.trimming import pairs_of
@@ -219,10 +221,9 @@ def _planned(asked: Asked, preferred: InnerKernel, others: Iterable[InnerKernel]
     machine = machine_of(options.device, work.dtype, work.head_dim)
     given = options.plan
     if given is not None and given.backward == backward:
-        fitted = refitted(
-            given.candidate, work, preferred, given.place, place, machine, backward=backward,
-            same_work=replace(given.work, batch_shape=work.batch_shape) == work,
-        )  # fmt: skip
+        case = Case(work, preferred, spec_of(backward), place)
+        same = replace(given.work, batch_shape=work.batch_shape) == work
+        fitted = refitted(given.candidate, case, given.place, machine, same_work=same)
         plan = replace(given, candidate=fitted)
         _check_budget(plan, options.budget_bytes)
         return Decision(preferred, plan, last=True)

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise, product
-from typing import Any
 
 from quorum_attention.decomposition import Decomposition, Pairs
 from quorum_attention.decomposition.share import kept_share
@@ -77,65 +76,51 @@ class Candidate:
     why: str = ""
 
 
-def price(
-    work: Workload,
-    schedule: Schedule,
-    kernel: InnerKernel,
-    place: Placement,
-    machine: Machine,
-    *,
-    backward: bool,
-) -> Candidate:
+def price(schedule: Schedule, case: Case, machine: Machine) -> Candidate:
     """Bytes and seconds of one schedule."""
-    case = Case(work, kernel, spec_of(backward), place)
     return Candidate(schedule, footprint_of(schedule, case), cost(schedule, case, machine))
 
 
 def refitted(
-    found: Candidate,
-    work: Workload,
-    kernel: InnerKernel,
-    planned: Placement,
-    place: Placement,
-    machine: Machine,
-    *,
-    backward: bool,
-    same_work: bool = True,
+    found: Candidate, case: Case, planned: Placement, machine: Machine, *, same_work: bool = True
 ) -> Candidate:
-    """``found``, chosen for a ``planned`` place and maybe another kernel, for this call's; and for
-    its mask and scale, unless they are those planned for (``same_work``).
+    """``found``, which was chosen for another case, as it serves this one.
 
-    A kernel may leave out more, or less; results may be of a wider dtype than was planned for; and
-    what cannot run on the inputs as they lie goes through slots.
+    The kernel may be another one, whose mask leaves out more or less; results may be of a wider
+    dtype than was planned for; and what cannot run on the inputs as they lie goes through slots.
+
+    Args:
+        planned: the place that it was chosen for.
+        same_work: whether it was chosen for the same mask and scale.
     """
-    schedule, case = found.schedule, Case(work, kernel, spec_of(backward), place)
+    schedule, work, kernel, place = found.schedule, case.work, case.kernel, case.place
     as_planned, planned = planned, replace(
         planned, result_dtype=place.result_dtype, copied=place.copied, divided=place.divided
     )  # fmt: skip
     if not schedule.runs(case):
         schedule, planned = schedule.through_slots(work), place
         if isinstance(found.schedule.route, Whole):
-            made = price(work, schedule, kernel, place, machine, backward=backward)
+            made = price(schedule, case, machine)
             return replace(made, why=found.why)
     elif isinstance(schedule.route, Together) and planned == as_planned:
         return found
     pairs = pairs_of(work, kernel)
     less = schedule.trimmed
     if less is not None or _trims(pairs):
-        less = _trimmed_tally(schedule.decomposition, pairs, kernel, backward=backward)
+        less = _trimmed_tally(schedule.decomposition, pairs, case)
     unchanged = schedule is found.schedule and less == schedule.trimmed
     if not (same_work and unchanged and planned == as_planned):
         if isinstance(schedule.route, (InPlace, Slots)):
             schedule = replace(schedule, route=replace(schedule.route, trimmed=less))
         paced = _paced(machine, kernel, pairs)
-        made = price(work, schedule, kernel, planned, paced, backward=backward)
+        made = price(schedule, replace(case, place=planned), paced)
         found = replace(made, why=found.why)
     return _as_one_call(found, case)
 
 
 def _as_one_call(found: Candidate, case: Case) -> Candidate:
-    """``found`` without the slots that it was planned through, where all of a head group can be run
-    by one call here, after all."""
+    """``found``; if it is uncut and goes through slots, without them where one call can run a whole
+    head group on the inputs as they lie."""
     schedule = found.schedule
     if schedule.decomposition.depth or not isinstance(schedule.route, Slots):
         return found
@@ -144,8 +129,11 @@ def _as_one_call(found: Candidate, case: Case) -> Candidate:
 
 
 def _paced(machine: Machine, kernel: InnerKernel, pairs: Pairs) -> Machine:
-    """The machine as fast as ``kernel`` drives it, all pairs of the call counted: faster by those
-    that a mask of the kernel's own leaves out."""
+    """The machine with the rates that ``kernel`` reaches.
+
+    Costs count all pairs of a call: a kernel whose own mask leaves out some of them reaches a
+    higher rate of counted pairs.
+    """
     forward, backward = traits_of(kernel).rates
     share = kept_share(pairs)
     forward, backward = forward / share, backward / share
@@ -166,7 +154,7 @@ def choose(
     """The fastest schedule that fits; the monolithic call where it fits and nothing is clearly
     faster.
 
-    Remembered: a model calls attention many times over with the same sizes.
+    Answers are remembered: a model calls attention many times with the same sizes.
 
     Raises:
         BudgetError: nothing fits; names the smallest budget that would do.
@@ -186,25 +174,21 @@ def _choose(
     *,
     backward: bool,
 ) -> Candidate:
-    search = _Search(work, wish, kernel, place, _paced(machine, kernel, pairs), backward)
-
-    def look(**which: Any) -> Candidate | None:
-        found = _schedules(work, wish, pairs, kernel, place, backward=backward, **which)
-        return search.look(found)
-
-    at_once = look()
+    case = Case(work, kernel, spec_of(backward), place)
+    search = _Search(case, wish, _paced(machine, kernel, pairs))
+    at_once = search.look(_schedules(case, wish, pairs))
     if at_once is not None:
         return at_once
-    # On to more tasks, which take longer to trim, as long as nothing has been found below; and
-    # under a mask once where that is as many tasks untrimmed.
+    # Trimming takes time for every task, so decompositions into more tasks are trimmed only while
+    # nothing fits. Once also under the kernel's own mask, where the best has as many untrimmed.
     for number, counts in enumerate(pairwise(policy.MOST_TRIMMED)):
         nothing = search.best is None and _trims(pairs)
         masked = number == 0 and pairs.verdict is not None
         many = masked and search.best is not None and _many(search.best, counts[0])
         if search.undivided is None and (nothing or many):
-            look(n_tasks=counts)
+            search.look(_schedules(case, wish, pairs, n_tasks=counts))
     if search.nothing and wish.levels is None and wish.enforce_budget:
-        look(shapes=_deep(work, wish, pairs, kernel, place, backward=backward))
+        search.look(_schedules(case, wish, pairs, shapes=_deep(case, wish, pairs)))
     return search.taken()
 
 
@@ -213,18 +197,18 @@ class _Search:
     """What a search asks of every schedule, and what it has found so far.
 
     Attributes:
-        machine: as fast as the kernel drives it.
-        best: of the schedules that fit, the one that should be fastest; without the monolithic one.
+        machine: with the rates that the kernel reaches (``_paced``).
+        best: the schedule that fits and is predicted fastest, the monolithic call left aside.
         undivided: the monolithic call, where it fits.
-        smallest: of all schedules the one of the fewest bytes.
+        smallest: the schedule of the fewest bytes, whether it fits or not.
+        fitting: how many schedules fit, the monolithic call left aside.
+        whole_bytes: the fewest bytes of an uncut call, whether it fits or not.
+        by_levels: the fewest seconds of those that fit, by their levels.
     """
 
-    work: Workload
+    case: Case
     wish: Wish
-    kernel: InnerKernel
-    place: Placement
     machine: Machine
-    backward: bool
     best: Candidate | None = None
     undivided: Candidate | None = None
     smallest: tuple[Schedule, Footprint] | None = None
@@ -238,25 +222,24 @@ class _Search:
         return self.best is None and self.undivided is None
 
     def look(self, schedules: Iterable[Schedule]) -> Candidate | None:
-        """Price those that fit; one that is taken without a look at others, if there is one."""
-        case = Case(self.work, self.kernel, spec_of(self.backward), self.place)
+        """Price the schedules that fit. A monolithic call that needs no comparison is returned."""
         for schedule in schedules:
-            footprint = footprint_of(schedule, case)
+            footprint = footprint_of(schedule, self.case)
             total = footprint.total
             if self.smallest is None or total < self.smallest[1].total:
                 self.smallest = schedule, footprint
-            every = schedule.is_all(self.work)
+            every = schedule.is_all(self.case.work)
             if every and not schedule.decomposition.levels:
                 least = self.whole_bytes
                 self.whole_bytes = total if least is None else min(total, least)
             if total > self.wish.budget_bytes:
                 continue
-            found = self._price(schedule)
+            found = price(schedule, self.case, self.machine)
             if not (every and isinstance(schedule.route, Whole)):
                 self._add(found)
             elif found.cost.seconds < policy.WORTH_COMPARING:
                 return replace(found, why=_SHORT)
-            elif not self.place.backend.overlaps:
+            elif not self.case.place.backend.overlaps:
                 return replace(found, why=_ON_A_CPU)
             else:
                 self.undivided = found
@@ -279,18 +262,13 @@ class _Search:
         assert self.smallest is not None, "the search always has a candidate"
         schedule, footprint = self.smallest
         if not self.wish.enforce_budget:
-            return self._price(schedule)
+            return price(schedule, self.case, self.machine)
         needed, budget = footprint.total, self.wish.budget_bytes
         raise BudgetError(
             f"a budget of {format_bytes(budget)} ({budget} bytes) is too small for this call; the "
             f"smallest that works, of the cuts this search knows, is {format_bytes(needed)} "
             f"({needed} bytes){_pinned_words(self.wish)}: {_breakdown(footprint)}",
             smallest_bytes=needed,
-        )
-
-    def _price(self, schedule: Schedule) -> Candidate:
-        return price(
-            self.work, schedule, self.kernel, self.place, self.machine, backward=self.backward
         )
 
     def _add(self, found: Candidate) -> None:
@@ -302,7 +280,7 @@ class _Search:
             self.best = found
 
     def _words(self, taken: Candidate) -> str:
-        """Why ``taken``."""
+        """Why this schedule is taken."""
         levels = taken.schedule.decomposition.levels
         others = [(s, other) for other, s in self.by_levels.items() if other != levels]
         following = ""
@@ -324,7 +302,7 @@ class _Search:
 
 
 def _many(found: Candidate, tasks: int) -> bool:
-    """Whether it has more than so many, untrimmed."""
+    """Whether the schedule has more than ``tasks`` tasks, none of them trimmed."""
     return found.schedule.trimmed is None and found.schedule.decomposition.n_tasks > tasks
 
 
@@ -337,17 +315,18 @@ def uncut(work: Workload, group: GroupSize, *, pinned: bool = False) -> Schedule
 def undivided(
     work: Workload, kernel: InnerKernel, place: Placement, machine: Machine, *, backward: bool
 ) -> Candidate | None:
-    """The monolithic call, where it is so short and small that nothing else needs a thought."""
+    """The monolithic call, where it is so short and small that no search is worth its time."""
     sizes = group_sizes(work)
-    # Several batch dimensions may be run one by one: what is done of them has to stay done.
+    # With several batch dimensions there may be several calls: those that are complete when memory
+    # runs out must not be repeated, so such a pass needs a plan.
     if not place.backend.refuses or not sizes or len(work.batch_shape) > 1:
         return None
-    # Pinned: what fails is decided again (decide.py).
+    # Pinned: where memory runs out, decide.py decides again.
     schedule = uncut(work, sizes[0], pinned=True)
-    if not schedule.runs(Case(work, kernel, spec_of(backward), place)):
+    case = Case(work, kernel, spec_of(backward), place)
+    if not schedule.runs(case):
         return None
-    paced = _paced(machine, kernel, pairs_of(work, kernel))
-    found = price(work, schedule, kernel, place, paced, backward=backward)
+    found = price(schedule, case, _paced(machine, kernel, pairs_of(work, kernel)))
     small = (
         found.footprint.total <= policy.SHORT_BYTES and found.cost.seconds < policy.WORTH_COMPARING
     )
@@ -355,7 +334,7 @@ def undivided(
 
 
 def _score(candidate: Candidate) -> float:
-    """What is minimised: the seconds of a call, and a little those of the first one."""
+    """What the search minimises: seconds, and a small share of what the first call takes more."""
     seconds = candidate.cost.seconds
     return seconds + min(policy.FIRST_CALL_COUNTS * seconds, candidate.cost.preparation)
 
@@ -379,18 +358,21 @@ def _breakdown(footprint: Footprint) -> str:
 
 
 def _schedules(
-    work: Workload,
+    case: Case,
     wish: Wish,
     pairs: Pairs,
-    kernel: InnerKernel,
-    place: Placement,
     *,
-    backward: bool,
     n_tasks: tuple[int, int] | None = None,
     shapes: tuple[Decomposition, ...] | None = None,
 ) -> Iterator[Schedule]:
-    """Every schedule worth a price; with ``n_tasks`` those of more than so many trimmed tasks, up
-    to so many; with ``shapes`` those of these cuts, through slots."""
+    """Every schedule worth a price.
+
+    Args:
+        pairs: which query-key pairs the call keeps.
+        n_tasks: (a, b): only through slots, with more than a and at most b tasks, trimmed.
+        shapes: only these decompositions, through slots.
+    """
+    work, kernel = case.work, case.kernel
     sizes = [wish.group] if wish.group is not None else group_sizes(work)
     sizes = sizes or [GroupSize(max(1, work.batch), max(1, work.kv_heads))]
     over_inputs = n_tasks is None and shapes is None
@@ -398,18 +380,14 @@ def _schedules(
         shapes = _decompositions(work, wish, pairs)
     if n_tasks is not None:
         shapes = tuple(s for s in shapes if n_tasks[0] < s.n_tasks <= n_tasks[1])
-    case = Case(work, kernel, spec_of(backward), place)
-    choice = _choice(wish, kernel, place)
-
-    def less(shape: Decomposition) -> Tally | None:
-        return _trimmed_tally(shape, pairs, kernel, backward=backward)
-
+    choice = _choice(wish, case)
     over: type[InPlace | Together] = InPlace if takes_tasks(kernel, work) else Together
-    swept = _swept(work, wish, kernel, place, shapes) if over_inputs else []
-    # Whether it can run does not depend on the cut.
+    swept = _swept(case, wish, shapes) if over_inputs else []
+    # One answer holds for all: whether a route can run does not depend on the decomposition.
     if swept and Schedule(swept[0], sizes[-1], over()).runs(case):
         for shape in swept:
-            mine = replace(choice, trimmed=less(shape) if over is InPlace else None)
+            trimmed = _trimmed_tally(shape, pairs, case) if over is InPlace else None
+            mine = replace(choice, trimmed=trimmed)
             routes: tuple[Route, ...] = tuple(over.offered(mine))
             for size, route in product(sizes, routes):
                 if size.batch == 1:
@@ -422,23 +400,24 @@ def _schedules(
     few = policy.MOST_TRIMMED[0] if n_tasks is None and wish.levels is None else math.inf
     for shape in shapes:
         if not shape.depth:
-            # Under a mask a monolithic call is one rectangle as well: torch's own does the same.
+            # No ``max_pairs``: a monolithic call is one rectangle under a mask too, as in torch.
             for size, slots in product(sizes, tuple(Slots.offered(replace(choice, streams=(1,))))):
                 made = schedule_of(work, shape, size, Whole(slots), pinned=wish.pinned)
                 yield made if made.runs(case) else made.through_slots(work)
             continue
-        mine = replace(choice, trimmed=less(shape) if shape.n_tasks <= few else None)
+        trimmed = _trimmed_tally(shape, pairs, case) if shape.n_tasks <= few else None
+        mine = replace(choice, trimmed=trimmed)
         for size, slots in product(sizes, tuple(Slots.offered(mine))):
             yield schedule_of(work, shape, size, slots, pinned=wish.pinned, max_pairs=max_pairs)
 
 
-def _choice(wish: Wish, kernel: InnerKernel, place: Placement) -> Choice:
-    """The fields of routes that are looked at: those asked for, or all that may be of use."""
-    backend = place.backend
+def _choice(wish: Wish, case: Case) -> Choice:
+    """The values of a route's fields that are tried: those asked for, or all that may be of use."""
+    backend = case.place.backend
     n_caps = (2, 1) if backend.overlaps else (1,)
     homes: tuple[Home, ...] = ("device", "host") if backend.own_memory else ("host",)
     streams = (1, 2) if wish.streams is None else (wish.streams,)
-    if backend.most_streams == 1 or not traits_of(kernel).several_streams:
+    if backend.most_streams == 1 or not traits_of(case.kernel).several_streams:
         streams = (1,)
     return Choice(
         n_caps if wish.n_cap is None else (wish.n_cap,),
@@ -447,14 +426,10 @@ def _choice(wish: Wish, kernel: InnerKernel, place: Placement) -> Choice:
     )
 
 
-def _swept(
-    work: Workload,
-    wish: Wish,
-    kernel: InnerKernel,
-    place: Placement,
-    shapes: tuple[Decomposition, ...],
-) -> list[Decomposition]:
-    """Of ``shapes`` those that are worth running on the inputs as they lie, and one more."""
+def _swept(case: Case, wish: Wish, shapes: tuple[Decomposition, ...]) -> list[Decomposition]:
+    """The decompositions that are worth running on the inputs as they lie: some of ``shapes``, and
+    one more (``policy.FEWEST``)."""
+    work, kernel, place = case.work, case.kernel, case.place
     asked_for_slots = wish.n_cap is not None or wish.sweep is False
     asked_for_slots |= wish.accumulator == "host" and place.backend.own_memory
     gains = traits_of(kernel).several_streams or takes_tasks(kernel, work)
@@ -466,17 +441,9 @@ def _swept(
     return found
 
 
-def _deep(
-    work: Workload,
-    wish: Wish,
-    pairs: Pairs,
-    kernel: InnerKernel,
-    place: Placement,
-    *,
-    backward: bool,
-) -> tuple[Decomposition, ...]:
-    """Of all cuts a few of those that fit, or the one that comes closest."""
-    case = Case(work, kernel, spec_of(backward), place)
+def _deep(case: Case, wish: Wish, pairs: Pairs) -> tuple[Decomposition, ...]:
+    """A few of all the decompositions that fit; where none fits, the one of the fewest bytes."""
+    work = case.work
     smallest = (group_sizes(work) or [GroupSize(max(1, work.batch), max(1, work.kv_heads))])[-1]
     least = replace(
         wish,
@@ -485,7 +452,7 @@ def _deep(
         accumulator=wish.accumulator or "host",
         streams=1,
     )
-    # Not the remembered ones: so many would drive out those that calls need.
+    # Not by ``decomposition_of``: so many would drive what calls need out of its memory.
     shapes = tuple(
         Decomposition(work.n_tokens, levels, wish.layout, wish.tile)  # type: ignore[arg-type]
         for levels in _deep_levels(work.n_tokens, wish.layout, wish.tile)
@@ -493,9 +460,7 @@ def _deep(
     )
     sized = [
         (footprint_of(schedule, case).total, schedule.decomposition)
-        for schedule in _schedules(
-            work, least, pairs, kernel, place, backward=backward, shapes=shapes
-        )
+        for schedule in _schedules(case, least, pairs, shapes=shapes)
     ]
     fitting = [shape for total, shape in sized if total <= wish.budget_bytes]
     if fitting or not sized:
@@ -506,10 +471,13 @@ def _deep(
 
 @lru_cache(maxsize=64)
 def _deep_levels(n_tokens: int, layout: str, tile: int) -> tuple[tuple[int, ...], ...]:
-    """Every cut into at most ``policy.MOST_TASKS``, coarser levels first, whose levels all make the
-    largest task smaller."""
+    """The levels of every decomposition into at most ``policy.MOST_TASKS`` tasks.
+
+    Chunk counts do not grow from level to level, and every level makes the largest task smaller.
+    """
     counts = [chunk_count(l) for l in quorum_sizes(policy.LARGEST_SINGLE) if l >= 3]
-    # Through slots a call of one task may take less than as it is, where that copies something.
+    # Also one whose largest task is the whole call: through slots it may take fewer bytes than the
+    # monolithic call, where that one copies something.
     found: list[tuple[int, ...]] = []
     if Decomposition(n_tokens, (counts[0],), layout, tile).max_task_tokens == n_tokens:  # type: ignore[arg-type]
         found.append((counts[0],))
@@ -528,21 +496,22 @@ def _deep_levels(n_tokens: int, layout: str, tile: int) -> tuple[tuple[int, ...]
     return tuple(found)
 
 
-def _trimmed_tally(
-    shape: Decomposition, pairs: Pairs, kernel: InnerKernel, *, backward: bool
-) -> Tally | None:
+def _trimmed_tally(shape: Decomposition, pairs: Pairs, case: Case) -> Tally | None:
     """What trimming leaves of the tasks, None where there is nothing to leave out."""
     if shape.depth == 0 or not _trims(pairs):
         return None
-    return tally(shape, pairs, kernel, backward)
+    return tally(shape, pairs, case.kernel, case.spec.backward)
 
 
 def _trims(pairs: Pairs) -> bool:
+    """Whether tasks are worth trimming: a kernel's own mask, or many more queries than keys (or
+    keys than queries) leave parts of them without pairs."""
     few, many = sorted((pairs.n_queries, pairs.n_keys))
     return pairs.verdict is not None or few * policy.LOPSIDED <= many
 
 
 def _decompositions(work: Workload, wish: Wish, pairs: Pairs) -> tuple[Decomposition, ...]:
+    """Those asked for, or those worth a look, coarser levels first."""
     if wish.levels is not None:
         levels = [wish.levels]
     else:
@@ -562,7 +531,11 @@ def _decompositions(work: Workload, wish: Wish, pairs: Pairs) -> tuple[Decomposi
 
 
 def _check_depth(n_tokens: int, wish: Wish) -> None:
-    """Refuse a depth at which nothing gets smaller: seven times the tasks of the one before."""
+    """Refuse a depth whose last levels make no task smaller, and only more tasks.
+
+    Raises:
+        ValueError: names the largest useful depth.
+    """
     assert wish.depth is not None
     useful, tokens = 0, n_tokens
     while useful < wish.depth:
@@ -582,12 +555,13 @@ def _check_depth(n_tokens: int, wish: Wish) -> None:
 def decomposition_of(
     n_tokens: int, levels: tuple[int, ...], layout: str, tile: int
 ) -> Decomposition:
-    """The one of these sizes, remembered."""
+    """The decomposition of ``n_tokens`` at these levels, remembered."""
     return Decomposition(n_tokens, levels, layout, tile)  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=2)
 def _level_choices(masked: bool) -> tuple[tuple[int, ...], ...]:
+    """The levels that a search looks at; fewer single levels under a mask of the kernel's own."""
     sizes = policy.TRIMMED_SINGLE if masked else quorum_sizes(policy.LARGEST_SINGLE)
     single = [(chunk_count(l),) for l in sizes if l >= (2 if masked else 3)]
     pairs = [

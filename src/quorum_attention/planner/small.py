@@ -20,7 +20,8 @@ from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.remembered import remembered
 from quorum_attention.planner import policy
 from quorum_attention.planner.calibration import machine_of
-from quorum_attention.planner.search import price, uncut, undivided
+from quorum_attention.planner.footprint import footprint_of
+from quorum_attention.planner.search import uncut, undivided
 
 
 def is_small(
@@ -31,16 +32,17 @@ def is_small(
     *,
     backward: bool,
 ) -> bool:
-    """Whether ``kernel`` takes the call whole, and it is so short that nothing else needs a
-    thought."""
+    """Whether ``kernel`` takes the call whole, and the call is so short that no plan is worth its
+    time."""
     if not place.in_place or len(work.batch_shape) > 1:
         return False
-    # A mask of the kernel's own knows the tokens that there are, and no others.
+    # A kernel's own mask is defined for these lengths only: they cannot be rounded.
     own_mask = pairs_of(work, kernel).verdict is not None
     about = work if own_mask else rounded(work)
     if _fits(about, kernel, place, device, backward=backward):
         return True
-    # In between, a GPU's longer calls: one that has been planned is as quick.
+    # The rounded call may be too long where the call itself is not. On a CPU that does not matter:
+    # there a planned call is as quick.
     return backend_of(device).refuses and _fits(work, kernel, place, device, backward=backward)
 
 
@@ -67,11 +69,9 @@ def _fits(
     *,
     backward: bool,
 ) -> bool:
-    machine = machine_of(device, work.dtype, work.head_dim)
     if backend_of(device).refuses:
+        machine = machine_of(device, work.dtype, work.head_dim)
         return undivided(work, kernel, place, machine, backward=backward) is not None
     schedule = uncut(work, GroupSize(work.batch, work.kv_heads))
-    if not schedule.runs(Case(work, kernel, spec_of(backward), place)):
-        return False
-    found = price(work, schedule, kernel, place, machine, backward=backward)
-    return found.footprint.total <= policy.WHOLE_BYTES
+    case = Case(work, kernel, spec_of(backward), place)
+    return schedule.runs(case) and footprint_of(schedule, case).total <= policy.WHOLE_BYTES
