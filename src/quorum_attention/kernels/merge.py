@@ -54,12 +54,13 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, out_i: torch.Tensor, lse_i: tor
         out.copy_(out_i)
         lse.copy_(lse_i)
         return
+    if lse.nbytes <= BLOCK_BYTES:
+        _merge_block_(out, lse, out_i, lse_i)
+        return
     # Row statistics in blocks of their own size: many rows a call keep every thread busy.
     batch, heads, rows = lse.shape
     for block in row_blocks(batch, heads, rows, lse.element_size()):
-        weights = _update_lse_(lse[block], lse_i[block])
-        kept, new = (weight.to(out.dtype).unsqueeze(-1) for weight in weights)
-        _average_(out[block], out_i[block], kept, new)
+        _merge_block_(out[block], lse[block], out_i[block], lse_i[block])
 
 
 def add_(
@@ -134,16 +135,20 @@ def _by_head(unscale: torch.Tensor, heads: int) -> torch.Tensor:
     return shared.reshape(batch, heads, 1, 1)
 
 
+def _merge_block_(
+    out: torch.Tensor, lse: torch.Tensor, out_i: torch.Tensor, lse_i: torch.Tensor
+) -> None:
+    kept, new = _update_lse_(lse, lse_i)
+    _average_(out, out_i, kept.to(out.dtype).unsqueeze(-1), new.to(out.dtype).unsqueeze(-1))
+
+
 def _update_lse_(lse: torch.Tensor, lse_i: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge ``lse_i`` into ``lse`` in place; returns the weights of the old and the new keys."""
     lse_i = lse_i.to(lse.dtype)
-    apart = lse_i - lse
-    kept = apart.neg().sigmoid_()
-    new = apart.sigmoid_()
-    # Two empty rows give sigmoid(-inf + inf) = NaN; an empty addend changes nothing in any case.
-    empty = lse_i == -torch.inf
-    kept.masked_fill_(empty, 1.0)
-    new.masked_fill_(empty, 0.0)
+    # Two empty rows are -inf + inf = NaN apart; an empty addend changes nothing in any case.
+    apart = (lse_i - lse).masked_fill_(lse_i == -torch.inf, -torch.inf)
+    new = apart.sigmoid()
+    kept = apart.neg_().sigmoid_()
     torch.logaddexp(lse, lse_i, out=lse)
     return kept, new
 
