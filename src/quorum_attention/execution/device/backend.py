@@ -1,4 +1,4 @@
-"""What those who run and plan a pass ask of a kind of device."""
+"""What a kind of device has to offer to those who plan and run passes on it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quorum_attention.execution.device.page_locks import PageLocks
 from quorum_attention.kernels.lanes import Lanes
 
 ROUNDING_BYTES = 512
-"""Allocators hand out multiples of this."""
+"""Allocators round sizes up to multiples of this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +25,11 @@ class TrialSizes:
     """How large a calibration's measurements have to be (planner/calibration.py).
 
     Attributes:
-        rows: of the side that a call is parallel over: whole waves, where a device has waves.
-        other_rows: of the other side.
-        copy_bytes: of one copy.
-        warm_seconds: of work until the device's clock is steady.
-        threads: of this process that do the work.
+        rows: rows of the side that a call is parallel over; whole waves on a GPU.
+        other_rows: rows of the other side.
+        copy_bytes: bytes of one copy.
+        warm_seconds: seconds of work until the device's clock rate is steady.
+        threads: threads of this process that do the work.
     """
 
     rows: int
@@ -40,20 +40,19 @@ class TrialSizes:
 
 
 class Backend(ABC):
-    """One kind of device; as it stands one that does one thing after another in host memory.
+    """One kind of device. The defaults describe one that computes in host memory, step by step.
 
     Attributes:
         kind: torch's name for it.
-        own_memory: its memory is not the host's: tensors in host memory have to be copied, and do
-            not count against its budget.
-        refuses: memory that cannot be had is refused, which can be recovered from. (A system may
-            hand out more of the host's than there is, and end the process later.)
-        overlaps: copies run beside compute and the host runs ahead, so that a second slot, or
-            cutting a call that fits, can pay.
-        pins: what it copies from or to in host memory should be page-locked.
-        most_streams: kernel calls in flight at once that can pay.
-        word_bytes: what its kernels read and write at once, so that rows have to be whole words at
-            whole words; 1: as they come.
+        own_memory: its memory is not the host's: tensors in host memory have to be copied to it,
+            and do not count against its budget.
+        refuses: an allocation that does not fit fails at once, so that the call can recover. (A
+            system may promise more host memory than it has, and kill the process later.)
+        overlaps: copies run beside compute, and the host runs ahead of the device. Then a second
+            slot, or cutting a call that fits, can save time.
+        pins: page-locked host memory makes copies faster.
+        most_streams: more kernel calls in flight at once than this save no time.
+        word_bytes: the address and the size of each row must be multiples of this for its kernels.
     """
 
     kind: str
@@ -65,77 +64,91 @@ class Backend(ABC):
     word_bytes = 1
 
     def is_here(self) -> bool:
-        """Whether there is one in this machine."""
+        """Whether this machine has such a device."""
         return True
 
     @abstractmethod
     def free_bytes(self, device: torch.device) -> int:
-        """Bytes that could be allocated now, as far as the system says."""
+        """Bytes that could be allocated now, according to the system."""
 
     def allocate(self, n_bytes: int, device: torch.device) -> torch.Tensor:
-        """An arena: so many uninitialised bytes (uint8)."""
+        """An arena: ``n_bytes`` uninitialised bytes, (n_bytes,) uint8."""
         return torch.empty(n_bytes, dtype=torch.uint8, device=device)
 
     def give_back_cached(self) -> None:
-        """After a failure: let the allocator return what it holds but nobody uses."""
+        """After a failure: give back memory that the allocator holds but no tensor uses."""
         gc.collect()
 
     def rounding(self, sizes: Sequence[int]) -> int:
-        """Bytes that its allocator may hand out beyond tensors of ``sizes`` bytes."""
+        """Bytes that its allocator may take beyond the sum of tensors of ``sizes`` bytes."""
         return ROUNDING_BYTES * len(sizes)
 
     def current(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Within it, what is launched without a word about where runs on ``device``."""
+        """A context in which kernels run on ``device`` unless told otherwise."""
         return nullcontext()
 
     def clock(self) -> Clock:
-        """A clock of its stages."""
+        """A new clock that measures stages on it."""
         return HostClock()
 
     def lanes(self, device: torch.device, count: int) -> Lanes | None:
-        """``count`` streams for the calls of a task; None where one call follows another."""
+        """``count`` streams for the kernel calls of a task; None: calls follow one another."""
         return None
 
     def page_locks(
         self, tensors: Iterable[torch.Tensor], made: Iterable[torch.Tensor]
     ) -> PageLocks:
-        """Locks of the tensors in host memory that are copied from or to; ``made``: of those, what
-        holds nothing yet."""
+        """Page locks for those of ``tensors`` that are in host memory and worth it.
+
+        Args:
+            tensors: what will be copied from or to.
+            made: those of them that hold nothing yet.
+        """
         return PageLocks(())
 
     def mover(self, device: torch.device, n_slots: int, locks: PageLocks, clock: Clock) -> Mover:
-        """What moves rows into and out of ``n_slots`` slots on ``device``."""
+        """A mover of rows into and out of ``n_slots`` slots on ``device``."""
         return Mover(clock)
 
     def count_peak(self, device: torch.device) -> Callable[[], int] | None:
-        """Begin to count what its allocator hands out; the answer says how many bytes more than now
-        it was at most. None: it does not count."""
+        """Begin to count allocated bytes; None if the allocator does not count.
+
+        Returns:
+            A function that says how many more bytes than now were allocated at most.
+        """
         return None
 
     def limit(self, extra_bytes: int, device: torch.device) -> None:
-        """Let its allocator hand out at most ``extra_bytes`` more than it holds now. Only where it
-        counts."""
+        """Let its allocator take at most ``extra_bytes`` more than it holds now.
+
+        Raises:
+            NotImplementedError: the allocator does not count.
+        """
         raise NotImplementedError(f"torch's allocator for {self.kind!r} takes no limit")
 
     def synchronize(self, device: torch.device) -> None:  # noqa: B027
-        """Hold the host until everything is done."""
+        """Hold the host until the device has done all its work."""
 
     @abstractmethod
     def model(self, device: torch.device) -> str:
-        """What a calibration is valid for, of the device."""
+        """The device's model, for which a calibration is valid."""
 
     @abstractmethod
     def rates(
         self, device: torch.device | None, dtype: torch.dtype, head_dim: int
     ) -> dict[str, Any]:
-        """The assumed fields of a ``planner.machine.Machine``; of ``device`` where it is here, of
-        none in particular for None."""
+        """Assumed rates, as fields of a ``planner.machine.Machine``.
+
+        They are for ``device``; for None, or where it is not here, for a typical one.
+        """
 
     @abstractmethod
     def trial_sizes(self, device: torch.device) -> TrialSizes:
-        """Of a calibration."""
+        """How large a calibration's measurements have to be on ``device``."""
 
     @abstractmethod
     def both_ways(self, device: torch.device, n_bytes: int) -> Callable[[], object]:
-        """What copies ``n_bytes`` from the host and as many to it, at once where that can be; where
-        it cannot, in one direction."""
+        """A function that copies ``n_bytes`` to the device and as many back at the same time.
+
+        Where copies cannot run at the same time it makes one copy.
+        """

@@ -1,8 +1,8 @@
 """Where the time goes: seconds by stage, measured on the device that spends them.
 
-The paper's six stages: *gather* (state handed on between slots, scaling),
-*h2d*, *compute* (the inner kernel), *merge*, *d2h*, *scatter* (finished rows into their final
-dtype).
+The stages are the paper's six: *gather* (state handed on between slots, and scaling), *h2d* (copies
+from the host to the device), *compute* (the inner kernel), *merge*, *d2h* (copies back), and
+*scatter* (finished rows into their final dtype).
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ class Clock(Protocol):
     """Adds up seconds by stage."""
 
     def timed(self, stage: str) -> AbstractContextManager[None]:
-        """Counts what the block enqueues on the current stream."""
+        """A context: what runs on the current stream in it counts as ``stage``."""
         ...
 
     def seconds(self) -> dict[str, float]:
-        """The sums so far, all work finished. ``compute`` is without the merges inside it."""
+        """Seconds by stage so far, after all work is done; ``compute`` is without its merges."""
         ...
 
 
 class NoClock:
-    """Nobody asked."""
+    """A clock that measures nothing."""
 
     def timed(self, stage: str) -> AbstractContextManager[None]:
-        """Nothing to count."""
+        """A context that does nothing."""
         return nullcontext()
 
     def seconds(self) -> dict[str, float]:
-        """Nothing was counted."""
+        """No seconds for any stage."""
         return {}
 
 
 class HostClock:
-    """For work that is done when its call returns."""
+    """Measures the host's time, for devices whose work is done when a call returns."""
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
 
     def add(self, stage: str, seconds: float) -> None:
-        """Count ``seconds`` more."""
+        """Count ``seconds`` more for ``stage``."""
         self._sums[stage] = self._sums.get(stage, 0.0) + seconds
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
-        """Counts the block."""
+        """A context: the time spent in it counts as ``stage``."""
         started = time.perf_counter()
         try:
             yield
@@ -59,7 +59,7 @@ class HostClock:
             self.add(stage, time.perf_counter() - started)
 
     def seconds(self) -> dict[str, float]:
-        """The sums so far, of every stage."""
+        """Seconds by stage so far, for all stages; ``compute`` is without its merges."""
         net = {stage: self._sums.get(stage, 0.0) for stage in STAGES}
         net["compute"] = max(0.0, net["compute"] - net["merge"])
         return net

@@ -1,4 +1,4 @@
-"""The CPU as a device that computes: one memory, one thing after another."""
+"""The CPU as a computing device: host memory only, and copies do not run beside compute."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from quorum_attention.execution.device.rates import cpu_rates
 
 
 class Cpu(Backend):
-    """See ``Backend``."""
+    """The backend of the CPU."""
 
     kind = "cpu"
 
     def free_bytes(self, device: torch.device) -> int:
-        """``MemAvailable``."""
+        """What Linux calls ``MemAvailable``; elsewhere 16 GiB."""
         try:
             with open("/proc/meminfo", encoding="ascii") as lines:
                 for line in lines:
@@ -27,31 +27,31 @@ class Cpu(Backend):
                         return int(line.split()[1]) * 1024
         except OSError:
             pass
-        return 1 << 34  # no such file (not Linux): assume 16 GiB rather than refuse to work
+        return 1 << 34  # not Linux: assume this much rather than refuse to work
 
     def model(self, device: torch.device) -> str:
-        """Its name, and how many threads it works with."""
+        """Its name, and how many threads torch uses."""
         return f"cpu {cpu_name()}, {torch.get_num_threads()} threads"
 
     def rates(
         self, device: torch.device | None, dtype: torch.dtype, head_dim: int
     ) -> dict[str, Any]:
-        """For as many threads as torch has."""
+        """Assumed rates for as many threads as torch has."""
         return cpu_rates(dtype)
 
     def trial_sizes(self, device: torch.device) -> TrialSizes:
-        """A few megabytes."""
+        """Short calls, and copies of 32 MiB."""
         return TrialSizes(2048, 2048, 32 << 20, 0.0, torch.get_num_threads())
 
     def both_ways(self, device: torch.device, n_bytes: int) -> Callable[[], object]:
-        """One copy."""
+        """A function that copies ``n_bytes`` once: on a CPU there is one direction."""
         source, target = (torch.empty(n_bytes, dtype=torch.uint8) for _ in range(2))
         return lambda: target.copy_(source)
 
 
 @lru_cache(maxsize=1)
 def cpu_name() -> str:
-    """The CPU's model as the system names it, for one line."""
+    """The system's name for the CPU's model, on one line."""
     known: dict[str, str] = {}
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
@@ -60,7 +60,7 @@ def cpu_name() -> str:
                 known.setdefault(what.strip(), value.strip())
     except OSError:
         pass  # not Linux
-    # ARM kernels give numbers for names.
+    # On ARM, Linux gives numbers instead of a name.
     numbers = [known[name] for name in ("CPU implementer", "CPU part") if known.get(name)]
     name = known.get("model name") or " ".join(numbers) or platform.processor()
     return " ".join((name or platform.machine() or "unknown").split())

@@ -1,4 +1,4 @@
-"""A CUDA device: streams, events, page-locked host memory, and an allocator that counts."""
+"""CUDA devices as computing devices."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from quorum_attention.execution.device.rates import h200_rates
 from quorum_attention.kernels.lanes import Lanes
 from quorum_attention.kernels.workspace import UNSPLIT_BYTES
 
-# Rows of a multiprocessor's tile.
+# Rows of queries that a multiprocessor works on at a time.
 _TILE_ROWS = 128
-# Pairs of events that may wait to be read; beyond it those that have happened are.
+# With more pairs of events than this waiting to be read, those that have happened are read.
 _MOST_PENDING = 4096
 
 
 class Cuda(Backend):
-    """See ``Backend``."""
+    """The backend of CUDA devices."""
 
     kind = "cuda"
     own_memory = True
@@ -36,15 +36,15 @@ class Cuda(Backend):
     word_bytes = 16
 
     def is_here(self) -> bool:
-        """As torch says."""
+        """Whether torch finds a CUDA device."""
         return torch.cuda.is_available()
 
     def free_bytes(self, device: torch.device) -> int:
-        """Free device memory plus what the caching allocator holds unused, within the process's
-        memory fraction."""
+        """Free device memory plus what the caching allocator holds but no tensor uses, limited by
+        the process's memory fraction."""
         device = numbered(device)
         free, total = torch.cuda.mem_get_info(device)
-        # As a nested dictionary: flattening it would take longer than a short attention call.
+        # ``memory_stats`` flattens this dictionary, which takes longer than a short attention call.
         stats = torch.cuda.memory_stats_as_nested_dict(device)
         reserved, allocated = (
             stats[name]["all"]["current"] if stats else 0
@@ -56,64 +56,64 @@ class Cuda(Backend):
         return max(0, min(free + reserved - allocated, limit - allocated))
 
     def give_back_cached(self) -> None:
-        """What garbage held, and what the allocator keeps for later."""
+        """Collect garbage, and empty the caching allocator."""
         super().give_back_cached()
         torch.cuda.empty_cache()
 
     def rounding(self, sizes: Sequence[int]) -> int:
-        """A little for each; of large ones the allocator hands out whole blocks."""
+        """A little for each tensor, and more for large ones, which get whole blocks."""
         unsplit = sum(size > UNSPLIT_BYTES for size in sizes)
         return super().rounding(sizes) + UNSPLIT_BYTES * unsplit
 
     def current(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Kernels are launched on the current device, whatever tensors they are given."""
+        """A context in which ``device`` is current: kernels run there, wherever tensors are."""
         return torch.cuda.device(device)
 
     def clock(self) -> Clock:
-        """By events."""
+        """A clock that uses CUDA events."""
         return CudaClock()
 
     def lanes(self, device: torch.device, count: int) -> Lanes | None:
-        """Where there are several."""
+        """``count`` streams, if that is more than one."""
         return Lanes(device, count) if count > 1 else None
 
     def page_locks(
         self, tensors: Iterable[torch.Tensor], made: Iterable[torch.Tensor]
     ) -> PageLocks:
-        """Of those worth it."""
+        """Page locks for those of ``tensors`` that are in host memory and large."""
         return PageLocks(tensors, made)
 
     def mover(self, device: torch.device, n_slots: int, locks: PageLocks, clock: Clock) -> Mover:
-        """On streams."""
+        """A mover that copies on streams of its own."""
         return CudaMover(device, n_slots, locks, clock)
 
     def count_peak(self, device: torch.device) -> Callable[[], int] | None:
-        """By torch's counter, which begins anew."""
+        """Count by torch's peak counter, which is reset."""
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         return lambda: torch.cuda.max_memory_allocated(device) - before
 
     def limit(self, extra_bytes: int, device: torch.device) -> None:
-        """For good, of this process."""
+        """Limit torch's allocator for the rest of this process."""
         torch.cuda.init()
-        # torch takes "cuda" without a number everywhere but here.
+        # ``set_per_process_memory_fraction`` refuses "cuda" without a number.
         device = numbered(device)
         _, total = torch.cuda.mem_get_info(device)
         allowed = torch.cuda.memory_reserved(device) + extra_bytes
         torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), device)
 
     def synchronize(self, device: torch.device) -> None:
-        """All streams."""
+        """Hold the host until all streams of ``device`` are done."""
         torch.cuda.synchronize(device)
 
     def model(self, device: torch.device) -> str:
-        """Its name."""
+        """Its name, according to torch."""
         return torch.cuda.get_device_name(device)
 
     def rates(
         self, device: torch.device | None, dtype: torch.dtype, head_dim: int
     ) -> dict[str, Any]:
-        """An H200's, with this one's multiprocessors and cache."""
+        """The rates of an H200, with the multiprocessors and cache of ``device`` if it is here."""
         found = h200_rates(dtype, head_dim)
         if device is not None and self.is_here():
             properties = torch.cuda.get_device_properties(device)
@@ -122,13 +122,13 @@ class Cuda(Backend):
         return found
 
     def trial_sizes(self, device: torch.device) -> TrialSizes:
-        """Whole waves, so that what is timed is the rate and not the last wave."""
+        """Calls of whole waves: a last wave that is not full would make the rate look lower."""
         count = torch.cuda.get_device_properties(device).multi_processor_count
-        # A GPU's clock falls within its first second of work.
+        # A GPU's clock rate falls during its first second of work.
         return TrialSizes(8 * _TILE_ROWS * count, 65_536, 256 << 20, 0.7, threads=1)
 
     def both_ways(self, device: torch.device, n_bytes: int) -> Callable[[], object]:
-        """Two copies at once, on streams of their own."""
+        """A function that copies ``n_bytes`` each way at once, on two streams."""
         near = [torch.empty(n_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
         host = [torch.empty(n_bytes, dtype=torch.uint8).pin_memory() for _ in range(2)]
         streams = [torch.cuda.Stream(device) for _ in range(2)]
@@ -143,14 +143,14 @@ class Cuda(Backend):
 
 
 def numbered(device: torch.device) -> torch.device:
-    """``device`` by its number."""
+    """``device`` with its number: without one it is the current device."""
     if device.index is not None:
         return device
     return torch.device("cuda", torch.cuda.current_device())
 
 
 class CudaClock(HostClock):
-    """Pairs of CUDA events, read once they have happened."""
+    """Measures stages by pairs of CUDA events, which are read after they have happened."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class CudaClock(HostClock):
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
-        """Counts what the block enqueues on the current stream."""
+        """A context: what runs on the current stream in it counts as ``stage``."""
         first = torch.cuda.Event(enable_timing=True)
         last = torch.cuda.Event(enable_timing=True)
         first.record()
@@ -171,7 +171,7 @@ class CudaClock(HostClock):
                 self._read()
 
     def seconds(self) -> dict[str, float]:
-        """The sums so far, all work finished."""
+        """Seconds by stage so far, after all work is done; ``compute`` is without its merges."""
         while self._pending:
             self._pending[0][2].synchronize()
             self._read()

@@ -1,4 +1,8 @@
-"""How rows reach a CUDA device: by address where they can, a batch of copies for each stage."""
+"""Moves rows to and from a CUDA device.
+
+Page-locked rows without gaps are copied by address, in one batch for each stage; all others by
+torch or by pitched copies.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +24,8 @@ from quorum_attention.kernels.copies import copy_on_device
 class _Copies:
     """Contiguous copies between page-locked memory and the device, issued many at a time.
 
-    A copy costs the host 2 microseconds by itself and 0.6 in a batch (docs/kernels.md); a task of
-    a fine decomposition makes hundreds.
+    Issuing a copy takes the host 2 microseconds by itself and 0.6 in a batch (docs/kernels.md). A
+    task of a deep decomposition makes hundreds.
     """
 
     def __init__(self, runtime: Any) -> None:
@@ -38,13 +42,13 @@ class _Copies:
             self._attributes = [attributes]
 
     def add(self, target: int, source: int, n_bytes: int) -> None:
-        """Note a copy of ``n_bytes`` between two addresses."""
+        """Note a copy of ``n_bytes`` from address ``source`` to address ``target``."""
         self._targets.append(target)
         self._sources.append(source)
         self._sizes.append(n_bytes)
 
     def flush(self, stream: torch.cuda.Stream, *, given_up: bool = False) -> None:
-        """Issue what has been noted, unless it is ``given_up``."""
+        """Issue the copies noted since the last flush; with ``given_up`` forget them."""
         count = len(self._sizes)
         if count == 0:
             return
@@ -62,7 +66,7 @@ class _Copies:
             )[0]
             if int(status) == 0:
                 return
-            # A driver older than the bindings: one by one from now on.
+            # The driver is older than the bindings and has no batches: one by one from now on.
             self._attributes = None
         kind = runtime.cudaMemcpyKind.cudaMemcpyDefault
         for target, source, n_bytes in zip(self._targets, self._sources, self._sizes, strict=True):
@@ -72,7 +76,12 @@ class _Copies:
 
 
 class CudaMover(StreamMover):
-    """Host or device memory to and from the slots of one CUDA device."""
+    """Moves rows between the slots on one CUDA device and host or device memory.
+
+    Attributes:
+        device: where the slots are.
+        locks: the page locks of the tensors that are moved.
+    """
 
     def __init__(self, device: torch.device, n_slots: int, locks: PageLocks, clock: Clock) -> None:
         compute = torch.cuda.current_stream(device)
@@ -80,37 +89,40 @@ class CudaMover(StreamMover):
         super().__init__(clock, n_slots, (up, compute, down), torch.cuda.Event)
         self.device = device
         self.locks = locks
-        # Otherwise the caller is on another device.
+        # Whether the caller's current device is the one with the slots.
         self._at_home = device.index == torch.cuda.current_device()
         self._pinned: dict[int, bool] = {}
         self._runtime = _cuda_runtime()
         self._copies = None if self._runtime is None else _Copies(self._runtime)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """The compute stream is the current one already, at home."""
+        """A context with ``stream`` as the current stream."""
+        # The compute stream is the caller's current stream, if the device is the current device.
         here = self._at_home and stream is self.compute
         return nullcontext() if here else torch.cuda.stream(stream)
 
     def issue(self, stream: Any, *, given_up: bool) -> None:
-        """What a stage noted, in batches."""
+        """Issue the copies that a stage noted, or forget them."""
         if self._copies is not None:
             self._copies.flush(stream, given_up=given_up)
 
     def load(self, target: torch.Tensor, source: torch.Tensor, pieces: Sequence[Rows]) -> None:
-        """Copy rows into a slot."""
+        """See ``Mover.load``."""
         self.loaded_bytes += self._move(target, source, pieces, up=True)
 
     def store(self, target: torch.Tensor, source: torch.Tensor, pieces: Sequence[Rows]) -> None:
-        """Copy rows out of a slot."""
+        """See ``Mover.store``."""
         self.stored_bytes += self._move(source, target, pieces, up=False)
 
     def _is_pinned(self, host: torch.Tensor, pieces: Sequence[Rows]) -> bool:
-        """Whether ``pieces`` of ``host`` (heads, n, width) are page-locked; waits until they are
-        ready to be written to, if they are only being made so."""
+        """Whether ``pieces`` of ``host`` (heads, n, width) are page-locked.
+
+        If they are just being locked, it waits until that is done and they may be written to.
+        """
         key = host.untyped_storage().data_ptr()
         if key not in self._pinned:
             if self.locks.wants(host) and not self.locks.settled:
-                # All are asked, whatever the first says: each has to be ready.
+                # A list, so that all are asked even if the first is not locked: asking waits.
                 found = [self.locks.covers(h[p.start : p.stop]) for h in host for p in pieces]
                 return all(found)
             self._pinned[key] = self.locks.covers(host)
@@ -119,7 +131,13 @@ class CudaMover(StreamMover):
     def _move(
         self, slot: torch.Tensor, far: torch.Tensor, pieces: Sequence[Rows], *, up: bool
     ) -> int:
-        """Bytes of ``pieces``, now on their way; ``slot`` (heads, n, width), ``far`` longer."""
+        """Copy ``pieces`` between a slot's field and ``far``; returns how many bytes that is.
+
+        Args:
+            slot: (heads, n, width), on the device.
+            far: (heads, N, width), the tensor outside of the slot.
+            up: from ``far`` to ``slot``.
+        """
         if not pieces:
             return 0
         heads, _, width = slot.shape
@@ -154,17 +172,17 @@ class CudaMover(StreamMover):
         return sum(piece.stop - piece.start for piece in pieces) * row * heads
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, far: torch.Tensor) -> None:
-        """``far`` is the one of the two that is not the slot."""
+        """Copy (heads, rows, width); ``far`` is the one of the two tensors outside of the slot."""
         heads, rows, width = far.shape
         if far.device.type != "cpu":
             copy_on_device(target, source)
             return
-        # A dtype to convert, or elements to gather one by one.
+        # Another dtype, or elements that do not lie side by side.
         converted = target.dtype != source.dtype or not (width == 1 or far.stride(2) == 1)
         pinned = self._is_pinned(far, (Rows(0, rows, 0),))
         if converted or self._runtime is None or not pinned:
-            # So is what is pageable: staged, blocks the host, stays in stream order. Head
-            # by head, so that torch needs no contiguous temporary on the device.
+            # torch stages such copies: they hold the host, and stay in the stream's order. Head by
+            # head, torch needs no contiguous temporary tensor on the device.
             for head in range(heads):
                 target[head].copy_(source[head], non_blocking=True)
             return
@@ -172,16 +190,14 @@ class CudaMover(StreamMover):
             if rows == 1 or far.stride(1) == width:
                 target[head].copy_(source[head], non_blocking=True)
             else:
-                self._copy_2d(target[head], source[head], width, rows, 0)
+                self._copy_2d(target[head], source[head])
 
-    def _copy_2d(
-        self, target: torch.Tensor, source: torch.Tensor, length: int, lines: int, dim: int
-    ) -> None:
-        """``lines`` pieces of ``length`` elements, a stride of dimension ``dim`` apart."""
+    def _copy_2d(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy (rows, width) with gaps between the rows of either, from two rows on."""
+        lines, width = target.shape
         size = target.element_size()
-        n_bytes = length * size
-        target_pitch = target.stride(dim) * size if lines > 1 else n_bytes
-        source_pitch = source.stride(dim) * size if lines > 1 else n_bytes
+        n_bytes = width * size
+        target_pitch, source_pitch = target.stride(0) * size, source.stride(0) * size
         assert self._runtime is not None
         runtime: Any = self._runtime
         (status,) = runtime.cudaMemcpy2DAsync(
@@ -202,7 +218,7 @@ class CudaMover(StreamMover):
 
 
 def _cuda_runtime() -> ModuleType | None:
-    """cuda-bindings' runtime, for pitched copies; None where it is not installed."""
+    """The runtime module of cuda-bindings; None if it is not installed."""
     try:
         from cuda.bindings import runtime
     except ImportError:

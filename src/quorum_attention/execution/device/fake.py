@@ -1,7 +1,7 @@
-"""A made-up device: streams that do everything as late as they may, made-up durations and failures.
+"""A fake device with streams, for tests without a GPU.
 
-Its memory is the host's and its results are right, if only the engine waits for what it has to wait
-for: a copy happens when something waits for it, and no sooner. Nothing is asked of a GPU.
+It works in host memory. A copy happens as late as possible: when something waits for it. So results
+are wrong if the engine does not wait for all that it has to. Durations and failures are made up.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from quorum_attention.execution.device.stream_mover import StreamMover
 
 
 class FakeStream:
-    """Work in order, done when somebody waits for it.
+    """A stream that does its pieces of work in order, but only when something waits for them.
 
     Attributes:
-        now: made-up seconds until all that it was given would be done.
-        issued: pieces of work that it was given.
+        now: the made-up time at which all its work so far would be done, in seconds.
+        issued: pieces of work that it was given so far.
     """
 
     def __init__(self) -> None:
@@ -36,13 +36,13 @@ class FakeStream:
         self._waiting: deque[Callable[[], None]] = deque()
 
     def give(self, work: Callable[[], None], seconds: float = 0.0) -> None:
-        """``work`` comes next."""
+        """Add ``work``, which takes ``seconds``, after all earlier work."""
         self._waiting.append(work)
         self.issued += 1
         self.now += seconds
 
     def reach(self, position: int) -> None:
-        """Do the first ``position`` pieces of work."""
+        """Do what is not done yet of the first ``position`` pieces of work."""
         while self.issued - len(self._waiting) < position:
             self._waiting.popleft()()
 
@@ -64,7 +64,7 @@ class FakeStream:
 
 
 class FakeEvent:
-    """A position of a stream, and when it would be reached."""
+    """A position in a stream's work, and the made-up time at which it would be reached."""
 
     def __init__(self) -> None:
         self.stream: FakeStream | None = None
@@ -81,17 +81,18 @@ class FakeEvent:
 
 
 class FakeDevice(Cpu):
-    """Within a ``with`` block it stands for the CPU.
+    """Takes the place of the CPU within a ``with`` block.
 
-    What the planner asks of it is what it asks of the CPU, so that it remembers nothing false.
+    The planner gets the CPU's answers from it, so that what the planner caches stays right.
 
     Attributes:
-        memory_bytes: an arena larger than this fails; may change at any time.
-        bytes_per_second: of a copy, one way.
-        unit_seconds: of computing a unit.
-        failing: whether the unit of a number, counted from 1, runs out of memory.
-        computed: units that were begun.
-        seconds: made-up time of everything so far.
+        memory_bytes: an arena larger than this fails; may be changed at any time.
+        bytes_per_second: rate of copies in each direction.
+        unit_seconds: duration of computing a unit.
+        failing: is given the number of a unit, counted from 1; whether it runs out of memory.
+        computed: units that were begun so far.
+        seconds: made-up duration of everything so far.
+        running: the stream that is current.
     """
 
     def __init__(
@@ -119,26 +120,30 @@ class FakeDevice(Cpu):
         BACKENDS[self.kind] = self._real
 
     def free_bytes(self, device: torch.device) -> int:
-        """All of it: there is one arena at a time."""
+        """All its memory, since there is only one arena at a time."""
         return self.memory_bytes
 
     def allocate(self, n_bytes: int, device: torch.device) -> torch.Tensor:
-        """From the host's memory."""
+        """An arena in host memory.
+
+        Raises:
+            OutOfMemoryError: it is larger than ``memory_bytes``.
+        """
         if n_bytes > self.memory_bytes:
             raise torch.OutOfMemoryError(f"{n_bytes} bytes of {self.memory_bytes}, made up")
         return super().allocate(n_bytes, device)
 
     def clock(self) -> Clock:
-        """Of made-up seconds."""
+        """A clock of made-up seconds."""
         return _FakeClock(self)
 
     def mover(self, device: torch.device, n_slots: int, locks: PageLocks, clock: Clock) -> Mover:
-        """On made-up streams."""
+        """A mover on fake streams."""
         return FakeMover(self, n_slots, clock)
 
 
 class FakeMover(StreamMover):
-    """The stages of every device with streams; copies wait until they are waited for."""
+    """The stages of a device with streams, on fake streams."""
 
     def __init__(self, device: FakeDevice, n_slots: int, clock: Clock) -> None:
         self._device = device
@@ -149,7 +154,10 @@ class FakeMover(StreamMover):
 
     @contextmanager
     def on(self, stream: FakeStream) -> Iterator[None]:
-        """Compute happens at once, after what its stream waits for."""
+        """A context with ``stream`` as the current one.
+
+        Compute is not put off: it first does all that its stream waits for, then runs at once.
+        """
         device, before, began = self._device, self._device.running, stream.now
         device.running = stream
         try:
@@ -165,19 +173,19 @@ class FakeMover(StreamMover):
             device.running = before
 
     def load(self, target: torch.Tensor, source: torch.Tensor, pieces: Sequence[Rows]) -> None:
-        """Later."""
+        """See ``Mover.load``; the copies happen later."""
         for piece in pieces:
             rows = source[:, piece.start : piece.stop]
             self.loaded_bytes += self._give(local_part(target, piece), rows)
 
     def store(self, target: torch.Tensor, source: torch.Tensor, pieces: Sequence[Rows]) -> None:
-        """Later."""
+        """See ``Mover.store``; the copies happen later."""
         for piece in pieces:
             rows = target[:, piece.start : piece.stop]
             self.stored_bytes += self._give(rows, local_part(source, piece))
 
     def finish(self, *, wait: bool) -> None:
-        """As on every device; and the device's time is that of its last stream."""
+        """See ``Mover.finish``; the device's time becomes that of its last stream."""
         super().finish(wait=wait)
         self._device.seconds = max(stream.now for stream in self._streams)
 
@@ -200,7 +208,7 @@ class _FakeClock(HostClock):
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
-        """Counts how far the current stream's time goes on."""
+        """A context: made-up time that passes on the current stream in it counts as ``stage``."""
         stream = self._device.running
         began = stream.now
         yield

@@ -1,4 +1,4 @@
-"""Devices by name and by kind: which there are, and which are here."""
+"""Finds backends and devices by name: which are supported, and which this machine has."""
 
 from __future__ import annotations
 
@@ -12,39 +12,43 @@ from quorum_attention.execution.device.cpu import Cpu
 from quorum_attention.execution.device.cuda import Cuda, numbered
 
 BACKENDS: dict[str, Backend] = {"cpu": Cpu(), "cuda": Cuda()}
-"""By torch's name of the kind of device."""
+"""The supported kinds of devices, by torch's names."""
 
 HOST = torch.device("cpu")
 
 
 def backend_of(device: torch.device) -> Backend:
-    """The interface of a device that ``is_known``."""
+    """The backend of a device for which ``is_known`` is true."""
     return BACKENDS[device.type]
 
 
 def is_known(device: torch.device) -> bool:
-    """Whether attention can run there."""
+    """Whether attention can run on ``device``."""
     return device.type in BACKENDS
 
 
 def on_host(device: torch.device) -> bool:
-    """Whether what lies there lies in host memory."""
+    """Whether tensors on ``device`` are in host memory."""
     backend = BACKENDS.get(device.type)
     return backend is not None and not backend.own_memory
 
 
 def best_device() -> torch.device:
-    """The current CUDA device where there is one, else the CPU."""
+    """The current CUDA device if there is one, else the CPU."""
     return numbered(torch.device("cuda")) if BACKENDS["cuda"].is_here() else HOST
 
 
 def named_device(name: Any, argument: str) -> torch.device:
-    """A CPU or CUDA device by its name, whether or not it is here.
+    """The CPU or CUDA device called ``name``, whether or not this machine has it.
+
+    Args:
+        name: a str or a torch.device.
+        argument: what messages call it.
 
     Raises:
         TypeError: ``name`` is neither a str nor a torch.device.
         ValueError: it names no device.
-        NotImplementedError: it names one that is neither a CPU nor a CUDA device.
+        NotImplementedError: it names a device that is neither a CPU nor a CUDA device.
     """
     if not isinstance(name, (str, torch.device)):
         raise TypeError(
@@ -61,11 +65,11 @@ def named_device(name: Any, argument: str) -> torch.device:
 
 
 def present(name: Any, argument: str) -> torch.device:
-    """A device that is here, a CUDA one by its number.
+    """The device called ``name``, with its number if it is a CUDA device.
 
     Raises:
         TypeError, NotImplementedError: as ``named_device``.
-        ValueError: as there; or the device is not here.
+        ValueError: ``name`` names no device, or one that this machine does not have.
     """
     device = named_device(name, argument)
     if on_host(device):

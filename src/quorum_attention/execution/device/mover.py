@@ -1,9 +1,9 @@
-"""Moves rows between where tensors live and the slots, and keeps the stages of units in order.
+"""Moves rows between tensors and slots, and keeps the stages of units in order.
 
-One unit of work goes through three stages: *load* (inputs and travelling state into a slot),
-*compute*, *store* (state and results out of it). Where copies run beside compute each stage has a
-stream of its own, so that the next unit's load and the last unit's store run meanwhile; on the CPU
-they simply follow one another.
+A unit goes through three stages: *load* (inputs and travelling state into a slot), *compute*, and
+*store* (state and results out of the slot). On a device with streams each stage has its own stream,
+so the next unit loads and the last unit stores while a unit computes. On the CPU the stages follow
+one another.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from quorum_attention.execution.device.clock import Clock
 
 
 class Mover:
-    """Moves rows in order, as on a CPU: a stage begins when the one before has happened.
+    """Moves rows on the CPU, where a stage is done before the next begins.
 
     Attributes:
-        loaded_bytes, stored_bytes: moved so far.
+        loaded_bytes, stored_bytes: bytes moved into slots and out of them so far.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -31,45 +31,57 @@ class Mover:
         self._clock = clock
 
     def input_stage(self, slot: int) -> AbstractContextManager[Any]:
-        """The load of a unit's inputs into ``slot``, once its previous unit has left it."""
+        """A context for loading a unit's inputs into ``slot``.
+
+        It comes after the slot's previous unit is stored.
+        """
         return self._clock.timed("h2d")
 
     def state_stage(self, slot: int, after_store_of: int) -> AbstractContextManager[Any]:
-        """The load of a unit's state; ``after_store_of``: the slot whose store comes first."""
+        """A context for loading a unit's travelling state into ``slot``.
+
+        It comes after the unit's inputs, and after the last store of slot ``after_store_of``.
+        """
         return self._clock.timed("h2d")
 
     def carried_from(self, slot: int) -> None:
-        """Within a compute stage: what ``slot`` had to hand on has been taken."""
+        """Note, in a compute stage, that all that is carried over from ``slot`` has been read."""
 
     def compute_stage(self, slot: int) -> AbstractContextManager[Any]:
-        """The compute of the unit in ``slot``, after its load."""
+        """A context for computing the unit in ``slot``; it comes after the unit's load."""
         return nullcontext()
 
     def wait_computed(self, slot: int) -> None:
-        """Hold the host until the unit in ``slot`` has been computed."""
+        """Hold the host until the unit in ``slot`` is computed."""
 
     def store_stage(self, slot: int) -> AbstractContextManager[Any]:
-        """The store of the unit in ``slot``, after its compute."""
+        """A context for storing the unit in ``slot``; it comes after the unit's compute."""
         return self._clock.timed("d2h")
 
     def load(self, target: torch.Tensor, source: torch.Tensor, pieces: Sequence[Rows]) -> None:
-        """Copy pieces of rows into a slot: source (heads, N, width) at ``start`` to ``stop``,
-        target (heads, n, width) from ``local`` on. Within a stage."""
+        """Copy rows into a slot, within a load stage.
+
+        Args:
+            target: a field of the slot, (heads, n, width); gets each piece from ``local`` on.
+            source: (heads, N, width); each piece is its rows [start, stop).
+            pieces: the rows.
+        """
         for piece in pieces:
             part = local_part(target, piece)
             part.copy_(source[:, piece.start : piece.stop])
             self.loaded_bytes += part.numel() * part.element_size()
 
     def store(self, target: torch.Tensor, source: torch.Tensor, pieces: Sequence[Rows]) -> None:
-        """Copy pieces of rows out of a slot: target as the source of ``load``, source as its
-        target. Within a stage."""
+        """Copy rows out of a slot, within a store stage; target and source as the source and the
+        target of ``load``."""
         for piece in pieces:
             part = local_part(source, piece)
             target[:, piece.start : piece.stop].copy_(part)
             self.stored_bytes += part.numel() * part.element_size()
 
     def finish(self, *, wait: bool) -> None:
-        """All stages before everything that follows; ``wait`` also holds the host until then."""
+        """Let all later work come after all stages; with ``wait`` hold the host until they are
+        done."""
 
 
 def local_part(slot: torch.Tensor, piece: Rows) -> torch.Tensor:

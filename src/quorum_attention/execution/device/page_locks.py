@@ -1,12 +1,13 @@
 """Page-locks host memory ahead of the copies from and to it.
 
-The driver faults in memory that nobody has touched page by page, on one core: 0.3 s a gibibyte on
-the hosts measured. So what a call makes for its results is touched by many threads first, which
-takes 0.05 s, and locking it another 0.05. Both are done piece by piece by a thread of its own,
-while the first tasks compute; a copy waits for the piece that it needs, and that comes first.
+Locking memory that was never written to is slow: the driver faults in its pages on one core, which
+takes 0.3 s a gibibyte on the hosts measured. So the memory that a call makes for its results is
+written to by many threads first (0.05 s a gibibyte), and then locked (another 0.05). A thread does
+both piece by piece while the first tasks compute. A copy waits for the piece that it needs, and
+that piece is then locked next.
 
-No copy may reach from one locked piece into another: results are cut between heads, where that is
-between pages too (``Residency.result``), and other tensors not at all.
+No copy may reach from one locked piece into another. So results are cut into pieces only between
+heads that begin at pages (``Residency.result``), and other tensors not at all.
 """
 
 from __future__ import annotations
@@ -25,20 +26,22 @@ import torch
 
 from quorum_attention.decomposition.intervals import union
 
-# Registering costs about 0.1 s/GiB and saves eight times the copy time: not worth it below this.
+# Locking takes about 0.1 s/GiB and makes copies eight times as fast: it is not worth it below this.
 WORTH_LOCKING_BYTES = 16 << 20
 PAGE_BYTES = 4096
 
 
 @dataclass(slots=True, eq=False)
 class _Piece:
-    """Neighbouring bytes that are locked together.
+    """Consecutive bytes of host memory that are locked together.
 
     Attributes:
-        share: where it begins in its tensor, from 0 to 1: copies get there about that far into a
-            pass.
-        fresh: nobody has written to it, nor will until it is settled.
-        settled: it is locked, or will not be.
+        start, stop: addresses, [start, stop).
+        share: where it begins in its tensor, from 0 to 1. Pieces are locked in this order, because
+            copies reach them about that far into a pass.
+        fresh: nobody has written to it, and nobody will before it is settled.
+        settled: it is decided whether it is locked.
+        locked: it is locked.
     """
 
     start: int
@@ -50,18 +53,19 @@ class _Piece:
 
 
 class PageLocks:
-    """Page-locks pageable host tensors for the length of a ``with`` block, one after the other.
+    """Page-locks host tensors for the length of a ``with`` block, one piece after the other.
 
     What cannot be locked (a read-only file mapping, a system limit) is left pageable: copies
-    from it are slower, never wrong. Everything locked here is unlocked on the way out.
+    from it are slower, never wrong. Everything locked here is unlocked at the end of the block.
 
     Args:
-        tensors: those that are copied from or to.
-        made: of these the ones that hold nothing yet: whoever writes to one asks ``covers`` first.
+        tensors: what is copied from or to. Only those in host memory, large and not locked yet are
+            locked.
+        made: those of them that hold nothing yet. Whoever writes to one must ask ``covers`` first.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], made: Iterable[torch.Tensor] = ()) -> None:
-        # Of results (*batch, heads, ...), dense: the bytes of a head.
+        # Bytes of a head of each result; those are (*batch, heads, ...) without gaps.
         steps = {id(t): math.prod(t.shape[-2:]) * t.element_size() for t in made}
         extents = sorted(
             (*_extent(t), steps.get(id(t), 0))
@@ -105,12 +109,14 @@ class PageLocks:
 
     @property
     def settled(self) -> bool:
-        """Whether whatever can be locked is."""
+        """Whether all that can be locked is locked."""
         return self._thread is None or not self._thread.is_alive()
 
     def covers(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` (on the host) is page-locked, by this object or by its owner; waits
-        until that is known."""
+        """Whether ``tensor`` (on the host) is page-locked, here or by its owner.
+
+        It waits until that is decided.
+        """
         start, stop = _extent(tensor)
         found = self._pieces_of(start, stop)
         if not found or found[0].start > start or found[-1].stop < stop:
@@ -120,7 +126,7 @@ class PageLocks:
         return all(piece.locked for piece in found)
 
     def wants(self, tensor: torch.Tensor) -> bool:
-        """Whether any of ``tensor`` (on the host) is to be locked here."""
+        """Whether any part of ``tensor`` (on the host) is among what is to be locked here."""
         return bool(self._pieces_of(*_extent(tensor)))
 
     def _pieces_of(self, start: int, stop: int) -> list[_Piece]:
@@ -129,7 +135,7 @@ class PageLocks:
         return [piece for piece in self._pieces[first:last] if piece.stop > start]
 
     def _await(self, pieces: list[_Piece]) -> None:
-        """Have ``pieces`` settled before all others."""
+        """Have ``pieces`` locked before all others, and wait until they are settled."""
         with self._changed:
             waiting = [piece for piece in pieces if piece in self._turns]
             for piece in waiting:
@@ -138,7 +144,7 @@ class PageLocks:
             self._changed.wait_for(lambda: all(piece.settled for piece in pieces))
 
     def _work(self, runtime: Any, device: int) -> None:
-        """Settle piece after piece; the thread's own."""
+        """Settle piece after piece; run by the thread."""
         try:
             torch.cuda.set_device(device)
             while True:
@@ -148,7 +154,7 @@ class PageLocks:
                     piece = self._turns.popleft()
                 if piece.fresh:
                     _touch(piece)
-                # A refusal leaves an error behind for this thread alone, which launches nothing.
+                # A refusal sets CUDA's last error, but only for this thread, which runs no kernel.
                 status = int(runtime.cudaHostRegister(piece.start, piece.stop - piece.start, 0))
                 with self._changed:
                     piece.locked, piece.settled = status == 0, True
@@ -156,7 +162,7 @@ class PageLocks:
         except BaseException as error:
             self._failure = error
         finally:
-            # Nobody waits for what nobody does.
+            # After an error nothing more is locked, so nobody may wait for it.
             with self._changed:
                 self._turns.clear()
                 for piece in self._pieces:
@@ -165,13 +171,14 @@ class PageLocks:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses [start, stop) that ``tensor`` spans."""
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
     return start, start + (last + 1) * tensor.element_size()
 
 
 def _apart(extents: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Those that overlap as one, in one piece and not fresh."""
+    """``extents`` (start, stop, step) with overlapping ones joined into one of step 0."""
     found = list(extents)
     return [
         next((e for e in found if e[:2] == (start, stop)), (start, stop, 0))
@@ -180,7 +187,12 @@ def _apart(extents: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]
 
 
 def _cut(start: int, stop: int, step: int) -> list[_Piece]:
-    """Pieces worth it, of whole steps; ``step`` 0: one piece, that holds something."""
+    """[start, stop) as pieces that are large enough to be worth locking.
+
+    Args:
+        step: bytes of a head, if it is fresh memory: it is cut at multiples of this, if those are
+            between pages. 0: it is not fresh, and stays one piece.
+    """
     fresh = step > 0
     if not fresh or start % PAGE_BYTES or step % PAGE_BYTES:
         return [_Piece(start, stop, 0.0, fresh)]
@@ -192,7 +204,7 @@ def _cut(start: int, stop: int, step: int) -> list[_Piece]:
 
 
 def _touch(piece: _Piece) -> None:
-    """Write to all of it, by as many threads as torch has."""
+    """Write to all bytes of ``piece``, with as many threads as torch has."""
     count = piece.stop - piece.start
     memory = (ctypes.c_char * count).from_address(piece.start)
     torch.frombuffer(memory, dtype=torch.uint8).zero_()

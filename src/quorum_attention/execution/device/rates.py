@@ -1,6 +1,6 @@
-"""Rates that are assumed of a kind of device as long as nobody has measured it.
+"""Rates that are assumed for a device until it is calibrated.
 
-They are good for ranking plans on the machines they were taken from. Sources: docs/planner.md.
+They are good enough to rank plans on machines like those measured. Sources: docs/planner.md.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-# TFLOP/s of cuDNN on an H200, forward and backward, by head dimension.
+# FLOP/s of cuDNN on an H200, forward and backward, by head dimension.
 _H200 = {64: (450e12, 446e12), 128: (600e12, 530e12)}
 _WIDE = (torch.float32, torch.float64)
 
 
 def by_head_dim(table: dict[int, tuple[float, float]], head_dim: int) -> tuple[float, float]:
-    """Between the entries of a table in a straight line, beyond them the nearest."""
+    """The (forward, backward) rates of ``table`` for ``head_dim``, interpolated linearly between
+    its entries; beyond them, those of the nearest entry."""
     known = sorted(table)
     for low, high in pairwise(known):
         if low <= head_dim <= high:
@@ -27,7 +28,7 @@ def by_head_dim(table: dict[int, tuple[float, float]], head_dim: int) -> tuple[f
 
 
 def h200_rates(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
-    """An H200's (fields of ``planner.machine.Machine``)."""
+    """The rates of an H200, as fields of ``planner.machine.Machine``."""
     forward, backward = (45e12, 35e12) if dtype in _WIDE else by_head_dim(_H200, head_dim)
     return {
         "flops": forward,
@@ -54,7 +55,8 @@ def h200_rates(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
 
 
 def cpu_rates(dtype: torch.dtype) -> dict[str, Any]:
-    """A CPU's with as many threads as torch has (fields of ``planner.machine.Machine``)."""
+    """The rates of a CPU with as many threads as torch has, as fields of
+    ``planner.machine.Machine``."""
     threads, wide = torch.get_num_threads(), dtype in _WIDE
     return {
         "flops": (70e9 if wide else 35e9) * threads,

@@ -1,4 +1,4 @@
-"""Where tensors lie: what those ask who have to get them to the device that computes."""
+"""Where tensors lie, and how to allocate them there."""
 
 from __future__ import annotations
 
@@ -15,31 +15,33 @@ from quorum_attention.execution.memory import is_out_of_memory
 from quorum_attention.sizes import format_bytes
 
 Home = Literal["device", "host"]
-"""Where accumulators wait between tasks, by its name in a schedule."""
+"""Where accumulators wait between tasks, as schedules name it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """The memory of a device, or of the host. (A file is in host memory, by a map of it.)"""
+    """The memory of a device or of the host. (A memory-mapped file counts as host memory.)"""
 
     device: torch.device
 
     @classmethod
     def of_home(cls, home: Home, compute: torch.device) -> Residency:
-        """Where a schedule for ``compute`` keeps accumulators."""
+        """The residency of accumulators whose home is ``home``, of a pass on ``compute``."""
         return cls(compute if home == "device" else HOST)
 
     def counts(self, compute: torch.device) -> bool:
-        """Whether what lies here counts against a budget of ``compute``; otherwise it has to be
-        copied there."""
+        """Whether tensors here count against the budget of ``compute``.
+
+        If they do not, they have to be copied to ``compute``.
+        """
         return self.device == compute
 
     def lockable(self, compute: torch.device) -> bool:
-        """Whether page-locking it makes copies to ``compute`` faster."""
+        """Whether page-locking tensors here makes copies to ``compute`` faster."""
         return on_host(self.device) and not self.counts(compute) and backend_of(compute).pins
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> torch.Tensor:
-        """An uninitialised tensor here, called ``what`` in messages.
+        """An uninitialised tensor here; messages call it ``what``.
 
         Raises:
             OutOfMemoryError: host memory cannot hold it; says how much is missing.
@@ -60,8 +62,14 @@ class Residency:
     def result(
         self, shape: tuple[int, ...], dtype: torch.dtype, what: str, compute: torch.device
     ) -> torch.Tensor:
-        """``empty``, and where it is going to be copied to from ``compute`` at the beginning of a
-        page, so that it can be locked head by head (device/page_locks.py)."""
+        """An uninitialised tensor here for a result that is computed on ``compute``.
+
+        If it can be page-locked it begins at a page, so that it can be locked head by head
+        (device/page_locks.py).
+
+        Raises:
+            OutOfMemoryError: as ``empty``.
+        """
         n_bytes = dtype.itemsize * math.prod(shape)
         if n_bytes < WORTH_LOCKING_BYTES or not self.lockable(compute):
             return self.empty(shape, dtype, what)
@@ -72,10 +80,13 @@ class Residency:
     def travelling(
         self, shape: tuple[int, ...], dtype: torch.dtype, compute: torch.device
     ) -> torch.Tensor:
-        """Where accumulators wait between tasks on ``compute``, uninitialised.
+        """An uninitialised tensor here for a state that waits between tasks on ``compute``.
 
-        In host memory beside a GPU it is page-locked by torch's own allocator, which keeps such
-        memory for the next call: faulting in and registering a gibibyte anew takes half a second.
+        Where page-locking helps, torch's own allocator locks it and keeps the memory for the next
+        call; to lock a new gibibyte takes half a second.
+
+        Raises:
+            OutOfMemoryError: as ``empty``.
         """
         if self.lockable(compute):
             try:

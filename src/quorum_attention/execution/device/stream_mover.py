@@ -1,4 +1,4 @@
-"""Stages on streams of their own, tied by events, so that copies run beside compute."""
+"""Moves rows on streams, so that copies run beside compute. Events keep the stages in order."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from quorum_attention.execution.device.mover import Mover
 
 
 class Event(Protocol):
-    """A point of a stream."""
+    """A point in a stream's work, as torch.cuda.Event."""
 
     def record(self, stream: Any) -> None:
-        """It is what ``stream`` has been given so far."""
+        """Set the point: after all work that ``stream`` was given so far."""
         ...
 
     def synchronize(self) -> None:
-        """Hold the host until it has been reached, if it was recorded."""
+        """Hold the host until the point is reached; do nothing if none was recorded."""
         ...
 
 
 class Stream(Protocol):
-    """Does what it is given in order."""
+    """Does the work it is given in order, as torch.cuda.Stream."""
 
     def wait_event(self, event: Any) -> None:
-        """What follows waits for the event as it was recorded last, if it was."""
+        """Let later work wait for the event's point; do nothing if none was recorded."""
         ...
 
     def wait_stream(self, stream: Any) -> None:
-        """What follows waits for what ``stream`` has been given so far."""
+        """Let later work wait for all work that ``stream`` was given so far."""
         ...
 
     def synchronize(self) -> None:
-        """Hold the host until everything is done."""
+        """Hold the host until all its work is done."""
         ...
 
 
 class StreamMover(Mover):
-    """The order of stages; how streams copy is a device's own.
+    """Keeps the stages of units in order on three streams; subclasses say how rows are copied.
 
     Attributes:
-        up, compute, down: the streams.
+        up, compute, down: the streams of loads, of compute (the caller's stream), and of stores.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class StreamMover(Mover):
     ) -> None:
         super().__init__(clock)
         self.up, self.compute, self.down = streams
-        # What came before this call (the inputs, the arena's memory) comes first.
+        # Work given before this call may still write the inputs or use the arena's memory.
         self.up.wait_stream(self.compute)
         self.down.wait_stream(self.compute)
         self._ready, self._computed, self._stored, self._handed_on = (
@@ -62,41 +62,41 @@ class StreamMover(Mover):
         )
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Within it, what is launched goes to ``stream``."""
+        """A context in which what is launched goes to ``stream``."""
         raise NotImplementedError
 
     def issue(self, stream: Any, *, given_up: bool) -> None:
-        """Give ``stream`` the copies that its stage noted, or forget them."""
+        """Give ``stream`` the copies that its stage noted; with ``given_up`` forget them."""
 
     def input_stage(self, slot: int) -> AbstractContextManager[Any]:
-        """Upwards, once the slot's previous unit is stored and has handed on."""
+        """See ``Mover.input_stage``; what the next unit carries over has been read by then too."""
         after = [self._stored[slot], self._handed_on[slot]]
         return _Stage(self, self.up, after, None, self._clock.timed("h2d"))
 
     def state_stage(self, slot: int, after_store_of: int) -> AbstractContextManager[Any]:
-        """Upwards, after the inputs and the store that wrote the state last."""
+        """See ``Mover.state_stage``."""
         after = [self._stored[after_store_of]]
         return _Stage(self, self.up, after, self._ready[slot], self._clock.timed("h2d"))
 
     def carried_from(self, slot: int) -> None:
-        """The compute stream has read what ``slot`` hands on."""
+        """See ``Mover.carried_from``."""
         self._handed_on[slot].record(self.compute)
 
     def compute_stage(self, slot: int) -> AbstractContextManager[Any]:
-        """On the caller's stream, once the slot is loaded."""
+        """See ``Mover.compute_stage``."""
         return _Stage(self, self.compute, [self._ready[slot]], self._computed[slot], None)
 
     def wait_computed(self, slot: int) -> None:
-        """By its event."""
+        """See ``Mover.wait_computed``."""
         self._computed[slot].synchronize()
 
     def store_stage(self, slot: int) -> AbstractContextManager[Any]:
-        """Downwards, once the slot is computed."""
+        """See ``Mover.store_stage``."""
         after, timed = [self._computed[slot]], self._clock.timed("d2h")
         return _Stage(self, self.down, after, self._stored[slot], timed)
 
     def finish(self, *, wait: bool) -> None:
-        """The caller's stream, and with ``wait`` the host, follow both copy streams."""
+        """Let the compute stream wait for the others; with ``wait`` hold the host for it."""
         self.compute.wait_stream(self.up)
         self.compute.wait_stream(self.down)
         if wait:
@@ -104,7 +104,7 @@ class StreamMover(Mover):
 
 
 class _Stage:
-    """Runs its block on a stream, after some events, and records one at the end."""
+    """A context that runs on ``stream`` after some events, and records ``done`` at its end."""
 
     def __init__(
         self,
