@@ -18,8 +18,15 @@ Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class Call:
     """Checked inputs and what to run them with.
 
-    query (*batch, heads, n_queries, head_dim), key (*batch, kv_heads, n_keys, head_dim), value
-    (*batch, kv_heads, n_keys, value_dim), on ``device`` or on the host; ``device`` computes.
+    Attributes:
+        work: the call's sizes.
+        query: (*batch, heads, n_queries, head_dim), on ``device`` or on the host, as key and value.
+        key: (*batch, kv_heads, n_keys, head_dim).
+        value: (*batch, kv_heads, n_keys, value_dim).
+        mask: the call's mask; None if it has none.
+        scale: the factor of the scores.
+        device: the device that computes.
+        kernel: the inner kernel.
     """
 
     work: Workload
@@ -33,19 +40,22 @@ class Call:
 
     @property
     def resident(self) -> bool:
-        """Whether the inputs already lie where they are computed."""
+        """Whether the inputs are on the device that computes."""
         return self.query.device == self.device
 
     @property
     def in_place(self) -> bool:
-        """Whether an operator can take the inputs as they lie."""
+        """Whether operators can read the inputs where they are, without a copy."""
         return self.resident and lie_well(self.query, self.key, self.value)
 
 
 def rows_are_dense(*tensors: torch.Tensor) -> bool:
-    """Whether operators take tensors of one device as they lie: the last dimension contiguous and,
-    on a GPU, rows of whole words of 16 bytes at whole words. (Others are refused, or end in
-    misaligned addresses; rows that are no whole words are padded, which copies them.)"""
+    """Whether operators can read ``tensors``, all of one device, without a copy.
+
+    The last dimension has to be contiguous. On a GPU every row also has to start at a multiple of
+    a word (16 bytes): operators refuse other rows, or fail with misaligned addresses. Rows whose
+    length is no multiple of a word may start anywhere, because they are padded, which copies them.
+    """
     word = backend_of(tensors[0].device).word_bytes
     for tensor in tensors:
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
@@ -56,8 +66,8 @@ def rows_are_dense(*tensors: torch.Tensor) -> bool:
 
 
 def lie_well(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether operators take the inputs as they lie: in dense rows and, because a GPU's lay out
-    results as the query is, that one not expanded."""
+    """Whether operators can read the inputs without a copy: their rows are dense, and on a GPU the
+    query is not expanded (results get its strides)."""
     laid_out = backend_of(query.device).word_bytes == 1 or all(
         n <= 1 or s > 0 for n, s in zip(query.shape, query.stride(), strict=True)
     )
@@ -73,21 +83,20 @@ def _at_whole_words(tensor: torch.Tensor, word: int) -> bool:
 
 
 def is_operand(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether operators take an upstream gradient or an output as it lies."""
+    """Whether operators can read an upstream gradient or an output without a copy."""
     return tensor.dtype == dtype and 0 not in tensor.stride() and rows_are_dense(tensor)
 
 
 def operand(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A part of an upstream gradient or of an output as operators take it: in the inputs' dtype,
-    in dense rows, not expanded (as the gradient of a sum is)."""
+    """A part of an upstream gradient or of an output as operators can read it: of ``dtype``, in
+    dense rows, not expanded (the gradient of a sum is). Copies it only if it is not so already."""
     if is_operand(tensor, dtype):
         return tensor
     return torch.empty(tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor)
 
 
 def flat_batch(tensor: torch.Tensor) -> torch.Tensor | None:
-    """``tensor`` (*batch, heads, n, d) as (b, heads, n, d) without a copy; None if it has no such
-    view."""
+    """``tensor`` (*batch, heads, n, d) as a view (b, heads, n, d); None if it has none."""
     if tensor.dim() == 4:
         return tensor
     if tensor.dim() == 3:

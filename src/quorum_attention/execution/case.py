@@ -1,4 +1,4 @@
-"""A pass as a route sees it before it runs: what is asked of whether it can, and what it takes."""
+"""What a route is asked about: can it run this pass, and what memory and time does that take."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Case:
 
     Attributes:
         work: the call's sizes.
-        kernel: what computes.
+        kernel: the inner kernel.
         spec: which pass.
-        place: where its tensors lie.
+        place: where its tensors are.
     """
 
     work: Workload
@@ -29,10 +29,10 @@ class Case:
 
     @property
     def scaled(self) -> bool:
-        """Whether units are scaled (execution/scaling.py)."""
+        """Whether the pass is a scaled backward (execution/scaling.py)."""
         return self.spec.divided is not None and scales(self.kernel, self.work)
 
     def workspace(self, extent: Extent) -> int:
-        """Upper bound of the bytes that the kernel allocates at any one time."""
+        """Most bytes that the kernel allocates at one time for work of ``extent``."""
         call = self.work.call_shape(self.place.device_type, self.spec.backward)
         return self.spec.workspace(self.kernel, call, extent)

@@ -1,4 +1,4 @@
-"""Which tasks a pass is cut into: trimmed under a mask, else filled up; and cut further later."""
+"""The tasks that a pass is cut into: trimmed under a mask, else filled up; cut further later."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Cutting:
 
     @property
     def deepest(self) -> int:
-        """Levels until a task is down to about a tile: beyond that nothing gets smaller."""
+        """The depth at which tasks are about as small as a tile; deeper ones are no smaller."""
         shape = self.planned.decomposition
         smallest = shape.tile if shape.layout == "aligned" else 1
         deeper = shape
@@ -40,7 +40,7 @@ class Cutting:
         return deeper.depth
 
     def tasks(self, depth: int) -> list[Task]:
-        """All tasks of this depth, in order."""
+        """All tasks of ``depth``, in order."""
         if depth not in self._tasks:
             deepens = depth > self.planned.decomposition.depth
             schedule = self.schedule(depth - 1).deeper(self.work) if deepens else self.planned
@@ -56,19 +56,20 @@ class Cutting:
         return self._tasks[depth]
 
     def schedule(self, depth: int) -> Schedule:
-        """With slots for all the tasks that were asked for at this depth."""
+        """A schedule whose slots hold every task of ``depth`` that has been asked for."""
         self.tasks(depth)
         return self._schedules[depth]
 
     def further(self, tasks: Sequence[Task], depth: int) -> list[Task]:
-        """``tasks``, of one level less, each cut to this depth, in order."""
+        """The tasks of ``depth`` that ``tasks``, of one level less, are cut into, in order."""
         schedule = self.schedule(depth)
         shape = schedule.decomposition
         found: list[Task] = []
         for task in tasks:
             children = [shape.task((*task.path, i)) for i in range(DEEPEN_BY)]
             if not self.pairs.every_token_meets:
-                # Of tokens that the task was without, others have the state, or it is finished.
+                # Tokens that were trimmed from a task stay out of its children: other tasks hold
+                # the state of their rows, or have finished it.
                 within = tokens_of(task)
                 children = [restricted(child, within) for child in children]
                 end = written(self.pairs, self.backward)

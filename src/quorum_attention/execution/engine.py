@@ -1,8 +1,7 @@
-"""Runs units of work through the slots: load, compute, store, each beside the next.
+"""Runs units through the slots: load, compute, store, overlapped with the units before and after.
 
-The engine knows rows and slots; what a unit computes is the pass's business (routes/slots.py),
-how bytes move the mover's (device/mover.py), what to do about failures the runner's
-(runner.py).
+The engine knows rows and slots. What a unit computes is up to the pass (routes/slots.py), how bytes
+are copied is up to the mover (device/mover.py), and recovery is up to the runner (runner.py).
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from quorum_attention.execution.slots import SlotLayout
 from quorum_attention.execution.workload import Group, Workload
 from quorum_attention.kernels.copies import copy_on_device
 
-# Views of tensors that are kept: a few head groups' worth.
+# Most lists of views that are remembered: enough for a few head groups.
 _MOST_BLOCKS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A tensor that every task reads its rows of; ``field`` is its place in the slot."""
+    """A tensor of which every task reads its rows, into the slot's field ``field``."""
 
     field: str
     rows: RowTensor
@@ -38,15 +37,15 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What accumulates row by row over the tasks.
+    """A tensor that accumulates row by row over the tasks.
 
     Attributes:
-        field: its place in the slot.
-        fill: the value of a row no task has visited.
-        home: where rows wait between visits.
-        final: where finished rows go; the home itself where no other dtype is asked for.
-        final_field: the slot's place for finished rows in the final dtype, None where the state
-            is final as it is.
+        field: its field in the slot.
+        fill: the value of a row before its first visit.
+        home: where rows are stored between visits.
+        final: where finished rows are stored; the home itself if the result has the state's dtype.
+        final_field: the slot's field for finished rows in the result's dtype; None if that is the
+            state's dtype.
     """
 
     field: str
@@ -63,8 +62,13 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One visit of one head group, in one slot; ``previous`` is the slot whose rows it carries on,
-    with its fields."""
+    """One visit of one head group, in one slot.
+
+    Attributes:
+        fields: the slot's tensors by name, (entries, heads, rows, width).
+        previous: the slot that its carried rows are copied from, and that slot's fields; None if it
+            carries none.
+    """
 
     group: Group
     visit: Visit
@@ -73,7 +77,7 @@ class Unit:
     previous: tuple[int, dict[str, torch.Tensor]] | None
 
     def from_home(self) -> Unit:
-        """The same unit with all its state loaded, none carried: to run it once more."""
+        """The same unit with its carried rows loaded instead, to run it again."""
         carried = tuple(piece.rows for piece in self.visit.carried)
         visit = replace(self.visit, loaded=(*self.visit.loaded, *carried), carried=())
         return replace(self, visit=visit, previous=None)
@@ -81,18 +85,22 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A pass: what goes into the slots, what accumulates, and how a unit is computed.
+    """A pass as the engine runs it: what is loaded, what accumulates, how a unit is computed.
 
     Attributes:
-        compute: runs a loaded unit.
-        prepare: runs once on a unit's freshly loaded inputs, before ``compute``.
-        spoiled: asked once a unit has been computed, of what it noted meanwhile: whether it should
-            be run again. None: nothing to ask, so the host never waits.
-        mended: asked of a spoiled unit with its inputs in the slot as they were given: whether to
-            run it again, otherwise, from what was stored before it; False leaves it as it is.
-        passed_on: inputs that may be copied from the slot before instead of loaded again.
-        factor: what the finished rows of a group's queries or keys are multiplied by, (entries,
-            heads, 1, 1) in the state's dtype; None is 1.
+        work: the call's sizes.
+        layout: of the slots.
+        inputs: the tensors that are read.
+        states: the tensors that accumulate.
+        compute: computes a loaded unit.
+        prepare: changes a unit's freshly loaded inputs before ``compute``.
+        spoiled: says of a computed unit whether its results are unusable. None: they never are, and
+            the host never waits to ask.
+        mended: given a spoiled unit whose inputs are in the slot unchanged, says whether to run it
+            again from the state before it. False leaves its results as they are.
+        passed_on: inputs whose shared rows may be copied from the previous slot.
+        factor: the factor of a group's finished rows, of queries or of keys: (entries, heads, 1, 1)
+            in the state's dtype; None is 1.
     """
 
     work: Workload
@@ -108,7 +116,7 @@ class Pass:
 
 
 class Engine:
-    """Works through units in order with ``n_cap`` slots carved from one arena."""
+    """Runs units in order in ``n_cap`` slots that are carved from one arena (uint8)."""
 
     def __init__(
         self, job: Pass, arena: torch.Tensor, n_cap: int, mover: Mover, clock: Clock
@@ -119,13 +127,15 @@ class Engine:
         self.clock = clock
         self.slots = [arena[i * size : (i + 1) * size] for i in range(n_cap)]
         self._views: dict[tuple[int, int, int, int, int], dict[str, torch.Tensor]] = {}
-        # Of the head groups at work; by identity, because the job holds on to them.
+        # By identity of the row tensor: the pass holds these, so no id is used twice.
         self._blocks: dict[tuple[int, Group], list[torch.Tensor]] = {}
 
     def run(self, turns: Iterable[tuple[Group, Visit]], done: Callable[[Unit], None]) -> None:
-        """Run ``turns`` in order; ``done`` is called once a unit's results are on their way."""
+        """Run ``turns`` in order; ``done`` is called once the copies of a unit's results are
+        issued."""
         overlapped = len(self.slots) > 1
-        # Where the host looks at a unit's outcome, the next one is already computing meanwhile.
+        # A unit is settled one unit late if the host has to look at its flags, so that the device
+        # computes the next one meanwhile.
         lag = 1 if overlapped and self.job.spoiled is not None else 0
         ahead = max(1, len(self.slots) - 1)
         waiting: deque[Unit] = deque()
@@ -155,18 +165,18 @@ class Engine:
                 self._settle(computed, done)
         except Exception as error:
             if is_out_of_memory(error):
-                # What had been computed by then stays done.
+                # Units that were computed before the failure stay done.
                 while computed:
                     self._settle(computed, done)
             raise
 
     def _settle(self, computed: deque[Unit], done: Callable[[Unit], None]) -> None:
-        """Store the first of ``computed``, where it is spoiled after having it mended."""
+        """Store the first unit of ``computed``; if it is spoiled, mend it first."""
         spoiled = self.job.spoiled
         if spoiled is not None:
             self.mover.wait_computed(computed[0].slot)
             if spoiled(computed[0]):
-                # Whatever fails meanwhile, none of them counts as computed.
+                # If this fails, none of them counts as computed.
                 first, *followers = computed
                 computed.clear()
                 if self._mend(first):
@@ -178,7 +188,7 @@ class Engine:
         done(unit)
 
     def _mend(self, unit: Unit) -> bool:
-        """Run a spoiled unit again for as long as that helps; whether it was."""
+        """Run a spoiled unit again for as long as that helps; returns whether it was run again."""
         assert self.job.spoiled is not None
         assert self.job.mended is not None
         whole, changed = unit.from_home(), False
@@ -252,7 +262,7 @@ class Engine:
 
     def _load_inputs(self, unit: Unit) -> None:
         runs = unit.visit.task.runs
-        # What the slot before has of them is taken over on the device.
+        # Carried rows of some inputs are copied from the previous slot instead.
         new = runs if unit.previous is None else (*unit.visit.fresh, *unit.visit.loaded)
         with self.mover.input_stage(unit.slot):
             for item in self.job.inputs:
@@ -262,8 +272,8 @@ class Engine:
                     self.mover.load(unit.fields[item.field][entry], block, pieces)
 
     def _load_state(self, unit: Unit) -> None:
-        # With two slots or more the rows of the unit in between are carried, not loaded; every
-        # other row was last stored by the unit before that one, or earlier.
+        # With two slots or more, rows of the unit just before are carried, not loaded. All other
+        # rows were last stored by the unit before that one, or earlier.
         n_slots = len(self.slots)
         after = (unit.slot - min(2, n_slots)) % n_slots
         with self.mover.state_stage(unit.slot, after):
@@ -296,7 +306,8 @@ class Engine:
                 unit.fields[item.field][:, :, end:] = 0
 
     def _finish(self, unit: Unit, *, over_inputs: bool = False) -> None:
-        """Bring finished rows into their final form; ``over_inputs``: only those not in place."""
+        """Write finished rows in their final form; ``over_inputs``: only those with a final field
+        (rows that are final in place have been multiplied already)."""
         for state in self.job.states:
             factor = None
             if self.job.factor is not None:

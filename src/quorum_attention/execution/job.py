@@ -1,4 +1,4 @@
-"""One pass of one call: what it reads, what it makes, and whom it tells."""
+"""One pass of one call, with its tensors: what it reads, and the results that it makes."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from quorum_attention.kernels.protocol import Bias, TaskTensors
 
 @dataclass(slots=True)
 class Results:
-    """What a pass returns, as far as it is there already.
+    """The results of a pass: given by the caller, or made when they are needed.
 
     Attributes:
-        spec: of the pass.
+        spec: which pass.
         work: the call's sizes.
-        dtype: of results that have a dtype of their own; the others have the state's.
-        device: where the inputs are, and results are made.
-        compute: what computes them.
-        tensors: by name.
+        dtype: of the results, except those whose state is the result (the log-sum-exp).
+        device: where the inputs are; results are made there.
+        compute: the device that computes.
+        tensors: the results that exist, by name.
     """
 
     spec: PassSpec
@@ -44,12 +44,14 @@ class Results:
     tensors: dict[str, torch.Tensor]
 
     def dtype_of(self, state: StateSpec) -> torch.dtype:
-        """Of one of them."""
+        """The dtype of the result of ``state``."""
         return self.work.state_dtype if state.over is None else self.dtype
 
     def make(self, home: torch.device | None = None) -> tuple[torch.Tensor, ...]:
-        """All of them, those made that are not there; ``home``: where those are made that
-        accumulate where they lie, if not where the inputs are.
+        """All results, in the order of the pass's states; allocates those that do not exist.
+
+        Args:
+            home: where to allocate results that are their own state; None is where the inputs are.
 
         Raises:
             OutOfMemoryError: host memory cannot hold them.
@@ -64,7 +66,8 @@ class Results:
         return tuple(self.tensors[state.name] for state in self.spec.states)
 
     def take(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """A kernel's own results (b, heads, ...) of all the call, wherever nothing was given."""
+        """Take a kernel's own tensors (b, heads, ...) of the whole call as results; copies those
+        that the caller gave tensors for, or that have another dtype."""
         lies_so = len(self.work.batch_shape) == 1
         found = []
         for state, part in zip(self.spec.states, parts, strict=True):
@@ -81,16 +84,16 @@ class Results:
 
 @dataclass(slots=True)
 class Job:
-    """One pass of one call, as it goes through a route.
+    """One pass of one call, as it is given to a route.
 
     Attributes:
-        call: the inputs, and what runs them.
+        call: the inputs, and what to run them with.
         spec: which pass.
-        tensors: what it reads, by name: (*batch, heads, n, d), a lse without the last dimension.
-        results: what it makes.
-        report: of what happens; None where nothing is planned.
+        tensors: the tensors it reads, by name: (*batch, heads, n, d); lse is (*batch, heads, n).
+        results: the results it makes.
+        report: filled while it runs; None for a call that has no plan.
         progress: called with units done, units in all, and the pass's name.
-        upstream: of a backward, the gradient that it is given.
+        upstream: the upstream gradient of a backward; None in a forward.
     """
 
     call: Call
@@ -103,9 +106,9 @@ class Job:
 
     @property
     def case(self) -> Case:
-        """What routes are asked about."""
+        """The pass without its tensors, as routes are asked about it."""
         call, device = self.call, self.call.device
-        # A lse is moved to where it is wanted.
+        # The log-sum-exp is moved if it is elsewhere.
         here = all(t.device == device for n, t in self.tensors.items() if n != "lse")
         place = Placement(
             device.type,
@@ -125,16 +128,19 @@ class Job:
 
     @property
     def scaled(self) -> bool:
-        """Whether units are scaled (execution/scaling.py)."""
+        """Whether this is a scaled backward (execution/scaling.py)."""
         return self.spec.divided is not None and scales(self.call.kernel, self.call.work)
 
     def factor(self, group: Group, axis: Axis) -> torch.Tensor | None:
-        """What a head group's finished rows are multiplied by, (entries, heads, 1, 1)."""
+        """The factor of a head group's finished rows, (entries, heads, 1, 1); None is 1."""
         return None if self.upstream is None else self.upstream.factor(group, axis)
 
     def operands(self, group: Group) -> dict[str, torch.Tensor]:
-        """Its own inputs beside query, key and value of a head group of one entry, as operators
-        take them; but the one that is going to be divided as it was given."""
+        """The inputs after query, key and value, for a head group of one batch entry.
+
+        They are copied if operators cannot read them otherwise. An input that will be divided is
+        not: dividing it makes a copy anyway.
+        """
         found = {}
         for item in self.spec.inputs[3:]:
             part = group_part(self.tensors[item.name], group, item.axis)
@@ -144,17 +150,17 @@ class Job:
         return found
 
     def repeated(self, times: int) -> None:
-        """Note that a unit was run again so often."""
+        """Add ``times`` to the report's count of repeated units."""
         if self.report is not None:
             self.report.repeated_units += times
 
     def tell(self, done: int, total: int) -> None:
-        """Of progress."""
+        """Report progress, in units."""
         if self.progress is not None:
             self.progress(done, total, self.spec.name)
 
     def bias(self, group: Group, task: Task) -> Bias:
-        """The additive mask of a head group's rectangles of ``task``."""
+        """The function that gives the additive mask of each rectangle of ``task``."""
         call = self.call
         if call.mask is None:
             return no_bias
@@ -169,11 +175,12 @@ class Job:
         rectangles: Sequence[Rectangle],
         three: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> TaskTensors:
-        """What a kernel gets of ``task``: ``rectangles`` of the rows in ``three``, which are query,
-        key and value (b, heads, n, d).
+        """What a kernel is given to compute ``task``.
 
         Args:
             limits: most queries and keys of a rectangle.
+            rectangles: what to compute, in positions of the rows of ``three``.
+            three: query, key and value, (b, heads, n, d) each.
         """
         return TaskTensors(
             task=task,
@@ -200,7 +207,7 @@ class Job:
         task: Task,
         rectangles: Sequence[Rectangle],
     ) -> TaskTensors:
-        """The same of a head group's part of the inputs as they lie; of one entry."""
+        """``task`` on views of the inputs themselves, for a head group of one batch entry."""
         query, key, value = (
             group_part(self.tensors[item.name], group, item.axis) for item in self.spec.inputs[:3]
         )
@@ -214,9 +221,12 @@ def forward_job(
     report: PassReport | None = None,
     progress: Progress | None = None,
 ) -> Job:
-    """The forward of a call: returns (out, lse), out (*batch, heads, n_queries, value_dim) in
-    ``out_dtype`` where the inputs are (or ``out``, filled), lse (*batch, heads, n_queries), natural
-    log, in the state's dtype."""
+    """The forward of a call.
+
+    Its results are out (*batch, heads, n_queries, value_dim) in ``out_dtype``, on the inputs'
+    device (or the given ``out``, filled), and lse (*batch, heads, n_queries), natural log, in the
+    state's dtype.
+    """
     given = {} if out is None else {"out": out}
     results = Results(FORWARD, call.work, out_dtype, call.query.device, call.device, given)
     return Job(call, FORWARD, _inputs(call), results, report, progress)
@@ -231,11 +241,13 @@ def backward_job(
     report: PassReport | None = None,
     progress: Progress | None = None,
 ) -> Job:
-    """The backward of a call: returns the gradients of query, key and value in the shapes, dtypes
-    and places of the inputs, or ``grads``, filled.
+    """The backward of a call.
+
+    Its results are the gradients of query, key and value, with the shapes, dtypes and device of the
+    inputs (or the given ``grads``, filled).
 
     Args:
-        out: (*batch, heads, n_queries, value_dim), anywhere, however it lies, as the upstream
+        out: (*batch, heads, n_queries, value_dim), on any device, with any strides, as the upstream
             gradient.
         lse: (*batch, heads, n_queries) as the forward returned it.
     """

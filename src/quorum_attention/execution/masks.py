@@ -1,4 +1,4 @@
-"""The attention mask of one rectangle, gathered from the call's mask and never expanded."""
+"""The mask of one rectangle, gathered from the call's mask, which is never expanded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quorum_attention.kernels.protocol import Bias, MaskShape
 
 
 def mask_shape(mask: torch.Tensor, batch_dims: int) -> MaskShape:
-    """What of (*batch, heads, rows, columns) a broadcastable ``mask`` spans."""
+    """Which dimensions of (*batch, heads, rows, columns) a broadcastable ``mask`` varies over."""
     sizes = (1,) * (batch_dims + 3 - mask.dim()) + tuple(mask.shape)
     return MaskShape(
         boolean=mask.dtype == torch.bool,
@@ -22,7 +22,7 @@ def mask_shape(mask: torch.Tensor, batch_dims: int) -> MaskShape:
 
 
 class MaskView:
-    """A call's mask, boolean or additive, cut to one head group.
+    """A call's mask, boolean or additive.
 
     Args:
         mask: broadcastable to (*batch, heads, n_queries, n_keys), on any device.
@@ -34,7 +34,8 @@ class MaskView:
         self.mask = mask.reshape((1,) * missing + tuple(mask.shape)) if missing else mask
 
     def bias(self, group: Group, task: Task, dtype: torch.dtype, device: torch.device) -> Bias:
-        """The function a kernel asks for the additive mask of a rectangle of ``task``."""
+        """The function that gives a kernel the additive mask of a rectangle of ``task``: (b|1,
+        heads|1, queries|1, keys|1) of ``dtype`` on ``device``."""
         blocks = self._blocks(group)
 
         def of(rectangle: Rectangle) -> torch.Tensor:
@@ -49,8 +50,8 @@ class MaskView:
         return of
 
     def whole(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """All of it, additive and not expanded: (b, heads, rows, columns), each maybe 1. Of a call
-        with at most one batch dimension."""
+        """The whole mask, additive, not expanded: (b|1, heads|1, rows|1, columns|1). For calls with
+        at most one batch dimension."""
         mask = self.mask if self.mask.dim() == 4 else self.mask.unsqueeze(0)
         mask = mask.to(device)
         if mask.dtype != torch.bool:
@@ -59,7 +60,7 @@ class MaskView:
         return torch.where(mask, kept, torch.full_like(kept, -torch.inf))
 
     def _blocks(self, group: Group) -> list[torch.Tensor]:
-        """(heads|1, rows|1, columns|1) views: one per batch entry, or one for all of them."""
+        """Views (heads|1, rows|1, columns|1), one for each batch entry or one for all of them."""
         batch_sizes = self.mask.shape[:-3]
         entries = group.entries
         if all(n == 1 for n in batch_sizes):
@@ -76,12 +77,12 @@ Segments = list[Rows]
 
 
 def _pieces(block: torch.Tensor, dim: int, segments: Segments) -> Segments:
-    """``segments``, or the one position of a dimension that the mask broadcasts over."""
+    """``segments``, or the only position of a dimension that the mask broadcasts over."""
     return segments if block.shape[dim] > 1 else [Rows(0, 1, segments[0].local)]
 
 
 def _view(block: torch.Tensor, rows: Segments, columns: Segments) -> torch.Tensor | None:
-    """The rectangle of a block, None where it does not lie in one piece."""
+    """A view of one rectangle of a block; None if its rows or columns have gaps."""
     rows, columns = _pieces(block, 1, rows), _pieces(block, 2, columns)
     if len(rows) > 1 or len(columns) > 1:
         return None
@@ -91,7 +92,7 @@ def _view(block: torch.Tensor, rows: Segments, columns: Segments) -> torch.Tenso
 def _gathered(
     blocks: list[torch.Tensor], rows: Segments, columns: Segments, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The rectangle of every block, additive; takes no memory beside the result."""
+    """One rectangle of all blocks, additive; allocates only the result."""
     first = blocks[0]
     rows, columns = _pieces(first, 1, rows), _pieces(first, 2, columns)
     heights, widths = ([stop - start for start, stop, _ in part] for part in (rows, columns))

@@ -1,4 +1,4 @@
-"""Telling an out-of-memory failure from any other."""
+"""Recognises out-of-memory failures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from quorum_attention.errors import OutOfMemoryError
 
-# What torch's CPU allocator says; it has no type of its own for it (a plain RuntimeError).
+# The CPU allocator's messages: torch raises a plain RuntimeError there.
 _CPU_ALLOCATOR_SAYS = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
@@ -21,8 +21,8 @@ _CUDA_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether ``error`` says that memory ran out.
 
-    By type (torch.OutOfMemoryError, MemoryError, an accelerator error with the code of a failed
-    allocation); the CPU allocator raises a bare RuntimeError, which is known by its fixed text.
+    It is known by its type: torch.OutOfMemoryError, MemoryError, or an accelerator error with the
+    code of a failed allocation. The CPU allocator's plain RuntimeError is known by its text.
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
@@ -36,13 +36,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """What an allocator said, in a line."""
+    """The first line of an allocator's message."""
     return next((line.strip() for line in str(error).split("\n") if line.strip()), repr(error))
 
 
 @contextmanager
 def named_out_of_memory(*, pinned: bool) -> Iterator[None]:
-    """Whatever allocator fails in the block, and nobody recovered from: our own error leaves it.
+    """Turn an allocator's error that leaves the block into our ``OutOfMemoryError``.
 
     The allocator's error is not chained: its traceback would hold the failed call's tensors.
     """

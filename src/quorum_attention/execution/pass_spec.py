@@ -1,8 +1,8 @@
-"""The two passes as data: what each reads, what it accumulates, and how a kernel is called for it.
+"""The two passes as data: what each reads, what it accumulates, and how it calls a kernel.
 
-The forward merges statistics of every row over the tasks (paper, Algorithm 1); the backward adds
-up three gradients (paper, Algorithm 2): with the global log-sum-exp every task computes its part of
-the true probabilities, P = exp(s - lse) <= 1 (paper, Equation 9).
+The forward merges the statistics of every row over the tasks (paper, Algorithm 1). The backward
+adds up three gradients (paper, Algorithm 2): given the global log-sum-exp, every task computes its
+part of the true probabilities, P = exp(s - lse) <= 1 (paper, Equation 9).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class RowSpec:
-    """Numbers for every row of the queries, or of the keys.
+    """A tensor with a row for every query, or for every key.
 
     Attributes:
         name: of the tensor.
-        axis: whose rows.
-        width: how many numbers a row has; a tensor of "one" has no last dimension for them.
+        axis: whether its rows are those of queries or of keys.
+        width: the numbers in a row. A tensor of width "one" has no dimension for them.
     """
 
     name: str
@@ -47,58 +47,58 @@ class RowSpec:
     width: Width
 
     def columns(self, work: Workload) -> int:
-        """Numbers of a row."""
+        """How many numbers a row has."""
         if self.width == "one":
             return 1
         return work.head_dim if self.width == "head_dim" else work.value_dim
 
     def rows(self, work: Workload) -> int:
-        """Rows of one head."""
+        """How many rows a head has."""
         return work.n_queries if self.axis == "query" else work.n_keys
 
     def heads(self, work: Workload, kv_heads: int) -> int:
-        """Heads that go with so many key/value heads."""
+        """How many heads belong to ``kv_heads`` key/value heads."""
         return kv_heads * (work.queries_per_key_head if self.axis == "query" else 1)
 
     def count(self, work: Workload, group: GroupSize | None = None, rows: int | None = None) -> int:
-        """Numbers of all the call, or of a head group; of ``rows`` rows of each head, or of all."""
+        """How many numbers ``rows`` rows (default: all) of a group (default: the call) have."""
         size = GroupSize(work.batch, work.kv_heads) if group is None else group
         rows = self.rows(work) if rows is None else rows
         return size.batch * self.heads(work, size.kv_heads) * rows * self.columns(work)
 
     def shape(self, work: Workload) -> tuple[int, ...]:
-        """Of the whole tensor: (*batch, heads, rows, width)."""
+        """The shape of the whole tensor: (*batch, heads, rows, width)."""
         found = (*work.batch_shape, self.heads(work, work.kv_heads), self.rows(work))
         return found if self.width == "one" else (*found, self.columns(work))
 
 
 @dataclass(frozen=True, slots=True)
 class InputSpec(RowSpec):
-    """A tensor that every task reads its rows of.
+    """A tensor of which every task reads its rows.
 
     Attributes:
-        copied: it may come in another dtype, or lie as no operator can take it; outside of slots
-            it is then copied, a head group at a time.
-        of_state: in the state's dtype, not the inputs'.
+        copied: whether it may have another dtype than the inputs, or strides that operators refuse.
+            Routes without slots then copy it, one head group at a time.
+        of_state: whether it has the state's dtype, not the inputs'.
     """
 
     copied: bool = False
     of_state: bool = False
 
     def dtype(self, work: Workload) -> torch.dtype:
-        """As kernels get it."""
+        """Its dtype as kernels get it."""
         return work.state_dtype if self.of_state else work.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class StateSpec(RowSpec):
-    """What accumulates row by row over the tasks, in the state's dtype.
+    """A tensor that accumulates row by row over the tasks, in the state's dtype.
 
     Attributes:
-        fill: the value of a row that no task has visited.
-        over: the result has a dtype of its own, and in a slot a finished row may take the place of
-            this input's. None: the result is the state.
-        words: what errors call the result.
+        fill: the value of a row before any task has added to it.
+        over: the input whose rows finished rows may overwrite in a slot, where the result has
+            another dtype than the state. None: the state itself is the result.
+        words: the result's name in error messages.
     """
 
     fill: float
@@ -108,21 +108,23 @@ class StateSpec(RowSpec):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassSpec:
-    """One of the two passes; there are no others, so they are told apart by identity.
+    """One of the two passes, ``FORWARD`` or ``BACKWARD``; compared by identity.
 
     Attributes:
-        name: for people.
+        name: "forward" or "backward", for people.
         backward: whether it is the backward.
-        inputs: what it reads: query, key and value first.
-        states: what it accumulates, and returns.
-        combined: numbers of states that are combined at once.
-        combine: brings parts of such states into them: ``combine(*states, *parts)``.
-        products: matrix products of a pair of tiles.
-        divided: the input that a scaled pass divides, in the slot it lies in; None: never scaled.
-        accumulate: brings a task's part into states (b, h, n, d), (b, h, n) of width one.
-        of_task: a task's part as ``TaskCalls`` returns it, of the inputs beside the task's.
-        of_call: the results of a whole call as ``WholeCalls`` returns them; a lse is 0, not -inf.
-        workspace: upper bound of the bytes ``accumulate`` allocates.
+        inputs: the tensors it reads: query, key and value first.
+        states: the tensors it accumulates; its results, in this order.
+        combined: groups of indices of ``states`` that are combined by one call.
+        combine: combines parts with states, in place: ``combine(*states, *parts)``.
+        products: matrix products for each pair of tiles.
+        divided: the input that a scaled backward divides by powers of two; None: never scaled.
+        accumulate: adds a task's part to states (b, h, n, d), or (b, h, n) for width "one".
+        of_task: a task's part as ``TaskCalls`` returns it; reads the inputs after the first three
+            from its last argument.
+        of_call: the results of a whole call as ``WholeCalls`` returns them. It is given an lse with
+            0 in place of -inf.
+        workspace: most bytes that ``accumulate`` allocates.
     """
 
     name: str

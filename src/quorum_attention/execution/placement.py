@@ -1,4 +1,4 @@
-"""Where a call's tensors live, as far as what a pass takes depends on it."""
+"""Where a call's tensors are, and how they are laid out."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from quorum_attention.execution.device.lookup import BACKENDS
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a call's tensors live, as far as the budget counts them.
+    """What a plan has to know about where a call's tensors are.
 
     Attributes:
-        device_type: of the computing device. On the CPU, host memory is what the budget counts.
-        resident: the inputs are on the computing device.
-        results_given: the caller passed preallocated results, which the budget does not count.
+        device_type: of the device that computes. If it is the CPU, the budget counts host memory.
+        resident: whether the inputs are on the device that computes.
+        results_given: whether the caller passed the results, which the budget then does not count.
         result_dtype: of the output (forward) or of the gradients (backward).
-        dense_rows: the inputs' last dimension is contiguous, so a kernel can take them in place.
-        copied: how many of the upstream gradient and the output operators cannot take as they lie
-            (expanded, or of another dtype): without slots they are copied, a head group at a time.
-        divided: of an upstream gradient that the inputs' dtype cannot hold, the bytes of the
-            divided copy made before anything else (execution/upstream.py); None: it is not divided.
-        lse_here: a backward's lse lies where it is computed, as a plan takes it.
+        dense_rows: whether operators can read the inputs without a copy, if they are resident.
+        copied: how many of upstream gradient and output operators cannot read (because they are
+            expanded or of another dtype). Routes without slots copy them a head group at a time.
+        divided: bytes of the divided copy of an upstream gradient that the inputs' dtype cannot
+            hold, which is made first (execution/upstream.py). None: it is not divided.
+        lse_here: whether the lse of a backward is on the device that computes; plans assume it.
     """
 
     device_type: str
@@ -38,7 +38,7 @@ class Placement:
 
     @property
     def in_place(self) -> bool:
-        """Whether operators can take the inputs as they lie."""
+        """Whether operators can read the inputs where they are, without a copy."""
         return self.resident and self.dense_rows
 
     @property
@@ -48,9 +48,9 @@ class Placement:
 
     @property
     def backend(self) -> Backend:
-        """Of the computing device."""
+        """The backend of the device that computes."""
         return BACKENDS[self.device_type]
 
     def counts(self, home: str) -> bool:
-        """Whether the budget counts what lies on the "device", or on the "host"."""
+        """Whether the budget counts memory at ``home``, which is "device" or "host"."""
         return home == "device" or not self.backend.own_memory

@@ -23,21 +23,21 @@ class PassReport:
         streams: kernel calls of a task in flight at once.
         accumulator: "device", "host", or "none" where nothing had to be merged.
         units: (head group, task) units computed.
-        seconds: host wall-clock time of the pass (on CUDA up to the end of its work where the
-            results are in host memory; else the time to enqueue it).
-        left_out: share of the tasks' tokens that were left out, because no query or key there is
-            their partner (docs/architecture.md, "Trimmed tasks"); of the levels at the end.
-        loaded_bytes, stored_bytes: moved into and out of slots.
-        planned_peak_bytes: what the plan said the pass would take at most.
-        budget_bytes: what it was planned for; None where no budget was given.
-        peak_bytes: measured by the device's allocator beyond what was allocated before; None on
-            the CPU, whose allocator does not count.
+        seconds: host wall-clock time of the pass. On CUDA with results on the device, this is only
+            the time to issue its work.
+        left_out: share of the tokens that were trimmed from tasks because they have no partner
+            there (docs/architecture.md, "Trimmed tasks"), at the levels at the end of the pass.
+        loaded_bytes, stored_bytes: copied into and out of slots.
+        planned_peak_bytes: most device bytes of the pass, as planned.
+        budget_bytes: the budget it was planned for; None if none was given.
+        peak_bytes: most device bytes, measured by the device's allocator, beyond those allocated
+            before; None on the CPU, whose allocator does not count.
         repeated_units: units run again because a scaled fp16 gradient overflowed
             (execution/scaling.py).
         timed: whether ``stages`` are measured.
         stages: device seconds by stage (execution/device/clock.py); empty for a monolithic call.
-        recoveries: one line for every out-of-memory failure that was recovered from.
-        recovery_seconds: what those failures cost: from the last finished unit before each until
+        recoveries: one line for each recovery.
+        recovery_seconds: time lost to failures: from the last unit done before each failure until
             the next attempt began.
     """
 
@@ -65,7 +65,7 @@ class PassReport:
 
     @property
     def overlap(self) -> float | None:
-        """Share of the transfers that ran beside compute, 0 to 1; None where none was measured."""
+        """Share of the transfers' time that was hidden by compute, 0 to 1; None if not measured."""
         transfers = self.stages.get("h2d", 0.0) + self.stages.get("d2h", 0.0)
         if transfers <= 0:
             return None
@@ -73,7 +73,7 @@ class PassReport:
         return min(1.0, max(0.0, 1 - (self.seconds - on_device) / transfers))
 
     def lines(self) -> list[str]:
-        """The same for people."""
+        """The report in lines, for people."""
         levels = " x ".join(map(str, self.levels)) or "none (monolithic)"
         peak = f"planned peak {format_bytes(self.planned_peak_bytes)}"
         if self.peak_bytes is not None:
@@ -123,14 +123,14 @@ class Report:
     backward: PassReport | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types, for JSON."""
+        """The report in plain types, for JSON."""
         return {
             name: None if part is None else {**asdict(part), "overlap": part.overlap}
             for name, part in (("forward", self.forward), ("backward", self.backward))
         }
 
     def draw(self, path: str | PathLike[str]) -> None:
-        """Write a picture of it to ``path`` (needs matplotlib: the ``draw`` extra)."""
+        """Write a picture of the report to ``path`` (needs matplotlib: the ``draw`` extra)."""
         from quorum_attention.pictures import draw_report
 
         draw_report(path, self.to_dict())

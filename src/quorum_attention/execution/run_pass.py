@@ -1,4 +1,4 @@
-"""Runs a pass by its route, and through slots what memory left of it, as its machine says."""
+"""Runs a pass by its route; if memory runs out, the machine says how to continue through slots."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from quorum_attention.execution.tools import make_tools
 
 
 def run_pass(job: Job, schedule: Schedule) -> tuple[torch.Tensor, ...]:
-    """The results of a pass: by its route where that can be, else through slots.
+    """Run a pass by its schedule's route, or through slots if that route cannot run it.
 
-    Head groups that are done when memory runs out stay done: their results are where they belong.
+    Head groups that are done when memory runs out stay done.
+
+    Returns:
+        the results, in the order of the pass's states.
 
     Raises:
-        OutOfMemoryError, and torch's own: the schedule is pinned, or nothing is left to try.
+        OutOfMemoryError, ours or torch's: the depth is pinned, or nothing is left to try.
     """
     report = job.report
     assert report is not None
@@ -63,8 +66,8 @@ def _machine(job: Job, schedule: Schedule) -> Machine:
 
 
 def _attempt(job: Job, schedule: Schedule, machine: Machine) -> None:
-    """Run what the machine has left by the schedule's route; where whole groups are too large for
-    memory, some may be left that it has cut."""
+    """Run the units that the machine has left by the schedule's route. If memory runs out for whole
+    groups, the machine cuts them, and another attempt runs what is left."""
     report, device, route = job.report, job.call.device, schedule.route
     assert report is not None
     report.accumulator, report.left_out = route.accumulators, schedule.left_out
@@ -76,7 +79,7 @@ def _attempt(job: Job, schedule: Schedule, machine: Machine) -> None:
             report.units += units
             began = time.perf_counter()
     except Exception as error:
-        # Through slots the runner has seen to it.
+        # Through slots, the runner has already tried every recovery.
         if not (route.whole_groups and is_out_of_memory(error)):
             raise
         # Only the text is kept: the traceback holds the failed attempt's tensors.
@@ -86,6 +89,6 @@ def _attempt(job: Job, schedule: Schedule, machine: Machine) -> None:
     for stage, seconds in tools.clock.seconds().items():
         report.stages[stage] = report.stages.get(stage, 0.0) + seconds
     if not machine.finished:
-        # Its frame is gone, and what it held.
+        # The failed attempt's tensors are free by now.
         backend_of(device).give_back_cached()
         report.recovery_seconds += time.perf_counter() - began

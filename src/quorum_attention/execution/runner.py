@@ -1,7 +1,7 @@
-"""Runs a pass through slots: what its machine says (control/machine.py) is done here.
+"""Runs a pass through slots, as its machine says (control/machine.py).
 
-The only places that can run out of memory are the arena and an inner kernel's workspace. Either
-failure lands here; the machine decides, this file obeys.
+Only the arena and an inner kernel's workspace can run out of memory. Both failures are caught here;
+the machine decides what to do, and this file does it.
 """
 
 from __future__ import annotations
@@ -32,18 +32,17 @@ MakePass = Callable[[Schedule, Tools], Pass]
 
 
 def run(job: Job, machine: Machine, make_pass: MakePass, locks: PageLocks, tools: Tools) -> None:
-    """Run what the machine has left of a pass, as it says.
+    """Run the units that the machine has left.
 
     Args:
-        make_pass: builds the pass for a schedule (its slots depend on the task size).
-        locks: of the tensors in host memory that are copied from or to.
+        make_pass: makes the pass for a schedule, because the slots depend on the task size.
+        locks: page locks of the tensors in host memory that are copied from or to.
 
     Raises:
-        OutOfMemoryError: the machine gives up; completed work is lost with the call, nothing stays
-            allocated.
+        OutOfMemoryError: the machine gives up. Results so far are lost, nothing stays allocated.
     """
     report = job.report
-    assert report is not None, "what goes through slots has been planned"
+    assert report is not None, "a pass through slots has a plan, and so a report"
     backend = backend_of(job.call.device)
     one = _Run(job, report, make_pass, machine, tools, locks, backend)
     one.total = machine.units_left
@@ -59,11 +58,11 @@ def run(job: Job, machine: Machine, make_pass: MakePass, locks: PageLocks, tools
 
 @dataclass(slots=True)
 class _Run:
-    """A pass on the one device, and the machine that is told of it and obeyed.
+    """A pass on one device, and the machine that directs it.
 
     Attributes:
-        last_done: when the last unit was done, or the attempt began.
-        counted, total: units as progress is told of them.
+        last_done: when the last unit was done, or this attempt began.
+        counted, total: units done and units in all, as progress is reported.
     """
 
     job: Job
@@ -79,13 +78,16 @@ class _Run:
 
     @property
     def schedule(self) -> Schedule:
-        """As the machine has it now."""
+        """The schedule with the machine's present depth and slots."""
         here = self.machine.devices[HERE]
         return self.machine.queue.cuts.schedule(here.depth).changed(n_cap=here.n_cap)
 
     def attempt(self) -> str | None:
-        """Run until everything is done, headroom is found (None), or memory runs out: what the
-        allocator said."""
+        """Run until all units are done, headroom is found, or memory runs out.
+
+        Returns:
+            the allocator's message if memory ran out, else None.
+        """
         self.last_done = time.perf_counter()
         n_slots = self.machine.start(HERE)
         room = self._room_for_coarser()
@@ -108,14 +110,14 @@ class _Run:
             engine.run(self._turns(room), self._done)
         finally:
             if mover is not None:
-                # Also after a failure: nothing may be in flight when the arena is let go, and
-                # whatever was reported done has to have arrived.
+                # Also after a failure: no copy may be in flight when the arena is freed, and the
+                # results of units that were reported done must have arrived.
                 mover.finish(wait=True)
                 self.report.loaded_bytes += mover.loaded_bytes
                 self.report.stored_bytes += mover.stored_bytes
 
     def _turns(self, room: Callable[[], bool]) -> Iterator[tuple[Group, Visit]]:
-        """The machine's units; they end early before a group that there is room to cut less."""
+        """The machine's units. Ends early, between two groups, if there is headroom."""
         while not (self.machine.between_groups(HERE) and room()):
             launch = self.machine.next(HERE)
             if launch is None:
@@ -130,7 +132,8 @@ class _Run:
         self.job.tell(self.counted, self.total)
 
     def _room_for_coarser(self) -> Callable[[], bool]:
-        """Whether memory has become free enough to undo a deepening."""
+        """A function that says whether there is headroom: whether the slots of one level less fit
+        twice into free memory."""
         if not self.machine.may_coarsen(HERE):
             return lambda: False
         here = self.machine.devices[HERE]
@@ -139,10 +142,10 @@ class _Run:
         return lambda: self.backend.free_bytes(self.job.call.device) >= needed
 
     def recover(self, failure: str | None) -> None:
-        """Tell the machine of a failed attempt, or of headroom (None), and obey.
+        """Tell the machine that an attempt failed, or found headroom (``failure`` is None).
 
         Raises:
-            OutOfMemoryError: it gives up.
+            OutOfMemoryError: the machine gives up.
         """
         if failure is None:
             order = self.machine.on(Headroom(HERE))

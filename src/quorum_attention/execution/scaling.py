@@ -1,25 +1,25 @@
-"""The scaled backward: which powers of two, and what to do when they were too large.
+"""The scaled backward: its powers of two, and what to do if a gradient overflows (our method).
 
-For each key/value head of a unit, ``grad_out`` is divided by a power of two (in its slot) and
-probabilities are multiplied by another, ``2**shift``, so that everything a kernel rounds to fp16
-uses fp16's range: with g the largest row norm of ``grad_out`` after the division and w that of
-``value``,
+For each key/value head of a unit, ``grad_out`` is divided by a power of two (in its slot), and
+probabilities are multiplied by another, ``2**shift``. So everything that a kernel rounds to fp16
+uses the range of fp16. Let g be the largest row norm of ``grad_out`` after the division, and w that
+of ``value``. Then by construction
 
     2**shift P            <= 2**shift                        (P <= 1)
     2**shift |dS|         <= 2**shift * 2 g w  <= 2**15      (|dP - delta| <= 2 g w)
 
-holds by construction (design, section 2). What has no useful bound are the sums over rows, dK and
-dV of a key that everything attends to. They are checked as they are added up (kernels/merge.py);
-a unit with a gradient that is not finite is run again from its stored state, the heads at fault
-with ``grad_out`` divided further, and a little of that taken from the shift instead, so that both
-stay normal numbers. That goes on until not even the sum of a sink overflows.
+Sums over rows have no useful bound: dK and dV of a key that every query attends to (a sink). They
+are checked as they are added up (kernels/merge.py). If a gradient is not finite, the unit is run
+again from its stored state. In the heads at fault the products then go down by a step, a power of
+two: most of it is divided from ``grad_out``, a little is taken off the shift, so that both stay
+normal numbers. This is repeated until no sum overflows.
 
-A row that is not finite leaves the others of its head what they are. What is not finite by its
-fault is no overflow: a head with nothing else wrong is left as it is, because further scaling would
-cost the others digits. One with more wrong gets one more try and no second.
+Inputs may hold rows that are not finite. Gradients that are not finite because of such a row are no
+overflow. A head with no other fault is left as it is, because further scaling would cost its other
+rows digits. A head with such rows and an overflow is scaled down one step and no further.
 
-Nothing here makes the device wait: norms and factors stay on it, and the host reads a unit's flags
-while the next one computes.
+The device never waits here: norms and factors stay on it, and the host reads a unit's flags while
+the next unit computes.
 """
 
 from __future__ import annotations
@@ -46,38 +46,38 @@ from quorum_attention.kernels.scaling import (
 )
 from quorum_attention.kernels.traits import traits_of
 
-# 2**shift P of a row that attends evenly should come out about here ...
+# log2 of the scaled probabilities, 2**shift P, of a row that attends to all keys evenly.
 _LOG2_TYPICAL = -8
-# ... with a shift of at most this.
 _LARGEST_SHIFT = 14
-# A head that overflowed is tried again with products smaller by so many powers of two ...
+# One step down makes the products of a head smaller by so many powers of two,
 _STEP = 8
-# ... of which the shift takes so many, up to the last: typical probabilities stay normal.
+# of which so many are taken off the shift, but never more in all than this: typical probabilities
+# then stay normal numbers.
 _OFF_THE_SHIFT = 4
 _MOST_OFF_THE_SHIFT = 6
-# Not so far that the largest row of ``grad_out`` itself would be lost.
+# The norm of the largest row of ``grad_out`` never goes below this, or the row would be lost.
 _SMALLEST_ROW = 2.0**-18
 
 
 def usual_shift(n_keys: int) -> int:
-    """The shift for rows of up to ``n_keys`` keys: 0 where probabilities are no problem."""
+    """The shift for rows of up to ``n_keys`` keys: 0 if they are few enough to need none."""
     return min(_LARGEST_SHIFT, max(0, math.ceil(math.log2(max(1, n_keys))) + _LOG2_TYPICAL))
 
 
 def scales(kernel: InnerKernel, work: Workload) -> bool:
-    """Whether a backward by ``kernel`` is scaled: some gain nothing, or cannot undo it."""
+    """Whether a backward by ``kernel`` is scaled; some kernels gain nothing, or cannot undo it."""
     return work.dtype in traits_of(kernel).scaled_backward
 
 
 def all_finite(parts: Sequence[torch.Tensor]) -> bool:
-    """Whether 16-bit gradients are finite everywhere; holds the host up once, takes no memory."""
+    """Whether 16-bit gradients are finite everywhere; the host waits once, nothing is allocated."""
     first, *others = (part.sum(dtype=torch.float32) for part in parts)
     return math.isfinite(float(sum(others, first)))
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A unit's inputs as they were given, and what came of them.
+    """A unit's unscaled inputs, and the gradients that were computed.
 
     Attributes:
         query, out, grad_out, grad_query: (b, h, n, d) each.
@@ -96,28 +96,29 @@ class Computed:
     grad_value: torch.Tensor
 
     def head(self, entry: int, head: int) -> Computed:
-        """What goes with one key/value head."""
+        """The part that belongs to one key/value head."""
         return Computed(
             *(_head(getattr(self, one.name), self.value, entry, head) for one in fields(self))
         )
 
     def finite(self) -> bool:
-        """Whether the inputs are."""
+        """Whether all inputs are finite."""
         three = (self.query, self.out, self.grad_out, self.key, self.value)
         return all(bool(_finite_rows(one).all()) for one in three)
 
     def overflowed(self) -> bool:
-        """Whether a gradient is not finite that these inputs would have let be."""
+        """Whether a gradient is not finite that its inputs alone would leave finite."""
         upstream = _finite_rows(self.grad_out)
         rows = upstream & _finite_rows(self.query) & _finite_rows(self.out)
-        # No probability at all times a key or a value that is not finite is NaN, never infinity.
+        # A key or value that is not finite makes NaN of a probability of 0, but never infinity: so
+        # where there are any, only an infinite gradient counts.
         clean = bool(_finite_rows(self.key).all()) and bool(_finite_rows(self.value).all())
         good = _finite_rows if clean else _rows_without_infinity
         if not bool((good(self.grad_query) | ~rows).all()):
             return True
         if bool(rows.all()) and not bool(good(self.grad_key).all()):
             return True
-        # Probabilities are finite but where a score is NaN or plus infinity.
+        # All probabilities of a row are finite unless one of its scores is NaN or plus infinity.
         broken = self.lse.isnan() | (self.lse == torch.inf)
         weighed = bool(upstream.all()) and not bool(broken.any())
         return weighed and not bool(_finite_rows(self.grad_value).all())
@@ -125,18 +126,18 @@ class Computed:
 
 @dataclass(slots=True)
 class Level:
-    """How far one unit is scaled: ``steps`` down for each (entry, key/value head)."""
+    """How far one unit is scaled down: ``steps`` for each (entry, key/value head)."""
 
     n_keys: int
     steps: dict[tuple[int, int], int] = field(default_factory=dict)
 
     @property
     def shift(self) -> int:
-        """Of the probabilities of all its heads."""
+        """The shift of the probabilities of all its heads."""
         return usual_shift(self.n_keys) - _off_the_shift(max(self.steps.values(), default=0))
 
     def divide_(self, grad_out: torch.Tensor, value: torch.Tensor, unscale: torch.Tensor) -> None:
-        """Divide ``grad_out`` (b, h, n, dv) in place; ``unscale`` (b, hk) receives by what."""
+        """Divide ``grad_out`` (b, h, n, dv) in place; ``unscale`` (b, hk) gets the divisors."""
         divide_gradient_(grad_out, value, unscale, usual_shift(self.n_keys))
         for (entry, head), steps in self.steps.items():
             further = 2.0 ** _off_the_gradient(steps)
@@ -144,15 +145,15 @@ class Level:
             unscale[entry, head].mul_(further)
 
     def lower(self, overflow: torch.Tensor, unit: Computed, ask: Ask) -> bool:
-        """As many steps down as ``ask`` says for the heads that ``overflow`` (b, hk) flags; False
-        where nothing is to be done about any."""
+        """Take the heads that ``overflow`` (b, hk) flags down by as many steps as ``ask`` says;
+        returns whether any head was taken down."""
         flagged: list[list[int]] = overflow.nonzero().tolist()
         steps = ask({(e, h): self._most(unit.head(e, h), (e, h)) for e, h in flagged})
         self.steps.update(steps)
         return bool(steps)
 
     def _most(self, one: Computed, head: tuple[int, int]) -> int:
-        """How many steps a head's numbers allow: those taken, or one more."""
+        """Most steps that the numbers of a head allow: those taken already, or one more."""
         taken = self.steps.get(head, 0)
         if not one.finite() and (taken or not one.overflowed()):
             return taken
@@ -162,13 +163,13 @@ class Level:
         return taken + kept
 
 
-# Told how many steps down heads allow, the heads to run again, and at how many.
+# Maps the most steps that each flagged head allows to the steps of those heads to run again.
 Ask = Callable[[dict[tuple[int, int], int]], Mapping[tuple[int, int], int]]
 
 
 def asking(machine: Machine, group: Group, path: Path = (), part: Group | None = None) -> Ask:
-    """Asks a pass's machine about a unit; about ``part`` of its heads, where those are computed by
-    themselves."""
+    """A function that asks the machine of a pass about a unit, or about ``part`` of its heads if
+    only those were computed."""
     entry, head = 0, 0
     if part is not None:
         entry, head = group.entries.index(part.entries[0]), part.kv_start - group.kv_start
@@ -187,19 +188,20 @@ def _off_the_shift(steps: int) -> int:
 
 
 def _off_the_gradient(steps: int) -> int:
-    # A unit's shift is that of its head with the most steps; the others lose what that takes.
+    # All heads of a unit have the shift of the head with the most steps, so that heads with fewer
+    # steps are scaled down a little as well.
     return steps * _STEP - _off_the_shift(steps)
 
 
 def _head(tensor: torch.Tensor, value: torch.Tensor, entry: int, head: int) -> torch.Tensor:
-    """What of (b, h, n, d) goes with a key/value head, (1, h / hk, n, d)."""
+    """The part of (b, h, n, d) that belongs to a key/value head: (1, h / hk, n, d)."""
     shared = tensor.shape[1] // value.shape[1]
     return tensor[entry : entry + 1, head * shared : (head + 1) * shared]
 
 
 @dataclass(slots=True)
 class _Held:
-    """Of the unit in a slot: its level, and its flags as the host gets them."""
+    """The unit in a slot, how far it is scaled, and its overflow flags in host memory."""
 
     unit: Unit
     level: Level
@@ -207,10 +209,10 @@ class _Held:
 
 
 class BackwardScaling:
-    """Scales the units of one backward pass; one object for an arena of slots.
+    """Scales the units of one backward pass in the slots of one arena.
 
     Attributes:
-        repeated: how often a unit had to be run again.
+        repeated: how often a unit was run again.
     """
 
     def __init__(self, work: Workload, device: torch.device, machine: Machine) -> None:
@@ -221,7 +223,7 @@ class BackwardScaling:
         self._held: dict[int, _Held] = {}
 
     def prepare(self, unit: Unit) -> None:
-        """Divide the unit's ``grad_out`` in its slot, and note by what."""
+        """Divide the unit's ``grad_out`` in its slot, and write the divisors there."""
         unscale = _by_head(unit, "unscale")
         held = self._held.get(unit.slot)
         again = (
@@ -239,23 +241,25 @@ class BackwardScaling:
         held.level.divide_(unit.fields["grad_out"], unit.fields["value"], unscale)
 
     def scaling(self, unit: Unit) -> Scaling:
-        """What the kernel is told of a prepared unit."""
+        """How a prepared unit is scaled, for the kernel."""
         overflow = _by_head(unit, "overflow").zero_()
         return Scaling(self._held[unit.slot].level.shift, _by_head(unit, "unscale"), overflow)
 
     def computed(self, unit: Unit) -> None:
-        """After the unit's kernel calls, in their stream: send the flags to the host."""
+        """Copy the unit's flags to the host, in the stream of its kernel calls."""
         self._held[unit.slot].flags.copy_(_by_head(unit, "overflow"), non_blocking=True)
 
     def spoiled(self, unit: Unit) -> bool:
-        """Whether a gradient of the unit, now computed, is not finite."""
+        """Whether a gradient of the computed unit is not finite."""
         return bool(self._held[unit.slot].flags.any())
 
     def mended(self, unit: Unit) -> bool:
-        """Whether the unit, whose inputs are in its slot as they were given and its gradients as
-        they were computed, is scaled less now."""
+        """Scale a spoiled unit down further, if that may help; returns whether it is.
+
+        The slot holds the unit's unscaled inputs and its computed gradients.
+        """
         held, work = self._held[unit.slot], self._work
-        # What lies beyond the sequence in a state has never been anything.
+        # Rows of a state beyond the end of the sequence were never written.
         below = unit.visit.task.count_below
         rows = {"query": below(work.n_queries), "key": below(work.n_keys)}
 
@@ -285,7 +289,7 @@ def _by_head(unit: Unit, name: str) -> torch.Tensor:
 
 
 def _finite_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Which rows of (b, h, n, d) have finite elements alone, (b, h, n)."""
+    """Which rows of (b, h, n, d) are finite everywhere: (b, h, n), boolean."""
     return _rows(tensor, torch.isfinite)
 
 

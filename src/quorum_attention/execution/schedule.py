@@ -1,4 +1,4 @@
-"""What an execution needs to be told: the decomposition, the head groups, and the route."""
+"""A schedule: how a pass is decomposed into tasks and head groups, and the route it runs by."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from quorum_attention.execution.workload import Group, GroupSize, Workload, grou
 from quorum_attention.kernels.protocol import Extent
 from quorum_attention.quorums import quorum_size
 
-# A finer level than the plan's is cut by the smallest quorum set that divides anything.
+# Chunks of each level that a recovery adds.
 DEEPEN_BY = 7
 
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """What is left to do where memory ran out.
+    """How a route continues when memory runs out for whole head groups.
 
     Attributes:
-        schedule: what to go on with, through slots.
-        failed, instead: in words, for the report.
+        schedule: the schedule, through slots, to continue with.
+        failed: what failed, in words, for the report.
+        instead: what is done instead, in words.
     """
 
     schedule: Schedule
@@ -40,7 +41,7 @@ class Fallback:
 
 @dataclass(frozen=True, slots=True)
 class Route(ABC):
-    """How a pass runs: a class for each way, in a file of its own (execution/routes)."""
+    """How a pass runs; each route is a subclass, in a file of its own (execution/routes)."""
 
     @property
     def n_cap(self) -> int:
@@ -49,12 +50,12 @@ class Route(ABC):
 
     @property
     def accumulator(self) -> Home:
-        """Where the travelling state lives between visits, where it goes through slots."""
+        """The home of the state between visits, on the route through slots."""
         return "device"
 
     @property
     def accumulators(self) -> str:
-        """Where they are, for reports: "device", "host", or "none"."""
+        """The home of the state, for reports: "device", "host", or "none"."""
         return self.accumulator
 
     @property
@@ -64,60 +65,59 @@ class Route(ABC):
 
     @property
     def trimmed(self) -> Tally | None:
-        """What the tasks come to without tokens that a mask leaves alone; None is not known, or
-        nothing to leave out."""
+        """The sizes of trimmed tasks; None if tasks are not trimmed, or their sizes not known."""
         return None
 
     @property
     def measured(self) -> bool:
-        """Whether its stages are worth measuring."""
+        """Whether the report measures its stages."""
         return True
 
     @property
     def whole_groups(self) -> bool:
-        """Whether its units are head groups: it does not go on within one."""
+        """Whether its units are whole head groups, so that a failed group begins anew."""
         return True
 
     @property
     @abstractmethod
     def words(self) -> str:
-        """How it runs, for people."""
+        """The route in words, for people."""
 
     @abstractmethod
     def check(self, shape: Decomposition, group: GroupSize) -> None:
-        """Refuse a decomposition or a head group that make no sense this way.
+        """Refuse a decomposition or a head group that the route cannot have.
 
         Raises:
-            ValueError: says why.
+            ValueError: why it cannot.
         """
 
     def task_rows(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
-        """Rows of queries and of keys of the largest task that a kernel sees."""
+        """Query rows and key rows of the largest task that a kernel gets."""
         return work.n_queries, work.n_keys
 
     @abstractmethod
     def limits(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
-        """Queries and keys of the largest rectangles that its tasks are cut into by themselves."""
+        """Most queries and keys of a rectangle, before any limit is put on them."""
 
     @abstractmethod
     def runs(self, schedule: Schedule, case: Case) -> bool:
-        """Whether it can run a pass."""
+        """Whether the route can run the pass ``case``."""
 
     @abstractmethod
     def takes(self, schedule: Schedule, case: Case) -> Bytes:
-        """Device bytes that it takes at most."""
+        """Most device bytes that it takes."""
 
     @abstractmethod
     def load(self, schedule: Schedule, case: Case) -> Load:
-        """What it keeps a machine busy with."""
+        """The work it makes, in counts, for the planner's cost model."""
 
     @abstractmethod
     def slots(self, **changes: Any) -> Route:
-        """The slots that a pass goes through where it cannot run, with other fields."""
+        """The route through slots that replaces this one, with fields changed."""
 
     @abstractmethod
     def fallback(self, schedule: Schedule, work: Workload) -> Fallback | None:
-        """What to do where memory runs out for whole groups; None where they are cut."""
+        """How to continue when memory runs out for whole groups; None if groups are cut already."""
 
     def groups(self, job: Job, schedule: Schedule) -> list[Group]:
         """The head groups it computes, in order."""
@@ -125,23 +125,23 @@ class Route(ABC):
 
     @abstractmethod
     def run(self, job: Job, schedule: Schedule, machine: Machine, tools: Tools) -> Iterator[int]:
-        """Make the results of what the machine has left; yields the units of each head group that
-        is done."""
+        """Run the units that the machine has left. Yields the number of units of each head group
+        that is done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Orders for one pass of one call; made by ``schedule_of``.
+    """How one pass of one call runs; made by ``schedule_of``.
 
     Attributes:
-        decomposition: tokens into tasks.
-        group: batch entries and heads of a unit of work.
+        decomposition: of the tokens into tasks.
+        group: batch entries and key/value heads of a unit.
         route: how the pass runs.
-        max_queries, max_keys: no rectangle is larger, so a kernel's workspace has a bound.
-        pinned: the user chose the depth; a failure is reported, not recovered from.
+        max_queries, max_keys: limits of every rectangle, which bound a kernel's workspace.
+        pinned: whether the user chose the depth; failures are then reported, not recovered from.
 
     Raises:
-        ValueError: they make no sense together.
+        ValueError: the fields contradict each other.
     """
 
     decomposition: Decomposition
@@ -166,7 +166,7 @@ class Schedule:
 
     @property
     def accumulator(self) -> Home:
-        """Where the travelling state lives between visits."""
+        """The home of the state between visits: "device" or "host"."""
         return self.route.accumulator
 
     @property
@@ -176,7 +176,7 @@ class Schedule:
 
     @property
     def trimmed(self) -> Tally | None:
-        """What the tasks come to without tokens that a mask leaves alone."""
+        """The sizes of trimmed tasks; None if tasks are not trimmed, or their sizes not known."""
         return self.route.trimmed
 
     @property
@@ -186,12 +186,12 @@ class Schedule:
 
     @property
     def left_out(self) -> float:
-        """The share of the tasks' tokens that is left out."""
+        """The share of tokens that is trimmed from the tasks."""
         return 0.0 if self.trimmed is None else self.trimmed.left_out
 
     @property
     def largest_task(self) -> int:
-        """Tokens of the largest task, however it is run."""
+        """Tokens of the largest task."""
         return self.decomposition.max_task_tokens if self.trimmed is None else self.trimmed.largest
 
     @property
@@ -200,21 +200,21 @@ class Schedule:
         return self.decomposition.n_tasks if self.trimmed is None else self.trimmed.n_tasks
 
     def visits(self, work: Workload) -> float:
-        """How often a row is in a task, on the average."""
+        """How many tasks hold a row, on average."""
         if self.trimmed is not None:
             return self.trimmed.tokens / max(1, work.n_tokens)
         return float(math.prod(quorum_size(c) for c in self.decomposition.levels))
 
     def is_all(self, work: Workload) -> bool:
-        """Whether a head group is all of the call."""
+        """Whether one head group is the whole call."""
         return self.group == GroupSize(work.batch, work.kv_heads)
 
     def task_rows(self, work: Workload) -> tuple[int, int]:
-        """Rows of queries and of keys of the largest task that a kernel sees."""
+        """Query rows and key rows of the largest task that a kernel gets."""
         return self.route.task_rows(self.decomposition, work)
 
     def extent(self, work: Workload) -> Extent:
-        """The largest piece of work a kernel gets."""
+        """The sizes of the largest task that a kernel gets."""
         return Extent(
             batch=self.group.batch,
             query_heads=self.group.kv_heads * work.queries_per_key_head,
@@ -225,20 +225,20 @@ class Schedule:
         )
 
     def runs(self, case: Case) -> bool:
-        """Whether a pass can be run this way."""
+        """Whether its route can run the pass ``case``."""
         return self.route.runs(self, case)
 
     def through_slots(self, work: Workload, **changes: Any) -> Schedule:
-        """The same through slots, with other fields of theirs."""
+        """The same decomposition through slots, with ``changes`` to their fields."""
         route = self.route.slots(**changes)
         return schedule_of(work, self.decomposition, self.group, route, pinned=self.pinned)
 
     def changed(self, **changes: Any) -> Schedule:
-        """The same in slots of other fields, with rectangles as they are."""
+        """The same through slots with ``changes`` to their fields; rectangle limits stay."""
         return replace(self, route=self.route.slots(**changes))
 
     def deeper(self, work: Workload) -> Schedule:
-        """One level more through slots, with rectangles to match."""
+        """One level more, through slots, with rectangle limits to match."""
         deeper = self.decomposition.deeper(DEEPEN_BY)
         route = self.route.slots(trimmed=None)
         return schedule_of(work, deeper, self.group, route, pinned=self.pinned)
@@ -255,8 +255,8 @@ def schedule_of(
 ) -> Schedule:
     """A schedule with rectangle limits that fit its tasks.
 
-    ``max_pairs`` bounds rows x columns (for a mask that spans both), by halving whichever side is
-    longer.
+    ``max_pairs`` bounds queries x keys of a rectangle, for a mask with both dimensions. The longer
+    side is halved until the limits are within it.
     """
     unit = shape.tile if shape.layout == "aligned" else 1
     queries, keys = (max(1, limit) for limit in route.limits(shape, work))

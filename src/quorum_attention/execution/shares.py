@@ -1,4 +1,4 @@
-"""Which rows of a call one task alone has, and which several have."""
+"""Which rows are held by only one task, and which by several."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Holder = Literal["only", "first", "next", "last"]
 
 @dataclass(frozen=True, slots=True)
 class HeldRows:
-    """Neighbouring rows of one task that the same tasks have, or the same number of them.
+    """Neighbouring rows of one task, all with the same ``holder``.
 
     Attributes:
-        holder: which of those that have these rows the task is, in the order of tasks.
-        where: the rows of the whole sequence, and their place among the task's own.
-        state_start: the place of the first among all rows of several tasks.
+        holder: which of the tasks that hold these rows this task is, in the order of tasks.
+        where: the rows in the sequence, and their position in the task.
+        state_start: position of the first row among all shared rows (those of several tasks).
     """
 
     holder: Holder
@@ -29,35 +29,35 @@ class HeldRows:
 
     @property
     def rows(self) -> slice:
-        """Of the whole sequence."""
+        """The rows in the sequence."""
         return slice(self.where.start, self.where.stop)
 
     @property
     def part(self) -> slice:
-        """Where they lie among the task's own."""
+        """Their positions in the task."""
         return slice(self.where.local, self.where.local + self.where.length)
 
     @property
     def state(self) -> slice:
-        """Where they lie among all rows of several tasks; empty if it is the only one."""
+        """Their positions among all shared rows; empty if only this task holds them."""
         length = 0 if self.holder == "only" else self.where.length
         return slice(self.state_start, self.state_start + length)
 
     def continued(self, after: HeldRows) -> HeldRows | None:
-        """Both as one where ``after`` goes on with these: neighbouring rows of the same sort are
-        neighbours in the state too."""
+        """Both as one, if ``after`` follows these rows and has the same holder; else None. Such
+        rows are neighbours among the shared rows too."""
         where = self.where.continued(after.where) if after.holder == self.holder else None
         return None if where is None else HeldRows(self.holder, where, self.state_start)
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """All tasks' rows.
+    """The rows of all tasks.
 
     Attributes:
-        tasks: the rows of every task, in order; none where it has none.
-        n_shared: rows that several tasks have.
-        nobody: rows that no task has.
+        tasks: the rows of each task, in order; empty for a task without rows.
+        n_shared: how many rows several tasks hold.
+        nobody: the rows that no task holds.
     """
 
     tasks: tuple[tuple[HeldRows, ...], ...]
@@ -66,12 +66,12 @@ class Shares:
 
 
 def count_shared(spans: Sequence[tuple[int, int]]) -> int:
-    """Rows that more than one span has."""
+    """How many rows are in more than one of ``spans``, each [start, stop)."""
     return counted(covered(spans, least=2))
 
 
 def shares(spans: Sequence[tuple[int, int] | None], n: int) -> Shares:
-    """The shares of tasks that each have the rows [start, stop) of ``n``, or none."""
+    """The shares of tasks that each hold the rows [start, stop) of ``n`` rows, or none (None)."""
     return _shares(tuple(spans), n)
 
 

@@ -1,4 +1,4 @@
-"""A slot: the device memory one resident task needs, laid out once and carved for every task."""
+"""A slot: the device memory of one resident task, laid out once and carved for every task."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALIGNMENT = 256
 
 
 class LayoutError(RuntimeError):
-    """Fields of a slot would overlap: a mistake of this library, never of the caller's."""
+    """Fields of a slot would overlap: an error in this library, never in the caller's code."""
 
 
 def aligned(n_bytes: int) -> int:
@@ -30,10 +30,10 @@ class Field:
 
     Attributes:
         offset: in bytes from the slot's start.
-        rows: there is room for, in every head of the largest group.
-        fixed: always so many rows, whatever the task.
-        over: the input whose place it takes, of which no row may be read any more that it writes:
-            a finished result. None: it has a place of its own.
+        rows: most rows of each head.
+        fixed: whether it has ``rows`` rows for every task.
+        over: the input whose memory it uses: a finished result overwrites rows of that input, which
+            must not be read any more. None: it has memory of its own.
     """
 
     name: str
@@ -53,16 +53,16 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class SlotLayout:
-    """Where everything lies in a slot.
+    """The layout of a slot.
 
     Attributes:
         fields: by name.
         slot_bytes: bytes of one slot.
-        group: the largest head group a slot takes.
-        shared: query heads to a key/value head.
+        group: the largest head group a slot holds.
+        shared: query heads that share a key/value head.
 
     Raises:
-        LayoutError: fields overlap of which none takes the other's place, or leave the slot.
+        LayoutError: a field reaches out of the slot, or overlaps another that it is not ``over``.
     """
 
     fields: dict[str, Field]
@@ -75,7 +75,7 @@ class SlotLayout:
         for (start, stop), name in placed:
             if start % ALIGNMENT or not 0 <= start <= stop <= self.slot_bytes:
                 raise LayoutError(f"field {name!r} lies at {start} to {stop} of {self.slot_bytes}")
-        # A finished result lies within the input's place, so it can be left out of the order.
+        # A finished result uses the memory of its input, so it is checked below instead.
         apart = [item for item in placed if self.fields[item[1]].over is None]
         for ((_, stop), name), ((start, _), other) in pairwise(apart):
             if stop > start:
@@ -98,9 +98,9 @@ class SlotLayout:
         return field.offset, field.offset + count * field.row_bytes
 
     def keeps(self, name: str) -> bool:
-        """Whether rows of the input ``name`` stay as they are while *other* rows are finished.
+        """Whether rows of the input ``name`` survive when *other* rows are finished.
 
-        They do unless a finished result of another row size is written over them.
+        They do, unless a finished result with rows of another size is written over the input.
         """
         field = self.fields[name]
         return all(
@@ -114,10 +114,10 @@ class SlotLayout:
     ) -> torch.Tensor:
         """The field ``name`` of a slot (uint8) as a dense (entries, heads, rows, width).
 
-        Dense for the sizes at hand, so that a kernel always gets contiguous rows.
+        It is dense for the given sizes, so that a kernel always gets contiguous rows.
 
         Raises:
-            LayoutError: it was laid out for less, and would reach into the next field.
+            LayoutError: the field is too small for the given sizes.
         """
         field = self.fields[name]
         heads = kv_heads * (self.shared if field.axis == "query" else 1)
@@ -150,12 +150,12 @@ class _Builder:
         self.end += self.size(axis, width, dtype)
 
     def add_fixed(self, name: str, rows: int, dtype: torch.dtype) -> None:
-        """A field with ``rows`` elements for every entry and key/value head, whatever the task."""
+        """A field with ``rows`` elements for each entry and key/value head, for every task."""
         self.fields[name] = Field(name, "key", 1, dtype, self.end, rows, fixed=True)
         self.end += aligned(self.group.batch * self.group.kv_heads * rows * dtype.itemsize)
 
     def finish(self, name: str, width: int, dtype: torch.dtype, over: str) -> None:
-        """A finished result: in the place of an input, or at the end where it does not fit."""
+        """A finished result: over an input, or in memory of its own if it does not fit there."""
         place = self.fields[over]
         if self.size(place.axis, width, dtype) <= self.size(place.axis, place.width, place.dtype):
             self.fields[name] = Field(
@@ -168,7 +168,7 @@ class _Builder:
         return SlotLayout(self.fields, self.end, self.group, self.shared)
 
 
-# A search asks for the same one with every number of slots.
+# The planner's search asks for the same layout with every number of slots.
 @lru_cache(maxsize=64)
 def slot_layout(
     spec: PassSpec,
@@ -179,13 +179,14 @@ def slot_layout(
     *,
     scaled: bool = False,
 ) -> SlotLayout:
-    """The slot of a task: inputs, states, and finished rows in another dtype than the state's.
+    """The slot of a task: inputs, states, and finished rows if the results have another dtype.
 
-    ``rows``: most queries and keys of a task (``Schedule.task_rows``); ``scaled`` adds what a
-    scaled backward notes on the device (execution/scaling.py).
+    Finished rows overwrite an input that is no longer needed. To run a task again, its inputs have
+    to be loaded again.
 
-    Finished rows lie over an input that is no longer needed then: whoever runs a task again loads
-    its inputs again.
+    Args:
+        rows: most queries and keys of a task (``Schedule.task_rows``).
+        scaled: whether to add the fields of a scaled backward (execution/scaling.py).
     """
     built = _Builder(group, work.queries_per_key_head, rows)
     for item in spec.inputs:

@@ -1,4 +1,4 @@
-"""What running a pass takes, in bytes and in counts, before the planner makes sums of them."""
+"""The memory and the work that a pass takes, in bytes and counts, for the planner to add up."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from quorum_attention.kernels.traits import traits_of
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Device bytes at most, of every tensor by itself: allocators round each of them.
+    """Most device bytes, each tensor by itself because allocators round up each of them.
 
     Attributes:
-        workspace: of kernels, rounded already.
-        slots: the arena.
-        accumulators: states outside of slots.
-        results: what is returned, and copies of what is given.
+        workspace: of kernels; rounded up already.
+        slots: of the arena.
+        accumulators: of each state outside of slots.
+        results: of each result, and of each copy of an input.
     """
 
     workspace: int
@@ -30,23 +30,23 @@ class Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a machine is kept busy with, in counts; seconds are the planner's (planner/cost.py).
+    """The work of a pass in counts; the planner turns it into seconds (planner/cost.py).
 
     Attributes:
-        units: of work that are issued, of all head groups together.
-        at_once: a unit is all tasks of a head group.
-        uncut: kernel calls are not cut to what a cache takes.
-        merges: results of kernel calls are merged, by whoever is called.
-        rewritten: bytes of states that are written once more beside that.
-        up, down: bytes that are copied to slots, and back.
-        resident: from device memory, and to it.
-        hidden_by: units that the copies of all but one run beside; 1: none does.
+        units: units of all head groups.
+        at_once: whether a unit is all tasks of a head group.
+        uncut: whether kernel calls are larger than a cache holds, because they are not cut.
+        merges: whether results of kernel calls are merged.
+        rewritten: bytes of states that are written once more, beside merging.
+        up, down: bytes copied into slots, and out of them.
+        resident: whether these copies stay within device memory.
+        hidden_by: of so many units, the copies of all but one overlap with compute; 1: of none.
         set_up: units that the host sets up.
-        copies: of a unit, that the host issues.
-        run_copies: tensors that every run of neighbouring tokens is copied of besides.
-        begun: kernel calls' worth of the host's time beside the calls themselves.
-        passes: what takes a pass whatever its size is taken so often.
-        even: all units are alike.
+        copies: copies that the host issues for each unit.
+        run_copies: copies that the host issues for each run of neighbouring tokens, besides.
+        begun: host time beside the kernel calls, in multiples of the time of one call.
+        passes: how often the fixed time of a pass is spent.
+        even: whether all units take the same time.
     """
 
     units: int
@@ -67,7 +67,7 @@ class Load:
 
 
 def result_bytes(case: Case) -> tuple[int, ...]:
-    """Of results with a dtype of their own, where the budget counts them."""
+    """Bytes of each result that is not a state itself, if the budget counts them."""
     if case.place.results_given or not case.place.resident:
         return ()
     size = case.place.result_dtype.itemsize
@@ -75,7 +75,7 @@ def result_bytes(case: Case) -> tuple[int, ...]:
 
 
 def kept_bytes(case: Case) -> tuple[int, ...]:
-    """Of states that are results as they are."""
+    """Bytes of each state that is a result itself (the log-sum-exp)."""
     size = case.work.state_dtype.itemsize
     return tuple(s.count(case.work) * size for s in case.spec.states if s.over is None)
 
@@ -83,11 +83,11 @@ def kept_bytes(case: Case) -> tuple[int, ...]:
 def state_bytes(
     case: Case, group: GroupSize, most_rows: int | None = None, *, kept: bool = False
 ) -> tuple[int, ...]:
-    """Of a head group's states whose results have a dtype of their own.
+    """Bytes of each state of a head group, without those that are results themselves.
 
     Args:
-        most_rows: of each head that have a state; None: all of them.
-        kept: of the other states as well.
+        most_rows: most rows of a head that have a state; None: all.
+        kept: include the states that are results themselves.
     """
     work = case.work
     most = work.n_tokens if most_rows is None else most_rows
@@ -99,14 +99,15 @@ def state_bytes(
 
 
 def moved_bytes(case: Case) -> tuple[int, int]:
-    """Of all inputs, each once, and of all states."""
+    """Bytes of all inputs together, and of all states together."""
     work, spec = case.work, case.spec
     inputs = sum(item.count(work) * item.dtype(work).itemsize for item in spec.inputs)
     return inputs, sum(s.count(work) * work.state_dtype.itemsize for s in spec.states)
 
 
 def bytes_before(case: Case) -> tuple[int, ...]:
-    """Of what a backward makes of what it is given before anything else."""
+    """Bytes of each tensor that a backward makes before it begins: the divided upstream gradient
+    and the corrected output."""
     if not case.spec.backward:
         return ()
     corrected = corrected_bytes(case.work, case.kernel) if case.place.resident else 0
@@ -114,13 +115,14 @@ def bytes_before(case: Case) -> tuple[int, ...]:
 
 
 def copied_bytes(case: Case, group: GroupSize) -> tuple[int, ...]:
-    """Of a head group's copies of what no operator takes as it lies."""
+    """Bytes of a head group's copies of inputs that operators cannot read as they are."""
     sizes = [item.count(case.work, group) for item in case.spec.inputs if item.copied]
     return tuple(size * case.work.element_bytes for size in sizes[: case.place.copied])
 
 
 def corrected_bytes(work: Workload, kernel: InnerKernel) -> int:
-    """Of a delta by probabilities, where a backward takes it (kernels/delta.py)."""
+    """Bytes of the delta that a backward computes from probabilities (kernels/delta.py); 0 if its
+    kernel is not plain softmax."""
     if not traits_of(kernel).plain_softmax:
         return 0
     return carrier_bytes(

@@ -1,4 +1,4 @@
-"""What a pass works with beside its tensors."""
+"""The clock and the streams of a pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """A clock, and streams for several kernel calls at once."""
+    """A clock for stages, and streams (lanes) for several kernel calls at once."""
 
     clock: Clock
     lanes: Lanes | None = None

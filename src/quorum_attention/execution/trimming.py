@@ -1,4 +1,4 @@
-"""The tasks of a call, less the tokens that its kernel's mask leaves without a partner."""
+"""Trimmed tasks: the tasks of a call without the tokens that have no partner under its mask."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.remembered import remembered
 from quorum_attention.kernels.traits import sparse
 
-# A kernel works in blocks, which reach beyond the tokens that it needs; of tasks that end within
-# one, as far as the mask keeps anything of it, whoever's pairs those are.
+# A kernel works in blocks of so many tokens, so it reads beyond the first and last token of a task.
+# If chunks end within blocks, it may read as far as the mask keeps anything: there is no bound.
 _BLOCK = 128
 _MARGIN = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """What trimmed tasks come to.
+    """The sizes of the trimmed tasks of a head group.
 
     Attributes:
-        n_tasks: how many are left.
-        tokens: of all of them together.
-        largest: of the largest.
-        before: tokens that the tasks would have had.
-        widest: positions from a task's first token to its last, at most, with a margin.
-        shared: positions that lie within several tasks' first and last tokens, with a margin.
+        n_tasks: how many tasks are left.
+        tokens: of all tasks together.
+        largest: tokens of the largest task.
+        before: tokens of all tasks together without trimming.
+        widest: most positions from the first token of a task to its last, with a margin.
+        shared: positions between the first and last token of more than one task, with a margin.
     """
 
     n_tasks: int
@@ -42,20 +42,20 @@ class Tally:
 
     @property
     def left_out(self) -> float:
-        """The share of the tokens that was left out."""
+        """The share of tokens that was trimmed."""
         return 1.0 - self.tokens / self.before if self.before else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Trimmed:
-    """Tasks of a decomposition, trimmed, in order; ``before`` as in ``Tally``."""
+    """The trimmed tasks of a decomposition, in order; ``before`` as in ``Tally``."""
 
     shape: Decomposition
     tasks: tuple[Task, ...]
     before: int
 
     def tally(self) -> Tally:
-        """What they come to."""
+        """Their sizes."""
         sizes = [task.n_tokens for task in self.tasks]
         wide = [
             (max(0, task.spans[0].start - _MARGIN), task.spans[-1].stop + _MARGIN)
@@ -70,7 +70,7 @@ class Trimmed:
 
 
 def pairs_of(work: Workload, kernel: InnerKernel) -> Pairs:
-    """The pairs of a call, by its sizes and the kernel's own mask."""
+    """The pairs that a call keeps, by its sizes and the kernel's own mask."""
     knowing = sparse(kernel)
     if knowing is None:
         return Pairs(work.n_queries, work.n_keys, work.is_causal)
@@ -81,7 +81,7 @@ def pairs_of(work: Workload, kernel: InnerKernel) -> Pairs:
 
 
 class _Weakly:
-    """A kernel's method that does not keep the kernel: what is remembered about it must not."""
+    """A kernel's method without a reference to the kernel, so that caches do not keep it alive."""
 
     __slots__ = ("method",)
 
@@ -90,7 +90,7 @@ class _Weakly:
 
     def __call__(self, block: Ranges) -> Verdict:
         method = self.method()
-        assert method is not None, "whoever asks has the kernel"
+        assert method is not None, "the caller holds the kernel"
         found: Verdict = method(block)
         return found
 
@@ -101,18 +101,18 @@ class _Weakly:
         return hash(self.method)
 
 
-# Few: thousands of tasks are some megabytes.
+# A small cache, because thousands of tasks take some megabytes.
 @remembered(8)
 def trimmed_tasks(
     shape: Decomposition, pairs: Pairs, kernel: InnerKernel, backward: bool
 ) -> Trimmed:
-    """The tasks that are run; remembered as long as the kernel lives."""
+    """The trimmed tasks; remembered as long as the kernel lives."""
     return _trim(shape, pairs, backward)
 
 
 @remembered(256)
 def tally(shape: Decomposition, pairs: Pairs, kernel: InnerKernel, backward: bool) -> Tally:
-    """What ``trimmed_tasks`` come to, without keeping them."""
+    """The sizes of ``trimmed_tasks``, which are not remembered."""
     return _trim(shape, pairs, backward).tally()
 
 
@@ -125,5 +125,5 @@ def _trim(shape: Decomposition, pairs: Pairs, backward: bool) -> Trimmed:
 
 
 def written(pairs: Pairs, backward: bool) -> int:
-    """Tokens below this position have rows that the pass returns."""
+    """The end of the positions whose rows the pass returns."""
     return max(pairs.n_queries, pairs.n_keys) if backward else pairs.n_queries

@@ -1,8 +1,8 @@
-"""The upstream gradient in the inputs' dtype, whatever dtype it comes in.
+"""Brings the upstream gradient into the inputs' dtype.
 
-A gradient of fp32 for inputs of fp16 may lie outside what fp16 can hold, on either side. All
-gradients are linear in it: it is divided by a power of two for every key/value head, which the
-finished gradients are multiplied by.
+Numbers of an fp32 gradient for fp16 inputs may be too large or too small for fp16. All results of a
+backward are linear in the upstream gradient. So it is divided by a power of two for each key/value
+head, and the finished gradients are multiplied by it.
 """
 
 from __future__ import annotations
@@ -14,34 +14,35 @@ import torch
 from quorum_attention.execution.rows import Axis
 from quorum_attention.execution.workload import Group, Workload
 
-# The largest element comes out below 2**15 where the backward is scaled again, by units: as much
-# as possible of the small ones is left. Elsewhere below 1, so that no product overflows.
+# The largest element is below 2 to this power after the division. A scaled backward divides again
+# for each unit, so there it is large, to keep the small numbers. Elsewhere it is below 1, so that
+# no product overflows.
 _SCALED_LARGEST, _PLAIN_LARGEST = 15, 0
-# Powers of two of either sign that fp32 holds exactly, with room.
+# Largest magnitude of an exponent: fp32 holds these powers of two exactly, with room to spare.
 _LARGEST_EXPONENT = 120
 
 
 def outreaches(gradient: torch.dtype, inputs: torch.dtype) -> bool:
-    """Whether gradients of that dtype may be beyond what the inputs' dtype can hold."""
+    """Whether dtype ``gradient`` has numbers that are too small or large for dtype ``inputs``."""
     return torch.finfo(gradient).tiny < torch.finfo(inputs).tiny
 
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """An upstream gradient as kernels take it.
+    """An upstream gradient, divided if the inputs' dtype cannot hold it.
 
     Attributes:
-        tensor: (*batch, heads, n_queries, value_dim), however it lies; as it came, or divided and
-            in the inputs' dtype.
-        divisor: (*batch, kv_heads), powers of two that it was divided by, in the state's dtype
-            where it is computed; None is 1.
+        tensor: (*batch, heads, n_queries, value_dim), with any strides: as it was given, or divided
+            and in the inputs' dtype.
+        divisor: (*batch, kv_heads), the powers of two it was divided by, in the state's dtype on
+            the device that computes; None if it was not divided.
     """
 
     tensor: torch.Tensor
     divisor: torch.Tensor | None = None
 
     def factor(self, group: Group, axis: Axis) -> torch.Tensor | None:
-        """What a group's gradients are multiplied by, (entries, heads, 1, 1)."""
+        """The factor of a group's finished gradients, (entries, heads, 1, 1); None is 1."""
         if self.divisor is None:
             return None
         found = torch.stack([self.divisor[entry][group.key_heads] for entry in group.entries])
@@ -55,15 +56,15 @@ def upstream_of(
 ) -> Upstream:
     """``grad_out`` (*batch, heads, n_queries, value_dim) for inputs of ``work``'s dtype.
 
-    Nothing is read back: on a device the host does not wait.
+    The host does not wait for the device.
 
     Args:
-        device: where the gradients are computed.
-        scaled: the backward is scaled by units besides (execution/scaling.py).
+        device: the device that computes.
+        scaled: whether the backward is scaled (execution/scaling.py).
     """
     if not outreaches(grad_out.dtype, work.dtype):
         return Upstream(grad_out)
-    # Rows that are not finite have no say in how the others are scaled.
+    # Rows that are not finite do not count.
     rows = torch.linalg.vector_norm(grad_out, ord=torch.inf, dim=-1)
     rows = rows.nan_to_num_(0.0, posinf=0.0)
     largest = rows.unflatten(-2, (work.kv_heads, -1)).amax(dim=(-2, -1))
@@ -78,15 +79,15 @@ def upstream_of(
 
 
 def divided_bytes(gradient: torch.dtype, work: Workload, *, here: bool) -> int | None:
-    """Bytes that ``upstream_of`` takes where the pass is computed, of a gradient of that dtype that
-    lies ``here`` or elsewhere; None where it is not divided."""
+    """Bytes that ``upstream_of`` allocates on the device that computes, for a gradient of dtype
+    ``gradient`` that is there (``here``) or elsewhere; None if it is not divided."""
     if not outreaches(gradient, work.dtype):
         return None
-    # The copy, and two numbers for a row.
+    # The divided copy, and two numbers for each row.
     per_row = work.value_dim * work.element_bytes + 2 * gradient.itemsize
     return work.batch * work.heads * work.n_queries * per_row if here else 0
 
 
 def _power(exponent: torch.Tensor) -> torch.Tensor:
-    """2**exponent by its bits, fp32: exact whatever a device's pow does."""
+    """2**exponent in fp32, made from its bits: exact, as a device's pow may not be."""
     return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)

@@ -21,10 +21,10 @@ ELEMENT_BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What one call computes, in counts; hashable, without tensors.
+    """The sizes of one call; hashable, without tensors.
 
-    ``batch_shape`` is everything before the head dimension, () for 3-D inputs; ``positive_scale``
-    whether the factor of the scores is above 0.
+    ``batch_shape`` is the shape before the head dimension, () for 3-D inputs. ``positive_scale``
+    says whether the factor of the scores is above 0.
     """
 
     batch_shape: tuple[int, ...]
@@ -91,10 +91,10 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class GroupSize:
-    """How much of batch x heads one unit of work holds.
+    """The size of a head group.
 
-    Heads never meet, so cutting here costs nothing. A group is either some key/value heads of
-    one batch entry (``batch`` == 1), or several whole batch entries.
+    Heads never meet, so cutting between them costs nothing. A group is either some key/value heads
+    of one batch entry (``batch`` is 1), or several whole batch entries.
     """
 
     batch: int
@@ -123,7 +123,7 @@ class Group:
 
 
 def group_sizes(work: Workload) -> list[GroupSize]:
-    """Sensible group sizes, largest first: whole batch entries halved, then heads halved."""
+    """Group sizes to choose from, largest first: batch entries are halved, then heads."""
     if work.batch == 0 or work.kv_heads == 0:
         return []
     sizes = []
@@ -140,7 +140,7 @@ def group_sizes(work: Workload) -> list[GroupSize]:
 
 
 def groups(work: Workload, size: GroupSize) -> Iterator[Group]:
-    """The call's head groups, none larger than ``size``; together they are all of it."""
+    """The head groups of a call, none larger than ``size``, in order."""
     entries = list(product(*(range(n) for n in work.batch_shape)))
     shared = work.queries_per_key_head
     for first in range(0, len(entries), size.batch):
@@ -150,7 +150,7 @@ def groups(work: Workload, size: GroupSize) -> Iterator[Group]:
 
 
 def flat_entries(work: Workload, group: Group) -> tuple[int, ...]:
-    """The numbers of a group's batch entries, batch dimensions flattened."""
+    """The indices of a group's batch entries when the batch dimensions are flattened."""
     numbers = []
     for entry in group.entries:
         number = 0
