@@ -1,4 +1,4 @@
-"""``attention()``: scaled dot-product attention that returns whatever the memory."""
+"""``attention()``: scaled dot-product attention inside a memory budget, and its backward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from quorum_attention.autograd import differentiable
 from quorum_attention.call.gradients import given_of
 from quorum_attention.call.options import Device, Written
-from quorum_attention.call.request import request_of
+from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.call.validation import as_tensor
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.protocol import InnerKernel
@@ -49,8 +49,8 @@ def attention(
 
     Args:
         query: (..., heads, n_queries, head_dim); fp16, bf16, fp32 or fp64; on a CUDA device, in
-            host memory, or memory-mapped. A NumPy array (np.memmap too) works as well. Without
-            heads, (n_queries, head_dim), too, and so is the result.
+            host memory, or memory-mapped. A NumPy array (np.memmap too) works as well. It may have
+            no heads, (n_queries, head_dim): then the result has none either.
         key: (..., kv_heads, n_keys, head_dim), dtype and device of the query.
         value: (..., kv_heads, n_keys, value_dim). Batch dimensions broadcast, and so does one
             head, as in torch. Under ``torch.autocast`` all three are cast to its dtype (of their
@@ -70,18 +70,18 @@ def attention(
             out-of-memory failure is then reported, not recovered from.
         kernel: name of a registered inner kernel (``quorum_attention.kernels()``) or an
             InnerKernel; "auto" takes the fastest that can run the call, in this budget.
-        accumulator: where unfinished rows wait between tasks: "device", "host" or "auto".
+        accumulator: where unfinished rows are kept between tasks: "device", "host" or "auto".
         devices: where to compute; None: the inputs' device, or for host inputs the current CUDA
             device if there is one. One device so far.
         out: preallocated result (..., heads, n_queries, value_dim) of any dtype and residency. It
-            may be a view between others of one tensor, but share no memory with what is read, nor
-            overlap itself. A read-only array or memory map is refused; that a tensor lies over an
-            object that must not change (``torch.frombuffer`` of bytes) cannot be seen. Where
-            gradients are recorded, what is returned is another tensor over the same memory: it
-            carries the graph, ``out`` does not and can be given again, once the backward is done
-            (before that, torch's error about a changed tensor says so).
-        out_dtype: of the result, None for the query's; torch.float32 returns statistics, which
-            are merged in fp32 whatever it is, without a last rounding.
+            may be one of several interleaved views of a tensor, but must share no memory with the
+            inputs nor overlap itself. A read-only array or memory map is refused; a tensor over an
+            object that must not change (``torch.frombuffer`` of bytes) cannot be recognised. Where
+            gradients are recorded, the call returns another tensor over the same memory. That one
+            carries the graph; ``out`` does not, and can be given again once the backward is done
+            (earlier, the backward raises torch's error about a changed tensor).
+        out_dtype: of the result, None for the query's. Merging is in fp32 (fp64 for fp64 inputs)
+            in any case; torch.float32 leaves out the last rounding.
         progress: True for a progress bar on stderr, or a callable (done, total, label).
         report: a ``Report`` to fill with what happened.
 
@@ -90,16 +90,16 @@ def attention(
 
     Raises:
         ValueError, TypeError: arguments that do not fit; before anything is allocated.
-        NotImplementedError: what no kernel here supports; says what would. Also under a trace
-            (make_fx, torch.export, torch.jit.trace, a FakeTensorMode), and for forward-mode and
-            second derivatives; torch.compile calls this function as it is, between two graphs, and
-            torch.vmap and torch.func.grad work.
+        NotImplementedError: no kernel here supports the call; the message says what would. Also
+            under a trace (make_fx, torch.export, torch.jit.trace, a FakeTensorMode), and for
+            forward-mode and second derivatives. torch.vmap and torch.func.grad work; torch.compile
+            breaks its graph around this function.
         BudgetError: the budget is too small; names the smallest that would do.
         OutOfMemoryError: memory ran out and nothing finer was left to try.
     """
     written = Written(budget, plan, depth, kernel, accumulator, devices, progress, report)
     call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, out, out_dtype)
-    return _attend(*call, written)[0]
+    return _attend(*request_of("attention", *call, written), out)[0]
 
 
 @uncompiled
@@ -128,31 +128,18 @@ def attention_with_lse(
 
     Returns:
         (out, lse): lse (..., heads, n_queries), natural log, fp32 (fp64 for fp64 inputs), -inf
-        for rows without keys; on the query's device, or on the host where the accumulators
-        lived there. No gradient flows through lse.
+        for rows without keys; on the query's device, or in host memory where the accumulators
+        were there. No gradient flows through lse.
     """
     written = Written(budget, plan, depth, kernel, accumulator, devices, progress, report)
     call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, out, out_dtype)
-    return _attend(*call, written)
+    return _attend(*request_of("attention", *call, written), out)
 
 
 def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    out: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-    written: Written,
+    tensors: Tensors, request: Request, out: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    tensors, request = request_of(
-        "attention", query, key, value, attn_mask, is_causal, scale, enable_gqa, written,
-        dropout_p, out, out_dtype,
-    )  # fmt: skip
+    """(out, lse) of a call that has been checked; ``out`` as its caller gave it."""
     if request.records:
         result, lse = differentiable(tensors, request)
     else:
@@ -203,8 +190,9 @@ def attention_backward(
     written = Written(budget, plan, depth, kernel, accumulator, devices, progress, report)
     originals = as_tensor(query, "query"), as_tensor(key, "key"), as_tensor(value, "value")
     tensors, request = request_of(
-        "attention_backward", *originals, attn_mask, is_causal, scale, enable_gqa, written
-    )
+        "attention_backward", *originals, attn_mask, 0.0, is_causal, scale, enable_gqa, None, None,
+        written,
+    )  # fmt: skip
     given = given_of(tensors, request, grad_out, out, lse, grads, originals)
     made = beside_casts(request, lambda left: run_backward(tensors, left, given))
     if grads is not None:

@@ -1,8 +1,8 @@
-"""The gradient of ``attention`` for autograd: thin, everything happens in ``passes``.
+"""``attention`` as a function of autograd's. The work is done in ``passes``.
 
-Everything that the backward reads is a saved tensor: inputs, mask, results, and what the kernel
-says it reads besides. So one that is written to in between is torch's own error, and hooks on saved
-tensors see them all.
+All that the backward reads is saved as tensors: inputs, mask, results, and those that the kernel
+captures. So torch itself reports one that has been written to since, and hooks on saved tensors see
+all of them.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ _FORWARD_MODE = (
 
 
 def _without_defaults(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A signature that says at once that there are none: torch asks that of a ``forward`` without
-    ctx at every call, which takes longer than all else here."""
+    """``forward`` with a signature at hand that has no defaults.
+
+    torch inspects the signature of a ``forward`` without ctx at every call, which would take longer
+    than everything else in this file.
+    """
     forward.__signature__ = _ANY  # type: ignore[attr-defined]
     return forward
 
@@ -44,15 +47,15 @@ _ANY = Signature([Parameter("args", Parameter.VAR_POSITIONAL)])
 
 
 class _Function(torch.autograd.Function):
-    """torch's, without what its ``apply`` does for a ``forward`` with defaults."""
+    """torch's ``Function`` with a quicker ``apply``, for a ``forward`` without defaults."""
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        """The same; torch binds arguments to a signature first, which takes as long as all else
-        here."""
+        """As torch's, which first binds the arguments to a signature: that would double the time
+        spent here."""
         if torch._C._are_functorch_transforms_active():
             return super().apply(*args)  # type: ignore[no-untyped-call]
-        # What is left of a transformation that is over is what it stood for.
+        # As torch's does: wrappers of a transformation that is over are replaced by their tensors.
         args = torch._functorch.utils.unwrap_dead_wrappers(args)
         return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
@@ -69,8 +72,8 @@ class _Attention(_Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         tensors = Tensors(query, key, value, mask)
         result, lse = beside_casts(request, lambda left: run_forward(tensors, left))
-        # The caller's tensor stays as it is, to be given again; what is returned, and saved, is
-        # another of the same memory and the same version.
+        # ``out`` gets no graph, so it can be given again. What is returned and saved is another
+        # tensor over the same memory, with the same version counter.
         return result if request.out is None else result.detach(), lse
 
     @staticmethod
@@ -89,7 +92,7 @@ class _Attention(_Function):
             return (None,) * 5
         query, key, value, mask, out, lse = ctx.saved_tensors[:6]
         read = (grad_outputs[0], query, key, value, out, lse, mask, ctx.request)
-        # Only a gradient that somebody sees can be asked for its own.
+        # As a function of autograd's only where a second derivative could be asked for.
         seen = records(grad_outputs[0], query, key, value)
         grads = _Gradients.apply(*read) if seen else _Gradients.forward(*read)
         needed = ctx.needs_input_grad[:3]
@@ -148,7 +151,7 @@ class _Gradients(_Function):
 
 
 def _captured(options: Options) -> list[torch.Tensor]:
-    """What the kernel reads besides; tensors of inference mode have no version to watch."""
+    """The tensors that the kernel captures, less those of inference mode, which cannot be saved."""
     if options.kernel == "auto":
         return []
     kernel = captures(get_kernel(options.kernel))
@@ -157,7 +160,7 @@ def _captured(options: Options) -> list[torch.Tensor]:
 
 
 def _in_front(size: int, dims: tuple[Any, ...], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The mapped dimension as the first; tensors that are not mapped are expanded."""
+    """The tensors with the mapped dimension first; those that are not mapped are expanded."""
     return [
         tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
         for tensor, dim in zip(tensors, dims, strict=False)
@@ -165,7 +168,8 @@ def _in_front(size: int, dims: tuple[Any, ...], tensors: list[torch.Tensor]) -> 
 
 
 def _mask_in_front(mask: torch.Tensor | None, dim: int | None, rank: int) -> torch.Tensor | None:
-    """A mapped mask with all the dimensions of the query; others broadcast as they are."""
+    """The mask with the mapped dimension first, and then as many as broadcasting needs; one that
+    is not mapped as it is."""
     if mask is None or dim is None:
         return mask
     mask = mask.movedim(dim, 0)
@@ -174,7 +178,7 @@ def _mask_in_front(mask: torch.Tensor | None, dim: int | None, rank: int) -> tor
 
 def differentiable(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) with a gradient with respect to query, key and value."""
-    # The caller's tensor is hidden in the request: autograd would take it for an input, and an
-    # input that is returned for a view of itself.
+    # ``out`` is passed inside the request: as an argument, autograd would take it for an input, and
+    # the result for a view of that input.
     result: tuple[torch.Tensor, torch.Tensor] = _Attention.apply(*tensors, request)
     return result

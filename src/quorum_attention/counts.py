@@ -1,4 +1,4 @@
-"""Numbers and switches as people hand them over, checked by name."""
+"""Checks of numbers, switches and words among a call's arguments; errors name the argument."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 
 def whole_number(value: Any, name: str, least: int, most: int | None = None) -> int:
-    """``value`` as an int: a Python or NumPy integer, or anything else that is one by itself.
+    """``value`` as an int: a Python or NumPy integer, or any object with ``__index__``.
 
     Raises:
-        TypeError: it is none (a bool is none either).
+        TypeError: it is not an integer (a bool is not).
         ValueError: it is below ``least`` or above ``most``.
     """
     try:
@@ -31,7 +31,7 @@ def real_number(value: Any, name: str) -> float:
     """``value`` as a finite float.
 
     Raises:
-        TypeError: it is no real number (a bool is none, nor a tensor that requires a gradient).
+        TypeError: it is not a real number (a bool or a tensor that requires a gradient is not).
         ValueError: it is NaN or infinite.
     """
     no_number = isinstance(value, (bool, str, bytes, complex)) or not hasattr(value, "__float__")
@@ -53,7 +53,7 @@ def switch(value: Any, name: str) -> bool:
     """``value`` as a bool.
 
     Raises:
-        TypeError: it is none; other objects are not asked whether they are true.
+        TypeError: it is not a Python or NumPy bool; the truth of other objects is not asked for.
     """
     if isinstance(value, bool):
         return value
@@ -63,7 +63,7 @@ def switch(value: Any, name: str) -> bool:
 
 
 def one_of(value: Any, name: str, allowed: tuple[Any, ...]) -> Any:
-    """``value``, which is one of the strings (and perhaps None) ``allowed``.
+    """``value``, if it is among ``allowed`` (strings, and perhaps None).
 
     Raises:
         ValueError: it is not.
@@ -75,7 +75,7 @@ def one_of(value: Any, name: str, allowed: tuple[Any, ...]) -> Any:
 
 
 def shown(value: Any) -> str:
-    """``value`` in an error message: short, whatever it is."""
+    """``value`` as text for an error message: at most 80 characters or so."""
     if isinstance(value, int) and not isinstance(value, bool):
         # Python refuses to print numbers of thousands of digits.
         return str(value) if abs(value) < 10**40 else "a number of more than 40 digits"

@@ -1,8 +1,8 @@
 """Tensors in safetensors files, mapped instead of read.
 
-The mappings are shared, so they do not count against a process's data-size limit, and the system
-pages them in and out as it sees fit: inputs and outputs may be larger than memory. (The
-safetensors library maps privately, which counts.) Format:
+The mappings are shared: they do not count against a process's data-size limit, and the system pages
+them in and out, so inputs and outputs may be larger than memory. (The safetensors library maps
+privately, which counts.) Format:
 https://github.com/huggingface/safetensors#format.
 """
 
@@ -54,7 +54,7 @@ _LARGEST_HEADER = 100 << 20  # the format's own limit
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A tensor of a file: bytes ``start`` to ``stop`` behind the header."""
+    """A tensor of a file: bytes ``start`` to ``stop`` after the header."""
 
     name: str
     dtype: torch.dtype
@@ -66,13 +66,13 @@ class _Entry:
 def open_tensors(path: Path_, *, writable: bool = False) -> dict[str, torch.Tensor]:
     """The tensors of a safetensors file by name, mapped: nothing is read yet.
 
-    With ``writable`` what is written to them goes to the file; without, writing to one of them
+    With ``writable``, writes to the tensors go to the file. Without it, a write to one of them
     crashes the process (torch cannot know that they are read-only).
 
     Raises:
         OSError: the file cannot be opened.
-        ValueError: it is not a safetensors file, ends too early, or its header is not what the
-            format asks for; says what is wrong, and with which tensor.
+        ValueError: it is not a safetensors file, ends too early, or its header breaks the format;
+            says what is wrong, and with which tensor.
     """
     size = Path(path).stat().st_size
     with open(path, "rb") as file:
@@ -89,14 +89,14 @@ def open_tensors(path: Path_, *, writable: bool = False) -> dict[str, torch.Tens
 def create_tensors(path: Path_, tensors: Wanted) -> dict[str, torch.Tensor]:
     """Create a safetensors file that others can open at once, and map its tensors for writing.
 
-    For files of one's own that nobody takes for a result; see ``writing_tensors``.
+    Not for results, which must not be seen unfinished: those are for ``writing_tensors``.
 
     Args:
         path: of the file, which must not exist.
         tensors: shape and dtype by name.
 
     Returns:
-        The tensors by name, zeros; what is written to them goes to the file.
+        The tensors by name, zeros; writes to them go to the file.
 
     Raises:
         OSError: the file exists or cannot be created, or the disk has no room for it.
@@ -120,11 +120,11 @@ def create_tensors(path: Path_, tensors: Wanted) -> dict[str, torch.Tensor]:
 def writing_tensors(
     path: Path_, tensors: Wanted, metadata: Mapping[str, str]
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors of a new safetensors file, which takes the place of ``path`` when it is whole.
+    """The tensors of a new safetensors file, which replaces ``path`` when it is complete.
 
-    Until the ``with`` block ends without an exception, the file at ``path`` is as it was, and the
-    new one has another name, and no header: nobody can load half a result. The disk must have room
-    for both.
+    Until the ``with`` block ends without an exception, the file at ``path`` is as it was. The new
+    one has another name and no header, so half a result cannot be loaded. The disk must have room
+    for both files.
 
     Args:
         path: of the file; replaced at the end if it exists (see ``writing.replacing``).
@@ -132,7 +132,7 @@ def writing_tensors(
         metadata: text by name, for the header; ``complete`` = ``true`` is added.
 
     Yields:
-        The tensors by name, zeros, mapped: what is written to them goes to the file.
+        The tensors by name, zeros, mapped: writes to them go to the file.
 
     Raises:
         OSError: the file cannot be written, or the disk has no room for it.
@@ -156,11 +156,11 @@ def writing_tensors(
 
 
 def _laid_out(tensors: Wanted, metadata: Mapping[str, str]) -> tuple[bytes, list[_Entry]]:
-    """The beginning of a file of these tensors, its length included, and where they lie."""
+    """The first bytes of a file of these tensors (length and header), and where each tensor is."""
     header: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
     entries = []
     end = 0
-    # Widest first: then every tensor lies at a multiple of its own width.
+    # The widest dtype first: then every tensor begins at a multiple of its element size.
     for name, (shape, dtype) in sorted(tensors.items(), key=lambda item: -item[1][1].itemsize):
         if dtype not in _NAMES:
             raise TypeError(f"{name} has dtype {dtype}, which a safetensors file cannot hold here")
@@ -190,14 +190,14 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entries(path: Path_, text: bytes, n_bytes: int) -> list[_Entry]:
-    """What a header says, checked as the safetensors library does, in the header's order.
+    """The tensors of a header, in its order, checked as the safetensors library checks them.
 
     Args:
         text: the header.
-        n_bytes: of data behind it.
+        n_bytes: how many bytes of data follow it.
 
     Raises:
-        ValueError: it is not what the format asks for.
+        ValueError: the header breaks the format.
     """
     try:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=_without_repeats)
@@ -235,7 +235,7 @@ def _entries(path: Path_, text: bytes, n_bytes: int) -> list[_Entry]:
 
 
 def _entry(path: Path_, name: str, found: Any) -> _Entry:
-    """One tensor's part of a header."""
+    """The tensor ``name`` from its part of a header, ``found``."""
     wrong = f"{path} is corrupt: {name}"
     if not isinstance(found, dict):
         raise ValueError(f"{wrong} is described by a {type(found).__name__}, not by an object")
@@ -271,7 +271,7 @@ def _are_sizes(found: Any) -> bool:
 
 
 def _mapped(path: Path_, mode: str, begin: int, entry: _Entry) -> torch.Tensor:
-    """A tensor of a file whose data begin at byte ``begin``."""
+    """A tensor, mapped from a file whose data begin at byte ``begin``."""
     start, n_bytes = begin + entry.start, entry.stop - entry.start
     if n_bytes == 0:
         return _as_tensor(None, start, entry)
@@ -282,13 +282,13 @@ def _mapped(path: Path_, mode: str, begin: int, entry: _Entry) -> torch.Tensor:
 
 
 def _as_tensor(raw: Any, start: int, entry: _Entry) -> torch.Tensor:
-    """Mapped bytes, which begin at byte ``start`` of a file, as the tensor they are."""
+    """The tensor of the mapped bytes ``raw``, which begin at byte ``start`` of a file."""
     if raw is None:
         return torch.empty(entry.shape, dtype=entry.dtype)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         flat = torch.from_numpy(raw)
     if start % entry.dtype.itemsize:
-        # Files of other writers need not be aligned; a view would be refused.
+        # Files of other writers need not be aligned, and torch refuses such a view: copied.
         flat = flat.clone()
     return flat.view(entry.dtype).view(entry.shape)

@@ -1,4 +1,4 @@
-"""Real memory limits for a process, and what it used: for demonstrations and tests."""
+"""Memory limits that the system or the allocator enforces, and peaks: for demonstrations, tests."""
 
 from __future__ import annotations
 
@@ -36,11 +36,10 @@ def warm_up() -> None:
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether ``error``, raised in a process with a limit of its own, comes of the limit.
+    """Whether ``error``, raised in a process with a memory limit, is due to the limit.
 
-    There the interpreter runs out of memory as well, in the middle of anything: while it imports,
-    opens a file, or makes the exception itself (then a C function fails "without setting an
-    exception", which is a SystemError).
+    The interpreter itself can run out of memory there: while it imports, opens a file, or creates
+    the exception (a C function then fails "without setting an exception", a SystemError).
     """
     chain: BaseException | None = error
     while chain is not None:
@@ -53,11 +52,10 @@ def ran_out(error: BaseException) -> bool:
 
 
 class PeakMemory:
-    """Most memory in use during a ``with`` block beyond what was in use at its start.
+    """The peak of memory in use during a ``with`` block, beyond what was in use at its start.
 
-    As the device's allocator counts it (its peak counter is reset); where it does not count, by
-    sampling the process's data size every two milliseconds: all that it allocates, whoever asked
-    for it.
+    Counted by the device's allocator (its peak counter is reset). Where that does not count, the
+    process's data size is sampled every two milliseconds: everything that the process allocates.
 
     Attributes:
         peak_bytes: valid after the block.
@@ -85,16 +83,17 @@ class PeakMemory:
         return self
 
     def limit(self, extra_bytes: int) -> None:
-        """Until the end of the block nobody gets more than ``extra_bytes`` beyond its start.
+        """Limit memory to ``extra_bytes`` beyond what was in use at the start of the block.
 
-        Where the device's allocator counts that is torch's in this process, for good; else it is
-        the process, except for file mappings that are shared or read-only.
+        Where the device's allocator counts, the limit is on torch's allocator in this process, and
+        stays after the block. Elsewhere it is on the process until the end of the block, and leaves
+        out file mappings that are shared or read-only.
         """
         if self._counted is not None:
             self.backend.limit(extra_bytes, self.device)
             return
         self._unlimited = resource.getrlimit(resource.RLIMIT_DATA)
-        # From where the peak is counted as well, so that no peak can be above the limit.
+        # Counted from the same start as the peak, so that no peak can be above the limit.
         resource.setrlimit(resource.RLIMIT_DATA, (self._before + extra_bytes, self._unlimited[1]))
 
     def __exit__(
@@ -120,4 +119,4 @@ class PeakMemory:
             try:
                 self.peak_bytes = max(self.peak_bytes, data_bytes() - self._before)
             except (MemoryError, OSError, SystemError):
-                continue  # not even that much was left
+                continue  # no memory was left for this measurement

@@ -33,7 +33,7 @@ from quorum_attention.planner.plan import Plan
 from quorum_attention.sizes import format_bytes
 
 _Result = TypeVar("_Result")
-_Attempt = Callable[[Call, Plan, PassReport, Progress | None], _Result]
+_JobOf = Callable[[Call, PassReport | None, Progress | None], Job]
 
 
 def run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,27 +53,17 @@ def run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch
         decision = decide_both(asked, replace(asked, place=after, backward=True))
     else:
         decision = decide(asked)
-    if decision.plan is None:
-        call = _call(tensors, request, decision.kernel)
-        found = _at_once(forward_job(call, request.out_dtype))
-        if found is not None:
-            return _whole(found[0]), _whole(found[1])
-        decision = decide_again(asked, decision)
 
-    def attempt(
-        call: Call, plan: Plan, report: PassReport, progress: Progress | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        _note_writing(() if out is None else (out,))
-        job = forward_job(call, request.out_dtype, out, report, progress)
-        made, lse = run_pass(job, plan.schedule)
-        return made, lse
+    def job_of(call: Call, report: PassReport | None, progress: Progress | None) -> Job:
+        return forward_job(call, request.out_dtype, out, report, progress)
 
-    result, lse = _run(tensors, request, asked, decision, attempt)
-    return (result if out is not None else _whole(result)), _whole(lse)
+    given = () if out is None else (out,)
+    result, lse = _run(tensors, request, asked, decision, job_of, given)
+    return result, lse
 
 
 def run_backward(tensors: Tensors, request: Request, given: Given) -> Three:
-    """The gradients of query, key and value, planned and run; those given, if any were."""
+    """The gradients of query, key and value, planned and run; ``given.grads`` where given."""
     work, options = request.work, request.options
     query, key, value, _ = tensors
     grad_out, out, lse, grads = given
@@ -82,35 +72,24 @@ def run_backward(tensors: Tensors, request: Request, given: Given) -> Three:
             return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
         return grads[0].zero_(), grads[1].zero_(), grads[2].zero_()
     place = backward_place(tensors, request, given)
-    # Rows whose output was not rounded: the same kernel as in the forward.
+    # The dtype of the output goes into the choice, so that the forward's kernel is taken again.
     asked = Asked(work, options, place, out.dtype, True, True, _together(request, given))
-    decision = decide(asked)
-    if decision.plan is None:
-        call = _call(tensors, request, decision.kernel)
-        carrier = _carrier(call, tensors, given, grad_out)
-        found = _at_once(backward_job(call, Upstream(grad_out), carrier, lse))
-        if found is not None:
-            return _whole(found[0]), _whole(found[1]), _whole(found[2])
-        decision = decide_again(asked, decision)
 
-    def attempt(call: Call, plan: Plan, report: PassReport, progress: Progress | None) -> Three:
-        _note_writing(() if grads is None else grads)
-        scaled = scales(call.kernel, work)
-        upstream = upstream_of(grad_out, work, options.device, scaled=scaled)
+    def job_of(call: Call, report: PassReport | None, progress: Progress | None) -> Job:
+        if report is None:
+            upstream = Upstream(grad_out)  # in the inputs' dtype: ``_together``
+        else:
+            scaled = scales(call.kernel, work)
+            upstream = upstream_of(grad_out, work, options.device, scaled=scaled)
         carrier = _carrier(call, tensors, given, upstream.tensor)
-        job = backward_job(call, upstream, carrier, lse, grads, report, progress)
-        query, key, value = run_pass(job, plan.schedule)
-        return query, key, value
+        return backward_job(call, upstream, carrier, lse, grads, report, progress)
 
-    made = _run(tensors, request, asked, decision, attempt)
-    return made if grads is not None else (_whole(made[0]), _whole(made[1]), _whole(made[2]))
+    dq, dk, dv = _run(tensors, request, asked, decide(asked), job_of, grads or ())
+    return dq, dk, dv
 
 
 def beside_casts(request: Request, run: Callable[[Request], _Result]) -> _Result:
-    """``run`` with what casts leave of the budget; an error counts them in.
-
-    Of casts that do not lie where the budget holds nothing is counted.
-    """
+    """``run`` with the budget that the inputs' casts leave; a BudgetError names the whole again."""
     cast_bytes, budget = request.cast_bytes, request.options.budget_bytes
     if not cast_bytes or budget is None:
         return run(request)
@@ -134,14 +113,25 @@ def _run(
     request: Request,
     asked: Asked,
     decision: Decision,
-    attempt: _Attempt[_Result],
-) -> _Result:
-    """The result by the first plan that does not run out of memory."""
+    job_of: _JobOf,
+    given: tuple[torch.Tensor, ...],
+) -> tuple[torch.Tensor, ...]:
+    """The results of a pass, by the first decision that does not run out of memory.
+
+    Args:
+        job_of: makes the job of a call; without a report where there is no plan.
+        given: preallocated results.
+    """
+    if decision.plan is None:
+        found = _at_once(job_of(_call(tensors, request, decision.kernel), None, None))
+        if found is not None:
+            return tuple([_whole(made) for made in found])
+        decision = decide_again(asked, decision)
     device, watched = request.options.device, request.report
     recoveries: list[str] = []
     while True:
         plan = decision.plan
-        assert plan is not None, "what is run without one is not reported"
+        assert plan is not None, "a pass that is decided again has a plan"
         report = _pass_report(plan, timed=watched is not None)
         report.recoveries.extend(recoveries)
         if watched is not None and asked.backward:
@@ -157,7 +147,13 @@ def _run(
             named_out_of_memory(pinned=plan.schedule.pinned),
         ):
             try:
-                return attempt(_call(tensors, request, decision.kernel), plan, report, progress)
+                _note_writing(given)
+                # No name for the job: it would hold its results when memory has run out.
+                results = run_pass(
+                    job_of(_call(tensors, request, decision.kernel), report, progress),
+                    plan.schedule,
+                )
+                return tuple([r if any(r is g for g in given) else _whole(r) for r in results])
             except Exception as error:
                 if decision.last or not is_out_of_memory(error):
                     raise
@@ -168,7 +164,8 @@ def _run(
 
 
 def _at_once(job: Job) -> tuple[torch.Tensor, ...] | None:
-    """The results of a small call; None where it runs out of memory, and has to be planned."""
+    """The results of a small call; None where it has to be planned: it ran out of memory, or a
+    backward that has to be scaled was not finite."""
     device = job.call.device
     try:
         with backend_of(device).current(device), without_autocast("cpu", device.type):
@@ -201,7 +198,7 @@ def _pass_report(plan: Plan, *, timed: bool) -> PassReport:
 
 @contextmanager
 def _peak_memory(device: torch.device, report: PassReport) -> Iterator[None]:
-    """Measures what the device's allocator hands out at most, where somebody asked for a report."""
+    """Measures the peak of the device's allocator, where a report was asked for."""
     counted = backend_of(device).count_peak(device) if report.timed else None
     try:
         yield
@@ -221,12 +218,13 @@ def _progress(request: Request) -> AbstractContextManager[Progress | None]:
 
 
 def _is_trivial(tensors: Tensors) -> bool:
-    """Whether there is no result, or none but zeros."""
+    """Whether the results are empty or all zeros."""
     return 0 in (tensors.query.numel(), tensors.value.numel())
 
 
 def _together(request: Request, given: Given) -> bool:
-    """Whether a backward has everything in one dtype where it computes."""
+    """Whether all that a backward reads beside the inputs has their dtype (lse aside) and lies on
+    the computing device."""
     grad_out, out, lse, _ = given
     device = request.options.device
     same = grad_out.dtype == out.dtype == request.work.dtype
@@ -234,14 +232,18 @@ def _together(request: Request, given: Given) -> bool:
 
 
 def _whole(made: torch.Tensor) -> torch.Tensor:
-    """A tensor that was made here as no view of another, which autograd would let nobody write to:
-    that views were made here, without gradients, is nobody's business."""
+    """A result that autograd does not know as a view: a caller may not write in place to a view
+    that was made without gradients."""
     return made.data if made._is_view() else made
 
 
 def _carrier(call: Call, tensors: Tensors, given: Given, grad_out: torch.Tensor) -> torch.Tensor:
-    """The output, or what stands for it in delta where its rounding is all that is left of dS; for
-    ``grad_out`` as kernels get it."""
+    """What delta is computed from: the output, or an exact substitute where rounding of the output
+    would dominate dS (kernels/delta.py).
+
+    Args:
+        grad_out: the upstream gradient as kernels get it.
+    """
     out = given.out
     together = grad_out.device == out.device == call.query.device
     if not together or not corrected_bytes(call.work, call.kernel):
@@ -254,8 +256,11 @@ def _carrier(call: Call, tensors: Tensors, given: Given, grad_out: torch.Tensor)
 
 
 def _note_writing(results: tuple[torch.Tensor, ...]) -> None:
-    """Tell autograd that preallocated results are written from here on: copies by address and
-    kernels do not, and what was saved of them for a backward would be used without a word."""
+    """Tell autograd that preallocated results are written to.
+
+    Kernels and copies by address do not tell it. Without this, a backward that saved one of these
+    tensors would read the new values without an error.
+    """
     for tensor in results:
         torch.autograd.graph.increment_version(tensor)
 

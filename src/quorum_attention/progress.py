@@ -18,17 +18,17 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-# Plain lines: none sooner than this after another, and none for what is done before the first.
+# Seconds between two plain lines, and before the first one.
 _SECONDS = 2.0
-# ... and none for less than this share of the work, but after a minute.
+# The share of the work between two of them; after ``_PATIENCE`` seconds there is a line anyway.
 _SHARE = 0.1
 _PATIENCE = 60.0
 
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
-    """A callable (done, total, label) that draws; a bar goes away with the ``with`` block, lines
-    stay."""
+    """A callable (done, total, label) that shows progress. A bar disappears at the end of the
+    ``with`` block; lines stay."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield _Lines()
@@ -51,11 +51,11 @@ def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
 
 
 class _Lines:
-    """Progress for whoever reads a file or a pipe."""
+    """Progress as plain lines, for a file or a pipe."""
 
     def __init__(self) -> None:
         self._opened = time.monotonic()
-        # When, and with what share of it done, a label was first heard of, and last had a line.
+        # By label: (time, share of the work done) at its first call, and at its last line.
         self._first: dict[str, tuple[float, float]] = {}
         self._last: dict[str, tuple[float, float]] = {}
 
@@ -75,21 +75,21 @@ class _Lines:
 
 
 class Status:
-    """Says what is being done, and what has been."""
+    """Shows what is being done, and what has been done."""
 
     def __init__(self, progress: Progress | None = None, first: str = "") -> None:
         self._progress = progress
         self._shown = None if progress is None else progress.add_task(first, total=None)
 
     def __call__(self, text: str) -> None:
-        """In place in a terminal, a line elsewhere."""
+        """Show ``text``: in place in a terminal, elsewhere on a line of its own."""
         if self._progress is None or self._shown is None:
             _line(text)
         else:
             self._progress.update(self._shown, description=text)
 
     def done(self, text: str) -> None:
-        """A line that stays."""
+        """Print ``text`` on a line that stays."""
         if self._progress is None:
             _line(text)
         else:

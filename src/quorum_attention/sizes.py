@@ -1,5 +1,4 @@
-"""Bytes, counts and seconds as people write them: "2GiB" and "1M" in, "1.50 GiB" and "4 h 28 min"
-out."""
+"""Bytes, counts and seconds as text: reads "2GiB" and "1M", writes "1.50 GiB" and "4 h 28 min"."""
 
 from __future__ import annotations
 
@@ -27,16 +26,16 @@ _UNITS = {
     "tib": 1024**4,
     "tb": 1000**4,
 }
-# Of things that are counted, not measured in bytes, a suffix is a power of 1024 as well.
+# Suffixes of counts: powers of 1024 too.
 _COUNTS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
-# An exponent of three digits already has no meaning, and longer ones would take all memory.
+# Exponents have at most two digits: longer ones make no sense here, and could take all memory.
 _PATTERN = re.compile(
     r"\s*(?P<number>([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]{1,2})?)\s*(?P<unit>[a-z]*)\s*",
     re.IGNORECASE,
 )
-# Characters of a number: nothing that long fits, and Python refuses to read thousands of digits.
+# Characters of a number. Longer ones are above the limit, and Python refuses thousands of digits.
 _LONGEST = 40
-# More than any machine has; what a tensor can be counted in.
+# More than any machine has: torch counts elements in 64 bits.
 _LIMIT = 2**63
 _DURATIONS = (
     ("year", 365 * 86400.0),
@@ -103,8 +102,8 @@ def parse_count(text: str) -> int:
 
 
 def _parsed(text: str, units: dict[str, int]) -> Fraction | None:
-    """``text`` as an exact number, None where it is none; the limit where it has so many digits
-    that Python may refuse to read it."""
+    """``text`` as an exact number; None where it is not a number; ``_LIMIT`` where it has more than
+    ``_LONGEST`` characters."""
     match = _PATTERN.fullmatch(text)
     if match is None or match["unit"].lower() not in units:
         return None
@@ -124,7 +123,7 @@ def format_bytes(n_bytes: int | float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """``seconds`` in the units that fit: "85.3 ms", "6.54 s", "3 min 20 s", "4 h 28 min",
+    """``seconds`` in suitable units: "85.3 ms", "6.54 s", "3 min 20 s", "4 h 28 min",
     "67 days 6 h", "12 years 40 days"."""
     if seconds == 0 or not math.isfinite(seconds):
         return f"{seconds:.0f} s"
@@ -135,7 +134,7 @@ def format_seconds(seconds: float) -> str:
         if seconds >= size - part / 2:
             whole, rest = divmod(round(seconds / part), round(size / part))
             return _count(whole, unit) + (f" {_count(rest, smaller)}" if rest else "")
-    raise AssertionError("a minute and more has been dealt with")
+    raise AssertionError("the loop returns for a minute and more")
 
 
 def _count(number: int, unit: str) -> str:

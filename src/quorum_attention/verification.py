@@ -1,8 +1,8 @@
-"""Is a result right? Output and gradients of sampled rows against float64.
+"""Compares the output and gradients of sampled rows with float64.
 
-A row of the output needs only its own query: O(N D). So does a row of dQ. A row of dK or dV needs
-the log-sum-exp of *every* query row; those come from float64 where that is affordable, else from
-the result's own lse, which has been checked on the sampled rows by then.
+A row of the output or of dQ needs only its own query: O(N D). A row of dK or dV needs the
+log-sum-exp of *every* query row. They are computed in float64 where that is affordable; otherwise
+they are the result's own lse, whose sampled rows are checked too.
 """
 
 from __future__ import annotations
@@ -80,7 +80,12 @@ def sample(n: int, count: int, generator: torch.Generator) -> torch.Tensor:
 
 @dataclass(slots=True)
 class Expected:
-    """The right answer on sampled rows, float64: by head for rows of queries and of keys."""
+    """The float64 answer on sampled rows, by head.
+
+    Attributes:
+        query_rows, key_rows: the positions of the sampled queries and keys.
+        lse_is_exact: see ``Sampled``.
+    """
 
     query_rows: torch.Tensor
     key_rows: torch.Tensor
@@ -103,13 +108,13 @@ def expect(
     exact_lse_pairs: int = 1 << 29,
     seed: int = 0,
 ) -> Expected:
-    """The right answer on sampled rows of every head.
+    """The float64 answer on sampled rows of every head.
 
     Args:
         problem: the inputs.
         grad_out: the upstream gradient; None leaves the gradients out.
-        out, lse: a result whose rows stand in for float64 ones in dK and dV, on problems of more
-            than ``exact_lse_pairs`` query-key pairs.
+        out, lse: a result; its rows are used for dK and dV in place of float64 ones on problems of
+            more than ``exact_lse_pairs`` query-key pairs.
         rows, keys: how many query rows and key rows are sampled.
 
     Raises:

@@ -1,8 +1,8 @@
-"""Files that are whole or not there.
+"""Writing files so that each is complete or absent.
 
-What replaces a file is written beside it, under a name that says that it is unfinished, and moved
-over it at the end. Whatever goes wrong before that, what was there stays. A process that is killed
-outright leaves the unfinished file; the next one that writes to the same place removes it.
+A new file is written beside the one it replaces, under a name that ends in ``UNFINISHED``, and
+renamed at the end. If anything fails before that, the old file stays. A process that is killed
+leaves its unfinished file; the next one that writes to the same path removes it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from quorum_attention.sizes import format_bytes
 UNFINISHED = ".unfinished"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-_LONGEST_NAME = 200  # bytes, of the 255 that file systems have for a name and its ending
+_LONGEST_NAME = 200  # bytes of the old name that are kept: file systems allow 255 in all
 _BLOCK = 1 << 22
 
 
 def check_target(path: str | PathLike[str]) -> Path:
-    """The file that writing to ``path`` replaces: where its symbolic links lead.
+    """The file that writing to ``path`` replaces: ``path`` with symbolic links followed.
 
     Raises:
-        OSError: it is not a regular file, may not be written, or its directory is not there or
-            may not be written. Nothing has been touched.
+        OSError: it is not a regular file, may not be written, or its directory does not exist or
+            may not be written. Nothing has been changed.
     """
     target = Path(os.path.realpath(path))
     if not target.parent.is_dir():
@@ -56,10 +56,10 @@ def check_target(path: str | PathLike[str]) -> Path:
 
 
 def _is_mounted(target: Path) -> bool:
-    """Whether ``target`` is a mount of its own, as files of containers can be: nothing can take its
-    place."""
+    """Whether ``target`` itself is a mount point, as files in containers can be: then it cannot be
+    replaced."""
     with suppress(OSError), open("/proc/self/mountinfo", "rb") as mounts:
-        # In octal, where they are blanks and the like.
+        # The table has blanks, tabs, newlines and backslashes as octal escapes.
         name = re.sub(rb"[ \t\n\\]", lambda c: b"\\%03o" % ord(c[0]), os.fsencode(target))
         return any(line.split(b" ", 5)[4] == name for line in mounts)
     return False
@@ -67,11 +67,11 @@ def _is_mounted(target: Path) -> bool:
 
 @contextmanager
 def replacing(path: str | PathLike[str]) -> Iterator[BinaryIO]:
-    """A new empty file, open for reading and writing, that takes the place of ``path`` at the end.
+    """A new empty file, open for reading and writing, that replaces ``path`` at the end.
 
-    It does so when the ``with`` block ends without an exception, with everything on the disk
-    first, and keeps the permissions of the file it replaces. Symbolic links stay: the file they
-    lead to is replaced. Other hard links to the old file keep the old content.
+    It does so when the ``with`` block ends without an exception, after its content is on the disk,
+    and takes over the old file's permissions. Symbolic links stay: the file they lead to is
+    replaced. Other hard links to the old file keep the old content.
 
     Raises:
         OSError: see ``check_target``; or the disk is full. The file at ``path`` is as it was.
@@ -86,7 +86,7 @@ def replacing(path: str | PathLike[str]) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            # Still locked: nobody takes it for a stale one before it has its name.
+            # Before the lock is released: another process would remove it as stale.
             os.replace(file.name, target)
     except BaseException:
         with suppress(OSError):
@@ -96,18 +96,19 @@ def replacing(path: str | PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def write_text(path: str | PathLike[str], text: str) -> None:
-    """Write ``text`` to ``path``, whole or not at all (see ``replacing``)."""
+    """Write ``text`` to ``path``, completely or not at all (see ``replacing``)."""
     with replacing(path) as file:
         file.write(text.encode("utf-8"))
 
 
 def reserve(file: BinaryIO, n_bytes: int, name: str | PathLike[str]) -> None:
-    """Make ``file`` that long, zeros, with its space on the disk: a mapping of it can be filled.
+    """Make ``file`` ``n_bytes`` long, zeros, with its space on the disk reserved.
 
-    (Writing to a mapping for which the disk has no space kills the process: SIGBUS.)
+    Without the reservation, writing to a mapping of the file kills the process (SIGBUS) when the
+    disk is full.
 
     Args:
-        name: the file's, for the message.
+        name: of the file, for the message.
 
     Raises:
         OSError: there is no space; says how many bytes are missing.
@@ -141,7 +142,7 @@ def _allocate(file: BinaryIO, n_bytes: int) -> None:
                 raise
         else:
             return
-    # Only what has been written is sure to have its space.
+    # Without fallocate, only bytes that have been written are sure to have their space.
     if n_bytes > _free_bytes(file):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     zeros = bytes(_BLOCK)
@@ -168,14 +169,14 @@ def _unfinished(target: Path) -> BinaryIO:
             target.with_name(f"{_stem(target)}.{secrets.token_hex(4)}{UNFINISHED}"), "x+b"
         )
         _lock(file)
-        # Another process may have taken it for a stale one before it was locked.
+        # Before it was locked, another process may have removed it as stale.
         if os.path.exists(file.name):
             return file
         file.close()
 
 
 def _remove_stale(target: Path) -> None:
-    """Remove what killed processes left beside ``target``: whatever nobody holds locked."""
+    """Remove the unfinished files of killed processes beside ``target``: those without a lock."""
     pattern = re.compile(re.escape(_stem(target)) + r"\.[0-9a-f]{8}" + re.escape(UNFINISHED))
     with suppress(OSError):
         for name in os.listdir(target.parent):
@@ -186,7 +187,8 @@ def _remove_stale(target: Path) -> None:
 
 
 def _lock(file: BinaryIO) -> bool:
-    """Whether ``file`` is locked now; not where another has it, or nothing can be locked."""
+    """Lock ``file`` without waiting. False where another process holds it, or the system has no
+    locks."""
     try:
         import fcntl  # not on every system
 
@@ -204,7 +206,8 @@ def _take_permissions(handle: int, old: os.stat_result) -> None:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Make a new name in ``directory`` outlast a power failure, where that can be asked for."""
+    """Write the names in ``directory`` to the disk, where the system can: a new one then outlasts a
+    power failure."""
     with suppress(OSError):
         handle = os.open(directory, os.O_RDONLY)
         try:

@@ -1,7 +1,7 @@
-"""A call's tensors as torch's own function takes them: autocast, two dimensions, broadcasting.
+"""Casts of autocast, broadcasting and inputs of two dimensions, as torch's own function has them.
 
-What is made of the inputs here are views and, under autocast, casts; both by functions that
-autograd knows, so gradients come back in the inputs' own shapes and dtypes.
+Only views and, under autocast, casts are made, by functions that autograd knows: gradients have the
+inputs' own shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class Arranged(NamedTuple):
     """Inputs of one dtype, with at least three dimensions and the same batch dimensions.
 
     Attributes:
-        enable_gqa: as given, or True where key and value have one head for all of the query's.
+        enable_gqa: as given, or True where all query heads share one key/value head.
         without_heads: the inputs were (tokens, head_dim).
-        cast_bytes: what the casts of autocast take, on the inputs' device.
+        cast_bytes: bytes of the casts of autocast, on the inputs' device.
     """
 
     query: torch.Tensor
@@ -33,7 +33,7 @@ class Arranged(NamedTuple):
 def arranged(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
 ) -> Arranged:
-    """Inputs ready for ``validation.sizes_of``.
+    """The inputs cast and broadcast, for ``validation.sizes_of``.
 
     Raises:
         ValueError: batch dimensions that do not broadcast.
@@ -76,8 +76,7 @@ def _broadcast(batch: torch.Size, other: torch.Size, name: str) -> torch.Size:
 
 
 def _fit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> bool:
-    """Whether the inputs have the same batch dimensions already, and heads that need not be
-    expanded."""
+    """Whether nothing has to be broadcast: equal batch dimensions, and heads equal or grouped."""
     if query.dim() < 3 or query.dim() != key.dim():
         return False
     shape, shared = query.shape[:-2], key.shape[:-2]
@@ -87,9 +86,9 @@ def _fit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa
 
 
 def _heads(query: int, key: int, value: int, enable_gqa: bool) -> tuple[int, int, bool]:
-    """Query heads, the heads to expand one key or value head to, and whether heads share keys.
+    """(query heads, key/value heads, enable_gqa) after broadcasting.
 
-    As torch broadcasts them; but one head of keys and values is shared, not expanded.
+    As torch broadcasts, except that a single key/value head is shared instead of expanded.
     """
     shared = value if key == 1 else key
     if enable_gqa or query == shared:
@@ -100,13 +99,13 @@ def _heads(query: int, key: int, value: int, enable_gqa: bool) -> tuple[int, int
 
 
 def _autocast_dtype(device_type: str) -> torch.dtype | None:
-    """What inputs on such a device are cast to, if autocast is on."""
+    """The dtype that autocast casts to on such a device; None where it is off."""
     if device_type not in BACKENDS or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """As torch's own function casts it: float64 is left alone, and so is what is no number."""
+    """``tensor`` as autocast casts it: only floating dtypes, and not float64."""
     spared = not tensor.is_floating_point() or tensor.dtype == torch.float64
     return tensor if spared else tensor.to(dtype)

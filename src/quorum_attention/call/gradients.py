@@ -1,4 +1,4 @@
-"""What ``attention_backward`` is given beside a forward's inputs, checked."""
+"""The arguments that ``attention_backward`` has beside those of a forward, checked."""
 
 from __future__ import annotations
 
@@ -17,8 +17,13 @@ _NAMES = ("grads[0]", "grads[1]", "grads[2]")
 
 
 class Given(NamedTuple):
-    """What a backward reads beside the inputs: the upstream gradient and the output, (*batch,
-    heads, n_queries, value_dim), and lse (*batch, heads, n_queries); and where its results go."""
+    """What a backward is given beside the inputs.
+
+    Attributes:
+        grad_out, out: the upstream gradient and the output, (*batch, heads, n_queries, value_dim).
+        lse: (*batch, heads, n_queries), natural log.
+        grads: preallocated results, like query, key and value.
+    """
 
     grad_out: torch.Tensor
     out: torch.Tensor
@@ -35,13 +40,13 @@ def given_of(
     grads: Sequence[torch.Tensor] | None,
     inputs: Sequence[torch.Tensor],
 ) -> Given:
-    """What was written, as it fits the call.
+    """The arguments checked against the call, with a dimension of heads.
 
     Args:
         inputs: query, key and value as they were given, before they were broadcast.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: it does not fit, by name.
+        ValueError, TypeError, NotImplementedError: one does not fit, by name.
     """
     grad_out, out = as_tensor(grad_out, "grad_out"), as_tensor(out, "out")
     lse = as_tensor(lse, "lse")
@@ -65,7 +70,7 @@ def _targets(
     grads: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
 ) -> Three:
-    """``grads``, that may be written."""
+    """``grads`` as tensors, checked: they may be written and share no memory."""
     if not isinstance(grads, (tuple, list)):
         raise TypeError(f"grads must be three tensors, got {shown(grads)}")
     if len(grads) != 3:

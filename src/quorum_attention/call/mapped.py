@@ -1,8 +1,8 @@
-"""What the system says of the memory that a tensor lies in: may it be written, is it a file's?
+"""Whether a tensor's memory may be written, and whether it is mapped from a file.
 
-A tensor does not know that its memory is a read-only map (writing to it ends the process), nor
-that another tensor lies over the same bytes of a file at another address. On Linux the system's
-table of this process's mappings says both; elsewhere nothing is known.
+A tensor does not know that its memory is a read-only map (writing to it ends the process), nor that
+another tensor maps the same bytes of a file at another address. On Linux the table of this
+process's mappings tells; on other systems nothing is known.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _TABLE = "/proc/self/maps"
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """A run of addresses.
+    """A run of addresses that are mapped alike.
 
     Attributes:
-        start, stop: the addresses.
+        start, stop: first address, and the one after the last.
         writable: whether it may be written.
-        shared: whether what is written goes to the file.
-        file: device and inode; None where no file lies behind it.
-        offset: of ``start`` in the file.
+        shared: whether writes go to the file.
+        file: device and inode of the mapped file; None where there is none.
+        offset: position of ``start`` in the file, in bytes.
     """
 
     start: int
@@ -39,13 +39,13 @@ class Mapping:
 
 @dataclass(frozen=True, slots=True)
 class Mappings:
-    """All of this process, in order of their addresses."""
+    """All mappings of this process, by ascending address."""
 
     every: tuple[Mapping, ...]
 
     @classmethod
     def now(cls) -> Mappings:
-        """As the system says; none where it does not."""
+        """Read from the system's table; empty where there is no such table."""
         try:
             with open(_TABLE, encoding="utf-8", errors="replace") as lines:
                 return cls(tuple(_parsed(line) for line in lines))
@@ -53,7 +53,7 @@ class Mappings:
             return cls(())
 
     def of(self, tensor: torch.Tensor) -> tuple[Mapping, ...]:
-        """Those that a tensor in host memory spans."""
+        """The mappings that a tensor in host memory spans."""
         if not on_host(tensor.device) or tensor.numel() == 0:
             return ()
         start = tensor.data_ptr()
@@ -68,7 +68,8 @@ class Mappings:
         return any(not m.writable for m in self.of(tensor))
 
     def in_file(self, tensor: torch.Tensor) -> tuple[Mapping, int] | None:
-        """The mapping of a file that ``tensor`` begins in, and at which byte of the file."""
+        """The file mapping that ``tensor`` begins in, and its first byte's position in the file;
+        None where it begins in no file."""
         found = self.of(tensor)
         if not found or found[0].file is None:
             return None
@@ -79,7 +80,7 @@ def _parsed(line: str) -> Mapping:
     fields = line.split(maxsplit=5)
     start, stop = (int(part, 16) for part in fields[0].split("-"))
     path = fields[5].strip() if len(fields) > 5 else ""
-    # Device nodes hand out memory of drivers: an offset there is no place in a file.
+    # Mappings of device nodes are a driver's memory: their offsets are no positions in a file.
     device_node = path.startswith("/dev/") and not path.startswith("/dev/shm/")
     is_file = path.startswith("/") and not device_node and fields[4] != "0"
     return Mapping(

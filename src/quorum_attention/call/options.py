@@ -1,4 +1,4 @@
-"""What of a call is neither a tensor nor about one: as it was written, checked."""
+"""The options of a call that are no tensors: as its caller wrote them, and checked."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def options_of(written: Written, home: torch.device) -> Options:
     """The options of a call.
 
     Args:
-        home: where its inputs are.
+        home: the inputs' device.
 
     Raises:
         TypeError, ValueError, NotImplementedError: an option that makes no sense, by name.
@@ -70,8 +70,8 @@ def options_of(written: Written, home: torch.device) -> Options:
 
 
 def _says_nothing(written: Written) -> bool:
-    """Whether everything is as it is when nothing is written (by identity: whatever an object may
-    say to a comparison)."""
+    """Whether all options have their defaults. Compared by identity: ``==`` of a caller's object
+    may do anything."""
     budget, plan, depth, kernel, accumulator, devices, progress, report = written
     return (
         depth is _AUTO
@@ -102,10 +102,10 @@ def _depth(depth: int | str) -> int | None:
 
 
 def compute_device(inputs: torch.device, devices: Device | Sequence[Device] | None) -> torch.device:
-    """Where a call computes.
+    """The device that computes a call whose inputs are on ``inputs``.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: ``devices`` names none that can be used here.
+        TypeError, ValueError, NotImplementedError: ``devices`` names no device that can be used.
     """
     if devices is None:
         return best_device() if on_host(inputs) else inputs

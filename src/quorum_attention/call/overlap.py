@@ -1,8 +1,8 @@
 """Whether strided tensors share memory, decided exactly.
 
-Interleaved views of one packed tensor (query, key and value of one projection, say) span each
-other's memory and share none of it, so spans alone cannot tell. NumPy solves the bounded linear
-Diophantine equation behind the question; it is asked about addresses, nothing is read.
+Interleaved views of one packed tensor (say query, key and value of one projection) lie in the same
+range of addresses and share no byte, so comparing ranges is not enough. NumPy solves the bounded
+linear Diophantine equation behind the question. It is given addresses only; nothing is read.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-# Steps after which NumPy gives up, and the answer is yes to be safe: about a millisecond. Layouts
-# of views take a handful.
+# NumPy gives up after so many steps, about a millisecond; the answer is then yes, to be safe. The
+# layouts of ordinary views take a few steps.
 _MOST_STEPS = 100_000
 _LARGEST_ITEM = 1 << 30
-# Only differences of addresses count, and NumPy takes 0 for no address.
+# Added to all addresses: only their differences matter, and NumPy takes 0 for no address.
 _OFF_ZERO = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Lie:
-    """How elements lie in memory.
+    """The addresses of a tensor's elements.
 
     Attributes:
-        start: address of the first one, in bytes.
-        item: bytes of one.
-        dims: (size, stride in bytes) of every dimension of more than one, the longest stride first.
-        empty: there is none.
+        start: address of the first element, in bytes.
+        item: bytes of an element.
+        dims: (size, stride in bytes) of every dimension larger than 1, the longest stride first.
+        empty: whether there are no elements.
     """
 
     start: int
@@ -38,11 +38,11 @@ class Lie:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, start: int | None = None) -> Lie:
-        """That of ``tensor``, as if its first element lay at ``start``."""
+        """The lie of ``tensor``, with its first element at ``start`` where that is given."""
         item = tensor.element_size()
         sizes = zip(tensor.shape, tensor.stride(), strict=True)
         dims = sorted(((n, s * item) for n, s in sizes if n > 1), key=lambda d: (-d[1], d[0]))
-        # A run without gaps is one element, only longer.
+        # Elements without gaps between them count as one longer element.
         while dims and dims[-1][1] == item and item * dims[-1][0] <= _LARGEST_ITEM:
             item *= dims.pop()[0]
         address = tensor.data_ptr() if start is None else start
@@ -55,7 +55,8 @@ class Lie:
 
     @property
     def nested(self) -> bool:
-        """Whether every dimension steps over all that the shorter ones span."""
+        """Whether every stride is at least what the dimensions of shorter strides span: then no
+        two elements overlap."""
         span = self.item
         for n, stride in reversed(self.dims):
             if stride < span:
@@ -83,7 +84,7 @@ class _Addresses:
 
 
 def share_memory(one: Lie, other: Lie) -> bool:
-    """Whether any byte belongs to both; yes too where that is too hard to tell."""
+    """Whether any byte belongs to both; True also where that takes too long to tell."""
     if one.empty or other.empty or one.start >= other.stop or other.start >= one.stop:
         return False
     return _meet(
@@ -93,11 +94,11 @@ def share_memory(one: Lie, other: Lie) -> bool:
 
 
 def overlaps_itself(lie: Lie) -> bool:
-    """Whether two elements share memory; yes too where that is too hard to tell."""
+    """Whether two elements share memory; True also where that takes too long to tell."""
     if lie.empty or lie.nested:
         return False
-    # Two elements first differ in some dimension: there one has an index of at least 1 more, and 0
-    # may be taken for the other's; in the dimensions after it both may have any.
+    # Take two elements, and the first dimension in which their indices differ. There the lower one
+    # can be taken as 0 and the higher is at least 1; in later dimensions both are arbitrary.
     for at, (n, stride) in enumerate(lie.dims):
         before = (1,) * at
         after = tuple(size for size, _ in lie.dims[at + 1 :])

@@ -1,4 +1,4 @@
-"""Where the tensors of a pass lie, as the planner counts them."""
+"""The ``Placement`` of a pass: where its tensors are, and what is copied, for the planner."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quorum_attention.execution.upstream import divided_bytes
 
 
 def forward_place(tensors: Tensors, request: Request) -> Placement:
-    """Of a forward's tensors."""
+    """The placement of a forward."""
     query, key, value, _ = tensors
     device = request.options.device
     return Placement(
@@ -23,7 +23,7 @@ def forward_place(tensors: Tensors, request: Request) -> Placement:
 
 
 def backward_place(tensors: Tensors, request: Request, given: Given) -> Placement:
-    """Of a backward's."""
+    """The placement of a backward."""
     work, device = request.work, request.options.device
     query, key, value, _ = tensors
     grad_out, out, _, grads = given
@@ -34,15 +34,15 @@ def backward_place(tensors: Tensors, request: Request, given: Given) -> Placemen
         grads is not None,
         work.dtype if grads is None else grads[0].dtype,
         lie_well(query, key, value),
-        # A gradient that need not be copied is planned for as one that must: as estimated.
+        # The gradient is counted as copied even where it is not: ``estimate`` counts it so.
         (divided is None) + (not is_operand(out, work.dtype)),
         divided,
     )
 
 
 def place_after(place: Placement, request: Request) -> Placement:
-    """Of the backward after a forward in ``place``, whatever gradient autograd hands over: an
-    expanded one is copied."""
+    """The placement of the backward after a forward in ``place``. The gradient is counted as
+    copied: autograd may hand over an expanded one."""
     work, out, result = request.work, request.out, request.out_dtype
     copied = result != work.dtype or (out is not None and not is_operand(out, work.dtype))
     divided = divided_bytes(result, work, here=place.resident)

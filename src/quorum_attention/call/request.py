@@ -1,4 +1,4 @@
-"""A call, checked once: what is handed on to the planner, to what runs it, and to autograd."""
+"""A call, checked once. The planner, the executor and autograd get it as a ``Request``."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ class Tensors(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A call, less the tensors that it reads, which belong to autograd where it records.
+    """A checked call without the tensors that it reads (autograd keeps those).
 
     Attributes:
-        work: its sizes.
-        scale: of the scores.
-        options: where and how it may be run.
+        work: sizes, dtype and mask shape.
+        scale: factor of the scores.
+        options: where and how the call may be run.
         out: the caller's tensor for the result, with a dimension of heads.
         out_dtype: of the result.
-        records: autograd sees the call, and may ask for gradients.
-        cast_bytes: what casts of the inputs take where the budget holds, as long as the call and
-            its graph last.
-        without_heads: inputs came as (tokens, head_dim); so do results go back.
+        records: whether autograd sees the call, and may ask for gradients.
+        cast_bytes: bytes of autocast's copies of the inputs on the computing device. They are held
+            as long as the call and its graph, and count against the budget.
+        without_heads: the inputs were (tokens, head_dim), and so is the result.
         progress, report: as they were given.
     """
 
@@ -72,19 +72,19 @@ class Request:
     report: Report | None
 
     def with_heads(self, given: torch.Tensor, dims: int) -> torch.Tensor:
-        """A tensor of the caller's beside the inputs, of ``dims`` dimensions without heads: a
-        view with heads."""
+        """A caller's tensor that has ``dims`` dimensions without heads: a view with heads."""
         return given.unsqueeze(0) if self.without_heads and given.dim() == dims else given
 
     def back(self, result: torch.Tensor) -> torch.Tensor:
-        """A result as its caller expects it, a view."""
+        """A result with the dimensions that its caller expects, a view."""
         return result.squeeze(0) if self.without_heads else result
 
     def mapped(self, size: int, mask: torch.Tensor | None) -> Request:
-        """The same for inputs with one more batch dimension before the others.
+        """The same request with one more batch dimension in front.
 
         Args:
-            mask: that of the whole.
+            size: of that dimension.
+            mask: the mask with that dimension, or one that broadcasts over it.
 
         Raises:
             NotImplementedError: a plan was given.
@@ -105,19 +105,23 @@ def request_of(
     key: torch.Tensor,
     value: torch.Tensor,
     attn_mask: torch.Tensor | None,
+    dropout_p: float,
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
     written: Written,
-    dropout_p: float = 0.0,
-    out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensors, Request]:
-    """What a call reads, and the call, from what its caller wrote; ``function`` is its name.
+    """The tensors that a call reads, and its request.
+
+    Args:
+        function: name of the public function, for messages.
+        written: its other options, unchecked. All other arguments are those of ``api.attention``.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: arguments that do not fit, by name; before
-            anything is allocated but casts under autocast.
+        ValueError, TypeError, NotImplementedError: arguments that do not fit, by name. Nothing has
+            been allocated by then but the casts of autocast.
     """
     query, key, value = as_tensor(query, "query"), as_tensor(key, "key"), as_tensor(value, "value")
     mask = None if attn_mask is None else as_tensor(attn_mask, "attn_mask")

@@ -1,4 +1,4 @@
-"""What autograd and torch.func want of a call, and what of that a call can give."""
+"""Calls under autograd, torch.func and forward-mode: which are recorded, which are refused."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 
 
 def records(*inputs: torch.Tensor) -> bool:
-    """Whether autograd has to see the call: for gradients, or for a transformation, which asks here
-    for what it may not have."""
+    """Whether the call has to be a function of autograd's: for gradients, or under a transformation
+    or forward-mode (where that function works or raises its error)."""
     return (
         (torch.is_grad_enabled() and True in [t.requires_grad for t in inputs])
         or torch._C._are_functorch_transforms_active()
@@ -16,7 +16,7 @@ def records(*inputs: torch.Tensor) -> bool:
 
 
 def refuse_out() -> None:
-    """A result of the caller's has no room for dimensions that a transformation adds.
+    """Refuse ``out=`` under torch.func: it has no room for dimensions that a transformation adds.
 
     Raises:
         NotImplementedError: under torch.func.
@@ -26,7 +26,8 @@ def refuse_out() -> None:
 
 
 def refuse_transforms(*inputs: torch.Tensor) -> None:
-    """What is no function of autograd's would lose what a transformation wants of it.
+    """Refuse transformations of ``attention_backward``: it is no function of autograd's, so their
+    derivatives and dimensions would be lost without an error.
 
     Raises:
         NotImplementedError: under torch.func, or for dual tensors.

@@ -1,6 +1,6 @@
-"""Checks at the door: what came in is what an attention call needs, before any work.
+"""Checks of a call's arguments, before any work.
 
-Every error names the argument, what came and what is allowed.
+Every error names the argument, what was given and what is allowed.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def as_tensor(value: Any, name: str, *, written: bool = False) -> torch.Tensor:
     """``value`` as a tensor; a NumPy array (np.memmap too) is shared, not copied.
 
     Args:
-        written: the call writes to it.
+        written: whether the call writes to it.
 
     Raises:
         TypeError: it is neither, or an array of a dtype that torch lacks.
-        ValueError: an array that torch cannot share, or that is written to and must not be.
+        ValueError: an array that torch cannot share, or a read-only one that is written to.
     """
     if isinstance(value, torch.Tensor):
-        # A lazy sign would be lost on kernels, which read memory as it is.
+        # Kernels read memory as it is, and would miss a lazy negation.
         return value if written or not value.is_neg() else value.resolve_neg()
     if not isinstance(value, np.ndarray):
         raise TypeError(
@@ -52,7 +52,7 @@ def as_tensor(value: Any, name: str, *, written: bool = False) -> torch.Tensor:
     if written and not value.flags.writeable:
         raise ValueError(f"{name} must be writable (it is written to), got a read-only array")
     with warnings.catch_warnings():
-        # A read-only map is only read; torch cannot know.
+        # torch warns of read-only arrays; this one is only read.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         try:
             return torch.from_numpy(value)
@@ -65,17 +65,17 @@ def as_tensor(value: Any, name: str, *, written: bool = False) -> torch.Tensor:
 
 
 def check_kinds(**tensors: torch.Tensor) -> None:
-    """Refuse tensors without dense memory of their own, before anybody asks for their sizes.
+    """Refuse tensors without dense memory of their own. First of all checks: such tensors may not
+    even have sizes.
 
     Raises:
-        NotImplementedError: one is nested, sparse or stands for others; by name.
+        NotImplementedError: one is nested, sparse or a wrapper of other tensors; by name.
     """
     for name, tensor in tensors.items():
         _check_kind(tensor, name)
 
 
 def _check_kind(tensor: torch.Tensor, name: str) -> None:
-    """Refuse what has no memory of its own that a kernel could read."""
     if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
         raise NotImplementedError(
             f"{name} must be a plain tensor, got a {type(tensor).__name__}, which stands for others"
@@ -96,7 +96,7 @@ def _check_device(tensor: torch.Tensor, name: str) -> None:
 
 
 def _check_place(tensor: torch.Tensor, name: str, home: torch.device) -> None:
-    """Beside the inputs, which are at ``home``, tensors may be in host memory."""
+    """Tensors beside the inputs are on the inputs' device ``home`` or in host memory."""
     if not on_host(tensor.device) and tensor.device != home:
         raise ValueError(
             f"{name} must be in host memory or on the query's device {home}, got {tensor.device}"
@@ -119,11 +119,11 @@ class Sizes(NamedTuple):
 def sizes_of(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
 ) -> Sizes:
-    """The sizes of a call, of tensors of which ``check_kinds`` has nothing to say.
+    """The sizes of a call, from tensors that have passed ``check_kinds``.
 
     Raises:
         ValueError, TypeError: the inputs do not fit each other.
-        NotImplementedError: no CPU or CUDA device.
+        NotImplementedError: the inputs are on neither a CPU nor a CUDA device.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() < 3:
@@ -172,10 +172,10 @@ def sizes_of(
 
 
 def check_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> None:
-    """A mask that broadcasts to (*batch, heads, n_queries, n_keys), and asks for no gradient.
+    """Check that a mask broadcasts to (*batch, heads, n_queries, n_keys) and asks for no gradient.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: it does not, or it is of another kind.
+        ValueError, TypeError, NotImplementedError: it does not fit.
     """
     _check_kind(mask, "attn_mask")
     _check_device(mask, "attn_mask")
@@ -198,7 +198,7 @@ def check_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> No
 
 
 def check_options(dropout_p: float, out_dtype: torch.dtype | None) -> None:
-    """The options that need no tensors and are not kept (``options.py`` has the others)."""
+    """Check the options that no ``Options`` holds (``options.py`` checks the others)."""
     if dropout_p != 0.0:
         raise NotImplementedError(
             f"dropout_p must be 0.0 (dropout inside the attention is not supported), "
@@ -215,19 +215,15 @@ def check_given(
     home: torch.device,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """What a backward reads beside the inputs: shape, dtype (None: any floating one), place: where
-    the inputs are, in host memory, or where a forward of theirs computed."""
+    """Check what a backward reads beside the inputs, which are on ``home``: shape, dtype (None: any
+    floating one) and place.
+
+    Beside inputs in host memory it may be on any device: the forward may have computed there.
+    """
     _check_kind(tensor, name)
     if not (on_host(home) and is_known(tensor.device)):
         _check_place(tensor, name, home)
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
-    if dtype is not None and tensor.dtype != dtype:
-        raise TypeError(
-            f"{name} must be {dtype}, as attention_with_lse returns it, got {tensor.dtype}"
-        )
-    if tensor.dtype not in ELEMENT_BYTES:
-        raise TypeError(f"{name} must be one of {_DTYPES}, got {tensor.dtype}")
+    _check_form(tensor, shape, name, dtype, ", as attention_with_lse returns it")
 
 
 def check_result(
@@ -237,15 +233,10 @@ def check_result(
     home: torch.device,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """A preallocated result: shape, dtype, place, and that it can be written."""
+    """Check a preallocated result: shape, dtype, place, and that it can be written."""
     _check_kind(result, name)
     _check_place(result, name, home)
-    if tuple(result.shape) != shape:
-        raise ValueError(f"{name} must have shape {shape}, got {tuple(result.shape)}")
-    if dtype is not None and result.dtype != dtype:
-        raise TypeError(f"{name} must be {dtype}, got {result.dtype}")
-    if result.dtype not in ELEMENT_BYTES:
-        raise TypeError(f"{name} must be one of {_DTYPES}, got {result.dtype}")
+    _check_form(result, shape, name, dtype)
     if result.requires_grad:
         raise ValueError(f"{name} must not require a gradient")
     if result.is_neg():
@@ -254,22 +245,35 @@ def check_result(
         raise ValueError(f"{name} must not be an expanded tensor (it is written to)")
 
 
+def _check_form(
+    tensor: torch.Tensor,
+    shape: tuple[int, ...],
+    name: str,
+    dtype: torch.dtype | None,
+    origin: str = "",
+) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+    if dtype is not None and tensor.dtype != dtype:
+        raise TypeError(f"{name} must be {dtype}{origin}, got {tensor.dtype}")
+    if tensor.dtype not in ELEMENT_BYTES:
+        raise TypeError(f"{name} must be one of {_DTYPES}, got {tensor.dtype}")
+
+
 def check_apart(
     results: Mapping[str, torch.Tensor], read: Mapping[str, torch.Tensor | None]
 ) -> None:
-    """Results must share no memory: not with what is read (again, after a part of them has been
-    written), not with each other, and no element with another.
+    """Check that results share no memory with what is read, with each other or with themselves.
 
-    Interleaved views of one packed tensor share none. Two maps of one file do, and a result in a
-    read-only map cannot be written; both are known where the system tells
-    (``call/mapped.py``). What stays unknown is a tensor over an object's memory that
-    must not change, such as ``torch.frombuffer`` of bytes: as a NumPy array it would have been
-    refused.
+    (Inputs are read again after a part of the results has been written.) Interleaved views of one
+    packed tensor share none. Two maps of one file do, and a result in a read-only map cannot be
+    written; both are known on Linux (``call/mapped.py``). A tensor over an object that must not
+    change, such as ``torch.frombuffer`` of bytes, is not recognised.
 
     Raises:
-        ValueError: they do, or one cannot be written; by name.
+        ValueError: they share memory, or one cannot be written; by name.
     """
-    # Memory that torch allocated itself is neither a file's nor read-only.
+    # Only memory that torch did not allocate itself can be read-only or a file's.
     foreign = any(not t.untyped_storage().resizable() for t in results.values())
     known = Mappings.now() if foreign else Mappings(())
     lies: dict[str, Lie] = {}
@@ -304,7 +308,11 @@ def _meet(one: torch.Tensor, lie: Lie, other: torch.Tensor, lie_2: Lie, known: M
 
 
 def check_plan(plan: Plan, work: Workload) -> None:
-    """Refuse a plan for another call, naming what differs."""
+    """Check that a plan was made for a call of these sizes.
+
+    Raises:
+        ValueError: names what differs.
+    """
     for name in (
         "n_queries", "n_keys", "heads", "kv_heads", "head_dim", "value_dim", "batch", "dtype",
         "is_causal",
