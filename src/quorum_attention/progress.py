@@ -98,7 +98,8 @@ class Status:
 
 @contextmanager
 def status_line(first: str) -> Iterator[Status]:
-    """Who says on stderr what is done, from ``first`` on in a terminal."""
+    """A ``Status`` that shows on stderr what is being done; in a terminal it begins with
+    ``first``."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield Status()

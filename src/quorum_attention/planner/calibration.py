@@ -1,10 +1,9 @@
-"""Measures the rates of a device, and keeps them where the platform keeps caches.
+"""Measures the rates of a device, and stores them in the user's cache directory.
 
-Rates are those a device holds for seconds, not its first millisecond's: every figure is taken
-after the device has been busy for a while. A machine that is busy with something else only makes
-figures worse, so all of them are taken several times and the best is kept; where even the two best
-are far apart, nothing is. Without a calibration plans are made with the assumed figures of
-``machine.py``.
+The rates are those that a device holds for seconds: every figure is measured after the device has
+been busy for a while. Other work on the machine only makes figures worse, so each is measured
+several times and the best is kept; where even the two best differ a lot, nothing is stored. Without
+a calibration plans are made with the assumed rates of ``machine.py``.
 """
 
 from __future__ import annotations
@@ -44,16 +43,17 @@ _COMMON = (
     "backward_call_seconds", "plan_seconds",
 )  # fmt: skip
 _ROUNDS, _MOST_ROUNDS = 3, 6
-# How far the two best measurements of a figure may be apart: rates of seconds are steadier than
-# those of microseconds, and a shape is new only once.
+# The largest factor between the two best measurements of a figure. Rates are measured over seconds,
+# and are steadier than the others.
 _RATE_SPREAD, _OTHER_SPREAD = 1.2, 1.5
-# Of its time, a process that is left alone waits less than this for a core.
+# Share of a round that threads may wait for a core; more means that the machine is busy.
 _WAITING = 0.1
+# Not compared: a shape is new only once, so this cannot be measured twice.
 _UNCHECKED = ("plan_seconds",)
 
 
 def cache_file() -> Path:
-    """Where calibrations are kept; ``QUORUM_ATTENTION_CACHE`` names another directory."""
+    """The file of calibrations; ``QUORUM_ATTENTION_CACHE`` names another directory for it."""
     named = os.environ.get("QUORUM_ATTENTION_CACHE")
     return Path(named or platformdirs.user_cache_dir("quorum-attention")) / _FILE
 
@@ -69,7 +69,7 @@ def _known() -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(cache_file().read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        # None yet, or broken: then the assumed figures do.
+        # There is none yet, or it is broken: the assumed rates are used.
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -89,7 +89,7 @@ def machine_of(device: torch.device, dtype: torch.dtype, head_dim: int) -> Machi
         forward, backward = by_head_dim(table, head_dim)
         common: dict[str, Any] = {name: float(entry[name]) for name in (*_COMMON, "filling_causal")}
     except (AttributeError, KeyError, IndexError, TypeError, ValueError):
-        return base  # of an older version
+        return base  # written by an older version
     if not all(math.isfinite(rate) and rate > 0 for rate in (forward, backward, *common.values())):
         return base
     return replace(base, flops=forward, backward_flops=backward, measured=True, **common)
@@ -100,12 +100,12 @@ class Calibration:
     """What was measured.
 
     Attributes:
-        key: what it is valid for.
+        key: the device, torch version and dtype width that it is valid for.
         figures: as in the file; the best of all rounds.
         path: the file.
-        seconds: how long it took.
-        rounds: how often everything was measured, undisturbed.
-        spread: by figure, its worst measurement over its best, as a factor of at least 1.
+        seconds: how long the calibration took.
+        rounds: how many undisturbed rounds of measurements there were.
+        spread: by figure, the factor between its largest and its smallest measurement.
     """
 
     key: str
@@ -121,21 +121,21 @@ def calibrate(
     dtype: torch.dtype = torch.float16,
     progress: Callable[[str], object] | None = None,
 ) -> Calibration:
-    """Measure a device (half a minute) and remember it.
+    """Measure the rates of a device (half a minute) and store them.
 
     Everything is measured at least three times, and more often while the two best measurements of
-    a figure are far apart.
+    a figure differ a lot.
 
     Args:
         device: None is the current CUDA device where there is one, else the CPU.
         dtype: fp16 and bf16 share a calibration; so do fp32 and other 32-bit types.
-        progress: told what is being done.
+        progress: called with a text that says what is being done.
 
     Raises:
         NotImplementedError: no kernel that works on rectangles runs there in this dtype.
-        ValueError, TypeError: ``device`` is not here; ``dtype`` is none that attention takes.
+        ValueError, TypeError: ``device`` is not available; attention does not take ``dtype``.
         CalibrationError: measurements disagree with each other; nothing has been stored.
-        OSError: there is nowhere to store them.
+        OSError: the file cannot be written.
     """
     started = time.perf_counter()
     where = best_device() if device is None else present(device, "device")
@@ -176,12 +176,12 @@ def _rate(head_dim: int, which: str) -> str:
 
 
 def _best(name: str, values: list[float]) -> float:
-    """Seconds are best when they are few, rates when they are high."""
+    """The smallest value of a time, the largest of a rate."""
     return min(values) if name.endswith("_seconds") else max(values)
 
 
 def _apart(name: str, values: list[float]) -> float:
-    """The factor between the two best."""
+    """The factor between the two best values."""
     first = _best(name, values)
     others = list(values)
     others.remove(first)
@@ -190,10 +190,10 @@ def _apart(name: str, values: list[float]) -> float:
 
 
 def _measured(bench: _Bench, progress: Callable[[str], object]) -> list[dict[str, float]]:
-    """Rounds of measurements, until every figure has been seen twice by a process left alone.
+    """Undisturbed rounds of measurements, until the two best of every figure agree.
 
     Raises:
-        CalibrationError: some have not, after as many rounds as there is patience for.
+        CalibrationError: they do not after ``_MOST_ROUNDS`` rounds.
     """
     rounds: list[dict[str, float]] = []
     busy: list[float] = []
@@ -209,7 +209,7 @@ def _measured(bench: _Bench, progress: Callable[[str], object]) -> list[dict[str
                 f"stored"
             )
         if share > _WAITING:
-            # However often it is repeated, half of a core stays half of a core.
+            # Not used, however often it is repeated: a process with half a core sees half the rate.
             busy.append(share)
             continue
         rounds.append(found)
@@ -230,17 +230,17 @@ def _measured(bench: _Bench, progress: Callable[[str], object]) -> list[dict[str
 
 
 def _waited_seconds() -> float:
-    """How long the threads of this process have been ready to run while others had the cores; 0
-    where the system does not say."""
+    """Seconds that this process's threads were ready to run but had no core; 0 where the system
+    does not tell."""
     waited = 0
     for thread in Path("/proc/self/task").glob("*/schedstat"):
-        with suppress(OSError, ValueError, IndexError):  # it may be gone by now
+        with suppress(OSError, ValueError, IndexError):  # the thread may have ended
             waited += int(thread.read_text(encoding="ascii").split()[1])
     return waited / 1e9
 
 
 def _disagreeing(rounds: list[dict[str, float]]) -> list[str]:
-    """The figures whose two best measurements are too far apart, with all of them."""
+    """The figures whose two best measurements are too far apart, each with all measurements."""
     wrong = []
     for name in rounds[0]:
         values = [found[name] for found in rounds]
@@ -251,13 +251,14 @@ def _disagreeing(rounds: list[dict[str, float]]) -> list[str]:
 
 
 def _filling(causal: float, rate: float, bench: _Bench) -> float:
-    """Rows at which a causal square reaches half of ``rate``, from one that reaches ``causal``."""
+    """Rows at which a causal square reaches half of ``rate``, if one of ``bench.causal_rows`` rows
+    reaches ``causal``."""
     share = causal / rate
     return float(bench.causal_rows * (1 / max(0.05, min(0.999, share)) - 1))
 
 
 class _Bench:
-    """Times things on one device."""
+    """The measurements on one device."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
@@ -266,7 +267,7 @@ class _Bench:
         self.causal_rows = self.sizes.rows // 2
 
     def round(self, number: int) -> dict[str, float]:
-        """Everything once: FLOP/s, bytes a second, and seconds (names that end so)."""
+        """Everything once, by name: FLOP/s, bytes per second, and seconds (``..._seconds``)."""
         found = {}
         for head_dim in _HEAD_DIMS:
             for which, rate in zip(_PASSES, self.rates(head_dim), strict=True):
@@ -287,8 +288,8 @@ class _Bench:
         return torch.randn(1, 1, rows, head_dim, device=self.device).to(self.dtype)
 
     def seconds(self, run: Callable[[], object], at_least: float, warm: float = 0.0) -> float:
-        """Median of runs that together take ``at_least`` seconds, after as long, or ``warm``, of
-        warming up."""
+        """Median seconds of ``run``, over runs that together take ``at_least`` seconds. Before them
+        the device is warmed up for as long, or for ``warm`` seconds if that is more."""
         for lasting in (max(warm, at_least), at_least):
             times: list[float] = []
             while sum(times) < lasting or len(times) < 3:
@@ -312,7 +313,7 @@ class _Bench:
         spent = self.seconds(
             lambda: kernel.rectangle_forward(query, key, value, False, scale, None), 0.3, warm
         )
-        # A backward is parallel over keys: the long side is theirs.
+        # A backward is parallel over keys, so here the keys are the long side.
         query, key = key, query
         grad, value = value, grad
         out, lse = kernel.rectangle_forward(query, key, value, False, scale, None)
@@ -336,7 +337,7 @@ class _Bench:
         return 2.0 * 64 * rows * rows / spent
 
     def copies(self) -> dict[str, float]:
-        """Bytes a second up and down, both at once, and through device memory."""
+        """Bytes per second: up and down, both at once, and of a merge in device memory."""
         n_bytes = self.sizes.copy_bytes
         rows = n_bytes // 256
         state = torch.zeros(1, 1, rows, 64, device=self.device)
@@ -349,8 +350,8 @@ class _Bench:
         return {**found, "up_bytes_per_second": rate, "down_bytes_per_second": rate}
 
     def calls(self, number: int) -> dict[str, float]:
-        """What the host takes for one call with its merge, and a kernel for a new shape: another
-        one in every round."""
+        """Seconds of the host for one call with its merge, and of a kernel's first call of a shape
+        (other shapes in every round)."""
         kernel, count = self.kernel(64), 20
         query, key, value, grad = (self.random(128, 64) for _ in range(4))
         state = torch.zeros(1, 1, 128, 64, device=self.device)
@@ -369,7 +370,7 @@ class _Bench:
                 ):
                     add_(state, part)
 
-        # Slicing, scaling and streams around a call take about as long again as its merge.
+        # The factors are for slicing, scaling and streams around a call.
         found = {
             "call_seconds": 2 * self.seconds(forward, 0.1) / count,
             "backward_call_seconds": 2.5 * self.seconds(backward, 0.1) / count,

@@ -1,4 +1,4 @@
-"""How long a schedule should take: a sum of few, named terms (docs/planner.md)."""
+"""The predicted seconds of a schedule: a sum of a few named terms (docs/planner.md)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.traits import traits_of
 from quorum_attention.planner.machine import Machine
 
-# Copies within a device are not issued in batches: one takes the time of so many.
+# A copy within a device takes the host as long as so many others: those are issued in batches.
 _DEVICE_COPIES = 6
-# What keeping two streams in order costs the host with every call.
+# Host time per call for keeping two streams in order.
 _STREAM_SECONDS = 30e-6
 
 
@@ -25,15 +25,15 @@ class Cost:
     """Seconds by term.
 
     Attributes:
-        arithmetic: the kernel calls, by the size of their rectangles.
+        arithmetic: the kernel calls.
         merge: merging statistics, or adding gradients.
         up, down: copies to the slots and back.
-        issue: what the host takes to issue it all.
-        exposed: copies that nothing hides: those of the first and of the last unit.
-        fixed: what a pass takes whatever its size.
-        preparation: what the kernel takes once, the first time it sees the shapes of its calls;
-            not part of ``seconds``.
-        even: whether all units are alike, so that what runs side by side hides completely.
+        issue: the host's time for issuing calls and copies.
+        exposed: copies that no computation overlaps: those of the first and of the last unit.
+        fixed: time of a pass that does not depend on its size.
+        preparation: extra time of the first call, while the kernel prepares its shapes; not part of
+            ``seconds``.
+        even: whether all units are alike, so that the shorter terms are hidden completely.
         overlaps: whether compute, copies and the host run side by side.
     """
 
@@ -50,14 +50,15 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        """The whole: the slowest of compute, copies and host where they overlap, else the sum."""
+        """Predicted seconds of a pass: the slowest of compute, copies and host where they overlap,
+        otherwise their sum."""
         compute = self.arithmetic + self.merge
         if self.overlaps:
             side_by_side = (compute, self.up, self.down, self.issue)
             longest = max(side_by_side)
             if not self.even and longest > 0:
-                # Where one unit computes longer and the next copies longer, two slots do not
-                # hide all of it (fitted: docs/planner.md).
+                # One unit computes longer, the next copies longer: two slots hide only a part of
+                # the shorter terms (fitted: docs/planner.md).
                 longest *= sum((part / longest) ** 2.5 for part in side_by_side) ** 0.4
             return longest + self.exposed + self.fixed
         return compute + self.up + self.down + self.issue + self.fixed
@@ -65,16 +66,16 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """The operator calls of a few typical tasks, and what they come to.
+    """A few typical tasks of a decomposition, for one head.
 
     Attributes:
-        calls: of all of them together.
-        pairs: query-key pairs of all of them, of one head.
-        merged: query rows (forward) that their calls merge, of one head.
-        runs: runs of tokens of a task.
-        tasks: how many.
-        rows: tokens of a task.
-        shapes: different calls among them.
+        calls: the operator calls of all these tasks.
+        pairs: query-key pairs of all calls.
+        merged: query rows that all calls merge.
+        runs: token runs of a task, on average.
+        tasks: number of tasks.
+        shapes: number of different shapes among the calls.
+        rows: tokens of a task, on average.
     """
 
     calls: tuple[Batch, ...]
@@ -87,10 +88,11 @@ class _Sample:
 
 
 def _tasks(shape: Decomposition, at_once: bool) -> list[Task]:
+    """The tasks that are looked at: a few typical ones, or with ``at_once`` all as one."""
     if at_once:
         return [shape.whole()]
-    # From the middle: the last chunk is shorter, and few tasks have it. Deeper levels take other
-    # positions, because where a child lies in its parent decides how well it can be covered.
+    # From the middle, since only few tasks hold the last chunk, which is shorter. Each level takes
+    # other positions: the rectangles of a child depend on its position in its parent.
     paths = dict.fromkeys(
         tuple((part + 2 * level) % 5 * c // 5 for level, c in enumerate(shape.levels))
         for part in ((1, 2, 3) if shape.depth == 1 else (0, 1, 2, 3, 4))
@@ -152,7 +154,7 @@ def _device_seconds(
         rows = (r.n_keys if spec.backward else r.n_queries) * call.count * lanes
         share = machine.share_of_rate(rows, r.n_queries if r.causal else 0, streams)
         if uncut or r.causal:
-            # Plain rectangles of a task are cut to what the cache takes.
+            # The plain rectangles of a task are cut so that the cache holds their inner operand.
             inner = r.n_queries if spec.backward else r.n_keys
             bytes_of_row = (work.head_dim + work.value_dim) * work.element_bytes
             share *= machine.cached_share(inner * bytes_of_row)
@@ -166,7 +168,7 @@ def _launch_seconds(
 ) -> float:
     """Seconds of the sample's tasks, each in one launch that takes its longest rows first."""
     rows = max(1.0, sample.rows * lanes)
-    # What is left of the last rows when the others are done: about a third of a wave.
+    # While its last rows finish, a part of the device is idle: about a third of a wave.
     idle = machine.wave_rows / 3 if machine.wave_rows else machine.filling_rows
     flops = _flops_of_pair(work, spec) * sample.pairs * lanes
     whole = flops * (rows + idle) / (_rate(machine, spec) * rows)
@@ -182,7 +184,7 @@ def _rate(machine: Machine, spec: PassSpec) -> float:
 
 
 def cost(schedule: Schedule, case: Case, machine: Machine) -> Cost:
-    """The predicted cost of a pass."""
+    """The predicted cost of a pass run by ``schedule``."""
     work, spec, traits = case.work, case.spec, traits_of(case.kernel)
     group, load = schedule.group, schedule.route.load(schedule, case)
     lanes = group.batch * group.kv_heads * work.queries_per_key_head
@@ -190,7 +192,7 @@ def cost(schedule: Schedule, case: Case, machine: Machine) -> Cost:
     sample = _sample(
         schedule.decomposition, work.is_causal, work.n_queries, work.n_keys, together, load.at_once
     )
-    # All pairs there are over those of the sample.
+    # Pairs of the whole pass over those of the sample.
     scale = work.pairs * (work.batch * work.heads) / max(1, sample.pairs * lanes)
     call_seconds = machine.backward_call_seconds if spec.backward else machine.call_seconds
     call_seconds += _STREAM_SECONDS * (schedule.streams > 1)
@@ -205,7 +207,6 @@ def cost(schedule: Schedule, case: Case, machine: Machine) -> Cost:
         calls = call_seconds * len(sample.calls) / sample.tasks * load.units
         preparation = sample.shapes * machine.plan_seconds
         if load.merges:
-            # A kernel of whole tasks begins where the state is.
             width = work.value_dim * (2 * work.state_dtype.itemsize + work.element_bytes)
             merged = sample.merged * lanes * scale * width * len(spec.combined)
     up_rate, down_rate = machine.up_bytes_per_second, machine.down_bytes_per_second
@@ -213,7 +214,7 @@ def cost(schedule: Schedule, case: Case, machine: Machine) -> Cost:
     if load.resident:
         copies *= _DEVICE_COPIES
         if machine.overlaps:
-            # Nothing crosses the bus: read and written in device memory.
+            # Nothing crosses the bus: copies read and write device memory.
             up_rate = down_rate = machine.merge_bytes_per_second / 2
     up, down = load.up / up_rate, load.down / down_rate
     set_up = load.set_up * (machine.unit_seconds + (load.copies + copies) * machine.copy_seconds)

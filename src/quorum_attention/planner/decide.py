@@ -1,11 +1,11 @@
 """Which kernel runs a pass of a call, and by which plan: decided together, in one place.
 
-The preferred kernel is the fastest on a call that runs as a whole. Cut into many small tasks, a
-kernel that takes a task in one launch can overtake it: where the budget is tight, the time goes
-into issuing calls, and into workspaces that leave no room for a second slot (docs/planner.md).
+The preferred kernel is the fastest on a call that runs whole. On a call that is cut into many small
+tasks, a kernel that takes a task in one launch can be faster: under a tight budget, time goes into
+issuing calls, and a workspace may leave no room for a second slot (docs/planner.md).
 
-A pass that is so short that a plan would take longer than it does is run without one, or without
-asking how much memory is free; where it runs out, it is decided again (``decide_again``).
+A short pass is run without a plan, which would take longer than the pass, or without asking how
+much memory is free. If it runs out of memory, it is decided again (``decide_again``).
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Asked:
     """One pass of a call, as far as a decision depends on it.
 
     Attributes:
-        work: its sizes.
+        work: the call's sizes.
         options: what its caller asked for.
-        place: where its tensors lie.
+        place: where its tensors are.
         result: dtype of the output, as the forward returns it.
-        needs_grad: a backward is this pass, or follows it.
-        backward: it is this pass.
-        together: all that a backward reads is of one dtype, and where it computes.
+        needs_grad: whether this pass is a backward, or a backward follows it.
+        backward: whether this pass is a backward.
+        together: whether all that a backward reads has one dtype and is on the computing device.
     """
 
     work: Workload
@@ -62,7 +62,7 @@ class Asked:
 
     @property
     def shape(self) -> CallShape:
-        """What kernels are asked about."""
+        """The sizes that kernels are asked about."""
         return self.work.call_shape(self.options.device.type, self.needs_grad)
 
 
@@ -72,8 +72,8 @@ class Decision:
 
     Attributes:
         kernel: what computes.
-        plan: None: all in one call of the kernel on the inputs as they lie, nothing to report.
-        last: nothing else is left to be tried where memory runs out; otherwise ``decide_again``.
+        plan: None runs the pass as one kernel call on the inputs as they lie, without a report.
+        last: whether running out of memory is final; if not, ``decide_again``.
     """
 
     kernel: InnerKernel
@@ -93,15 +93,15 @@ def decide(asked: Asked) -> Decision:
 
 
 def decide_again(asked: Asked, failed: Decision) -> Decision:
-    """How to run a pass that ``failed``, which was not the ``last``, had no memory for."""
+    """How to run a pass for which ``failed`` ran out of memory; ``failed.last`` is False."""
     return _by_plan(asked) if failed.plan is None else _planned(asked, failed.kernel)
 
 
 def decide_both(forward: Asked, backward: Asked) -> Decision:
-    """How to run a forward; refused where the backward after it does not fit the budget either.
+    """How to run a forward whose backward has to fit the budget as well.
 
     Raises:
-        BudgetError: says which pass, and what would do for both.
+        BudgetError: one of them does not fit; names the pass, and a budget that would do for both.
     """
     found: list[Decision] = []
     refused: list[tuple[int, str]] = []
@@ -126,8 +126,8 @@ def decide_untried(
     *,
     backward: bool,
 ) -> tuple[InnerKernel, Candidate]:
-    """Kernel and schedule of a call that nobody makes yet, on a ``device`` that need not be here:
-    kernels are taken at their word.
+    """Kernel and schedule of a call without tensors, on a ``device`` that need not be available.
+    Kernels are not tried out: what they declare is believed.
 
     Raises:
         BudgetError, NotImplementedError: as ``decide``.
@@ -143,19 +143,19 @@ def decide_untried(
 
 # --- Without a plan ---------------------------------------------------------------------------
 
-# An answer of ``_known``: of these lengths themselves.
+# The answer of ``_known`` that the unrounded lengths have to be asked about.
 _ASK = ""
 
 
 def _whole(asked: Asked) -> InnerKernel | None:
-    """The kernel that runs a pass whole and without a plan; None where one has to be made."""
+    """The kernel that runs a pass whole and without a plan; None where it needs a plan."""
     options, place = asked.options, asked.place
     if not options.free or options.watched or place.results_given or place.is_divided:
         return None
     if not asked.together:
         return None
     if not isinstance(options.kernel, str):
-        # Users make and drop their own: what is remembered here would keep them.
+        # Not through ``_known``: its memory would keep a user's kernel alive.
         return _small_kernel(asked)
     name = _known(
         rounded(asked.work), options, place, asked.result, asked.needs_grad, asked.backward,
@@ -177,13 +177,14 @@ def _known(
     deterministic: bool,
     registered: tuple[int, ...],
 ) -> str | None:
-    """The name of the kernel that takes passes of about these lengths whole.
+    """The name of the kernel that runs passes of about these lengths whole; ``_ASK`` where that
+    depends on the lengths themselves; None where none does.
 
-    By name, which keeps no kernel that has been replaced.
+    A name, because remembering a kernel would keep one that has been replaced.
 
     Args:
-        work: its lengths rounded up (``small.rounded``).
-        deterministic, registered: what else it depends on which kernel is preferred.
+        work: with lengths rounded up (``small.rounded``).
+        deterministic, registered: the choice of the preferred kernel depends on them too.
     """
     kernel = _small_kernel(Asked(work, options, place, result, needs_grad, backward))
     if kernel is not None and pairs_of(work, kernel).verdict is None:
@@ -192,6 +193,7 @@ def _known(
 
 
 def _small_kernel(asked: Asked) -> InnerKernel | None:
+    """The preferred kernel, if it can run the pass whole and the pass is small enough."""
     kernel = _preferred(asked)
     device = asked.options.device
     small = is_small(asked.work, kernel, asked.place, device, backward=asked.backward)
@@ -202,21 +204,23 @@ def _small_kernel(asked: Asked) -> InnerKernel | None:
 
 
 def _by_plan(asked: Asked) -> Decision:
+    """A decision with a plan: the monolithic call where it is short, otherwise by a search."""
     work, options, place, backward = asked.work, asked.options, asked.place, asked.backward
     preferred = _preferred(asked)
     if options.free:
-        # Not worth asking how much memory is free.
+        # A short call is not worth asking how much memory is free.
         machine = machine_of(options.device, work.dtype, work.head_dim)
         short = undivided(work, preferred, place, machine, backward=backward)
         if short is not None:
             return Decision(preferred, Plan(work, short, place, preferred.name, None, backward))
     shape, device = asked.shape, options.device
-    # A result that asks for a kernel of its own has no choice of others.
+    # Where the result's dtype already decides on a kernel, no others are compared.
     free = unrounded_kernel(options.kernel, shape, device, asked.result) == "auto"
     return _planned(asked, preferred, rivals(preferred, shape, device) if free else ())
 
 
 def _planned(asked: Asked, preferred: InnerKernel, others: Iterable[InnerKernel] = ()) -> Decision:
+    """A decision by the plan given, or by a search within the budget."""
     work, options, place, backward = asked.work, asked.options, asked.place, asked.backward
     machine = machine_of(options.device, work.dtype, work.head_dim)
     given = options.plan
@@ -253,12 +257,12 @@ def quickest(
     backward: bool,
     believed: Callable[[InnerKernel], bool],
 ) -> tuple[InnerKernel, Candidate]:
-    """``preferred``, or of ``others`` one that is predicted clearly faster or alone fits, with the
-    schedule that makes it so.
+    """A kernel and its schedule: ``preferred``, unless one of ``others`` is predicted to be clearly
+    faster, or only that one fits.
 
     Args:
-        others: kernels that take the call.
-        believed: asked last, because it may mean building the kernel: whether it is right here.
+        others: other kernels that take the call.
+        believed: whether a kernel works here. Asked last, because it may build the kernel.
 
     Raises:
         BudgetError: none fits; names the smallest budget that would do.
@@ -276,7 +280,7 @@ def quickest(
         try:
             found = choose(work, wish, kernel, place, machine, backward=backward)
         except BudgetError as error:
-            # The number it names has to work when it is given.
+            # The smallest budget that an error names has to work: only of kernels that work here.
             if best is None and believed(kernel):
                 failure = _lesser(failure, error)
             continue
@@ -291,13 +295,13 @@ def quickest(
 def _is_faster(
     found: Candidate, kernel: InnerKernel, best: Candidate, preferred: InnerKernel
 ) -> bool:
-    """Whether ``found`` is to be taken in place of ``kernel``'s ``best``."""
+    """Whether ``found`` replaces ``best``, which is ``kernel``'s."""
     share = policy.CLEARLY_ANOTHER_KERNEL if kernel is preferred else 1.0
     return found.cost.seconds < best.cost.seconds * share
 
 
 def _lesser(one: BudgetError | None, other: BudgetError) -> BudgetError:
-    """Of two refusals the one that names the smaller budget."""
+    """The one of two errors that names the smaller budget."""
     sizes = [math.inf if e is None or e.smallest_bytes is None else e.smallest_bytes
              for e in (one, other)]  # fmt: skip
     return other if one is None or sizes[1] < sizes[0] else one
@@ -313,23 +317,25 @@ def _wish(options: Options) -> Wish:
         tile=given.decomposition.tile if given is not None else 128,
         accumulator=options.accumulator,
         pinned=options.pinned,
-        # Without a budget a pinned depth is tried as it is: that is what pinning is for.
+        # A pinned depth without a budget is run even where it is not expected to fit.
         enforce_budget=options.budget_bytes is not None or not options.pinned,
     )
 
 
 def _budget(options: Options) -> int:
+    """Device bytes that a pass may take: the budget given, or what is free less a margin."""
     if options.budget_bytes is not None:
         return options.budget_bytes
     free = int(backend_of(options.device).free_bytes(options.device) * (1 - policy.MARGIN))
-    # In steps of a few per cent, so that a plan is found again when a little more is free.
+    # Rounded down in steps of a few per cent: a remembered plan still serves when a little more or
+    # less is free.
     step = 1 << max(0, free.bit_length() - 6)
     return free // step * step
 
 
 def _check_budget(plan: Plan, budget: int | None) -> None:
-    """A plan pins everything, but a budget given beside it still holds, and so does its own: its
-    tasks are larger where this call's mask keeps more than the one it was made for."""
+    """Check the budget given beside a plan, and the plan's own: it may take more than planned where
+    this call's mask keeps more pairs than the mask that it was made for."""
     for limit, what in ((budget, "a budget"), (plan.budget_bytes, "the plan's budget")):
         if limit is not None and plan.peak_bytes > limit:
             raise BudgetError(

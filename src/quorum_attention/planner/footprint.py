@@ -1,4 +1,4 @@
-"""How many device bytes a schedule takes at most: the same sums the executor allocates by."""
+"""How many device bytes a schedule takes at most: the same sums that the executor allocates by."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ class Footprint:
 
 
 def footprint_of(schedule: Schedule, case: Case) -> Footprint:
-    """Device bytes of a pass; what a backward reads of its forward is there already."""
+    """Device bytes of a pass. What a backward reads of its forward is not counted: it is allocated
+    when the pass begins."""
     taken = schedule.route.takes(schedule, case)
     tensors = [size for size in (taken.slots, *taken.accumulators, *taken.results) if size > 0]
-    # A kernel's workspace bound has its own rounding in it.
+    # A workspace is counted with one fixed rounding: the kernel's bound includes the rest.
     rounding = ROUNDING_BYTES if taken.workspace > 0 else 0
     return Footprint(
         slots=taken.slots,

@@ -1,7 +1,7 @@
 """What the planner knows of a machine: a few named rates, assumed or measured.
 
-The assumed ones are good for ranking plans on the machines they were taken from; for seconds,
-``quorum-attention calibrate`` measures the device at hand (calibration.py). Sources:
+The assumed rates rank plans well on the machines where they were measured. For predictions in
+seconds, ``quorum-attention calibrate`` measures the device at hand (calibration.py). Sources:
 docs/planner.md.
 """
 
@@ -20,31 +20,31 @@ class Machine:
     """Rates of one device for one dtype and head dimension, and its link to the host.
 
     Attributes:
-        flops: attention arithmetic per second, held for seconds, of a plain forward call that fills
-            the device evenly.
-        backward_flops: the same of a backward.
+        flops: FLOP/s that a plain forward call holds for seconds when it fills the device evenly.
+        backward_flops: the same for a backward.
         wave_rows: rows (all heads and batch entries together; queries in a forward, keys in a
-            backward) that occupy every multiprocessor once. A call works in whole waves: the last
-            one takes as long as a full one. 0: no waves.
+            backward) that occupy every multiprocessor once. The last wave of a call takes as long
+            as a full one. 0: the device has no waves.
         filling_rows: rows at which a call reaches half the rate, where there are no waves.
-        filling_causal: rows at which a causal call reaches half the rate: its last tiles are its
-            longest.
-        exposed_idle: share of a call's idle time that is left when two calls are in flight.
-        throttle: a device that computes at full rate runs at a lower clock; what a share s of the
-            rate should take, it takes s**(1 - throttle) of.
-        cache_bytes: of one head's inner operand (keys and values in a forward) that stay in cache.
+        filling_causal: rows at which a causal call reaches half the rate (its last tiles are its
+            longest).
+        exposed_idle: share of a call's idle time that remains when two calls are in flight.
+        throttle: a device at full rate lowers its clock, so a call that fills a share s of it
+            reaches the share s**(1 - throttle) of the rate.
+        cache_bytes: bytes of one head's inner operand (keys and values in a forward) that the cache
+            holds.
         cache_penalty: share of the rate lost with every doubling beyond that.
         call_device_seconds: of starting and ending one call on the device.
         merge_bytes_per_second: device memory traffic of merging.
         up_bytes_per_second, down_bytes_per_second: host to device and back, both at once; on the
-            CPU, copies.
+            CPU, of copies.
         call_seconds, backward_call_seconds: of issuing one inner kernel call with its merge.
         copy_seconds: of issuing one copy.
-        unit_seconds: of one unit of work beside its calls and copies, on the host.
-        pass_seconds: of one pass, whatever its size.
-        plan_seconds: what a kernel takes to prepare for a shape it sees for the first time.
+        unit_seconds: of the host for one unit, its calls and copies not counted.
+        pass_seconds: of one pass, independent of its size.
+        plan_seconds: extra time of a kernel's first call of a shape.
         overlaps: whether copies run beside compute, and the host runs ahead.
-        measured: whether these are figures of the device at hand.
+        measured: whether the rates were measured on the device at hand.
     """
 
     flops: float
@@ -70,7 +70,7 @@ class Machine:
     measured: bool = False
 
     def share_of_rate(self, rows: int, causal_side: int = 0, streams: int = 1) -> float:
-        """Which share of the full rate a call of ``rows`` parallel rows reaches.
+        """The share of the full rate that a call of ``rows`` parallel rows reaches.
 
         Args:
             causal_side: rows of one causal square, 0 for a plain rectangle.
@@ -80,7 +80,7 @@ class Machine:
         if causal_side:
             share = rows / (rows + self.filling_causal)
             if self.wave_rows:
-                # A square's longest tile has all its keys: nothing ends before that does.
+                # The longest tile of a square has all its keys, and bounds the time of the call.
                 share = min(share, rows / (2 * self.wave_rows))
         elif self.wave_rows:
             share = rows / (self.wave_rows * math.ceil(rows / self.wave_rows))
@@ -91,14 +91,14 @@ class Machine:
         return float(share ** (1 - self.throttle))
 
     def cached_share(self, inner_bytes: int) -> float:
-        """Which share of it is left when the inner operand of a head takes so many bytes."""
+        """The share of the rate that is left when a head's inner operand has ``inner_bytes``."""
         if not self.cache_bytes or inner_bytes <= self.cache_bytes:
             return 1.0
         return max(0.75, 1 - self.cache_penalty * math.log2(inner_bytes / self.cache_bytes))
 
 
 def assumed(device_type: str, dtype: torch.dtype, head_dim: int = 64) -> Machine:
-    """The default figures for a kind of device; CUDA's are an H200's."""
+    """The default rates of a kind of device; those of CUDA are an H200's."""
     return Machine(**BACKENDS[device_type].rates(None, dtype, head_dim))
 
 

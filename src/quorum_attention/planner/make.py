@@ -1,4 +1,4 @@
-"""``plan()`` and ``estimate()``: what a call would do, without tensors."""
+"""``plan()`` and ``estimate()``: how a call would run, without its tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from quorum_attention.planner.search import Wish, choose
 from quorum_attention.quorums import quorum_size
 from quorum_attention.sizes import format_bytes, format_seconds, parse_bytes
 
-# Of anything: what a tensor can be counted in.
+# The largest size of anything: torch counts in 64 bits.
 _MOST = 2**63 - 1
 
 
@@ -74,11 +74,16 @@ def plan(
             paper's.
         device: what computes; None is CUDA where there is one, else the CPU.
         inputs: where the call's tensors are; None is "host" for CUDA, "device" for the CPU.
-        results_given: the call will get ``out=`` or ``grads=``, which its budget does not count.
-        accumulator, heads_per_group (query heads), n_cap, streams (kernel calls in flight at
-            once, 1 or 2), sweep (on inputs that lie on the computing device, at depth 1: all tasks
-            of a head group at once, or in place one by one, as the kernel can): pin these choices.
-        kernel: name of an inner kernel, or one.
+        results_given: whether the call will get ``out=`` or ``grads=``, which its budget does not
+            count.
+        accumulator: where unfinished rows are kept between tasks.
+        heads_per_group: query heads of a head group.
+        n_cap: most tasks on the device at once.
+        streams: kernel calls in flight at once, 1 or 2.
+        sweep: True runs the tasks of a head group on inputs on the computing device as they lie (at
+            depth 1; all tasks at once or one by one, as the kernel can); False runs them through
+            slots. None leaves each of these choices to the planner.
+        kernel: an inner kernel, or its name.
         backward: plan the backward pass instead of the forward.
 
     Raises:
@@ -147,7 +152,7 @@ def _place(
     resident = on_host(where) if inputs is None else inputs == "device"
     if on_host(where) and not resident:
         raise ValueError("inputs must be 'device' when the CPU computes")
-    # Autograd may hand over an expanded gradient (of a sum): the backward has room for its copy.
+    # Autograd may hand over an expanded gradient (of a sum): the backward counts a copy of it.
     return Placement(where.type, resident, results_given, dtype, copied=1 if backward else 0)
 
 
@@ -222,7 +227,7 @@ def _group(work: Workload, heads_per_group: int | None) -> GroupSize | None:
 def _device(device: str | torch.device | None) -> torch.device:
     if device is None:
         return best_device()
-    # For one that is not here a plan is made all the same.
+    # A plan can also be made for a device that is not available.
     named = named_device(device, "device")
     return present(named, "device") if backend_of(named).is_here() else named
 
@@ -236,10 +241,10 @@ def _free(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A dry run: what a call would take and do.
+    """A dry run: the memory, time and plans of a call.
 
     Attributes:
-        budget_bytes: what was asked for; None is what is free.
+        budget_bytes: the budget given; None is what is free.
         fits_monolithic: whether the uncut forward fits the budget.
         monolithic_bytes: device bytes of the uncut forward.
         forward, backward: the plans.
@@ -276,7 +281,7 @@ class Estimate:
 
 
 _NO_OTHERS = "alternatives (forward): none of the other levels that were looked at fits"
-# Levels that an estimate looks at beside the plan's, and how many of those that fit it tells of.
+# Other levels that an estimate tries, and how many of those that fit it names.
 _OTHER_LEVELS: tuple[tuple[int, ...], ...] = (
     *((), (7,), (13,), (31,), (57,), (133,), (307,), (553,), (993,)),
     *((7, 7), (13, 13), (31, 31), (57, 57), (133, 133), (307, 307), (993, 993), (2451, 2451)),
@@ -286,7 +291,7 @@ _MOST_OTHERS = 6
 
 
 def estimate(n_tokens: int, *, budget: int | str | None = None, **call: object) -> Estimate:
-    """Whether a call fits, which plan it would run, memory, time and alternatives.
+    """Whether a call fits; its plans, memory, time and alternatives.
 
     Takes the arguments of ``plan`` (less ``levels``, ``depth`` and ``backward``).
 
@@ -325,7 +330,7 @@ def _is_uncut(made: Plan) -> bool:
 
 
 def _uncut(made: Plan, kernel: str | InnerKernel) -> Plan:
-    """The call of ``made`` as one unit."""
+    """The forward of ``made`` as one monolithic call of all heads."""
     work, place = made.work, made.place
     where = torch.device(place.device_type)
     chosen = select_kernel(kernel, work.call_shape(where.type, False), where, tried=False)

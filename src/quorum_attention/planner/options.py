@@ -1,4 +1,4 @@
-"""What a call asks of the planner, whatever its sizes."""
+"""What a call asks of the planner, apart from its sizes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Options:
         device: what computes.
         kernel: "auto", the name of a registered kernel, or a kernel.
         budget_bytes: device bytes that a pass may take; None: what is free when it begins.
-        plan: of one of the two passes; the other one gets its levels.
+        plan: the plan of one of the two passes; the other pass gets its levels.
         depth: number of levels; 0 is the monolithic call.
-        accumulator: where unfinished rows wait.
-        watched: somebody wants to be told how it goes, or went.
+        accumulator: where unfinished rows are kept between tasks.
+        watched: whether a report or progress is asked for.
     """
 
     device: torch.device
@@ -35,10 +35,10 @@ class Options:
 
     @property
     def pinned(self) -> bool:
-        """Whether the levels are given: what runs out of memory is then reported."""
+        """Whether the depth is given: running out of memory is then reported, not recovered."""
         return self.plan is not None or self.depth is not None
 
     @property
     def free(self) -> bool:
-        """Whether a call that is short may be run as it is, without a look at the memory."""
+        """Whether a short call may be run whole without asking how much memory is free."""
         return self.budget_bytes is None and not self.pinned

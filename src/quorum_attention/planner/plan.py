@@ -1,4 +1,4 @@
-"""A plan: what will be done, how much memory and time it should take, and why."""
+"""A plan: how a pass will be run, its memory and predicted time, and why."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Plan:
     Attributes:
         work: the call's sizes.
         candidate: the schedule with its bytes and seconds.
-        place: where the call's tensors are assumed to live.
+        place: where the call's tensors are assumed to be.
         kernel: name of the inner kernel.
-        budget_bytes: what the plan was made for.
+        budget_bytes: the budget that the plan was made for; None where none was given.
         backward: whether it is the plan of a backward pass.
     """
 
@@ -36,12 +36,12 @@ class Plan:
 
     @property
     def schedule(self) -> Schedule:
-        """The orders for the executor."""
+        """What the executor runs: decomposition, head group and route."""
         return self.candidate.schedule
 
     @property
     def decomposition(self) -> Decomposition:
-        """Tokens into tasks."""
+        """How the tokens are cut into tasks."""
         return self.schedule.decomposition
 
     @property
@@ -61,7 +61,7 @@ class Plan:
 
     @property
     def n_groups(self) -> int:
-        """Head groups; units of work are groups x tasks."""
+        """Number of head groups; there are ``n_groups * n_tasks`` units."""
         return count_groups(self.work, self.schedule.group)
 
     @property
@@ -71,12 +71,13 @@ class Plan:
 
     @property
     def predicted_seconds(self) -> float:
-        """By the cost model; ``quorum-attention calibrate`` gives it the rates of this machine."""
+        """Predicted by the cost model; ``quorum-attention calibrate`` gives it this machine's
+        rates."""
         return self.candidate.cost.seconds
 
     def tasks(self) -> Iterator[Task]:
-        """All tasks of the decomposition, lazily, in the order they run; with the tokens, and the
-        whole tasks, that a kernel's mask leaves out (``n_tasks`` counts what is run)."""
+        """All tasks of the decomposition, lazily, in the order they run. They include tokens and
+        whole tasks that are trimmed under a kernel's own mask (``n_tasks`` counts what is run)."""
         return self.decomposition.tasks()
 
     def task(self, path: tuple[int, ...]) -> Task:

@@ -1,7 +1,7 @@
-"""What the planner takes for granted: which cuts are worth a look, and when another is better.
+"""The planner's constants: which decompositions are looked at, and when one is preferred.
 
-Numbers, and why they are what they are; what a device can do is measured (``calibration.py``) and
-what a pass takes is reckoned (``cost.py``, ``footprint.py``).
+The rates of a device are measured (``calibration.py``), and the bytes and seconds of a pass are
+computed (``footprint.py``, ``cost.py``).
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from __future__ import annotations
 
 # A monolithic call shorter than this (seconds) is taken without looking further.
 WORTH_COMPARING = 0.02
-# Such a short call of fewer bytes than this is run without asking what is free, which would take
-# as long as the call.
+# A short call of fewer bytes than this is run without asking how much memory is free: asking would
+# take as long as the call.
 SHORT_BYTES = 256 << 20
-# On a CPU a call of fewer is run whole: what no machine is short of. (A failed allocation is
-# planned for; a killed process not.)
+# On a CPU a call of at most so many bytes is run whole: every machine has that much. (A CPU out of
+# memory may kill the process, from which no plan recovers.)
 WHOLE_BYTES = 64 << 20
-# Lengths of such calls are rounded up to powers of two, from this on, before they are asked about.
+# Lengths of small calls are rounded up to powers of two, and to at least this, before they are
+# looked up.
 SHORTEST = 16
-# Of what is free, this much is left alone when no budget is given.
+# Share of the free memory that is left alone when no budget is given.
 MARGIN = 0.1
 
 # --- Which cuts are looked at -----------------------------------------------------------------
@@ -27,45 +28,48 @@ MARGIN = 0.1
 LARGEST_SINGLE = 50
 PAIRED = (3, 4, 5, 6, 8)
 TRIPLES = ((7, 7, 7), (13, 7, 7), (13, 13, 7), (13, 13, 13))
-# Levels of the deepest of these: so many are run whatever the length, to no harm.
+# Levels of the deepest of these. A pinned depth up to this is accepted at any length.
 LISTED = 3
-# What a greater depth than theirs is made of.
+# The chunk count of every level of a greater depth.
 DEEP = 7
-# Where none of these fits: every cut into at most so many tasks. Of those that fit, so many are
-# priced, from few tasks to many.
+# Where none of these fits, every decomposition into at most so many tasks is sized. Of those that
+# fit, at most so many are priced, from few tasks to many.
 MOST_TASKS = 20_000_000
 PRICED_DEEP = 16
-# Tasks of two chunks in three hold two thirds of the tokens: of use only where all run at once, or
-# in place, or where a mask leaves less of them.
+# Levels whose tasks hold two of three chunks. They save little memory, so they are looked at only
+# on the inputs as they lie, or under a kernel's own mask.
 FEWEST = (3,)
-# More chunks than this only make more calls of a sweep.
+# The most chunks on the inputs as they lie: more of them only make more calls.
 MOST_SWEPT = 57
-# The bias of one rectangle under a mask that spans rows and columns, in pairs.
+# The most query-key pairs of a rectangle under a mask with rows and columns: the size of its bias.
 MASKED_PAIRS = 32 << 20
 
 # --- Trimmed tasks ----------------------------------------------------------------------------
 
-# Tasks of a decomposition that are trimmed for a plan, about 0.3 milliseconds each: up to the first
-# of these; up to the next as long as nothing fits, or only more than so many untrimmed ones do.
+# The most tasks of a decomposition that is trimmed for a plan (about 0.3 milliseconds a task). The
+# later numbers are used only while nothing fits; the second also where the best schedule so far
+# has more untrimmed tasks than the first.
 MOST_TRIMMED = (60, 400, 4000)
-# Under a mask a token is in about one task however many there are, so few cuts are worth a look.
+# Quorum sizes of single levels under a kernel's own mask. Trimmed, a token is in about one task
+# whatever their number, so a few are enough.
 TRIMMED_SINGLE = (2, 3, 4, 5, 6, 8, 10)
-# Without a mask only this much fewer queries than keys, or keys than queries, are.
+# Without such a mask, tasks are trimmed where queries and keys differ by at least this factor.
 LOPSIDED = 2
 
 # --- Which of two is taken --------------------------------------------------------------------
 
-# A decomposed call has to be predicted this much faster than the monolithic one.
+# A decomposed call must be predicted to take less than this share of the monolithic call's time.
 CLEARLY = 0.95
-# Of plans about equally fast the one whose shapes are prepared sooner: it counts up to this share.
+# The first call's extra time counts for at most this share of the seconds: it decides between
+# schedules that are about equally fast.
 FIRST_CALL_COUNTS = 0.02
-# Another kernel than the preferred one has to be this much faster: predictions for small tasks have
-# been a quarter off.
+# Another kernel than the preferred one must be predicted to take less than this share of its time:
+# predictions for small tasks have been off by a quarter.
 CLEARLY_ANOTHER_KERNEL = 0.8
-# What takes less (seconds) is not worth building another kernel for.
+# A pass of fewer seconds is not worth building another kernel for.
 WORTH_BUILDING = 0.02
 
 # --- Assumed where nothing is known -----------------------------------------------------------
 
-# Of a CUDA device that is not there to be asked.
+# Memory of a CUDA device that is not available.
 ASSUMED_DEVICE_BYTES = 80 << 30

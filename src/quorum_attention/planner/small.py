@@ -1,7 +1,7 @@
 """Which calls are so small that they are run whole, without a plan.
 
-Making a plan takes longer than such a call, and a model that decodes makes one of a new length
-every time: so lengths are rounded up to a power of two before anything is asked or remembered.
+A plan takes longer than such a call, and a model that decodes makes a call of a new length every
+time. So lengths are rounded up to powers of two before answers are looked up or remembered.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def is_small(
 
 
 def rounded(work: Workload) -> Workload:
-    """The call with lengths rounded up, square where it is (a causal one is cut otherwise)."""
+    """``work`` with its lengths rounded up. A causal call that is not square is returned as it is:
+    other lengths would keep other pairs."""
     n_queries, n_keys = _up(work.n_queries), _up(work.n_keys)
     if work.is_causal and work.n_queries != work.n_keys:
         return work
