@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ PIECE = WORTH = 1 << 16
 
 
 class Runtime:
-    """Registers and unregisters; ``hold`` keeps it from beginning."""
+    """Registers and unregisters; ``hold`` keeps it from beginning, ``begun`` says that it would."""
 
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}
@@ -23,8 +25,10 @@ class Runtime:
         self.refused: set[int] = set()
         self.hold = threading.Event()
         self.hold.set()
+        self.begun = threading.Event()
 
     def cudaHostRegister(self, start: int, n_bytes: int, flags: int) -> int:
+        self.begun.set()
         assert self.hold.wait(20)
         assert not any(
             low < start + n_bytes and start < low + size for low, size in self.registered.items()
@@ -163,6 +167,58 @@ def test_an_error_inside_stops_what_is_left(runtime: Runtime) -> None:
     with pytest.raises(ValueError, match="mine"), PageLocks([tensor], made=[tensor]):
         raise ValueError("mine")
     assert len(runtime.order) <= 1
+
+
+def test_interrupts_on_the_way_out_wait_until_all_is_let_go(runtime: Runtime) -> None:
+    """The memory is freed next: nothing may lock it, or write to it, after that."""
+    interrupts: list[int] = []
+
+    def interrupt(number: int, frame: Any) -> None:
+        interrupts.append(number)
+        if len(interrupts) == 3:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            runtime.hold.set()
+        raise KeyboardInterrupt
+
+    def leave(tensor: torch.Tensor) -> None:
+        with PageLocks([tensor], made=[tensor]):
+            assert runtime.begun.wait(20)
+            signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+            raise ValueError("mine")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    runtime.hold.clear()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            leave(result(50, 1024))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert len(interrupts) == 3
+    assert len(runtime.order) == 1
+    assert not runtime.registered
+
+
+def test_an_interrupt_on_the_way_in_lets_go(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == "page locks":
+            assert runtime.begun.wait(20)
+            raise KeyboardInterrupt
+
+    runtime.hold.clear()
+    timer = threading.Timer(0.1, runtime.hold.set)
+    timer.start()
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    tensor = result(50, 1024)
+    with pytest.raises(KeyboardInterrupt), PageLocks([tensor], made=[tensor]):
+        pass
+    assert len(runtime.order) == 1
+    assert not runtime.registered
 
 
 def test_locked_within_the_block_and_not_after_it(runtime: Runtime) -> None:

@@ -76,6 +76,8 @@ class PageLocks:
         self._starts = [piece.start for piece in self._pieces]
         self._turns = deque(sorted(self._pieces, key=lambda piece: piece.share))
         self._changed = threading.Condition()
+        # Whether the thread is at a piece; together with what is left, under the lock.
+        self._at_work = False
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
 
@@ -85,7 +87,12 @@ class PageLocks:
             self._thread = threading.Thread(
                 target=self._work, args=(runtime, device), name="page locks", daemon=True
             )
-            self._thread.start()
+            try:
+                self._thread.start()
+            except BaseException:
+                # An interrupt, maybe: the thread may be at a piece already.
+                self._let_go()
+                raise
         return self
 
     def __exit__(
@@ -96,16 +103,32 @@ class PageLocks:
     ) -> None:
         if self._thread is None:
             return
-        with self._changed:
-            self._turns.clear()
+        self._let_go()
         self._thread.join()
-        runtime: Any = torch.cuda.cudart()
-        for piece in self._pieces:
-            if piece.locked:
-                runtime.cudaHostUnregister(piece.start)
-                piece.locked = False
         if self._failure is not None and error is None:
             raise self._failure
+
+    def _let_go(self) -> None:
+        """Wait for the piece that the thread is at, then unlock everything.
+
+        The caller frees the memory next, so an interrupt (Ctrl-C) is raised only after that.
+        """
+        runtime: Any = torch.cuda.cudart()
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                with self._changed:
+                    self._turns.clear()
+                    self._changed.wait_for(lambda: not self._at_work)
+                for piece in self._pieces:
+                    if piece.locked:
+                        piece.locked = False
+                        runtime.cudaHostUnregister(piece.start)
+                break
+            except BaseException as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
 
     @property
     def settled(self) -> bool:
@@ -152,12 +175,14 @@ class PageLocks:
                     if not self._turns:
                         break
                     piece = self._turns.popleft()
+                    self._at_work = True
                 if piece.fresh:
                     _touch(piece)
                 # A refusal sets CUDA's last error, but only for this thread, which runs no kernel.
                 status = int(runtime.cudaHostRegister(piece.start, piece.stop - piece.start, 0))
                 with self._changed:
                     piece.locked, piece.settled = status == 0, True
+                    self._at_work = False
                     self._changed.notify_all()
         except BaseException as error:
             self._failure = error
@@ -165,6 +190,7 @@ class PageLocks:
             # After an error nothing more is locked, so nobody may wait for it.
             with self._changed:
                 self._turns.clear()
+                self._at_work = False
                 for piece in self._pieces:
                     piece.settled = True
                 self._changed.notify_all()
