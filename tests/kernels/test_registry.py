@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
@@ -42,6 +44,18 @@ def test_unknown_names_list_the_known_ones() -> None:
         get_kernel(3)
     assert get_kernel("cpu").name == "cpu"
     assert get_kernel(get_kernel("cpu")) is get_kernel("cpu")
+
+
+def test_a_dataclass_that_compares_is_told_why_it_is_no_kernel() -> None:
+    """What is remembered of a kernel is found by its hash."""
+
+    @dataclass
+    class Compared(CpuKernel):
+        size: int = 1
+
+    for ask in (get_kernel, register_kernel):
+        with pytest.raises(TypeError, match=r"lacks __hash__ \(a dataclass keeps it with eq=False"):
+            ask(Compared())
 
 
 @pytest.mark.usefixtures("own_registry")

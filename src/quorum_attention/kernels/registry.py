@@ -41,9 +41,7 @@ def register_kernel(kernel: InnerKernel) -> None:
     if isinstance(kernel, type):
         raise TypeError(f"a kernel is an object, not a class: make a {kernel.__name__} first")
     if not is_kernel(kernel):
-        parts = ("name", "refusal", "forward_workspace_bytes", "backward_workspace_bytes")
-        missing = [p for p in (*parts, "forward", "backward") if not hasattr(kernel, p)]
-        raise TypeError(f"{kernel!r} is no inner kernel: it lacks {', '.join(missing)}")
+        raise TypeError(f"{kernel!r} is no inner kernel: it lacks {_lacking(kernel)}")
     if not isinstance(kernel.name, str):
         raise TypeError(f"a kernel's name must be a str, got {shown(kernel.name)}")
     if not kernel.name or kernel.name == "auto":
@@ -62,6 +60,15 @@ def registrations() -> tuple[int, ...]:
 def is_kernel(thing: object) -> TypeGuard[InnerKernel]:
     """Whether it has all that ``InnerKernel`` asks for (a class of kernels has that, too)."""
     return isinstance(thing, InnerKernel)
+
+
+def _lacking(thing: object) -> str:
+    """What ``InnerKernel`` asks for and ``thing`` does not have."""
+    parts = ("name", "refusal", "forward_workspace_bytes", "backward_workspace_bytes")
+    missing = [part for part in (*parts, "forward", "backward") if not hasattr(thing, part)]
+    if thing.__hash__ is None:
+        missing.append("__hash__ (a dataclass keeps it with eq=False)")
+    return ", ".join(missing)
 
 
 def kernels() -> dict[str, InnerKernel]:
@@ -88,7 +95,10 @@ def get_kernel(kernel: str | InnerKernel) -> InnerKernel:
         return kernel
     if isinstance(kernel, type):
         raise TypeError(f"kernel must be a name or an InnerKernel, not the class {kernel.__name__}")
-    raise TypeError(f"kernel must be a name or an InnerKernel, not {type(kernel).__name__}")
+    raise TypeError(
+        f"kernel must be a name or an InnerKernel, not {type(kernel).__name__}, which lacks "
+        f"{_lacking(kernel)}"
+    )
 
 
 def why_not(kernel: InnerKernel, call: CallShape, device: torch.device | None = None) -> str | None:
