@@ -1,7 +1,7 @@
 """What an inner kernel is: it computes one task's statistics, or one task's gradients.
 
-A kernel sees one task in *local* coordinates (the task's tokens, gathered into contiguous
-slots in ascending order) and never a plan, a device queue or a budget.
+A kernel sees one task in *local* positions (the task's tokens, gathered in ascending order), and
+no plan, no device queue and no budget.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Timed = Callable[[str], AbstractContextManager[None]]
 
 
 def untimed(stage: str) -> AbstractContextManager[None]:
-    """Nobody wants to know."""
+    """Times nothing."""
     return nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
 class MaskShape:
-    """What a kernel needs to know of an attention mask: its kind, and which dimensions it spans.
+    """The kind of an attention mask, and which dimensions it spans.
 
-    A dimension the mask broadcasts over is False.
+    A dimension that the mask broadcasts over is False.
     """
 
     boolean: bool
@@ -42,10 +42,10 @@ class MaskShape:
 
 @dataclass(frozen=True, slots=True)
 class CallShape:
-    """The shape of an attention call, as far as a kernel's yes or no depends on it.
+    """What a kernel needs to know of a call to say whether it can run it.
 
     Attributes:
-        positive_scale: whether the factor of the scores is above 0 (its usual value is).
+        positive_scale: whether the factor of the scores is above 0.
     """
 
     device_type: str
@@ -62,10 +62,12 @@ class CallShape:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The size of the largest piece of work a kernel will be handed (counts, not bytes).
+    """The largest task a kernel will be handed (counts, not bytes).
 
-    ``max_queries`` and ``max_keys`` bound every rectangle; ``n_tokens`` bounds the task. With
-    ``direct`` the kernel runs on the inputs as they lie, and makes the results itself.
+    Attributes:
+        n_tokens: bound of the task's tokens.
+        max_queries, max_keys: bounds of every rectangle.
+        direct: the kernel runs on the call's own inputs and allocates the results itself.
     """
 
     batch: int
@@ -81,15 +83,23 @@ class Extent:
 class TaskTensors:
     """One task's inputs, gathered.
 
-    Shapes: query (b, hq, nq, d), key (b, hk, nk, d), value (b, hk, nk, dv), where nq and nk count
-    the task's tokens below the number of queries and of keys. ``rectangles`` are in local
-    coordinates. ``bias(rectangle)`` is the additive mask of a rectangle in the compute dtype,
-    broadcastable to (b, hq, lq, lk), or None. ``max_queries`` and ``max_keys`` are those of the
-    ``Extent`` that the workspace was reckoned with: rectangles handed to an operator together stay
-    within them (0: each rectangle alone). ``lanes``, where given, are streams to spread operator
-    calls over; the workspace bound then holds for each of them. ``timed("merge")`` brackets what is
-    merging, for reports. ``first_head`` is the first query head's number in the whole call, and
-    ``entries`` the batch entries' (batch dimensions flattened).
+    Attributes:
+        task: which tokens these are.
+        rectangles: its kept pairs, in local positions.
+        query, key, value: (b, hq, nq, d), (b, hk, nk, d), (b, hk, nk, dv), where nq and nk count
+            the task's tokens that are queries and keys.
+        scale: factor of the scores.
+        is_causal: whether the call is causal.
+        bias: ``bias(rectangle)`` is the additive mask of a rectangle in the inputs' dtype,
+            broadcastable to (b, hq, lq, lk), or None.
+        max_queries, max_keys: bounds from the ``Extent`` by which the workspace was sized.
+            Rectangles that go to an operator in one call stay within them together; 0: each
+            rectangle is a call of its own.
+        timed: ``timed("merge")`` is a context around merging, for reports.
+        lanes: streams over which operator calls are spread, or None. The workspace bound then
+            holds for each of them.
+        first_head: number of the first query head in the whole call.
+        entries: numbers of the batch entries in the whole call (batch dimensions flattened).
     """
 
     task: Task
@@ -107,13 +117,20 @@ class TaskTensors:
     first_head: int = 0
     entries: tuple[int, ...] = (0,)
 
+    def has_mask(self, r: Rectangle) -> bool:
+        """Whether there is a mask; it asks for that of the first pair of ``r``, which is cheap."""
+        q, k = r.query_start, r.key_start
+        return self.bias(Rectangle(q, q + 1, k, k + 1)) is not None
+
 
 @dataclass(slots=True)
 class Statistics:
     """Running softmax statistics of a task's rows, updated in place.
 
-    out (b, hq, nq, dv) is the normalised output so far, lse (b, hq, nq) its natural-log
-    log-sum-exp; fp32, or fp64 for fp64 inputs. Rows without keys so far: out 0, lse -inf.
+    Attributes:
+        out: (b, hq, nq, dv) normalised output so far, fp32, or fp64 for fp64 inputs; 0 in rows
+            without keys so far.
+        lse: (b, hq, nq) its natural-log log-sum-exp, same dtype; -inf in rows without keys so far.
     """
 
     out: torch.Tensor
@@ -122,15 +139,16 @@ class Statistics:
 
 @dataclass(slots=True)
 class Gradients:
-    """What a backward reads (grad_out, out, lse) and accumulates into (the three gradients).
+    """What a backward reads (grad_out, out, lse), and the three gradients it adds to in place.
 
-    grad_out, out (b, hq, nq, dv) in the input dtype; lse (b, hq, nq) the *global* log-sum-exp in
-    fp32 (fp64 for fp64 inputs), with -inf for rows that have no key at all. grad_query
-    (b, hq, nq, d), grad_key (b, hk, nk, d), grad_value (b, hk, nk, dv) in fp32 (or fp64), added to
-    in place.
-
-    ``scaling``: what grad_out has been divided by, and what the kernel scales probabilities by, to
-    keep 16-bit ones out of the subnormal range; the kernel undoes both (kernels/scaling.py).
+    Attributes:
+        grad_out, out: (b, hq, nq, dv) in the input dtype.
+        lse: (b, hq, nq) the *global* log-sum-exp in fp32 (fp64 for fp64 inputs), -inf in rows that
+            have no key at all.
+        grad_query, grad_key, grad_value: (b, hq, nq, d), (b, hk, nk, d), (b, hk, nk, dv) in fp32
+            (or fp64).
+        scaling: what grad_out has been divided by, and the shift of the probabilities, which keep
+            16-bit ones out of the subnormal range; the kernel undoes both (kernels/scaling.py).
     """
 
     grad_out: torch.Tensor
@@ -146,17 +164,17 @@ class Gradients:
 class InnerKernel(Protocol):
     """What computes a task. Register one with ``quorum_attention.register_kernel``.
 
-    A kernel may declare more of itself in ``traits`` (``kernels.Traits``), and offer what the
-    protocols below have; its traits then say so.
+    A kernel may declare more about itself in ``traits`` (``kernels.Traits``), and have the methods
+    of the protocols below; its traits then say which.
     """
 
     @property
     def name(self) -> str:
-        """Short, unique, what users write as ``kernel=``."""
+        """Short and unique; users write it as ``kernel=``."""
         ...
 
     def __hash__(self) -> int:
-        """Plans are remembered by kernel."""
+        """Plans are cached by kernel."""
         ...
 
     def refusal(self, call: CallShape) -> str | None:
@@ -181,42 +199,47 @@ class InnerKernel(Protocol):
 
 
 class Captures(InnerKernel, Protocol):
-    """What a kernel that reads tensors of its own may offer besides (slopes, ids of documents, what
-    a function closes over): autograd saves them with the inputs, so that one that is written to
-    before the backward is an error, as with any saved tensor."""
+    """A kernel that reads tensors besides its inputs (slopes, document ids, a function's closure).
+
+    Autograd saves them with the inputs. So writing to one of them before the backward is an error,
+    as for any saved tensor.
+    """
 
     def captured(self) -> Sequence[torch.Tensor]:
-        """Tensors beside the inputs that results depend on."""
+        """The tensors besides the inputs that results depend on."""
         ...
 
 
 class Sparse(InnerKernel, Protocol):
-    """What a kernel with a mask of its own may offer besides: which pairs it leaves out, so that
-    tokens without a pair are not copied (``decomposition/trimming.py``)."""
+    """A kernel with a mask of its own that says which pairs it keeps.
+
+    Tokens without a kept pair are then not copied (``decomposition/trimming.py``).
+    """
 
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
-        """The pairs of such a call.
+        """The pairs of a call.
 
-        ``verdict`` must be safe: MASKED only of a block no pair of which counts, in any head of
-        any batch entry. Answers are remembered as long as the kernel lives, by the function: let it
-        be the same one in every call, a method of the kernel or one that does not close over it.
+        Their ``verdict`` may call a block MASKED only if no pair of it is kept, in any head of any
+        batch entry. Its answers are cached by function as long as the kernel lives: return the same
+        function in every call, a method of the kernel or one that does not close over the kernel.
         """
         ...
 
 
 class WholeCalls(InnerKernel, Protocol):
-    """What a kernel may offer besides: monolithic calls, on the inputs as they lie."""
+    """A kernel that takes monolithic calls, on the inputs as they are."""
 
     def takes_whole(
         self, query_heads: int, key_heads: int, tokens: int, masked: bool, every: bool
     ) -> bool:
-        """Whether it can be handed such a call.
+        """Whether it takes such a call.
 
         Args:
-            tokens: the larger of queries and keys.
+            query_heads, key_heads: heads of the call.
+            tokens: the larger of the numbers of queries and keys.
             masked: whether the call has a mask.
-            every: it is handed all heads and batch entries, in order; otherwise some of them, and
-                not told which.
+            every: whether it is handed all heads and batch entries, in order; otherwise it is
+                handed some of them, and not told which.
         """
         ...
 
@@ -252,44 +275,46 @@ class WholeCalls(InnerKernel, Protocol):
 
 
 class TaskCalls(InnerKernel, Protocol):
-    """What a kernel of whole tasks may offer besides: a task as one call on inputs as they lie.
+    """A kernel of whole tasks that runs a task as one call on the call's own inputs.
 
-    The task it is given is the whole sequence, with the rectangles of one task of a decomposition,
-    in positions of the sequence: its tensors are the call's own, of any strides with rows
-    contiguous, and of a head group. Rows between the rectangles cost nothing to speak of.
+    Its ``TaskTensors`` hold the whole sequence, with the rectangles of one task of a decomposition
+    in positions of the sequence. The tensors are the call's own (one head group of them), with any
+    strides but contiguous rows. Rows between the rectangles must cost next to nothing.
     """
 
     def takes_tasks(self, dtype: torch.dtype) -> bool:
-        """Whether it can be handed tasks of such inputs; others go through slots."""
+        """Whether it takes tasks of inputs of ``dtype`` this way; others go through slots."""
         ...
 
     def task_span(self, task: TaskTensors) -> tuple[slice, slice] | None:
-        """Queries and keys that its results are of: none of its pairs lies outside. None where it
-        keeps no pair."""
+        """The ranges of queries and keys that its results cover; they hold all of its pairs.
+
+        None if the task keeps no pair.
+        """
         ...
 
     def task_forward(self, task: TaskTensors) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output (b, h, queries, dv) and lse (b, h, queries) over the task's keys alone, of the
-        queries of ``task_span``; rows without keys there: 0 and -inf."""
+        """Output (b, h, queries, dv) and lse (b, h, queries) over the task's keys alone, for the
+        queries of ``task_span``; 0 and -inf in rows without keys."""
         ...
 
     def task_backward(
         self, task: TaskTensors, grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The task's parts of the gradients, of the queries and keys of ``task_span``.
+        """The task's parts of the three gradients, for the queries and keys of ``task_span``.
 
-        grad_out, out, lse: of all queries and the whole rows, lse -inf in rows without any key.
+        ``grad_out``, ``out`` and ``lse`` have all queries and are of whole rows; lse is -inf in
+        rows without any key.
         """
         ...
 
 
 class Operator(WholeCalls, Protocol):
-    """What a kernel that runs an operator of plain attention may offer besides: single rectangles,
-    and nothing done to what comes back."""
+    """A kernel that can call its attention operator for a single rectangle, results as they are."""
 
     @property
     def grouped(self) -> bool:
-        """Whether it takes fewer key/value heads than query heads as they are."""
+        """Whether the operator takes fewer key/value heads than query heads."""
         ...
 
     def rectangle_forward(
@@ -321,7 +346,7 @@ class Operator(WholeCalls, Protocol):
 
 
 class Measured(InnerKernel, Protocol):
-    """What a kernel may offer besides that a planner may weigh against the preferred one."""
+    """A kernel with measured rates, which a planner may choose instead of the preferred one."""
 
     def keeps_pace(self, call: CallShape) -> bool:
         """Whether the rates in its traits have been measured for such calls."""

@@ -1,16 +1,16 @@
-"""Turn a plain attention operator into an inner kernel: a call for every few rectangles.
+"""Turns a plain attention operator into an inner kernel: one call for one or a few rectangles.
 
 The kept pairs of a task are a short list of rectangles, each plain or causal and with no mask
 inside (paper, section 4), so an operator that returns ``(out, lse)`` and whose backward takes an
-lse from outside needs no conversion at all.
+lse from outside can be used as it is.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -31,17 +31,18 @@ from quorum_attention.kernels.protocol import (
 from quorum_attention.kernels.remembered import remembered
 from quorum_attention.kernels.traits import Traits
 from quorum_attention.kernels.views import Pick, jth_of_group, key_rows, query_rows, runs_as_batch
+from quorum_attention.kernels.workspace import round_up
 
 
 @dataclass(frozen=True, slots=True)
 class TaskSizes:
-    """What the calls of a task depend on beside its rectangles.
+    """What the calls of a task depend on, besides its rectangles.
 
     Attributes:
-        batch: entries.
-        query_lanes, key_lanes: entries times heads.
-        row_bytes: of a key and its value.
-        device: where it runs.
+        batch: batch entries.
+        query_lanes, key_lanes: batch entries times heads.
+        row_bytes: bytes of a key and its value.
+        device: where the task runs.
         max_queries, max_keys: as in ``TaskTensors``.
     """
 
@@ -55,7 +56,7 @@ class TaskSizes:
 
     @classmethod
     def of(cls, task: TaskTensors) -> TaskSizes:
-        """Those of ``task``."""
+        """The sizes of ``task``."""
         query, value = task.query, task.value
         batch = query.shape[0]
         return cls(
@@ -74,12 +75,13 @@ class RectangleKernel(ABC):
 
     Attributes:
         name: what users write as ``kernel=``.
-        grouped: the operator takes fewer key/value heads than query heads as they are. Where it
-            does not, the query heads of a group are run one after the other on views.
-        masked_limit: most queries or keys of one call under a mask; None for no limit.
-        lowest_score: so low a score, or a lower one, is none to the operator.
-        row_unit: the operator's temporaries are in whole units of so many rows, for every batch
-            entry.
+        grouped: the operator takes fewer key/value heads than query heads. If it does not, the
+            query heads of a group are run one after the other on views.
+        masked_limit: most queries or keys of one call with a mask; None for no limit.
+        lowest_score: the operator treats this score, and lower ones, as masked.
+        row_unit: for every batch entry the operator's temporaries are rounded up to multiples of
+            this many rows.
+        traits: see ``Traits``.
     """
 
     name: str
@@ -122,8 +124,8 @@ class RectangleKernel(ABC):
             query: (b, h, lq, d); strided, the last dimension contiguous.
             key: (b, hk, lk, d).
             value: (b, hk, lk, dv).
-            causal: mask keys after the query; the rectangle is then a square.
-            scale: factor of the scores, above 0 (``signed`` sees to that).
+            causal: whether keys after the query are masked; the rectangle is then a square.
+            scale: factor of the scores, above 0 (see ``signed``).
             bias: additive mask broadcastable to (b, h, lq, lk), or None.
 
         Returns:
@@ -154,9 +156,9 @@ class RectangleKernel(ABC):
         self, query_heads: int, key_heads: int, tokens: int, masked: bool, every: bool
     ) -> bool:
         """Whether a monolithic call can be handed to the operator as it is (``WholeCalls``)."""
+        limit = self.masked_limit if masked else None
         heads_fit = self.grouped or query_heads == key_heads
-        unlimited = not masked or self.masked_limit is None
-        return heads_fit and (unlimited or tokens <= (self.masked_limit or 0))
+        return heads_fit and (limit is None or tokens <= limit)
 
     def whole_forward(
         self,
@@ -170,14 +172,14 @@ class RectangleKernel(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``rectangle_forward`` with rows that have no key mended: out 0, lse -inf.
 
-        ``out_dtype`` is what the output will be stored as; a kernel that can returns it so.
+        ``out_dtype``: the output will be stored in it; a kernel may return it in this dtype.
         """
         upright, factor, _ = signed(query, scale)
         out, lse = self.rectangle_forward(upright, key, value, causal, factor, bias)
         if bias is not None:
-            # Operators differ on rows without keys (0 with lse 0, NaN); only those rows are mended.
+            # Operators differ in what they return for rows without keys (0 with lse 0, NaN).
             dead = dead_rows(four_dims(bias), query.shape[2], causal, self.lowest_score)
-            # Most masks leave none; a GPU is not waited for to say so.
+            # Most masks leave no such row. On a GPU, asking would make the host wait.
             if dead.is_cuda or bool(dead.any()):
                 out.masked_fill_(dead.unsqueeze(-1), 0.0)
                 lse.masked_fill_(dead, -torch.inf)
@@ -196,9 +198,9 @@ class RectangleKernel(ABC):
         bias: torch.Tensor | None,
         grad_dtype: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``rectangle_backward`` of everything; lse is 0 in rows without keys.
+        """``rectangle_backward`` of a whole call; lse is 0 in rows without keys.
 
-        ``grad_dtype`` is what the gradients will be stored as; a kernel that can returns them so.
+        ``grad_dtype``: the gradients will be stored in it; a kernel may return them in this dtype.
         """
         upright, factor, sign = signed(query, scale)
         grad_query, grad_key, grad_value = self.rectangle_backward(
@@ -207,19 +209,20 @@ class RectangleKernel(ABC):
         return grad_query if sign == 1 else grad_query.mul_(sign), grad_key, grad_value
 
     def preferred_sizes(self, sizes: TaskSizes, r: Rectangle, backward: bool) -> tuple[int, int]:
-        """Most (queries, keys) in one plain call, for speed alone; as they are unless overridden.
+        """The most (queries, keys) of one plain call, for speed alone; by default all of ``r``.
 
         Args:
             sizes: of the task.
-            r: the rectangle at hand.
+            r: the rectangle to run.
+            backward: whether it runs in a backward.
         """
         return r.n_queries, r.n_keys
 
     def backward_parts(self, batch_and_heads: int) -> int:
-        """Into how many equal runs of query rows a plain rectangle is cut in backward.
+        """The number of equal runs of query rows into which a backward cuts a plain rectangle.
 
-        The runs go to the operator as extra batch entries, which helps one that is parallel
-        over batch and heads only.
+        The runs go to the operator as further batch entries. That helps an operator that is
+        parallel over batch and heads only.
         """
         return 1
 
@@ -240,24 +243,25 @@ class RectangleKernel(ABC):
                 with nullcontext() if lanes is None else lanes.call(number):
                     self._backward_batch(task, batch, grads, lse, number)
 
-    # One call at a time, so that its mask is let go before the next one is made.
-
     def _forward_batch(
         self, task: TaskTensors, batch: Batch, state: Statistics, number: int
     ) -> None:
+        # One call in a function of its own: its mask is freed before the next one is made.
         given = task.bias(batch.first)
         bias = None if given is None else four_dims(given)
         for pick in self._head_views(task):
-            self._merge_rectangle(
+            out, lse = self.whole_forward(
                 query_rows(pick(task.query), batch),
                 key_rows(task.key, batch),
                 key_rows(task.value, batch),
                 batch.first.causal,
                 task.scale,
                 None if bias is None else _pick_bias(pick, bias, task.query.shape[1]),
-                Statistics(query_rows(pick(state.out), batch), query_rows(pick(state.lse), batch)),
-                partial(_merging, task, number),
             )
+            rows = (query_rows(pick(state.out), batch), query_rows(pick(state.lse), batch))
+            with _merging(task, number):
+                merge_(*rows, out, lse)
+            del out, lse  # freed before the next call allocates its results
 
     def _backward_batch(
         self,
@@ -270,7 +274,7 @@ class RectangleKernel(ABC):
         given = task.bias(batch.first)
         bias = None if given is None else four_dims(given)
         scaling = grads.scaling
-        undo = _Undo(2.0**-scaling.shift, scaling.unscale, scaling.overflow)
+        undo = (2.0**-scaling.shift, scaling.unscale, scaling.overflow)
         for pick in self._head_views(task):
             piece = _BackwardPiece(
                 query=query_rows(pick(task.query), batch),
@@ -293,43 +297,23 @@ class RectangleKernel(ABC):
             return
         # Some operators divide by the number of keys.
         rectangles = [r for r in task.rectangles if r.n_queries > 0 and r.n_keys > 0]
-        # Whether there is a mask at all is asked of a single pair, which costs next to nothing.
-        if rectangles and task.bias(_first_pair(rectangles[0])) is not None:
+        if rectangles and task.has_mask(rectangles[0]):
             limit = self.masked_limit
             cuts = rectangles if limit is None else cut(rectangles, limit, limit)
             yield from (Batch(r) for r in cuts)
             return
         yield from _planned_calls(self, TaskSizes.of(task), tuple(rectangles), backward)
 
-    def _most(self, batch: Batch, sizes: TaskSizes) -> int:
-        """How many rectangles of a batch the workspace bound allows in one call."""
-        unit, first = self.row_unit, batch.first
-        rows = -(-first.n_queries // unit) * unit
-        columns = -(-first.n_keys // unit) * unit
-        return max(1, min(sizes.max_queries // rows, sizes.max_keys // columns))
-
-    @staticmethod
-    def _bounded(batch: Batch, most: int) -> Iterator[Batch]:
-        """``batch`` in runs of at most ``most`` rectangles."""
+    def _bounded(self, batch: Batch, sizes: TaskSizes) -> Iterator[Batch]:
+        """``batch`` in parts, each with as many rectangles as the workspace bound allows."""
+        most, first = 1, batch.first
+        if sizes.max_queries and sizes.batch == 1:
+            rows = round_up(first.n_queries, self.row_unit)
+            columns = round_up(first.n_keys, self.row_unit)
+            most = max(1, min(sizes.max_queries // rows, sizes.max_keys // columns))
         every = batch.rectangles()
         for start in range(0, batch.count, most):
-            count = min(most, batch.count - start)
-            yield replace(batch, first=every[start], count=count)
-
-    def _merge_rectangle(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        causal: bool,
-        scale: float,
-        bias: torch.Tensor | None,
-        state: Statistics,
-        merging: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        out, lse = self.whole_forward(query, key, value, causal, scale, bias)
-        with merging():
-            merge_(state.out, state.lse, out, lse)
+            yield replace(batch, first=every[start], count=min(most, batch.count - start))
 
     def _add_gradients(
         self, p: _BackwardPiece, causal: bool, task: TaskTensors, undo: _Undo, number: int
@@ -338,24 +322,23 @@ class RectangleKernel(ABC):
             p.grad_out, p.query, p.key, p.value, p.out, p.lse, causal, task.scale, p.bias
         )
         with _merging(task, number):
-            # Row runs that went in as batch entries each return a share of the key gradients.
-            n_shares = grad_key.shape[0] // p.grad_key.shape[0]
-            if n_shares == 1:
+            # Runs of rows that went in as batch entries each return a part of the key gradients.
+            n_parts = grad_key.shape[0] // p.grad_key.shape[0]
+            if n_parts == 1:
                 targets = (p.grad_query, p.grad_key, p.grad_value)
-                found = (grad_query, grad_key, grad_value)
-                add_all_(targets, found, undo.factor, undo.unscale, undo.overflow)
+                add_all_(targets, (grad_query, grad_key, grad_value), *undo)
                 return
-            add_(p.grad_query, grad_query, undo.factor, undo.unscale, undo.overflow)
-            for share in grad_key.chunk(n_shares):
-                add_(p.grad_key, share, undo.factor, undo.unscale, undo.overflow)
-            for share in grad_value.chunk(n_shares):
-                add_(p.grad_value, share, undo.factor, undo.unscale, undo.overflow)
+            add_(p.grad_query, grad_query, *undo)
+            for part in grad_key.chunk(n_parts):
+                add_(p.grad_key, part, *undo)
+            for part in grad_value.chunk(n_parts):
+                add_(p.grad_value, part, *undo)
 
     def _parts(self, piece: _BackwardPiece, causal: bool) -> Iterator[_BackwardPiece]:
         batch, heads, rows = piece.query.shape[:3]
         n_parts = self.backward_parts(batch * heads)
         even = rows - rows % n_parts
-        # A batch of several cannot take row runs as a view; a mask would need cutting as well.
+        # With several batch entries the runs are no view; a mask would have to be cut as well.
         if n_parts == 1 or even == 0 or causal or batch > 1 or piece.bias is not None:
             yield piece
             return
@@ -374,23 +357,18 @@ class RectangleKernel(ABC):
 
 @contextmanager
 def _merging(task: TaskTensors, number: int) -> Iterator[None]:
-    """Brackets the merging of the ``number``-th call's results."""
+    """Around merging the results of a task's ``number``-th call."""
     with nullcontext() if task.lanes is None else task.lanes.merge(number), task.timed("merge"):
         yield
 
 
-@dataclass(frozen=True, slots=True)
-class _Undo:
-    """What turns a call's gradients into true ones, and where it says that they are not finite."""
-
-    factor: float
-    unscale: torch.Tensor | None
-    overflow: torch.Tensor | None
+_Undo = tuple[float, torch.Tensor | None, torch.Tensor | None]
+"""(alpha, unscale, overflow) of ``add_``: what undoes the scaling of a call's gradients."""
 
 
 @dataclass(slots=True)
 class _BackwardPiece:
-    """Views of everything the backward of (a part of) one rectangle reads and adds to."""
+    """Views of all that the backward of a rectangle, or a part of it, reads and adds to."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -404,11 +382,11 @@ class _BackwardPiece:
     bias: torch.Tensor | None
 
     def rows(self, rows: slice) -> _BackwardPiece:
-        """The same keys for some of the query rows (no bias)."""
+        """The piece with only some of its query rows (no bias)."""
         return self._map_rows(lambda tensor: tensor[:, :, rows], lambda tensor: tensor)
 
     def stacked(self, parts: int) -> _BackwardPiece:
-        """Equal runs of rows as batch entries that share their keys (batch 1, no bias)."""
+        """The piece with equal runs of rows as batch entries of the same keys (batch 1, no bias)."""
         return self._map_rows(
             partial(runs_as_batch, parts),
             lambda tensor: tensor.expand(parts, -1, -1, -1),
@@ -433,31 +411,26 @@ class _BackwardPiece:
 def _planned_calls(
     kernel: RectangleKernel, sizes: TaskSizes, rectangles: tuple[Rectangle, ...], backward: bool
 ) -> tuple[Batch, ...]:
-    """The operator calls of an unmasked task; remembered, because tasks of a level are alike."""
+    """The operator calls of a task without a mask; the tasks of a level share them."""
     pieces: list[Rectangle] = []
     for r in rectangles:
         if r.causal:
             pieces.append(r)
         else:
             pieces.extend(cut([r], *kernel.preferred_sizes(sizes, r, backward)))
-    alone = sizes.max_queries == 0 or sizes.batch > 1
-    return tuple(
-        part
-        for batch in batches(tuple(pieces))
-        for part in kernel._bounded(batch, 1 if alone else kernel._most(batch, sizes))
-    )
+    return tuple(part for batch in batches(tuple(pieces)) for part in kernel._bounded(batch, sizes))
 
 
 def signed(query: torch.Tensor, scale: float) -> tuple[torch.Tensor, float, float]:
-    """The queries and the factor above 0 that give the same scores as ``query`` and ``scale``.
+    """Queries and a factor above 0 that give the same scores as ``query`` and ``scale``.
 
-    Operators take the maximum of a row, and mask it with -inf, before they multiply by the factor:
-    with one of 0 or below they return NaN, or weights of the wrong end. The sign is exact anywhere
-    else: a query times -1, or for a factor of 0, times 0.
+    Operators mask a row with -inf and take its maximum before they multiply by the factor. With a
+    factor of 0 or below they return NaN or wrong weights. So the queries are multiplied by the sign
+    of the factor (-1 or 0), which is exact.
 
     Returns:
-        queries (``query`` itself where ``scale`` is above 0), the factor, and the sign -1.0, 0.0 or
-        1.0, by which the gradient of these queries is to be multiplied.
+        (queries, factor, sign): the queries are ``query`` itself if ``scale`` is above 0; the
+        gradient of these queries is to be multiplied by ``sign`` (-1.0, 0.0 or 1.0).
     """
     if scale > 0:
         return query, scale, 1.0
@@ -466,13 +439,8 @@ def signed(query: torch.Tensor, scale: float) -> tuple[torch.Tensor, float, floa
     return query * sign, abs(scale) or 1.0, sign
 
 
-def _first_pair(rectangle: Rectangle) -> Rectangle:
-    q, k = rectangle.query_start, rectangle.key_start
-    return Rectangle(q, q + 1, k, k + 1)
-
-
 def four_dims(bias: torch.Tensor) -> torch.Tensor:
-    """(b, h, lq, lk) of a mask, dimensions of size 1 before what it has."""
+    """The mask with four dimensions (b, h, lq, lk); missing ones have size 1."""
     return bias[(None,) * (4 - bias.dim())]
 
 
