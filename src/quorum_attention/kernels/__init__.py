@@ -73,7 +73,7 @@ __all__ = [
 
 
 class _CallableModule(ModuleType):
-    """An import binds a subpackage to its name in the package above, over any function there."""
+    """A module that can be called: importing it hides the public function of the same name."""
 
     def __call__(self) -> dict[str, InnerKernel]:
         """Every registered kernel by name, the preferred ones first (a copy)."""

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 Block = tuple[slice, slice, slice]
 
 BLOCK_BYTES = 2 * 1024 * 1024
-"""Bytes of one block at full precision; every elementwise step here keeps a few of them alive."""
+"""Bytes of one block in fp32 (or fp64); an elementwise step holds a few blocks at a time."""
 
 
 def row_blocks(batch: int, heads: int, rows: int, row_bytes: int) -> Iterator[Block]:
     """Yield index triples that cover (batch, heads, rows) once.
 
-    Each block holds at most ``BLOCK_BYTES`` at ``row_bytes`` bytes a row, or one row where a row
-    alone is larger. Rows are cut last of all dimensions that fit whole, so that a block is a few
-    long contiguous runs.
+    Each block holds at most ``BLOCK_BYTES`` at ``row_bytes`` bytes a row, or one row if a single
+    row is larger. The batch is cut first, then the heads, then the rows, so that a block consists
+    of few, long contiguous runs.
     """
     if batch == 0 or heads == 0 or rows == 0:
         return

@@ -23,7 +23,7 @@ _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 _BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-# The operator works on tiles of at most this many queries and keys, one set a thread.
+# The operator works on tiles of at most this many queries and keys, one tile for each thread.
 _TILE_QUERIES = 256
 _TILE_KEYS = 512
 
@@ -60,8 +60,8 @@ class CpuKernel(RectangleKernel):
         bias: torch.Tensor | None,
         out_dtype: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``RectangleKernel.whole_forward``; grouped heads too, rows that are not finite
-        mended."""
+        """See ``RectangleKernel.whole_forward``; takes grouped heads, mends rows that are not
+        finite."""
         if query.shape[1] != key.shape[1]:
             return grouped_forward(
                 lambda q, k, v, mask: self.whole_forward(q, k, v, causal, scale, mask, out_dtype),
@@ -85,7 +85,7 @@ class CpuKernel(RectangleKernel):
         bias: torch.Tensor | None,
         grad_dtype: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See ``RectangleKernel.whole_backward``; with grouped heads too."""
+        """See ``RectangleKernel.whole_backward``; takes grouped heads."""
         if query.shape[1] != key.shape[1]:
             return grouped_backward(
                 lambda g, q, k, v, o, row, mask: self.whole_backward(
@@ -151,7 +151,7 @@ class CpuKernel(RectangleKernel):
         return dq[..., :head_dim], dk[..., :head_dim], dv[..., :value_dim]
 
     def backward_parts(self, batch_and_heads: int) -> int:
-        """One run of rows a thread that would otherwise have no head to work on."""
+        """As many runs of rows as give every thread some work."""
         return -(-torch.get_num_threads() // max(1, batch_and_heads))
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
@@ -160,13 +160,14 @@ class CpuKernel(RectangleKernel):
         shared = sizes.heads // max(1, sizes.key_heads)
         width = max(call.head_dim, call.value_dim)
         tile_queries, tile_keys = _tile(sizes)
-        # Scores, row maximum and sum, and output of one tile a thread; 16-bit ones again reduced.
+        # For each thread: scores, row maxima and sums, and output of one tile. For 16-bit inputs
+        # also the probabilities and operands in 16 bits.
         tiles = tile_queries * (tile_keys + 2 + width) * sizes.work
         packed = 0
         if sizes.item == 2:
             tiles += (tile_queries * tile_keys + (tile_queries + tile_keys) * width) * 2
             if "AVX512" in torch.backends.cpu.get_cpu_capability():
-                # There torch may repack keys and values as a whole for its matrix units.
+                # Here torch may repack all keys and values for the matrix units.
                 packed = 2 * sizes.batch * sizes.key_heads * round_up(sizes.keys, _TILE_KEYS)
                 packed *= round_up(width, 64) * 2
         inside = torch.get_num_threads() * tiles + packed
@@ -175,7 +176,7 @@ class CpuKernel(RectangleKernel):
         if call.value_dim < width:
             inside += sizes.key_rows * width * sizes.item
         if shared > 1:
-            # Queries by group, and results back in the order of heads.
+            # Copies of the queries by group, and of the results in the order of the heads.
             inside += 2 * sizes.rows * width * sizes.item + sizes.lse_bytes
         return forward_bytes(sizes, width, inside)
 
@@ -187,14 +188,15 @@ class CpuKernel(RectangleKernel):
         tile_queries, tile_keys = _tile(sizes)
         tiles = tile_queries * (2 * tile_keys + 1) * sizes.work
         if sizes.item == 2:
-            # Probabilities and their gradients again in 16 bits, and the reordered operands of
-            # a matrix product.
+            # Probabilities and their gradients once more in 16 bits, and the reordered operands
+            # of a matrix product.
             tiles += 4 * tile_queries * tile_keys * 2
             tiles += (tile_queries + tile_keys) * width * 8
         parts = 1 if call.mask is not None else self.backward_parts(sizes.batch * sizes.heads)
         gradients = (sizes.rows + 2 * parts * sizes.key_rows) * width * sizes.item
         if shared > 1:
-            # Of every query head before they are summed; rows by group, and back.
+            # Key gradients of every query head before they are summed; copies of the rows by
+            # group, and of the results in the order of the heads.
             gradients += 2 * sizes.shared_key_rows * width * sizes.item
             gradients += 4 * sizes.rows * width * sizes.item + 2 * sizes.lse_bytes
         # The operator copies a grad_out that is not token-major.

@@ -24,23 +24,23 @@ from quorum_attention.kernels.workspace import (
 
 _FORWARD = "_scaled_dot_product_cudnn_attention"
 _BACKWARD = "_scaled_dot_product_cudnn_attention_backward"
-# What cuDNN asks for on the side, whatever the shape (measured, with room).
+# What cuDNN allocates internally, independent of the shape (measured, with a margin).
 _INTERNAL_BYTES = 4 * 1024 * 1024
-# Its backward answers wrongly, or crashes the process, for a handful of queries or keys (seen with
-# cuDNN 9.19 on lengths of 1 to 7): shorter rectangles are padded up to this.
+# With very few queries or keys its backward returns wrong results or crashes the process (seen with
+# cuDNN 9.19 at lengths of 1 to 7): shorter rectangles are padded to this length.
 _SHORTEST = 64
-# Its backward takes keys in tiles of this, and masks those beyond the end of the last one, but not
-# where the first half of one tile holds all of them: there they have a score of 0, and one that is
-# far above a row's own sum makes that row's gradient NaN (seen with 9.19 on 1 to 64 keys, bf16
-# below an lse of -88, fp16 below -11). So that it has a second half, it is padded up.
+# Its backward works on tiles of this many keys and masks the keys past the end. It does not mask
+# them if all real keys lie in the first half of a single tile: the keys past the end then have a
+# score of 0, and if 0 is far above a row's lse, the row's gradient becomes NaN (seen with 9.19 on
+# 1 to 64 keys, in bf16 below an lse of -88, in fp16 below -11). So few keys are padded to a tile.
 _WHOLE_TILE = 128
 _TILE_ROWS = 128
-# Rows of queries a multiprocessor, all heads together, that keep the whole device busy.
+# Query rows for each multiprocessor, all heads together, that keep the whole device busy.
 _FILLING_ROWS = 1024
 
 
 class CudnnKernel(RectangleKernel):
-    """cuDNN's fused attention: 16-bit, grouped heads and broadcast masks as they are."""
+    """cuDNN's fused attention: 16-bit inputs; takes grouped heads and broadcast masks directly."""
 
     name = "cudnn"
     traits = replace(RectangleKernel.traits, plain_softmax=True)
@@ -117,8 +117,8 @@ class CudnnKernel(RectangleKernel):
         seed = torch.zeros((), dtype=seed_dtype, device=query.device)
         gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (
             torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-                # torch remembers cuDNN's plans by the strides of query, key and value alone; a
-                # plan made for other strides of these two would read the wrong elements.
+                # torch caches cuDNN's plans by the strides of query, key and value alone. A plan
+                # made for other strides of grad_out and out would read the wrong elements.
                 in_layout_of(grad_out, query),
                 query,
                 key,
@@ -141,13 +141,14 @@ class CudnnKernel(RectangleKernel):
         return grad_query[:, :, :rows], grad_key[:, :, :keys], grad_value[:, :, :keys]
 
     def preferred_sizes(self, sizes: TaskSizes, r: Rectangle, backward: bool) -> tuple[int, int]:
-        """Pieces whose inner loop runs over what stays in the L2 cache (docs/kernels.md).
+        """Pieces whose inner loop stays within the L2 cache (docs/kernels.md).
 
         The forward walks all keys for every tile of queries, the backward all queries for every
-        tile of keys: past a third of the cache the rate falls by 5 to 8 %. Only where the other
-        side alone fills the device, because each piece takes longer to start and end.
+        tile of keys: if that is more than a third of the cache, the rate falls by 5 to 8 %. A
+        rectangle is cut only if its other side alone fills the device, because each piece has a
+        start and an end at which the device is partly idle.
         """
-        # Heads run one after another, two at a time where one leaves room.
+        # Heads run one after another, in a backward two at a time.
         rows = _whole_tiles(_cache_bytes(sizes.device) // 3 // sizes.row_bytes)
         fills = _FILLING_ROWS * multiprocessors()
         if not backward and r.n_queries * sizes.query_lanes >= fills:
@@ -167,8 +168,8 @@ class CudnnKernel(RectangleKernel):
         widths = call.head_dim + call.value_dim
         gradients = (sizes.rows * call.head_dim + sizes.key_rows * widths) * sizes.item
         copies = 2 * sizes.rows * call.value_dim * sizes.item
-        # dQ is summed in fp32 over padded rows, delta and a copy of lse with it; gradients of
-        # grouped keys are made for every query head first.
+        # dQ is summed in fp32 over padded rows, beside delta and a copy of lse. The gradients of
+        # grouped keys are first computed for every query head.
         padded_rows = sizes.batch * sizes.heads * round_up(sizes.queries, 128)
         internal = padded_rows * (round_up(call.head_dim, 32) + 2) * 4 + _INTERNAL_BYTES
         if sizes.heads != sizes.key_heads:
@@ -178,10 +179,10 @@ class CudnnKernel(RectangleKernel):
 
 
 def _backward_least(queries: int, keys: int, causal: bool) -> tuple[int, int]:
-    """Fewest queries and keys that a backward is handed for a rectangle of so many."""
+    """The numbers of queries and keys that a rectangle is padded to for a backward, at least."""
     if keys > _SHORTEST:
         return _SHORTEST, keys
-    # A causal rectangle is a square, and stays one.
+    # A causal rectangle is a square and has to stay one.
     return _WHOLE_TILE if causal else _SHORTEST, _WHOLE_TILE
 
 
@@ -205,9 +206,9 @@ def _cache_bytes(device: torch.device) -> int:
 
 @functools.cache
 def _forward_template(device: torch.device, dtype: torch.dtype) -> tuple[int, torch.dtype]:
-    """How many dimensions this torch gives cuDNN's lse, and the dtype of its random state.
+    """How many dimensions cuDNN's lse has in this torch, and the dtype of the random state.
 
-    Both changed between releases, and the backward insists on what the forward returned.
+    Both changed between releases, and the backward requires what the forward returned.
     """
     tiny = torch.zeros((1, 1, 64, 64), dtype=dtype, device=device)
     results = torch.ops.aten._scaled_dot_product_cudnn_attention(

@@ -1,14 +1,14 @@
-"""delta of short rows by their own probabilities, not by a rounded output.
+"""A more exact delta for small 16-bit calls.
 
-A backward takes dS = P (dP - delta) with delta = rowsum(dO * O), and O has been rounded to the
-inputs' dtype: where a row has nearly all its weight on one key, P is 1 and dP - delta is next to
-nothing but that rounding. delta = rowsum(P * dP) / rowsum(P) has none of it, and makes dS 0 where P
-is 1. It takes a row's every key, and as much work again as half a backward: for calls so small that
-torch itself may hold all their scores, and of no use to longer ones, where torch's kernels have the
-same rounding.
+A backward computes dS = P (dP - delta) with delta = rowsum(dO * O), where O has been rounded to the
+inputs' dtype. If a row has nearly all its weight on one key, P is 1, and dP - delta consists of
+little but that rounding error. delta = rowsum(P * dP) / rowsum(P) does not have this error: where P
+is 1, dS becomes 0. It needs all keys of a row and costs half as much as a backward. So it is
+computed only for calls so small that torch itself may materialise their scores; in longer ones
+torch's own kernels have the same rounding error.
 
-Operators take ``out`` and use it for delta alone, so what they get in its place is anything with
-the right product with ``grad_out``.
+Operators take ``out`` and use it for delta alone. So they are given another tensor in its place,
+whose row products with ``grad_out`` are the exact delta: its carrier.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ import torch
 
 _MOST_PAIRS = 1 << 14
 _MOST_BYTES = 2 << 20
-# Columns that hold delta between them: each has the digits that the one before could not.
+# Columns of the carrier that are not 0: each holds the digits that the ones before it could not.
 _COLUMNS = 3
-# Probabilities of a whole row add up to 1 but for rounding.
+# The probabilities of a row add up to 1 within this, if lse is the lse of these keys.
 _WHOLE = 0.01
 
 
 def carrier_bytes(
     dtype: torch.dtype, heads_and_batch: int, n_queries: int, n_keys: int, width: int
 ) -> int:
-    """What ``exact_carrier`` takes at most; 0 where a call is not of 16 bits, or not so small that
-    it is worth it.
+    """Upper bound of the bytes ``exact_carrier`` takes; 0 if the call is too large for it, or its
+    dtype is not of 16 bits.
 
     Args:
-        heads_and_batch: query heads, of all batch entries.
-        width: head dimension and value dimension together.
+        heads_and_batch: query heads times batch entries.
+        width: head dimension plus value dimension.
     """
     rows, keys = heads_and_batch * n_queries, heads_and_batch * n_keys
     pairs = rows * n_keys
-    # In fp32: keys and values of every query head, rows and their gradients thrice, and products.
+    # In fp32: keys and values of every query head, three copies of the rows, four score matrices.
     n_bytes = 4 * ((keys + 3 * rows) * width + 4 * pairs)
     small = dtype.itemsize == 2 and pairs <= _MOST_PAIRS and n_bytes <= _MOST_BYTES
     return n_bytes if small else 0
@@ -52,7 +52,7 @@ def exact_carrier(
     causal: bool,
     scale: float,
 ) -> torch.Tensor:
-    """What to hand to a backward in the place of ``out``, in its dtype.
+    """The tensor to hand to a backward in the place of ``out``, of its shape and dtype.
 
     Args:
         grad_out, out: (*batch, h, nq, dv).
@@ -65,7 +65,7 @@ def exact_carrier(
     k, v = key.to(work), value.to(work)
     if shared > 1:
         k, v = (t.repeat_interleave(shared, dim=-3) for t in (k, v))
-    # As the kernel gets it: dP is of this one.
+    # Rounded to the dtype in which the kernel gets it.
     gradient = grad_out.to(query.dtype).to(work)
     scores = (query.to(work) @ k.mT).mul_(scale)
     if mask is not None and mask.dtype == torch.bool:
@@ -78,14 +78,17 @@ def exact_carrier(
     p = scores.sub_(lse.unsqueeze(-1)).exp_()
     total = p.sum(dim=-1)
     delta = (p * (gradient @ v.mT)).sum(dim=-1) / total
-    # An lse of more keys than these: delta is not to be had from them.
+    # Such a row's lse is of more keys than these, so delta cannot be computed from them.
     delta.masked_fill_((total - 1.0).abs() > _WHOLE, torch.nan)
     return _carrying(delta, gradient, out)
 
 
 def _carrying(delta: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Rows whose product with those of ``gradient`` is ``delta``; those of ``out`` itself where
-    there is none, or none that is finite."""
+    """Rows whose products with the rows of ``gradient`` are ``delta``.
+
+    A row of ``out`` is returned as it is if it comes closer, or if its delta cannot be carried:
+    delta is NaN, the gradient is 0, or the factor does not fit 16 bits.
+    """
     count = min(_COLUMNS, gradient.shape[-1])
     columns = gradient.abs().topk(count, dim=-1).indices
     factors = gradient.gather(-1, columns)
@@ -97,6 +100,5 @@ def _carrying(delta: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor) ->
         left = left - part.to(delta.dtype) * factor
     carried = torch.zeros_like(out, memory_format=torch.contiguous_format)
     carried.scatter_(-1, columns, torch.stack(parts, dim=-1))
-    # What is not carried: NaN, a gradient of zeros, more than 16 bits hold.
     missed = (gradient * out.to(delta.dtype)).sum(dim=-1) - delta
     return torch.where((left.abs() < missed.abs()).unsqueeze(-1), carried, out)

@@ -4,12 +4,12 @@ With S = scale Q K^T + bias, -inf where the task does not keep a pair,
 
     lse = logsumexp(S),   P = exp(S - lse),   O = P V
 
-(in the forward by the largest score m of a row, P = exp(S - m) / rowsum(exp(S - m)), which is more
-exact), and with the global lse and D = rowsum(dO * O),
+(the forward computes P = exp(S - m) / rowsum(exp(S - m)) with the largest score m of each row,
+which is more exact), and with the global lse and D = rowsum(dO * O),
 
     dV = P^T dO,   dS = P * (dO V^T - D),   dQ = scale dS K,   dK = scale dS^T Q.
 
-Quadratic in memory. Everything else is tested against this.
+Memory is quadratic in tokens. Every other kernel is tested against this one.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from quorum_attention.kernels.traits import Traits
 
 
 class DenseKernel:
-    """Materialised attention of a whole task, any device, any floating dtype, fp32 or fp64 inside.
+    """Materialised attention of a whole task, on any device, for any floating dtype.
 
-    16-bit inputs are computed in fp32, so its results are the exact ones up to fp32 rounding.
+    It computes in fp32 (fp64 for fp64 inputs), so its results are exact up to fp32 rounding.
     """
 
     name = "dense"
@@ -56,7 +56,7 @@ class DenseKernel:
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place.
 
-        ``grads.scaling`` guards 16-bit probabilities; here they are never 16-bit: not scaled.
+        ``grads.scaling`` is for 16-bit probabilities; here they are not 16-bit, nor scaled.
         """
         kept = _kept(task)
         for group in _groups(task):
@@ -89,7 +89,7 @@ def _forward_group(group: _Group, kept: torch.Tensor, state: Statistics) -> None
     at = (slice(group.batch, group.batch + 1), group.heads)
     dtype = state.out.dtype
     scores = _scores(group, kept, dtype)
-    # By the sum, not by exp(S - lse): a large lse has few digits left for what is below 1.
+    # Divided by the sum instead of taking exp(S - lse): a large lse has too few digits left.
     largest = scores.amax(dim=-1)
     p = _probabilities(scores, largest)
     total = p.sum(dim=-1)
@@ -150,7 +150,7 @@ def _over_rows(pairs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _kept(task: TaskTensors) -> torch.Tensor:
-    """The CQS mask (nq, nk), True where a pair is kept, with the causal mask where there is one."""
+    """The CQS mask (nq, nk), True where a pair is kept; combined with the causal mask, if any."""
     n_queries, n_keys = task.query.shape[2], task.key.shape[2]
     kept = torch.from_numpy(task.task.mask())[:n_queries, :n_keys].to(task.query.device)
     # The tokens of a task are in ascending order, so local positions order them as global ones do.
@@ -158,16 +158,16 @@ def _kept(task: TaskTensors) -> torch.Tensor:
 
 
 def _probabilities(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """exp(S - lse) in the place of S; rows without keys (lse -inf) are 0, not NaN.
+    """exp(S - lse), in place of S; 0 in rows without keys (lse -inf).
 
-    ``lse`` may be any other reference of the rows, their largest score say.
+    ``lse`` may also be another number for each row, for example its largest score.
     """
     finite = lse.masked_fill(lse == -math.inf, 0.0)
     return scores.sub_(finite.unsqueeze(-1)).exp_()
 
 
 def _pair_bytes(call: CallShape, extent: Extent, matrices: int) -> int:
-    """So many matrices of scores at full precision; boolean masks; the bias, and it widened."""
+    """``matrices`` score matrices in fp32 (or fp64), boolean masks, the bias and a wide copy."""
     group = extent.query_heads // max(1, extent.key_heads)
     matrices += call.mask is not None
     pairs = extent.n_tokens * extent.n_tokens
@@ -181,7 +181,7 @@ def _pair_bytes(call: CallShape, extent: Extent, matrices: int) -> int:
 
 
 def _row_bytes(call: CallShape, extent: Extent) -> int:
-    """Inputs and results of one group at full precision."""
+    """Inputs and results of one group in fp32 (or fp64)."""
     group = extent.query_heads // max(1, extent.key_heads)
     rows = extent.n_tokens * (group + 1)
     return rows * (2 * (call.head_dim + call.value_dim) + 8) * _work_size(call.dtype)

@@ -25,15 +25,15 @@ _LSE_ROWS = 32
 
 
 class EfficientKernel(RectangleKernel):
-    """torch's memory-efficient attention: 16-bit and fp32, masks, any head dimension.
+    """torch's memory-efficient attention: 16-bit and fp32 inputs, masks, any head dimension.
 
-    Head dimensions that are no multiple of 16 bytes are padded with zero columns.
+    Head dimensions that are not a multiple of 16 bytes are padded with zero columns.
     """
 
     name = "efficient"
     traits = replace(RectangleKernel.traits, plain_softmax=True)
     lowest_score = BASE_TWO_LOWEST
-    # Releases before mid-2026 answered wrongly, without an error, for masks longer than 65,536.
+    # Before mid-2026 it returned wrong results, without an error, for masks longer than 65,536.
     masked_limit: int = 32_768
     row_unit = 32
 
@@ -84,7 +84,7 @@ class EfficientKernel(RectangleKernel):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See ``RectangleKernel.rectangle_backward``."""
         head_dim, value_dim = query.shape[-1], value.shape[-1]
-        # Rows past the end get lse +inf, as the operator's forward leaves them: exp(s - inf) = 0.
+        # Rows past the end get lse +inf, as in the operator's forward: exp(s - inf) = 0.
         padded_lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % _LSE_ROWS), value=torch.inf)
         seed = torch.zeros((), dtype=torch.int64, device=query.device)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
@@ -93,7 +93,7 @@ class EfficientKernel(RectangleKernel):
             _fit(key),
             _fit(value),
             _expanded(bias, query, key),
-            # It computes delta with a row stride of heads x dimension, whatever the stride is.
+            # It computes delta with a row stride of heads x dimension, whatever the real one is.
             token_major(pad_last(out, _aligned(value_dim, out.element_size()))),
             padded_lse.contiguous(),
             seed,
@@ -126,12 +126,12 @@ class EfficientKernel(RectangleKernel):
         inside += 2 * sizes.rows * value_dim * sizes.item
         inside += sizes.batch * sizes.heads * round_up(sizes.queries, _LSE_ROWS) * 8
         if sizes.item == 4:
-            inside += sizes.rows * (value_dim + 2) * 4  # delta is made by torch, out of place
-        # dQ of every tile of queries, in fp32.
+            inside += sizes.rows * (value_dim + 2) * 4  # torch computes delta out of place
+        # dQ of all query tiles, in fp32.
         batch_heads = max(1, sizes.batch * sizes.heads)
         workspace = round_up(sizes.queries, 128) * round_up(head_dim, 128)
         if sizes.item == 2 and max(head_dim, value_dim) > 128:
-            # dK and dV too wide for registers: fp32 copies, one a split of the keys.
+            # dK and dV are too wide for registers: an fp32 copy for each split of the keys.
             splits = max(1, min(-(-sizes.keys // 64), 200 // batch_heads))
             if torch.are_deterministic_algorithms_enabled():
                 splits = 1
@@ -151,7 +151,7 @@ class EfficientKernel(RectangleKernel):
 
 
 def _fit(tensor: torch.Tensor) -> torch.Tensor:
-    """Columns a multiple of 16 bytes, and no useless stride that would not fit 32 bits."""
+    """``tensor``, its rows padded to multiples of 16 bytes, stride 0 in dimensions of size 1."""
     padded = pad_last(tensor, _aligned(tensor.shape[-1], tensor.element_size()))
     return zero_unit_strides(padded)
 

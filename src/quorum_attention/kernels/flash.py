@@ -23,7 +23,7 @@ _INTERNAL_BYTES = 256 * 1024
 
 
 class FlashKernel(RectangleKernel):
-    """torch's FlashAttention-2: 16-bit, grouped heads as they are, no mask."""
+    """torch's FlashAttention-2: 16-bit inputs, no mask; takes grouped heads directly."""
 
     name = "flash"
     traits = replace(RectangleKernel.traits, plain_softmax=True)
@@ -59,8 +59,8 @@ class FlashKernel(RectangleKernel):
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention(
             query, key, value, 0.0, causal, False, scale=scale
         )[:2]
-        # It has +inf for a row whose sum is NaN: by that a backward would take all its
-        # probabilities but the NaN itself for 0.
+        # It returns lse +inf for a row whose sum is NaN: with that, a backward would compute 0 for
+        # all of its probabilities that are not NaN themselves.
         return out, lse.nan_to_num_(nan=torch.nan, posinf=torch.nan, neginf=-torch.inf)
 
     def rectangle_backward(
@@ -85,7 +85,7 @@ class FlashKernel(RectangleKernel):
                 key,
                 value,
                 out,
-                # The operator takes its address alone and assumes it dense.
+                # The operator reads it as if it were contiguous.
                 lse.contiguous(),
                 None,
                 None,
@@ -103,8 +103,8 @@ class FlashKernel(RectangleKernel):
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``forward`` allocates at any one time."""
         sizes = RectangleSizes.of(call, extent, self.grouped)
-        # With too few tiles of queries for the GPU the keys are split, and each split has fp32
-        # statistics of its own. Splits stop at about two waves of 128-row tiles.
+        # If the query tiles are too few to fill the GPU, the keys are split, and each split has its
+        # own fp32 statistics. There are at most about two waves of 128-row tiles.
         split_rows = 2 * 2 * multiprocessors() * 128
         inside = split_rows * (_padded_dim(call.head_dim) + 1) * 4
         return forward_bytes(sizes, call.value_dim, inside)
@@ -114,14 +114,14 @@ class FlashKernel(RectangleKernel):
         sizes = RectangleSizes.of(call, extent, self.grouped)
         dim = call.head_dim
         gradients = (sizes.rows + 2 * sizes.key_rows) * dim * sizes.item
-        # grad_out and out again, token-major; dQ summed in fp32 over padded rows, delta; the
+        # Token-major copies of grad_out and out; dQ summed in fp32 over padded rows, and delta; the
         # gradients of grouped keys for every query head.
         inside = 2 * sizes.rows * dim * sizes.item
         padded_rows = sizes.batch * sizes.heads * round_up(sizes.queries, 128)
         copies = 1
         if torch.are_deterministic_algorithms_enabled():
             copies = -(-multiprocessors() // max(1, sizes.batch * sizes.heads))
-        # Beside them, in a few blocks, row statistics once more.
+        # A few blocks hold a second copy of the row statistics.
         inside += padded_rows * (copies * _padded_dim(dim) + 4) * 4 + _INTERNAL_BYTES
         if sizes.heads != sizes.key_heads:
             inside += 2 * sizes.shared_key_rows * dim * sizes.item

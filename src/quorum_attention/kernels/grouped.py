@@ -1,9 +1,10 @@
-"""Grouped heads for operators that take as many key heads as query heads: views, nothing expanded.
+"""Grouped heads for operators that need as many key heads as query heads, without expanding keys.
 
-Without a causal mask the query heads that share a key/value head become more rows of one head.
-Otherwise they become the heads of one batch entry, whose keys lie under all of them with a stride
-of 0; where batch and key heads do not flatten to a view, the j-th query heads of all groups are one
-call, for every j.
+There are three ways. Without a causal mask, the query heads that share a key/value head become
+further rows of one head. Otherwise each key/value head becomes a batch entry: the query heads of
+its group are the entry's heads, and all of them read its keys through a stride of 0. If batch and
+key heads cannot be flattened without a copy, the operator is called once for every j, with the
+j-th query head of every group.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ def grouped_forward(
     bias: torch.Tensor | None,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``run(query, key, value, bias)`` for query (b, h, n, d), key (b, hk, m, d), h > hk: out and
-    lse of all h heads."""
+    """Out (b, h, n, dv) and lse (b, h, n) of query (b, h, n, d) and key (b, hk, m, d), h > hk.
+
+    ``run(query, key, value, bias)`` returns (out, lse) for as many query heads as key heads.
+    """
     if _folds(bias, causal):
         out, lse = run(_as_rows(query, key), key, value, bias)
         return out.reshape(*query.shape[:-1], -1), lse.reshape(query.shape[:-1])
@@ -61,8 +64,11 @@ def grouped_backward(
     bias: torch.Tensor | None,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``run(grad_out, query, key, value, out, lse, bias)`` likewise: the three gradients, those of
-    key and value summed over the query heads that share them."""
+    """The gradients of query, key and value, summed over the query heads that share a key head.
+
+    ``run(grad_out, query, key, value, out, lse, bias)`` returns the three gradients for as many
+    query heads as key heads.
+    """
     if _folds(bias, causal) and _few_rows(query, key):
         rows = (_as_rows(t, key) for t in (grad_out, query))
         found = run(*rows, key, value, _as_rows(out, key), _as_rows(lse, key), bias)
@@ -93,7 +99,7 @@ def grouped_backward(
             _jth(lse, key, j), _jth_bias(bias, key, j),
         )  # fmt: skip
         queries.append(mine)
-        # In fp32, as torch sums: 16-bit partial sums would be rounded once for every head.
+        # Summed in fp32, as torch does: 16-bit partial sums would be rounded for every head.
         wide = torch.promote_types(key.dtype, torch.float32)
         keys = grad_key.to(wide) if keys is None else keys.add_(grad_key)
         values = grad_value.to(wide) if values is None else values.add_(grad_value)
@@ -104,18 +110,18 @@ def grouped_backward(
 
 
 def _folds(bias: torch.Tensor | None, causal: bool) -> bool:
-    """Whether a row is masked alike in every head of a group, and wherever it stands."""
+    """Whether all rows and all heads have the same mask, so that heads can become rows."""
     return not causal and (bias is None or bias.shape[1:3] == (1, 1))
 
 
 def _few_rows(query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Backwards run in parallel over batch and heads alone: rows of one head are one thread's."""
+    """Whether folding keeps all threads busy: in a backward each head is the work of one thread."""
     rows = query.shape[1] // key.shape[1] * query.shape[2]
     return rows <= _FEW_ROWS or key.shape[0] * key.shape[1] >= torch.get_num_threads()
 
 
 def _as_rows(tensor: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """(b, h, n, ...) as (b, hk, h / hk n, ...); copied where its strides allow no view."""
+    """(b, h, n, ...) as (b, hk, h / hk * n, ...); copied where its strides allow no view."""
     batch, heads = key.shape[:2]
     return tensor.reshape(batch, heads, -1, *tensor.shape[3:])
 
@@ -123,7 +129,7 @@ def _as_rows(tensor: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 def _flattens(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None
 ) -> bool:
-    """Whether (batch, key heads) is one dimension without a copy."""
+    """Whether (batch, key heads) can become one dimension without a copy."""
     batch, heads = key.shape[:2]
     if batch == 1:
         return True
@@ -134,13 +140,13 @@ def _flattens(
 
 
 def _by_group(tensor: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """(b, h, ...) as (b hk, h / hk, ...); copied where its strides allow no view."""
+    """(b, h, ...) as (b * hk, h / hk, ...); copied where its strides allow no view."""
     batch, heads = key.shape[:2]
     return tensor.reshape(batch * heads, tensor.shape[1] // heads, *tensor.shape[2:])
 
 
 def _under(tensor: torch.Tensor, shared: int) -> torch.Tensor:
-    """(b, hk, m, d) as (b hk, shared, m, d), a view."""
+    """(b, hk, m, d) as (b * hk, shared, m, d), a view."""
     return tensor.flatten(0, 1).unsqueeze(1).expand(-1, shared, -1, -1)
 
 

@@ -1,8 +1,8 @@
-"""Several operator calls of a task in flight at once, their merges still one after the other.
+"""Runs several operator calls of a task at once; their merges still follow each other.
 
-An attention kernel works in waves of as many tiles as there are multiprocessors; its last wave
-leaves part of the device idle until its slowest tile is done. A second call on another stream
-fills that gap (docs/kernels.md).
+An attention kernel works in waves, each with as many tiles as there are multiprocessors. In the
+last wave part of the device is idle until the slowest tile is done. A second call on another
+stream uses that time (docs/kernels.md).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 class Lanes:
-    """Streams of one device that take turns; made once for a pass."""
+    """Streams of one device, used in turn; created once for a pass."""
 
     def __init__(self, device: torch.device, count: int) -> None:
         self._streams = [torch.cuda.Stream(device) for _ in range(count)]
@@ -23,7 +23,7 @@ class Lanes:
 
     @contextmanager
     def task(self) -> Iterator[None]:
-        """Brackets a task: its calls follow the current stream, which follows them afterwards."""
+        """Around a task: its calls wait for the current stream, which then waits for them."""
         main = torch.cuda.current_stream()
         for stream in self._streams:
             stream.wait_stream(main)
@@ -36,13 +36,13 @@ class Lanes:
 
     @contextmanager
     def call(self, number: int) -> Iterator[None]:
-        """Puts the ``number``-th call of a task on its stream."""
+        """Around the ``number``-th call of a task: runs it on its stream."""
         with torch.cuda.stream(self._streams[number % len(self._streams)]):
             yield
 
     @contextmanager
     def merge(self, number: int) -> Iterator[None]:
-        """Within a call: what is merged here follows what was merged before."""
+        """Around the merge of a call: it waits for the merge of the call before."""
         stream = self._streams[number % len(self._streams)]
         if self._last is not None:
             stream.wait_event(self._last)

@@ -1,4 +1,4 @@
-"""Copies into the memory layout that an operator silently takes for granted."""
+"""Memory layouts that operators need but do not check for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 def zero_unit_strides(tensor: torch.Tensor) -> torch.Tensor:
     """The same view with stride 0 in dimensions of size 1 (the last one excepted).
 
-    Some operators insist that every stride fits 32 bits, also one that is never used.
+    Some operators require every stride to fit 32 bits, even those that are never used.
     """
     strides = [0 if n == 1 else s for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
     strides[-1] = tensor.stride(-1)
@@ -16,9 +16,9 @@ def zero_unit_strides(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def in_layout_of(tensor: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
-    """``tensor`` dense, with its dimensions nested as those of ``model``; copied only if needed.
+    """``tensor`` without gaps, its dimensions in the memory order of ``model``; copied if needed.
 
-    That is the layout in which operators allocate an output for a query ``model``.
+    Operators allocate the output for a query ``model`` in this layout.
     """
     shape = tensor.shape
     order = sorted(range(tensor.dim()), key=lambda dim: model.stride(dim))
@@ -34,5 +34,5 @@ def in_layout_of(tensor: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
 
 
 def token_major(tensor: torch.Tensor) -> torch.Tensor:
-    """A (b, h, rows, d) tensor stored as (b, rows, h, d); copied only if it is not."""
+    """A (b, h, rows, d) tensor that is stored as (b, rows, h, d); copied if needed."""
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)

@@ -2,9 +2,9 @@
 
 With ``(out, lse)`` of two disjoint key sets, ``lse' = logaddexp(lse, lse_i)`` and
 ``out' = w out + w_i out_i`` where ``w = exp(lse - lse') = sigmoid(lse - lse_i)``, and ``w_i``
-likewise. No exponential of an lse alone is ever formed, so scores of any size are safe. Neither
-weight is taken from the other: 1 - w_i has none of the digits of a w far below 1, and large values
-of hardly any weight would leave their rounding in small results.
+likewise. The exponential of an lse itself is never formed, so scores of any size are safe. The
+weights are computed independently: ``1 - w_i`` would lose the digits of a small ``w``, and a large
+value with a small weight would then distort the result.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, out_i: torch.Tensor, lse_i: tor
         out: running output (b, h, rows, dv), fp32 or fp64; any strides.
         lse: running natural-log log-sum-exp (b, h, rows), fp32 or fp64.
         out_i: normalised output over the new keys, same shape, any floating dtype.
-        lse_i: its log-sum-exp, same shape as ``lse``; -inf (with ``out_i`` 0) in rows that have
-            no keys.
+        lse_i: its log-sum-exp, same shape as ``lse``; -inf (with ``out_i`` 0) in rows without
+            keys.
 
     Raises:
         ValueError: the shapes do not fit each other.
@@ -50,14 +50,14 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, out_i: torch.Tensor, lse_i: tor
         merge_triton_(out, lse, out_i, lse_i)
         return
     if not out.is_cuda and bool(torch.isneginf(lse).all()):
-        # Nothing there yet: half the traffic. (On a GPU, asking would stop the host.)
+        # All rows are empty: copying is half the traffic. (On a GPU the host would have to wait.)
         out.copy_(out_i)
         lse.copy_(lse_i)
         return
     if lse.nbytes <= BLOCK_BYTES:
         _merge_block_(out, lse, out_i, lse_i)
         return
-    # Row statistics in blocks of their own size: many rows a call keep every thread busy.
+    # Row statistics are small: blocks of many rows keep every thread busy.
     batch, heads, rows = lse.shape
     for block in row_blocks(batch, heads, rows, lse.element_size()):
         _merge_block_(out[block], lse[block], out_i[block], lse_i[block])
@@ -75,8 +75,9 @@ def add_(
     Args:
         target: fp32 or fp64; any strides.
         source: same shape, any floating dtype.
-        unscale: (b or 1, h / g) fp32: one factor for g neighbouring heads.
-        overflow: as ``unscale``, int32; set to 1 where any element of ``source`` is not finite.
+        unscale: (b or 1, h / g) fp32: one factor for g neighbouring heads; None is 1.
+        overflow: shaped like ``unscale``, int32; set to 1 where any element of ``source`` is not
+            finite; None: not checked.
     """
     if target.is_cuda and _triton_can_merge(target, source):
         from quorum_attention.kernels.merge_triton import add_triton_
@@ -87,7 +88,7 @@ def add_(
         target.add_(source, alpha=alpha)
         return
     batch, heads, rows, width = target.shape
-    # In blocks, because a 16-bit source is upcast first.
+    # In blocks, because a 16-bit source is first converted to the target's dtype.
     for block in row_blocks(batch, heads, rows, max(1, width) * target.element_size()):
         part = source[block].to(target.dtype)
         if overflow is not None:
@@ -119,7 +120,7 @@ def add_all_(
 def _flag_(
     overflow: torch.Tensor, finite: torch.Tensor, heads: int, block: tuple[slice, slice, slice]
 ) -> None:
-    """Set the entries of ``overflow`` of heads in ``block`` that are not all ``finite``."""
+    """Set ``overflow`` to 1 for the heads in ``block`` whose elements are not all ``finite``."""
     if bool(finite.all()):
         return
     shared = heads // overflow.shape[1]
@@ -145,7 +146,7 @@ def _merge_block_(
 def _update_lse_(lse: torch.Tensor, lse_i: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge ``lse_i`` into ``lse`` in place; returns the weights of the old and the new keys."""
     lse_i = lse_i.to(lse.dtype)
-    # Two empty rows are -inf + inf = NaN apart; an empty addend changes nothing in any case.
+    # The difference of two empty rows would be NaN. Adding an empty row changes nothing.
     apart = (lse_i - lse).masked_fill_(lse_i == -torch.inf, -torch.inf)
     new = apart.sigmoid()
     kept = apart.neg_().sigmoid_()
@@ -167,7 +168,7 @@ def _average_(
 
 
 def _triton_can_merge(out: torch.Tensor, out_i: torch.Tensor) -> bool:
-    # The fused kernel wants the head dimension contiguous; everything torch hands out has it so.
+    # The Triton kernel needs the last dimension contiguous; what torch returns has it so.
     return (
         triton_available()
         and (out.stride(-1) == 1 or out.shape[-1] <= 1)
@@ -178,5 +179,5 @@ def _triton_can_merge(out: torch.Tensor, out_i: torch.Tensor) -> bool:
 
 @functools.cache
 def triton_available() -> bool:
-    """Whether Triton can be imported (it is optional, and looked for only when needed)."""
+    """Whether Triton, which is optional, is installed."""
     return importlib.util.find_spec("triton") is not None

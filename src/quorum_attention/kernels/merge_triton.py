@@ -2,10 +2,10 @@
 # mypy: ignore-errors
 """Merging statistics and adding gradients as Triton kernels: all read once and written once.
 
-Triton compiles a kernel anew for every combination of its numbers that are 1, or multiples of 16,
-or neither, at 0.7 s each. Nothing is gained here by most of that, so numbers are told not to
-matter, and strides are handed over in whole units where they are multiples of one: by that alone
-rows are read and written in words of 16 bytes.
+Triton compiles a kernel again for every combination of integer arguments that are 1, multiples of
+16, or neither; each compilation takes 0.7 s. These kernels gain little from that, so the integers
+are declared ``do_not_specialize``. Strides are passed as multiples of a common unit that is a
+compile-time constant: that is enough for rows to be read and written in words of 16 bytes.
 """
 
 import math
@@ -14,20 +14,20 @@ import torch
 import triton
 import triton.language as tl
 
-# Elements of one program's block: enough for full memory bandwidth, few enough for registers.
+# Elements of a program's block: enough for full memory bandwidth, few enough for the registers.
 _BLOCK_ELEMENTS = 4096
-# Elements that all strides may be multiples of, from words of 16 bytes down.
+# Possible units of the strides, in elements, the largest first.
 _UNITS = (16, 8, 4, 2)
 
 
 def _block(width: int) -> tuple[int, int]:
-    """Rows and columns of a block. Triton's own helpers take the host 4 us a call."""
+    """Rows and columns of a block. (Triton's own helpers cost the host 4 us a call.)"""
     block_width = 1 << max(0, width - 1).bit_length()
     return max(1, _BLOCK_ELEMENTS // block_width), block_width
 
 
 def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Of (b, h, rows, d) the first three, where they count."""
+    """The first three strides of (b, h, rows, d); 0 in dimensions of size 1."""
     both = zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
     return tuple(stride if n > 1 else 0 for n, stride in both)
 
@@ -53,7 +53,7 @@ def merge_triton_(
         return
     block_rows, block_width = _block(width)
     blocks = -(-rows // block_rows)
-    # All programs on the first grid axis, the only one that takes more than 65,535.
+    # All programs are on the first grid axis, the only one that can have more than 65,535.
     grid = (batch * heads * blocks,)
     strides = _strides(out) + _strides(out_i)
     unit = _unit(strides)
@@ -107,7 +107,7 @@ def _merge_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
-    # 64-bit throughout: a state may hold more than 2**31 elements.
+    # Offsets have 64 bits: a tensor may hold more than 2**31 elements.
     lane = tl.program_id(0) // blocks
     b = (lane // heads).to(tl.int64)
     h = (lane % heads).to(tl.int64)
@@ -119,8 +119,8 @@ def _merge_kernel(
     new = tl.load(lse_i + b * lse_i_b + h * lse_i_h + row * lse_i_r, mask=live, other=0.0)
     no_old = old == float("-inf")
     no_new = new == float("-inf")
-    # Differences of lse only, never exp(lse); two empty rows would make them NaN.
-    # Of the side that has less, whose digits 1 - the other's would not have.
+    # Only differences of lse are exponentiated (of two empty rows: NaN, so they are handled apart).
+    # The smaller weight is computed: 1 minus the larger one would lose its digits.
     less = tl.where(no_new | no_old, 0.0, 1.0 / (1.0 + tl.exp(tl.abs(old - new))))
     nearer = (old >= new) | no_new
     larger = tl.where(old > new, old, new)
@@ -155,15 +155,15 @@ def add_triton_(
         targets: (b, h, rows, d) fp32; any strides, the last dimension contiguous.
         sources: as ``targets``, fp16, bf16 or fp32, one dtype.
         unscale: (b or 1, h / g) fp32: one factor for g neighbouring heads; None is 1.
-        overflow: as ``unscale``, int32, set to 1 where any element of a source is not finite;
-            None: not looked at.
+        overflow: shaped like ``unscale``, int32; set to 1 where any element of a source is not
+            finite; None: not checked.
     """
     by_head = unscale if overflow is None else overflow
     assert unscale is None or by_head is None or unscale.stride() == by_head.stride()
     arguments: list[object] = []
     widths, blocks = [], []
     for i in range(3):
-        # A pair that is not there has no rows; its pointers are never followed.
+        # A missing pair gets no blocks, so its pointers are never read.
         target, source = (targets[i], sources[i]) if i < len(targets) else (targets[0], sources[0])
         batch, heads, rows, width = target.shape
         block_rows, block_width = _block(width)
@@ -238,7 +238,7 @@ def _add_block(
     source_at = source + (row * source_r * UNIT)[:, None] + column[None, :]
     part = tl.load(source_at, mask=cells, other=0.0).to(tl.float32)
     if CHECKED:
-        # Also false for NaN.
+        # The comparison is false for NaN, too.
         bad = tl.max(tl.where(tl.abs(part) < float("inf"), 0, 1), axis=1)
         flag_at = overflow + b * unscale_b + (h // shared) * unscale_h
         tl.store(flag_at + 0 * row, bad, mask=bad > 0)

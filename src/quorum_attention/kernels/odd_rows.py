@@ -1,4 +1,4 @@
-"""Rows whose scores are not all finite, where an operator makes finite numbers of them."""
+"""Corrects rows with scores that are not finite, for which an operator returns finite numbers."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ def mend_odd_rows_(
     scale: float,
     bias: torch.Tensor | None,
 ) -> None:
-    """Give rows with NaN, infinite or no scores what they have in exact arithmetic, in place.
+    """Correct, in place, the rows that have NaN, infinite or no scores.
 
-    A row with a score of NaN or +inf has an output of NaN, and one with scores of -inf alone
-    weighs nothing: 0, with an lse of -inf. torch's operator for the CPU ignores a NaN when it looks
-    for a maximum among few keys, returns 0 with an lse of 0 where that leaves it none, and takes
-    16-bit exponentials by a polynomial that makes 0 of NaN. All rows that this touches have an lse
-    that is 0, NaN or infinite, which is asked first: of other rows nothing else is read.
+    A row with a score of NaN or +inf has to be NaN; a row whose scores are all -inf has to be 0
+    with lse -inf. torch's CPU operator differs: among few keys it ignores NaN when it looks for the
+    maximum, it returns 0 with lse 0 if there is no maximum, and its 16-bit exponential turns NaN
+    into 0. In all these rows lse is 0, NaN or infinite. That is checked first; nothing else of the
+    other rows is read.
 
     Args:
         out: (b, h, lq, dv), as the operator returned it.
-        lse: (b, h, lq), likewise; rows of -inf are right as they are.
-        query, key, causal, scale: of the call.
+        lse: (b, h, lq), as the operator returned it; rows with -inf are right already.
+        query, key, causal, scale: the operator's arguments.
         bias: (b or 1, h or 1, lq or 1, lk or 1), or None.
     """
     batch, heads, n_rows = lse.shape
@@ -48,7 +48,7 @@ def mend_odd_rows_(
 
 
 def _part(bias: torch.Tensor | None, at: tuple[int, int]) -> torch.Tensor | None:
-    """(lq or 1, lk or 1) of a mask that may broadcast over batch entries and heads."""
+    """The mask (lq or 1, lk or 1) of one head; ``bias`` may broadcast over batch and heads."""
     if bias is None:
         return None
     return bias[at[0] if bias.shape[0] > 1 else 0, at[1] if bias.shape[1] > 1 else 0]
@@ -81,7 +81,7 @@ def _largest(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The largest score of every one of ``rows``, NaN where there is one; -inf for no key.
+    """The largest score of each of ``rows``; NaN if a score is NaN, -inf without keys.
 
     Args:
         query, key, bias: (lq, d), (lk, d), (lq or 1, lk or 1).
@@ -90,7 +90,7 @@ def _largest(
     if bias is not None:
         bias = bias.expand(query.shape[0], n_keys)
     found = torch.full((rows.numel(),), -torch.inf, dtype=dtype, device=rows.device)
-    # As many queries as keys at a time: neither of the two nor their scores take more than a block.
+    # Blocks of ``step`` queries and keys: neither they nor their scores exceed BLOCK_BYTES.
     items = BLOCK_BYTES // dtype.itemsize
     step = max(1, min(int(items**0.5), items // max(1, width)))
     for at in range(0, rows.numel(), step):
@@ -98,7 +98,7 @@ def _largest(
         part = query[some].to(dtype)
         best = found[at : at + step]
         if bool(part.isnan().any(dim=-1).all()):
-            # Whatever the keys are.
+            # All scores of these rows are NaN.
             best.fill_(torch.nan)
             continue
         for first in range(0, n_keys, step):

@@ -1,6 +1,6 @@
-"""What the running torch has: its attention operators and their arguments.
+"""Which attention operators this torch has, and their arguments.
 
-Asked of torch itself; release numbers say little about builds.
+torch itself is asked, because builds of one release differ.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 @functools.cache
 def operator_arguments(name: str) -> tuple[str, ...] | None:
-    """Argument names of ``torch.ops.aten.<name>``, in order; None where torch has no such thing."""
+    """Argument names of ``torch.ops.aten.<name>``, in order; None if there is no such operator."""
     packet = getattr(torch.ops.aten, name, None)
     if packet is None:
         return None

@@ -1,8 +1,8 @@
-"""Real tensors on real devices, whatever the caller runs under: for what is found out and kept.
+"""Code that runs outside all modes of the caller, for results and tensors that are cached.
 
-A first call may come under a default device, in inference mode, under autocast, inside a
-transformation or a dispatch mode. What is made there and kept (a probe's answer, a small tensor on
-its device) has to be what it would have been anywhere.
+The first call may run under a default device, in inference mode, under autocast, inside a function
+transformation or a dispatch mode. What it caches (the answer of a probe, a small tensor) must not
+depend on that.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 
 @contextmanager
 def outside() -> Iterator[None]:
-    """Every mode and transformation that is on is off in here, gradients too."""
+    """Turns off every mode and transformation that is active, and gradients."""
     with ExitStack() as off:
-        # Default devices, and other modes that see functions: torch.device("meta") as a context.
+        # Default devices and other function modes, such as torch.device("meta") as a context.
         off.enter_context(torch._C.DisableTorchFunction())
         if torch._C._len_torch_dispatch_stack() or _len_torch_dispatch_stack_pre_dispatch():
             from torch.utils._python_dispatch import _disable_current_modes
@@ -28,7 +28,7 @@ def outside() -> Iterator[None]:
             from torch._functorch import pyfunctorch
 
             off.enter_context(pyfunctorch.temporarily_clear_interpreter_stack())
-        # First of the two that set whether gradients are recorded.
+        # Before no_grad, because it also sets whether gradients are recorded.
         off.enter_context(torch.inference_mode(False))
         off.enter_context(torch.no_grad())
         off.enter_context(without_autocast("cpu", "cuda"))
@@ -36,7 +36,7 @@ def outside() -> Iterator[None]:
 
 
 def without_autocast(*device_types: str) -> AbstractContextManager[object]:
-    """No cast on the way: in here kernels compute in the dtypes that they were given."""
+    """Turns autocast off, so that kernels compute in the dtypes of their inputs."""
     on = [kind for kind in device_types if torch.is_autocast_enabled(kind)]
     if not on:
         return nullcontext()
@@ -47,9 +47,9 @@ def without_autocast(*device_types: str) -> AbstractContextManager[object]:
 
 
 def tracing() -> str | None:
-    """What is being traced by, in words, if anything is: there are no numbers then to compute with.
+    """The name of the tracer that is active, if any: its tensors have no numbers to compute with.
 
-    Not ``torch.compile``, which steps around what it cannot trace.
+    ``torch.compile`` is not one of them: it breaks the graph where it cannot trace.
     """
     if torch._C._is_tracing():
         return "torch.jit.trace"
@@ -64,10 +64,10 @@ def tracing() -> str | None:
 
 
 def refuse_traces(function: str, **tensors: torch.Tensor | None) -> None:
-    """Refuse to be traced, by the name of what is.
+    """Raise an error if a call is being traced.
 
     Raises:
-        NotImplementedError: a trace is going on, or a tensor is one that has no numbers.
+        NotImplementedError: a tracer is active, or one of ``tensors`` is a fake tensor; names it.
     """
     found = tracing()
     where = f"under {found}"
@@ -93,5 +93,5 @@ def _is_fake(tensor: torch.Tensor | None) -> bool:
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured: nothing can be waited for, so nothing found out."""
+    """Whether a CUDA graph is being captured: the host cannot wait for the device then."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,8 +1,8 @@
-"""Zeros that make a head dimension, or a number of rows, what an operator insists on.
+"""Pads head dimensions and rows with zeros to the sizes that an operator requires.
 
-Zero columns of query and key change no score, and those of value only add columns to the output
-that are cut off again. Zero queries have no gradient to hand on, and their outputs are cut off;
-added keys have to be masked.
+Zero columns of query and key change no score; zero columns of value only add columns to the output,
+which are cut off. Added queries have a grad_out of 0, so they add nothing to gradients, and their
+outputs are cut off. Added keys have to be masked.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import torch
 
 
 def pad_last(tensor: torch.Tensor, width: int) -> torch.Tensor:
-    """``tensor`` with zero columns up to ``width``; as it is, uncopied, where it has as many."""
+    """``tensor`` with zero columns up to ``width``; not copied if it has that many."""
     missing = width - tensor.shape[-1]
     return tensor if missing <= 0 else torch.nn.functional.pad(tensor, (0, missing))
 
 
 def pad_rows(tensor: torch.Tensor, rows: int, value: float = 0.0) -> torch.Tensor:
-    """``tensor`` (..., n, d) with rows of ``value`` up to ``rows``; uncopied where it has them."""
+    """``tensor`` (..., n, d) with rows of ``value`` up to ``rows``; not copied if it has them."""
     missing = rows - tensor.shape[-2]
     if missing <= 0:
         return tensor
@@ -31,9 +31,9 @@ def bias_for_padding(
     least: tuple[int, int],
     causal: bool,
 ) -> torch.Tensor | None:
-    """The additive mask of a rectangle that is padded up to at ``least`` (queries, keys).
+    """The additive mask of a rectangle padded to at least ``least`` (queries, keys), or None.
 
-    Added keys are masked; under a causal mask they lie after every query, and need none.
+    It masks the added keys. A causal rectangle needs no mask: its added keys lie after every query.
 
     Args:
         bias: (b or 1, h or 1, lq or 1, lk or 1), or None.

@@ -1,7 +1,7 @@
-"""Ask a kernel once whether it really works here, with numbers.
+"""Tests once whether a kernel really works on a device.
 
-An operator can answer and be wrong: a small rectangle and a small causal square are compared
-with the float64 reference, forward and, if gradients are wanted, backward.
+An operator may run and return wrong numbers. So a small rectangle and a small causal square are
+compared with the float64 reference: the forward and, if gradients are needed, the backward.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from quorum_attention.kernels.remembered import remembered
 
 _QUERIES = 256
 _KEYS = 384
-# Largest error accepted, as a share of the largest element: this finds what is wrong, not what
-# is merely imprecise (fp32 operators may use TF32).
+# The largest error that is accepted, as a share of the largest element. It is wide: the probe is to
+# find wrong results, not imprecise ones (fp32 operators may use TF32).
 _TOLERANCES = {
     torch.float16: 2e-2,
     torch.bfloat16: 1e-1,
@@ -40,10 +40,10 @@ _TOLERANCES = {
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """What an answer depends on, beside the kernel.
+    """Everything but the kernel that the answer depends on.
 
     Attributes:
-        deterministic: torch refuses operators that are not, as long as it is told to.
+        deterministic: whether torch has been told to refuse nondeterministic operators.
     """
 
     device: torch.device
@@ -58,26 +58,26 @@ class _Question:
 
     @property
     def scales(self) -> tuple[float, ...]:
-        """Factors of the scores to try."""
+        """The factors of the scores to test."""
         usual = 1.0 / math.sqrt(max(1, self.head_dim))
         return (usual,) if self.positive_scale else (-usual, 0.0)
 
 
-# Of one kernel; a few for every kind of call.
+# Answers remembered for each kernel.
 _ANSWERS = 1024
 
 
 def probe(kernel: InnerKernel, call: CallShape, device: torch.device | None = None) -> str | None:
-    """Why ``kernel`` does not work for such calls on ``device``, or None; found out once.
+    """Why ``kernel`` does not work for such calls on ``device``, or None; tested only once.
 
     Args:
-        kernel: a kernel that does not refuse the call by itself.
-        call: what is wanted of it.
-        device: where; by default the current device of the call's type.
+        kernel: a kernel that does not refuse the call.
+        call: the kind of call.
+        device: default the current device of the call's type.
 
     Raises:
-        torch.OutOfMemoryError: the device has not even room for this (some MiB).
-        RuntimeError: a CUDA graph is being captured, and it has not been found out before.
+        torch.OutOfMemoryError: the device does not have the few MiB that the test takes.
+        RuntimeError: a CUDA graph is being captured, and no such call has been tested before.
     """
     if device is None:
         device = torch.device(call.device_type)
@@ -106,7 +106,6 @@ def _answer(kernel: InnerKernel, question: _Question) -> str | None:
             f"kernel {kernel.name!r} has to be tried out before a CUDA graph is captured: make one "
             f"such call first, as warm-up"
         )
-    # Whatever the caller runs under, the answer is about the device.
     with outside():
         return _tried(kernel, question)
 
@@ -129,7 +128,7 @@ def _tried(kernel: InnerKernel, question: _Question) -> str | None:
 
 
 def _compare(kernel: InnerKernel, question: _Question, is_causal: bool, scale: float) -> str | None:
-    """Run the kernel and the reference; what is wrong with the kernel's results, or None."""
+    """Compare the kernel with the reference: what is wrong with its results, or None."""
     n_keys = _QUERIES if is_causal else _KEYS
     inputs = _Inputs.random(question, n_keys)
     how = (is_causal, scale, question.needs_grad)
@@ -140,7 +139,7 @@ def _compare(kernel: InnerKernel, question: _Question, is_causal: bool, scale: f
         result = found[name].to("cpu", torch.float64)
         if result.isnan().any():
             return f"NaN in {name}"
-        # Equal infinities (the lse of rows without keys) differ by nothing.
+        # Equal infinities (the lse of rows without keys) are no difference.
         difference = torch.where(result == reference, 0.0, (result - reference).abs())
         size = reference[reference.isfinite()].abs().max()
         error = (difference.max() / size.clamp_min(1e-6)).item()
@@ -187,7 +186,7 @@ class _Inputs:
         )
 
     def bias(self, r: Rectangle) -> torch.Tensor | None:
-        """The mask of a rectangle, broadcast dimensions as they are."""
+        """The mask of a rectangle; dimensions it broadcasts over keep size 1."""
         if self.mask is None:
             return None
         rows = slice(r.query_start, r.query_stop) if self.mask.shape[2] > 1 else slice(None)
@@ -198,7 +197,7 @@ class _Inputs:
 def _run(
     kernel: InnerKernel, inputs: _Inputs, is_causal: bool, scale: float, needs_grad: bool
 ) -> dict[str, torch.Tensor]:
-    """The kernel's statistics, and gradients if wanted, of one task that is everything."""
+    """The kernel's statistics, and gradients if needed, of one task that is the whole call."""
     query, key, value, grad_out = inputs.query, inputs.key, inputs.value, inputs.grad_out
     n_queries, n_keys = query.shape[2], key.shape[2]
     whole = next(iter(Decomposition(max(n_queries, n_keys), ()).tasks()))
@@ -243,7 +242,7 @@ def _run(
 def _random_mask(
     mask: MaskShape | None, heads: int, n_keys: int, generator: torch.Generator
 ) -> torch.Tensor | None:
-    """A mask that spans the dimensions asked for, some of it -inf, one row wholly so."""
+    """A random mask of that shape, some of it -inf, one row entirely -inf."""
     if mask is None:
         return None
     shape = (1, heads if mask.heads else 1, _QUERIES if mask.rows else 1, n_keys)

@@ -1,4 +1,4 @@
-"""The kernels there are, by name, and which come first when the choice is free."""
+"""All kernels by name, and the order in which "auto" prefers them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from quorum_attention.kernels.traits import Traits, contradiction, traits_of
 
 _KERNELS: dict[str, InnerKernel] = {}
 _registered = 0
-# With the traits they had: asking costs as much as a small call.
+# Kernels whose traits have been checked, with those traits: a check takes as long as a small call.
 _CHECKED: WeakKeyDictionary[InnerKernel, Traits] = WeakKeyDictionary()
 
-# Fastest first (measured on an H200); kernels not named here, registered by users, come after
-# these in the order of registration, and the reference last of all.
+# Fastest first (measured on an H200). Kernels registered by users come after these, in the order of
+# registration; the reference comes last.
 _PREFERENCE = ("cudnn", "flash", "efficient", "cpu", "native")
 _LAST = "dense"
 
@@ -34,8 +34,8 @@ def register_kernel(kernel: InnerKernel) -> None:
     """Make a kernel known under its name, replacing one of the same name.
 
     Raises:
-        TypeError: it lacks a part of the ``InnerKernel`` protocol, or its traits say something
-            else than its methods.
+        TypeError: it lacks a part of the ``InnerKernel`` protocol, or its traits contradict its
+            methods.
         ValueError: its name is empty or "auto".
     """
     if isinstance(kernel, type):
@@ -53,12 +53,12 @@ def register_kernel(kernel: InnerKernel) -> None:
 
 
 def registrations() -> tuple[int, ...]:
-    """Other numbers for every other set of kernels that there have been."""
+    """A key that changes whenever a kernel is registered."""
     return (_registered, *map(id, _KERNELS.values()))
 
 
 def is_kernel(thing: object) -> TypeGuard[InnerKernel]:
-    """Whether it has all that ``InnerKernel`` asks for (a class of kernels has that, too)."""
+    """Whether ``thing`` has all parts of ``InnerKernel`` (a kernel class has them, too)."""
     return isinstance(thing, InnerKernel)
 
 
@@ -102,18 +102,18 @@ def get_kernel(kernel: str | InnerKernel) -> InnerKernel:
 
 
 def why_not(kernel: InnerKernel, call: CallShape, device: torch.device | None = None) -> str | None:
-    """Why a kernel cannot run the call, by its own word or by a test on ``device``; or None."""
+    """Why a kernel cannot run the call: its own refusal or a failed test on ``device``; or None."""
     reason, traits = kernel.refusal(call), traits_of(kernel)
-    # The reference is what others are tested against; testing it against itself says nothing.
+    # The reference cannot be tested against itself, nor a kernel that computes other attention
+    # (check_kernel is for those).
     if reason is not None or kernel.name == _LAST or traits.own_attention:
-        # Nor does testing what is no plain attention: that is what check_kernel is for.
         return reason
-    # A kernel whose users changed the scores is tried without the change.
+    # A kernel whose options change the scores is tested without them.
     return probe(traits.probed_as or kernel, call, device)
 
 
 def _is_checked(kernel: InnerKernel) -> bool:
-    """Whether it is a kernel that was checked before, with the traits that it had then."""
+    """Whether ``kernel`` has been checked before, and still has the same traits."""
     try:
         return _CHECKED.get(kernel) is traits_of(kernel)
     except TypeError:  # it takes no weak reference: checked every time

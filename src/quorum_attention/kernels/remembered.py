@@ -1,4 +1,4 @@
-"""Remembering answers about a kernel, and not the kernel: users make and drop their own."""
+"""Remembers answers about a kernel without keeping the kernel alive."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _Answer = TypeVar("_Answer")
 
 
 def remembered(most: int) -> Callable[[Callable[_Params, _Answer]], Callable[_Params, _Answer]]:
-    """Decorates a function with a parameter ``kernel``, given by position.
+    """Decorator for a function with a positional parameter ``kernel``: caches its answers.
 
-    Its last ``most`` answers for each kernel are kept as long as the kernel is; they must not hold
-    it. Of a kernel that cannot be referred to weakly nothing is remembered.
+    The last ``most`` answers for each kernel are held as long as the kernel lives; they must not
+    refer to it. Nothing is remembered for a kernel that takes no weak reference.
     """
 
     def decorate(function: Callable[_Params, _Answer]) -> Callable[_Params, _Answer]:

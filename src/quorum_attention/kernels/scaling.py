@@ -1,9 +1,9 @@
-"""How a backward is kept inside fp16's range, and how that is undone (design, section 2).
+"""Keeps a backward inside fp16's range, and undoes that (design, section 2).
 
 At long N the true probabilities and their gradients are near 1/N, in fp16's subnormal range, and
-every production kernel rounds both to the inputs' dtype. Passing ``lse - shift ln 2`` makes it
-compute ``2**shift P``; dividing ``grad_out`` by a power of two keeps ``dS`` below fp16's largest
-number meanwhile. Both scale all three gradients alike, which one fp32 factor undoes exactly.
+every production kernel rounds both to the inputs' dtype. Given ``lse - shift ln 2`` it computes
+``2**shift P``, and ``grad_out`` divided by a power of two keeps ``dS`` below fp16's largest number.
+Each scales all three gradients by the same power of two, which one fp32 factor undoes exactly.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import torch
 from quorum_attention.kernels.blocks import row_blocks
 from quorum_attention.kernels.merge import triton_available
 
-# |dS| may come up to 2**15; fp16 ends at 65,504, a little below 2**16.
+# |dS| may be up to 2**15; fp16's largest number, 65,504, is a little below 2**16.
 LOG2_LARGEST = 15
 
 
 @dataclass(slots=True)
 class Scaling:
-    """What a task's backward was scaled by.
+    """How a task's backward is scaled.
 
     Attributes:
         shift: probabilities are computed times 2**shift.
         unscale: (b, key heads) fp32, powers of two: what ``grad_out`` was divided by; None is 1.
-        overflow: like ``unscale``, int32; set to 1 for the heads whose partial gradients are not
-            all finite. None: not looked at.
+        overflow: shaped like ``unscale``, int32; set to 1 for the heads whose partial gradients are
+            not all finite; None: not checked.
     """
 
     shift: int = 0
@@ -44,8 +44,8 @@ def divide_gradient_(
     Args:
         grad_out: (b, h, n, dv).
         value: (b, hk, m, dv).
-        unscale: (b, hk) fp32, receives what it was divided by.
-        shift: what probabilities will be multiplied by, 2**shift.
+        unscale: (b, hk) fp32, receives the divisors.
+        shift: probabilities will be computed times 2**shift.
     """
     dense = grad_out.is_contiguous() and value.is_contiguous()
     if grad_out.is_cuda and dense and triton_available():
@@ -67,10 +67,10 @@ def divide_gradient_(
 
 
 def largest_norm(tensor: torch.Tensor) -> float:
-    """The largest Euclidean norm of a finite row of (b, h, n, d).
+    """The largest Euclidean norm of the finite rows of (b, h, n, d).
 
-    What comes of a row that is not finite is not either, however it is scaled; the others keep the
-    scale that is right for them.
+    Rows that are not finite give results that are not finite, however they are scaled. They are
+    left out, so that the scale is right for all others.
     """
     largest = 0.0
     for block in _blocks(tensor):
@@ -80,13 +80,13 @@ def largest_norm(tensor: torch.Tensor) -> float:
 
 
 def divisor_exponent(gradient: float, value: float, shift: int) -> int:
-    """The exponent of what ``grad_out`` is divided by, 0 where there is nothing to scale.
+    """log2 of the divisor of ``grad_out``; 0 where there is nothing to scale.
 
     Args:
-        gradient, value: the largest row norms of the two.
-        shift: of the probabilities.
+        gradient, value: the largest row norms of ``grad_out`` and of the values.
+        shift: see ``divide_gradient_``.
     """
-    # |dS| <= 2**shift 2 g w, and |P dO| of a single pair, times two, stay below the largest.
+    # Bounds |dS| <= 2**shift 2 g v, and twice |P dO| of a single pair.
     bound = gradient * max(2 * value, 2.0)
     if not 0 < bound < math.inf:
         return 0
@@ -95,5 +95,5 @@ def divisor_exponent(gradient: float, value: float, shift: int) -> int:
 
 def _blocks(tensor: torch.Tensor) -> list[tuple[slice, slice, slice]]:
     batch, heads, rows, width = tensor.shape
-    # fp32 copies of 16-bit rows are made on the way.
+    # 16-bit rows are converted to fp32.
     return list(row_blocks(batch, heads, rows, 4 * max(1, width)))

@@ -1,4 +1,4 @@
-"""The kernel a call runs on: the one asked for, or the best that can."""
+"""Chooses the kernel of a call: the one asked for, or the first that can run it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def select_kernel(
     """The kernel for ``call`` on ``device``.
 
     A kernel asked for by name is never replaced by another. "auto" takes the first in order of
-    preference that can run the call. With ``tried`` a kernel is believed only once a small call
-    of it came out right; planning takes its word (and may plan for a device that is not here).
+    preference that can run the call. With ``tried`` a kernel also has to pass a small test on the
+    device; planning does without, because it may plan for a device that is not here.
 
     Raises:
         NotImplementedError: no kernel, or not the one asked for, can run the call; says why.
@@ -31,7 +31,7 @@ def select_kernel(
         return kernel
     found = []
     for kernel in kernels().values():
-        # One by one: trying a kernel may mean building it.
+        # One after the other: a test may have to build the kernel.
         reason = why_not(kernel, call, device) if present else kernel.refusal(call)
         if reason is None:
             return kernel
@@ -43,8 +43,11 @@ def select_kernel(
 def unrounded_kernel(
     wanted: str | InnerKernel, call: CallShape, device: torch.device, result: torch.dtype
 ) -> str | InnerKernel:
-    """``wanted``, or for "auto" and a result wider than its 16-bit inputs, the kernel that does not
-    round it to 16 bits on the way, if it can run the call."""
+    """The kernel for a result that is wider than its 16-bit inputs.
+
+    For "auto" that is the kernel that does not round results to 16 bits, if it can run the call;
+    otherwise, and in all other cases, ``wanted``.
+    """
     wider = result.itemsize > call.dtype.itemsize and call.head_dim == call.value_dim
     if wanted != "auto" or not wider or device.type != "cuda":
         return wanted
@@ -54,8 +57,10 @@ def unrounded_kernel(
 def rivals(
     preferred: InnerKernel, call: CallShape, device: torch.device
 ) -> tuple[InnerKernel, ...]:
-    """Kernels beside ``preferred`` that a planner may choose for "auto": their rates are known on
-    such a device. That they take the call is their own word."""
+    """Kernels that a planner may choose for "auto" instead of ``preferred``.
+
+    Their rates on such a device have been measured, and they do not refuse the call.
+    """
     if device.type != "cuda" or not _is_hopper(device):
         return ()
     others = [measured(kernel) for kernel in kernels().values() if kernel is not preferred]
@@ -67,7 +72,7 @@ def rivals(
 
 
 def _is_hopper(device: torch.device) -> bool:
-    """Of a device that is not here, too: plans assume one."""
+    """Whether the device is a Hopper GPU; without a GPU, plans are made for one."""
     if not torch.cuda.is_available():
         return True
     return torch.cuda.get_device_capability(device) == (9, 0)

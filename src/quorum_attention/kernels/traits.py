@@ -1,8 +1,7 @@
-"""What a kernel declares of itself, in one record, and what it offers besides.
+"""What a kernel declares about itself, in one record, and which optional methods it has.
 
-Everybody who plans or runs a call asks here, and nowhere else: ``traits_of(kernel)`` for what is
-so, and ``whole_calls(kernel)`` and its like for the kernel as something with those methods. A name
-that there is not is an error where the record is made.
+Planner and executor ask here and nowhere else: ``traits_of(kernel)`` returns the record, and
+``whole_calls(kernel)`` and its like return the kernel with the type of that protocol, or None.
 """
 
 from __future__ import annotations
@@ -28,35 +27,34 @@ from quorum_attention.kernels.protocol import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """A kernel's ``traits``, of its class or of one object; a kernel without them has these.
+    """The ``traits`` of a kernel class or of one kernel; a kernel without them has these defaults.
 
     Attributes:
-        own_attention: it computes something else than attention by query, key, scale and mask: it
-            is not compared with the reference before it is believed, and gets no rows that there
-            are no tokens of.
-        plain_softmax: what it computes is softmax of the scores, and its backward takes ``out`` for
-            delta alone; small 16-bit calls then take delta from probabilities (kernels/delta.py).
-        whole_tasks: a task is one launch, whatever its rectangles: nothing to gain from several
-            calls in flight, or from running all tasks of a head group as one.
-        several_streams: a task is several calls, spread over ``TaskTensors.lanes`` where there are
-            some: two in flight, or those of all tasks of a head group together, may be faster.
-        launch_seconds: of a kernel of whole tasks, what issuing a forward, and a backward, takes
-            the host.
-        rates: of a forward and a backward, as shares of the best kernel's of the device.
-        scaled_backward: dtypes of which it gains by a scaled backward, and undoes the scaling
-            (kernels/scaling.py); none is scaled of others.
-        probed_as: the kernel that is compared with the reference in the place of this one, which
-            differs from it by what users have done to the scores; None: this one.
+        own_attention: it computes other attention than that of query, key, scale and mask. So it is
+            not compared with the reference first, and gets no rows beyond the sequence's tokens.
+        plain_softmax: it computes the softmax of the scores, and its backward uses ``out`` for
+            delta alone; small 16-bit calls then get a more exact delta (kernels/delta.py).
+        whole_tasks: a task is one launch, whatever its rectangles. So nothing is gained by several
+            calls in flight, or by running all tasks of a head group together.
+        several_streams: a task is several calls, spread over ``TaskTensors.lanes`` if there are
+            any. Two calls in flight, or all tasks of a head group together, may be faster.
+        launch_seconds: host seconds to launch a forward, and a backward, of a kernel of whole
+            tasks.
+        rates: speeds of its forward and its backward, as shares of the device's best kernel's.
+        scaled_backward: dtypes for which a scaled backward is more exact; it undoes the scaling
+            (kernels/scaling.py). Backwards in other dtypes are not scaled.
+        probed_as: the kernel to compare with the reference instead of this one, because this one
+            has options that change the scores; None: this one.
         captures: it says which tensors it reads besides (``Captures``).
         sparse: it says which pairs it keeps (``Sparse``).
         whole_calls: it takes monolithic calls on the inputs as they lie (``WholeCalls``).
         task_calls: it takes tasks on the inputs as they lie (``TaskCalls``).
-        operator: it can be called for a single rectangle (``Operator``); then whole calls too.
-        measured: it says of which calls ``rates`` have been measured (``Measured``).
+        operator: it can be called for a single rectangle (``Operator``); needs ``whole_calls``.
+        measured: it says for which calls its ``rates`` have been measured (``Measured``).
 
     Raises:
-        TypeError: a value of another kind.
-        ValueError: numbers that make no sense, or two that do not go together.
+        TypeError: a value of the wrong type.
+        ValueError: numbers that make no sense, or two values that exclude each other.
     """
 
     own_attention: bool = False
@@ -98,7 +96,7 @@ _OF_A_PLAIN_KERNEL = Traits()
 
 
 def traits_of(kernel: InnerKernel) -> Traits:
-    """What ``kernel`` declares; the defaults of one that declares nothing."""
+    """The traits of ``kernel``; the defaults if it declares none."""
     found: Traits = getattr(kernel, "traits", _OF_A_PLAIN_KERNEL)
     return found
 
@@ -147,11 +145,11 @@ METHODS = MappingProxyType(
         "measured": _methods(Measured),
     }
 )
-"""What a kernel has that says so in its traits."""
+"""By trait, the methods that a kernel with this trait has."""
 
 
 def contradiction(kernel: InnerKernel) -> str | None:
-    """Where a kernel's traits and the rest of it do not agree, in words; None where they do."""
+    """How a kernel's traits contradict the rest of it, in words; None if they do not."""
     traits: Any = traits_of(kernel)
     if not isinstance(traits, Traits):
         return f"its traits must be Traits, got {shown(traits)}"

@@ -1,4 +1,4 @@
-"""Functions that torch.compile calls as they are: one break of the graph around each."""
+"""Functions that torch.compile does not compile: it breaks the graph once around each."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ _REASON = "quorum_attention plans and runs a call outside the graph"
 
 
 def uncompiled(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
-    """``function``, with ``torch.compiler.disable`` as soon as there is a compiler.
+    """``function`` under ``torch.compiler.disable`` once torch's compiler has been loaded.
 
-    Loading torch's compiler takes longer than importing torch, so it is not done for calls that
-    nobody compiles.
+    Loading the compiler takes longer than importing torch, so it is not loaded here.
     """
     disabled: Callable[_Params, _Result] | None = None
 
@@ -33,7 +32,7 @@ def uncompiled(function: Callable[_Params, _Result]) -> Callable[_Params, _Resul
             disabled = torch._dynamo.disable(function)
         return disabled(*args, **named)
 
-    # What torch.compiler.disable would have left here for a compiler that comes across ``call``.
+    # The marks that torch.compiler.disable would have put on ``call`` for the compiler.
     marked: Any = call
     marked._torchdynamo_disable = True
     marked._torchdynamo_disable_msg = _REASON
@@ -42,9 +41,9 @@ def uncompiled(function: Callable[_Params, _Result]) -> Callable[_Params, _Resul
 
 
 def _skip(code: CodeType) -> None:
-    """Tell the compiler not to look at this code by itself (what the code calls is another matter).
+    """Tell the compiler to skip this code (but not the functions it calls).
 
-    Without effect where torch has this elsewhere: then the graph breaks once more.
+    It does nothing if torch has moved this function elsewhere; the graph then breaks once more.
     """
     with suppress(AttributeError, ImportError):
         from torch._C._dynamo import eval_frame

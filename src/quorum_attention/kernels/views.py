@@ -1,4 +1,4 @@
-"""Parts of a task's tensors as kernels get them: always views, never copies."""
+"""Views of the parts of a task's tensors that a kernel call gets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from quorum_attention.decomposition.batches import Batch
 
 Pick = Callable[[torch.Tensor], torch.Tensor]
-"""Selects some heads of a tensor with all its query heads in dimension 1, as a view."""
+"""Selects some heads, as a view, of a tensor whose dimension 1 is all query heads."""
 
 
 def query_rows(tensor: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -27,7 +27,7 @@ def key_rows(tensor: torch.Tensor, batch: Batch) -> torch.Tensor:
 def _rows(tensor: torch.Tensor, start: int, rows: int, step: int, count: int) -> torch.Tensor:
     if count == 1:
         return tensor[:, :, start : start + rows]
-    # Regular runs of one entry's rows as batch entries.
+    # Runs of rows at regular distances become batch entries.
     assert tensor.shape[0] == 1, "only a single batch entry leaves room for another"
     row = tensor.stride(2)
     return tensor.as_strided(

@@ -1,4 +1,4 @@
-"""Sizes of one rectangle call, from which kernels add up their workspace bounds (bytes)."""
+"""Sizes of an operator call, from which kernels compute their workspace bounds in bytes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
 from quorum_attention.kernels.protocol import CallShape, Extent
 
 SLACK_BYTES = 64 * 1024
-"""Allocator rounding of the handful of tensors alive at once."""
+"""Bound of what the allocator adds by rounding, for the few tensors alive at once."""
 
 UNSPLIT_BYTES = 1 << 20
-"""Of its blocks above this size torch's CUDA caching allocator hands out the whole, where less than
-this would be left over."""
+"""torch's CUDA caching allocator does not split a large block if less than this would be left: a
+tensor may then take this much more."""
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -26,7 +26,7 @@ def round_up(number: int, multiple: int) -> int:
 
 @functools.cache
 def multiprocessors() -> int:
-    """Multiprocessors of the largest GPU here; those of today's largest where there is none."""
+    """Multiprocessors of the largest GPU here; without a GPU, 160, as many as the largest has."""
     if not torch.cuda.is_available():
         return 160
     counts = [
@@ -38,17 +38,17 @@ def multiprocessors() -> int:
 
 @dataclass(frozen=True, slots=True)
 class RectangleSizes:
-    """Counts of the largest operator call a kernel makes.
+    """Sizes of the largest operator call a kernel makes.
 
     Attributes:
         heads: query heads of one call.
         item: bytes of an element of the inputs.
-        bias_bytes: the mask of one rectangle, as the task hands it over.
-        aligned_bias_bytes: a copy of it with all its columns.
-        dead_bytes: what finding rows without keys takes.
         work: bytes of an element of the statistics (4, or 8 for float64).
-        task_rows: query rows of a whole task.
-        signed_query: whether a copy of the call's queries bears the sign of its scale.
+        bias_bytes: bytes of the mask of one rectangle, as the task hands it over.
+        aligned_bias_bytes: bytes of a copy of it from ``aligned_bias``.
+        dead_bytes: bytes that ``dead_rows`` takes.
+        task_rows: query rows of a whole task, all heads and batch entries together.
+        signed_query: whether the queries are copied to multiply them by the sign of the scale.
     """
 
     batch: int
@@ -68,7 +68,7 @@ class RectangleSizes:
 
     @classmethod
     def of(cls, call: CallShape, extent: Extent, grouped: bool) -> RectangleSizes:
-        """Sizes for a kernel whose operator takes grouped heads as they are, or does not."""
+        """Sizes of a call; ``grouped``: the operator takes fewer key heads than query heads."""
         heads = extent.query_heads if grouped else extent.key_heads
         item = call.dtype.itemsize
         bias = aligned = dead = 0
@@ -110,27 +110,27 @@ class RectangleSizes:
 
     @property
     def shared_key_rows(self) -> int:
-        """Key rows of one call, expanded to its query heads."""
+        """Key rows of one call if every query head had its own."""
         return self.batch * self.heads * self.keys
 
     @property
     def signed_bytes(self) -> int:
-        """The copy of the queries of one call that bears the sign of its scale."""
+        """Bytes of the queries of one call times the sign of its scale (``signed``)."""
         return self.rows * self.head_dim * self.item if self.signed_query else 0
 
     @property
     def lse_bytes(self) -> int:
-        """A row statistic of one call."""
+        """Bytes of the lse of one call."""
         return self.rows * self.work
 
     @property
     def shifted_lse_bytes(self) -> int:
-        """The shifted lse of a task with the flags made on the way, and copies of a call's part."""
+        """Bytes of a task's shifted lse, the flags of its empty rows, and two copies for a call."""
         return self.task_rows * (self.work + 1) + 2 * self.rows * self.work
 
     @property
     def after_bytes(self) -> int:
-        """Temporaries once the operator has returned: rows without keys, merge."""
+        """Bytes of the temporaries after the operator has returned: rows without keys, merge."""
         return max(self.dead_bytes, MERGE_WORKSPACE_BYTES) + self.dead_bytes
 
 
