@@ -1,4 +1,4 @@
-"""Attention written here, in Triton (docs/native.md)."""
+"""The native kernel: attention in Triton (docs/native.md)."""
 
 from quorum_attention.kernels.native.function import native_attention
 from quorum_attention.kernels.native.kernel import NativeKernel

@@ -6,9 +6,10 @@ With the global lse, P = exp(S - lse) and delta = rowsum(dO * O) - dlse (paper, 
 
     dV = P^T dO,   dS = P * (dO V^T - delta),   dQ = scale dS K,   dK = scale dS^T Q.
 
-P is computed twice, and nothing is added by two programs: the result is the same bit for bit every
-time. For fp16, P is computed times 2**lift, and dS times a power of two for each key head, from the
-largest norms of its rows, so that both stay normal and cannot overflow (design, section 2).
+P is computed twice, so that no two programs add to the same number: the result is bit-for-bit
+repeatable. For fp16, P is computed times 2**lift, and dS times a power of two for each key head,
+its ``ease``, which follows from the largest norms of its rows. So both stay in fp16's normal range
+and cannot overflow (design, section 2).
 """
 
 import triton
@@ -63,7 +64,7 @@ def delta_kernel(
     NORMS: tl.constexpr,
     GRAD_LSE: tl.constexpr,
 ):
-    """Delta (b, h, n) = rowsum(grad_out * out) - grad_lse; norms (b, hk): of rows of grad_out."""
+    """Delta (b, h, n) = rowsum(grad_out * out) - grad_lse, and the norms (b, hk) of grad_out."""
     n_blocks = tl.cdiv(n_rows, BLOCK)
     program = tl.program_id(0)
     lane = program // n_blocks
@@ -88,7 +89,7 @@ def delta_kernel(
 
 @triton.jit
 def _ease(norms, lane, lanes, lift):
-    """The power of two for dS of a key head: 2**lift |dS| <= 2**(lift + 1) g v stays near 2**14."""
+    """A key head's power of two for dS: it keeps 2**lift |dS| <= 2**(lift + 1) g v near 2**14."""
     g2 = tl.load(norms + lane)
     v2 = tl.load(norms + lanes + lane)
     bound = 0.5 * (tl.log2(tl.maximum(g2, 1e-30)) + tl.log2(tl.maximum(v2, 1e-30))) + 1.0 + lift
@@ -184,7 +185,7 @@ def query_kernel(
         other=0.0,
     )
     own = tl.load(lse + b * l_b + h * l_h + wide_rows * l_n, mask=live, other=float("-inf"))
-    # A row without any key: with +inf in place of -inf its probabilities are 0, not NaN.
+    # In a row without any key, +inf in place of -inf makes its probabilities 0 instead of NaN.
     lse2 = tl.where(own == float("-inf"), float("inf"), own * 1.4426950408889634 - lift)
     d_row = tl.load(delta + lane.to(tl.int64) * n_queries + wide_rows, mask=live, other=0.0)
     ease = 1.0
@@ -229,7 +230,7 @@ def query_kernel(
                     diagonal, distance, left, right, WINDOW,
                 )  # fmt: skip
                 if BITS:
-                    # Read anew for each tile: held, they would cost the clear tiles registers.
+                    # Read again for each tile: holding them would cost the clear tiles registers.
                     own_bits = tl.load(query_bits + rows, mask=live, other=0)
                     other = tl.load(key_bits + keys, mask=keys < part_high, other=0)
                     keep = keep & ((own_bits[:, None] & other[None, :]) == 0)
@@ -325,11 +326,12 @@ def key_kernel(
 ):  # fmt: skip
     """Add a task's dK (b, hk, m, d) and dV (b, hk, m, dv), or write them (ADD False).
 
-    ``starts`` and ``entries``: by blocks of BLOCK_N keys. The query heads of a key head follow
-    each other in one program. ``grad_bias`` (b, h, m) fp32: the sum of dS over the rows, added to.
+    ``starts`` and ``entries``: by blocks of BLOCK_N keys. One program runs the query heads of a
+    key head one after the other. The sum of dS over the rows is added to ``grad_bias`` (b, h, m),
+    fp32.
     """
     program = tl.program_id(0)
-    # The longest blocks of a causal task are its first.
+    # The first blocks of a causal task take longest, so they start first.
     block = program % n_blocks
     lane = program // n_blocks
     b = (lane // key_heads).to(tl.int64)
@@ -401,7 +403,7 @@ def key_kernel(
                     BLOCK_D, BLOCK_DV, BLOCK_M, READ, PRECISION,
                 )  # fmt: skip
 
-            # What is ragged: before the clear part (the diagonal), and after it.
+            # The ragged parts: before the clear part (at the diagonal), and after it.
             for side in range(2):
                 part_low = tl.where(side == 1, end, start)
                 part_high = tl.where(side == 1, stop, begin)

@@ -1,11 +1,11 @@
 """Run tables for arbitrary group bits: any 64-bit word for every token (paper, section 4).
 
-A pair (q, k) is kept where ``bits[q] & bits[k] == 0``. Of every block of tokens only the bitwise OR
-and AND of its words is looked at, which gives the verdict on a tile in constant time:
+A pair (q, k) is kept where ``bits[q] & bits[k] == 0``. The verdict on a tile takes constant time:
+it follows from the bitwise OR and AND of the words of its two blocks.
 
     clear   OR_q & OR_k == 0      no bit is on both sides: every pair is kept
     masked  AND_q & AND_k != 0    some bit is on both sides of every pair: none is kept
-    mixed   otherwise             the kernel asks pair by pair
+    mixed   otherwise             the kernel tests every pair
 
 Masked tiles are in no run, so they are never loaded.
 """
@@ -19,7 +19,7 @@ import torch
 from quorum_attention.decomposition import CLEAR, MASKED, MIXED
 from quorum_attention.kernels.native.runs import FIELDS, NO_DIAGONAL, Runs
 
-# Cells of the verdict matrix that are worked on at a time.
+# Cells of the verdict matrix that are computed at a time.
 _CELLS = 1 << 24
 
 
@@ -27,7 +27,7 @@ def summaries(bits: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tenso
     """Bitwise (OR, AND) of the words of every block of ``block`` (a power of two) tokens.
 
     Args:
-        bits: (n,) int64. The last block counts the tokens there are.
+        bits: (n,) int64. The last block may have fewer tokens.
     """
     n = bits.numel()
     n_blocks = -(-n // block)
@@ -56,11 +56,11 @@ def runs_of_bits(
     Args:
         query_bits, key_bits: (n,), (m,) int64, on the device of the call.
         is_causal: keep only keys at or before the query.
-        block: rows of a block along ``axis``.
-        other: tokens of a summary across it.
+        block: tokens of a block along ``axis``.
+        other: tokens of a block along the other axis.
         axis: "query": runs of keys by blocks of queries; "key": runs of queries by blocks of keys.
 
-    The host waits for the device once: it has to know how many runs there are.
+    The host waits for the device once, because it has to know the number of runs.
     """
     along, across = (query_bits, key_bits) if axis == "query" else (key_bits, query_bits)
     n, m, device = along.numel(), across.numel(), along.device
@@ -105,7 +105,7 @@ def _runs_of_rows(verdict: torch.Tensor, first: int) -> torch.Tensor:
     changed[:, 1:-1] = verdict[:, 1:] != verdict[:, :-1]
     edges = changed.nonzero()
     row, column = edges[:, 0], edges[:, 1]
-    # Every edge but a row's last begins a run, which the next edge ends.
+    # Every edge but the last of a row begins a run, which ends at the next edge.
     begins = column < n_columns
     stops = torch.roll(column, -1)
     kind = verdict[row[begins], column[begins]].long()

@@ -1,7 +1,7 @@
 """Block sizes, warps and pipeline stages by head dimension and element size.
 
-Few and fixed: a search at run time would cost every first call more than it gains. Where they come
-from: docs/native.md.
+They are few and fixed, because a search at run time would cost every first call more than it gains.
+docs/native.md says how they were measured.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ Half = Literal["forward", "query", "key"]
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How a kernel is cut and built.
+    """How a Triton kernel is tiled and compiled.
 
     Attributes:
         block_m, block_n: queries and keys of a tile.
-        warps, stages: of a program.
-        descriptors: whether blocks are read by tensor descriptors, where device and tensors
-            allow it.
+        warps, stages: warps and pipeline stages of a program.
+        descriptors: whether blocks are read by tensor descriptors, if device and tensors allow it.
     """
 
     block_m: int
@@ -34,7 +33,7 @@ class Config:
 
 
 def padded(width: int) -> int:
-    """Columns of a tile: the power of two that holds ``width``, at least a matrix unit's 16.
+    """Columns of a tile: the smallest power of two from 16 (a matrix unit's) that holds ``width``.
 
     Never 32: the one case that failed on a GPU had a tile of 32 columns (docs/native.md).
     """
@@ -43,8 +42,8 @@ def padded(width: int) -> int:
     return max(64, 1 << (width - 1).bit_length())
 
 
-# 16-bit inputs, by padded head dimension: up to 64, 128, 256, and beyond (forward alone). Those of
-# 64 and 128 are the fastest of some forty on an H200, the others have the fewest spills.
+# For 16-bit inputs, by the largest padded head dimension; above 256 there is only the forward.
+# Those for 64 and 128 are the fastest of some forty on an H200, the others have the fewest spills.
 _NARROW: dict[Half, dict[int, Config]] = {
     "forward": {
         64: Config(128, 64, 4, 3),
@@ -63,9 +62,9 @@ _NARROW: dict[Half, dict[int, Config]] = {
         256: Config(32, 64, 8, 2, descriptors=True),
     },
 }
-# 128 without descriptors: of four warps, they spill.
+# Used instead without descriptors: four warps would spill registers.
 _WITHOUT = {("forward", 128): Config(128, 64, 8, 3)}
-# fp32 in IEEE arithmetic has no matrix units: small tiles, one stage.
+# fp32 in IEEE arithmetic cannot use matrix units: small tiles, one stage.
 _WIDE = Config(32, 32, 4, 1)
 _WIDEST = Config(16, 16, 4, 1)
 
@@ -73,7 +72,7 @@ _WIDEST = Config(16, 16, 4, 1)
 def config(
     half: Half, head_dim: int, value_dim: int, itemsize: int, device: torch.device
 ) -> Config:
-    """For a kernel: the forward, or the backward by blocks of queries or of keys."""
+    """The config of a kernel: the forward's, or the backward's by blocks of queries or of keys."""
     width = max(padded(head_dim), padded(value_dim))
     if itemsize > 2:
         return _WIDE if width <= 128 else _WIDEST
@@ -88,17 +87,17 @@ def config(
 
 
 def _shared_bytes(half: Half, found: Config, width: int, itemsize: int) -> int:
-    """About what a program keeps in shared memory: what stays, and what every stage reads."""
+    """Estimate of a program's shared memory: the block that stays, and the blocks of all stages."""
     stays, moves = found.block_m, found.block_n
     if half == "key":
         stays, moves = moves, stays
-    kept = stays * width * (1 if half == "forward" else 2)
-    return (kept + found.stages * 2 * moves * width) * itemsize
+    held = stays * width * (1 if half == "forward" else 2)
+    return (held + found.stages * 2 * moves * width) * itemsize
 
 
 @functools.cache
 def _device(device: torch.device) -> tuple[tuple[int, int], int]:
-    """Compute capability, and shared memory of a program in bytes."""
+    """Compute capability, and the most shared memory of a program in bytes."""
     if device.type != "cuda":
         return (0, 0), 1 << 30
     found = torch.cuda.get_device_properties(device)

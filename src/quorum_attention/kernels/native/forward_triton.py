@@ -2,10 +2,10 @@
 # mypy: ignore-errors
 """The forward of a whole task in one launch.
 
-A program takes a block of query rows and walks its runs of key blocks, keeping (acc, m, l) in
-registers: the running output before division, the running maximum in units of ln 2, the running sum
-(paper, section 3; the recurrence is FlashAttention-2's). State that was there before is where it
-begins, so merging a task into its rows is resuming them.
+A program takes a block of query rows and walks its runs of key blocks. It holds (acc, m, l) in
+registers: the running output before division, the running maximum in units of ln 2, and the running
+sum (paper, section 3; the recurrence is FlashAttention-2's). It starts from the statistics that the
+rows already have, which merges the task into them.
 """
 
 import triton
@@ -61,7 +61,7 @@ def _tile(
         s = tl.where(keep, s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1) * log2_scale)
     if MASKED or BIAS:  # noqa: SIM108
-        # A row that has had no key so far: its maximum is -inf, and differences would be NaN.
+        # The maximum of a row without keys so far is -inf, and its differences would be NaN.
         base = tl.where(m_new == float("-inf"), 0.0, m_new) - LIFT
     else:
         base = m_new - LIFT
@@ -153,11 +153,11 @@ def forward_kernel(
 
     query (b, h, n, d), key, value (b, hk, m, d or dv), out (b, h, n, dv) any floating dtype, lse
     (b, h, n) fp32; strides in elements, the last dimension contiguous. ``starts`` and ``entries``:
-    runs.py, by blocks of BLOCK_M queries. ``bias_row``, ``bias_column``: local position of the
-    mask's first row and column. ``group``: query heads of a key head.
+    a table from runs.py, by blocks of BLOCK_M queries. ``bias_row``, ``bias_column``: local
+    positions of the mask's first row and column. ``group``: query heads of a key head.
     """
     program = tl.program_id(0)
-    # The longest blocks of a causal task are its last: they begin first.
+    # The last blocks of a causal task take longest, so they start first.
     block = n_blocks - 1 - program % n_blocks
     lane = program // n_blocks
     b = (lane // heads).to(tl.int64)
@@ -171,7 +171,7 @@ def forward_kernel(
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
     columns = tl.arange(0, BLOCK_N)
-    # 64 bits for whatever may span a tensor.
+    # Offsets that may span a whole tensor have 64 bits.
     wide_rows = rows.to(tl.int64)
     query += b * q_b + h * q_h
     key = lane_of(key, b, h_k, k_b, k_h, READ)
@@ -195,7 +195,7 @@ def forward_kernel(
     if RESUME:
         old = tl.load(lse_at, mask=live, other=float("-inf"))
         m = old * 1.4426950408889634
-        # P is lifted by 2**LIFT, so that 16 bits hold the small ones as well.
+        # P is computed times 2**LIFT, so that small ones do not underflow in 16 bits.
         l = tl.where(old == float("-inf"), 0.0, LIFTED)
         acc = tl.load(out_at, mask=out_live, other=0.0).to(tl.float32) * LIFTED
     else:
@@ -222,7 +222,7 @@ def forward_kernel(
                 ALIBI, BIAS, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, READ, PRECISION,
             )  # fmt: skip
 
-        # What is ragged: after the clear part, and before it (a window's left edge).
+        # The ragged parts: after the clear part, and before it (a window's left edge).
         for side in range(2 if WINDOW else 1):
             part_low = tl.where(side == 1, start, end)
             part_high = tl.where(side == 1, begin, stop)
@@ -233,7 +233,7 @@ def forward_kernel(
                     diagonal, distance, left, right, WINDOW,
                 )  # fmt: skip
                 if BITS:
-                    # Read anew for each tile: held, they would cost the clear tiles registers.
+                    # Read again for each tile: holding them would cost the clear tiles registers.
                     own_bits = tl.load(query_bits + rows, mask=live, other=0)
                     other = tl.load(key_bits + keys, mask=keys < part_high, other=0)
                     keep = keep & ((own_bits[:, None] & other[None, :]) == 0)
@@ -254,7 +254,7 @@ def forward_kernel(
     total = tl.where(empty, 1.0, l)
     acc = acc / total[:, None]
     result = tl.where(empty, float("-inf"), (m + tl.log2(total) - LIFT) * 0.6931471805599453)
-    # Warps share rows: all have read the old state before one of them replaces it.
+    # Warps share rows: all must have read the old state before one of them overwrites it.
     tl.debug_barrier()
     tl.store(out_at, acc.to(out.dtype.element_ty), mask=out_live)
     tl.store(lse_at, result, mask=live)

@@ -1,4 +1,4 @@
-"""The native kernel as a function of its own: one call on one device, everything it can do."""
+"""The native kernel as a function: one call on one device, with all options of the kernel."""
 
 from __future__ import annotations
 
@@ -46,31 +46,31 @@ def native_attention(
     out_dtype: torch.dtype | None = None,
     allow_tf32: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention by the native kernel, with a gradient for everything it depends on smoothly.
+    """Attention by the native kernel, with gradients of query, key, value, attn_bias and sinks.
 
     Args:
         query: (b, h, n, d); key (b, hk, m, d); value (b, hk, m, dv), h a multiple of hk: fp16,
             bf16 or fp32.
-        attn_bias: added to the scores, broadcastable to (b, h, n, m); boolean: True is kept. Its
-            gradient is computed where it broadcasts over rows, (..., 1, m).
+        attn_bias: added to the scores, broadcastable to (b, h, n, m); or boolean, True where a pair
+            is kept. It has a gradient only if it broadcasts over rows, (..., 1, m).
         is_causal: keep only keys at or before the query, top-left aligned.
         scale: factor of the scores, default d ** -0.5.
         window: tokens to each side, or (left, right); -1 is no limit.
         softcap: ``softcap * tanh(score / softcap)``, before anything is added.
-        alibi_slopes: (h,): ``slope * |i - j|`` is taken off.
-        sinks: (h,): one more logit in every row's softmax, of a key whose value is 0.
+        alibi_slopes: (h,): ``slope * |i - j|`` is subtracted from the scores.
+        sinks: (h,): one more logit in the softmax of every row, for a key whose value is 0.
         query_bits, key_bits: (n,), (m,) int64 group bits: a pair is kept where they have no bit in
             common (paper, section 3.3). Both or neither.
         out_dtype: of the output; default the query's.
         allow_tf32: for fp32 inputs, faster and less exact products.
 
     Returns:
-        (out, lse): (b, h, n, dv) and (b, h, n) fp32, natural log, the sink included; rows without
-        keys: 0 and -inf.
+        (out, lse): (b, h, n, dv) and (b, h, n) fp32, natural log, the sink included; 0 and -inf in
+        rows without keys.
 
     Raises:
-        NotImplementedError: what the kernel cannot take, in words.
-        TypeError, ValueError: arguments that do not fit each other, by name.
+        NotImplementedError: the kernel cannot run the call; says why.
+        TypeError, ValueError: an argument that is wrong or does not fit the others, by name.
     """
     refuse_traces("native_attention", query=query, key=key, value=value)
     kernel = NativeKernel(
@@ -94,7 +94,7 @@ def native_attention(
 
 @dataclass(frozen=True)
 class _Call:
-    """What is not differentiated."""
+    """The arguments that have no gradient."""
 
     kernel: NativeKernel
     is_causal: bool
@@ -104,7 +104,7 @@ class _Call:
     def runs(
         self, half: Half, query: torch.Tensor, key: torch.Tensor, bits: Bits, chosen: Config
     ) -> Runs:
-        """The runs of a kernel."""
+        """The run table of one kernel of the call."""
         axis: Literal["query", "key"] = "key" if half == "key" else "query"
         block = chosen.block_n if axis == "key" else chosen.block_m
         n, m = query.shape[2], key.shape[2]
@@ -115,7 +115,7 @@ class _Call:
                        query.device)  # fmt: skip
 
     def extras(self, query: torch.Tensor, bias: torch.Tensor | None, bits: Bits) -> Extras:
-        """What is done to scores."""
+        """The changes to the scores."""
         options = self.kernel.options
         slopes = None if options.slopes is None else options.slopes.to(query.device)
         return Extras(options, slopes, bias, 0, 0, *bits, tf32=self.kernel.allow_tf32)
@@ -144,7 +144,7 @@ class _Function(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (*query.shape[:3], value.shape[-1])
         bits = (query_bits, key_bits)
-        # The sink is where the state begins: a key that has been seen already, of value 0.
+        # The state starts with the sink: as if a key of value 0 had been merged already.
         out = torch.zeros(shape, dtype=call.out_dtype, device=query.device)
         lse = torch.full(shape[:3], float("-inf"), dtype=torch.float32, device=query.device)
         if sinks is not None:
@@ -209,7 +209,7 @@ def _summed(found: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
 
 
 def _additive(bias: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """``bias`` as four dimensions of a floating dtype."""
+    """``bias`` with four dimensions and a floating dtype."""
     wanted = (*query.shape[:3], key.shape[2])
     sizes = (1,) * (4 - bias.ndim) + tuple(bias.shape)
     fits = len(sizes) == 4 and all(

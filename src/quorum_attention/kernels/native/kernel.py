@@ -1,4 +1,4 @@
-"""The native kernel: a task in one launch forward, and fp32 statistics throughout."""
+"""The native kernel: a task's forward in one launch, on fp32 statistics."""
 
 from __future__ import annotations
 
@@ -40,22 +40,23 @@ Axis = Literal["query", "key"]
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _LARGEST_FORWARD = 576
 _LARGEST_BACKWARD = 256
-# Runs of a block of so many rows that the workspace bound allows for: one or two at depth 1.
+# The workspace bound allows for this many runs for each block of this many rows (at depth 1 there
+# are one or two).
 _RUNS_OF_A_BLOCK = 6
 _SMALLEST_BLOCK = 64
 
 
 class NativeKernel:
-    """Triton attention of whole tasks: exact partial results, shapes and masks others refuse.
+    """Triton attention of whole tasks, for many shapes and masks that other kernels refuse.
 
-    fp32 statistics go in and come out, so cut calls are not rounded in between; gradients are
-    deterministic. Head dimensions up to 256 (forward 576), not only powers of two; fp16, bf16 and
-    fp32 (IEEE, not TF32); grouped heads; additive and boolean masks.
+    It reads and writes fp32 statistics, so partial results are not rounded in between; gradients
+    are deterministic. It takes head dimensions up to 256 (forward alone: 576), not only powers of
+    two; fp16, bf16 and fp32 (IEEE, not TF32); grouped heads; additive and boolean masks.
 
     Args:
         window: sliding window: tokens to each side, or (left, right); -1 is no limit.
         softcap: bound of the scores, ``softcap * tanh(score / softcap)``.
-        alibi_slopes: (query heads,): ``slope * |i - j|`` is taken off the score. They are copied.
+        alibi_slopes: (query heads,): ``slope * |i - j|`` is subtracted from the score. Copied.
         allow_tf32: for fp32 inputs, faster and less exact products.
 
     Raises:
@@ -110,7 +111,7 @@ class NativeKernel:
         return None if triton_available() else "it needs Triton, which is not installed"
 
     def keeps_pace(self, call: CallShape) -> bool:
-        """See ``Measured``: of plain attention alone."""
+        """See ``Measured``: plain attention in 16 bits with 64 or 128 columns."""
         dims = {call.head_dim, call.value_dim}
         plain = self.options.plain and not self.allow_tf32 and call.mask is None
         return plain and call.dtype.itemsize == 2 and dims in ({64}, {128})
@@ -118,26 +119,25 @@ class NativeKernel:
     def takes_whole(
         self, query_heads: int, key_heads: int, tokens: int, masked: bool, every: bool
     ) -> bool:
-        """Whether a monolithic call can be run on the inputs as they lie."""
-        # Some heads do not say whose slopes they need.
+        """Whether a monolithic call can be run on the inputs as they are."""
+        # Given only some heads, it cannot know which slopes are theirs.
         return every or self.options.slopes is None
 
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
-        """The pairs of a call: within the window."""
+        """The pairs of a call that are within the window."""
         return Pairs(n_queries, n_keys, is_causal, self._verdict)
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``forward`` allocates at any one time."""
         rows = extent.batch * extent.query_heads * extent.max_queries
-        # The output in fp32, should that be asked for.
+        # The output may be asked for in fp32.
         results = rows * (call.value_dim * 4 + 4) + 2 * UNSPLIT_BYTES if extent.direct else 0
         return _table_bytes(extent) + results + _bias_bytes(call, extent)
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
-        # Gradients in fp32, should those be asked for.
-        item = 4
-        # The one tensor beside the tables may be a block that the allocator does not split.
+        item = 4  # gradients may be asked for in fp32
+        # The only other tensor, delta, may be a block that the allocator does not split.
         tables = 2 * _table_bytes(extent) + UNSPLIT_BYTES
         rows = extent.batch * extent.query_heads * extent.n_tokens
         results = 0
@@ -191,8 +191,7 @@ class NativeKernel:
         bias: torch.Tensor | None,
         out_dtype: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``WholeCalls``; ``out`` in ``out_dtype``, rounded once. Rows without keys come out
-        right by themselves."""
+        """See ``WholeCalls``; ``out`` is in ``out_dtype``, rounded once."""
         shape = (*query.shape[:3], value.shape[-1])
         out = torch.empty(shape, dtype=out_dtype or query.dtype, device=query.device)
         lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
@@ -222,7 +221,7 @@ class NativeKernel:
         bias: torch.Tensor | None,
         grad_dtype: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See ``WholeCalls``; gradients in ``grad_dtype``, rounded once."""
+        """See ``WholeCalls``; gradients are in ``grad_dtype``, rounded once."""
         grads = tuple(
             torch.empty(t.shape, dtype=grad_dtype or t.dtype, device=t.device)
             for t in (query, key, value)
@@ -233,7 +232,7 @@ class NativeKernel:
         device = query.device
         launch_backward(
             Operands(query, key, value, scale),
-            (_dense_rows(grad_out), _dense_rows(out), lse),
+            (grad_out, out, lse),
             grads,
             runs_of(self, whole, None, query.shape[2], by_query.block_m, "query", device),
             runs_of(self, whole, None, key.shape[2], by_key.block_n, "key", device),
@@ -244,24 +243,24 @@ class NativeKernel:
         )
         return grads[0], grads[1], grads[2]
 
-    # It mends nothing: what comes back of a rectangle is right as it is.
+    # Rows without keys need no correction, so a rectangle is a whole call.
     rectangle_forward = whole_forward
     rectangle_backward = whole_backward
 
     def _launches(
         self, task: TaskTensors, blocks: dict[Axis, int]
     ) -> Iterator[tuple[tuple[Rectangle, ...], Extras]]:
-        """All rectangles at once; one by one where each has a mask of its own; in parts where the
-        table of all of them would be larger than the workspace bound."""
+        """The launches of a task: (rectangles, changes to the scores).
+
+        All rectangles are one launch. With a mask, each rectangle is a launch; and if the table of
+        all rectangles would exceed the workspace bound, they are launched in parts.
+        """
         live = tuple(r for r in task.rectangles if r.n_queries > 0 and r.n_keys > 0)
         if not live or 0 in task.query.shape[:2]:
             return
         heads = slice(task.first_head, task.first_head + task.query.shape[1])
-        first = live[0]
-        pair = Rectangle(first.query_start, first.query_start + 1, first.key_start,
-                         first.key_start + 1)  # fmt: skip
-        if task.bias(pair) is None:
-            extras = self._extras(task.query.device, None, first, heads)
+        if not task.has_mask(live[0]):
+            extras = self._extras(task.query.device, None, live[0], heads)
             for part in self._portions(live, task, blocks):
                 yield part, extras
             return
@@ -324,7 +323,7 @@ def runs_of(
     axis: Axis,
     device: torch.device,
 ) -> Runs:
-    """The table of a launch, on the device; ``task`` None: global positions are local ones."""
+    """The table of a launch, on the device; ``task`` None: global positions are not needed."""
     return _sent(_table(kernel, rectangles, task, n_rows, block, axis, device), device)
 
 
@@ -350,7 +349,7 @@ def _sent(table: tuple[torch.Tensor, int], device: torch.device) -> Runs:
 
 @lru_cache(maxsize=2)
 def _plain(allow_tf32: bool) -> NativeKernel:
-    """One object, so that it is tried once."""
+    """The kernel without options: one object, so that it is probed once."""
     return NativeKernel(allow_tf32=allow_tf32)
 
 
@@ -364,13 +363,15 @@ def _host_table(
     axis: Axis,
     pinned: bool,
 ) -> tuple[torch.Tensor, int]:
-    """(starts and entries in one tensor in host memory, how many starts). Tasks of a level share
-    their rectangles, so this is made once for most of them."""
+    """A table in host memory: (starts and entries in one tensor, the number of starts).
+
+    The tasks of a level share their rectangles, so most of them share one table.
+    """
     found: Sequence[Piece] = pieces(rectangles, task)
     if window is not None:
         found = within_window(found, *window)
     starts, entries = table(found, n_rows, block, axis)
-    with outside():  # kept
+    with outside():  # because it is cached
         both = torch.empty(len(starts) + entries.size, dtype=torch.int32, pin_memory=pinned)
         both[: len(starts)] = torch.from_numpy(starts)
         both[len(starts) :] = torch.from_numpy(entries.reshape(-1))
@@ -378,12 +379,8 @@ def _host_table(
 
 
 def interpreted() -> bool:
-    """Whether Triton runs its kernels in Python, on the CPU."""
+    """Whether Triton's interpreter runs kernels in Python on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
 def _config(half: Half, query: torch.Tensor, value: torch.Tensor) -> Config:
@@ -391,19 +388,19 @@ def _config(half: Half, query: torch.Tensor, value: torch.Tensor) -> Config:
 
 
 def _table_entries(n_tokens: int) -> int:
-    """Entries of a table that the workspace bound allows for; what has more goes in parts."""
+    """Entries of a table that the workspace bound allows for; larger ones are launched in parts."""
     return (math.ceil(n_tokens / _SMALLEST_BLOCK) + 2) * _RUNS_OF_A_BLOCK
 
 
 def _table_bytes(extent: Extent) -> int:
-    # A single rectangle has a run and a start for every block, whatever the bound says.
+    # A single rectangle cannot be launched in parts: it has one run for every block.
     blocks = math.ceil(extent.n_tokens / 16) + 2
     entries = max(_table_entries(extent.n_tokens), blocks)
     return 4 * (blocks + entries * len(FIELDS)) + SLACK_BYTES
 
 
 def _bias_bytes(call: CallShape, extent: Extent) -> int:
-    """The mask of one rectangle."""
+    """Bytes of the mask of one rectangle."""
     mask = call.mask
     if mask is None:
         return 0

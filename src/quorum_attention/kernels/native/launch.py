@@ -1,4 +1,4 @@
-"""Hands a task's tensors to the Triton kernels."""
+"""Launches the Triton kernels for a task's tensors."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from quorum_attention.kernels.native.config import Config, padded
 from quorum_attention.kernels.native.options import UNLIMITED, ScoreOptions
 from quorum_attention.kernels.native.runs import Runs
 
-# 2**_LIFT P keeps fp16's smallest normal number 18 doublings below the largest probability ...
+# In fp16, P is computed times 2**lift. A forward's largest P is 1: 2**8 P does not overflow, and P
+# stays normal down to 2**-22.
 _FORWARD_LIFT = 8
-# ... and in a backward, where P is of the whole row, 2**lift P is about 2**-8 for even attention.
+# A backward's P are of whole rows: its lift makes 2**lift P about 2**-8 if all keys weigh the same.
 _TYPICAL = -8
 _LARGEST_LIFT = 14
 # The largest offset inside a tile, in elements, that fits 32 bits with room for a row's columns.
@@ -23,7 +24,7 @@ _LARGEST_OFFSET = 2**31 - 2**16
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """query (b, h, n, d), key (b, hk, m, d), value (b, hk, m, dv), factor of the scores."""
+    """query (b, h, n, d), key (b, hk, m, d), value (b, hk, m, dv), and the factor of the scores."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -33,15 +34,16 @@ class Operands:
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What is done to scores.
+    """Changes to the scores.
 
     Attributes:
+        options: window, soft cap and slopes.
         slopes: (h,) fp32 on the device, or None.
-        bias: additive mask, broadcastable to (b, h, rows, columns), or None; its first row and
-            column are those of local positions ``bias_row`` and ``bias_column``.
-        query_bits, key_bits: (n,), (m,) int64 on the device: a pair is kept where they have no bit
-            in common; tested in the runs that the table calls mixed.
-        tf32: fp32 products on tensor cores.
+        bias: additive mask, broadcastable to (b, h, rows, columns), or None.
+        bias_row, bias_column: local positions of the mask's first row and column.
+        query_bits, key_bits: (n,), (m,) int64 on the device, or None: a pair is kept where they
+            have no bit in common; tested in the mixed runs of the table.
+        tf32: whether products of fp32 inputs use TF32 on tensor cores.
     """
 
     options: ScoreOptions
@@ -55,7 +57,7 @@ class Extras:
 
 
 def backward_lift(n_keys: int, dtype: torch.dtype) -> int:
-    """Doublings of P in a backward of rows with about ``n_keys`` keys; only fp16 needs any."""
+    """log2 of the factor of P in a backward of rows with about ``n_keys`` keys; 0 but for fp16."""
     if dtype != torch.float16:
         return 0
     return min(_LARGEST_LIFT, max(0, math.ceil(math.log2(max(1, n_keys))) + _TYPICAL))
@@ -87,7 +89,7 @@ def launch_forward(
         return
     width = max(padded(head_dim), padded(value.shape[-1]))
     lift = _FORWARD_LIFT if query.dtype == torch.float16 else 0
-    with _device_of(query):
+    with torch.cuda.device_of(query):
         way, read = _as_read(config, config.block_n, width, key, value)
         forward_kernel[(total,)](
             query, *read, out, lse, runs.starts, runs.entries,
@@ -123,9 +125,11 @@ def launch_backward(
     Args:
         rows: grad_out, out (b, h, n, dv) and the global lse (b, h, n), natural log, -inf in rows
             without keys.
-        grads: of query, key and value, any floating dtype.
-        n_keys: keys of a row in the whole call, for the range of fp16; 0: those of ``key``.
-        grad_lse: (b, h, n) fp32, the gradient of a returned lse.
+        grads: the gradients of query, key and value, any floating dtype.
+        by_query_runs, by_key_runs: tables by blocks of ``by_query.block_m`` queries and of
+            ``by_key.block_n`` keys.
+        n_keys: keys of a row in the whole call, for the lift in fp16; 0: those of ``key``.
+        grad_lse: (b, h, n) fp32, the gradient of a returned lse, or None.
         grad_bias: (b, h, m) fp32, receives the sum over rows of the gradient of the scores.
     """
     from quorum_attention.kernels.native.backward_triton import key_kernel, query_kernel
@@ -143,14 +147,14 @@ def launch_backward(
     lift = backward_lift(n_keys or m, query.dtype)
     softened = _shared(given, extras, head_dim, value_dim)
     lengths = {"EASED": eased, "ADD": add}
-    with _device_of(query):
+    with torch.cuda.device_of(query):
         delta, norms = _delta_and_norms(value, grad_out, out, grad_lse, heads, eased=eased)
         strides = (
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad_out.stride()[:3],
             *lse.stride(),
         )  # fmt: skip
         masks = (*_bias_strides(extras.bias, batch, heads), extras.bias_row, extras.bias_column)
-        # The lift at run time: a call's length must not mean another compilation.
+        # The lift is no compile-time constant: it would compile again for other lengths.
         window = _window(extras.options)
         scores = (given.scale, extras.options.softcap, *window, float(lift), 2.0**-lift)
         if by_query_runs.n_blocks:
@@ -219,9 +223,9 @@ def _delta_and_norms(
 
 
 def _shared(given: Operands, extras: Extras, head_dim: int, value_dim: int) -> dict[str, Any]:
-    """What all kernels are built for."""
+    """The compile-time constants that all kernels share."""
     options, biased = extras.options, extras.bias is not None
-    # One width for both: with tiles of 64 and 32 columns the compiled forward read outside its
+    # Both have one width: with tiles of 64 and 32 columns the compiled forward read outside its
     # memory on an H200 (docs/native.md).
     width = max(padded(head_dim), padded(value_dim))
     modified = biased or options.softcap > 0 or extras.slopes is not None
@@ -230,7 +234,7 @@ def _shared(given: Operands, extras: Extras, head_dim: int, value_dim: int) -> d
         "VALUE_DIM": value_dim,
         "BLOCK_D": width,
         "BLOCK_DV": width,
-        # Scaling after the maximum is cheaper, and right for positive factors only.
+        # Scaling after the maximum is cheaper, but right only for positive factors.
         "PLAIN": not modified and given.scale > 0,
         "SOFTCAP": options.softcap > 0,
         "ALIBI": extras.slopes is not None,
@@ -254,7 +258,7 @@ def _as_read(
 
 
 def _described(config: Config, *tensors: torch.Tensor) -> bool:
-    """Whether tensor descriptors can be used: what the copy engine asks of tensors."""
+    """Whether the tensors can be read by descriptors, as the copy engine requires."""
     if not config.descriptors:
         return False
     return all(
@@ -293,9 +297,5 @@ def _bias_strides(bias: torch.Tensor | None, batch: int, heads: int) -> tuple[in
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """With the last dimension contiguous."""
+    """``tensor`` with its last dimension contiguous; copied if needed."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
-
-
-def _device_of(tensor: torch.Tensor) -> Any:
-    return torch.cuda.device_of(tensor)

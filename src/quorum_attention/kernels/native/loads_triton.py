@@ -1,9 +1,9 @@
 # Triton's decorators and its own language are beyond a type checker.
 # mypy: ignore-errors
-"""Reading a block of rows of one head, in one of three ways (READ):
+"""Reading a block of rows of one head, in one of three ways (READ).
 
-"pointers", "descriptors" where those pay, and "wide", pointers whose offsets within a tile take 64
-bits, where rows are so far apart.
+"pointers"; "descriptors", where the config says that they are faster; and "wide": pointers with
+64-bit offsets within a tile, for rows that are very far apart.
 """
 
 import triton
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def lane_of(source, b, h, stride_b, stride_h, READ: tl.constexpr):
-    """Where a head begins; a descriptor is told with each load instead."""
+    """Where a head begins; with a descriptor, the head is given in each load instead."""
     if READ == "descriptors":
         return source
     else:  # noqa: RET505
@@ -37,8 +37,8 @@ def block_rows(
 
     Args:
         source: what ``lane_of`` returned.
-        live: (ROWS,) which rows to read, where MASKED; by a descriptor, only those beyond the
-            tensor are 0.
+        live: (ROWS,) which rows to read if MASKED, the others are 0. A descriptor ignores it: only
+            rows beyond the tensor are 0.
     """
     if READ == "descriptors":
         return source.load([b.to(tl.int32), h.to(tl.int32), at, 0]).reshape(ROWS, PADDED)
@@ -47,7 +47,7 @@ def block_rows(
         rows = tl.arange(0, ROWS)
         if READ == "wide":
             rows = rows.to(tl.int64)
-        # 64 bits for what may span a tensor, 32 inside a tile.
+        # Offsets have 64 bits across a tensor, 32 within a tile.
         tile = rows[:, None] * stride + columns[None, :]
         pointers = source + tl.cast(at, tl.int64) * stride + tile
         if MASKED:

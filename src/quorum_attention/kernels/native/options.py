@@ -1,4 +1,4 @@
-"""What a native kernel does to scores, in global positions."""
+"""The changes that a native kernel makes to scores, by global positions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quorum_attention.counts import real_number, shown, whole_number
 from quorum_attention.kernels.outside import outside
 
 UNLIMITED = (1 << 31) - 1
-"""No distance is greater; sums with it are taken in 64 bits."""
+"""A distance that none exceeds; sums with it need 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class ScoreOptions:
         left, right: a query at position i sees keys from ``i - left`` to ``i + right``; -1 is no
             limit.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 is none.
-        slopes: (query heads,) fp32, ALiBi: ``slope * |i - j|`` is taken off; None is none.
+        slopes: (query heads,) fp32, ALiBi: ``slope * |i - j|`` is subtracted; None is none.
     """
 
     left: int = -1
@@ -36,7 +36,7 @@ class ScoreOptions:
         softcap: float | None,
         alibi_slopes: torch.Tensor | None,
     ) -> ScoreOptions:
-        """From what users write.
+        """The options for the arguments that users give.
 
         Raises:
             TypeError: an argument of the wrong type.
@@ -56,19 +56,19 @@ class ScoreOptions:
                     "alibi_slopes must be floating-point, one for each query head, got "
                     f"{alibi_slopes.dtype} of shape {tuple(alibi_slopes.shape)}"
                 )
-            # Of its own: a backward has to find what its forward read.
+            # Copied, because the backward has to read the same slopes as its forward.
             with outside():
                 alibi_slopes = alibi_slopes.detach().to(torch.float32, copy=True)
         return cls(*pair, cap, alibi_slopes)
 
     @property
     def plain(self) -> bool:
-        """Whether scores are left as they are."""
+        """Whether scores are unchanged."""
         return not self.windowed and self.softcap == 0.0 and self.slopes is None
 
     @property
     def windowed(self) -> bool:
-        """Whether far pairs are left out."""
+        """Whether there is a sliding window."""
         return self.left >= 0 or self.right >= 0
 
     @property

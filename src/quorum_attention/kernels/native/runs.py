@@ -1,8 +1,7 @@
-"""Which keys a block of queries walks, and which queries a block of keys: tables for a launch.
+"""Tables for a launch: the runs of keys for each block of queries, or of queries for each of keys.
 
-A rectangle of a task touches some blocks of rows. For every block the table lists the runs it has
-to walk, neighbouring runs joined, so that inside a run there is nothing to ask but at its ragged
-ends and on its diagonal.
+The table lists, for every block of rows, the runs of the rectangles that touch it; neighbouring
+runs are joined. Within a run, pairs have to be tested only at its ragged ends and on its diagonal.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from numpy.typing import NDArray
 from quorum_attention.decomposition import Rectangle, Task
 
 NO_DIAGONAL = (1 << 31) - 1
-"""The ``diagonal`` of a run that no causal mask cuts; sums with it are taken in 64 bits."""
+"""The ``diagonal`` of a run that no causal mask cuts; sums with it need 64 bits."""
 
 FIELDS = ("query_start", "query_stop", "key_start", "key_stop", "diagonal", "distance",
           "mixed")  # fmt: skip
-"""Columns of a table's entries, int32, local positions: a pair (q, k) belongs to the run when it is
-within bounds and ``q - k + diagonal >= 0``; ``q - k + distance`` is how far apart the two are
-globally. ``mixed``: 1 where the tokens' bits decide about each pair, else 0."""
+"""Columns of a table's entries, int32, local positions. A pair (q, k) belongs to the run if it is
+within bounds and ``q - k + diagonal >= 0``; its global distance is ``q - k + distance``. ``mixed``
+is 1 if the group bits of the tokens decide about each pair, else 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ class Piece:
 
     Attributes:
         rectangle: local positions.
-        distance: added to ``q - k`` of local positions, it is that of global ones.
+        distance: added to ``q - k`` of local positions, it gives that of global positions.
     """
 
     rectangle: Rectangle
@@ -45,7 +44,7 @@ def pieces(rectangles: Sequence[Rectangle], task: Task | None) -> list[Piece]:
 
     Args:
         rectangles: local positions.
-        task: whose tokens these are; needed where something depends on global positions.
+        task: the task whose tokens these are; needed if anything depends on global positions.
     """
     live = [r for r in rectangles if r.n_queries > 0 and r.n_keys > 0]
     if task is None:
@@ -60,7 +59,7 @@ def pieces(rectangles: Sequence[Rectangle], task: Task | None) -> list[Piece]:
 
 
 def within_window(found: Sequence[Piece], left: int, right: int) -> list[Piece]:
-    """The pieces that a sliding window leaves any pair; -1 is no limit on that side."""
+    """The pieces with at least one pair inside a sliding window; -1 is no limit on that side."""
     kept = []
     for piece in found:
         r = piece.rectangle
@@ -83,8 +82,8 @@ def table(
         axis: "query": runs of keys by blocks of queries; "key": runs of queries by blocks of keys.
 
     Returns:
-        (starts, entries): entries (n, 7), columns as in ``FIELDS``, those of block b at
-        ``starts[b]`` to ``starts[b + 1]``; bounds along ``axis`` are clipped to the block.
+        (starts, entries): entries (n, 7), columns as in ``FIELDS``; those of block b are rows
+        ``starts[b]`` to ``starts[b + 1]``. Bounds along ``axis`` are clipped to the block.
 
     Raises:
         NotImplementedError: a position or a distance does not fit 32 bits.
@@ -103,7 +102,7 @@ def table(
     joined = entries[groups]
     last = np.append(groups[1:], len(entries)) - 1
     joined[:, across + 1] = entries[last, across + 1]
-    # Of runs joined along keys the last may end on the diagonal; along queries, the first begins.
+    # Of entries joined along keys only the last may be causal; along queries, only the first.
     joined[:, 4] = np.minimum.reduceat(entries[:, 4], groups)
     starts = np.searchsorted(numbers[groups], np.arange(n_blocks + 1))
     if int(np.abs(joined).max()) > np.iinfo(np.int32).max:
@@ -136,7 +135,7 @@ def _by_block(
 def _joins(
     numbers: NDArray[np.int64], entries: NDArray[np.int64], along: int, across: int
 ) -> NDArray[np.bool_]:
-    """True for entries that begin a run of their own."""
+    """True for the entries that begin a run, False for those joined to the entry before."""
     first = np.ones(len(entries), dtype=bool)
     if len(entries) < 2:
         return first
@@ -145,7 +144,7 @@ def _joins(
     same &= (before[:, along] == after[:, along]) & (before[:, along + 1] == after[:, along + 1])
     same &= before[:, across + 1] == after[:, across]
     same &= before[:, 5] == after[:, 5]
-    # A diagonal only cuts its own square: what lies beyond it on the open side is kept whole.
+    # Only the entry at the end of a run (keys) or at its start (queries) may have a diagonal.
     inner = before if across == 2 else after
     same &= inner[:, 4] == NO_DIAGONAL
     first[1:] = ~same

@@ -1,6 +1,6 @@
 # Triton's decorators and its own language are beyond a type checker.
 # mypy: ignore-errors
-"""What is done to the scores of a tile, in the forward and in both halves of the backward."""
+"""Changes to the scores of a tile, in the forward and in both halves of the backward."""
 
 import triton
 import triton.language as tl
@@ -19,14 +19,13 @@ def modified(
     ALIBI: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """Scores in units of ln 2 from plain products, in the order the field uses: scale, soft cap,
-    then what is added.
+    """Scores in units of ln 2 from products: scaled, then soft-capped, then ALiBi and the mask.
 
     Args:
         s: products (rows, columns).
         apart: global distance of query and key.
-        bias_at, bias_live: pointers to the additive mask, and where there is one to read.
-        scale, softcap, slope: factor of the scores; bound of the soft cap; ALiBi's slope.
+        bias_at, bias_live: pointers to the additive mask, and which of them to read.
+        scale, softcap, slope: factor of the scores; bound of the soft cap; slope of ALiBi.
 
     Returns:
         scores, and the derivative of the soft cap (1 without one).
@@ -34,7 +33,7 @@ def modified(
     s = s * scale
     slack = 1.0
     if SOFTCAP:
-        # tanh by exp of a negative number: nothing overflows.
+        # tanh from the exponential of a negative number, which cannot overflow.
         e = tl.exp(-2.0 * tl.abs(s) / softcap)
         t = (1.0 - e) / (1.0 + e)
         t = tl.where(s < 0, -t, t)
@@ -61,9 +60,9 @@ def kept(
     right,
     WINDOW: tl.constexpr,
 ):
-    """Pairs of a tile that belong to a run; rows are queries, columns keys."""
+    """Which pairs of a tile belong to a run; rows are queries, columns keys."""
     keep = (rows >= row_low) & (rows < row_high) & (columns >= column_low)
-    # Not as a sum with the diagonal, which 32 bits might not hold.
+    # The difference is compared; a sum with the diagonal might not fit 32 bits.
     keep = keep & (columns < column_high) & (columns - rows <= diagonal)
     if WINDOW:
         apart = rows - columns

@@ -1,6 +1,6 @@
 # Triton's decorators and its own language are beyond a type checker.
 # mypy: ignore-errors
-"""What of a run a block walks without a question, and of what it has to ask."""
+"""The clear part of a run, whose pairs a block need not test, and its ragged parts."""
 
 import triton
 import triton.language as tl
@@ -29,14 +29,14 @@ def keys_of_run(
     at = entries + index * 7
     row_low = tl.load(at)
     row_high = tl.load(at + 1)
-    # Positions fit 32 bits; their sums with a diagonal or a window that is not there do not.
+    # Positions fit 32 bits; their sums with NO_DIAGONAL or UNLIMITED do not.
     start = tl.load(at + 2).to(tl.int64)
     high = tl.load(at + 3)
     diagonal = tl.load(at + 4)
     distance = tl.load(at + 5)
     below = diagonal.to(tl.int64)
-    # Beyond the diagonal of the last row there is nothing to do; before that of the first,
-    # nothing to ask.
+    # No row keeps a key beyond the last row's diagonal; every row keeps the keys up to the first
+    # row's diagonal.
     stop = tl.minimum(high, row_high + below)
     clear = tl.minimum(high, first + below + 1)
     if WINDOW:
@@ -47,7 +47,7 @@ def keys_of_run(
     stop = tl.maximum(stop, start)
     begin = start
     if WINDOW:
-        # Whole blocks of keys that the window may cut on their left.
+        # The whole blocks of keys that the left edge of the window may cut.
         ragged = tl.maximum(0, row_high - 1 + apart - left - start)
         begin = tl.minimum(start + tl.cdiv(ragged, BLOCK_N) * BLOCK_N, stop)
     whole = (row_low == first) & (row_high == tl.minimum(first + BLOCK_M, n_queries))
@@ -86,7 +86,7 @@ def rows_of_run(
     column_low = tl.load(at + 2)
     column_high = tl.load(at + 3)
     below = tl.load(at + 4).to(tl.int64)
-    # Rows before the diagonal of the first key see nothing; from that of the last on, all.
+    # Rows before the first key's diagonal keep no key; from the last key's diagonal on, all keys.
     start = tl.maximum(low, column_low - below)
     clear = tl.maximum(low, column_high - 1 - below)
     stop = high.to(tl.int64)
