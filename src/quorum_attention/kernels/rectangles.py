@@ -386,7 +386,7 @@ class _BackwardPiece:
         return self._map_rows(lambda tensor: tensor[:, :, rows], lambda tensor: tensor)
 
     def stacked(self, parts: int) -> _BackwardPiece:
-        """The piece with equal runs of rows as batch entries of the same keys (batch 1, no bias)."""
+        """The piece with equal runs of rows as batch entries with the same keys (no bias)."""
         return self._map_rows(
             partial(runs_as_batch, parts),
             lambda tensor: tensor.expand(parts, -1, -1, -1),
