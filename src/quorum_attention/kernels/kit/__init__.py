@@ -1,4 +1,4 @@
-"""Inner kernels from what users bring: a function, a score modification (docs/kit.md)."""
+"""Inner kernels made from a user's function, score modification or mask (docs/kit.md)."""
 
 from quorum_attention.kernels.kit.function import FunctionKernel, from_lse_function
 from quorum_attention.kernels.kit.longnet import DilatedSetting, LongNetKernel

@@ -1,9 +1,9 @@
-"""FlexAttention's block lists for a whole task, without ever looking at every block.
+"""FlexAttention's block lists for a whole task, without a test of every block.
 
-A block is 128 queries by 128 keys of a task: masked, clear or mixed. Halves of halves are asked
-until the answer is masked or clear, so that the cost is that of the border between the two, and of
-the blocks listed. FlexAttention runs the listed ones, and asks the mask about pairs in mixed ones
-only; what is clear it calls full.
+A block is 128 queries by 128 keys of a task; it is masked, clear or mixed. A quadtree over the
+blocks is followed down until a node is masked or clear. So the cost is that of the border between
+masked and clear blocks, and of the blocks listed. FlexAttention runs the listed blocks, and applies
+the mask in mixed ones only. (It calls clear blocks full.)
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from quorum_attention.kernels.kit.masks import BlockMask
 from quorum_attention.kernels.outside import outside
 
 BLOCK = 128
-# Parts of a buffer begin at multiples of so many numbers: compiled code wants 16 bytes.
+# Parts of a buffer begin at multiples of this many int32: compiled code needs 16 bytes.
 _ALIGNED = 64
 _BOTH = np.array([[both(one, other) for other in Verdict] for one in Verdict], dtype=np.int8)
 
 Ints = NDArray[np.int64]
 Part = tuple[int, tuple[int, ...], tuple[int, ...]]
 Nodes = Ints
-"""(k, 5) rows of (lane, first block row, last + 1, first block column, last + 1)."""
+"""Nodes of the quadtree, (k, 5): lane, first block row, last + 1, first block column, last + 1."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Geometry:
     """The pairs of a task, before any mask.
 
     Attributes:
-        rectangles: in local positions; disjoint.
-        is_causal: a pair also needs its key at or before its query.
+        rectangles: disjoint, in local positions.
+        is_causal: whether keys after the query are masked.
         queries, keys: (nq,) and (nk,) global positions, ascending.
     """
 
@@ -64,17 +64,17 @@ class Geometry:
 
     @cached_property
     def query_edges(self) -> Ints:
-        """Where rectangles begin or end along the queries, from 0 to nq."""
+        """Where rectangles begin or end along the queries; with 0 and nq."""
         return _edges(len(self.queries), [(r.query_start, r.query_stop) for r in self.rectangles])
 
     @cached_property
     def key_edges(self) -> Ints:
-        """Where rectangles begin or end along the keys, from 0 to nk."""
+        """Where rectangles begin or end along the keys; with 0 and nk."""
         return _edges(len(self.keys), [(r.key_start, r.key_stop) for r in self.rectangles])
 
     @cached_property
     def table(self) -> NDArray[np.bool_]:
-        """Of every piece between edges, by query and key, whether a rectangle has it."""
+        """(query pieces, key pieces): whether a rectangle holds the piece between these edges."""
         found = np.zeros((len(self.query_edges) - 1, len(self.key_edges) - 1), dtype=np.bool_)
         for r in self.rectangles:
             rows = np.searchsorted(self.query_edges, (r.query_start, r.query_stop))
@@ -84,17 +84,17 @@ class Geometry:
 
     @cached_property
     def _sums(self) -> Ints:
-        """Pieces of rectangles above and to the left."""
+        """Summed-area table of ``table``: how many pieces above and to the left rectangles hold."""
         found = np.zeros(np.add(self.table.shape, 1), dtype=np.int64)
         found[1:, 1:] = self.table.cumsum(axis=0, dtype=np.int64).cumsum(axis=1)
         return found
 
     def verdicts(self, nodes: Nodes) -> NDArray[np.int8]:
-        """Of every node: MASKED, CLEAR, or MIXED where unsure."""
+        """For every node: MASKED, CLEAR, or MIXED."""
         q0, q1 = nodes[:, 1] * BLOCK, np.minimum(nodes[:, 2] * BLOCK, len(self.queries)) - 1
         k0, k1 = nodes[:, 3] * BLOCK, np.minimum(nodes[:, 4] * BLOCK, len(self.keys)) - 1
-        top, bottom = _piece(self.query_edges, q0), _piece(self.query_edges, q1) + 1
-        left, right = _piece(self.key_edges, k0), _piece(self.key_edges, k1) + 1
+        top, bottom = piece(self.query_edges, q0), piece(self.query_edges, q1) + 1
+        left, right = piece(self.key_edges, k0), piece(self.key_edges, k1) + 1
         s = self._sums
         there = s[bottom, right] - s[top, right] - s[bottom, left] + s[top, left]
         every = (bottom - top) * (right - left)
@@ -109,7 +109,7 @@ class Geometry:
 def geometry(
     task: Task, rectangles: Sequence[Rectangle], is_causal: bool, n_queries: int, n_keys: int
 ) -> Geometry:
-    """A task's pairs; ``n_queries`` and ``n_keys`` of its tokens are queries and keys."""
+    """A task's pairs; its first ``n_queries`` tokens are queries, its first ``n_keys`` are keys."""
     tokens = np.concatenate(
         [np.arange(first, last, dtype=np.int64) for first, last, _ in task.runs]
         or [np.zeros(0, dtype=np.int64)]
@@ -121,7 +121,7 @@ def geometry(
 def listed_nodes(pairs: Geometry, mask: BlockMask | None) -> tuple[Nodes, Nodes]:
     """(clear, mixed) nodes of the blocks that may keep a pair; all in lane 0.
 
-    A block that reaches beyond the last query or key is mixed, as FlexAttention has it.
+    A block that reaches beyond the last query or key is mixed, because FlexAttention expects that.
     """
     rows, columns = pairs.grid
     nodes = np.array([[0, 0, rows, 0, columns]], dtype=np.int64)
@@ -138,8 +138,8 @@ def listed_nodes(pairs: Geometry, mask: BlockMask | None) -> tuple[Nodes, Nodes]
         single = (rest[:, 2] - rest[:, 1] == 1) & (rest[:, 4] - rest[:, 3] == 1)
         mixed.append(rest[single])
         nodes = _quarters(rest[~single])
-    inner, edge = _without_edge(_joined(clear), len(pairs.queries), len(pairs.keys))
-    return inner, _joined([*mixed, edge])
+    inner, edge = _without_edge(joined(clear), len(pairs.queries), len(pairs.keys))
+    return inner, joined([*mixed, edge])
 
 
 def _asked(mask: BlockMask, pairs: Geometry, nodes: Nodes) -> NDArray[np.int8]:
@@ -165,24 +165,25 @@ def _quarters(nodes: Nodes) -> Nodes:
         for a, b in ((row, middle), (middle, bottom))
         for c, d in ((column, centre), (centre, right))
     ]
-    return _some(_joined(parts))
+    return _some(joined(parts))
 
 
 def _without_edge(nodes: Nodes, n_queries: int, n_keys: int) -> tuple[Nodes, Nodes]:
-    """``nodes`` of whole blocks, and what else they had."""
+    """``nodes`` cut into their whole blocks, and those beyond the last whole query or key block."""
     lane, row, bottom, column, right = nodes.T
     low, far = np.minimum(bottom, n_queries // BLOCK), np.minimum(right, n_keys // BLOCK)
     inner = np.stack([lane, row, low, column, far], axis=1)
     below = np.stack([lane, np.maximum(row, low), bottom, column, right], axis=1)
     beside = np.stack([lane, row, low, np.maximum(column, far), right], axis=1)
-    return _some(inner), _some(_joined([below, beside]))
+    return _some(inner), _some(joined([below, beside]))
 
 
 def _some(nodes: Nodes) -> Nodes:
     return nodes[(nodes[:, 1] < nodes[:, 2]) & (nodes[:, 3] < nodes[:, 4])]
 
 
-def _joined(parts: list[Nodes]) -> Nodes:
+def joined(parts: list[Nodes]) -> Nodes:
+    """All nodes of ``parts``, which may be empty."""
     return np.concatenate([np.zeros((0, 5), dtype=np.int64), *parts])
 
 
@@ -190,23 +191,25 @@ def _edges(size: int, ranges: list[tuple[int, int]]) -> Ints:
     return np.unique(np.array([0, size, *(e for r in ranges for e in r)], dtype=np.int64))
 
 
-def _piece(edges: Ints, where: Ints) -> Ints:
+def piece(edges: Ints, where: Ints) -> Ints:
+    """The number of the piece, between two edges, that each position lies in."""
     return np.searchsorted(edges, where, side="right") - 1
 
 
 @dataclass(frozen=True, slots=True)
 class BlockLists:
-    """A task's block lists on the host, in one buffer that is sent in one piece.
+    """A task's block lists on the host, in one buffer, which is sent to the device in one copy.
 
     Attributes:
-        rows, columns: the queries and keys (local) with any listed block; lists are relative.
-        first: block column of a listed block of the first row.
-        buffer: int32.
-        parts: of every list, where it begins in the buffer, its shape and its strides: counts
-            and indices of mixed blocks by query, of clear ones, then of both by key; where
-            rectangles end within blocks, also the pieces of queries and of keys, and the table of
-            pieces.
-        pruned, run: rectangles without a listed block, and with one.
+        rows, columns: the local queries and keys from the first to the last listed block; the lists
+            count from there.
+        first: block column of the first listed block in the first row.
+        buffer: int32, on the host.
+        parts: for every list, where it begins in the buffer, its shape and its strides. The lists
+            are counts and indices of mixed blocks by query, of clear blocks by query, then both by
+            key. If rectangles end within blocks, three more follow: the piece of every query, the
+            piece of every key, and ``Geometry.table``.
+        pruned, run: number of rectangles without a listed block, and with one.
     """
 
     rows: slice
@@ -224,13 +227,13 @@ class BlockLists:
 
     @property
     def in_pieces(self) -> bool:
-        """Whether mixed blocks have to ask which pairs belong to a rectangle."""
+        """Whether rectangles end within blocks, so that mixed blocks have to test the pieces."""
         return len(self.parts) > 8
 
     def on(self, device: torch.device) -> list[torch.Tensor]:
-        """The parts as int32 tensors on a device, views of one."""
+        """The lists as int32 tensors on ``device``, views of one tensor."""
         there = self.buffer.to(device, non_blocking=True)
-        # Less to do for the host than a slice and a view.
+        # as_strided costs the host less than a slice and a view.
         return [
             there.as_strided(shape, strides, start).detach() for start, shape, strides in self.parts
         ]
@@ -243,14 +246,16 @@ def block_lists(
     lanes: tuple[int, int] = (1, 1),
     pinned: bool = False,
 ) -> BlockLists | None:
-    """The lists of listed nodes, cropped to what they span; None if there is none.
+    """The block lists of ``clear`` and ``mixed`` nodes, cropped to their range; None without any.
 
     Args:
-        clear, mixed: disjoint.
-        lanes: batch entries and heads with lists of their own (lane = entry * heads + head).
-        pinned: in page-locked memory.
+        pairs: the task's pairs.
+        clear, mixed: disjoint nodes.
+        lanes: number of batch entries and of heads that have lists of their own
+            (lane = entry * heads + head).
+        pinned: whether the buffer is in page-locked memory.
     """
-    every = _joined([clear, mixed])
+    every = joined([clear, mixed])
     if not len(every):
         return None
     top, bottom = int(every[:, 1].min()), int(every[:, 2].max())
@@ -270,9 +275,9 @@ def block_lists(
     ]
     if _cut_within_blocks(pairs, rows, columns):
         arrays += [
-            _piece(pairs.query_edges, np.arange(rows.start, rows.stop)),
-            _piece(pairs.key_edges, np.arange(columns.start, columns.stop)),
-            # At least two of each: nothing is specialised to a size of 1.
+            piece(pairs.query_edges, np.arange(rows.start, rows.stop)),
+            piece(pairs.key_edges, np.arange(columns.start, columns.stop)),
+            # At least 2 x 2, because torch.compile specialises code to sizes of 1.
             np.pad(pairs.table, [(0, max(0, 2 - size)) for size in pairs.table.shape]),
         ]
     first = int(every[every[:, 1] == top][:, 3].min()) - left
@@ -284,7 +289,7 @@ def block_lists(
 def _listed(
     offset: Ints, lines: Ints, across: Ints, n_lines: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Counts of every line, and what is listed, line after line, ascending."""
+    """How many blocks each line lists, and their indices, line after line, ascending."""
     heights = lines[:, 1] - lines[:, 0]
     line = _ranges(offset + lines[:, 0], heights)
     start, stop = np.repeat(across[:, 0], heights), np.repeat(across[:, 1], heights)
@@ -309,8 +314,8 @@ def _tables(
 ) -> list[NDArray[np.int32]]:
     """Counts and indices of mixed and of clear blocks.
 
-    As wide as the longest line; of one width, because torch's kernel steps through both with the
-    row stride of the first; at least two, so that nothing is specialised to a size of 1.
+    All tables have the width of the longest line, because torch's kernel uses the row stride of the
+    first for both; and at least 2, because torch.compile specialises code to sizes of 1.
     """
     width = max(2, *(int(counts.max(initial=0)) for counts, _ in kinds))
     found = []
@@ -342,7 +347,7 @@ def _packed(arrays: list[NDArray[Any]], pinned: bool) -> tuple[torch.Tensor, tup
         strides = tuple(math.prod(array.shape[i + 1 :]) for i in range(array.ndim))
         parts.append((at, array.shape, strides))
         at += -(-array.size // _ALIGNED) * _ALIGNED
-    with outside():  # kept
+    with outside():  # because it is cached
         buffer = torch.zeros(at, dtype=torch.int32, pin_memory=pinned)
     host = buffer.numpy()
     for (start, _, _), array in zip(parts, arrays, strict=True):

@@ -1,8 +1,8 @@
-"""FlexAttention, compiled, with one call for a whole task.
+"""FlexAttention, compiled: one call for a whole task.
 
-The modifications and the mask get global positions; block lists (``block_masks.py``) say which
-parts of the task are run. Both passes run over the range of queries and of keys that any listed
-block needs, and over nothing else.
+The score modification and the mask get global positions. Block lists (``block_masks.py``) say which
+blocks of the task are run. Both passes get only the range of queries and keys from the first to the
+last listed block.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ from quorum_attention.kernels.workspace import UNSPLIT_BYTES
 if TYPE_CHECKING:
     from quorum_attention.kernels.kit.score_mod import ScoreModKernel
 
-# Host memory for finished lists, and the number of compiled calls.
+# Host memory for cached lists, and the number of compiled calls and of spans that are cached.
 _CACHE_BYTES = 256 << 20
 _CACHED_CALLS = 128
 _CACHED_SPANS = 1024
 
 
 class Shared:
-    """What kernels share: a mask made anew for every batch is the same code, and compiled once.
+    """What all kernels share: masks that are created again for every batch are compiled once.
 
     Attributes:
-        calls: compiled calls by kind and code.
-        trust: which of those a backward without a forward is right for.
+        calls: compiled calls, by the kind of call and the code of the modifications.
+        trust: for which of them ``exchanged_gradients`` is right.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Shared:
 
 
 def _host_bytes(lists: BlockLists | None) -> int:
-    # And about what a key takes.
+    # 4096: about the size of a cache key.
     return 4096 + (0 if lists is None else lists.nbytes)
 
 
@@ -86,13 +86,11 @@ _SHARED = Shared()
 
 
 class FlexKernel:
-    """See ``from_score_mod``: a compiled ``flex_attention`` for a task. float64 runs in memory.
+    """See ``from_score_mod``: compiled ``flex_attention``; float64 runs on ``ScoreModKernel``.
 
     Attributes:
-        score_mod, mask_mod: the modifications.
+        score_mod, mask_mod: the score modification and the mask.
         name: for messages and reports.
-        pruned: rectangles left out so far because the mask empties them.
-        run: those that were run.
     """
 
     traits = Traits(
@@ -115,17 +113,17 @@ class FlexKernel:
         self._spans: Cache[tuple[slice, slice] | None] = Cache(_CACHED_SPANS, lambda span: 1)
         self._apart: Cache[tuple[bool, bool]] = Cache(64, lambda answer: 1)
         self._shared = _SHARED
-        # Should a closure get other functions, torch sees that by itself.
+        # If the functions in a closure change later, torch notices and compiles again.
         self._codes = codes(self.score_mod), codes(self.mask_mod)
 
     @property
     def pruned(self) -> int:
-        """Rectangles left out so far because the mask empties them."""
+        """The number of rectangles left out so far, because the mask keeps none of their pairs."""
         return self._pruned + self._in_memory.pruned
 
     @property
     def run(self) -> int:
-        """Rectangles run so far."""
+        """The number of rectangles run so far."""
         return self._run + self._in_memory.run
 
     def refusal(self, call: CallShape) -> str | None:
@@ -148,10 +146,10 @@ class FlexKernel:
         if call.dtype == torch.float64:
             results = rows * (call.value_dim + 1) * 8 if extent.direct else 0
             return results + self._in_memory.forward_workspace_bytes(call, extent)
-        # The output, and lse to both bases.
+        # The output, and lse in base 2 and base e.
         own = rows * (call.value_dim * call.dtype.itemsize + 8)
         if extent.direct and self.mask_mod is not None:
-            own *= 2  # rows that nothing is listed for, and the part in its place
+            own *= 2  # results of all rows, into which those of the listed rows are copied
         return own + _copied_bytes(call, extent) + self._common_bytes(extent)
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
@@ -160,41 +158,42 @@ class FlexKernel:
             results = _copied_bytes(call, extent) if extent.direct else 0
             return results + self._in_memory.backward_workspace_bytes(call, extent)
         item, d, dv = call.dtype.itemsize, call.head_dim, call.value_dim
-        # By query: its own output, the upstream or the whole row's output laid out again, a
-        # contiguous grad_out, grad_query; and lse to both bases and exchanged, its gradient, delta.
+        # For each query: its own output, a copy of grad_out or of the whole row's output, a
+        # contiguous grad_out, and grad_query; in fp32 forms of lse, its gradient, and delta.
         by_query = item * (3 * dv + d) + 4 * 8
         by_key = item * (d + dv)
         lanes = extent.batch * extent.query_heads
         rows = lanes * by_query + extent.batch * extent.key_heads * by_key
-        # The sample: inputs, two results, and comparing them in fp32.
+        # The sample of ``Trust``: inputs, two sets of results, and their comparison in fp32.
         sample = SAMPLE * (3 * rows + lanes * 4 * 12 * (d + dv))
         own = rows * extent.n_tokens + sample + _copied_bytes(call, extent)
         if extent.direct and self.mask_mod is not None:
-            own += _copied_bytes(call, extent)  # gradients of rows that nothing is listed for
+            own += _copied_bytes(call, extent)  # gradients of all rows, as in the forward
         return own + self._common_bytes(extent)
 
     def _common_bytes(self, extent: Extent) -> int:
-        """Positions, pieces, lists, trying a mask, merging."""
+        """Bytes of positions, pieces and lists, of trying a mask, and of merging."""
         lanes = extent.batch * extent.query_heads if self._tries else 1
         blocks = -(-extent.n_tokens // BLOCK) + 1
-        # Two lists by query and two by key, of int32, each as long as it can be; and counts, theirs
-        # once more as zeros.
+        # Two lists by query and two by key, in int32, each as long as possible; and their counts,
+        # with zeros of the same shape for the exchange.
         lists = lanes * (16 * blocks * self._longest_list(blocks) + 32 * blocks)
         tokens = 16 * extent.n_tokens
         if self._tries:
             tokens += 32 * extent.n_tokens
         tried = trial_bytes(lanes) if self._tries else 0
-        # Blocks that the allocator does not split.
+        # Eight tensors may each be a block that the allocator does not split.
         return lists + tokens + tried + MERGE_WORKSPACE_BYTES + 8 * UNSPLIT_BYTES
 
     def _longest_list(self, blocks: int) -> int:
-        """Listed blocks of a line at most; tokens that a task is without bring others nearer."""
+        """The most listed blocks of a line; a task's gaps bring distant tokens closer together."""
         if not isinstance(self.mask_mod, BlockMask) or sum(self.mask_mod.reach) >= BLOCK * blocks:
             return blocks
         return min(blocks, int(sum(self.mask_mod.reach)) // BLOCK + 3)
 
     @property
     def _tries(self) -> bool:
+        """Whether the mask is a plain function, whose pairs have to be tried."""
         return self.mask_mod is not None and not isinstance(self.mask_mod, BlockMask)
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
@@ -203,10 +202,8 @@ class FlexKernel:
             self._in_memory.forward(task, state)
             return
         made = self._launch(task)
-        if made is not None:
-            self._merge(made, task, state)
-
-    def _merge(self, made: Launch, task: TaskTensors, state: Statistics) -> None:
+        if made is None:
+            return
         # Rows that keep nothing come back as out 0 and lse -inf.
         out, lse = self._run_forward(made)
         with task.timed("merge"):
@@ -225,10 +222,8 @@ class FlexKernel:
             self._in_memory.backward(task, grads)
             return
         made = self._launch(task)
-        if made is not None:
-            self._add(made, task, grads)
-
-    def _add(self, made: Launch, task: TaskTensors, grads: Gradients) -> None:
+        if made is None:
+            return
         given = (grads.grad_out, grads.out, grads.lse)
         found = self._gradients(made, Rows(*map(made.of_rows, given)))
         targets = (
@@ -241,17 +236,17 @@ class FlexKernel:
                 add_(target, part)
 
     def takes_tasks(self, dtype: torch.dtype) -> bool:
-        """See ``TaskCalls``: what is compiled."""
+        """See ``TaskCalls``: all dtypes that are compiled."""
         return dtype != torch.float64
 
     def task_span(self, task: TaskTensors) -> tuple[slice, slice] | None:
-        """See ``TaskCalls``: to whole blocks."""
+        """See ``TaskCalls``; a span begins and ends at whole blocks, or at the task's end."""
 
         def make() -> tuple[slice, slice] | None:
             lists = self._listed(task)
             return None if lists is None else (lists.rows, lists.columns)
 
-        # Kept apart from the lists, which may be too long to be.
+        # Cached apart from the lists, which may be too large to stay in their cache.
         span = self._spans.get(self._list_key(task), make) if _has_rows(task) else None
         if span is None:
             self._pruned += _count(task)
@@ -266,7 +261,7 @@ class FlexKernel:
     ) -> Three:
         """See ``TaskCalls``; gradients in the query's dtype."""
         made = _known(self._launch(task))
-        # With heads far apart a part of the backward takes ten times as long as these copies.
+        # If heads are far apart in memory, a part of the backward is ten times as slow as copies.
         query, key, value = map(dense, made.inputs)
         given = Rows(*(dense(made.of_rows(t)) for t in (grad_out, out, lse)))
         return self._gradients(replace(made, inputs=(query, key, value)), given)
@@ -274,7 +269,7 @@ class FlexKernel:
     def takes_whole(
         self, query_heads: int, key_heads: int, tokens: int, masked: bool, every: bool
     ) -> bool:
-        """A monolithic call of everything is a task; modifications are told heads and entries."""
+        """All heads and entries are needed, because the modifications are given their numbers."""
         return every and not masked
 
     def whole_forward(
@@ -296,7 +291,7 @@ class FlexKernel:
         made = self._launch(task)
         if made is not None and made.of_rows(query).shape == query.shape:
             return self._run_forward(made)
-        # Some rows keep nothing, and are not run.
+        # Some rows keep nothing and are not run.
         found = _no_statistics(query, value)
         if made is not None:
             part, part_lse = self._run_forward(made)
@@ -378,7 +373,7 @@ class FlexKernel:
         key: tuple[Hashable, ...] = (
             task.task, tuple(task.rectangles), has_diagonal(task), task.query.is_cuda, seen,
         )  # fmt: skip
-        # Other heads, or other batch entries, are the same to most masks.
+        # Most masks are the same for all heads and all batch entries.
         entries, heads = self._tells_apart(task)
         key += (task.entries if entries else (),)
         return (*key, (task.first_head, task.query.shape[1]) if heads else ())
@@ -392,7 +387,7 @@ class FlexKernel:
 
     def _make_lists(self, task: TaskTensors) -> BlockLists | None:
         mask, rectangles = self.mask_mod, tuple(task.rectangles)
-        # There may be more rows than tokens: no position is made of those.
+        # The tensors may have more rows than there are tokens; those have no positions.
         sizes = (
             max((r.query_stop for r in rectangles), default=0),
             max((r.key_stop for r in rectangles), default=0),
@@ -411,7 +406,7 @@ def _has_rows(task: TaskTensors) -> bool:
 
 
 def _known(made: Launch | None) -> Launch:
-    """Nobody asks about a task without a span."""
+    """``made``, which is not None: tasks without a span are not run."""
     assert made is not None
     return made
 
@@ -421,8 +416,10 @@ def _count(task: TaskTensors) -> int:
 
 
 def _copied_bytes(call: CallShape, extent: Extent) -> int:
-    """Query, key and value laid out anew (``laid_out``); slots of usual widths are not, but for one
-    head of several entries."""
+    """Bytes of copies of query, key and value (``laid_out``).
+
+    Slots of usual widths are not copied, unless they hold one head of several entries.
+    """
     several = extent.batch == 1 or min(extent.query_heads, extent.key_heads) > 1
     if not extent.direct and several and always_in_words(call.head_dim, call.value_dim):
         return 0
@@ -443,7 +440,7 @@ def _everything_of(
 
 
 def _no_statistics(query: torch.Tensor, value: torch.Tensor) -> Statistics:
-    """Output, in the query's dtype, and lse of rows without keys."""
+    """Statistics of rows without keys, the output in the query's dtype."""
     shape = (*query.shape[:3], value.shape[-1])
     wide = torch.promote_types(query.dtype, torch.float32)
     return Statistics(
@@ -459,7 +456,7 @@ def _no_bias(rectangle: Rectangle) -> None:
 def _in_place(
     part: torch.Tensor, take: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor
 ) -> torch.Tensor:
-    """``part`` where it belongs in zeros like ``like``."""
+    """Zeros like ``like`` with ``part`` at ``take`` of them; ``part`` itself if that is all."""
     if part.shape == like.shape:
         return part
     found = torch.zeros_like(like)

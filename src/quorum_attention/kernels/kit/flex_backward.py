@@ -1,17 +1,17 @@
 """The backward of FlexAttention with the whole row's output and log-sum-exp.
 
-A task's gradients follow from the *whole row's* O and lse, as FlashAttention's backward has them:
+A task's gradients follow from the *whole row's* O and lse, as in FlashAttention's backward:
 
     P = exp(S - lse),   dS = P (dO V^T - rowsum(dO O)).
 
-FlexAttention's compiled backward computes just that from the out and lse that its forward saved,
-but torch has no call for it. So the forward is run with a block mask that lists nothing, which
-costs nothing, and what it saved is exchanged as the backward takes it up: the real block counts for
-the empty ones, the whole row's out and lse (in base 2, as FlexAttention keeps it) for its own. One
-forward is saved.
+FlexAttention's compiled backward computes exactly that from the out and lse that its forward saved,
+but torch has no function that calls it alone. So the forward is run with a block mask that lists no
+block, which costs next to nothing. When the backward reads the saved tensors, they are exchanged:
+the empty block counts for the real ones, and the forward's out and lse for those of the whole row
+(lse in base 2, as FlexAttention saves it). This avoids running the forward a second time.
 
-It rests on what torch saves, so what was exchanged is counted, and its gradients are compared with
-recomputed ones (``recomputed_gradients``) on a sample before they are relied on (``Trust``).
+It depends on what torch saves. So the exchanged tensors are counted, and before the method is used
+its gradients are compared with recomputed ones (``recomputed_gradients``) on a sample (``Trust``).
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ Attend = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """``attend(query, key, value, block_mask) -> (out, lse)``, differentiable."""
 
 _LOG2_E = log2(e)
-# Of the norm: far above what recomputing rounds, far below what a wrong exchange makes.
+# Accepted difference, a share of the norm: far above rounding, far below that of a wrong exchange.
 _APART = 0.03
 _TRIES = 3
-# What the device itself reports says nothing about the exchange.
+# Errors that the device reports; they say nothing about the exchange.
 _ACCELERATOR_ERROR = getattr(torch, "AcceleratorError", torch.OutOfMemoryError)
 
 
 class UnfitError(Exception):
-    """FlexAttention did not save what is to be exchanged."""
+    """FlexAttention did not save the tensors that are to be exchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What a backward is given of the whole rows.
+    """What a backward gets of the whole rows.
 
     grad_out, out (b, h, nq, dv) in the input dtype, lse (b, h, nq) in fp32, -inf in rows without
     any key.
@@ -58,7 +58,7 @@ class Rows:
 
 
 def recomputed_gradients(attend: Attend, inputs: Three, block_mask: Any, rows: Rows) -> Three:
-    """Gradients of query, key and value by autograd through a forward of the task's own."""
+    """Gradients of query, key and value by autograd through another forward of the task."""
     leaves = [t.detach().requires_grad_() for t in inputs]
     with torch.enable_grad():
         own_out, own_lse = attend(*leaves, block_mask)
@@ -68,10 +68,10 @@ def recomputed_gradients(attend: Attend, inputs: Three, block_mask: Any, rows: R
 
 
 def exchanged_gradients(attend: Attend, inputs: Three, block_mask: Any, rows: Rows) -> Three:
-    """The same without a forward.
+    """The same gradients without that forward (see above).
 
     Raises:
-        UnfitError: something was not saved, or not once.
+        UnfitError: a tensor to exchange was not saved, or saved more than once.
     """
     real = (block_mask.kv_num_blocks, block_mask.full_kv_num_blocks)
     nothing = [torch.zeros_like(t) for t in real]
@@ -112,8 +112,8 @@ class _Exchange:
             return _laid_out_as(saved, self.rows.out)
         if saved.dtype == torch.float32 and saved.shape == self.rows.lse.shape:
             self.seen["lse"] += 1
-            # A tensor of its own: compiled code may write over it. A row without any key has no
-            # unmasked score either; 0 keeps NaN out.
+            # A new tensor, because compiled code may overwrite it. Rows without any key get 0 in
+            # place of -inf, which would give NaN; they have no unmasked score.
             lse = torch.mul(self.rows.lse, _LOG2_E)
             return lse.masked_fill_(lse == -torch.inf, 0.0)
         return saved
@@ -135,7 +135,7 @@ def _laid_out_as(pattern: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(slots=True)
 class Trust:
-    """Which kinds of calls the exchange has been tried on, and found right or not."""
+    """For which kinds of calls the exchange has been tried, and whether it was right."""
 
     found: dict[Hashable, bool] = field(default_factory=dict)
     asked: Counter[Hashable] = field(default_factory=Counter)
@@ -144,14 +144,14 @@ class Trust:
         """Whether calls of this ``kind`` may use ``exchanged_gradients``.
 
         Args:
-            kind: whatever compiled code depends on.
-            sample: makes a small call that is compiled the same way: forward, inputs, block mask.
+            kind: all that the compiled code depends on.
+            sample: makes a small call that is compiled the same way: (attend, inputs, block mask).
         """
         if kind not in self.found:
             wrong = _disagreement(*sample())
             if wrong is None:
-                # It showed nothing. Asked again, but not for ever: a sample takes longer than a
-                # short backward.
+                # The sample was inconclusive. It is tried again, but only a few times, because it
+                # takes longer than a short backward.
                 self.asked[kind] += 1
                 if self.asked[kind] >= _TRIES:
                     self.found[kind] = False
@@ -163,7 +163,7 @@ class Trust:
         return self.found[kind]
 
     def distrust(self, kind: Hashable, reason: str) -> None:
-        """Recompute from now on, and say so."""
+        """Recompute gradients of this kind from now on, with a warning."""
         self.found[kind] = False
         warnings.warn(
             f"this torch's FlexAttention does not take another forward's results ({reason}): its "
@@ -174,13 +174,13 @@ class Trust:
 
 
 def _disagreement(attend: Attend, inputs: Three, block_mask: Any) -> str | None:
-    """How both ways disagree, empty if they do not; None where the sample shows nothing."""
-    # As it will be called, so that nothing else is compiled.
+    """How the two methods disagree, "" if they agree; None if the sample is inconclusive."""
+    # Called exactly as the real call will be, so that nothing else is compiled.
     leaves = [t.detach().requires_grad_() for t in inputs]
     with torch.enable_grad():
         own_out, own_lse = (t.detach() for t in attend(*leaves, block_mask))
     with torch.no_grad():
-        # As if other keys had been merged: any out will do, and any larger lse.
+        # As if other keys had been merged: any out, and any larger lse.
         generator = torch.Generator().manual_seed(1)
         noise = [torch.randn(own_out.shape, generator=generator, device="cpu") for _ in range(2)]
         grad_out, out = (t.to(own_out.device, own_out.dtype) for t in noise)

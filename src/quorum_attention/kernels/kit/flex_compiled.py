@@ -19,18 +19,18 @@ def compiled_flex(*, in_blocks: bool) -> Callable[..., Any]:
     """``flex(query, key, value, block_mask, score_mod=, scale=) -> (out, lse)``, compiled anew.
 
     Args:
-        in_blocks: queries and keys are whole blocks. Of sizes that vary FlexAttention would not
-            know, and test every row.
+        in_blocks: queries and keys are whole blocks. For dynamic sizes FlexAttention cannot know
+            that, and would test every row.
 
-    torch.compile keeps what it compiled with a function's code, up to a limit that everything
-    compiled from one code shares; beyond it FlexAttention would quietly make every score. So each
-    gets a code of its own, which raises beyond the limit, and then another.
+    torch.compile caches by code object, up to a limit for each. Beyond the limit FlexAttention
+    would silently fall back to computing every score. So each compiled call has a code object of
+    its own; beyond the limit it raises an error here, and is then given another code object.
     """
     from torch.fx.experimental import _config
     from torch.nn.attention.flex_attention import flex_attention
 
     fx_config: Any = _config
-    # Not the kernel for a few queries, which has other limits.
+    # Forced, because torch's kernel for few queries has other limits.
     options: Any = {"FORCE_USE_FLEX_ATTENTION": True, "IS_DIVISIBLE": in_blocks}
 
     def flex(
@@ -63,15 +63,15 @@ def compiled_flex(*, in_blocks: bool) -> Callable[..., Any]:
     def call(*args: Any, **named: Any) -> Any:
         nonlocal current
         named["sixteenths"] = tuple(map(sixteenth, args[:3]))
-        # Sizes that happen to be equal, to each other or to the number of heads, are not taken to
-        # be so for ever: every task would be compiled again.
-        # (What torch has to set such things for a while takes as long as all guards.)
+        # Without this, torch assumes that sizes that are equal once always are (also a size and the
+        # number of heads), and compiles again for tasks where they differ. It is set by hand,
+        # because torch's context manager for it takes as long as all guards.
         before, fx_config.use_duck_shape = fx_config.use_duck_shape, False
         try:
             return current(*args, **named)
         except too_many:
-            # Modifications of one code may hold what torch tells apart (words, lists of other
-            # lengths): that begins anew.
+            # Functions with one code may close over values for which torch compiles again (strings,
+            # lists of other lengths).
             current = anew()
             return current(*args, **named)
         finally:
@@ -81,8 +81,10 @@ def compiled_flex(*, in_blocks: bool) -> Callable[..., Any]:
 
 
 def _beyond_the_limit() -> type[Exception]:
-    """What torch raises where one code would be compiled too often; an error of ours, which nobody
-    raises, where this torch has no such thing."""
+    """The error that torch raises if one code object is compiled too often.
+
+    If this torch has no such error: one that is never raised.
+    """
     from torch._dynamo import exc
 
     found: type[Exception] = getattr(exc, "FailOnRecompileLimitHit", UnknownToTorchError)
@@ -90,4 +92,4 @@ def _beyond_the_limit() -> type[Exception]:
 
 
 class UnknownToTorchError(Exception):
-    """Stands for an error that this torch does not have."""
+    """In place of an error that this torch does not have; never raised."""

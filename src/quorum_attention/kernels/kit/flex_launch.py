@@ -1,4 +1,4 @@
-"""One call of FlexAttention for a task: its part of the tensors, positions, block mask."""
+"""One FlexAttention call for a task: its views of the tensors, positions and block mask."""
 
 from __future__ import annotations
 
@@ -18,21 +18,24 @@ from quorum_attention.kernels.kit.positions import positions
 from quorum_attention.kernels.outside import outside
 from quorum_attention.kernels.protocol import TaskTensors
 
-# Rows and columns of the sample that the backward is tried on; not whole blocks.
+# Rows and columns of the sample on which the backward is tried; no multiple of the block size.
 SAMPLE = 300
 
 
 def has_diagonal(task: TaskTensors) -> bool:
-    """Whether keys after the query are left out."""
+    """Whether keys after the query are masked."""
     return task.is_causal or any(r.causal for r in task.rectangles)
 
 
 @dataclass(frozen=True, slots=True)
 class Indexed:
-    """What the modifications read of a launch's queries and keys, int32, on its device.
+    """By local index, the numbers that the modifications get; int32, on the launch's device.
 
-    ``pieces`` (query pieces, key pieces, table) says which pairs belong to a rectangle, where that
-    is not a matter of whole blocks.
+    Attributes:
+        queries, keys: global positions.
+        heads, entries: numbers of the query heads and batch entries in the whole call.
+        pieces: (piece of every query, piece of every key, table), which say whether a pair belongs
+            to a rectangle; None if rectangles end only between blocks.
     """
 
     queries: torch.Tensor
@@ -42,7 +45,7 @@ class Indexed:
     pieces: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
 
     def cut(self, rows: slice, columns: slice) -> Indexed:
-        """Those of fewer queries and keys."""
+        """The same for some of the queries and keys."""
         pieces = self.pieces
         if pieces is not None:
             pieces = (pieces[0][rows].detach(), pieces[1][columns].detach(), pieces[2])
@@ -50,7 +53,7 @@ class Indexed:
         return replace(self, queries=queries, keys=keys, pieces=pieces)
 
     def mask(self, is_causal: bool, mask_mod: MaskMod | None) -> MaskMod:
-        """The mask within mixed blocks, of local indices. Few kinds: each is compiled."""
+        """The mask for mixed blocks, by local indices; there are few kinds, as each is compiled."""
         tests: list[MaskMod] = []
         if self.pieces is not None:
             tests.append(_within(*self.pieces))
@@ -64,7 +67,7 @@ class Indexed:
         return keeps
 
     def score(self, score_mod: ScoreMod | None) -> ScoreMod | None:
-        """The score modification, of local indices."""
+        """The score modification, by local indices."""
         if score_mod is None:
             return None
         entries, heads, queries, keys = self.entries, self.heads, self.queries, self.keys
@@ -101,8 +104,8 @@ def _also(one: MaskMod, other: MaskMod) -> MaskMod:
 class Launch:
     """One call: the part of a task between the first and the last listed block.
 
-    All its tensors are detached: compiled code is told of the tensor that another is a view of, and
-    would be compiled again for every kind of view.
+    All its tensors are detached: torch.compile also looks at the base of a view, and would compile
+    again for every kind of view.
     """
 
     lists: BlockLists
@@ -123,11 +126,11 @@ class Launch:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether queries and keys are whole blocks, so that no row has to be asked about."""
+        """Whether queries and keys are whole blocks, so that no row has to be tested."""
         return all(t.shape[2] % BLOCK == 0 for t in self.inputs)
 
     def kind(self, needs_grad: bool) -> Hashable:
-        """What is compiled by itself, so that nothing else counts as compiling again."""
+        """All that needs code of its own, so that calls of one kind are compiled once."""
         query, key, value = self.inputs
         return (
             query.device, query.dtype, query.shape[0] == 1, query.shape[1], key.shape[1],
@@ -137,15 +140,16 @@ class Launch:
         )  # fmt: skip
 
     def block_mask(self) -> Any:
-        """As torch has it."""
+        """The call as a ``BlockMask`` of torch."""
         keeps = self.indexed.mask(self.is_causal, self.mask_mod)
         sizes = (self.inputs[0].shape[2], self.inputs[1].shape[2])
         return _flex_mask(sizes, self.sent[:8], keeps)
 
     def sample(self) -> tuple[Three, Indexed, Any]:
-        """A small call like this one: random inputs at positions of its own, all blocks mixed.
+        """A small call like this one, with random inputs and only mixed blocks.
 
-        (inputs, what the modifications read, block mask)
+        Returns:
+            (query, key and value, ``Indexed``, block mask); its positions are among this call's.
         """
         start = self.lists.first * BLOCK
         size = SAMPLE // BLOCK * BLOCK if self.in_blocks else SAMPLE
@@ -163,7 +167,7 @@ class Launch:
 
 
 def launch(task: TaskTensors, lists: BlockLists, mask_mod: MaskMod | None) -> Launch:
-    """The call for a task."""
+    """The call for ``task`` with its block lists."""
     device, rows, columns = task.query.device, lists.rows, lists.columns
     if isinstance(mask_mod, BlockMask):
         mask_mod = mask_mod.on(device)
@@ -183,8 +187,8 @@ def launch(task: TaskTensors, lists: BlockLists, mask_mod: MaskMod | None) -> La
 
 @lru_cache(maxsize=64)
 def _numbers(which: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Few bytes, which every task of a head group would send again."""
-    # Kept, so also for a backward, which takes no tensor of inference mode.
+    """``which`` on the device; cached, because every task of a head group needs it."""
+    # A backward may use it, so it must not be a tensor of inference mode.
     with outside():
         return torch.tensor(which, dtype=torch.int32).to(device)
 
@@ -192,7 +196,7 @@ def _numbers(which: tuple[int, ...], device: torch.device) -> torch.Tensor:
 def _flex_mask(sizes: tuple[int, int], lists: list[torch.Tensor], keeps: MaskMod) -> Any:
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
-    # Not from_kv_blocks: it makes the lists by key from a matrix of all blocks.
+    # Not BlockMask.from_kv_blocks, which makes the lists by key from a matrix of all blocks.
     make: Any = FlexBlockMask
     return make(sizes, *lists, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=keeps)
 
@@ -217,7 +221,7 @@ def _random_like(tensor: torch.Tensor, rows: int, generator: torch.Generator) ->
     if lies == "tokens":
         found = torch.randn(batch, rows, heads, width, generator=generator, device="cpu")
         return found.to(tensor.device, tensor.dtype).transpose(1, 2).detach()
-    # A whole number of sixteenths, and more than the rows.
+    # The head stride: a multiple of 16 elements, and more than the rows take.
     more = 32 - rows % 16 if lies == "apart" else 0
     found = torch.randn(batch, heads, rows + more, width, generator=generator, device="cpu")
     return found.to(tensor.device, tensor.dtype)[:, :, :rows].detach()

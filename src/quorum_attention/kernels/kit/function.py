@@ -1,13 +1,13 @@
 """Any function that returns an output and its log-sum-exp, as an inner kernel.
 
-Softmax attention over a set of keys is determined by (out, lse), so a function that returns both
-for a rectangle can be merged with itself over other keys (paper, section 3). Its gradient needs no
-second function: with the whole row's O and lse, a rectangle's share of the row is
-``w = exp(lse_i - lse)``, and
+Results over disjoint sets of keys can be merged if each comes with its lse (paper, section 3). So a
+function that returns (out, lse) for a rectangle can be called for one rectangle after another. Its
+gradient needs no second function: with the whole row's O and lse, a rectangle has the weight
+``w = exp(lse_i - lse)`` in the row, and
 
     O = sum_i w_i O_i   =>   dL/dO_i = w_i dO,   dL/dlse_i = w_i (dO . (O_i - O)),
 
-which autograd carries back through the function itself.
+which autograd propagates through the function itself.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _OPTIONAL = ("query_positions", "key_positions", "head_indices", "batch_indices"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One rectangle of a task as a function gets it.
+    """One call of the function: a rectangle of a task, and some or all of its heads.
 
     Attributes:
         rectangle: local positions.
         query, key, value: (b, h, lq, d), (b, hk, lk, d), (b, hk, lk, dv), views.
-        pick: which query heads these are, of a tensor with all of them.
-        named: the keyword arguments, ``is_causal`` and ``scale`` among them.
+        pick: selects the piece's query heads from a tensor with all of them.
+        named: the keyword arguments, including ``is_causal`` and ``scale``.
     """
 
     rectangle: Rectangle
@@ -94,7 +94,7 @@ class FunctionKernel:
         self._backward_wants = () if backward is None else _parameters(backward, "backward")
 
     def captured(self) -> list[torch.Tensor]:
-        """See ``Captures``: what the functions close over, as far as it is plain to see."""
+        """See ``Captures``: the tensors that ``reads.tensors`` finds in the functions' closures."""
         return tensors(self.function, self.explicit_backward)
 
     def refusal(self, call: CallShape) -> str | None:
@@ -109,7 +109,7 @@ class FunctionKernel:
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
-        # What autograd keeps of the forward, and the gradients on their way.
+        # What autograd saves in the forward, and as much for the gradients.
         return 2 * self._workspace(call, extent) + MERGE_WORKSPACE_BYTES
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
@@ -180,7 +180,7 @@ class FunctionKernel:
                 )
 
     def rectangles(self, task: TaskTensors) -> Iterator[Rectangle]:
-        """What the function is called for; all of the task's rectangles."""
+        """The rectangles that the function is called for: all of the task's."""
         yield from task.rectangles
 
     def _run(
@@ -201,7 +201,7 @@ class FunctionKernel:
     def _by_autograd(
         self, piece: Piece, grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        # Whatever the caller runs under, this records.
+        # Gradients have to be recorded here, also if the caller has turned that off.
         with torch.inference_mode(False), torch.enable_grad():
             named = {name: _plain(value) for name, value in piece.named.items()}
             three = (_plain(t) for t in (piece.query, piece.key, piece.value))
@@ -222,7 +222,7 @@ class FunctionKernel:
 
 
 def _plain(value: Any) -> Any:
-    """A tensor of inference mode, which autograd does not take, as a copy; all else as it is."""
+    """A copy of a tensor of inference mode, which autograd refuses; anything else as it is."""
     return value.clone() if isinstance(value, torch.Tensor) and value.is_inference() else value
 
 
@@ -239,22 +239,22 @@ def from_lse_function(
     Args:
         function: ``function(query, key, value, *, is_causal, scale, ...) -> (out, lse)`` for a
             plain rectangle, or with ``is_causal`` a square whose keys after the query are masked.
-            query (b, h, lq, d), key (b, h, lk, d), value (b, h, lk, dv), strided views; out
-            (b, h, lq, dv), normalised; lse (b, h, lq), natural log of the sum of exponentials,
-            -inf (with any out) in rows that have no key. It may name further parameters, and then
-            gets them: ``query_positions`` (lq,) and ``key_positions`` (lk,), int64, *global*;
-            ``head_indices`` (h,) of the query heads; ``batch_indices`` (b,). Tensors that it closes
-            over have to stay as they are until the backward: one that is written to in between is
-            an error, as with any saved tensor (one that it finds in a global or an attribute is
-            not seen). Kernels run without autocast.
+            query (b, h, lq, d), key (b, h, lk, d), value (b, h, lk, dv) are strided views. out
+            (b, h, lq, dv) is normalised; lse (b, h, lq) is the natural log of the sum of
+            exponentials, -inf (with any out) in rows without keys. If it has parameters of these
+            names, it also gets ``query_positions`` (lq,) and ``key_positions`` (lk,), int64,
+            *global*; ``head_indices`` (h,) of the query heads; ``batch_indices`` (b,). Tensors in
+            its closure must not change until the backward: writing to one is an error, as for any
+            saved tensor (tensors in globals and attributes are not checked). It runs without
+            autocast.
         name: for messages and reports; default the function's.
         backward: ``backward(grad_out, query, key, value, out, lse, *, is_causal, scale, ...)``
             -> gradients of query, key and value, given the whole row's out and lse (as in
             FlashAttention). Default: autograd through ``function``, whose out and lse then have to
             be differentiable.
-        grouped: the function takes fewer key heads than query heads as they are.
-        workspace: ``workspace(call, extent)``: upper bound of the bytes a call allocates. Default:
-            four score matrices in fp32, as a function that holds its scores takes.
+        grouped: whether the function takes fewer key heads than query heads.
+        workspace: ``workspace(call, extent)`` -> upper bound of the bytes that a call allocates.
+            Default: four score matrices in fp32, enough for a function that materialises scores.
 
     Raises:
         TypeError: not callable, or it lacks ``is_causal`` or ``scale``.
@@ -280,7 +280,7 @@ def upstream_of(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of a part's own out and lse, given the whole row's (see above); in their dtypes.
+    """Gradients with respect to a part's own out and lse (see above), in their dtypes.
 
     Args:
         own_out, own_lse: (b, h, rows, dv) and (b, h, rows) of the part.
@@ -289,9 +289,9 @@ def upstream_of(
     with torch.no_grad():
         by_out, by_lse = torch.empty_like(own_out), torch.empty_like(own_lse)
         batch, heads, rows, width = own_out.shape
-        # In blocks, because everything is widened.
+        # In blocks, because everything is converted to the dtype of lse.
         for block in row_blocks(batch, heads, rows, max(1, width) * lse.element_size()):
-            # -inf - -inf is NaN: a row without keys here has no share, whatever it has elsewhere.
+            # A row without keys in this part has no share; -inf - -inf would make it NaN.
             none = own_lse[block] == -torch.inf
             share = torch.exp(own_lse[block].to(lse.dtype) - lse[block]).masked_fill_(none, 0.0)
             upstream = grad_out[block].to(lse.dtype) * share.unsqueeze(-1)
@@ -303,7 +303,7 @@ def upstream_of(
 
 
 def quadratic_workspace(call: CallShape, extent: Extent) -> int:
-    """Bytes of a function that holds four matrices of scores in fp32 (or wider), and its rows."""
+    """Bytes of four score matrices in fp32 (fp64 for fp64 inputs), and of copies of the rows."""
     item = max(4, call.dtype.itemsize)
     lanes = extent.batch * extent.query_heads
     pairs = lanes * extent.max_queries * extent.max_keys
@@ -312,7 +312,7 @@ def quadratic_workspace(call: CallShape, extent: Extent) -> int:
 
 
 def _parameters(function: Callable[..., Any], what: str) -> tuple[str, ...]:
-    """Which of the optional parameters a function names."""
+    """Which of the optional parameters a function has."""
     signature = inspect.signature(function).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.values()):
         return _OPTIONAL

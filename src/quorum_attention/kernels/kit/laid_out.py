@@ -1,10 +1,10 @@
 """Tensors as compiled FlexAttention reads them fastest: in words of 16 bytes.
 
-It does so only where torch.compile knows every row to begin at a whole word. A tensor that begins
-within its storage (a field of a slot, a part of the rows) it takes to begin anywhere, and a stride
-that follows from no length to be any number; either costs 1.7 times the time of both passes
-(kit.md). So tensors are handed over as if their storage began with them, and a free stride together
-with a sixteenth of it (``told``): of ``stride == 16 * sixteenth`` the compiler makes use.
+It does so only if torch.compile can tell that every row begins at a whole word. It cannot tell that
+for a tensor that begins inside its storage (a field of a slot, a part of the rows), nor for a
+stride that does not follow from the sizes; either makes both passes 1.7 times as long (kit.md). So
+tensors are handed over with a storage that begins where they begin. A free stride is handed over
+together with a sixteenth of it: the compiler can use ``stride == 16 * sixteenth`` (``told``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 Layout = Literal["rows", "tokens", "apart"]
-"""(b, h, n, d) in memory: as it is written; (b, n, h, d); heads a stride of their own apart."""
+"""Memory order of (b, h, n, d): contiguous; that of (b, n, h, d); or gaps between heads."""
 
 _BYTES = 16
 _ELEMENTS = 16
@@ -30,7 +30,7 @@ def laid_out(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def layout(tensor: torch.Tensor) -> Layout | None:
-    """How a tensor lies, if it begins at a word; None otherwise."""
+    """The layout of a tensor; None if it has none of them or does not begin at a whole word."""
     if tensor.data_ptr() % _BYTES:
         return None
     if tensor.is_contiguous():
@@ -44,17 +44,19 @@ def layout(tensor: torch.Tensor) -> Layout | None:
 
 
 def sixteenth(tensor: torch.Tensor) -> int | None:
-    """What ``told`` is given of a tensor from ``laid_out``."""
+    """A sixteenth of the head stride if there are gaps between heads; None for other layouts."""
     return tensor.stride(1) // _ELEMENTS if layout(tensor) == "apart" else None
 
 
 def told(tensor: torch.Tensor, sixteenth: int | None) -> None:
-    """Within compiled code: its heads are that many sixteenths apart."""
+    """In compiled code: tell the compiler that the head stride is 16 times ``sixteenth``."""
     if sixteenth is not None:
         torch._check(tensor.stride(1) == _ELEMENTS * sixteenth)
 
 
 def always_in_words(*widths: int) -> bool:
-    """Whether any range of rows of a field of a slot, of several heads or of one entry, is in a
-    ``Layout``."""
+    """Whether every range of rows of a slot's field has a ``Layout``, for columns of ``widths``.
+
+    (It may not have one if the field holds one head of several entries.)
+    """
     return all(width % _ELEMENTS == 0 for width in widths)

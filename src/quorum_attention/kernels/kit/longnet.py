@@ -1,12 +1,11 @@
-"""Dilated attention (LongNet) as an inner kernel: exact relative to its own monolithic form.
+"""Dilated attention (LongNet) as an inner kernel, exact relative to the same call in one piece.
 
 A setting (segment w, dilation r) keeps a pair of head h when both tokens lie in the same segment
-of w tokens and both positions are congruent to h modulo r. Several settings mix by their softmax
-denominators, so a pair kept by m of them counts m times in numerator and denominator: a
-multiplicity. That is what merging does, so every setting is merged on its own, and within one the
-kept tokens of a segment are a strided view on which an ordinary kernel runs without a mask.
-Positions are global: what a task holds of a segment is found by where its tokens are in the whole
-sequence.
+of w tokens and both positions are congruent to h modulo r. Results of several settings are weighted
+by their softmax denominators. So a pair that m settings keep counts m times in numerator and
+denominator, which is what merging the settings one after the other gives. Within a setting, the
+kept tokens of a segment are a strided view, on which an ordinary kernel runs without a mask.
+Positions are global: a task's tokens belong to segments by their positions in the whole sequence.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ class DilatedSetting:
     """One (segment, dilation) pair, in tokens.
 
     Raises:
-        TypeError: no whole numbers.
-        ValueError: a segment that is no multiple of the dilation, or a number below 1.
+        TypeError: a number that is not whole.
+        ValueError: the segment is no multiple of the dilation, or a number is below 1.
     """
 
     segment: int
@@ -63,7 +62,7 @@ class DilatedSetting:
 
 @dataclass(frozen=True, slots=True)
 class _Strided:
-    """A plain or causal attention over every ``step``-th local token of two ranges."""
+    """One plain or causal attention call: slices, with steps, of local tokens and of heads."""
 
     rows: slice
     columns: slice
@@ -76,10 +75,10 @@ class LongNetKernel:
 
     Args:
         settings: (segment, dilation) pairs, or ``DilatedSetting``.
-        inner: the kernel that runs the strided rectangles: a ``RectangleKernel``, or another that
-            is an operator by its traits; None for the first that can.
-        full_precision: 16-bit tokens are widened to fp32 for the inner kernel, so that nothing is
-            rounded between settings and rectangles: slower, and exact to the last bits.
+        inner: the kernel that runs the strided rectangles: a ``RectangleKernel``, or another whose
+            traits say ``operator``; None for the first that can.
+        full_precision: whether 16-bit tokens are converted to fp32 for the inner kernel. Then no
+            partial result is rounded to 16 bits: slower, and more exact.
 
     Raises:
         ValueError: no settings, or one that makes no sense.
@@ -114,7 +113,7 @@ class LongNetKernel:
         self.full_precision = switch(full_precision, "full_precision")
 
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
-        """The pairs of a call: within the segments of any setting."""
+        """The pairs of a call that lie within a segment of any setting."""
         n = max(n_queries, n_keys, 1)
         share = sum(min(s.segment, n) / (n * s.dilation**2) for s in self.settings)
         return Pairs(n_queries, n_keys, is_causal, self._verdict, share)
@@ -140,7 +139,7 @@ class LongNetKernel:
         inner = self._first(call)
         if inner is None:
             return 0
-        # A copy of the log-sum-exp, without -inf.
+        # A copy of lse without -inf.
         rows = extent.batch * extent.query_heads * extent.n_tokens
         widened = self._widened(call)
         inside = inner.backward_workspace_bytes(widened, extent)
@@ -248,7 +247,7 @@ def _verdict_of(settings: tuple[DilatedSetting, ...]) -> Callable[[Ranges], Verd
 
 
 def _copies(call: CallShape, widened: CallShape, extent: Extent, rows: int) -> int:
-    """Bytes of a rectangle's tokens in another dtype: ``rows`` times those of queries, and keys."""
+    """Bytes of a rectangle's tokens in the wider dtype: ``rows`` copies of queries, one of keys."""
     if call.dtype == widened.dtype:
         return 0
     queries = rows * extent.max_queries * extent.query_heads
@@ -258,7 +257,7 @@ def _copies(call: CallShape, widened: CallShape, extent: Extent, rows: int) -> i
 
 
 def _in_segments(width: int, rows: Rows, columns: Rows) -> Iterator[tuple[Rows, Rows]]:
-    """(rows, columns) of each segment that has both."""
+    """(rows, columns) within each segment that has both."""
     first = max(rows.start, columns.start) // width
     last = (min(rows.stop, columns.stop) - 1) // width
     for number in range(first, last + 1):
@@ -269,7 +268,7 @@ def _in_segments(width: int, rows: Rows, columns: Rows) -> Iterator[tuple[Rows, 
 
 
 def _congruent(rows: Rows, offset: int, step: int) -> slice | None:
-    """Local positions of those whose global ones are ``offset`` modulo ``step``."""
+    """Local positions of the rows whose global positions are ``offset`` modulo ``step``."""
     first = rows.start + (offset - rows.start) % step
     shift = rows.start - rows.local
     return slice(first - shift, rows.stop - shift, step) if first < rows.stop else None

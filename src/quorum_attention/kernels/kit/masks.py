@@ -1,7 +1,7 @@
-"""Masks that can say of a whole block that it is masked or clear, so that it need not be tried.
+"""Masks that know of a whole block whether it is masked or clear, so that no pair is tried.
 
-Each is a FlexAttention ``mask_mod``: called with (batch, head, query, key) positions it returns
-which pairs are kept. Combine them with ``&`` and ``|``.
+Each is a FlexAttention ``mask_mod``: called with the numbers of batch entry and head and the
+positions of query and key, it returns which pairs are kept. Combine them with ``&`` and ``|``.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ class BlockMask:
 
     Attributes:
         keeps: the ``mask_mod``.
-        verdict: of a block of positions, without looking at its pairs.
-        placed: the ``mask_mod`` for one device, where it holds tensors; default ``keeps`` itself.
-        reach: (before, after) the query that no kept key lies farther from, in tokens; bounds
-            the memory that block lists take.
+        verdict: the verdict on a block of positions, without looking at its pairs.
+        placed: ``placed(device)`` is the ``mask_mod`` with its tensors on that device; None: it is
+            ``keeps``.
+        reach: how many tokens before, and after, its query a kept key may be; this bounds the
+            memory of block lists.
     """
 
     keeps: MaskMod
@@ -45,7 +46,7 @@ class BlockMask:
         return self.keeps(batch, head, query, key)
 
     def on(self, device: torch.device) -> MaskMod:
-        """The ``mask_mod`` as a plain function over tensors of ``device``, fit to be traced."""
+        """The ``mask_mod`` as a plain function over tensors on ``device``, which can be traced."""
         return self.keeps if self.placed is None else self.placed(device)
 
     def __and__(self, other: BlockMask) -> BlockMask:
@@ -82,13 +83,13 @@ def _or(one: MaskMod, other: MaskMod) -> MaskMod:
 
 
 def kept_pairs(mask: MaskMod | None, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
-    """The pairs of a call, as far as a mask tells of them without being tried."""
+    """The pairs of a call, as far as they are known without trying the mask."""
     verdict = mask.verdict if isinstance(mask, BlockMask) else None
     return Pairs(n_queries, n_keys, is_causal, verdict)
 
 
 def causal() -> BlockMask:
-    """Keys at or before the query."""
+    """Keep keys at or before the query."""
 
     def verdict(r: Ranges) -> Verdict:
         if r.keys.start >= r.queries.stop:
@@ -99,7 +100,7 @@ def causal() -> BlockMask:
 
 
 def sliding_window(left: int, right: int = 0) -> BlockMask:
-    """Keys from ``left`` tokens before the query to ``right`` after it.
+    """Keep keys from ``left`` tokens before the query to ``right`` after it.
 
     Raises:
         ValueError: a side below 0.
@@ -114,7 +115,7 @@ def sliding_window(left: int, right: int = 0) -> BlockMask:
 
 
 def prefix_lm(prefix: int) -> BlockMask:
-    """The first ``prefix`` keys for everyone, the others causally."""
+    """Keep the first ``prefix`` keys for every query, and the others at or before it."""
 
     def verdict(r: Ranges) -> Verdict:
         return CLEAR if r.keys.stop <= prefix else MIXED
@@ -127,24 +128,24 @@ def prefix_lm(prefix: int) -> BlockMask:
 
 
 def document(ids: torch.Tensor) -> BlockMask:
-    """Pairs within one document.
+    """Keep pairs within one document.
 
     Args:
-        ids: (n,) integers, ascending: the document of every token. They are copied, once for every
-            device that the mask is used on.
+        ids: (n,) integers, ascending: the document of every token. They are copied, once to every
+            device on which the mask is used.
 
     Raises:
-        ValueError: not one dimension of ascending integers; later, a token without an id.
+        ValueError: not one dimension of ascending integers; in a call: a token has no id.
     """
     if ids.ndim != 1 or ids.is_floating_point() or bool((ids[1:] < ids[:-1]).any()):
         raise ValueError("ids must be one dimension of ascending integers")
-    # Of its own: what is found out about the mask stays true whatever is done to the ids.
-    # Not of a mode either: no later backward takes tensors of inference mode.
+    # A copy, so that cached verdicts stay right if the ids change; made outside inference mode,
+    # whose tensors a backward refuses.
     with outside():
         own = ids.detach().clone()
     host = own.cpu().numpy()
 
-    # Where the ids are is settled here, and not in what is traced: that only reads a tensor.
+    # The ids are moved here, so that the function that is traced only reads a tensor.
     @lru_cache(maxsize=16)
     def placed(device: torch.device) -> MaskMod:
         with outside():

@@ -1,4 +1,4 @@
-"""What FlexAttention computes, with every score in memory."""
+"""FlexAttention's result with materialised scores."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ def materialised(
     mask_mod: MaskMod | None,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What FlexAttention computes, with every score in memory: (out, lse), differentiable.
+    """FlexAttention's (out, lse) with materialised scores; differentiable.
 
-    For where FlexAttention has no backward (the CPU) or no kernel (float64). Modifications may be
-    written for single numbers, as FlexAttention allows: they are mapped over all pairs.
+    It is used where FlexAttention has no backward (on the CPU) or no kernel (for float64).
+    Modifications may be written for single numbers, as in FlexAttention: they are mapped over all
+    pairs.
 
     Args:
         query, key, value: (b, h, nq, d), (b, hk, nk, d), (b, hk, nk, dv), any floating dtype.
-        score_mod, mask_mod: of indices into these, not of global positions.
-        scale: of the scores.
+        score_mod, mask_mod: get indices into these tensors, not global positions.
+        scale: factor of the scores.
 
     Returns:
         out (b, h, nq, dv) in the input dtype, lse (b, h, nq) in fp32 or fp64, -inf in rows that
@@ -46,7 +47,7 @@ def materialised(
     if mask_mod is not None:
         kept = over_pairs(mask_mod)(*at)
         scores = scores.masked_fill(~kept, -torch.inf)
-        # A row that keeps nothing: its exponentials are of -inf, whatever is taken off them.
+        # In a row that keeps nothing, any finite lse makes all probabilities 0.
         some = kept.any(dim=-1)
         lse = torch.logsumexp(scores.masked_fill(~some.unsqueeze(-1), 0.0), dim=-1)
         p = torch.exp(scores - lse.unsqueeze(-1))

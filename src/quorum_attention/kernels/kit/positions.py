@@ -1,4 +1,4 @@
-"""Where the tokens of a task's rectangles are in the whole sequence."""
+"""Global positions of a task's tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quorum_attention.decomposition import Task
 def positions(
     task: Task, start: int, stop: int, device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
-    """Global positions of the local ones ``start`` to ``stop``."""
+    """Global positions (stop - start,) of the local positions ``start`` to ``stop``."""
     segments = task.segments(start, stop)
     if len(segments) == 1:
         return torch.arange(*segments[0][:2], dtype=dtype, device=device)

@@ -1,9 +1,8 @@
-"""What a user's mask depends on, as far as it is plain to see.
+"""What a user's function depends on, as far as its closure shows.
 
-What has been found out about a mask (which blocks it empties) is kept by its kernel. By contract a
-mask means the same as long as its kernel lives, as a block mask of FlexAttention does. But numbers
-and tensors that a function closes over do change in practice (a length, ids edited in place), so
-those are looked at with every call.
+A kernel caches which blocks its mask keeps. By contract a mask stays the same as long as its kernel
+lives, as FlexAttention's block masks do. But in practice the numbers and tensors in a function's
+closure do change (a length, ids that are edited in place), so they are compared in every call.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ import torch
 from quorum_attention.kernels.kit.masks import BlockMask
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-# Things that are looked at, functions within functions, at most.
+# The most things looked at, and the deepest nesting of functions and containers.
 _MOST = 256
 _DEEPEST = 8
 
 
 class Same:
-    """A tensor as long as nobody writes to it: equal to itself at the same version alone.
+    """A tensor at one version: no longer equal once the tensor has been written to.
 
-    It does not keep the tensor.
+    It does not keep the tensor alive.
     """
 
     __slots__ = ("address", "reference", "state")
@@ -50,16 +49,16 @@ class Same:
 
 
 def reads(value: Any) -> Hashable:
-    """A key that is another one when a number or a tensor that a function closes over has changed.
+    """A key that changes when a number or a tensor in a function's closure changes.
 
-    Looked at are closures and default arguments, of functions in them as well, and dictionaries,
-    lists and tuples in those. Globals, attributes of objects and whatever else is not.
+    It covers closures and default arguments, those of functions in them, and dictionaries, lists
+    and tuples in those; but not globals, attributes of objects, or anything else.
     """
     return tuple(_looked_at(value))
 
 
 def tensors(*values: Any) -> list[torch.Tensor]:
-    """The tensors that functions close over, found as ``reads`` finds them."""
+    """The tensors in the closures of ``values``, found as in ``reads``."""
     found = [
         look.reference() for value in values for look in _looked_at(value) if type(look) is Same
     ]
@@ -67,7 +66,7 @@ def tensors(*values: Any) -> list[torch.Tensor]:
 
 
 def codes(value: Any) -> tuple[Hashable, ...]:
-    """The code of a function and of those that it closes over; of anything else its type."""
+    """The code of a function and of the functions in its closure; the type of anything else."""
     if value is None:
         return ()
     found: list[Hashable] = [f.__code__ for f in _functions(value)]

@@ -1,8 +1,8 @@
-"""FlexAttention's score and mask modifications as an inner kernel, in global positions.
+"""FlexAttention's score modifications and masks as an inner kernel, in global positions.
 
-The modifications are handed the positions of a task's tokens in the whole sequence. Two ways to run
-them: FlexAttention compiled, a whole task at a time (``flex.py``), and here with every score of a
-rectangle in memory, on any device. What the mask empties is never run by either.
+The modifications get the positions of a task's tokens in the whole sequence. They can be run in two
+ways: by compiled FlexAttention, a whole task at a time (``flex.py``), or here, by rectangles with
+materialised scores, on any device. Neither runs the parts in which the mask keeps no pair.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from quorum_attention.kernels.kit.trials import (
 )
 from quorum_attention.kernels.protocol import CallShape, Extent, TaskTensors
 
-# Rectangles whose parts are remembered.
+# Rectangles whose parts are cached.
 _CACHED_RECTANGLES = 4096
 
 
 class ScoreModKernel(FunctionKernel):
-    """See ``from_score_mod``: a rectangle at a time, its scores in memory.
+    """See ``from_score_mod``: one rectangle at a time, with materialised scores.
 
     Attributes:
-        pruned: rectangles left out so far because the mask empties them.
-        run: those that were run, or their parts.
+        pruned: number of rectangles left out so far, because the mask keeps none of their pairs.
+        run: number of rectangles run so far; parts of a rectangle count one by one.
     """
 
     traits = replace(FunctionKernel.traits, sparse=True)
@@ -70,11 +70,11 @@ class ScoreModKernel(FunctionKernel):
         return None
 
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
-        """The pairs of a call, as far as the mask tells of them without being tried."""
+        """The pairs of a call, as far as they are known without trying the mask."""
         return kept_pairs(self.mask_mod, n_queries, n_keys, is_causal)
 
     def rectangles(self, task: TaskTensors) -> Iterator[Rectangle]:
-        """The task's rectangles, less what the mask empties."""
+        """The task's rectangles without the parts in which the mask keeps no pair."""
         seen = reads(self.mask_mod)
         for r in task.rectangles:
             if r.n_queries == 0 or r.n_keys == 0:
@@ -95,7 +95,7 @@ class ScoreModKernel(FunctionKernel):
         return self._parts.get(key, lambda: tuple(_tried(mask, task, r)))
 
     def _bytes(self, call: CallShape, extent: Extent) -> int:
-        # Scores, and what the modifications make of them.
+        # The scores, and the results of the modifications.
         tried = self.mask_mod is not None and not isinstance(self.mask_mod, BlockMask)
         lanes = extent.batch * extent.query_heads
         return max(2 * quadratic_workspace(call, extent), trial_bytes(lanes) if tried else 0)
@@ -108,22 +108,23 @@ def from_score_mod(
     name: str = "flex",
     compiled: bool | None = None,
 ) -> ScoreModKernel | FlexKernel:
-    """An inner kernel of FlexAttention with the user's modifications.
+    """An inner kernel from FlexAttention's score modification and mask.
 
     Args:
         score_mod: ``score_mod(score, batch, head, query, key)`` -> score, positions global.
         mask_mod: ``mask_mod(batch, head, query, key)`` -> which pairs are kept, positions global.
-            One of ``quorum_attention.kernels.kit.masks`` (``sliding_window``, ``document``,
-            ``prefix_lm``, ``causal``, combined with ``&`` and ``|``) also knows what it empties;
-            of any other, every pair of a task is tried once, and again where numbers or tensors
-            that it closes over have changed. Whatever else it reads has to stay as it is: make
-            another kernel, which costs nothing, where it does not. From a forward to its backward
-            no tensor may change: one that either modification closes over is a saved tensor.
+            A mask from ``quorum_attention.kernels.kit.masks`` (``sliding_window``, ``document``,
+            ``prefix_lm``, ``causal``, combined with ``&`` and ``|``) knows which blocks it keeps.
+            Any other mask is tried once on every pair of a task, and again if numbers or tensors in
+            its closure have changed. Anything else that it reads must not change; if it does, make
+            another kernel, which costs next to nothing. Between a forward and its backward no
+            tensor in either closure may change: they are saved tensors.
         name: for messages and reports.
-        compiled: FlexAttention with torch.compile, one call for a task; default on CUDA. Otherwise
-            the same with every score of a rectangle in memory, on any device; float64 always so.
+        compiled: whether to use FlexAttention with torch.compile, one call for a task; default
+            True if there is CUDA. Otherwise, and always for float64, rectangles are run with
+            materialised scores, on any device.
 
-    A call's own ``is_causal`` comes on top.
+    A call's own ``is_causal`` applies in addition.
 
     Raises:
         TypeError: a modification that cannot be called.
@@ -176,7 +177,7 @@ def _attention(kernel: ScoreModKernel) -> LseFunction:
 
 
 def _prune(mask: BlockMask, task: Task, r: Rectangle) -> list[Rectangle]:
-    """``r`` without what the mask empties: whole, halved where that helps, or nothing."""
+    """The parts of ``r`` in which the mask keeps pairs; ``r`` itself if a cut saves too little."""
     cuts: dict[Rectangle, list[Rectangle]] = {}
 
     def parts(part: Rectangle, found: Verdict) -> list[Rectangle]:
@@ -188,7 +189,7 @@ def _prune(mask: BlockMask, task: Task, r: Rectangle) -> list[Rectangle]:
 
     leaves = walk(r, lambda part: _verdict_of(mask, task, part), parts)
     left = {part: [] if found is MASKED else [part] for part, found in leaves}
-    # From the smallest up: parts are worth their calls only where they leave a good deal out.
+    # From the smallest parts up: a cut is worth its calls only if it leaves out a fifth or more.
     for whole in reversed(cuts):
         found = [one for part in cuts[whole] for one in left[part]]
         left[whole] = found if sum(one.pairs for one in found) < 0.8 * whole.pairs else [whole]
@@ -218,7 +219,7 @@ def _verdict_of(mask: BlockMask, task: Task, r: Rectangle) -> Verdict:
 
 
 def _tried(mask_mod: MaskMod, task: TaskTensors, r: Rectangle) -> list[Rectangle]:
-    """``r``, or nothing where no head of any batch entry keeps a pair of it."""
+    """``[r]``, or ``[]`` if no head of any batch entry keeps a pair of it."""
     sizes = (r.query_stop, r.key_stop)
     pairs, at = geometry(task.task, (r,), r.causal, *sizes), task_indices(task, *sizes)
     apart = told_apart(mask_mod, task.query.device)

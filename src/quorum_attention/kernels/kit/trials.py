@@ -1,4 +1,4 @@
-"""What a mask keeps that can only be called: every pair is tried once, a tile at a time."""
+"""Tries a mask that is a plain function on every pair once, tile by tile."""
 
 from __future__ import annotations
 
@@ -12,29 +12,31 @@ import torch
 from numpy.typing import NDArray
 
 from quorum_attention.decomposition import CLEAR, MIXED
-from quorum_attention.kernels.kit.block_masks import BLOCK, Geometry, Nodes
+from quorum_attention.kernels.kit.block_masks import BLOCK, Geometry, Nodes, joined, piece
 from quorum_attention.kernels.kit.masks import MaskMod
 from quorum_attention.kernels.kit.positions import positions
 from quorum_attention.kernels.protocol import TaskTensors
 
-# Pairs tried at a time, over all heads and batch entries that the mask tells apart.
+# Pairs tried at a time, in all heads and batch entries for which the mask differs.
 _PAIRS = 1 << 21
 
 
 def trial_bytes(lanes: int) -> int:
-    """Bound of what trying takes, of a mask that tells so many heads and batch entries apart: a
-    function's own temporaries, a handful of int64."""
+    """Bound of the bytes that trying takes, for a mask that differs in ``lanes`` heads and entries.
+
+    It counts the function's own temporaries: a few int64 tensors.
+    """
     return 48 * max(_PAIRS, lanes * BLOCK * BLOCK)
 
 
 def over_pairs(function: Callable[..., Any], scored: bool = False) -> Callable[..., torch.Tensor]:
-    """``function`` of (score,) batch, head, query, key over (b, h, q, k).
+    """``function`` of batch, head, query, key mapped over (b, h, q, k); ``scored``: of score, too.
 
-    Functions are written for single numbers, as FlexAttention has them; what does not depend on a
-    dimension comes back expanded over it (stride 0).
+    The function is written for single numbers, as in FlexAttention. Where its result does not
+    depend on a dimension, the dimension is expanded (stride 0).
     """
     found = function
-    # From the innermost dimension out.
+    # From the innermost dimension outwards.
     for axis in (3, 2, 1, 0):
         dims = [0 if i == axis else None for i in range(4)]
         found = torch.vmap(found, in_dims=(*([0] if scored else []), *dims))
@@ -43,7 +45,7 @@ def over_pairs(function: Callable[..., Any], scored: bool = False) -> Callable[.
 
 @dataclass(frozen=True, slots=True)
 class Indices:
-    """What a mask is called with, int64 on its device: entries (b,), heads (h,), positions."""
+    """The arguments of a mask, int64: entries (b,), heads (h,), global queries (q,), keys (k,)."""
 
     entries: torch.Tensor
     heads: torch.Tensor
@@ -52,7 +54,7 @@ class Indices:
 
 
 def task_indices(task: TaskTensors, n_queries: int, n_keys: int) -> Indices:
-    """Those of a task's first queries and keys, global."""
+    """The indices of a task's first queries and keys."""
     device, heads = task.query.device, task.query.shape[1]
     return Indices(
         torch.tensor(task.entries, device=device),
@@ -63,8 +65,8 @@ def task_indices(task: TaskTensors, n_queries: int, n_keys: int) -> Indices:
 
 
 def told_apart(mask_mod: MaskMod, device: torch.device) -> tuple[bool, bool]:
-    """Whether the mask tells batch entries apart, and heads."""
-    # Twice the first of each: of a dimension of one it could not be seen.
+    """Whether the mask differs between batch entries, and between heads."""
+    # Each dimension has size 2: the stride of a dimension of size 1 tells nothing.
     twice, once = (torch.zeros(n, dtype=torch.int64, device=device) for n in (2, 1))
     found = over_pairs(mask_mod)(twice, twice, once, once)
     return found.stride(0) != 0, found.stride(1) != 0
@@ -78,14 +80,14 @@ def tried_nodes(
     at: Indices,
     apart: tuple[bool, bool],
 ) -> tuple[Nodes, Nodes, tuple[int, int]]:
-    """Listed nodes less what ``mask_mod`` empties: (clear, mixed, (entries, heads)).
+    """The listed nodes in which ``mask_mod`` keeps pairs: (clear, mixed, (entries, heads)).
 
     Args:
-        clear, mixed: what the task lists without the mask.
-        apart: whether batch entries, and heads, have to be tried one by one (``told_apart``).
-
-    Raises:
-        whatever ``mask_mod`` does, of a function that torch.vmap cannot map.
+        mask_mod: a plain function; its own errors, and those of torch.vmap, are passed on.
+        pairs: the task's pairs.
+        clear, mixed: the nodes that the task lists without the mask.
+        at: the arguments for the mask.
+        apart: whether the mask differs between batch entries, and between heads (``told_apart``).
     """
     if not len(clear) + len(mixed):
         return clear, mixed, (1, 1)
@@ -96,14 +98,14 @@ def tried_nodes(
     side = max(1, isqrt(_PAIRS // max(1, lanes)) // BLOCK)
     device = at.queries.device
     rows, columns = (
-        torch.from_numpy(np.searchsorted(edges, np.arange(size), side="right") - 1).to(device)
+        torch.from_numpy(piece(edges, np.arange(size))).to(device)
         for edges, size in (
             (pairs.query_edges, len(pairs.queries)), (pairs.key_edges, len(pairs.keys)),
         )
     )  # fmt: skip
     table = torch.from_numpy(pairs.table).to(device)
     found: dict[int, list[Nodes]] = {CLEAR: [], MIXED: []}
-    for i, j in np.argwhere(_tiles(pairs.grid, side, np.concatenate([clear, mixed]))).tolist():
+    for i, j in np.argwhere(_tiles(pairs.grid, side, joined([clear, mixed]))).tolist():
         r = slice(i * side * BLOCK, (i + 1) * side * BLOCK)
         c = slice(j * side * BLOCK, (j + 1) * side * BLOCK)
         queries, keys = at.queries[r], at.keys[c]
@@ -115,15 +117,11 @@ def tried_nodes(
             e, h, row, column = np.nonzero(verdicts == code)
             row, column = row + i * side, column + j * side
             nodes.append(np.stack([e * len(heads) + h, row, row + 1, column, column + 1], axis=1))
-    none = np.zeros((0, 5), dtype=np.int64)
-    return (
-        np.concatenate([none, *found[CLEAR]]), np.concatenate([none, *found[MIXED]]),
-        (len(entries), len(heads)),
-    )  # fmt: skip
+    return joined(found[CLEAR]), joined(found[MIXED]), (len(entries), len(heads))
 
 
 def _tiles(grid: tuple[int, int], side: int, nodes: Nodes) -> NDArray[np.bool_]:
-    """Which tiles of ``side`` by ``side`` blocks have a listed one."""
+    """Which tiles of ``side`` by ``side`` blocks hold a listed block."""
     found = np.zeros((-(-grid[0] // side), -(-grid[1] // side)), dtype=np.bool_)
     parts = np.unique(nodes[:, 1:] // side + (nodes[:, 1:] % side > 0) * [0, 1, 0, 1], axis=0)
     for top, bottom, left, right in parts.tolist():
@@ -132,7 +130,7 @@ def _tiles(grid: tuple[int, int], side: int, nodes: Nodes) -> NDArray[np.bool_]:
 
 
 def _by_blocks(kept: torch.Tensor) -> NDArray[np.int8]:
-    """(b, h, rows, columns) of blocks: verdicts; beyond the last token is not kept."""
+    """The verdicts (b, h, block rows, block columns); pairs beyond the last token are masked."""
     b, h, q, k = kept.shape
     rows, columns = -(-q // BLOCK), -(-k // BLOCK)
     padded = torch.nn.functional.pad(kept, (0, columns * BLOCK - k, 0, rows * BLOCK - q))
