@@ -1,4 +1,4 @@
-"""Is an inner kernel recovered exactly? ``check_kernel`` (docs/kit.md)."""
+"""``check_kernel``: tests whether an inner kernel is recovered exactly (docs/kit.md)."""
 
 from quorum_attention.checking.check import check_kernel
 from quorum_attention.checking.laws import Broken

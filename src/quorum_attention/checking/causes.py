@@ -1,4 +1,4 @@
-"""What can be wrong with a kernel, by name. The name stands before the colon."""
+"""What can be wrong with a kernel: a name, a colon, and an explanation."""
 
 from __future__ import annotations
 
@@ -91,5 +91,5 @@ UNKNOWN = (
 
 
 def in_backward(cause: str) -> str:
-    """The same of the gradients alone."""
+    """The same cause, seen in the gradients alone."""
     return f"the backward, {cause}"

@@ -1,4 +1,4 @@
-"""Runs an inner kernel against itself: uncut, and cut in tokens, heads and batch in many ways."""
+"""Compares an inner kernel with itself: uncut, and cut in tokens, heads and batch in many ways."""
 
 from __future__ import annotations
 
@@ -59,31 +59,31 @@ def check_kernel(
     scale_of_inputs: float = 1.0,
     seed: int = 0,
 ) -> CheckResult:
-    """Whether a kernel's results are the same however the call is cut.
+    """Test whether a kernel's results are the same however the call is cut.
 
-    The kernel is compared with itself: uncut against depths 1 to 3, several chunk counts, both
-    layouts, heads and batch entries together and one by one, at a length that is a multiple of
-    nothing. What no cut shows is tried besides: the same call twice, the backward against steps of
-    the forward, and laws of every attention (``checking/laws.py``). What may differ is rounding, by
-    the dtype and the sizes of scores.
+    The kernel is compared with itself: the uncut call with depths 1 to 3, several chunk counts and
+    both layouts, with heads and batch entries together and one by one, at a prime length. Errors
+    that no cut shows are looked for as well: the same call is made twice, the backward is compared
+    with differences of the forward, and laws that hold for all attention are tested
+    (``checking/laws.py``). Only rounding may differ, as much as dtype and scores account for.
 
     Args:
         kernel: name of a registered kernel, or an ``InnerKernel``.
-        n_tokens, n_keys, batch, heads, kv_heads, head_dim, value_dim, dtype: of the calls.
-        device: where; default CUDA where there is one.
-        is_causal: only that; default both.
-        backward: gradients as well.
-        levels: the decompositions.
-        other_sizes: also fewer key heads, more and fewer keys than queries, other widths, as far as
-            the kernel takes them.
+        n_tokens, n_keys, batch, heads, kv_heads, head_dim, value_dim, dtype: sizes of the calls.
+        device: default CUDA if there is one.
+        is_causal: causal calls (True) or plain calls (False) alone; default both.
+        backward: whether to test gradients as well.
+        levels: the decompositions to test.
+        other_sizes: whether to test fewer key heads, fewer keys or queries, and other widths, too,
+            as far as the kernel takes them.
         scale_of_inputs: factor of the normally distributed inputs.
-        seed: of the inputs.
+        seed: random seed of the inputs.
 
     Returns:
-        a ``CheckResult``: verdict, errors, first offending rows, causes, time and memory.
+        a ``CheckResult``: verdict, errors, first wrong rows, causes, time and memory.
 
     Raises:
-        NotImplementedError: the kernel does not take these calls; says why.
+        NotImplementedError: the kernel cannot run these calls; says why.
         ValueError, TypeError: an argument that makes no sense, by name.
     """
     kernel = get_kernel(kernel)
@@ -125,13 +125,13 @@ class _Check:
 
     @property
     def spoiled(self) -> bool:
-        """Whether nothing that a call returns can be relied on."""
+        """Whether results cannot be compared at all, because they are not repeatable."""
         unsteady = (causes.REPEATABLE, causes.STATE, causes.INPUTS)
         return any(b.cause in unsteady for b in self.result.broken)
 
     def kinds(self, is_causal: bool | None) -> list[bool]:
-        """Which of plain (False) and causal (True) calls are made: the one asked for, or those that
-        the kernel takes.
+        """The kinds of calls to make, plain (False) and causal (True): the kind that was asked for,
+        or all that the kernel takes.
 
         Raises:
             NotImplementedError: the kernel takes none of them.
@@ -154,7 +154,7 @@ class _Check:
         return found
 
     def cuts(self, causal: bool, levels: Sequence[tuple[int, ...]]) -> None:
-        """One call, uncut and in every cut."""
+        """Compare one call, uncut, with every cut of it."""
         inputs = self._inputs(self.sizes)
         first, _, _ = self._run(self.sizes, inputs, causal, _UNCUT)
         whole, seconds, peak = self._run(self.sizes, inputs, causal, _UNCUT)
@@ -169,7 +169,7 @@ class _Check:
             self.result.cases.append(_judge(found, whole, limits, cut, causal, "", seconds))
 
     def other_sizes(self, kinds: Sequence[bool]) -> None:
-        """Calls of other sizes, as far as the kernel takes them, uncut and in a few cuts."""
+        """Compare calls of other sizes that the kernel takes, uncut, with a few cuts."""
         sizes = self.sizes
         n = min(sizes.n_queries, sizes.n_keys)
         fewer = max(1, 2 * n // 3)
@@ -179,7 +179,7 @@ class _Check:
         }
         wide = sizes.finest(self.kernel, kinds[0])
         if torch.finfo(sizes.dtype).eps > 1e-6 and wide != sizes:
-            # What 16 bits may round away shows there.
+            # This shows errors that are smaller than 16-bit rounding.
             tried[f"in {str(wide.dtype).removeprefix('torch.')}"] = wide
         if sizes.heads == sizes.kv_heads > 1:
             grouped = fewer_key_heads(sizes)
@@ -204,7 +204,7 @@ class _Check:
             self.result.cases.append(_judge(found, whole, limits, cut, causal, name, seconds))
 
     def name_causes(self, kinds: Sequence[bool], other_sizes: bool) -> None:
-        """What is wrong, by experiments where a cut differs, and by laws."""
+        """Name what is wrong, by experiments if a cut differs, and by laws."""
         result, found = self.result, []
         wrong = [c for c in result.cases if c.verdict == "not exact"]
         asked = [c for c in wrong if not c.sizes or c.sizes.startswith("in ")]
@@ -223,7 +223,7 @@ class _Check:
                 found = [causes.KEYS]
         named = [c for c in dict.fromkeys(found) if c != causes.UNKNOWN]
         if causes.PRECISION in named:
-            # What it follows from is said instead, where that is known.
+            # Named last: another cause, if there is one, explains it.
             named.remove(causes.PRECISION)
             named.append(causes.PRECISION)
         if wrong and not named:
@@ -249,7 +249,7 @@ class _Check:
                 self._broken(causes.STATE, f"{name} of an uncut {kind} call, after another")
 
     def _precision(self, inputs: list[torch.Tensor], whole: Results, causal: bool) -> None:
-        """Against the kernel's own float64: dtypes may round, and no more."""
+        """Compare with the kernel's own float64 results: the dtype may round, but no more."""
         wide = replace(self.sizes, dtype=torch.float64)
         reason = self.kernel.refusal(wide.call(causal))
         if self.sizes.dtype == torch.float64:
@@ -332,8 +332,11 @@ def _checked(levels: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _cuts(sizes: Sizes, levels: Sequence[tuple[int, ...]]) -> Iterator[_Cut]:
-    """Heads alone, then every cut of the tokens: with heads and entries together in aligned chunks,
-    one by one in balanced ones of one level."""
+    """A cut of the heads alone, then two cuts of the tokens for each of ``levels``.
+
+    Aligned chunks are run with all heads and entries together, balanced chunks of one level with
+    heads and entries one by one.
+    """
     alone = sizes.heads // sizes.kv_heads
     if sizes.batch > 1 or sizes.kv_heads > 1:
         yield _Cut((), "aligned", alone)

@@ -1,9 +1,9 @@
-"""What is wrong with a kernel: experiments, each of which varies exactly one thing.
+"""Experiments that find out what is wrong with a kernel; each varies exactly one thing.
 
-A forward is read as what it must have computed: values that are 1 for one key give each key's
-weight, weights and lse give the scores of every pair. Those of the whole sequence say what any part
-of it has to give: the same scores, and an lse of exactly those. So where an experiment differs,
-what it varied is the cause.
+The scores that a kernel used can be computed from its results: values that are 1 for a single key
+give that key's weight, and weights and lse give the scores of all pairs. Any part of the sequence
+has to give the same scores as the whole sequence, and the lse of exactly these scores. If an
+experiment differs, what it varied is the cause.
 """
 
 from __future__ import annotations
@@ -28,26 +28,29 @@ from quorum_attention.checking.subject import (
 from quorum_attention.decomposition import Decomposition, Task
 from quorum_attention.kernels import InnerKernel, Statistics, merge_
 
-# Tokens of the sequences that are tried.
+# Tokens of a sequence.
 _TOKENS = 251
-# Shares and scores that are closer are taken for the same.
+# Shares and scores with a smaller difference count as equal.
 _LEAST = 2e-5
-# Of the inputs, for how rough a kernel is: a smooth one's second difference is its square.
+# A kernel's roughness is the second difference of its results for steps of this size in the inputs;
+# for a smooth kernel that is about the square of the step. From _ROUGH on a kernel counts as rough.
 _TINY = 1e-4
 _ROUGH = 3e-5
-# However rough, results that differ by more do differ.
+# The largest tolerance that roughness may lead to.
 _MOST = 0.1
 
 
 def likely_causes(kernel: InnerKernel, sizes: Sizes, is_causal: bool, seed: int) -> list[str]:
-    """What is wrong, the likeliest first: tried in the widest dtype that the kernel takes, where
-    rounding hides nothing, and in the call's own if nothing shows there.
+    """What is wrong, the likeliest cause first.
+
+    The experiments are run in the widest dtype that the kernel takes, where rounding hides least;
+    if nothing is found, then in the dtype of the call.
 
     Args:
         kernel: the kernel.
-        sizes: of the calls that came out wrong.
-        is_causal: whether they were causal.
-        seed: of the inputs.
+        sizes: sizes of the calls that were wrong.
+        is_causal: whether these calls were causal.
+        seed: random seed of the inputs.
     """
     n = min(_TOKENS, sizes.n_queries, sizes.n_keys)
     small = replace(sizes, n_queries=n, n_keys=n)
@@ -61,18 +64,18 @@ def likely_causes(kernel: InnerKernel, sizes: Sizes, is_causal: bool, seed: int)
 
 @dataclass(frozen=True, slots=True)
 class _Difference:
-    """How the weights of a task differ from what the whole sequence's scores say.
+    """How the weights of a task differ from those by the whole sequence's scores.
 
     Attributes:
-        nan_rows: (b, h, rows) whose result is no number, or an lse without a weight.
-        nan_without_keys: all of them are rows that keep no key.
-        outside: pairs that the task does not keep weigh something.
-        added: pairs that the whole sequence does not keep weigh something.
-        filled: all those are rows that keep no key, and there every key weighs something.
-        blank: all those are rows that keep no key of the whole sequence.
-        missing: pairs that are kept weigh nothing.
-        weights: others weigh something else.
-        lse, lse_off: what is added to the lse, and whether that is anything.
+        nan_rows: (b, h, rows) whether a row's result is NaN, or it has an lse but no weights.
+        nan_without_keys: all these rows keep no key.
+        outside: pairs that the task does not keep have a weight.
+        added: pairs that the whole sequence does not keep have a weight.
+        filled: all rows with such pairs keep no key, and every key has a weight in them.
+        blank: all rows with such pairs keep no key of the whole sequence.
+        missing: pairs that are kept have no weight.
+        weights: other weights differ.
+        lse, lse_off: the difference of the lse, and whether it is more than rounding.
     """
 
     nan_rows: torch.Tensor
@@ -106,19 +109,19 @@ class Experiments:
         self.n = self.sizes.n_keys
         self.plain = subject.kernel.refusal(self.sizes.call(False)) is None
         self.causal = subject.kernel.refusal(self.sizes.call(True)) is None
-        # The base: where a kernel takes plain calls, all pairs are seen.
+        # The call to compare with: plain if the kernel takes that, because it has all pairs.
         self.base_causal = not self.plain
         self.is_causal = is_causal
         self.grad_out = torch.empty(0)
         self.tensors = self._draw(seed)
-        # Weights and lse, apart from those below, are the same.
+        # Tolerances of weights and of lse.
         self.loose = [max(_LEAST, 16 * torch.finfo(self.sizes.dtype).eps)] * 2
         self.loose_gradients = 16 * self.loose[0]
         self.found: list[str] = []
         self.scores = torch.empty(0)
 
     def run(self) -> list[str]:
-        """The causes, in the order in which they were found."""
+        """The causes, in the order they were found in."""
         if not self._steady():
             return self.found
         rough = self.roughness()
@@ -138,12 +141,12 @@ class Experiments:
         return self.found
 
     def causal_against_plain(self) -> list[str]:
-        """Whether a causal call is the plain one without the keys after each query."""
+        """The causes if a causal call is not the plain one without the keys after each query."""
         if self._base_is_sound():
             self._causal_squares()
         return self.found if self.scores.numel() else []
 
-    # What is asked before anything else: the same call, the same result, its inputs untouched.
+    # First of all: the same call has the same result, and its inputs are unchanged.
 
     def _steady(self) -> bool:
         for causal in self._kinds():
@@ -174,10 +177,10 @@ class Experiments:
                 return False
         return True
 
-    # Views, heads and entries, by plain results.
+    # Views, heads and entries, compared by their results.
 
     def _apart(self, difference: Callable[..., tuple[bool, bool]]) -> list[str]:
-        """Adds what differs; returns what differs in lse alone, which may have other causes."""
+        """Add what differs; return what differs in lse alone, which others may explain."""
         later: list[str] = []
         for cause, one in (
             (causes.STRIDES, self._strided),
@@ -193,7 +196,7 @@ class Experiments:
         return later
 
     def _strided(self) -> list[_Part]:
-        """Everything, in views of larger storage, and of heads after tokens."""
+        """The whole call, as views of larger tensors, and in memory order (b, tokens, h, d)."""
         every = (slice(None), slice(None))
         padded = tuple(_within(t) for t in (*self.tensors, self.grad_out))
         turned = tuple(
@@ -239,7 +242,7 @@ class Experiments:
     # How finely a kernel computes.
 
     def roughness(self) -> tuple[bool, bool]:
-        """Whether out and lse jump where inputs hardly move; tolerances are widened by as much."""
+        """Whether out and lse jump where inputs hardly change; widens the tolerances by that."""
         if torch.finfo(self.sizes.dtype).eps > 1e-6:
             return False, False
         generator = torch.Generator().manual_seed(self.seed + 7)
@@ -251,12 +254,12 @@ class Experiments:
                 bent = _bent(*(getattr(s, name) for s in (here, *nearby)))
                 found[index] = max(found[index], bent)
         if max(found) > _ROUGH:
-            # Of both: merging makes weights of an lse, and an lse is held against weights.
+            # Both tolerances: errors of lse become errors of weights in a merge, and vice versa.
             self.loose = [max(*self.loose, min(_MOST, 16 * max(found)))] * 2
         return found[0] > _ROUGH, found[1] > _ROUGH
 
     def gradient_roughness(self) -> float:
-        """The same of the gradients, given the same rows; 0 where they are smooth."""
+        """How much the gradients jump, for the same out and lse; 0 if they are smooth."""
         if torch.finfo(self.sizes.dtype).eps > 1e-6:
             return 0.0
         generator = torch.Generator().manual_seed(self.seed + 8)
@@ -285,7 +288,7 @@ class Experiments:
     # Weights and scores.
 
     def _base_is_sound(self) -> bool:
-        """Whether an uncut call is a mean of values; its scores are what others are held to."""
+        """Whether an uncut call is a mean of values; other scores are compared with its scores."""
         query, key, value = (t[:1] for t in self.tensors)
         task, causal = square(self.n), self.base_causal
         found = self.subject.weights(query, key, task, causal)
@@ -313,7 +316,7 @@ class Experiments:
         return True
 
     def _parts(self) -> None:
-        """The later rows against some of the keys before them: fewer rows, fewer keys."""
+        """Some later rows against some earlier keys: fewer rows, fewer keys."""
         n = self.n
         first, second = n // 3, 2 * n // 3
         middle = (second + n) // 2
@@ -333,7 +336,7 @@ class Experiments:
         self._name(differences)
 
     def _tasks(self) -> None:
-        """Tasks as they are."""
+        """Tasks of a decomposition."""
         differences = []
         for levels in ((3,), (7,)):
             shape = Decomposition(self.n, levels, "balanced")
@@ -366,7 +369,7 @@ class Experiments:
             self._add(causes.CAUSAL)
 
     def _name(self, differences: list[tuple[Task, _Difference]]) -> None:
-        """Names what parts differ in."""
+        """Add the cause that explains the differences."""
         found = [d for _, d in differences]
         if not found:
             return
@@ -393,13 +396,13 @@ class Experiments:
             self._add(causes.POSITIONS if shifts else causes.LSE)
 
     def _by_place(self) -> bool:
-        """Whether a pair's score depends on where its tokens are: keys, or queries, in another
-        order."""
+        """Whether a pair's score depends on positions: it changes when keys or queries are
+        permuted."""
         generator = torch.Generator().manual_seed(self.seed + 3)
         order = torch.randperm(self.n, generator=generator).to(self.sizes.device)
         query, key, _ = (t[:1] for t in self.tensors)
         if self.base_causal:
-            # Rows of the last third against the keys before them.
+            # The rows of the last third against the keys before them.
             task = rectangle((0, 2 * self.n // 3), (2 * self.n // 3, self.n))
             order = torch.cat(
                 [torch.randperm(2 * self.n // 3, generator=generator),
@@ -418,7 +421,7 @@ class Experiments:
         return far(turned, here[:, :, order], self.loose[0])
 
     def _same_for_other_contents(self, differences: list[tuple[Task, _Difference]]) -> bool:
-        """Whether the lse is off by as much whatever the tokens are: what positions would do."""
+        """Whether lse is off by the same amount for other inputs, as it would be by positions."""
         others = self._draw(self.seed + 2)
         task = square(self.n)
         scores = self.subject.weights(
@@ -464,7 +467,8 @@ class Experiments:
                 self._add(causes.REPEATABLE)
                 return
             if not all(bool(g.isfinite().all()) for g in first):
-                self._not_finite(whole)
+                empty = bool((whole.lse == -torch.inf).any())
+                self._add(causes.in_backward(causes.NO_KEYS if empty else causes.NOT_FINITE))
                 return
             more = self._gradients(whole, causal, 1.0)
             if any(far(a - 1, b, 64 * self.loose[0]) for a, b in zip(more, first, strict=True)):
@@ -497,12 +501,8 @@ class Experiments:
         if not self.found and rough:
             self._add(causes.in_backward(causes.PRECISION))
 
-    def _not_finite(self, whole: Statistics) -> None:
-        empty = bool((whole.lse == -torch.inf).any())
-        self._add(causes.in_backward(causes.NO_KEYS if empty else causes.NOT_FINITE))
-
     def _gradients_of_parts(self, roughness: float) -> None:
-        """A part as if it were everything: its backward against steps of its forward."""
+        """A part as if it were the whole call: its backward against differences of its forward."""
         n = self.n
         task = rectangle((n // 3, 2 * n // 3), (2 * n // 3, n))
         rows = tokens(task, self.sizes.device)
@@ -523,7 +523,7 @@ class Experiments:
             self._add(causes.in_backward(causes.POSITIONS if place else causes.LENGTH))
 
     def _ignores_lse(self) -> bool:
-        """Twice the row's sum halves every share of it, and so the gradient of values."""
+        """An lse larger by ln 2 has to halve all probabilities, and the gradient of values."""
         causal = self._kinds()[0]
         whole = self._whole(self.tensors, causal)
         more = Statistics(whole.out, whole.lse + torch.log(torch.tensor(2.0)).item())
@@ -531,7 +531,7 @@ class Experiments:
         return far(2 * halved, first, 64 * self.loose[0])
 
     def _ignores_out(self) -> bool:
-        """Another output is another delta, and other gradients of queries and keys."""
+        """Another output has to change delta, and so the gradients of queries and keys."""
         causal = self._kinds()[0]
         whole = self._whole(self.tensors, causal)
         other = Statistics(whole.out + self.grad_out.to(whole.out.dtype), whole.lse)
@@ -563,10 +563,10 @@ class Experiments:
             at or self.tensors, self.grad_out, rows, square(self.n), causal, filled=filled
         )
 
-    # Small things.
+    # Helpers.
 
     def _kinds(self) -> tuple[bool, ...]:
-        """Plain and causal, as far as the kernel takes them; that of the wrong call first."""
+        """Plain and causal, as far as the kernel takes them; the kind of the wrong call first."""
         taken = {False: self.plain, True: self.causal}
         return tuple(c for c in (self.is_causal, not self.is_causal) if taken[c])
 
@@ -589,9 +589,9 @@ class _Part:
 
     Attributes:
         tensors: its query, key, value and grad_out.
-        batch, queries: where its rows are in the results of all.
-        first_head, entries: as a task has them.
-        keys: its key heads.
+        batch, queries: which batch entries and query heads of the whole call it has.
+        first_head, entries: as in ``TaskTensors``.
+        keys: which key heads of the whole call it has.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -608,7 +608,7 @@ class _Part:
 
 
 def _within(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of a larger tensor, whose other elements are far from any of these."""
+    """A copy as a view of a larger tensor, whose other elements have quite another value."""
     b, h, n, d = tensor.shape
     room = torch.full((b, h + 1, n + 5, d + 8), 7.0, dtype=tensor.dtype, device=tensor.device)
     view = room[:, :h, 2 : n + 2, :d]
@@ -626,7 +626,7 @@ def _compare(
     blank: torch.Tensor,
     loose: list[float],
 ) -> _Difference:
-    """The weights of a task against those that the whole sequence's scores give."""
+    """Compare the weights of a task with those by the whole sequence's scores."""
     lse = torch.logsumexp(scores, dim=-1)
     empty = lse == -torch.inf
     wanted = torch.exp(scores - lse.masked_fill(empty, 0.0).unsqueeze(-1))
@@ -634,7 +634,7 @@ def _compare(
     nan = shares.isnan().any(dim=-1) | found.lse.isnan() | (found.lse == torch.inf)
     nan |= empty & (found.lse != -torch.inf) & ~(shares > 0).any(dim=-1)
     shares = shares.nan_to_num(nan=0.0)
-    # What is masked weighs nothing at all, not a little.
+    # A masked pair has a weight of exactly 0.
     seen = shares > 0
     sure = wanted > loose[0]
     missing = bool((sure & (shares == 0) & ~nan.unsqueeze(-1)).any())
@@ -666,6 +666,6 @@ def _all_same(one: Tensors, other: Tensors, dtype: torch.dtype) -> bool:
 
 
 def _bent(middle: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> float:
-    """How far two neighbours' mean is from what lies between them, as a share of its size."""
+    """The second difference of three neighbouring results, as a share of their size."""
     found = one.double() + other.double() - 2 * middle.double()
     return float(found.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max()) / size(middle)

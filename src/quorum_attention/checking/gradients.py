@@ -1,8 +1,8 @@
-"""Is a backward the gradient of its own forward? By steps along random directions.
+"""Tests whether a backward is the gradient of its forward, by steps in random directions.
 
-Nothing is asked of the kernel but its two passes, so it holds for attention of any kind: the change
-of ``sum(grad_out * out)`` between two inputs is compared with what the gradients say it should be.
-Heads and batch entries never meet, so one step tests each of them.
+It needs nothing but the kernel's two passes, so it works for any attention: the change of
+``sum(grad_out * out)`` between two inputs is compared with the change by the gradients. Heads and
+batch entries are independent, so one step tests all of them.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from quorum_attention.checking.subject import Subject, Tensors
 from quorum_attention.decomposition import Task
 from quorum_attention.kernels import Statistics
 
-# Step as a share of the inputs, and how far the two may be apart, by dtype: a central difference
-# of the fourth order, and rounding divided by the step.
+# By dtype: the step as a share of the inputs, and how much the two changes may differ: by the error
+# of a central difference of fourth order, plus rounding divided by the step.
 _STEPS = {torch.float64: 2e-3, torch.float32: 3e-2, torch.float16: 6e-2, torch.bfloat16: 0.12}
 _LIMITS = {torch.float64: 1e-3, torch.float32: 5e-3, torch.float16: 0.1, torch.bfloat16: 0.4}
 _DIRECTIONS = 3
-# Where two steps disagree by more, the forward is too rough to say.
+# If two steps differ by more, the forward is too rough to tell.
 _ROUGH = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Slope:
-    """Of one input, the worst of all heads and directions, as a share of the gradient's size.
+    """The gradient of one input: the worst of all heads and directions, as shares of its size.
 
     Attributes:
         name: which input.
-        error: between the forward's slope and the backward's.
-        limit: what steps and rounding account for; infinite where the forward is too rough.
+        error: difference between the forward's slope and the backward's.
+        limit: how much of it steps and rounding account for; infinite if the forward is too rough.
     """
 
     name: str
@@ -53,9 +53,9 @@ def slopes(
     seed: int = 0,
     roughness: float = 0.0,
 ) -> list[Slope]:
-    """The backward of a task, as if it were everything, against steps of its forward.
+    """The backward of a task, as if it were the whole call, against differences of its forward.
 
-    ``roughness`` is a share of the gradients that their rounding accounts for.
+    ``roughness``: the rounding errors of the gradients, as a share of their size.
     """
     rows = subject.forward(tensors, task, is_causal)
     grads = subject.backward(tensors, grad_out.clone(), rows, task, is_causal)
@@ -94,25 +94,25 @@ class _Step:
         first, change = self._change(direction * step)
         second, half = self._change(direction * (step / 2))
         wide = dtype in (torch.float64, torch.float32)
-        # Between the two the error of the second order cancels.
+        # In this combination of the two steps the error of second order cancels.
         measured = (8 * second - first) / 6 if wide else second
         moved = (8 * half - change) / 6 if wide else half
         said = self._by_head(grad.double() * moved)
-        # What such a sum comes to where nothing is wrong: a gradient times random steps.
+        # The expected size of such a sum: a gradient times random steps.
         count = self._by_head(torch.ones_like(moved))
         squares = self._by_head(grad.double().square()) * self._by_head(moved.square())
         scale = torch.maximum((squares / count).sqrt(), measured.abs())
-        # A gradient that is 0 throughout has no size of its own.
+        # Heads whose gradient is 0 have no size of their own.
         scale = scale.clamp_min(float(scale.max()) * 1e-4).clamp_min(1e-300)
         error = float(((measured - said).abs() / scale).nan_to_num(nan=torch.inf).max())
         rough = float(((2 * second - first).abs() / scale).nan_to_num(nan=torch.inf).max())
         if rough > _ROUGH and wide:
             return error, torch.inf
-        # A forward with kinks, or one that rounds, is as far off for both steps.
+        # A forward that has kinks or rounds has about the same error for both steps.
         return error, _LIMITS[dtype] + 4 * rough
 
     def _change(self, by: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(by key head, how much the result changes; the change of the input, as it was rounded)"""
+        """(change of the result by key head, change of the input after rounding)."""
         here = self.tensors[self.index]
         above, below = ((here.double() + sign * by).to(here.dtype) for sign in (1, -1))
         return self._value(above) - self._value(below), above.double() - below.double()

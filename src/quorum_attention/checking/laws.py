@@ -1,5 +1,8 @@
-"""What holds of every attention, whatever its scores, and no cut would show: the same wrong answer
-everywhere agrees with itself. Each law varies one thing of a small uncut call."""
+"""Laws that hold for every attention, whatever its scores.
+
+They find errors that no cut shows, because every cut has the same error. Each law varies one thing
+of a small uncut call.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ _TOKENS = 53
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A law that does not hold, and where it was seen."""
+    """A law that does not hold: the cause, and where it was seen."""
 
     cause: str
     where: str
@@ -39,11 +42,11 @@ def broken_laws(
 
     Args:
         kernel: the kernel.
-        sizes: of the calls it is checked with.
+        sizes: sizes of the calls it is checked with.
         kinds: plain (False), causal (True), or both.
-        seed: of the inputs.
-        skipped: what could not be tried is added to it.
-        other_sizes: calls of other widths and numbers of heads as well.
+        seed: random seed of the inputs.
+        skipped: laws that could not be tried are added to it, with the reason.
+        other_sizes: whether to try other widths and numbers of heads as well.
     """
     n = min(_TOKENS, sizes.n_queries, sizes.n_keys)
     found: list[Broken] = []
@@ -65,13 +68,13 @@ def broken_laws(
                 if reason not in skipped:
                     skipped.append(reason)
         if law is _untouched and found:
-            break  # The others hand the same tensors over more than once.
+            break  # the other laws use the same tensors more than once
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class _Bench:
-    """What a law is tried on; results within ``limit`` of each other, a share, are the same."""
+    """What a law is tried on; results that differ by at most a share of ``limit`` are equal."""
 
     kernel: InnerKernel
     sizes: Sizes
@@ -94,7 +97,7 @@ class _Bench:
         grad_out: torch.Tensor,
         scale: float | None = None,
     ) -> list[torch.Tensor]:
-        """Out, lse and, where asked for, gradients of an uncut call."""
+        """Out, lse and, if ``sizes`` asks for them, gradients of an uncut call."""
         subject, task = Subject(self.kernel, sizes), square(sizes.n_keys)
         rows: Statistics = subject.forward(tensors, task, self.causal, scale=scale)
         found = [rows.out, rows.lse]
@@ -110,12 +113,12 @@ class _Bench:
 
 
 def _grouped(bench: _Bench) -> Iterator[Broken]:
-    """Fewer key heads are the same as each of them repeated for its group."""
+    """Fewer key heads give the same as repeating each of them for its group."""
     sizes = bench.sizes
     if sizes.heads == 1:
         return
     if sizes.heads == sizes.kv_heads:
-        # No more heads than there are: a kernel may hold a number for each.
+        # Not more query heads, because a kernel may have a number for each.
         sizes = fewer_key_heads(sizes)
     group = sizes.heads // sizes.kv_heads
     repeated = replace(sizes, kv_heads=sizes.heads)
@@ -132,7 +135,7 @@ def _grouped(bench: _Bench) -> Iterator[Broken]:
 
 
 def _value_width(bench: _Bench) -> Iterator[Broken]:
-    """Every column of the values stands for itself."""
+    """The columns of the values are independent of each other."""
     sizes, narrow = bench.sizes, bench.sizes.value_dim
     wide = replace(sizes, value_dim=narrow + 8)
     if not bench.takes(wide):
@@ -143,7 +146,7 @@ def _value_width(bench: _Bench) -> Iterator[Broken]:
     other = bench.run(sizes, (query, key, values), grad)
     twice = bench.run(sizes, (query, key, 2 * values), grad)
     if not bench.equal([twice[0]], [2 * other[0]]):
-        return  # What it makes of values is its own affair.
+        return  # the output is not linear in the values
     one = bench.run(wide, (query, key, value), grad_out)
     for index in (0, 4)[: 2 if sizes.backward else 1]:
         one[index] = one[index][..., :narrow]
@@ -152,8 +155,11 @@ def _value_width(bench: _Bench) -> Iterator[Broken]:
 
 
 def _head_dimension(bench: _Bench) -> Iterator[Broken]:
-    """Columns of zeros add nothing to a product; where that holds of the usual head dimensions
-    (with rotary positions, say, it does not), it holds of others."""
+    """Columns of zeros do not change scores.
+
+    This is tried for other head dimensions only if it holds for the usual one. (With rotary
+    positions, for example, it does not.)
+    """
     usual = bench.sizes.head_dim
     if usual < 8 or _changed_by_zeros(bench, usual, 2 * usual) is not False:
         return
@@ -164,7 +170,7 @@ def _head_dimension(bench: _Bench) -> Iterator[Broken]:
 
 
 def _changed_by_zeros(bench: _Bench, few: int, more: int) -> bool | None:
-    """Whether ``few`` columns with zeros up to ``more`` give another result; None: not taken."""
+    """Whether padding ``few`` columns to ``more`` changes the result; None: calls are refused."""
     narrow, wide = (replace(bench.sizes, head_dim=d) for d in (few, more))
     if not (bench.takes(narrow) and bench.takes(wide)):
         return None
@@ -179,8 +185,10 @@ def _changed_by_zeros(bench: _Bench, few: int, more: int) -> bool | None:
 
 
 def _scale(bench: _Bench) -> Iterator[Broken]:
-    """It is one factor of query times key, or of the scores: one of the two holds of every
-    attention that is known, and neither where it is applied twice."""
+    """The scale is one factor, of query times key or of the scores.
+
+    All known attention has one or the other; a scale that is applied twice has neither.
+    """
     sizes = bench.sizes
     query, key, _, _ = bench.draw(sizes)
     query, key = query[:1], key[:1]
@@ -195,14 +203,14 @@ def _scale(bench: _Bench) -> Iterator[Broken]:
 
     total = weights(1.0, 1.0).shares.sum(dim=-1)
     if float(((total - 1).abs() * (total != 0)).max()) > bench.limit:
-        return  # No weights: scores cannot be told from them.
+        return  # these are no weights, so there are no scores to compute from them
     once, twice, moved = weights(1.0, 1.0), weights(2.0, 1.0), weights(1.0, 2.0)
     if same(moved, twice):
         return
     if same(twice, once) and not same(moved, once):
         yield Broken(causes.SCALE, "ignored")
         return
-    # A share of few units in the last place tells no score.
+    # No score can be computed from a share of a few units in the last place.
     least = 64 * torch.finfo(sizes.dtype).eps
     thrice = weights(3.0, 1.0)
     told = (once.shares > least) & (twice.shares > least) & (thrice.shares > least)
@@ -226,7 +234,7 @@ def _causal(bench: _Bench) -> Iterator[Broken]:
 
 
 def _untouched(bench: _Bench) -> Iterator[Broken]:
-    """A call writes nothing but its results: what it is handed may be the caller's own."""
+    """A call does not write to its inputs, which may be the caller's."""
     sizes, task = bench.sizes, square(bench.sizes.n_keys)
     query, key, value, grad_out = bench.draw(sizes)
     subject = Subject(bench.kernel, sizes)
@@ -285,6 +293,6 @@ _NAMES: dict[_Law, str] = {
 
 
 def fewer_key_heads(sizes: Sizes) -> Sizes:
-    """The same heads over half as many, or over one."""
+    """The same sizes with half as many key heads as query heads, or with one."""
     kv_heads = sizes.heads // 2 if sizes.heads % 2 == 0 else 1
     return replace(sizes, kv_heads=kv_heads)

@@ -16,15 +16,16 @@ class CaseResult:
     """One way to cut a call against the same call uncut.
 
     Attributes:
-        levels, layout, is_causal: how tokens were cut.
-        heads_per_group: query heads of a unit, None where heads and batch entries stayed together.
-        sizes: what was other than asked for ("4 heads over 2"), "" where nothing was.
-        verdict: of all results together.
-        errors: by result, the largest difference from the uncut call as a share of its largest
-            value.
-        limits: by result, the largest that is rounding.
-        rows: the first rows that are off, as (result, batch, head, row); at most five.
-        seconds: forward and backward.
+        levels, layout: how tokens were cut.
+        is_causal: whether the call was causal.
+        heads_per_group: query heads of a unit; None if heads and batch entries stayed together.
+        sizes: how sizes differ from those asked for ("4 heads over 2"); "" if they do not.
+        verdict: the verdict on all results together.
+        errors: by result, the largest difference from the uncut call, as a share of the uncut
+            call's largest value.
+        limits: by result, the largest error that counts as rounding.
+        rows: the first wrong rows, as (result, batch, head, row); at most five.
+        seconds: seconds of forward and backward.
     """
 
     levels: tuple[int, ...]
@@ -39,7 +40,7 @@ class CaseResult:
     seconds: float
 
     def worst(self) -> tuple[str, float]:
-        """The result that is farthest beyond its limit, and by what factor."""
+        """The result with the largest error relative to its limit, and that ratio."""
         found = {name: self.errors[name] / self.limits[name] for name in self.errors}
         name = max(found, key=lambda n: found[n])
         return name, found[name]
@@ -58,14 +59,14 @@ class CheckResult:
     """What ``check_kernel`` found.
 
     Attributes:
-        kernel: its name.
+        kernel: the kernel's name.
         cases: every cut that was tried.
-        broken: what no cut would show: laws of every attention that do not hold.
-        cause: what is wrong, the likeliest first; None where nothing is.
-        others: what else was found.
+        broken: errors that no cut shows, such as laws of attention that do not hold.
+        cause: the likeliest cause of what is wrong; None if nothing is.
+        others: the other causes that were found.
         skipped: what could not be tried, and why.
-        monolithic_seconds: of the uncut call, forward and backward, by causality.
-        peak_bytes: device memory of the uncut call and of a cut one, None where it is not counted.
+        monolithic_seconds: seconds of the uncut call, forward and backward, by ``is_causal``.
+        peak_bytes: device memory of the uncut call and of a cut one; None if it is not counted.
     """
 
     kernel: str
@@ -79,7 +80,7 @@ class CheckResult:
 
     @property
     def verdict(self) -> Verdict:
-        """The worst of all cases; "not exact" too where a law is broken."""
+        """The worst verdict of all cases; "not exact" also if a law is broken."""
         if self.broken:
             return "not exact"
         order: tuple[Verdict, ...] = ("bit-identical", "exact within rounding", "not exact")
@@ -87,7 +88,7 @@ class CheckResult:
 
     @property
     def exact(self) -> bool:
-        """Whether every case is, and no law is broken."""
+        """Whether every case is exact, and no law is broken."""
         return self.verdict != "not exact"
 
     def to_dict(self) -> dict[str, Any]:
@@ -105,7 +106,7 @@ class CheckResult:
             lines.append(
                 f"{len(wrong)} of {len(self.cases)} ways to cut differ; the worst of each:"
             )
-        # One of each kind of cut says where to look.
+        # Only the worst of each kind of cut is shown.
         shown: dict[tuple[bool, bool, str], CaseResult] = {}
         for case in wrong:
             of = (bool(case.levels), case.heads_per_group is not None, case.sizes)

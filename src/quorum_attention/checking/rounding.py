@@ -1,23 +1,22 @@
-"""How far two results of one call may be apart when nothing but rounding differs.
+"""How much two results of one call may differ by rounding alone.
 
-From the dtype and the sizes of the numbers alone, never from what a kernel makes of them: one that
-is noisy, or rounds where it should not, must not widen its own limits.
+The limits follow from the dtype and the sizes of the numbers, not from the kernel's errors: a
+kernel that is noisy or rounds too much must not widen its own limits.
 """
 
 from __future__ import annotations
 
 import torch
 
-# Units in the last place of a score or an lse that a kernel may have lost: an lse that is rounded
-# to its dtype weighs a whole rectangle by as much. In 16 bits sums are made in fp32, in the wider
-# dtypes in themselves.
+# How many units in the last place a score or an lse may be off. (The rounding of an lse changes the
+# weight of a whole rectangle.) 16-bit inputs are summed in fp32, wider ones in their own dtype.
 _ULPS, _ULPS_16_BITS = 6.0, 3.0
 
 
 def limit(query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, scale: float) -> float:
-    """What a result may be off by, as a share of its largest value.
+    """The largest error of a result that counts as rounding, as a share of its largest value.
 
-    A score s, rounded, is off by ``eps |s|``, and the share of its key by as much of itself.
+    Rounding changes a score s by ``eps |s|``, and so the share of its key by this factor.
     """
     finite = lse[lse.isfinite()].abs()
     largest = float(finite.max()) if finite.numel() else 0.0
@@ -27,27 +26,27 @@ def limit(query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, scale: floa
 
 
 def apart(mine: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Differences; equal infinities do not differ, and what is no number is infinitely off."""
+    """Absolute differences: 0 for equal infinities and for two NaN, infinite for a single NaN."""
     a, b = mine.double(), wanted.double()
     same = (a == b) | (a.isnan() & b.isnan())
     return torch.where(same, 0.0, (a - b).abs()).nan_to_num(nan=torch.inf)
 
 
 def far(mine: torch.Tensor, wanted: torch.Tensor, share: float) -> bool:
-    """Whether any element differs by more than that share of the largest."""
+    """Whether any element differs by more than ``share`` of the largest."""
     return mine.numel() > 0 and float(apart(mine, wanted).max()) > share * size(wanted)
 
 
 def size(tensor: torch.Tensor) -> float:
-    """The largest finite magnitude, 1 where there is none but 0."""
+    """The largest finite magnitude; 1 if that is 0."""
     finite = tensor[tensor.isfinite()]
     return (float(finite.abs().max()) if finite.numel() else 0.0) or 1.0
 
 
 def repeated(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether two results of one call are the same but for the order of sums in fp32 (or fp64).
+    """Whether two results of one call differ by no more than the order of sums in fp32 (or fp64).
 
-    In 16 bits such an order turns a last digit here and there, and no more.
+    In 16 bits another order changes the last digit of a few elements.
     """
     off = apart(one, other)
     if not off.numel() or float(off.max()) == 0.0:

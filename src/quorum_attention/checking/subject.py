@@ -1,4 +1,4 @@
-"""A kernel on the bench: run on tasks made by hand, with one thing varied at a time."""
+"""Runs a kernel on tasks made by hand, without planner and executor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Sizes:
     backward: bool
 
     def call(self, is_causal: bool) -> CallShape:
-        """What a kernel is asked whether it takes."""
+        """The ``CallShape`` of such a call."""
         return CallShape(
             self.device.type, self.dtype, self.heads, self.kv_heads, self.head_dim, self.value_dim,
             is_causal, self.backward,
@@ -53,7 +53,7 @@ class Sizes:
         ]
 
     def finest(self, kernel: InnerKernel, is_causal: bool) -> Sizes:
-        """The same in the widest dtype that the kernel takes."""
+        """The same sizes in the widest dtype that the kernel takes."""
         for dtype in (torch.float64, torch.float32):
             wider = replace(self, dtype=dtype)
             narrower = torch.finfo(self.dtype).eps < torch.finfo(dtype).eps
@@ -64,7 +64,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What each key weighs in each row, read off a kernel by values that are 1 for one key.
+    """The weight of each key in each row, from a kernel's output for values that are 1 for one key.
 
     ``shares`` (b, h, rows, keys) and ``lse`` (b, h, rows), float64.
     """
@@ -73,13 +73,13 @@ class Weights:
     lse: torch.Tensor
 
     def scores(self) -> torch.Tensor:
-        """The scores that the kernel must have had: -inf where a key weighs nothing."""
+        """The scores that the kernel must have used: -inf where a key has no weight."""
         return torch.log(self.shares) + self.lse.unsqueeze(-1)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A kernel and the size of its calls, run without planner or executor."""
+    """A kernel and the sizes of its calls."""
 
     kernel: InnerKernel
     sizes: Sizes
@@ -95,8 +95,10 @@ class Subject:
         entries: Sequence[int] | None = None,
         state: Statistics | None = None,
     ) -> Statistics:
-        """The statistics of a task, or merged into ``state``: tensors hold its tokens,
-        (b, h, tokens, d)."""
+        """The statistics of a task, merged into ``state`` if there is one.
+
+        ``tensors`` hold the task's tokens, (b, h, tokens, d).
+        """
         query, _, value = tensors
         if state is None:
             state = Statistics(
@@ -122,7 +124,7 @@ class Subject:
         entries: Sequence[int] | None = None,
         filled: float = 0.0,
     ) -> Tensors:
-        """The gradients of a task, given the whole rows' out and lse, added to ``filled``."""
+        """The gradients of a task, added to ``filled``; ``rows``: out and lse of whole rows."""
         query, key, value = (self._zeros(*t.shape) + filled for t in tensors)
         grads = Gradients(grad_out, rows.out.to(grad_out.dtype), rows.lse, query, key, value)
         with torch.no_grad():
@@ -139,10 +141,8 @@ class Subject:
         is_causal: bool,
         *,
         scale: float | None = None,
-        first_head: int = 0,
-        entries: Sequence[int] | None = None,
     ) -> Weights:
-        """What every key of a task weighs."""
+        """The weight of every key of a task."""
         n, width = key.shape[2], self.sizes.value_dim
         shares = query.new_zeros((*query.shape[:3], n), dtype=torch.float64)
         lse = None
@@ -150,10 +150,7 @@ class Subject:
             stop = min(n, start + width)
             value = key.new_zeros((*key.shape[:3], width))
             value[:, :, range(start, stop), range(stop - start)] = 1
-            found = self.forward(
-                (query, key, value), task, is_causal, scale=scale, first_head=first_head,
-                entries=entries,
-            )  # fmt: skip
+            found = self.forward((query, key, value), task, is_causal, scale=scale)
             shares[..., start:stop] = found.out[..., : stop - start]
             lse = found.lse.double()
         assert lse is not None
@@ -191,13 +188,15 @@ class Subject:
 
 
 def square(n: int) -> Task:
-    """A whole sequence: every pair is kept."""
+    """A task that is the whole sequence and keeps every pair."""
     return Task((), (Span(0, n, 0),))
 
 
 def rectangle(keys: tuple[int, int], queries: tuple[int, int]) -> Task:
-    """Two spans, of which a causal call keeps only the later against the earlier: a plain
-    rectangle of ``queries`` after ``keys``, in positions of the whole sequence."""
+    """A task of two spans; in a causal call it keeps ``queries`` against ``keys`` before them.
+
+    Both are ranges of positions in the whole sequence.
+    """
     return Task((0,), (Span(*keys, 1), Span(*queries, 2)))
 
 

@@ -1,4 +1,4 @@
-"""A figure of its own, without touching pyplot or its global state."""
+"""Figures that do not use pyplot and its global state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def new_figure(width: float, height: float) -> Any:
     """An empty figure of that many inches on an Agg canvas.
 
     Raises:
-        ImportError: matplotlib is not there; says how to get it.
+        ImportError: matplotlib is not installed; says how to install it.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -34,19 +34,19 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def check_drawable(path: str | PathLike[str]) -> Path:
-    """The file that a picture at ``path`` will be, before anything is computed for it.
+    """Check, before anything is computed, that a picture can be written; returns its file.
 
     Raises:
-        ImportError: matplotlib is not there.
+        ImportError: matplotlib is not installed.
         OSError: the file cannot be written.
-        ValueError: its ending names no format that pictures can have.
+        ValueError: its ending is no picture format.
     """
     _format(new_figure(1, 1), path)
     return check_target(path)
 
 
 def _format(figure: Any, path: str | PathLike[str]) -> str:
-    """The format that the ending of ``path`` names; PNG where there is none."""
+    """The picture format by the ending of ``path``; PNG without an ending."""
     ending = os.path.splitext(path)[1].removeprefix(".").lower() or "png"
     known = figure.canvas.get_supported_filetypes()
     if ending not in known:
@@ -58,16 +58,24 @@ def _format(figure: Any, path: str | PathLike[str]) -> str:
 
 
 def save(figure: Any, path: str | PathLike[str], dpi: int = 150) -> None:
-    """Write ``figure``, whole or not at all; the ending of ``path`` says in which format (.png,
-    .svg, .pdf)."""
+    """Write ``figure``, completely or not at all; the ending of ``path`` is the format (.png, .svg,
+    .pdf)."""
     kind = _format(figure, path)
     with replacing(path) as file:
         figure.savefig(file, format=kind, dpi=dpi, facecolor=PAPER)
 
 
 def bare(axes: Any) -> None:
-    """No frame, no ticks."""
+    """Remove the frame and the ticks."""
     axes.set_xticks([])
     axes.set_yticks([])
     for side in axes.spines.values():
         side.set_visible(False)
+
+
+def above(axes: Any, points: int, text: str, size: int, colour: str, weight: str) -> None:
+    """Write ``text`` over the top left corner of ``axes``, ``points`` above it."""
+    axes.annotate(
+        text, (0, 1), (0, points), xycoords="axes fraction", textcoords="offset points",
+        size=size, color=colour, weight=weight,
+    )  # fmt: skip

@@ -8,7 +8,7 @@ Colour = tuple[float, float, float]
 
 
 def task_colour(path: tuple[int, ...], levels: tuple[int, ...]) -> Colour:
-    """Hue by the first owner chunk, lightness by the second one."""
+    """A task's colour: the hue is its first owner chunk, the lightness its second."""
     turn = path[0] / levels[0] if path else 0.62
     lightness = 0.72
     if len(path) > 1:
@@ -17,7 +17,7 @@ def task_colour(path: tuple[int, ...], levels: tuple[int, ...]) -> Colour:
 
 
 def oklch(lightness: float, chroma: float, hue: float) -> Colour:
-    """SRGB of a colour of the OKLCH space (perceptually even), ``hue`` in radians."""
+    """The sRGB values of a colour in OKLCH, a perceptually uniform space; ``hue`` in radians."""
     a, b = chroma * cos(hue), chroma * sin(hue)
     long = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3
     middle = (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3

@@ -13,7 +13,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A kept block in global positions; ``causal``: its lower triangle only."""
+    """A kept block in global positions; with ``causal`` only its lower triangle."""
 
     query_start: int
     query_stop: int
@@ -22,7 +22,7 @@ class Block:
     causal: bool
 
     def corners(self) -> list[Point]:
-        """As a polygon, x the keys and y the queries."""
+        """The corners of its polygon; x is the key, y the query."""
         points: list[Point] = [
             (self.key_start, self.query_start),
             (self.key_stop, self.query_stop),
@@ -33,7 +33,7 @@ class Block:
         return points
 
     def centre(self) -> Point:
-        """Where a label goes."""
+        """The centre of its polygon."""
         width, height = self.key_stop - self.key_start, self.query_stop - self.query_start
         if self.causal:
             return self.key_start + width / 3, self.query_start + height * 2 / 3
@@ -43,16 +43,16 @@ class Block:
 def blocks(
     task: Task, is_causal: bool, n_queries: int | None = None, n_keys: int | None = None
 ) -> Iterator[Block]:
-    """What ``task`` keeps, in global positions: its rectangles cut where its tokens have gaps."""
+    """The kept pairs of ``task``: its rectangles, cut where its tokens have gaps."""
     for r in task.rectangles(is_causal, n_queries, n_keys):
         for queries, keys, causal in task.contiguous(r):
             yield Block(queries.start, queries.stop, keys.start, keys.stop, causal)
 
 
 def shallow(shape: Decomposition, limit: int, is_causal: bool) -> Decomposition:
-    """``shape`` with as many levels as can be drawn in about ``limit`` blocks.
+    """``shape`` with as many of its levels as can be drawn in about ``limit`` blocks.
 
-    Deeper levels only divide further what the first ones own.
+    Deeper levels only divide the blocks of the first ones further.
     """
     while shape.depth > 1:
         last = shape.task(tuple(c - 1 for c in shape.levels))
@@ -65,7 +65,7 @@ def shallow(shape: Decomposition, limit: int, is_causal: bool) -> Decomposition:
 
 
 def chunk_edges(shape: Decomposition) -> list[int]:
-    """Boundaries of the first level's chunks, 0 and the number of tokens included."""
+    """Boundaries of the first level's chunks, including 0 and the number of tokens."""
     if not shape.levels:
         return [0, shape.n_tokens]
     top = replace(shape, levels=shape.levels[:1])
@@ -77,7 +77,7 @@ def chunk_edges(shape: Decomposition) -> list[int]:
 
 
 def split(block: Block, edges: list[int]) -> Iterator[Block]:
-    """A plain block cut along ``edges``, both ways."""
+    """A plain block cut along ``edges``, in queries and in keys."""
     if block.causal:
         yield block
         return

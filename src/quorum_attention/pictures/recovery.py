@@ -1,4 +1,4 @@
-"""A call that does not fit and what was done about it: coverage, and memory against the budget."""
+"""A picture of a recovery: the coverage of the decomposition, and memory against the budget."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from os import PathLike
 from typing import Any
 
 from quorum_attention.decomposition import Decomposition
-from quorum_attention.pictures.canvas import INK, PAPER, SOFT, bare, new_figure, save
+from quorum_attention.pictures.canvas import INK, PAPER, SOFT, above, bare, new_figure, save
 from quorum_attention.pictures.colours import oklch
 from quorum_attention.pictures.coverage import summary
 from quorum_attention.pictures.square import draw_square
@@ -25,10 +25,11 @@ def draw_recovery(
     budget_bytes: int,
     bars: Sequence[tuple[str, int, str, bool]],
 ) -> None:
-    """Write a picture of a recovery: left the coverage, right memory by bar.
+    """Write a picture of a recovery: the coverage on the left, bars of memory on the right.
 
     Args:
-        path: where to; its ending names the format (.png, .svg, .pdf).
+        path: the file; its ending is the format (.png, .svg, .pdf).
+        decomposition, is_causal: what the coverage shows.
         budget_bytes: drawn as a line across the bars.
         bars: (label, bytes, note, whether it ran within the budget), from top to bottom; those
             that did not are red.
@@ -41,18 +42,11 @@ def draw_recovery(
     right = figure.add_axes((0.545, 0.11, 0.42, 0.73))
     figure.text(0.055, 0.948, summary(decomposition, is_causal), color=INK, size=15, weight="bold")
     note = draw_square(left, decomposition, is_causal)
-    _above(left, 13, note, 10, SOFT, "normal")
-    _above(left, 30, "The score square, task by task", 12, INK, "bold")
+    above(left, 13, note, 10, SOFT, "normal")
+    above(left, 30, "The score square, task by task", 12, INK, "bold")
     _draw_bars(right, budget_bytes, bars)
-    _above(right, 30, "Memory", 12, INK, "bold")
+    above(right, 30, "Memory", 12, INK, "bold")
     save(figure, path)
-
-
-def _above(axes: Any, points: int, text: str, size: int, colour: str, weight: str) -> None:
-    axes.annotate(
-        text, (0, 1), (0, points), xycoords="axes fraction", textcoords="offset points",
-        size=size, color=colour, weight=weight,
-    )  # fmt: skip
 
 
 def _draw_bars(axes: Any, budget_bytes: int, bars: Sequence[tuple[str, int, str, bool]]) -> None:
@@ -75,7 +69,7 @@ def _draw_bars(axes: Any, budget_bytes: int, bars: Sequence[tuple[str, int, str,
 
 
 def _words(axes: Any, place: float, text: str, colour: str, size: float) -> None:
-    """Text at the left, on a patch that interrupts the budget's line."""
+    """Text at the left, on a background that covers the line of the budget."""
     axes.text(
         0, place, text, color=colour, size=size, va="center", zorder=4,
         bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1.5},

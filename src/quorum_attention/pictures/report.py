@@ -1,4 +1,4 @@
-"""What a call did: device time by stage beside the clock on the wall, memory against the budget."""
+"""A picture of a report: wall-clock time, device time by stage, and memory against the budget."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def draw_report(path: str | PathLike[str], report: Mapping[str, Any]) -> None:
     """Write a picture of ``Report.to_dict()``: a row for every pass that has run.
 
     Args:
-        path: where to; its ending names the format (.png, .svg, .pdf).
-        report: ``forward`` and ``backward``, each the fields of a ``PassReport``, or None.
+        path: the file; its ending is the format (.png, .svg, .pdf).
+        report: ``forward`` and ``backward``: the fields of a ``PassReport`` each, or None.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -52,7 +52,7 @@ def _title(name: str, part: Mapping[str, Any]) -> str:
 
 
 def _draw_stages(axes: Any, part: Mapping[str, Any]) -> None:
-    """The wall clock above, the stages below it: together longer, because they overlap."""
+    """The wall-clock time, and below it the stages; they overlap, so their sum may be longer."""
     bare(axes)
     stages = {stage: spent for stage, spent in part["stages"].items() if spent > 0}
     axes.set_xlim(0, max(part["seconds"], sum(stages.values()), 1e-9) * 1.01)

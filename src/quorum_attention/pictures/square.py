@@ -21,7 +21,7 @@ def draw_square(
     n_queries: int | None = None,
     n_keys: int | None = None,
 ) -> str:
-    """Draw on ``axes``; returns a line to put above it."""
+    """Draw the square on ``axes``; returns a line of text to put above it."""
     from matplotlib.collections import PolyCollection
 
     shape = shallow(decomposition, _MAX_BLOCKS, is_causal)

@@ -1,4 +1,4 @@
-"""One task's mask over its own tokens: what it keeps, what it leaves to other tasks."""
+"""One task's mask over its own tokens: the pairs it keeps, and those it leaves to other tasks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LABELLED_SPANS = 9
 
 
 def draw_task_mask(axes: Any, shape: Decomposition, is_causal: bool) -> str:
-    """Draw the mask of an example task on ``axes``; returns a line to put above it."""
+    """Draw the mask of an example task on ``axes``; returns a line of text to put above it."""
     from matplotlib.collections import PolyCollection
 
     task = shape.task(_example(shape))
@@ -42,7 +42,7 @@ def draw_task_mask(axes: Any, shape: Decomposition, is_causal: bool) -> str:
 
 
 def _example(shape: Decomposition) -> tuple[int, ...]:
-    """The task whose owner chunks lie in the middle of its tokens, where it can be."""
+    """The path of a task whose owner chunk lies between its other chunks, if there is one."""
     return tuple(1 if c > 1 else 0 for c in shape.levels)
 
 
@@ -71,7 +71,7 @@ def _cells(task: Task, is_causal: bool) -> tuple[Cells, Cells, Cells]:
 
 
 def _number_calls(axes: Any, task: Task, is_causal: bool, colour: Colour) -> int:
-    """Outline the rectangles, each one plain attention call."""
+    """Outline and number the task's rectangles, each a plain attention call; returns how many."""
     from matplotlib.patches import Rectangle
 
     calls = task.rectangles(is_causal)
