@@ -104,8 +104,7 @@ class Decomposition:
 
     def tasks(self) -> Iterator[Task]:
         """All tasks, lazily, in order."""
-        for path in self.paths():
-            yield self.task(path)
+        return map(self.task, self.paths())
 
     def task(self, path: tuple[int, ...]) -> Task:
         """The task named by ``path``, one owner chunk for each level.
@@ -126,7 +125,7 @@ class Decomposition:
         tokens, next_bit = self.n_tokens, 1
         for owner, c in zip(path, self.levels, strict=True):
             chosen: list[Span] = []
-            kept = 0
+            n_chosen = 0
             pieces = _Pieces(spans)
             for chunk in sorted((owner + o) % c for o in interest_set(quorum_size(c))):
                 start, stop = self._boundaries(tokens, c, chunk)
@@ -135,8 +134,8 @@ class Decomposition:
                     bit, next_bit = next_bit, next_bit << 1
                 if start < stop:
                     chosen.extend(pieces.between(start, stop, bit))
-                    kept += stop - start
-            spans, tokens = joined(chosen, Span.continued), kept
+                    n_chosen += stop - start
+            spans, tokens = joined(chosen, Span.continued), n_chosen
         return Task(path, tuple(spans))
 
     def whole(self) -> Task:

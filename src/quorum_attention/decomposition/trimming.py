@@ -121,20 +121,17 @@ def _span_pairs(
 
     def verdict(block: Ranges) -> Verdict:
         (q0, q1), (k0, k1) = block
-        first, left = spans[q0], spans[k0]
+        query, key = spans[q0], spans[k0]
         single = q1 - q0 == 1 and k1 - k0 == 1
-        if single and first.bits & left.bits:
+        if single and query.bits & key.bits:
             return MASKED
-        rows, columns = (
-            Interval(first.start, spans[q1 - 1].stop),
-            Interval(left.start, spans[k1 - 1].stop),
-        )
-        if pairs.of(Ranges(rows, columns)) is MASKED:
+        tokens = Ranges.of(query.start, spans[q1 - 1].stop, key.start, spans[k1 - 1].stop)
+        if pairs.of(tokens) is MASKED:
             return MASKED
         if single:
             return CLEAR
-        held = ((span.start, span.stop) for span in (*spans[q0:q1], *spans[k0:k1]))
-        return MASKED if marks.have(marks.of(held)) else MIXED
+        inside = ((span.start, span.stop) for span in (*spans[q0:q1], *spans[k0:k1]))
+        return MASKED if marks.have(marks.of(inside)) else MIXED
 
     def parts(block: Ranges, found: Verdict) -> list[Ranges]:
         return quarters(block) if found is MIXED else []

@@ -89,16 +89,15 @@ class CudaMover(StreamMover):
         super().__init__(clock, n_slots, (up, compute, down), torch.cuda.Event)
         self.device = device
         self.locks = locks
-        # Whether the caller's current device is the one with the slots.
-        self._at_home = device.index == torch.cuda.current_device()
-        self._pinned: dict[int, bool] = {}
+        self._is_current = device.index == torch.cuda.current_device()
+        self._locked: dict[int, bool] = {}
         self._runtime = _cuda_runtime()
         self._copies = None if self._runtime is None else _Copies(self._runtime)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """A context with ``stream`` as the current stream."""
-        # The compute stream is the caller's current stream, if the device is the current device.
-        here = self._at_home and stream is self.compute
+        # On the current device the compute stream is the current stream already.
+        here = self._is_current and stream is self.compute
         return nullcontext() if here else torch.cuda.stream(stream)
 
     def issue(self, stream: Any, *, given_up: bool) -> None:
@@ -114,19 +113,19 @@ class CudaMover(StreamMover):
         """See ``Mover.store``."""
         self.stored_bytes += self._move(source, target, pieces, up=False)
 
-    def _is_pinned(self, host: torch.Tensor, pieces: Sequence[Rows]) -> bool:
+    def _is_locked(self, host: torch.Tensor, pieces: Sequence[Rows]) -> bool:
         """Whether ``pieces`` of ``host`` (heads, n, width) are page-locked.
 
         If they are just being locked, it waits until that is done and they may be written to.
         """
         key = host.untyped_storage().data_ptr()
-        if key not in self._pinned:
+        if key not in self._locked:
             if self.locks.wants(host) and not self.locks.settled:
                 # A list, so that all are asked even if the first is not locked: asking waits.
                 found = [self.locks.covers(h[p.start : p.stop]) for h in host for p in pieces]
                 return all(found)
-            self._pinned[key] = self.locks.covers(host)
-        return self._pinned[key]
+            self._locked[key] = self.locks.covers(host)
+        return self._locked[key]
 
     def _move(
         self, slot: torch.Tensor, far: torch.Tensor, pieces: Sequence[Rows], *, up: bool
@@ -148,7 +147,7 @@ class CudaMover(StreamMover):
             and dense
             and far.dtype == slot.dtype
             and far.device.type == "cpu"
-            and self._is_pinned(far, pieces)
+            and self._is_locked(far, pieces)
         ):
             here, there = slot.data_ptr(), far.data_ptr()
             here_step = slot.stride(0) * slot.element_size()
@@ -179,8 +178,8 @@ class CudaMover(StreamMover):
             return
         # Another dtype, or elements that do not lie side by side.
         converted = target.dtype != source.dtype or not (width == 1 or far.stride(2) == 1)
-        pinned = self._is_pinned(far, (Rows(0, rows, 0),))
-        if converted or self._runtime is None or not pinned:
+        locked = self._is_locked(far, (Rows(0, rows, 0),))
+        if converted or self._runtime is None or not locked:
             # torch stages such copies: they hold the host, and stay in the stream's order. Head by
             # head, torch needs no contiguous temporary tensor on the device.
             for head in range(heads):

@@ -187,7 +187,7 @@ class Slots(Route):
             return _make_pass(job, schedule, tools, inputs, homes, final, scaling)
 
         moved = [*job.tensors.values(), *results]
-        moved.extend(kept.tensor for kept in homes if isinstance(kept, GroupBuffer))
+        moved.extend(rows.tensor for rows in homes if isinstance(rows, GroupBuffer))
         made = [result for result in results if id(result) not in given]
         try:
             with backend_of(call.device).page_locks(moved, made) as locks:
