@@ -81,33 +81,25 @@ class PassReport:
         if self.budget_bytes is not None:
             peak += f", budget {format_bytes(self.budget_bytes)}"
         moved = f"{format_bytes(self.loaded_bytes)} in, {format_bytes(self.stored_bytes)} out"
-        return [
+        lines = [
             f"kernel {self.kernel}; levels {levels}; {self.n_groups} head group(s) of "
             f"{self.heads_per_group}; {self.units} unit(s); n_cap {self.n_cap}; "
             f"accumulators: {self.accumulator}",
             f"{format_seconds(self.seconds)}; {peak}; moved {moved}",
-            *(
-                [f"{self.left_out:.0%} of the tasks' tokens left out: they have no partner there"]
-                if self.left_out
-                else []
-            ),
-            *self._stage_lines(),
-            *(f"recovered: {line}" for line in self.recoveries),
-            *(
-                [f"recoveries cost {format_seconds(self.recovery_seconds)}"]
-                if self.recoveries
-                else []
-            ),
         ]
-
-    def _stage_lines(self) -> list[str]:
-        lines = []
+        if self.left_out:
+            lines.append(
+                f"{self.left_out:.0%} of the tasks' tokens left out: they have no partner there"
+            )
         if self.repeated_units:
             lines.append(f"{self.repeated_units} unit(s) run again: a scaled gradient overflowed")
         if self.stages:
             spent = ", ".join(f"{stage} {seconds:.3f}" for stage, seconds in self.stages.items())
             hidden = "" if self.overlap is None else f"; {self.overlap:.0%} of transfers hidden"
             lines.append(f"stages (s): {spent}{hidden}")
+        if self.recoveries:
+            lines += [f"recovered: {line}" for line in self.recoveries]
+            lines.append(f"recoveries cost {format_seconds(self.recovery_seconds)}")
         return lines
 
 

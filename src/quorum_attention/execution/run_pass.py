@@ -10,11 +10,12 @@ from quorum_attention.execution.control.events import OutOfMemory
 from quorum_attention.execution.control.instructions import FallBack
 from quorum_attention.execution.control.machine import HERE, Instead, Limits, Machine
 from quorum_attention.execution.cutting import Cutting
+from quorum_attention.execution.device.clock import NoClock
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.job import Job
 from quorum_attention.execution.memory import first_line, is_out_of_memory
 from quorum_attention.execution.schedule import Schedule
-from quorum_attention.execution.tools import make_tools
+from quorum_attention.execution.tools import Tools
 
 
 def run_pass(job: Job, schedule: Schedule) -> tuple[torch.Tensor, ...]:
@@ -70,8 +71,10 @@ def _attempt(job: Job, schedule: Schedule, machine: Machine) -> None:
     groups, the machine cuts them, and another attempt runs what is left."""
     report, device, route = job.report, job.call.device, schedule.route
     assert report is not None
+    backend = backend_of(device)
     report.accumulator, report.left_out = route.accumulators, schedule.left_out
-    tools = make_tools(device, schedule.streams, timed=report.timed and route.measured)
+    clock = backend.clock() if report.timed and route.measured else NoClock()
+    tools = Tools(clock, backend.lanes(device, schedule.streams))
     machine.start(HERE)
     began = time.perf_counter()
     try:
@@ -86,9 +89,9 @@ def _attempt(job: Job, schedule: Schedule, machine: Machine) -> None:
         if not isinstance(machine.on(OutOfMemory(HERE, first_line(error))), FallBack):
             raise
         report.recoveries.append(machine.history[-1])
-    for stage, seconds in tools.clock.seconds().items():
+    for stage, seconds in clock.seconds().items():
         report.stages[stage] = report.stages.get(stage, 0.0) + seconds
     if not machine.finished:
         # The failed attempt's tensors are free by now.
-        backend_of(device).give_back_cached()
+        backend.give_back_cached()
         report.recovery_seconds += time.perf_counter() - began

@@ -279,8 +279,7 @@ class Machine:
         found = here.groups[event.group]
         found.done(event.path)
         if not found.left:
-            del here.groups[event.group]
-            self.queue.finished.append(event.group)
+            self._finish_empty(here)
         return Continue()
 
     def _out_of_memory(self, event: OutOfMemory) -> Instruction:
@@ -297,16 +296,16 @@ class Machine:
             return GiveUp(where, reason)
         for found in here.groups.values():
             found.land()
+        order: Instruction
         if here.n_cap > 1:
             here.n_cap -= 1
-            change = f"n_cap {here.n_cap + 1} -> {here.n_cap}"
-            self._note(event.device, f"out of memory in {where}: {change}")
-            return LowerCap(here.n_cap)
-        here.depth += 1
-        change = f"depth {here.depth - 1} -> {here.depth}"
+            order, change = LowerCap(here.n_cap), f"n_cap {here.n_cap + 1} -> {here.n_cap}"
+        else:
+            here.depth += 1
+            order, change = Deepen(here.n_cap), f"depth {here.depth - 1} -> {here.depth}"
+            self._cut_further(here)
         self._note(event.device, f"out of memory in {where}: {change}")
-        self._cut_further(here)
-        return Deepen(here.n_cap)
+        return order
 
     def _fall_back(self, event: OutOfMemory) -> Instruction:
         """Cut the whole groups that are not begun on other devices: they are too large."""
