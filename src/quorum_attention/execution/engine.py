@@ -119,10 +119,10 @@ class Engine:
     """Runs units in order in ``n_cap`` slots that are carved from one arena (uint8)."""
 
     def __init__(
-        self, job: Pass, arena: torch.Tensor, n_cap: int, mover: Mover, clock: Clock
+        self, pass_: Pass, arena: torch.Tensor, n_cap: int, mover: Mover, clock: Clock
     ) -> None:
-        size = job.layout.slot_bytes
-        self.job = job
+        size = pass_.layout.slot_bytes
+        self.pass_ = pass_
         self.mover = mover
         self.clock = clock
         self.slots = [arena[i * size : (i + 1) * size] for i in range(n_cap)]
@@ -136,7 +136,7 @@ class Engine:
         overlapped = len(self.slots) > 1
         # A unit is settled one unit late if the host has to look at its flags, so that the device
         # computes the next one meanwhile.
-        lag = 1 if overlapped and self.job.spoiled is not None else 0
+        lag = 1 if overlapped and self.pass_.spoiled is not None else 0
         ahead = max(1, len(self.slots) - 1)
         waiting: deque[Unit] = deque()
         computed: deque[Unit] = deque()
@@ -172,7 +172,7 @@ class Engine:
 
     def _settle(self, computed: deque[Unit], done: Callable[[Unit], None]) -> None:
         """Store the first unit of ``computed``; if it is spoiled, mend it first."""
-        spoiled = self.job.spoiled
+        spoiled = self.pass_.spoiled
         if spoiled is not None:
             self.mover.wait_computed(computed[0].slot)
             if spoiled(computed[0]):
@@ -189,16 +189,16 @@ class Engine:
 
     def _mend(self, unit: Unit) -> bool:
         """Run a spoiled unit again for as long as that helps; returns whether it was run again."""
-        assert self.job.spoiled is not None
-        assert self.job.mended is not None
+        assert self.pass_.spoiled is not None
+        assert self.pass_.mended is not None
         whole, changed = unit.from_home(), False
-        while self.job.spoiled(unit):
+        while self.pass_.spoiled(unit):
             # Finished rows may lie over the inputs by now.
             self.mover.finish(wait=True)
             self._load_inputs(whole)
             self.mover.finish(wait=True)
             self._clear_padding(whole)
-            if not self.job.mended(whole):
+            if not self.pass_.mended(whole):
                 with self.mover.compute_stage(unit.slot):
                     self._finish(unit, over_inputs=True)
                 self.mover.wait_computed(unit.slot)
@@ -228,7 +228,7 @@ class Engine:
             previous = unit
 
     def _fields(self, slot: int, group: Group, visit: Visit) -> dict[str, torch.Tensor]:
-        work, layout = self.job.work, self.job.layout
+        work, layout = self.pass_.work, self.pass_.layout
         queries = keys = visit.task.n_tokens
         if not is_filled(visit.task, work):
             queries = visit.task.count_below(work.n_queries)
@@ -254,7 +254,7 @@ class Engine:
         return self._blocks[key]
 
     def _limit(self, axis: Axis) -> int:
-        return self.job.work.n_queries if axis == "query" else self.job.work.n_keys
+        return self.pass_.work.n_queries if axis == "query" else self.pass_.work.n_keys
 
     def _clipped(self, rows: Iterable[Rows], axis: Axis) -> list[Rows]:
         limit = self._limit(axis)
@@ -265,8 +265,8 @@ class Engine:
         # Carried rows of some inputs are copied from the previous slot instead.
         new = runs if unit.previous is None else (*unit.visit.fresh, *unit.visit.loaded)
         with self.mover.input_stage(unit.slot):
-            for item in self.job.inputs:
-                passed_on = item.field in self.job.passed_on
+            for item in self.pass_.inputs:
+                passed_on = item.field in self.pass_.passed_on
                 pieces = self._clipped(new if passed_on else runs, item.rows.axis)
                 for entry, block in enumerate(self._blocks_of(item.rows, unit.group)):
                     self.mover.load(unit.fields[item.field][entry], block, pieces)
@@ -277,7 +277,7 @@ class Engine:
         n_slots = len(self.slots)
         after = (unit.slot - min(2, n_slots)) % n_slots
         with self.mover.state_stage(unit.slot, after):
-            for state in self.job.states:
+            for state in self.pass_.states:
                 pieces = self._clipped(unit.visit.loaded, state.axis)
                 for entry, block in enumerate(self._blocks_of(state.home, unit.group)):
                     self.mover.load(unit.fields[state.field][entry], block, pieces)
@@ -285,33 +285,33 @@ class Engine:
     def _compute(self, unit: Unit) -> None:
         with self.mover.compute_stage(unit.slot):
             with self.clock.timed("gather"):
-                for state in self.job.states:
+                for state in self.pass_.states:
                     for piece in self._clipped(unit.visit.fresh, state.axis):
                         n = piece.stop - piece.start
                         unit.fields[state.field][:, :, piece.local : piece.local + n] = state.fill
                 if unit.previous is not None:
                     self._carry(unit, *unit.previous)
                 self._clear_padding(unit)
-                if self.job.prepare is not None:
-                    self.job.prepare(unit)
+                if self.pass_.prepare is not None:
+                    self.pass_.prepare(unit)
             with self.clock.timed("compute"):
-                self.job.compute(unit)
+                self.pass_.compute(unit)
             with self.clock.timed("scatter"):
                 self._finish(unit)
 
     def _clear_padding(self, unit: Unit) -> None:
-        if is_filled(unit.visit.task, self.job.work):
-            end = unit.visit.task.count_below(self.job.work.n_tokens)
-            for item in self.job.inputs:
+        if is_filled(unit.visit.task, self.pass_.work):
+            end = unit.visit.task.count_below(self.pass_.work.n_tokens)
+            for item in self.pass_.inputs:
                 unit.fields[item.field][:, :, end:] = 0
 
     def _finish(self, unit: Unit, *, over_inputs: bool = False) -> None:
         """Write finished rows in their final form; ``over_inputs``: only those with a final field
         (rows that are final in place have been multiplied already)."""
-        for state in self.job.states:
+        for state in self.pass_.states:
             factor = None
-            if self.job.factor is not None:
-                factor = self.job.factor(unit.group, state.axis)
+            if self.pass_.factor is not None:
+                factor = self.pass_.factor(unit.group, state.axis)
             if state.final_field is None and (factor is None or over_inputs):
                 continue
             current = unit.fields[state.field]
@@ -324,11 +324,11 @@ class Engine:
                     torch.mul(current[:, :, local], factor, out=final[:, :, local])
 
     def _carry(self, unit: Unit, slot: int, previous: dict[str, torch.Tensor]) -> None:
-        fields = [(state.field, state.axis) for state in self.job.states]
+        fields = [(state.field, state.axis) for state in self.pass_.states]
         fields += [
             (item.field, item.rows.axis)
-            for item in self.job.inputs
-            if item.field in self.job.passed_on
+            for item in self.pass_.inputs
+            if item.field in self.pass_.passed_on
         ]
         for field, axis in fields:
             limit = self._limit(axis)
@@ -346,7 +346,7 @@ class Engine:
 
     def _store(self, unit: Unit) -> None:
         with self.mover.store_stage(unit.slot):
-            for state in self.job.states:
+            for state in self.pass_.states:
                 current = unit.fields[state.field]
                 self._put(unit, state.axis, unit.visit.stored, current, state.home)
                 finished = unit.fields[state.final_field] if state.final_field else current

@@ -100,13 +100,13 @@ class _Run:
             return first_line(error)
         return None
 
-    def _through_slots(self, work: Pass, n_slots: int, room: Callable[[], bool]) -> None:
+    def _through_slots(self, pass_: Pass, n_slots: int, room: Callable[[], bool]) -> None:
         device, clock = self.job.call.device, self.tools.clock
         mover: Mover | None = None
         try:
-            arena = self.backend.allocate(n_slots * work.layout.slot_bytes, device)
+            arena = self.backend.allocate(n_slots * pass_.layout.slot_bytes, device)
             mover = self.backend.mover(device, n_slots, self.locks, clock)
-            engine = Engine(work, arena, n_slots, mover, clock)
+            engine = Engine(pass_, arena, n_slots, mover, clock)
             engine.run(self._turns(room), self._done)
         finally:
             if mover is not None:

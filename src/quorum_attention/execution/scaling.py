@@ -125,21 +125,21 @@ class Computed:
 
 
 @dataclass(slots=True)
-class Level:
-    """How far one unit is scaled down: ``steps`` for each (entry, key/value head)."""
+class Steps:
+    """How far one unit is scaled down: the steps ``taken`` by each (entry, key/value head)."""
 
     n_keys: int
-    steps: dict[tuple[int, int], int] = field(default_factory=dict)
+    taken: dict[tuple[int, int], int] = field(default_factory=dict)
 
     @property
     def shift(self) -> int:
         """The shift of the probabilities of all its heads."""
-        return usual_shift(self.n_keys) - _off_the_shift(max(self.steps.values(), default=0))
+        return usual_shift(self.n_keys) - _off_the_shift(max(self.taken.values(), default=0))
 
     def divide_(self, grad_out: torch.Tensor, value: torch.Tensor, unscale: torch.Tensor) -> None:
         """Divide ``grad_out`` (b, h, n, dv) in place; ``unscale`` (b, hk) gets the divisors."""
         divide_gradient_(grad_out, value, unscale, usual_shift(self.n_keys))
-        for (entry, head), steps in self.steps.items():
+        for (entry, head), steps in self.taken.items():
             further = 2.0 ** _off_the_gradient(steps)
             _head(grad_out, value, entry, head).div_(further)
             unscale[entry, head].mul_(further)
@@ -149,12 +149,12 @@ class Level:
         returns whether any head was taken down."""
         flagged: list[list[int]] = overflow.nonzero().tolist()
         steps = ask({(e, h): self._most(unit.head(e, h), (e, h)) for e, h in flagged})
-        self.steps.update(steps)
+        self.taken.update(steps)
         return bool(steps)
 
     def _most(self, one: Computed, head: tuple[int, int]) -> int:
         """Most steps that the numbers of a head allow: those taken already, or one more."""
-        taken = self.steps.get(head, 0)
+        taken = self.taken.get(head, 0)
         if not one.finite() and (taken or not one.overflowed()):
             return taken
         largest = largest_norm(one.grad_out)
@@ -204,7 +204,7 @@ class _Held:
     """The unit in a slot, how far it is scaled, and its overflow flags in host memory."""
 
     unit: Unit
-    level: Level
+    steps: Steps
     flags: torch.Tensor
 
 
@@ -237,13 +237,13 @@ class BackwardScaling:
             else:
                 pins = backend_of(self._device).pins
                 flags = torch.zeros(unscale.shape, dtype=torch.int32, pin_memory=pins)
-            held = self._held[unit.slot] = _Held(unit, Level(self._work.n_keys), flags)
-        held.level.divide_(unit.fields["grad_out"], unit.fields["value"], unscale)
+            held = self._held[unit.slot] = _Held(unit, Steps(self._work.n_keys), flags)
+        held.steps.divide_(unit.fields["grad_out"], unit.fields["value"], unscale)
 
     def scaling(self, unit: Unit) -> Scaling:
         """How a prepared unit is scaled, for the kernel."""
         overflow = _by_head(unit, "overflow").zero_()
-        return Scaling(self._held[unit.slot].level.shift, _by_head(unit, "unscale"), overflow)
+        return Scaling(self._held[unit.slot].steps.shift, _by_head(unit, "unscale"), overflow)
 
     def computed(self, unit: Unit) -> None:
         """Copy the unit's flags to the host, in the stream of its kernel calls."""
@@ -278,7 +278,7 @@ class BackwardScaling:
             grad_value=given("state_value", "key"),
         )
         ask = asking(self._machine, unit.group, unit.visit.task.path)
-        lowered = held.level.lower(held.flags, computed, ask)
+        lowered = held.steps.lower(held.flags, computed, ask)
         self.repeated += lowered
         return lowered
 

@@ -74,27 +74,27 @@ def result_bytes(case: Case) -> tuple[int, ...]:
     return tuple(s.count(case.work) * size for s in case.spec.states if s.over is not None)
 
 
-def kept_bytes(case: Case) -> tuple[int, ...]:
+def final_bytes(case: Case) -> tuple[int, ...]:
     """Bytes of each state that is a result itself (the log-sum-exp)."""
     size = case.work.state_dtype.itemsize
     return tuple(s.count(case.work) * size for s in case.spec.states if s.over is None)
 
 
 def state_bytes(
-    case: Case, group: GroupSize, most_rows: int | None = None, *, kept: bool = False
+    case: Case, group: GroupSize, most_rows: int | None = None, *, all_states: bool = False
 ) -> tuple[int, ...]:
     """Bytes of each state of a head group, without those that are results themselves.
 
     Args:
         most_rows: most rows of a head that have a state; None: all.
-        kept: include the states that are results themselves.
+        all_states: include the states that are results themselves.
     """
     work = case.work
     most = work.n_tokens if most_rows is None else most_rows
     return tuple(
         state.count(work, group, min(state.rows(work), most)) * work.state_dtype.itemsize
         for state in case.spec.states
-        if kept or state.over is not None
+        if all_states or state.over is not None
     )
 
 

@@ -26,7 +26,7 @@ from quorum_attention.execution.rows import Axis, group_part
 from quorum_attention.execution.scaling import scales
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.shares import HeldRows, shares
-from quorum_attention.execution.takes import Bytes, Load, kept_bytes, moved_bytes, state_bytes
+from quorum_attention.execution.takes import Bytes, Load, final_bytes, moved_bytes, state_bytes
 from quorum_attention.execution.tools import Tools
 from quorum_attention.execution.trimming import Tally
 from quorum_attention.execution.workload import Group, Workload, count_groups
@@ -90,7 +90,7 @@ class InPlace(OverInputs):
         return Bytes(
             case.workspace(replace(schedule.extent(case.work), direct=True)),
             0,
-            (*state_bytes(case, schedule.group, shared, kept=True), *kept_bytes(case)),
+            (*state_bytes(case, schedule.group, shared, all_states=True), *final_bytes(case)),
             self.results(schedule, case),
         )
 

@@ -31,7 +31,7 @@ from quorum_attention.execution.takes import (
     Bytes,
     Load,
     bytes_before,
-    kept_bytes,
+    final_bytes,
     moved_bytes,
     result_bytes,
     state_bytes,
@@ -118,7 +118,7 @@ class Slots(Route):
         layout = slot_layout(case.spec, work, group, rows, place.result_dtype, scaled=case.scaled)
         homes: tuple[int, ...] = ()
         if place.counts(self.accumulator):
-            homes = tuple(map(aligned, kept_bytes(case)))
+            homes = tuple(map(aligned, final_bytes(case)))
             if place.result_dtype != work.state_dtype:
                 homes += state_bytes(case, group)
         return Bytes(

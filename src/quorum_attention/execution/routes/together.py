@@ -21,9 +21,9 @@ from quorum_attention.execution.routes.choice import Choice
 from quorum_attention.execution.routes.over_inputs import OverInputs, all_rectangles
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.rows import group_part
-from quorum_attention.execution.scaling import Ask, Computed, Level, asking
+from quorum_attention.execution.scaling import Ask, Computed, Steps, asking
 from quorum_attention.execution.schedule import Schedule
-from quorum_attention.execution.takes import Bytes, Load, kept_bytes, state_bytes
+from quorum_attention.execution.takes import Bytes, Load, final_bytes, state_bytes
 from quorum_attention.execution.tools import Tools
 from quorum_attention.execution.workload import Group, GroupSize, count_groups
 from quorum_attention.kernels.copies import copy_on_device
@@ -61,7 +61,7 @@ class Together(OverInputs):
         return Bytes(
             self.streams * case.workspace(schedule.extent(case.work)),
             0,
-            (*states(case, schedule.group), *kept_bytes(case)),
+            (*states(case, schedule.group), *final_bytes(case)),
             self.results(schedule, case),
         )
 
@@ -122,7 +122,7 @@ def compute_group(job: Job, task: TaskTensors, group: Group, tools: Tools, ask: 
         else torch.zeros(target.shape, dtype=work.state_dtype, device=call.device)
         for state, target in zip(spec.states, targets, strict=True)
     ]
-    scaling, level, repeated = Scaling(), Level(work.n_keys), 0
+    scaling, steps, repeated = Scaling(), Steps(work.n_keys), 0
     while True:
         if divided is not None and upstream is not None:
             with tools.clock.timed("gather"):
@@ -130,8 +130,8 @@ def compute_group(job: Job, task: TaskTensors, group: Group, tools: Tools, ask: 
                 unscale = torch.empty(sizes, dtype=torch.float32, device=call.device)
                 overflow = torch.zeros(sizes, dtype=torch.int32, device=call.device)
                 copy_on_device(given[divided], upstream)
-                level.divide_(given[divided], task.value, unscale)
-            scaling = Scaling(level.shift, unscale, overflow)
+                steps.divide_(given[divided], task.value, unscale)
+            scaling = Scaling(steps.shift, unscale, overflow)
         with tools.clock.timed("compute"):
             spec.accumulate(call.kernel, task, given, states, scaling)
         if upstream is None or scaling.overflow is None or not bool(scaling.overflow.any()):
@@ -140,7 +140,7 @@ def compute_group(job: Job, task: TaskTensors, group: Group, tools: Tools, ask: 
             task.query, given["out"], upstream, given["lse"].unsqueeze(-1), task.key, task.value,
             *states,
         )  # fmt: skip
-        if not level.lower(scaling.overflow, computed, ask):
+        if not steps.lower(scaling.overflow, computed, ask):
             break
         repeated += 1
         for state in states:

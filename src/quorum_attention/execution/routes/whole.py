@@ -25,7 +25,7 @@ from quorum_attention.execution.takes import (
     Load,
     bytes_before,
     copied_bytes,
-    kept_bytes,
+    final_bytes,
     result_bytes,
 )
 from quorum_attention.execution.tools import Tools
@@ -102,7 +102,7 @@ class Whole(Route):
             workspace = max(workspace, case.workspace(one.extent(work)))
         results = result_bytes(case)
         if not schedule.is_all(work):
-            results += kept_bytes(case)
+            results += final_bytes(case)
         elif case.place.result_dtype == work.dtype and not case.scaled:
             results = ()
         given = (*bytes_before(case), *copied_bytes(case, schedule.group))
