@@ -22,7 +22,7 @@ from quorum_attention.kernels.kit import from_score_mod, sliding_window
 @pytest.mark.parametrize("levels", [(), (7,), (3, 7)])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_one_level_deeper_and_back(levels: tuple[int, ...], is_causal: bool) -> None:
-    """The way back is to what was planned: its limits of rectangles as well."""
+    """Back at the planned depth the schedule is the planned one, rectangle limits included."""
     plan = qa.plan(
         600, heads=2, head_dim=4, dtype=torch.float32, is_causal=is_causal, levels=levels, tile=8,
         kernel="dense", sweep=False, device="cpu",
@@ -58,7 +58,7 @@ def cut(n: int, window: int | None, levels: tuple[int, ...], *, backward: bool =
 
 
 def kept(tasks: list[Task], n: int, window: int | None) -> Counter[tuple[int, int]]:
-    """Pairs of the window that tasks compute, and how often."""
+    """How often the tasks compute each pair of the window."""
     found: Counter[tuple[int, int]] = Counter()
     for task in tasks:
         tokens = [t for start, stop, _ in task.runs for t in range(start, stop)]

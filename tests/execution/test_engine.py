@@ -1,4 +1,4 @@
-"""The same results with any number of slots, and what moves is what the visits say."""
+"""Results are the same with any number of slots, and only the rows that visits name are copied."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def planned(n: int, n_cap: int, *, backward: bool, levels: tuple[int, ...], **mo
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("home", ["device", "host"])
 def test_results_do_not_depend_on_the_number_of_slots(levels, dtype, home) -> None:
-    """Bit for bit: a carried state and a stored and loaded one are the same numbers."""
+    """They agree bit for bit: a state that is carried is the one that would be loaded."""
     given = inputs(101, heads=4, kv_heads=2, head_dim=8, value_dim=6, dtype=dtype)
     common = {"is_causal": True, "enable_gqa": True}
     results = []
@@ -49,7 +49,7 @@ def test_results_do_not_depend_on_the_number_of_slots(levels, dtype, home) -> No
 
 
 def test_more_slots_move_fewer_bytes() -> None:
-    """Carrying shared chunks from slot to slot is what the second slot is for."""
+    """With two slots, shared chunks are carried from slot to slot, not loaded."""
     given = inputs(210, heads=2, dtype=torch.float32)
     moved = []
     for n_cap in (1, 2):

@@ -17,7 +17,7 @@ N, HEADS = 96, 8
 
 
 class Counted(CpuKernel):
-    """Counts the pairs of calls that bring a result, and runs out of memory in chosen ones."""
+    """Counts the pairs of calls that succeed, and runs out of memory in chosen calls."""
 
     name = "counted"
 
@@ -70,7 +70,7 @@ ROUTES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("batch", [(), (2,), (2, 2)])
 def test_a_failure_costs_the_group_it_met(route, backward, is_causal, dtype, batch) -> None:
-    """In the sixth group of eight; what it was at is at most that group's."""
+    """A failure in the sixth of eight groups repeats work of that group only."""
     kernel = Counted()
     made = inputs(N, batch=batch or (1,), heads=HEADS, head_dim=8, dtype=dtype)
     if not batch:
@@ -94,7 +94,7 @@ def test_a_failure_costs_the_group_it_met(route, backward, is_causal, dtype, bat
     )
     pin = {"is_causal": is_causal, "kernel": kernel}
     out, lse = qa.attention_with_lse(*made.three, is_causal=is_causal)
-    # It is tried out once for either pass.
+    # The kernel is tried out at its first forward and its first backward: not counted below.
     qa.attention(*made.three, **pin)
     qa.attention_backward(made.grad_out, *made.three, out, lse, **pin)
     report = qa.Report()

@@ -79,7 +79,7 @@ def test_mask_shape_names_what_is_spanned(spans: tuple[bool, ...]) -> None:
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32, torch.float16])
 def test_gathering_takes_no_more_memory_than_its_result(kind: torch.dtype) -> None:
-    """Once, all columns of the rows were gathered first."""
+    """The columns of a rectangle are selected before its rows are gathered."""
     n = 700
     mask = torch.randn(1, 4, n, n, generator=fresh_generator())
     mask = mask > 0 if kind == torch.bool else mask.to(kind)
@@ -95,7 +95,7 @@ def test_gathering_takes_no_more_memory_than_its_result(kind: torch.dtype) -> No
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_plan_made_without_a_mask_counts_the_call_s(backward: bool) -> None:
-    """Its tasks hold a rectangle of the mask besides; a budget beside the plan is held to that."""
+    """The call's mask adds a rectangle of the mask to each task; a budget has to hold for that."""
     n = 300
     made = inputs(n, heads=1, head_dim=8)
     mask = torch.randn(n, n).mT  # not as kernels take it: gathered for every rectangle

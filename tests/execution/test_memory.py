@@ -1,4 +1,4 @@
-"""Out of memory is told from every other failure, by what allocators really raise."""
+"""Out-of-memory failures are recognised by the errors that allocators really raise."""
 
 from __future__ import annotations
 

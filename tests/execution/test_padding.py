@@ -1,4 +1,4 @@
-"""The filled-up last chunk: equal shapes, and nothing of it anywhere in the result."""
+"""The filled-up last chunk: all tasks have the same shape, and results do not change."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_short_sequence_is_not_mostly_padding() -> None:
 
 
 def test_chunks_that_are_wholly_empty_stay_empty() -> None:
-    # 13 chunks of 80, of which the last two and a bit lie beyond the end.
+    # 13 chunks of 80: the end of the sequence is within the eleventh.
     given = inputs(854, heads=2, head_dim=8, dtype=torch.float64)
     shape = {"dtype": torch.float64, "levels": (13,), "tile": 40}
     made = plan(854, True, **shape)
@@ -65,7 +65,7 @@ def test_chunks_that_are_wholly_empty_stay_empty() -> None:
 @pytest.mark.parametrize("n", [125, 126, 127, 249, 255])
 @pytest.mark.parametrize("levels", [(7,), (13,), (31,)])
 def test_tasks_without_any_token_stay_empty(n: int, levels: tuple[int, ...]) -> None:
-    """A sequence of one or two tiles has a chunk or two with tokens in it, and tasks with none."""
+    """In a sequence of one or two tiles few chunks have tokens, so some tasks have none."""
     made = plan(n, levels=levels, tile=128)
     empty = [not task.spans for task in made.tasks()]
     assert any(empty)
@@ -88,7 +88,7 @@ def test_results(dtype: torch.dtype, n_cap: int) -> None:
 
 
 def test_what_lay_in_the_slot_before_does_not_matter() -> None:
-    # Slots are not cleared: whatever the last task left must not reach a filled-up chunk.
+    # Slots are not cleared: what the previous task left there must not get into a filled-up chunk.
     given = inputs(1110, heads=2, head_dim=8, dtype=torch.float32)
     for tensor in (*given.three, given.grad_out):
         tensor[:, :, 300:310] *= 10
@@ -103,8 +103,8 @@ def test_what_lay_in_the_slot_before_does_not_matter() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(12))
 def test_a_filled_task_may_be_longer_than_the_sequence(seed: int, dtype: torch.dtype) -> None:
-    """One task that holds every token and the rows it is filled up with: of a strided query, as
-    only those go through slots by themselves."""
+    """One task holds every token and the rows that are filled up. The query is strided, because
+    only then does the call go through slots."""
     rng = random.Random(seed)
     n, levels = [(1020, (1,)), (511, (3,)), (253, (1,)), (505, (3,))][seed % 4]
     if seed >= 4:

@@ -1,4 +1,4 @@
-"""The two passes as data: what a slot, a result and a job hold follows from it."""
+"""The two passes as data, and the slots, results and jobs that follow from them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_names_that_refer_to_others_exist(spec: PassSpec) -> None:
     assert {state.over for state in spec.states} - {None} <= names
     assert spec.divided is None or spec.divided in names
     assert sorted(sum(spec.combined, ())) == list(range(len(spec.states)))
-    # States that are combined at once are of the same rows.
+    # States that are combined by one call have the same rows.
     for together in spec.combined:
         assert len({spec.states[index].axis for index in together}) == 1
 
@@ -72,7 +72,7 @@ def test_results_are_made_where_they_are_not_there(spec: PassSpec) -> None:
 def test_a_kernels_own_results_are_taken_as_they_are(
     spec: PassSpec, batch_shape: tuple[int, ...]
 ) -> None:
-    """But for those given, and dtypes asked for; (b, heads, ...) whatever the batch dimensions."""
+    """They are copied only if the caller gave a result or asked for another dtype."""
     work = Workload(batch_shape, 4, 2, 10, 7, 5, 6, torch.float32, False)
     parts = [torch.randn(work.batch, *s.shape(work)[len(batch_shape) :]) for s in spec.states]
     first = spec.states[0]

@@ -15,7 +15,7 @@ SIZES = {"heads": 2, "head_dim": 8, "dtype": torch.float32, "layout": "aligned",
 
 
 def unpinned(kernel: WatchedKernel, n_cap: int, *, backward: bool = False) -> qa.Plan:
-    """One level, but free to recover: cutting is the only way within the budget."""
+    """A plan of one level that is not pinned: its budget is too small for a whole call."""
     whole = qa.plan(N, kernel=kernel, levels=(), backward=backward, n_cap=n_cap, **SIZES)
     one = qa.plan(N, kernel=kernel, levels=(7,), backward=backward, n_cap=n_cap, **SIZES)
     assert one.peak_bytes < whole.peak_bytes
@@ -90,7 +90,7 @@ def test_other_errors_are_not_swallowed() -> None:
 
 
 def test_room_that_opens_again_is_used_at_the_next_head_group() -> None:
-    """After a deepening, with memory free again, later groups go back to the planned depth."""
+    """Once memory is free again after a recovery, later groups have the planned depth."""
     kernel = WatchedKernel({1})
     plan = qa.plan(
         N, kernel=kernel, n_cap=1, heads_per_group=1, **SIZES,

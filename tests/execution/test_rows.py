@@ -29,7 +29,7 @@ def test_groups_write_all_of_a_tensor_once(batch, size: GroupSize, axis) -> None
 
 @pytest.mark.parametrize("axis", ["query", "key"])
 def test_a_buffer_holds_whichever_group_it_is(axis) -> None:  # type: ignore[no-untyped-def]
-    """The last groups may be smaller: they take the front of it."""
+    """The last groups may be smaller: they use the front of the buffer."""
     work = Workload((3,), 6, 3, 7, 7, 3, 3, torch.float32, False)
     count = {"query": 4, "key": 2}[axis]
     buffer = torch.zeros(2, count, 7, 3)

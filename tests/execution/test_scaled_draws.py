@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_no_infinity_that_float64_does_not_have(route: str) -> None:
-    """Whatever fits the result comes out, and is right (6)."""
+    """Every result that fp16 can hold is finite and right (invariant 6)."""
     found = [wrong(drawn(seed), route, seed) for seed in range(60)]
     assert [words for words in found if words is not None] == []
 
@@ -28,7 +28,7 @@ def sink(n: int, heads: int = 1) -> Inputs:
     q, k, v = (torch.randn(1, heads, n, 64, generator=generator) for _ in range(3))
     u = torch.nn.functional.normalize(torch.randn(64, generator=generator), dim=0)
     q, k[:, :, n // 8] = q / 2 + 6 * u, 20 * u
-    # Small values: the bound of the scaling leaves gradients large.
+    # Values are small, so the bound of the scaling leaves the gradients large.
     return Inputs(q.half(), k.half(), (v / 8).half(), torch.full_like(q, 1 / n).half())
 
 
@@ -36,8 +36,8 @@ def sink(n: int, heads: int = 1) -> Inputs:
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("levels", [(3,), (7,)])
 def test_a_sink_through_slots(n_cap: int, is_causal: bool, levels: tuple[int, ...]) -> None:
-    """Its dV is the sum over all queries: 1, where products scaled for the others overflow.
-    Finished gradients lie over the inputs by the time that is seen."""
+    """The sink's dV is a sum over all queries: 1, which overflows when it is scaled for other keys.
+    By the time that is noticed, finished gradients have overwritten the inputs."""
     n = 1024
     made = sink(n)
     reference = exact(made, is_causal=is_causal, gradients=True)
@@ -57,7 +57,7 @@ def test_a_sink_through_slots(n_cap: int, is_causal: bool, levels: tuple[int, ..
 
 @pytest.mark.parametrize("broken", [torch.inf, torch.nan])
 def test_a_broken_row_does_not_keep_other_heads_from_being_mended(broken: float) -> None:
-    """Head 0 holds a number that is not one, head 1 a sink: it comes out all the same."""
+    """Head 0 holds a number that is not finite, head 1 a sink, whose gradients come out right."""
     n = 512
     made = sink(n, heads=2)
     made.query[0, 0, 100, 3] = broken
@@ -77,7 +77,7 @@ def test_a_broken_row_does_not_keep_other_heads_from_being_mended(broken: float)
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_monolithic_call_that_overflows_stays_within_its_plan(heads: int, masked: bool) -> None:
-    """dS beyond fp16, dQ = dS K within: the operator's gradients are not finite, ours are."""
+    """dS is too large for fp16, dQ = dS K is not: only the scaled gradients are finite."""
     n, m = 3000, 2
     generator = torch.Generator().manual_seed(5)
     q, grad_out = (torch.randn(1, heads, n, 32, generator=generator) for _ in range(2))
@@ -104,7 +104,7 @@ def test_a_monolithic_call_that_overflows_stays_within_its_plan(heads: int, mask
 
 @pytest.mark.parametrize("n_cap", [1, 2, 3])
 def test_out_of_memory_while_a_unit_is_run_again(n_cap: int) -> None:
-    """Whichever kernel call fails, of the first try or a repeat: nothing half done is kept."""
+    """Any kernel call may fail, of the first run or a repeat: no partial result remains."""
     n = 256
     made = sink(n, heads=2)
     reference = exact(made, is_causal=True, gradients=True)
@@ -182,7 +182,7 @@ def broken_beside(
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("where", ["query", "grad_out"])
 def test_a_broken_row_costs_the_others_of_its_head_no_digits(route: str, where: str) -> None:
-    """It is no overflow, for which they would be scaled down to where fp16 has none left."""
+    """Its gradients are no overflow: scaling the head down for it would cost the others digits."""
     got, made = broken_beside(where, route)
     whole = Inputs(*(t.nan_to_num() for t in (*made.three, made.grad_out)))
     reference = exact(whole, gradients=True, scale=1e-6)
@@ -198,7 +198,7 @@ def test_a_broken_row_costs_the_others_of_its_head_no_digits(route: str, where: 
 def test_a_broken_value_leaves_the_gradients_of_values_their_digits(
     route: str, masked: bool
 ) -> None:
-    """dV = P^T dO asks for no value. Rows without keys may be NaN in dQ: 0 times that value."""
+    """dV = P^T dO does not depend on values. (Rows of dQ without keys may be NaN: 0 times NaN.)"""
     mask = None
     if masked:
         mask = torch.ones(256, 256, dtype=torch.bool)
@@ -211,7 +211,7 @@ def test_a_broken_value_leaves_the_gradients_of_values_their_digits(
 
 @pytest.mark.parametrize("levels", [(), (7,)])
 def test_an_overflow_beside_a_broken_value_is_seen(levels: tuple[int, ...]) -> None:
-    """The sink's dV overflows first, and comes out, though dQ and dK are beyond help."""
+    """The sink's dV overflows at first and is mended, although dQ and dK cannot be."""
     n = 512
     made = sink(n)
     reference = exact(made, gradients=True)

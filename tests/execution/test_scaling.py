@@ -41,7 +41,7 @@ def exact(tensors: list[torch.Tensor], causal: bool) -> list[torch.Tensor]:
 def computed(
     tensors: list[torch.Tensor], causal: bool, dtype: torch.dtype, report: qa.Report | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients in ``dtype``: in fp32 they show what fp16 partial results have left of them."""
+    """Gradients in ``dtype``; fp32 shows how exact sums of fp16 partial results are."""
     q, k, v, grad = tensors
     sizes = {
         "heads": q.shape[1], "kv_heads": k.shape[1], "head_dim": D, "dtype": q.dtype,
@@ -134,7 +134,7 @@ def test_extremes_of_fp16() -> None:
     tensors[3] = tensors[3].sign() * 60_000
     got = computed(tensors, True, torch.float32)
     right = exact(tensors, True)
-    # (dP - delta) cancels down to a thousandth of its terms; what is asked is that nothing breaks.
+    # (dP - delta) is a thousandth of its terms, so few digits remain: the gradients must be finite.
     found = errors(got, right)
     assert found["value"] < 1e-3
     assert max(found.values()) < 2e-2, found
@@ -169,7 +169,7 @@ def test_broken_inputs_stay_broken_and_end(broken: float) -> None:
     report = qa.Report()
     got = computed(tensors, True, torch.float32, report)
     assert not torch.isfinite(got[2][0, 0, :100]).all()
-    # Neither the other head nor the head's other queries have anything to do with it.
+    # The other head and the other queries of this head stay as they are.
     assert all(torch.isfinite(part[0, 1]).all() for part in got)
     wanted = exact(tensors, True)[0]
     assert torch.equal(torch.isfinite(got[0]), torch.isfinite(wanted))
@@ -226,7 +226,7 @@ def test_short_rows_are_not_shifted() -> None:
 
 
 def test_heads_of_a_unit_are_told_apart_also_where_each_is_computed_by_itself() -> None:
-    """Every head has steps of its own, whatever part of the unit asks about it."""
+    """Every head has its own steps, whether it is computed with its unit or by itself."""
     group = Group(((0,), (1,)), 2, 4, 1)
     machine = Machine([group], lambda: pytest.fail("not asked"), Limits(0, 0), {HERE: 1})
     machine.start(HERE)

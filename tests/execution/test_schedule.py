@@ -1,5 +1,5 @@
-"""Rectangle limits: never below what the halving of a task needs, and bounded under a mask; and
-schedules that make no sense cannot be made."""
+"""Rectangle limits allow the halves of a task and are bounded under a mask; schedules whose fields
+contradict each other cannot be made."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def test_routes_of_nothing_cannot_be_made() -> None:
     "route", [Whole(Slots(2, "host")), Together(2), InPlace(), Slots(3, "host", 2)], ids=repr
 )
 def test_every_route_goes_through_slots_where_it_cannot_run(route: Route) -> None:
-    """The same levels; where memory runs out, of a whole call one more. One slot at a time but
-    where more were planned."""
+    """Through slots it has the same levels; a whole call that ran out of memory gets one more. It
+    has one slot, unless more were planned."""
     _, work = schedule(CUT)
     made = schedule_of(work, UNCUT if isinstance(route, Whole) else CUT, GroupSize(1, 1), route)
     slots = made.through_slots(work)

@@ -1,4 +1,4 @@
-"""Which rows one task alone has, and which several have: against counting them one by one."""
+"""Which rows are held by one task and which by several, checked by counting row by row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ N = 40
 
 @st.composite
 def spans(draw) -> list[tuple[int, int] | None]:  # type: ignore[no-untyped-def]
-    """The rows of every task, of some of them none."""
+    """The rows of every task; some tasks have none."""
     pairs = st.tuples(st.integers(0, N), st.integers(0, N)).map(sorted).map(tuple)
     real = pairs.filter(lambda one: one[0] < one[1])
     return draw(st.lists(st.one_of(st.none(), real), max_size=6))
@@ -43,7 +43,7 @@ def test_every_row_of_every_task_is_in_one_piece_that_says_who_else_has_it(held)
                     else "last" if others[-1] == index else "next"
                 )  # fmt: skip
                 assert piece.holder == expected
-            # A row has one place in the state, whoever asks.
+            # A row has the same position in the state for every task.
             for row, place in zip(within, state, strict=False):
                 assert places.setdefault(row, place) == place
         kinds = [piece.holder for piece in pieces]

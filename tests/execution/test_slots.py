@@ -1,4 +1,4 @@
-"""A slot's fields: big enough, aligned, and apart unless they share on purpose."""
+"""The fields of a slot are large enough, aligned, and overlap only on purpose."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_fields_lie_inside_the_slot_and_overlap_only_where_shared(
 
 @pytest.mark.parametrize("heads", [1, 2])
 def test_carved_fields_are_dense_views_that_do_not_disturb_each_other(heads: int) -> None:
-    """Also for a group smaller than the slot was made for."""
+    """This holds for groups smaller than the largest as well."""
     work = Workload((2,), 4, 2, 9, 11, 5, 3, torch.float16, False)
     layout = slot_layout(FORWARD, work, GroupSize(2, 2), (8, 8), torch.float16)
     slot = torch.zeros(layout.slot_bytes, dtype=torch.uint8)
@@ -128,8 +128,8 @@ LEVELS = [(), (1,), (3,), (7,), (13,), (1, 1), (3, 3), (3, 7), (7, 3), (7, 7), (
 def test_every_task_of_a_plan_fits_its_slot(
     n, other, levels, layout, tile, is_causal, backward, kernel, dtypes
 ) -> None:
-    """Filled up, trimmed or neither, at every depth, also after a recovery: no task has more rows
-    than the slot was laid out for, and no two fields that are in use at once share a byte."""
+    """No task has more rows than the slot was laid out for, whether it is filled up, trimmed or
+    cut after a recovery, and no two fields that are in use at once share a byte."""
     made = KERNELS[kernel]
     plan = qa.plan(
         n, n_keys=other, heads=2, kv_heads=1, head_dim=4, value_dim=3, dtype=dtypes[0],
@@ -173,7 +173,7 @@ def test_a_field_that_would_reach_into_the_next_is_refused() -> None:
     for entries, heads, rows in ((2, 2, 10), (1, 3, 10), (1, 2, 11)):
         with pytest.raises(LayoutError, match=r"'key' has room for \(1, 2, 10\)"):
             layout.carve(slot, "key", entries, heads, rows)
-    # Also one that would fit by its bytes: a task that is larger than planned is a mistake.
+    # A task larger than planned is an error, even if its bytes would fit.
     with pytest.raises(LayoutError):
         layout.carve(slot, "key", 1, 1, 11)
 

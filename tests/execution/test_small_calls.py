@@ -1,4 +1,4 @@
-"""A call that fits costs next to nothing beyond torch's: no plan, no slots, whatever its length."""
+"""A call that fits takes little more time than torch's: no plan and no slots, at any length."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = [
 
 
 class Counted:
-    """How often a function is asked."""
+    """Counts the calls of a function."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
         self.count = 0
@@ -44,7 +44,7 @@ class Counted:
 
 @pytest.mark.parametrize("kv_heads", [8, 2])
 def test_a_length_that_grows_by_one_never_needs_a_plan(monkeypatch, kv_heads: int) -> None:
-    """Decoding: one query, a key more every step. Work is counted, not time."""
+    """Decoding: one query, and one more key each step. The test counts calls, not time."""
     keys, values = torch.randn(1, kv_heads, 700, 16), torch.randn(1, kv_heads, 700, 16)
     query = torch.randn(1, 8, 1, 16)
     chosen = Counted(monkeypatch, decide, "choose")
@@ -57,13 +57,13 @@ def test_a_length_that_grows_by_one_never_needs_a_plan(monkeypatch, kv_heads: in
             wanted = sdpa(query, keys[:, :, :n], values[:, :, :n], enable_gqa=True)
             assert_close(found, wanted, TOLERANCE[torch.float32])
     assert (chosen.count, reports.count, decomposed.count) == (0, 0, 0)
-    # Once for every power of two at most.
+    # At most once for each power of two.
     assert priced.count <= 3
 
 
 @pytest.mark.parametrize("gradients", ["none", "of a sum", "given"])
 def test_training_on_ever_new_lengths_needs_no_plan(monkeypatch, gradients: str) -> None:
-    """The gradient of a sum is an expanded number."""
+    """The gradient of a sum is an expanded tensor."""
     chosen = Counted(monkeypatch, decide, "choose")
     priced = Counted(monkeypatch, small, "footprint_of")
     for n in range(40, 60):
@@ -88,8 +88,8 @@ def fastest(call, repeats: int = 30) -> float:
 
 
 def test_time_beside_torchs() -> None:
-    """A generous limit, of the best of many: five times what it takes on a slow machine, half of
-    what a plan for every length took."""
+    """The best of many times is within a generous limit: five times what a slow machine takes, and
+    half of the time with a plan for every length."""
     keys, values = torch.randn(1, 8, 1400, 64), torch.randn(1, 8, 1400, 64)
     query = torch.randn(1, 8, 1, 64)
 
@@ -183,7 +183,7 @@ def test_small_calls_of_all_kinds_equal_the_textbook(seed: int) -> None:
 @pytest.mark.parametrize("layout", ["heads first", "tokens first"])
 @pytest.mark.parametrize("backward", [False, True])
 def test_grouped_calls_stay_within_their_plan(batch, heads, kv_heads, layout, backward) -> None:
-    """Sums over the heads that share a key are counted."""
+    """The plan counts the sums over query heads that share a key head."""
     given = inputs(400, heads=heads, kv_heads=kv_heads, batch=(batch,), head_dim=32)
     three = [laid(t, layout) for t in given.three]
     plan = qa.plan(
@@ -228,7 +228,7 @@ def test_a_small_call_without_memory_is_planned_after_all(monkeypatch, pass_name
 def test_what_small_calls_remember_keeps_no_tensor_and_no_kernel() -> None:
     class Mine(CpuKernel):
         name = "mine"
-        # Not tried out: what trials remember is their own business.
+        # A kernel with its own attention is not tried out, so no trial remembers it.
         traits = replace(CpuKernel.traits, own_attention=True)
 
     kernel = Mine()
@@ -243,7 +243,7 @@ def test_what_small_calls_remember_keeps_no_tensor_and_no_kernel() -> None:
 
 
 def test_a_kernel_that_is_replaced_is_not_used_again() -> None:
-    """Nothing remembers which kernel a small call had."""
+    """The kernel of a small call is looked up at every call."""
 
     class Louder(CpuKernel):
         calls = 0

@@ -1,4 +1,4 @@
-"""Calls whose tasks are trimmed: the same results, whatever fails, with less moved."""
+"""Calls with trimmed tasks: the same results, after any failure, and fewer bytes copied."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 N = 640
 TILE = 8
-# Some queries keep nothing, and some keys are kept by none.
+# Some queries keep no key, and some keys are kept by no query.
 _GAP = BlockMask(
     lambda b, h, q, k: (q >= 200) & (k < 500),
     lambda r: MASKED if r.queries.stop <= 200 or r.keys.start >= 500 else MIXED,
@@ -44,7 +44,7 @@ MASKS = {
 
 
 class WatchedMask(WatchedKernel):
-    """Attention under a mask that says what it keeps; counts, and fails when told to."""
+    """A kernel whose mask says which pairs it keeps; counts its calls, fails in chosen ones."""
 
     traits = Traits(own_attention=True, sparse=True)
 
@@ -110,8 +110,8 @@ def test_results(name: str, levels: tuple[int, ...], is_causal: bool) -> None:
 @pytest.mark.parametrize("fails", [{0}, {3, 4}, {2, 7, 13}], ids=str)
 @pytest.mark.parametrize("name", ["window", "documents", "a gap"])
 def test_whatever_fails(name, fails, backward, late, n_cap) -> None:  # type: ignore[no-untyped-def]
-    """A row whose state was put away, or finished, before the failure is not begun anew. (In 16
-    bits, so that a finished row's state is nowhere to be had.)"""
+    """A row whose state was stored or finished before the failure does not begin anew. (Results of
+    16 bits, so that the state of a finished row cannot be loaded from them.)"""
     made = inputs(N, dtype=torch.float16)
     kernel = WatchedMask(MASKS[name], fails, late)
     plan = unpinned(
@@ -143,7 +143,7 @@ def test_whatever_fails(name, fails, backward, late, n_cap) -> None:  # type: ig
 @pytest.mark.parametrize(("queries", "keys"), [(40, 640), (640, 40), (300, 640), (640, 555)])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_other_kernels_under_other_sizes(kernel, queries, keys, is_causal) -> None:
-    """Without a mask, where queries and keys are not as many."""
+    """Tasks are trimmed without a mask too if there are more queries than keys, or fewer."""
     made = inputs(queries, keys, dtype=torch.float64)
     plans = [
         qa.plan(queries, n_keys=keys, heads=2, head_dim=8, dtype=torch.float64, levels=(13,),
@@ -160,7 +160,7 @@ def test_other_kernels_under_other_sizes(kernel, queries, keys, is_causal) -> No
 
 
 def test_less_is_moved() -> None:
-    """Inputs once and a little, instead of once for every task that a chunk is in."""
+    """Inputs are copied little more than once, not once for each task that holds a chunk."""
     n, heads = 1 << 14, 1
     q = torch.randn(1, heads, n, 8)
     moved = []
@@ -187,7 +187,7 @@ def test_remembered_as_long_as_the_kernel_lives() -> None:
 
 
 class _ByMethod(WatchedMask):
-    """Its verdict is a method of its own."""
+    """A kernel whose verdict is one of its methods."""
 
     def __init__(self) -> None:
         super().__init__(MASKS["window"])
@@ -221,7 +221,7 @@ def test_what_is_remembered_does_not_keep_the_kernel(make) -> None:  # type: ign
 
 @pytest.mark.parametrize("window", [30, 100, 333, 700])
 def test_a_task_that_is_cut_further_gets_no_token_back(window: int) -> None:
-    """Such a token's row may be finished, and its state is then nowhere to be had."""
+    """The row of a trimmed token may be finished, and then has no state to continue from."""
     n = 6000
     kernel = from_score_mod(None, sliding_window(window), compiled=False)
     plan = qa.plan(n, heads=2, head_dim=8, dtype=torch.float32, levels=(7,), tile=TILE,
@@ -238,7 +238,7 @@ def test_a_task_that_is_cut_further_gets_no_token_back(window: int) -> None:
 @pytest.mark.parametrize("mask", [None, sliding_window(400), sliding_window(3)],
                          ids=["none", "wider", "narrower"])  # fmt: skip
 def test_a_plan_made_for_another_mask(mask) -> None:  # type: ignore[no-untyped-def]
-    """Slots are those that the call's own mask needs; a budget holds all the same."""
+    """The slots are sized for the call's own mask, and the budget holds."""
     sizes = {"heads": 2, "head_dim": 8, "dtype": torch.float32, "levels": (7,), "tile": TILE,
              "is_causal": True, "device": "cpu"}  # fmt: skip
     first = from_score_mod(None, sliding_window(9), compiled=False)
@@ -274,7 +274,7 @@ def test_another_mask_is_another_plan() -> None:
 
 
 def test_keys_that_nobody_asks_about_are_not_copied() -> None:
-    """They have no row in the forward; in the backward their gradients are zeros."""
+    """They have no result in the forward; in the backward their gradients are zero."""
     queries, keys = 100, 5000
     made = inputs(queries, keys, dtype=torch.float64)
     plans = [
@@ -292,7 +292,7 @@ def test_keys_that_nobody_asks_about_are_not_copied() -> None:
 
 
 def test_the_way_back_to_coarser_tasks_counts_them_trimmed() -> None:
-    """After a deepening, where twice the slots of the trimmed coarser tasks are free."""
+    """Headroom after a recovery is measured by the slots of trimmed tasks."""
     kernel = WatchedMask(sliding_window(30), {1})
     plan = unpinned(
         qa.plan(N, heads=2, head_dim=8, dtype=torch.float32, levels=(7,), tile=TILE, n_cap=1,

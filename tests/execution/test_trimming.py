@@ -1,4 +1,4 @@
-"""What trimmed tasks come to, and what is remembered about them."""
+"""The sizes of trimmed tasks, and what is remembered about them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_kernel_that_knows_its_mask_says_so() -> None:
 
 @pytest.mark.parametrize(("n_queries", "n_keys"), [(10, 30), (30, 10), (20, 20)])
 def test_rows_that_a_pass_returns(n_queries: int, n_keys: int) -> None:
-    """Of the forward those of queries; the backward has gradients for keys as well."""
+    """The forward returns rows of queries, the backward rows of queries and keys."""
     pairs = Pairs(n_queries, n_keys, False)
     assert written(pairs, backward=False) == n_queries
     assert written(pairs, backward=True) == max(n_queries, n_keys)

@@ -1,4 +1,4 @@
-"""Upstream gradients of another dtype than the inputs': what these cannot hold is not lost."""
+"""Upstream gradients of a wider dtype than the inputs: numbers too large or small are not lost."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_gradients_that_fp16_cannot_hold(size, dtype, route: str, kernel: str) -
     if kernel == "dense" and route == "sweep":
         pytest.skip("it takes tasks one by one")
     made = inputs(N, heads=4, kv_heads=2, batch=(2,), dtype=torch.float16)
-    # Heads of different sizes: each has a power of two of its own.
+    # Gradients of each head have another size, so each head is divided by another power of two.
     sizes = torch.tensor([1.0, 1.0, 1e-6, 1e-6], dtype=torch.float64)[:, None, None]
     made.grad_out = (made.grad_out.double() * sizes * size).to(dtype)
     reference = exact(made, is_causal=True, gradients=True)

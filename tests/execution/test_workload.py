@@ -1,4 +1,4 @@
-"""The sizes of a call, and head groups that are all of it, once."""
+"""The sizes of a call; its head groups cover every head exactly once."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_sizes_go_down_from_everything_to_one_head(work) -> None:  # type: ignor
     assert sizes[-1] == GroupSize(1, 1)
     heads = [size.batch * size.kv_heads for size in sizes]
     assert heads == sorted(set(heads), reverse=True)
-    # Several whole entries, or some heads of one.
+    # A group is several whole entries, or some heads of one.
     assert all(size.batch == 1 or size.kv_heads == work.kv_heads for size in sizes)
 
 
