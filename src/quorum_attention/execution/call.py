@@ -39,14 +39,9 @@ class Call:
     kernel: InnerKernel
 
     @property
-    def resident(self) -> bool:
-        """Whether the inputs are on the device that computes."""
-        return self.query.device == self.device
-
-    @property
     def in_place(self) -> bool:
         """Whether operators can read the inputs where they are, without a copy."""
-        return self.resident and lie_well(self.query, self.key, self.value)
+        return self.query.device == self.device and lie_well(self.query, self.key, self.value)
 
 
 def rows_are_dense(*tensors: torch.Tensor) -> bool:

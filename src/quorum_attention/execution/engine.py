@@ -193,7 +193,7 @@ class Engine:
         assert self.pass_.mended is not None
         whole, changed = unit.from_home(), False
         while self.pass_.spoiled(unit):
-            # Finished rows may lie over the inputs by now.
+            # Finished rows may have overwritten the inputs.
             self.mover.finish(wait=True)
             self._load_inputs(whole)
             self.mover.finish(wait=True)

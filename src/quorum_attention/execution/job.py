@@ -199,7 +199,7 @@ class Job:
             entries=flat_entries(self.call.work, group),
         )
 
-    def lying(
+    def task_in_place(
         self,
         limits: tuple[int, int],
         group: Group,

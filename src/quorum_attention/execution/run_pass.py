@@ -85,7 +85,7 @@ def _attempt(job: Job, schedule: Schedule, machine: Machine) -> None:
         # Through slots, the runner has already tried every recovery.
         if not (route.whole_groups and is_out_of_memory(error)):
             raise
-        # Only the text is kept: the traceback holds the failed attempt's tensors.
+        # Only the text leaves: the traceback would hold the failed attempt's tensors.
         if not isinstance(machine.on(OutOfMemory(HERE, first_line(error))), FallBack):
             raise
         report.recoveries.append(machine.history[-1])

@@ -96,7 +96,7 @@ class _Run:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            # Only the text is kept: the traceback holds the failed attempt's tensors.
+            # Only the text leaves: the traceback would hold the failed attempt's tensors.
             return first_line(error)
         return None
 

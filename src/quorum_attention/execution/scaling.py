@@ -159,8 +159,8 @@ class Steps:
             return taken
         largest = largest_norm(one.grad_out)
         exponent = divisor_exponent(largest, largest_norm(one.value), usual_shift(self.n_keys))
-        kept = math.ldexp(largest, -exponent - _off_the_gradient(taken + 1)) >= _SMALLEST_ROW
-        return taken + kept
+        after = math.ldexp(largest, -exponent - _off_the_gradient(taken + 1))
+        return taken + (after >= _SMALLEST_ROW)
 
 
 # Maps the most steps that each flagged head allows to the steps of those heads to run again.

@@ -86,14 +86,14 @@ def _shares(spans: tuple[tuple[int, int] | None, ...], n: int) -> Shares:
     tasks: list[list[HeldRows]] = [[] for _ in spans]
     nobody: list[slice] = []
     n_shared = 0
-    for number, having in enumerate(holders):
+    for number, holding in enumerate(holders):
         start, stop = cells[number]
-        if not having:
+        if not holding:
             nobody.append(slice(start, stop))
-        for turn, (index, first) in enumerate(having):
+        for turn, (index, first) in enumerate(holding):
             where = Rows(start, stop, start - first)
-            tasks[index].append(HeldRows(_holder(turn, len(having)), where, n_shared))
-        n_shared += stop - start if len(having) > 1 else 0
+            tasks[index].append(HeldRows(_holder(turn, len(holding)), where, n_shared))
+        n_shared += stop - start if len(holding) > 1 else 0
     held = (tuple(joined(rows, HeldRows.continued)) for rows in tasks)
     return Shares(tuple(held), n_shared, tuple(nobody))
 

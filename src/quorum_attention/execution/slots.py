@@ -156,13 +156,13 @@ class _Builder:
 
     def finish(self, name: str, width: int, dtype: torch.dtype, over: str) -> None:
         """A finished result: over an input, or in memory of its own if it does not fit there."""
-        place = self.fields[over]
-        if self.size(place.axis, width, dtype) <= self.size(place.axis, place.width, place.dtype):
+        under = self.fields[over]
+        if self.size(under.axis, width, dtype) <= self.size(under.axis, under.width, under.dtype):
             self.fields[name] = Field(
-                name, place.axis, width, dtype, place.offset, place.rows, over=over
+                name, under.axis, width, dtype, under.offset, under.rows, over=over
             )
         else:
-            self.add(name, place.axis, width, dtype)
+            self.add(name, under.axis, width, dtype)
 
     def layout(self) -> SlotLayout:
         return SlotLayout(self.fields, self.end, self.group, self.shared)

@@ -59,7 +59,7 @@ def state(made: Machine) -> tuple[int, int, int, int]:
     ],
 )
 def test_every_transition(made: Machine, event: Event, order, after) -> None:
-    lines, where = len(made.history), made.place(0)
+    lines, where = len(made.history), made.where(0)
     found = made.on(event)
     if isinstance(order, type):
         assert isinstance(found, order)
@@ -79,7 +79,7 @@ def test_a_whole_history_down_to_giving_up() -> None:
     assert orders[:4] == [LowerCap(2), LowerCap(1), Deepen(1), Deepen(1)]
     assert isinstance(orders[4], GiveUp)
     assert "depth 3" in orders[4].reason
-    assert orders[4].where == made.place(0)
+    assert orders[4].where == made.where(0)
     assert len(made.history) == 4
 
 
@@ -151,7 +151,7 @@ def test_a_unit_is_told_by_its_name_not_by_its_turn() -> None:
     made.start(0)
     units = [made.next(0) for _ in range(3)]
     made.on(UnitDone(0, "a", units[2].visit.task.path))
-    assert made.place(0) == "task (0,) (2 head group(s) to go)"
+    assert made.where(0) == "task (0,) (2 head group(s) to go)"
     made.on(UnitDone(0, "a", units[0].visit.task.path))
     made.on(OutOfMemory(0))
     assert made.history == ["out of memory in task (1,) (2 head group(s) to go): n_cap 3 -> 2"]

@@ -1,4 +1,4 @@
-"""The instructions that a machine gives to whoever runs a pass."""
+"""The instructions of a machine to the code that runs a pass."""
 
 from __future__ import annotations
 

@@ -250,7 +250,7 @@ class Machine:
             check(self, event)
         return order
 
-    def place(self, device: int) -> str:
+    def where(self, device: int) -> str:
         """The first unit of ``device`` that is not done, in words."""
         here = self.devices[device]
         path = next((path for found in here.groups.values() for path in found.left), ())
@@ -284,7 +284,7 @@ class Machine:
 
     def _out_of_memory(self, event: OutOfMemory) -> Instruction:
         here, limits = self.devices[event.device], self.limits
-        where = self.place(event.device)
+        where = self.where(event.device)
         if limits.pinned:
             return GiveUp(where, "the depth is pinned, so the failure is reported as it is")
         if here.whole_groups:
@@ -318,8 +318,8 @@ class Machine:
             for each in self.devices.values():
                 each.depth, each.n_cap = found.limits.depth, found.n_cap
             done = len(self.queue.finished)
-            kept = f", {done} of {self.n_groups} head groups done" if done else ""
-            self._note(event.device, f"{found.failed} ({event.said}{kept}): {found.instead}")
+            so_far = f", {done} of {self.n_groups} head groups done" if done else ""
+            self._note(event.device, f"{found.failed} ({event.said}{so_far}): {found.instead}")
         else:
             self._note(event.device, f"out of memory ({event.said}): its head groups are cut")
         groups = list(here.groups.values())
@@ -361,7 +361,7 @@ class Machine:
 
     def _leave(self, device: int, why: str) -> Instruction:
         """Take a device out of the pass, and put its groups back."""
-        where = self.place(device)
+        where = self.where(device)
         groups = list(self.devices.pop(device).groups.values())
         units = tuple((found.group, path) for found in groups for path in found.in_flight)
         for found in groups:

@@ -117,7 +117,7 @@ class InPlace(OverInputs):
         n_groups = len(machine.groups_left)
         whole, every = rectangles_in_place(job.call.work, schedule.decomposition)
         for number, group in enumerate(machine.whole_groups(HERE)):
-            one = job.lying(schedule.limits, group, tools, whole, ())
+            one = job.task_in_place(schedule.limits, group, tools, whole, ())
             tasks = [replace(one, rectangles=rectangles) for rectangles in every]
             held = _Group(job, group, tasks, tools)
             for done, task in enumerate(tasks):

@@ -80,7 +80,7 @@ class Together(OverInputs):
         task, rectangles = all_rectangles(job.call.work, schedule.decomposition)
         every = len(machine.groups_left)
         for done, group in enumerate(machine.whole_groups(HERE), start=1):
-            tensors = job.lying(schedule.limits, group, tools, task, rectangles)
+            tensors = job.task_in_place(schedule.limits, group, tools, task, rectangles)
             job.repeated(compute_group(job, tensors, group, tools, asking(machine, group)))
             job.tell(done, every)
             yield schedule.decomposition.n_tasks

@@ -239,5 +239,5 @@ def _scaled(job: Job, schedule: Schedule, group: Group, machine: Machine, tools:
     for entry in group.entries:
         for head in range(group.kv_start, group.kv_stop):
             one = replace(group, entries=(entry,), kv_start=head, kv_stop=head + 1)
-            tensors = job.lying(schedule.limits, one, tools, task, rectangles)
+            tensors = job.task_in_place(schedule.limits, one, tools, task, rectangles)
             compute_group(job, tensors, one, tools, asking(machine, group, part=one))
