@@ -87,7 +87,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = import_module(f"{__name__}.{_HOMES[name]}")
-    # A subpackage of that name is in its place by now, and stays: it answers as the function too.
+    # ``kernels`` is the name of a subpackage too; that one is callable, and serves as the function.
     value = home if _HOMES[name] == name else getattr(home, name)
     globals()[name] = value
     return value

@@ -45,10 +45,8 @@ def arranged(
         query, key, value = (_cast(tensor, dtype) for tensor in given)
         made = zip((query, key, value), given, strict=True)
         cast_bytes = sum(new.nbytes for new, old in made if new is not old)
-    if _fit(query, key, value, enable_gqa):
-        return Arranged(query, key, value, enable_gqa, False, cast_bytes)
-    dims = [query.dim(), key.dim(), value.dim()]
-    if min(dims) < 2:
+    dims = (query.dim(), key.dim(), value.dim())
+    if _fit(query, key, value, enable_gqa) or min(dims) < 2:
         return Arranged(query, key, value, enable_gqa, False, cast_bytes)
     rank = max(3, *dims)
     query, key, value = (t[(None,) * (rank - t.dim())] for t in (query, key, value))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from quorum_attention.call.gradients import Given
 from quorum_attention.call.request import Request, Tensors
 from quorum_attention.execution.call import is_operand, lie_well
@@ -46,12 +48,7 @@ def place_after(place: Placement, request: Request) -> Placement:
     work, out, result = request.work, request.out, request.out_dtype
     copied = result != work.dtype or (out is not None and not is_operand(out, work.dtype))
     divided = divided_bytes(result, work, here=place.resident)
-    return Placement(
-        place.device_type,
-        place.resident,
-        False,
-        work.dtype,
-        place.dense_rows,
-        (divided is None) + copied,
-        divided,
+    copies = (divided is None) + copied
+    return replace(
+        place, results_given=False, result_dtype=work.dtype, copied=copies, divided=divided
     )

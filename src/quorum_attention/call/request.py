@@ -14,7 +14,7 @@ from quorum_attention.call.transforms import records, refuse_out
 from quorum_attention.call.validation import (
     as_tensor,
     check_apart,
-    check_kinds,
+    check_kind,
     check_mask,
     check_options,
     check_plan,
@@ -126,7 +126,8 @@ def request_of(
     query, key, value = as_tensor(query, "query"), as_tensor(key, "key"), as_tensor(value, "value")
     mask = None if attn_mask is None else as_tensor(attn_mask, "attn_mask")
     refuse_traces(function, query=query, key=key, value=value, attn_mask=mask)
-    check_kinds(query=query, key=key, value=value)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_kind(tensor, name)
     query, key, value, shared, without_heads, cast_bytes = arranged(query, key, value, enable_gqa)
     if out is not None:
         out = as_tensor(out, "out", written=True)

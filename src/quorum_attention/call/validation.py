@@ -17,10 +17,8 @@ from quorum_attention.call.mapped import Mappings
 from quorum_attention.call.overlap import Lie, overlaps_itself, share_memory
 from quorum_attention.counts import shown
 from quorum_attention.execution.device.lookup import is_known, on_host
-from quorum_attention.execution.workload import ELEMENT_BYTES, Workload
+from quorum_attention.execution.workload import DTYPE_NAMES, ELEMENT_BYTES, Workload
 from quorum_attention.planner.plan import Plan
-
-_DTYPES = ", ".join(str(d).removeprefix("torch.") for d in ELEMENT_BYTES)
 
 
 def as_tensor(value: Any, name: str, *, written: bool = False) -> torch.Tensor:
@@ -64,18 +62,13 @@ def as_tensor(value: Any, name: str, *, written: bool = False) -> torch.Tensor:
             raise ValueError(f"{name} cannot be shared with torch: {error}") from None
 
 
-def check_kinds(**tensors: torch.Tensor) -> None:
-    """Refuse tensors without dense memory of their own. First of all checks: such tensors may not
-    even have sizes.
+def check_kind(tensor: torch.Tensor, name: str) -> None:
+    """Refuse a tensor without dense memory of its own. Before all other checks: such a tensor may
+    not even have sizes.
 
     Raises:
-        NotImplementedError: one is nested, sparse or a wrapper of other tensors; by name.
+        NotImplementedError: it is nested, sparse or a wrapper of other tensors.
     """
-    for name, tensor in tensors.items():
-        _check_kind(tensor, name)
-
-
-def _check_kind(tensor: torch.Tensor, name: str) -> None:
     if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
         raise NotImplementedError(
             f"{name} must be a plain tensor, got a {type(tensor).__name__}, which stands for others"
@@ -119,7 +112,7 @@ class Sizes(NamedTuple):
 def sizes_of(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
 ) -> Sizes:
-    """The sizes of a call, from tensors that have passed ``check_kinds``.
+    """The sizes of a call, from tensors that have passed ``check_kind``.
 
     Raises:
         ValueError, TypeError: the inputs do not fit each other.
@@ -132,7 +125,7 @@ def sizes_of(
                 f"got shape {tuple(tensor.shape)}"
             )
         if tensor.dtype not in ELEMENT_BYTES:
-            raise TypeError(f"{name} must be one of {_DTYPES}, got {tensor.dtype}")
+            raise TypeError(f"{name} must be one of {DTYPE_NAMES}, got {tensor.dtype}")
     _check_device(query, "query")
     dtype, home = query.dtype, query.device
     *batch, heads, n_queries, head_dim = query.shape
@@ -177,10 +170,10 @@ def check_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> No
     Raises:
         ValueError, TypeError, NotImplementedError: it does not fit.
     """
-    _check_kind(mask, "attn_mask")
+    check_kind(mask, "attn_mask")
     _check_device(mask, "attn_mask")
     if mask.dtype != torch.bool and mask.dtype not in ELEMENT_BYTES:
-        raise TypeError(f"attn_mask must be bool or one of {_DTYPES}, got {mask.dtype}")
+        raise TypeError(f"attn_mask must be bool or one of {DTYPE_NAMES}, got {mask.dtype}")
     if mask.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
             "attn_mask.requires_grad is not supported: gradients of a bias are not computed; "
@@ -205,7 +198,7 @@ def check_options(dropout_p: float, out_dtype: torch.dtype | None) -> None:
             f"got {shown(dropout_p)}"
         )
     if out_dtype is not None and out_dtype not in ELEMENT_BYTES:
-        raise TypeError(f"out_dtype must be None or one of {_DTYPES}, got {shown(out_dtype)}")
+        raise TypeError(f"out_dtype must be None or one of {DTYPE_NAMES}, got {shown(out_dtype)}")
 
 
 def check_given(
@@ -220,7 +213,7 @@ def check_given(
 
     Beside inputs in host memory it may be on any device: the forward may have computed there.
     """
-    _check_kind(tensor, name)
+    check_kind(tensor, name)
     if not (on_host(home) and is_known(tensor.device)):
         _check_place(tensor, name, home)
     _check_form(tensor, shape, name, dtype, ", as attention_with_lse returns it")
@@ -234,7 +227,7 @@ def check_result(
     dtype: torch.dtype | None = None,
 ) -> None:
     """Check a preallocated result: shape, dtype, place, and that it can be written."""
-    _check_kind(result, name)
+    check_kind(result, name)
     _check_place(result, name, home)
     _check_form(result, shape, name, dtype)
     if result.requires_grad:
@@ -257,7 +250,7 @@ def _check_form(
     if dtype is not None and tensor.dtype != dtype:
         raise TypeError(f"{name} must be {dtype}{origin}, got {tensor.dtype}")
     if tensor.dtype not in ELEMENT_BYTES:
-        raise TypeError(f"{name} must be one of {_DTYPES}, got {tensor.dtype}")
+        raise TypeError(f"{name} must be one of {DTYPE_NAMES}, got {tensor.dtype}")
 
 
 def check_apart(

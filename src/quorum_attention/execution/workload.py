@@ -17,6 +17,7 @@ ELEMENT_BYTES = {
     torch.float32: 4,
     torch.float64: 8,
 }
+DTYPE_NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in ELEMENT_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from quorum_attention.counts import shown
 from quorum_attention.errors import CalibrationError
 from quorum_attention.execution.device.lookup import backend_of, best_device, present
 from quorum_attention.execution.device.rates import by_head_dim
-from quorum_attention.execution.workload import ELEMENT_BYTES
+from quorum_attention.execution.workload import DTYPE_NAMES, ELEMENT_BYTES
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.kernels.protocol import CallShape, Operator
 from quorum_attention.kernels.select import select_kernel
@@ -140,8 +140,7 @@ def calibrate(
     started = time.perf_counter()
     where = best_device() if device is None else present(device, "device")
     if dtype not in ELEMENT_BYTES:
-        names = ", ".join(str(known).removeprefix("torch.") for known in ELEMENT_BYTES)
-        raise TypeError(f"dtype must be one of torch's {names}, got {shown(dtype)}")
+        raise TypeError(f"dtype must be one of torch's {DTYPE_NAMES}, got {shown(dtype)}")
     path = cache_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     check_target(path)

@@ -87,29 +87,29 @@ class _Sample:
     rows: float
 
 
-def _tasks(shape: Decomposition, at_once: bool) -> list[Task]:
+def _tasks(decomposition: Decomposition, at_once: bool) -> list[Task]:
     """The tasks that are looked at: a few typical ones, or with ``at_once`` all as one."""
     if at_once:
-        return [shape.whole()]
+        return [decomposition.whole()]
     # From the middle, since only few tasks hold the last chunk, which is shorter. Each level takes
     # other positions: the rectangles of a child depend on its position in its parent.
     paths = dict.fromkeys(
-        tuple((part + 2 * level) % 5 * c // 5 for level, c in enumerate(shape.levels))
-        for part in ((1, 2, 3) if shape.depth == 1 else (0, 1, 2, 3, 4))
+        tuple((part + 2 * level) % 5 * c // 5 for level, c in enumerate(decomposition.levels))
+        for part in ((1, 2, 3) if decomposition.depth == 1 else (0, 1, 2, 3, 4))
     )
-    return [shape.task(path) for path in paths]
+    return [decomposition.task(path) for path in paths]
 
 
 @lru_cache(maxsize=1024)
 def _sample(
-    shape: Decomposition,
+    decomposition: Decomposition,
     is_causal: bool,
     n_queries: int,
     n_keys: int,
     together: tuple[int, int] | None,
     at_once: bool,
 ) -> _Sample:
-    tasks = _tasks(shape, at_once)
+    tasks = _tasks(decomposition, at_once)
     calls: list[Batch] = []
     runs = 0
     for task in tasks:
@@ -117,12 +117,10 @@ def _sample(
         runs += len(task.runs)
         for batch in batches(rectangles):
             first = batch.first
-            most = batch.count
-            if together is None:
-                most = 1
-            else:
+            most = 1
+            if together is not None:
                 limits = (together[0] // first.n_queries, together[1] // max(1, first.n_keys))
-                most = max(1, min(most, *limits))
+                most = max(1, min(batch.count, *limits))
             whole, rest = divmod(batch.count, most)
             calls += [replace(batch, count=most)] * whole
             calls += [replace(batch, count=rest)] * (rest > 0)

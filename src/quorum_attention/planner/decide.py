@@ -61,7 +61,7 @@ class Asked:
     together: bool = True
 
     @property
-    def shape(self) -> CallShape:
+    def call_shape(self) -> CallShape:
         """The sizes that kernels are asked about."""
         return self.work.call_shape(self.options.device.type, self.needs_grad)
 
@@ -132,9 +132,9 @@ def decide_untried(
     Raises:
         BudgetError, NotImplementedError: as ``decide``.
     """
-    shape = work.call_shape(device.type, backward)
-    preferred = select_kernel(kernel, shape, device, tried=False)
-    others = rivals(preferred, shape, device) if kernel == "auto" else ()
+    call_shape = work.call_shape(device.type, backward)
+    preferred = select_kernel(kernel, call_shape, device, tried=False)
+    others = rivals(preferred, call_shape, device) if kernel == "auto" else ()
     machine = machine_of(device, work.dtype, work.head_dim)
     return quickest(
         work, wish, preferred, others, place, machine, backward=backward, believed=lambda _: True
@@ -213,10 +213,10 @@ def _by_plan(asked: Asked) -> Decision:
         short = undivided(work, preferred, place, machine, backward=backward)
         if short is not None:
             return Decision(preferred, Plan(work, short, place, preferred.name, None, backward))
-    shape, device = asked.shape, options.device
+    call_shape, device = asked.call_shape, options.device
     # Where the result's dtype already decides on a kernel, no others are compared.
-    free = unrounded_kernel(options.kernel, shape, device, asked.result) == "auto"
-    return _planned(asked, preferred, rivals(preferred, shape, device) if free else ())
+    free = unrounded_kernel(options.kernel, call_shape, device, asked.result) == "auto"
+    return _planned(asked, preferred, rivals(preferred, call_shape, device) if free else ())
 
 
 def _planned(asked: Asked, preferred: InnerKernel, others: Iterable[InnerKernel] = ()) -> Decision:
@@ -233,7 +233,7 @@ def _planned(asked: Asked, preferred: InnerKernel, others: Iterable[InnerKernel]
         return Decision(preferred, plan, last=True)
     kernel, found = quickest(
         work, _wish(options), preferred, others, place, machine, backward=backward,
-        believed=lambda kernel: why_not(kernel, asked.shape, options.device) is None,
+        believed=lambda kernel: why_not(kernel, asked.call_shape, options.device) is None,
     )  # fmt: skip
     made = Plan(work, found, place, kernel.name, options.budget_bytes, backward)
     return Decision(kernel, made, last=True)
@@ -241,9 +241,9 @@ def _planned(asked: Asked, preferred: InnerKernel, others: Iterable[InnerKernel]
 
 def _preferred(asked: Asked) -> InnerKernel:
     """The kernel asked for (a plan asks for its own), or the first that can run the call."""
-    device, shape = asked.options.device, asked.shape
-    wanted = unrounded_kernel(asked.options.kernel, shape, device, asked.result)
-    return select_kernel(wanted, shape, device)
+    device, call_shape = asked.options.device, asked.call_shape
+    wanted = unrounded_kernel(asked.options.kernel, call_shape, device, asked.result)
+    return select_kernel(wanted, call_shape, device)
 
 
 def quickest(
@@ -282,7 +282,7 @@ def quickest(
         except BudgetError as error:
             # The smallest budget that an error names has to work: only of kernels that work here.
             if best is None and believed(kernel):
-                failure = _lesser(failure, error)
+                failure = min(failure or error, error, key=_named_bytes)
             continue
         if (best is None or _is_faster(found, *best, preferred)) and believed(kernel):
             best = kernel, found
@@ -300,11 +300,9 @@ def _is_faster(
     return found.cost.seconds < best.cost.seconds * share
 
 
-def _lesser(one: BudgetError | None, other: BudgetError) -> BudgetError:
-    """The one of two errors that names the smaller budget."""
-    sizes = [math.inf if e is None or e.smallest_bytes is None else e.smallest_bytes
-             for e in (one, other)]  # fmt: skip
-    return other if one is None or sizes[1] < sizes[0] else one
+def _named_bytes(error: BudgetError) -> float:
+    """The smallest budget that an error names."""
+    return math.inf if error.smallest_bytes is None else error.smallest_bytes
 
 
 def _wish(options: Options) -> Wish:

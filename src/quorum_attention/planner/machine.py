@@ -8,7 +8,7 @@ docs/planner.md.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
@@ -100,6 +100,3 @@ class Machine:
 def assumed(device_type: str, dtype: torch.dtype, head_dim: int = 64) -> Machine:
     """The default rates of a kind of device; those of CUDA are an H200's."""
     return Machine(**BACKENDS[device_type].rates(None, dtype, head_dim))
-
-
-FIELDS = tuple(field.name for field in fields(Machine))

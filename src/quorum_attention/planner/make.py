@@ -18,7 +18,7 @@ from quorum_attention.execution.device.lookup import (
     present,
 )
 from quorum_attention.execution.placement import Placement
-from quorum_attention.execution.workload import ELEMENT_BYTES, GroupSize, Workload
+from quorum_attention.execution.workload import DTYPE_NAMES, ELEMENT_BYTES, GroupSize, Workload
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.select import select_kernel
 from quorum_attention.planner import policy
@@ -185,8 +185,7 @@ def _workload(
             f"heads must be a multiple of kv_heads, got {counts['heads']} and {counts['kv_heads']}"
         )
     if dtype not in ELEMENT_BYTES:
-        names = ", ".join(str(known).removeprefix("torch.") for known in ELEMENT_BYTES)
-        raise TypeError(f"dtype must be one of torch's {names}, got {shown(dtype)}")
+        raise TypeError(f"dtype must be one of torch's {DTYPE_NAMES}, got {shown(dtype)}")
     return Workload(
         (counts["batch"],),
         counts["heads"],
@@ -306,7 +305,8 @@ def estimate(n_tokens: int, *, budget: int | str | None = None, **call: object) 
     backward = plan(n_tokens, budget=budget, backward=True, **options)
     limit = None if budget is None else parse_bytes(budget)
     room = limit if limit is not None else _free(torch.device(forward.place.device_type))
-    whole = forward if _is_uncut(forward) else _uncut(forward, options.get("kernel", "auto"))
+    is_uncut = forward.depth == 0 and forward.n_groups == 1
+    whole = forward if is_uncut else _uncut(forward, options.get("kernel", "auto"))
     others = []
     for levels in _OTHER_LEVELS:
         if levels != forward.levels and n_tokens >= 128 * max(levels, default=0):
@@ -323,10 +323,6 @@ def estimate(n_tokens: int, *, budget: int | str | None = None, **call: object) 
         backward,
         tuple(others[:_MOST_OTHERS]),
     )
-
-
-def _is_uncut(made: Plan) -> bool:
-    return made.depth == 0 and made.n_groups == 1
 
 
 def _uncut(made: Plan, kernel: str | InnerKernel) -> Plan:

@@ -98,8 +98,7 @@ class Plan:
     def describe(self) -> str:
         """The plan in words, with the reasons."""
         work, schedule, footprint = self.work, self.schedule, self.candidate.footprint
-        shape = self.decomposition
-        cost = self.candidate.cost
+        cut, cost = self.decomposition, self.candidate.cost
         name = "backward" if self.backward else "forward"
         queries = f"{work.n_queries:,} queries x {work.n_keys:,} keys"
         heads = f"{work.batch} x {work.heads} heads ({work.kv_heads} key/value)"
@@ -107,12 +106,12 @@ class Plan:
             f"{name} of {queries}, {heads}, head_dim {work.head_dim}, "
             f"{str(work.dtype).removeprefix('torch.')}{', causal' if work.is_causal else ''}",
         ]
-        if not shape.levels:
+        if not cut.levels:
             lines.append("levels: none, one monolithic task for each head group")
         else:
-            share = 100 * schedule.largest_task / max(1, shape.n_tokens)
+            share = 100 * schedule.largest_task / max(1, cut.n_tokens)
             lines.append(
-                f"levels: {' x '.join(map(str, shape.levels))} chunks ({shape.layout}), "
+                f"levels: {' x '.join(map(str, cut.levels))} chunks ({cut.layout}), "
                 f"{self.n_tasks:,} tasks of at most {schedule.largest_task:,} tokens "
                 f"({share:.{1 if share >= 0.1 else 4}f}% of the sequence)"
             )

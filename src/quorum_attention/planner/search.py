@@ -105,13 +105,11 @@ def refitted(
     elif isinstance(schedule.route, Together) and planned == as_planned:
         return found
     pairs = pairs_of(work, kernel)
-    less = schedule.trimmed
-    if less is not None or _trims(pairs):
-        less = _trimmed_tally(schedule.decomposition, pairs, case)
-    unchanged = schedule is found.schedule and less == schedule.trimmed
+    trimmed = _trimmed_tally(schedule.decomposition, pairs, case)
+    unchanged = schedule is found.schedule and trimmed == schedule.trimmed
     if not (same_work and unchanged and planned == as_planned):
         if isinstance(schedule.route, (InPlace, Slots)):
-            schedule = replace(schedule, route=replace(schedule.route, trimmed=less))
+            schedule = replace(schedule, route=replace(schedule.route, trimmed=trimmed))
         paced = _paced(machine, kernel, pairs)
         made = price(schedule, replace(case, place=planned), paced)
         found = replace(made, why=found.why)
