@@ -34,9 +34,11 @@ def kept_share(pairs: Pairs) -> float:
         return MASKED if cell[1] else ask(cell[0])
 
     def parts(cell: _Cell, found: Verdict) -> list[_Cell]:
+        if found is not MIXED and not is_causal:
+            return []
         block, _, level = cell
         (q0, q1), (k0, k1) = block
-        if found is not MIXED and not (is_causal and k1 - 1 > q0):
+        if found is not MIXED and k1 - 1 <= q0:
             return []
         if (q1 - q0 <= finest and k1 - k0 <= finest) or cells_of_level[level] > _MOST_CELLS:
             return []
