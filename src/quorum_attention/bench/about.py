@@ -19,7 +19,7 @@ _PACKAGES = ("triton", "stream-cqsa", "matplotlib")
 
 
 def about(device: str) -> dict[str, str]:
-    """Device, versions, date; of a GPU as another process sees it, which gives its memory back."""
+    """Device, versions and date; a GPU is asked by another process, so that this one has none."""
     if device != "cuda":
         return _about(device)
     command = [sys.executable, "-m", "quorum_attention.bench.about", device]
@@ -49,7 +49,7 @@ def _about(device: str) -> dict[str, str]:
 
 
 def _source() -> str:
-    """Of this package's source, so that versions that have the same number can be told apart."""
+    """A hash of this package's source, which tells apart versions with the same number."""
     found = hashlib.sha256()
     for path in sorted(Path(quorum_attention.__file__).parent.rglob("*.py")):
         found.update(path.read_bytes())

@@ -1,4 +1,4 @@
-"""Errors against float64 (the paper's accuracy table, and by gradient)."""
+"""Errors against float64 (the paper's accuracy table, and one by gradient)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a call a capped budget allows (the paper's memory boundary)."""
+"""The longest call in a capped budget (the paper's memory boundary)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Carries out one measurement in a process of its own (``server.py``).
 
-A limit on a process cannot be taken back, kernels keep what they have prepared, and a crash should
-not take the other measurements with it.
+It has a process of its own because a memory limit cannot be lifted again, kernels cache what they
+have prepared, and a crash must not end the other measurements.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NAMES = ("grad_query", "grad_key", "grad_value")
 
 
 def measure(spec: Spec) -> Answer:
-    """Everything a spec asks for; out of memory is an answer, and so is any other failure."""
+    """Measure what ``spec`` asks for; out of memory and all other failures are answers, too."""
     answer = Answer()
     if spec.itself:
         try:

@@ -6,6 +6,7 @@ from typing import Any
 
 from quorum_attention.bench.methods import reference
 from quorum_attention.bench.runner import Runner
+from quorum_attention.bench.search import sweep
 from quorum_attention.bench.settings import Section, Settings, ratio, seconds, short, word
 from quorum_attention.bench.spec import Answer
 from quorum_attention.sizes import format_bytes
@@ -17,19 +18,9 @@ def run(settings: Settings, runner: Runner) -> list[Section]:
 
 
 def _sweep(settings: Settings, runner: Runner, backward: bool) -> Section:
-    answers: dict[tuple[str, int], Answer] = {}
-    for method in settings.methods:
-        expected = 0.0
-        for tokens in settings.lengths():
-            if expected > settings.method_seconds:
-                break
-            spec = settings.spec(method, tokens, backward=backward)
-            answer = runner.measure(spec, "cost")
-            answers[method, tokens] = answer
-            if not answer.ok:
-                break  # longer ones would end the same way
-            # Work grows with the square of the length.
-            expected = 4 * (settings.repeats + 1) * (seconds(answer, backward) or 0.0)
+    answers = sweep(
+        settings, runner, "cost", settings.methods, settings.lengths(), backward=backward
+    )
     against = reference(settings.device)
     rows = [
         [

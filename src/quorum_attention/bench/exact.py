@@ -1,4 +1,4 @@
-"""Attention and its gradients in float64, in blocks of query rows: the referee of all methods."""
+"""Attention and its gradients in float64, in blocks of query rows: the reference for all errors."""
 
 from __future__ import annotations
 
@@ -51,5 +51,5 @@ def exact(
 
 
 def relative(got: torch.Tensor, right: torch.Tensor) -> float:
-    """Norm of the difference over the norm of what is right."""
+    """Norm of the difference, divided by the norm of ``right``."""
     return float((got.to(right.device).double() - right).norm() / right.norm())

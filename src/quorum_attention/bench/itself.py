@@ -1,4 +1,4 @@
-"""A kernel against itself recovered: what cutting its call changes."""
+"""A kernel run as it is against the same kernel recovered: what cutting its call changes."""
 
 from __future__ import annotations
 

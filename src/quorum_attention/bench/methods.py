@@ -1,4 +1,4 @@
-"""What is measured side by side: ours, torch's kernels, FlexAttention, and the authors' package."""
+"""The methods to compare: ours, torch's kernels, FlexAttention, and the authors' package."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Method(ABC):
     """One way to compute a call.
 
     Attributes:
-        name: in tables.
-        on_device: inputs are handed over on the device, else in (page-locked) host memory.
-        begins_small: a tiny call takes what only a first call takes (threads, a kernel's trial),
-            so that it is not counted against a budget.
+        name: its name in tables.
+        on_device: whether inputs are on the device, or else in (page-locked) host memory.
+        begins_small: whether a tiny call is made first. What only a first call takes (threads, the
+            probe of a kernel) is then not counted against a budget.
     """
 
     name: str
@@ -34,24 +34,26 @@ class Method(ABC):
     begins_small: bool = True
 
     def refusal(self, spec: Spec) -> str | None:
-        """Why the call cannot be measured here, None where it can."""
+        """Why the call cannot be measured here; None if it can."""
         return None
 
     @abstractmethod
     def forward(self, spec: Spec, inputs: Tensors) -> Any:
-        """Run the forward on [query, key, value, grad_out]; returns what ``backward`` needs, the
-        output first."""
+        """Run the forward on [query, key, value, grad_out].
+
+        Returns what ``backward`` needs; its first element is the output.
+        """
 
     @abstractmethod
     def backward(self, spec: Spec, inputs: Tensors, state: Any) -> Tensors:
         """[grad_query, grad_key, grad_value]."""
 
     def report(self) -> dict[str, Any]:
-        """What the method itself says of its last run."""
+        """The method's own report of its last run."""
         return {}
 
     def forget(self) -> None:
-        """Let go of whatever was kept for the sizes so far."""
+        """Free what is cached for the sizes so far."""
         return
 
 
@@ -71,7 +73,7 @@ class Monolithic(Method):
         return found
 
     def refusal(self, spec: Spec) -> str | None:
-        """What the kernel itself says, and the operator's numerical probe."""
+        """The kernel's own refusal, or a failed probe of the operator."""
         if self._kernel not in kernels():
             return "this torch does not have it"
         dtype = getattr(torch, spec.dtype)
@@ -112,7 +114,7 @@ class Quorum(Method):
     def _arguments(self, spec: Spec) -> dict[str, Any]:
         budget = spec.budget_bytes
         if budget is not None:
-            # What enforces it also counts what an allocator holds and cannot use.
+            # The limit also counts memory that the allocator holds but cannot use.
             budget = budget * (9 if spec.device == "cuda" else 6) // 10
         return {
             "is_causal": spec.is_causal, "enable_gqa": True, "devices": spec.device,
@@ -124,7 +126,7 @@ class Quorum(Method):
         self._report = Report()
         out = None
         if spec.device == "cuda" and not self.on_device:
-            # Results go to page-locked memory, as they would in a program that streams.
+            # Results go to page-locked memory, as in a program that streams.
             if self._results is None:
                 like = (inputs[0], *inputs[:3])
                 self._results = [torch.empty_like(t, pin_memory=True) for t in like]
@@ -148,7 +150,7 @@ class Quorum(Method):
         return self._report.to_dict()
 
     def forget(self) -> None:
-        """The results' memory."""
+        """Free the results' memory."""
         self._results = None
 
 
@@ -156,13 +158,13 @@ class Flex(Method):
     """torch's FlexAttention, compiled, with a causal block mask."""
 
     name = "flex"
-    begins_small = False  # it compiles for one shape
+    begins_small = False  # it compiles for each shape
 
     def __init__(self) -> None:
         self._compiled: Any = None
 
     def refusal(self, spec: Spec) -> str | None:
-        """Compiled for CUDA only: elsewhere it has no backward and no use."""
+        """It is measured on CUDA only; elsewhere it has no backward."""
         if spec.device != "cuda":
             return "measured on CUDA only"
         if importlib.util.find_spec("torch.nn.attention.flex_attention") is None:
@@ -203,7 +205,7 @@ class StreamCQSA(Method):
         self.name, self._overrides = name, overrides
 
     def refusal(self, spec: Spec) -> str | None:
-        """Optional, and for equal heads in 16 bits on CUDA only."""
+        """It is optional, and takes equal heads in 16 bits on CUDA only."""
         if importlib.util.find_spec("stream_cqsa") is None:
             return "not installed (pip install quorum-attention[rivals])"
         if spec.device != "cuda":
@@ -244,7 +246,7 @@ _EVERY: tuple[Method, ...] = (
     StreamCQSA("stream-cqsa-host", itr=1, stream_from_host=True, accumulate_on_gpu=False),
 )
 _LONGNET = LongNetKernel([(2048, 1), (4096, 2), (8192, 4)])
-# The paper's appendix: kernels as they are (one task, nothing cut), and recovered.
+# The paper's appendix: kernels as they are (one task, not cut), and recovered.
 WRAPPED: tuple[Method, ...] = (
     Quorum("dense", on_device=True, kernel="dense", depth=0),
     Quorum("recovered-dense", on_device=True, kernel="dense"),

@@ -1,4 +1,4 @@
-"""Measurements in processes of their own, as who asks for them sees it."""
+"""Runs measurements in processes of their own; the side that asks for them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Processes:
     Args:
         timeout: seconds after which a measurement is given up.
 
-    A context manager: what still runs at its end is killed.
+    It is a context manager; what still runs at its end is killed.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -43,7 +43,7 @@ class Processes:
     def measure(self, spec: Spec) -> Answer:
         """The answer of a process."""
         if self._server is None:
-            # Unbuffered, so that there is something to read when the system says so.
+            # Unbuffered, because ``select`` does not see what a buffer holds.
             command = [sys.executable, "-m", "quorum_attention.bench.server", str(os.getpid())]
             self._server = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
@@ -72,10 +72,10 @@ class Processes:
         return Answer(FAILED, f"the process ended with {ended['status']}: {said}")
 
     def _line(self, until: float | None) -> bytes:
-        """The server's next line; empty where there is none by ``until``.
+        """The server's next line; empty if there is none by ``until``.
 
         Raises:
-            ValueError: there will be none any more; the server has ended.
+            ValueError: the server has ended.
         """
         assert self._server is not None
         assert self._server.stdout is not None
@@ -88,7 +88,7 @@ class Processes:
         return line
 
     def _close(self) -> None:
-        """Kill the server, and with it whatever it runs."""
+        """Kill the server, and with it the measurement that it runs."""
         server, self._server = self._server, None
         if server is None:
             return

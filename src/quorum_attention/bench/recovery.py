@@ -1,4 +1,4 @@
-"""At and beyond the memory boundary: what fails, what comes back, and at what price."""
+"""At and beyond the memory boundary: which calls fail, which are recovered, and their cost."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def write(
     """Write ``report.md`` and a PNG for every figure; returns the files.
 
     Args:
-        runs: that measured (``results.Results``).
+        runs: the runs that measured (see ``results.Results``).
     """
     figures = _figures(folder, sections)
     lines = ["# Benchmark report", ""]

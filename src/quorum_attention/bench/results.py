@@ -1,4 +1,4 @@
-"""``results.json``: every measurement, on the disk as soon as it is made."""
+"""``results.json``: holds every measurement as soon as it is made."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from quorum_attention.bench.spec import FAILED, Answer, Spec
 from quorum_attention.writing import check_target, write_text
 
 NAME, REPORT = "results.json", "report.md"
-# Of what a result was measured on, this may differ between runs that add to one file.
+# The entries of ``about`` that may differ between runs that add to one file.
 _MAY_DIFFER = ("date", "matplotlib")
 
 
 class Results:
-    """The measurements of a folder, of one machine, one version and one choice of settings.
+    """The measurements in a folder; all have one machine, one version and the same settings.
 
     Attributes:
         path: the file.
-        about: what was measured on.
-        runs: of every run that added to the file: when it started, its command, its experiments.
+        about: the machine and the versions.
+        runs: for every run that added to the file: its start, its command, its experiments.
         records: every measurement as plain types, in order.
     """
 
@@ -42,13 +42,15 @@ class Results:
             self._take_over()
 
     def begin(self, command: str, experiments: list[str]) -> None:
-        """A run adds from now on."""
+        """Begin a run: note it in the file."""
         self.runs.append({"started": _now(), "command": command, "experiments": experiments})
         self._write()
 
     def find(self, spec: Spec, *, failed: bool = False) -> Answer | None:
-        """What was measured already. A failure may be the moment's, and is measured again: it is
-        found only with ``failed``."""
+        """The answer to ``spec``, if it has been measured already.
+
+        A failed measurement is found only with ``failed``, so that it is repeated otherwise.
+        """
         asked = _plain(asdict(spec))
         for record in self.records:
             if record["spec"] == asked and (failed or record["answer"]["status"] != FAILED):
@@ -56,10 +58,10 @@ class Results:
         return None
 
     def add(self, experiment: str, spec: Spec, answer: Answer) -> None:
-        """Keep a measurement, in place of an earlier one that failed.
+        """Add a measurement; it replaces an earlier one of the same spec.
 
         Raises:
-            OSError: it cannot be written. The file has what it had.
+            OSError: it cannot be written; the file is unchanged.
         """
         asked = _plain(asdict(spec))
         kept = [record for record in self.records if record["spec"] != asked]
@@ -75,7 +77,7 @@ class Results:
             raise
 
     def _take_over(self) -> None:
-        """Read what is there, if it can be added to."""
+        """Read the file, if this run can add to it."""
         way_out = "name another --output, or --fresh sets it aside and begins anew"
         try:
             there = json.loads(self.path.read_text(encoding="utf-8"))
@@ -122,7 +124,7 @@ class Results:
 
 @contextmanager
 def naming(path: Path, more: str = "") -> Iterator[None]:
-    """A failure of the system in the block says which file it was about, and ``more``."""
+    """In the block, an ``OSError`` of the system gets a message with ``path`` and ``more``."""
     try:
         yield
     except OSError as error:
@@ -133,16 +135,16 @@ def naming(path: Path, more: str = "") -> Iterator[None]:
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Nobody else adds to the results in ``folder`` during the block.
+    """Lock ``folder`` during the block, so that no other run adds to its results.
 
     Raises:
-        ValueError: somebody does.
+        ValueError: another run has locked it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name in (NAME, REPORT):
         check_target(folder / name)
-    # The folder, not the file: that is replaced every time. Where a folder cannot be locked, who
-    # writes still sees that somebody else did.
+    # The folder is locked, because the file is replaced with every write. If the system cannot lock
+    # a folder, a run still notices when it writes that another run has written.
     handle = os.open(folder, os.O_RDONLY)
     try:
         if not _lock(handle):
@@ -153,7 +155,7 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 
 def _lock(handle: int) -> bool:
-    """Whether nobody else has it."""
+    """Lock the folder; False if another run has locked it."""
     try:
         import fcntl  # not on every system
 
@@ -166,8 +168,11 @@ def _lock(handle: int) -> bool:
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Move results, report and its figures to a folder of their own inside; returns it, None where
-    there was nothing."""
+    """Move results, report and figures into a new folder inside ``folder``.
+
+    Returns:
+        the new folder, or None if there was nothing to move.
+    """
     names = [NAME, REPORT]
     report = folder / REPORT
     if report.exists():
@@ -186,7 +191,7 @@ def set_aside(folder: Path) -> Path | None:
 
 
 def _plain(value: dict[str, Any]) -> dict[str, Any]:
-    """As it comes back from JSON."""
+    """``value`` as it is after a round trip through JSON."""
     found: dict[str, Any] = json.loads(json.dumps(value))
     return found
 

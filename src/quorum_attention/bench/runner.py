@@ -1,4 +1,4 @@
-"""Answers what experiments ask: from what is kept already, or by measuring."""
+"""Answers the experiments' questions from stored results, or by measuring."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from quorum_attention.sizes import format_bytes, format_seconds
 
 
 class Told(Protocol):
-    """Who shows what is done."""
+    """Shows progress."""
 
     def __call__(self, text: str) -> None:
-        """What is being done."""
+        """Show what is being done."""
 
     def done(self, text: str) -> None:
-        """What has been."""
+        """Show what has been done."""
 
 
 class NotKeptError(Exception):
-    """Something has not been measured, and nothing is measured now."""
+    """A result is not stored, and the runner may not measure."""
 
 
 class Runner:
-    """Measures; remembers.
+    """Measures what is not stored yet.
 
     Args:
-        results: where measurements are kept. What they have is not measured again.
-        processes: what measures; None: nothing does, and what is not kept is a ``NotKeptError``.
-        told: hears of every measurement before and after it is made.
+        results: the stored measurements; they are not made again.
+        processes: carries out measurements; None: what is not stored is a ``NotKeptError``.
+        told: is told of every measurement before and after it is made.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Runner:
         if self._told is not None:
             self._told(what)
         answer = self._processes.measure(spec)
-        # Printed first: it is not lost where it cannot be written.
+        # Printed first, so that it is not lost if it cannot be written.
         if self._told is not None:
             self._told.done(f"{what}: {_answered(answer)}")
         self.results.add(experiment, spec, answer)
@@ -67,7 +67,7 @@ def _asked(spec: Spec, experiment: str) -> str:
 
 
 def _answered(answer: Answer) -> str:
-    """An answer in a line."""
+    """An answer in one line."""
     if not answer.ok:
         return f"{answer.status}: {answer.reason}" if answer.reason else answer.status
     parts = []

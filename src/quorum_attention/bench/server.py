@@ -1,10 +1,11 @@
-"""Gives every measurement a process of its own, without the seconds that one takes to start.
+"""Gives every measurement a process of its own, without the seconds that a new process takes.
 
-``python -m quorum_attention.bench.server PARENT`` loads what measurements need and then forks: what
-it forks has torch, and nothing of another measurement's: no device, no memory, no thread at work. A
-line on stdin asks for one (a spec, in JSON); a line on stdout says its process number, and another
-how it ended: ``{"status": ..., "answer": ..., "said": ...}``, the last the last line it printed.
-Whoever is killed takes those down with him that work for him, and leaves no file.
+``python -m quorum_attention.bench.server PARENT`` imports what measurements need, and then forks a
+process for each. The forked process has torch loaded, but no device, no memory and no running
+thread of another measurement. A line on stdin asks for a measurement (a spec, in JSON). The first
+line on stdout is its process number; the second says how it ended: ``{"status": ..., "answer": ...,
+"said": ...}``, where "said" is the last line that it printed. If a process is killed, the processes
+that work for it are killed, too, and no file is left.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, BinaryIO, NoReturn
 
-import torch.fx.experimental.symbolic_shapes  # noqa: F401 - the first gradient asks for it
+import torch.fx.experimental.symbolic_shapes  # noqa: F401 - the first gradient imports it
 
 from quorum_attention.bench.child import measure
 from quorum_attention.bench.spec import Spec
@@ -30,9 +31,9 @@ _SET_PARENT_DEATH_SIGNAL = 1
 
 
 def serve(parent: int) -> None:
-    """Carry out what stdin asks for, one after another, until it ends."""
+    """Carry out the measurements that stdin asks for, one after the other, until stdin ends."""
     _end_with(parent)
-    # A Ctrl-C reaches everybody here; the parent says what is to end.
+    # Ctrl-C reaches all processes; the parent decides which of them end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for line in sys.stdin:
         server = os.getpid()
@@ -53,7 +54,7 @@ def serve(parent: int) -> None:
 
 
 def _fork() -> int:
-    # Python warns of threads: the only ones are idle, of numpy's OpenBLAS, which expects forks.
+    # Python warns of threads; the only ones are idle threads of numpy's OpenBLAS, which allows it.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
@@ -65,7 +66,7 @@ def _whole(file: BinaryIO) -> str:
 
 
 def _measure(server: int, spec: dict[str, Any], answered: BinaryIO, printed: BinaryIO) -> NoReturn:
-    """In the new process: measure, and end."""
+    """In the forked process: measure, then end it."""
     status = 1
     try:
         _end_with(server)
@@ -88,10 +89,10 @@ def _measure(server: int, spec: dict[str, Any], answered: BinaryIO, printed: Bin
 
 
 def _end_with(parent: int) -> None:
-    """Be killed when ``parent`` ends, however it does, where the system has a way to ask for it."""
+    """Have this process killed when ``parent`` ends, if the system supports that."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
-    if os.getppid() != parent:  # it ended before it could be asked for
+    if os.getppid() != parent:  # it had ended before the call above
         os._exit(1)
 
 

@@ -1,4 +1,4 @@
-"""What the experiments share: sizes, methods, and the section of a report each of them makes."""
+"""What the experiments share: their settings, and the sections of the report that they make."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ class Settings:
     """The choices of one ``bench`` run.
 
     Attributes:
-        device, heads, kv_heads, head_dim, dtype: of every call; causal, batch 1.
+        device, heads, kv_heads, head_dim, dtype: sizes of every call; causal, batch 1.
         methods: names, in the order of the tables.
-        min_tokens, max_tokens: the sweeps', doubling.
-        accuracy_tokens: of the accuracy tables.
-        budget_bytes: the capped budget of ``recovery`` and ``boundary``.
-        repeats, draws: timed runs, and random inputs of the accuracy tables.
-        method_seconds: a sweep ends for a method where its next length is expected to take longer.
-        quick: fewer passes, dtypes, lengths and steps.
+        min_tokens, max_tokens: shortest and longest call of a sweep, which doubles its length.
+        accuracy_tokens: length of the calls of the accuracy tables.
+        budget_bytes: the capped budget of ``recovery``, ``boundary`` and ``wrapped``.
+        repeats: timed runs of a measurement.
+        draws: number of random inputs for the accuracy tables.
+        method_seconds: a sweep of a method ends if its next length is expected to take longer.
+        quick: whether to measure fewer passes, dtypes, lengths and steps.
     """
 
     device: str
@@ -52,15 +53,15 @@ class Settings:
 
     @property
     def passes(self) -> tuple[bool, ...]:
-        """What is measured: forward alone, and forward and backward (True)."""
+        """The passes to measure: forward alone (False), forward and backward (True)."""
         return (True,) if self.quick else (False, True)
 
     def wrapped_lengths(self) -> list[int]:
-        """Of kernels that hold all scores at once."""
+        """The lengths for kernels that materialise their scores."""
         return [_QUICK_WRAPPED] if self.quick else self.lengths()
 
     def lengths(self) -> list[int]:
-        """The sweep's lengths."""
+        """The lengths of a sweep."""
         found = [self.min_tokens]
         while found[-1] * 2 <= self.max_tokens:
             found.append(found[-1] * 2)
@@ -72,8 +73,9 @@ class Section:
     """A table of the report, perhaps with a figure.
 
     Attributes:
-        name: of the experiment, and of the figure's file.
-        draw: fills matplotlib axes; None is no figure.
+        name: name of the experiment, and of the figure's file.
+        title, text, columns, rows: heading, paragraph, and table.
+        draw: draws the figure on matplotlib axes; None is no figure.
     """
 
     name: str
@@ -95,14 +97,14 @@ def seconds(answer: Answer, backward: bool) -> float | None:
 
 
 def word(answer: Answer) -> str:
-    """Why there is no figure, in a table's cell."""
+    """A table's cell for an answer without numbers."""
     if answer.status == OUT_OF_MEMORY:
         return "oom"
     return "failed" if answer.status == FAILED else "-"
 
 
 def ratio(a: float | None, b: float | None) -> str:
-    """``a / b`` in a cell."""
+    """A table's cell for ``a / b``."""
     return "-" if a is None or not b else f"{a / b:.3g}"
 
 

@@ -1,4 +1,4 @@
-"""One measurement: what is asked of a child process, and what it answers. Plain JSON both ways."""
+"""One measurement: the question to a child process, and its answer; both are sent as JSON."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Spec:
     Attributes:
         method: a name of ``methods.METHODS``.
         tokens, heads, kv_heads, head_dim, dtype, is_causal: the call; batch 1, dtype by name.
-        backward: forward and backward, else forward alone.
+        backward: whether to measure forward and backward, or the forward alone.
         device: "cuda" or "cpu".
-        budget_bytes: a real limit of the allocator beyond what the inputs take, told to ours as
-            well; None is none.
-        repeats: timed runs after one that is not; 0 only looks whether it completes.
-        seed: of the inputs.
-        draws: how often errors against float64 are measured, with inputs of their own; 0 is not.
-        itself: ``method`` is a kernel of ``itself.KERNELS``, and it is compared with itself
+        budget_bytes: limit of the allocator beyond the inputs, of which our methods are told;
+            None is no limit.
+        repeats: timed runs after a first, untimed one; 0 only tests whether the call completes.
+        seed: random seed of the inputs.
+        draws: how often errors against float64 are measured, each time with other inputs.
+        itself: whether ``method`` is a kernel of ``itself.KERNELS``, which is compared with itself
             recovered, ``draws`` times.
     """
 
@@ -47,19 +47,19 @@ class Spec:
 
 @dataclass
 class Answer:
-    """What happened.
+    """The outcome of a measurement.
 
     Attributes:
         status: OK, OUT_OF_MEMORY, UNSUPPORTED or FAILED; ``reason`` says more.
-        stage: what was being done when it ended.
-        forward_seconds, backward_seconds: of every timed run.
-        first_seconds: of the first, untimed run, both passes together.
-        peak_bytes: most device memory beyond the inputs that lie there (CPU: of the process).
-        input_bytes: of inputs that lie on the device.
-        errors: by result ("out", "grad_query", ...) the relative error of every draw.
-        differences: by result the largest and the mean difference of every draw, between a kernel
-            and itself recovered.
-        report: ours' own account of the last run.
+        stage: what was being done when it failed.
+        forward_seconds, backward_seconds: seconds of every timed run.
+        first_seconds: seconds of the first, untimed run, all passes together.
+        peak_bytes: most device memory beyond the inputs on the device (CPU: of the process).
+        input_bytes: bytes of the inputs on the device.
+        errors: by result ("out", "grad_query", ...), the relative error of every draw.
+        differences: by result, the largest and the mean difference of every draw and depth, between
+            a kernel and itself recovered.
+        report: the method's own report of the last run.
     """
 
     status: str = OK
@@ -76,5 +76,5 @@ class Answer:
 
     @property
     def ok(self) -> bool:
-        """Whether there are figures."""
+        """Whether it was measured."""
         return self.status == OK

@@ -1,4 +1,4 @@
-"""Where ours spends its time (the paper's stage breakdown)."""
+"""Where our method spends its time (the paper's stage breakdown)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from quorum_attention.execution.device.clock import STAGES
 
 
 def run(settings: Settings, runner: Runner) -> list[Section]:
-    """Six stages of ours, at the planner's choice and at depth 1, at the longest length."""
+    """Seconds by stage at the longest length, with the planner's choice and at depth 1."""
     tokens = settings.max_tokens
     rows: list[list[str]] = []
     bars: list[tuple[str, dict[str, float]]] = []
     for method in ("quorum", "quorum-depth-1"):
-        # The planner's choice in the budget, so that there is something to break down.
+        # The planner gets the budget, because without one the call would have no stages.
         budget = settings.budget_bytes if method == "quorum" else None
         spec = settings.spec(method, tokens, backward=True, budget_bytes=budget, repeats=1)
         answer = runner.measure(spec, "stages")

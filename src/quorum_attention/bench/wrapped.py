@@ -1,4 +1,4 @@
-"""Other kernels recovered: what wrapping changes, and what it costs (the paper's appendix)."""
+"""Other kernels recovered: what that changes, and what it costs (the paper's appendix)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from statistics import mean
 from quorum_attention.bench.itself import INPUTS_TIMES, KERNELS, RESULTS
 from quorum_attention.bench.methods import WRAPPED
 from quorum_attention.bench.runner import Runner
+from quorum_attention.bench.search import sweep
 from quorum_attention.bench.settings import Section, Settings, ratio, seconds, short, word
 from quorum_attention.bench.spec import Answer
 from quorum_attention.sizes import format_bytes
@@ -45,23 +46,15 @@ def _apart(answer: Answer, result: str) -> str:
 
 
 def _recovery(settings: Settings, runner: Runner, backward: bool) -> Section:
-    answers: dict[tuple[str, int], Answer] = {}
-    for method in WRAPPED:
-        expected = 0.0
-        for tokens in settings.wrapped_lengths():
-            if expected > settings.method_seconds:
-                break
-            spec = settings.spec(
-                method.name, tokens, backward=backward, budget_bytes=settings.budget_bytes
-            )
-            answer = answers[method.name, tokens] = runner.measure(spec, "wrapped")
-            if not answer.ok:
-                break
-            expected = 4 * (settings.repeats + 1) * (seconds(answer, backward) or 0.0)
     names = [method.name for method in WRAPPED]
+    lengths = settings.wrapped_lengths()
+    answers = sweep(
+        settings, runner, "wrapped", names, lengths, backward=backward,
+        budget_bytes=settings.budget_bytes,
+    )  # fmt: skip
     rows = [
         [short(tokens), *(_cell(answers, name, tokens, backward) for name in names)]
-        for tokens in settings.wrapped_lengths()
+        for tokens in lengths
     ]
     kind = "forward+backward" if backward else "forward"
     text = (
