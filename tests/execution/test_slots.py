@@ -44,7 +44,7 @@ workloads = st.builds(
 )
 
 
-def extent(layout: SlotLayout, work: Workload, name: str, tokens: int) -> tuple[int, int]:
+def byte_range(layout: SlotLayout, work: Workload, name: str, tokens: int) -> tuple[int, int]:
     field = layout.fields[name]
     rows = min(tokens, work.n_queries if field.axis == "query" else work.n_keys)
     rows = field.rows if field.fixed else rows
@@ -66,7 +66,7 @@ def test_fields_lie_inside_the_slot_and_overlap_only_where_shared(
     group = GroupSize(work.batch, work.kv_heads)
     rows = min(tokens, work.n_queries), min(tokens, work.n_keys)
     layout = slot_layout(spec_of(backward), work, group, rows, result, scaled=backward and scaled)
-    places = {name: extent(layout, work, name, tokens) for name in layout.fields}
+    places = {name: byte_range(layout, work, name, tokens) for name in layout.fields}
     assert layout.slot_bytes % ALIGNMENT == 0
     for name, (start, stop) in places.items():
         assert start % ALIGNMENT == 0

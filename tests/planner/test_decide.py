@@ -132,7 +132,7 @@ def test_a_second_small_call_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> Non
     def nobody(*given: object, **named: object) -> None:
         raise AssertionError("it was decided before")
 
-    for name in ("select_kernel", "is_small", "choose", "undivided", "machine_of"):
+    for name in ("select_kernel", "is_small", "choose", "short_monolithic", "machine_of"):
         monkeypatch.setattr(decide, name, nobody)
     # Nor one a little longer: up to the next power of two.
     for n in (100, 101, 128):

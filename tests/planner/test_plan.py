@@ -182,7 +182,7 @@ def test_drawing(tmp_path) -> None:
     assert path.stat().st_size > 1000
 
 
-def test_a_swept_plan_tells_the_size_of_its_tasks() -> None:
+def test_a_plan_of_all_tasks_at_once_tells_the_size_of_its_tasks() -> None:
     plan = qa.plan(65_536, heads=8, head_dim=64, levels=(7,), sweep=True, device="cuda",
                    inputs="device", is_causal=True)  # fmt: skip
     largest = max(task.n_tokens for task in plan.tasks())

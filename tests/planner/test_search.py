@@ -32,7 +32,7 @@ from quorum_attention.planner.search import (
     choose,
     price,
     refitted,
-    undivided,
+    short_monolithic,
 )
 
 GIB = 1 << 30
@@ -152,13 +152,13 @@ def test_short_calls_are_not_searched_for() -> None:
     found = chosen(short, Wish(GIB), NEAR)
     assert isinstance(found.schedule.route, Whole)
     assert "nothing else was looked at" in found.why
-    once = undivided(short, KERNEL, NEAR, MACHINE, backward=False)
+    once = short_monolithic(short, KERNEL, NEAR, MACHINE, backward=False)
     assert once is not None
     assert once.footprint == found.footprint
-    assert undivided(work(1 << 20), KERNEL, NEAR, MACHINE, backward=False) is None
-    assert undivided(short, KERNEL, FAR, MACHINE, backward=False) is None
+    assert short_monolithic(work(1 << 20), KERNEL, NEAR, MACHINE, backward=False) is None
+    assert short_monolithic(short, KERNEL, FAR, MACHINE, backward=False) is None
     several = replace(short, batch_shape=(2, 2))
-    assert undivided(several, KERNEL, NEAR, MACHINE, backward=False) is None
+    assert short_monolithic(several, KERNEL, NEAR, MACHINE, backward=False) is None
 
 
 @pytest.mark.parametrize("backward", [False, True])

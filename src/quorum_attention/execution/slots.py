@@ -71,7 +71,7 @@ class SlotLayout:
     shared: int
 
     def __post_init__(self) -> None:
-        placed = sorted((self.extent(name), name) for name in self.fields)
+        placed = sorted((self.byte_range(name), name) for name in self.fields)
         for (start, stop), name in placed:
             if start % ALIGNMENT or not 0 <= start <= stop <= self.slot_bytes:
                 raise LayoutError(f"field {name!r} lies at {start} to {stop} of {self.slot_bytes}")
@@ -83,7 +83,7 @@ class SlotLayout:
         for field in self.fields.values():
             if field.over is None:
                 continue
-            (start, stop), (low, high) = self.extent(field.name), self.extent(field.over)
+            (start, stop), (low, high) = self.byte_range(field.name), self.byte_range(field.over)
             if start != low or stop > -(-high // ALIGNMENT) * ALIGNMENT:
                 raise LayoutError(f"field {field.name!r} does not fit over {field.over!r}")
 
@@ -91,7 +91,7 @@ class SlotLayout:
         """Heads of the largest group, of queries or of keys."""
         return self.group.kv_heads * (self.shared if axis == "query" else 1)
 
-    def extent(self, name: str) -> tuple[int, int]:
+    def byte_range(self, name: str) -> tuple[int, int]:
         """The bytes [start, stop) of a slot that the field ``name`` may use."""
         field = self.fields[name]
         count = self.group.batch * self.heads(field.axis) * field.rows

@@ -33,7 +33,7 @@ from quorum_attention.planner.calibration import machine_of
 from quorum_attention.planner.machine import Machine
 from quorum_attention.planner.options import Options
 from quorum_attention.planner.plan import Plan
-from quorum_attention.planner.search import Candidate, Wish, choose, refitted, undivided
+from quorum_attention.planner.search import Candidate, Wish, choose, refitted, short_monolithic
 from quorum_attention.planner.small import is_small, rounded
 from quorum_attention.sizes import format_bytes
 
@@ -210,7 +210,7 @@ def _by_plan(asked: Asked) -> Decision:
     if options.free:
         # A short call is not worth asking how much memory is free.
         machine = machine_of(options.device, work.dtype, work.head_dim)
-        short = undivided(work, preferred, place, machine, backward=backward)
+        short = short_monolithic(work, preferred, place, machine, backward=backward)
         if short is not None:
             return Decision(preferred, Plan(work, short, place, preferred.name, None, backward))
     call_shape, device = asked.call_shape, options.device

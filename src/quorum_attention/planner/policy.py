@@ -40,7 +40,7 @@ PRICED_DEEP = 16
 # on the inputs as they lie, or under a kernel's own mask.
 FEWEST = (3,)
 # The most chunks on the inputs as they lie: more of them only make more calls.
-MOST_SWEPT = 57
+MOST_OVER_INPUTS = 57
 # The most query-key pairs of a rectangle under a mask with rows and columns: the size of its bias.
 MASKED_PAIRS = 32 << 20
 

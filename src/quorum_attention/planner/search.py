@@ -183,7 +183,7 @@ def _choose(
         nothing = search.best is None and _trims(pairs)
         masked = number == 0 and pairs.verdict is not None
         many = masked and search.best is not None and _many(search.best, counts[0])
-        if search.undivided is None and (nothing or many):
+        if search.monolithic is None and (nothing or many):
             search.look(_schedules(case, wish, pairs, n_tasks=counts))
     if search.nothing and wish.levels is None and wish.enforce_budget:
         search.look(_schedules(case, wish, pairs, shapes=_deep(case, wish, pairs)))
@@ -197,7 +197,7 @@ class _Search:
     Attributes:
         machine: with the rates that the kernel reaches (``_paced``).
         best: the schedule that fits and is predicted fastest, the monolithic call left aside.
-        undivided: the monolithic call, where it fits.
+        monolithic: the monolithic call, where it fits.
         smallest: the schedule of the fewest bytes, whether it fits or not.
         fitting: how many schedules fit, the monolithic call left aside.
         whole_bytes: the fewest bytes of an uncut call, whether it fits or not.
@@ -208,7 +208,7 @@ class _Search:
     wish: Wish
     machine: Machine
     best: Candidate | None = None
-    undivided: Candidate | None = None
+    monolithic: Candidate | None = None
     smallest: tuple[Schedule, Footprint] | None = None
     fitting: int = 0
     whole_bytes: int | None = None
@@ -217,7 +217,7 @@ class _Search:
     @property
     def nothing(self) -> bool:
         """Whether nothing has been found that fits."""
-        return self.best is None and self.undivided is None
+        return self.best is None and self.monolithic is None
 
     def look(self, schedules: Iterable[Schedule]) -> Candidate | None:
         """Price the schedules that fit. A monolithic call that needs no comparison is returned."""
@@ -240,7 +240,7 @@ class _Search:
             elif not self.case.place.backend.overlaps:
                 return replace(found, why=_ON_A_CPU)
             else:
-                self.undivided = found
+                self.monolithic = found
         return None
 
     def taken(self) -> Candidate:
@@ -249,12 +249,12 @@ class _Search:
         Raises:
             BudgetError: nothing fits; names the smallest budget that would do.
         """
-        best, undivided = self.best, self.undivided
-        if undivided is not None:
+        best, monolithic = self.best, self.monolithic
+        if monolithic is not None:
             worth_it = (
-                best is not None and best.cost.seconds < policy.CLEARLY * undivided.cost.seconds
+                best is not None and best.cost.seconds < policy.CLEARLY * monolithic.cost.seconds
             )
-            best = best if worth_it else undivided
+            best = best if worth_it else monolithic
         if best is not None:
             return replace(best, why=self._words(best))
         assert self.smallest is not None, "the search always has a candidate"
@@ -286,9 +286,9 @@ class _Search:
             seconds, other = min(others)
             name = " x ".join(map(str, other)) or "undivided heads"
             following = f"; the best of other levels, {name}, would take {format_seconds(seconds)}"
-        if self.undivided is not None:
-            spent = format_seconds(self.undivided.cost.seconds)
-            if taken is self.undivided:
+        if self.monolithic is not None:
+            spent = format_seconds(self.monolithic.cost.seconds)
+            if taken is self.monolithic:
                 return f"the monolithic call fits, and nothing is clearly faster{following}"
             return f"predicted clearly faster than the monolithic call ({spent}){following}"
         reason = f"the fastest by prediction of {self.fitting} schedules that fit"
@@ -310,7 +310,7 @@ def uncut(work: Workload, group: GroupSize, *, pinned: bool = False) -> Schedule
 
 
 @remembered(256)
-def undivided(
+def short_monolithic(
     work: Workload, kernel: InnerKernel, place: Placement, machine: Machine, *, backward: bool
 ) -> Candidate | None:
     """The monolithic call, where it is so short and small that no search is worth its time."""
@@ -380,10 +380,10 @@ def _schedules(
         shapes = tuple(s for s in shapes if n_tasks[0] < s.n_tasks <= n_tasks[1])
     choice = _choice(wish, case)
     over: type[InPlace | Together] = InPlace if takes_tasks(kernel, work) else Together
-    swept = _swept(case, wish, shapes) if over_inputs else []
+    cuts = _cuts_over_inputs(case, wish, shapes) if over_inputs else []
     # One answer holds for all: whether a route can run does not depend on the decomposition.
-    if swept and Schedule(swept[0], sizes[-1], over()).runs(case):
-        for shape in swept:
+    if cuts and Schedule(cuts[0], sizes[-1], over()).runs(case):
+        for shape in cuts:
             trimmed = _trimmed_tally(shape, pairs, case) if over is InPlace else None
             mine = replace(choice, trimmed=trimmed)
             routes: tuple[Route, ...] = tuple(over.offered(mine))
@@ -424,7 +424,9 @@ def _choice(wish: Wish, case: Case) -> Choice:
     )
 
 
-def _swept(case: Case, wish: Wish, shapes: tuple[Decomposition, ...]) -> list[Decomposition]:
+def _cuts_over_inputs(
+    case: Case, wish: Wish, shapes: tuple[Decomposition, ...]
+) -> list[Decomposition]:
     """The decompositions that are worth running on the inputs as they lie: some of ``shapes``, and
     one more (``policy.FEWEST``)."""
     work, kernel, place = case.work, case.kernel, case.place
@@ -433,7 +435,7 @@ def _swept(case: Case, wish: Wish, shapes: tuple[Decomposition, ...]) -> list[De
     gains = traits_of(kernel).several_streams or takes_tasks(kernel, work)
     if asked_for_slots or not gains:
         return []
-    found = [s for s in shapes if s.depth == 1 and s.levels[0] <= policy.MOST_SWEPT]
+    found = [s for s in shapes if s.depth == 1 and s.levels[0] <= policy.MOST_OVER_INPUTS]
     if place.backend.overlaps and wish.levels is None and wish.depth in (None, 1):
         found.append(decomposition_of(work.n_tokens, policy.FEWEST, wish.layout, wish.tile))
     return found

@@ -21,7 +21,7 @@ from quorum_attention.kernels.remembered import remembered
 from quorum_attention.planner import policy
 from quorum_attention.planner.calibration import machine_of
 from quorum_attention.planner.footprint import footprint_of
-from quorum_attention.planner.search import uncut, undivided
+from quorum_attention.planner.search import short_monolithic, uncut
 
 
 def is_small(
@@ -72,7 +72,7 @@ def _fits(
 ) -> bool:
     if backend_of(device).refuses:
         machine = machine_of(device, work.dtype, work.head_dim)
-        return undivided(work, kernel, place, machine, backward=backward) is not None
+        return short_monolithic(work, kernel, place, machine, backward=backward) is not None
     schedule = uncut(work, GroupSize(work.batch, work.kv_heads))
     case = Case(work, kernel, spec_of(backward), place)
     return schedule.runs(case) and footprint_of(schedule, case).total <= policy.WHOLE_BYTES

@@ -67,12 +67,12 @@ class PageLocks:
     def __init__(self, tensors: Iterable[torch.Tensor], made: Iterable[torch.Tensor] = ()) -> None:
         # Bytes of a head of each result; those are (*batch, heads, ...) without gaps.
         steps = {id(t): math.prod(t.shape[-2:]) * t.element_size() for t in made}
-        extents = sorted(
-            (*_extent(t), steps.get(id(t), 0))
+        ranges = sorted(
+            (*_addresses(t), steps.get(id(t), 0))
             for t in tensors
             if t.device.type == "cpu" and t.nbytes >= WORTH_LOCKING_BYTES and not t.is_pinned()
         )
-        self._pieces = [piece for extent in _apart(extents) for piece in _cut(*extent)]
+        self._pieces = [piece for found in _apart(ranges) for piece in _cut(*found)]
         self._starts = [piece.start for piece in self._pieces]
         self._turns = deque(sorted(self._pieces, key=lambda piece: piece.share))
         self._changed = threading.Condition()
@@ -140,7 +140,7 @@ class PageLocks:
 
         It waits until that is decided.
         """
-        start, stop = _extent(tensor)
+        start, stop = _addresses(tensor)
         found = self._pieces_of(start, stop)
         if not found or found[0].start > start or found[-1].stop < stop:
             return bool(tensor.is_pinned())
@@ -150,7 +150,7 @@ class PageLocks:
 
     def wants(self, tensor: torch.Tensor) -> bool:
         """Whether any part of ``tensor`` (on the host) is among what is to be locked here."""
-        return bool(self._pieces_of(*_extent(tensor)))
+        return bool(self._pieces_of(*_addresses(tensor)))
 
     def _pieces_of(self, start: int, stop: int) -> list[_Piece]:
         first = max(0, bisect_right(self._starts, start) - 1)
@@ -196,16 +196,16 @@ class PageLocks:
                 self._changed.notify_all()
 
 
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
     """The addresses [start, stop) that ``tensor`` spans."""
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
     return start, start + (last + 1) * tensor.element_size()
 
 
-def _apart(extents: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """``extents`` (start, stop, step) with overlapping ones joined into one of step 0."""
-    found = list(extents)
+def _apart(ranges: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """``ranges`` (start, stop, step) with overlapping ones joined into one of step 0."""
+    found = list(ranges)
     return [
         next((e for e in found if e[:2] == (start, stop)), (start, stop, 0))
         for start, stop in union((e[:2] for e in found), gap=0)
