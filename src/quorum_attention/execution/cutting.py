@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
-from quorum_attention.decomposition import Task
+from quorum_attention.decomposition import Decomposition, Task
 from quorum_attention.decomposition.tasks import tokens_of
 from quorum_attention.decomposition.trimming import restricted, trimmed
 from quorum_attention.execution.padding import filled
@@ -29,15 +30,7 @@ class Cutting:
     @property
     def deepest(self) -> int:
         """The depth at which tasks are about as small as a tile; deeper ones are no smaller."""
-        shape = self.planned.decomposition
-        smallest = shape.tile if shape.layout == "aligned" else 1
-        deeper = shape
-        while deeper.max_task_tokens > 2 * smallest and deeper.depth < shape.depth + 8:
-            finer = deeper.deeper(DEEPEN_BY)
-            if finer.max_task_tokens >= deeper.max_task_tokens:
-                break
-            deeper = finer
-        return deeper.depth
+        return _deepest(self.planned.decomposition)
 
     def tasks(self, depth: int) -> list[Task]:
         """All tasks of ``depth``, in order."""
@@ -81,3 +74,15 @@ class Cutting:
             less = replace(less, largest=max(less.largest, largest))
             self._schedules[depth] = schedule.changed(trimmed=less)
         return found
+
+
+@lru_cache(maxsize=256)
+def _deepest(shape: Decomposition) -> int:
+    smallest = shape.tile if shape.layout == "aligned" else 1
+    deeper = shape
+    while deeper.max_task_tokens > 2 * smallest and deeper.depth < shape.depth + 8:
+        finer = deeper.deeper(DEEPEN_BY)
+        if finer.max_task_tokens >= deeper.max_task_tokens:
+            break
+        deeper = finer
+    return deeper.depth
