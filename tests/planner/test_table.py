@@ -6,6 +6,7 @@ look at every one that differs, and write the table anew (run this file with Pyt
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 import quorum_attention as qa
 from quorum_attention.kernels.kit import from_score_mod, sliding_window
+from quorum_attention.planner.calibration import machine_of
 
 TABLE = Path(__file__).with_suffix(".txt")
 MASK = from_score_mod(None, sliding_window(4096), compiled=False)
@@ -77,6 +79,15 @@ def line(n: int, budget: str, sizes: dict[str, Any], where: dict[str, Any]) -> s
     )
 
 
+@pytest.fixture
+def assumed(one_thread: None) -> Iterator[None]:
+    """The rates of a CPU are assumed by its threads, and remembered."""
+    machine_of.cache_clear()
+    yield
+    machine_of.cache_clear()
+
+
+@pytest.mark.usefixtures("assumed")
 @pytest.mark.parametrize("number", range(len(CALLS)))
 def test_a_plan_is_what_it_was(number: int) -> None:
     wanted = TABLE.read_text(encoding="utf-8").splitlines()
