@@ -345,7 +345,6 @@ MANY = torch.zeros(1, 2, 50, 8, requires_grad=True)
         ({"attn_mask": torch.zeros(50, 49)}, ValueError, r"attn_mask must broadcast .*\(50, 49\)"),
         ({"attn_mask": torch.zeros(1, 1, 2, 50, 50)}, ValueError, "attn_mask must broadcast"),
         ({"attn_mask": torch.zeros(50, 50).int()}, TypeError, "attn_mask must be bool or one of"),
-        ({"attn_mask": MANY[0, 0, :, :1]}, NotImplementedError, "attn_mask.requires_grad"),
         ({"dropout_p": 0.1}, NotImplementedError, "dropout_p must be 0.0 .* got 0.1"),
         ({"depth": -1}, ValueError, "depth must be 'auto' or a whole number from 0, got -1"),
         ({"depth": True}, ValueError, "depth must be"),

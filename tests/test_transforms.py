@@ -71,6 +71,31 @@ def test_gradients_of_each_and_of_all(depth: int) -> None:
             assert_close(found, wanted, 1e-11)
 
 
+@pytest.mark.parametrize("shape", [(20, 20), (2, 1, 20)], ids=str)
+def test_gradients_of_a_mask_of_each_and_of_all(shape: tuple[int, ...]) -> None:
+    """A mask that is shared gets a gradient of each where each is asked for, else the sum."""
+    q, k, v = three()
+    mine, torchs = loss(qa.attention, depth=1), loss(sdpa)
+    mask = torch.randn(shape, dtype=q.dtype)
+    masks = torch.randn(3, *shape, dtype=q.dtype)
+    for transform, given in (
+        (lambda f: grad(f, (0, 3)), (q, k, v, mask)),
+        (lambda f: vmap(grad(f, (1, 3)), (0, 0, 0, None)), (q, k, v, mask)),
+        (lambda f: vmap(grad(f, (2, 3))), (q, k, v, masks)),
+        (lambda f: vmap(grad(f, 3), (None, None, None, 0)), (q[0], k[0], v[0], masks)),
+        (
+            lambda f: grad(lambda *t: vmap(f, (0, 0, 0, None))(*t).sum(), (0, 3)),
+            (q, k, v, mask),
+        ),
+    ):
+        one, other = transform(mine)(*given), transform(torchs)(*given)
+        if isinstance(one, torch.Tensor):
+            one, other = (one,), (other,)
+        for found, wanted in zip(one, other, strict=True):
+            assert found.shape == wanted.shape
+            assert_close(found, wanted, 1e-11)
+
+
 def test_plain_gradients_through_vmap() -> None:
     given = [t.clone().requires_grad_() for t in three()]
     other = [t.detach().clone().requires_grad_() for t in given]

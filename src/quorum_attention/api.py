@@ -56,8 +56,9 @@ def attention(
             head, as in torch. Under ``torch.autocast`` all three are cast to its dtype (of their
             own device), and kernels compute in that; gradients have the inputs' dtypes.
         attn_mask: boolean (True keeps) or additive, broadcastable to (..., heads, n_queries,
-            n_keys), on any device; never expanded beyond one rectangle of the decomposition. It
-            gets no gradient: one that requires it is refused where gradients are recorded.
+            n_keys), on any device; never expanded beyond one rectangle of the decomposition. An
+            additive one gets its gradient, where it lies and in its dtype, summed over what it
+            broadcasts over (docs/gradients.md).
         dropout_p: only 0.0.
         is_causal: query i sees keys j <= i (top-left, as in torch); may be combined with a mask.
         scale: of the scores; None is head_dim ** -0.5.
@@ -169,9 +170,10 @@ def attention_backward(
     accumulator: str = "auto",
     devices: Device | Sequence[Device] | None = None,
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    grad_mask: torch.Tensor | bool = False,
     progress: Any = None,
     report: Report | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """The gradients of ``attention``, without autograd, into preallocated tensors if wished.
 
     Args:
@@ -181,11 +183,13 @@ def attention_backward(
         grads: (grad_query, grad_key, grad_value) to fill, one dtype, any residency (so that
             gradients larger than memory can go to memory-mapped files). They share no memory with
             each other, nor with what is read; see ``out`` of ``attention``.
+        grad_mask: True: return the gradient of the additive ``attn_mask`` too. A tensor of its
+            shape, of any floating dtype, is filled with it (and shares no memory with others).
 
     Other arguments, and errors, as in ``attention``.
 
     Returns:
-        (grad_query, grad_key, grad_value), or ``grads``.
+        (grad_query, grad_key, grad_value), or ``grads``; then grad_mask, if asked for.
     """
     written = Written(budget, plan, depth, kernel, accumulator, devices, progress, report)
     originals = as_tensor(query, "query"), as_tensor(key, "key"), as_tensor(value, "value")
@@ -193,12 +197,12 @@ def attention_backward(
         "attention_backward", *originals, attn_mask, 0.0, is_causal, scale, enable_gqa, None, None,
         written,
     )  # fmt: skip
-    given = given_of(tensors, request, grad_out, out, lse, grads, originals)
+    given = given_of(tensors, request, grad_out, out, lse, grads, grad_mask, originals)
     made = beside_casts(request, lambda left: run_backward(tensors, left, given))
     if grads is not None:
         return made
-    dq, dk, dv = (g.sum_to_size(o.shape).to(o.dtype) for g, o in zip(made, originals, strict=True))
-    return dq, dk, dv
+    three = (g.sum_to_size(o.shape).to(o.dtype) for g, o in zip(made, originals, strict=False))
+    return (*three, *made[3:])
 
 
 __all__ = ["attention", "attention_backward", "attention_with_lse"]

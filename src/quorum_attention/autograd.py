@@ -91,12 +91,14 @@ class _Attention(_Function):
         if grad_outputs[0] is None:
             return (None,) * 5
         query, key, value, mask, out, lse = ctx.saved_tensors[:6]
-        read = (grad_outputs[0], query, key, value, out, lse, mask, ctx.request)
+        needed = ctx.needs_input_grad
+        read = (grad_outputs[0], query, key, value, out, lse, mask, ctx.request, needed[3])
         # As a function of autograd's only where a second derivative could be asked for.
-        seen = records(grad_outputs[0], query, key, value)
+        seen = records(grad_outputs[0], query, key, value, *(() if mask is None else (mask,)))
         grads = _Gradients.apply(*read) if seen else _Gradients.forward(*read)
-        needed = ctx.needs_input_grad[:3]
-        return (*(g if n else None for g, n in zip(grads, needed, strict=True)), None, None)
+        if not needed[3]:
+            grads = (*grads, None)
+        return (*(g if n else None for g, n in zip(grads, needed, strict=False)), None)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -125,8 +127,9 @@ class _Gradients(_Function):
         lse: torch.Tensor,
         mask: torch.Tensor | None,
         request: Request,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        given = Given(grad_out, out, lse)
+        of_mask: bool,
+    ) -> tuple[torch.Tensor, ...]:
+        given = Given(grad_out, out, lse, of_mask=of_mask)
         return run_backward(Tensors(query, key, value, mask), request, given)
 
     @staticmethod
@@ -143,11 +146,19 @@ class _Gradients(_Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        *tensors, mask, request = args
+        *tensors, mask, request, of_mask = args
         tensors = _in_front(info.batch_size, in_dims, tensors)
-        mask = _mask_in_front(mask, in_dims[6], tensors[1].dim())
+        mask_dim = in_dims[6]
+        if of_mask and mask_dim is None:
+            # Its gradient has the mapped dimension, whether or not it has.
+            mask, mask_dim = mask.expand(info.batch_size, *mask.shape), 0
+        shape = None if mask is None or mask_dim is None else mask.movedim(mask_dim, 0).shape
+        mask = _mask_in_front(mask, mask_dim, tensors[1].dim())
         mapped = request.mapped(info.batch_size, mask)
-        return _Gradients.apply(*tensors, mask, mapped), (0, 0, 0)
+        found = _Gradients.apply(*tensors, mask, mapped, of_mask)
+        if of_mask:
+            found = (*found[:3], found[3].reshape(shape))
+        return found, (0,) * len(found)
 
 
 def _captured(options: Options) -> list[torch.Tensor]:

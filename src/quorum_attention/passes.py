@@ -13,9 +13,12 @@ from quorum_attention.call.gradients import Given
 from quorum_attention.call.places import backward_place, forward_place, place_after
 from quorum_attention.call.request import Request, Tensors
 from quorum_attention.errors import BudgetError
-from quorum_attention.execution.call import Call, Three
+from quorum_attention.execution.call import Call
 from quorum_attention.execution.device.lookup import backend_of
+from quorum_attention.execution.device.residency import Residency
 from quorum_attention.execution.job import Job, backward_job, forward_job
+from quorum_attention.execution.mask_gradient import Upstream as MaskUpstream
+from quorum_attention.execution.mask_gradient import add_up_mask_gradient
 from quorum_attention.execution.masks import MaskView
 from quorum_attention.execution.memory import first_line, is_out_of_memory, named_out_of_memory
 from quorum_attention.execution.report import PassReport
@@ -28,6 +31,7 @@ from quorum_attention.execution.upstream import Upstream, upstream_of
 from quorum_attention.kernels.delta import exact_carrier
 from quorum_attention.kernels.outside import without_autocast
 from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.traits import check_mask_gradient
 from quorum_attention.planner.decide import Asked, Decision, decide, decide_again, decide_both
 from quorum_attention.planner.plan import Plan
 from quorum_attention.sizes import format_bytes
@@ -49,10 +53,13 @@ def run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch
     place = forward_place(tensors, request)
     asked = Asked(work, request.options, place, request.out_dtype, request.records, False)
     if request.records and request.options.budget_bytes is not None:
-        after = place_after(place, request)
-        decision = decide_both(asked, replace(asked, place=after, backward=True))
+        after = replace(asked, place=place_after(place, request), backward=True)
+        held = _mask_gradient_bytes(tensors, request) if request.mask_grad else 0
+        decision = decide_both(asked, after, beside=held)
     else:
         decision = decide(asked)
+    if request.mask_grad:
+        check_mask_gradient(decision.kernel)
 
     def job_of(call: Call, report: PassReport | None, progress: Progress | None) -> Job:
         return forward_job(call, request.out_dtype, out, report, progress)
@@ -62,18 +69,32 @@ def run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch
     return result, lse
 
 
-def run_backward(tensors: Tensors, request: Request, given: Given) -> Three:
-    """The gradients of query, key and value, planned and run; ``given.grads`` where given."""
+def run_backward(tensors: Tensors, request: Request, given: Given) -> tuple[torch.Tensor, ...]:
+    """The gradients of query, key and value, and of the mask if wanted, planned and run; those
+    given are filled."""
+    if not given.of_mask:
+        return _run_backward(tensors, request, given)
+    held = 0 if given.grad_mask is not None else _mask_gradient_bytes(tensors, request)
+    return beside(
+        request, held, "gives its mask's gradient", "the mask's gradient",
+        lambda left: _run_backward(tensors, left, given),
+    )  # fmt: skip
+
+
+def _run_backward(tensors: Tensors, request: Request, given: Given) -> tuple[torch.Tensor, ...]:
     work, options = request.work, request.options
-    query, key, value, _ = tensors
-    grad_out, out, lse, grads = given
+    query, key, value, mask = tensors
+    grad_out, out, lse, grads = given[:4]
     if _is_trivial(tensors):
-        if grads is None:
-            return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        return grads[0].zero_(), grads[1].zero_(), grads[2].zero_()
+        found = grads or tuple(torch.empty_like(t) for t in (query, key, value))
+        of_mask = (_mask_target(mask, given),) if given.of_mask and mask is not None else ()
+        return tuple(t.zero_() for t in (*found, *of_mask))
     place = backward_place(tensors, request, given)
     # The dtype of the output goes into the choice, so that the forward's kernel is taken again.
     asked = Asked(work, options, place, out.dtype, True, True, _together(request, given))
+
+    decision = decide(asked)
+    of_mask = _mask_gradient(tensors, request, given, decision.kernel) if given.of_mask else ()
 
     def job_of(call: Call, report: PassReport | None, progress: Progress | None) -> Job:
         if report is None:
@@ -84,26 +105,76 @@ def run_backward(tensors: Tensors, request: Request, given: Given) -> Three:
         carrier = _carrier(call, tensors, given, upstream.tensor)
         return backward_job(call, upstream, carrier, lse, grads, report, progress)
 
-    dq, dk, dv = _run(tensors, request, asked, decide(asked), job_of, grads or ())
-    return dq, dk, dv
+    return (*_run(tensors, request, asked, decision, job_of, grads or ()), *of_mask)
+
+
+def _mask_gradient_bytes(tensors: Tensors, request: Request) -> int:
+    """Bytes of the mask's gradient that the budget counts."""
+    mask = tensors.mask
+    counted = mask is not None and mask.device == request.options.device
+    return mask.numel() * mask.element_size() if counted and mask is not None else 0
+
+
+def _mask_target(mask: torch.Tensor, given: Given) -> torch.Tensor:
+    """What the mask's gradient is written to: the caller's tensor, or one where the mask is."""
+    if given.grad_mask is not None:
+        return given.grad_mask
+    return Residency(mask.device).empty(tuple(mask.shape), mask.dtype, "the mask's gradient")
+
+
+def _mask_gradient(
+    tensors: Tensors, request: Request, given: Given, kernel: InnerKernel
+) -> tuple[torch.Tensor]:
+    """The gradient of the mask. It comes before the other gradients, which are results that would
+    take from what its tiles may use."""
+    assert tensors.mask is not None
+    check_mask_gradient(kernel)
+    device = request.options.device
+    with (
+        backend_of(device).current(device),
+        torch.no_grad(),
+        without_autocast("cpu", device.type),
+        named_out_of_memory(pinned=False),
+    ):
+        target = _mask_target(tensors.mask, given)
+        if given.grad_mask is not None:
+            _note_writing((target,))
+        upstream = MaskUpstream(given.grad_out, given.out, given.lse)
+        call = _call(tensors, request, kernel)
+        recoveries = add_up_mask_gradient(call, upstream, target, request.options.budget_bytes)
+        if request.report is not None:
+            how = f"computed tile by tile, beside kernel {kernel.name}"
+            request.report.mask_gradient = [how, *recoveries]
+        return (target,)
 
 
 def beside_casts(request: Request, run: Callable[[Request], _Result]) -> _Result:
-    """``run`` with the budget that the inputs' casts leave; a BudgetError names the whole again."""
-    cast_bytes, budget = request.cast_bytes, request.options.budget_bytes
-    if not cast_bytes or budget is None:
+    """``run`` with the budget that the inputs' casts leave."""
+    return beside(request, request.cast_bytes, "runs under autocast", "casts of the inputs", run)
+
+
+def beside(
+    request: Request, held: int, how: str, what: str, run: Callable[[Request], _Result]
+) -> _Result:
+    """``run`` with the budget that ``held`` bytes leave; a BudgetError names the whole again.
+
+    Args:
+        how, what: for its message: what the call does, and what the bytes are.
+    """
+    budget = request.options.budget_bytes
+    if not held or budget is None:
         return run(request)
-    left = replace(request.options, budget_bytes=max(0, budget - cast_bytes))
+    left = replace(request.options, budget_bytes=max(0, budget - held))
     try:
         return run(replace(request, options=left))
     except BudgetError as error:
         if error.smallest_bytes is None:
             raise
-        smallest = error.smallest_bytes + cast_bytes
+        smallest = error.smallest_bytes + held
         raise BudgetError(
-            f"a budget of {format_bytes(budget)} ({budget} bytes) is too small for this call under "
-            f"autocast; the smallest that works is {format_bytes(smallest)} ({smallest} bytes): "
-            f"casts of the inputs {format_bytes(cast_bytes)}, and beside them {error}",
+            f"a budget of {format_bytes(budget)} ({budget} bytes) is too small for this call, "
+            f"which {how}; the smallest that works is {format_bytes(smallest)} ({smallest} bytes): "
+            f"{what} {format_bytes(held)}, and beside that {error}",
             smallest_bytes=smallest,
         ) from None
 
@@ -225,7 +296,7 @@ def _is_trivial(tensors: Tensors) -> bool:
 def _together(request: Request, given: Given) -> bool:
     """Whether all that a backward reads beside the inputs has their dtype (lse aside) and lies on
     the computing device."""
-    grad_out, out, lse, _ = given
+    grad_out, out, lse = given[:3]
     device = request.options.device
     same = grad_out.dtype == out.dtype == request.work.dtype
     return same and grad_out.device == out.device == lse.device == device

@@ -23,12 +23,16 @@ class Given(NamedTuple):
         grad_out, out: the upstream gradient and the output, (*batch, heads, n_queries, value_dim).
         lse: (*batch, heads, n_queries), natural log.
         grads: preallocated results, like query, key and value.
+        of_mask: whether the gradient of the mask is wanted too.
+        grad_mask: a preallocated tensor for it, like the mask.
     """
 
     grad_out: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor
     grads: Three | None = None
+    of_mask: bool = False
+    grad_mask: torch.Tensor | None = None
 
 
 def given_of(
@@ -38,6 +42,7 @@ def given_of(
     out: torch.Tensor,
     lse: torch.Tensor,
     grads: Sequence[torch.Tensor] | None,
+    grad_mask: torch.Tensor | bool,
     inputs: Sequence[torch.Tensor],
 ) -> Given:
     """The arguments checked against the call, with a dimension of heads.
@@ -59,9 +64,33 @@ def given_of(
     check_given(out, (*rows, value.shape[-1]), "out", home)
     check_given(lse, rows, "lse", home, request.work.state_dtype)
     given = Given(grad_out, out, lse)
-    if grads is None:
-        return given
-    return given._replace(grads=_targets(tensors, given, grads, inputs))
+    if grads is not None:
+        given = given._replace(grads=_targets(tensors, given, grads, inputs))
+    return given if grad_mask is False else _with_mask(tensors, given, grad_mask)
+
+
+def _with_mask(tensors: Tensors, given: Given, grad_mask: torch.Tensor | bool) -> Given:
+    """``given`` with the wish for the mask's gradient, checked."""
+    mask = tensors.mask
+    if mask is None or mask.dtype == torch.bool:
+        what = "None" if mask is None else "a boolean mask"
+        raise ValueError(f"grad_mask needs an additive attn_mask, got {what}")
+    if grad_mask is True:
+        return given._replace(of_mask=True)
+    target = as_tensor(grad_mask, "grad_mask", written=True)
+    check_result(target, tuple(mask.shape), "grad_mask", tensors.query.device)
+    results = dict(zip(_NAMES, given.grads or (), strict=False))
+    check_apart({"grad_mask": target}, {**_read(tensors, given), **results})
+    return given._replace(of_mask=True, grad_mask=target)
+
+
+def _read(tensors: Tensors, given: Given) -> dict[str, torch.Tensor | None]:
+    """What a backward reads, by the names of its arguments."""
+    query, key, value, mask = tensors
+    return {
+        "query": query, "key": key, "value": value, "attn_mask": mask, "out": given.out,
+        "grad_out": given.grad_out, "lse": given.lse,
+    }  # fmt: skip
 
 
 def _targets(
@@ -85,10 +114,6 @@ def _targets(
     )
     for target, name, like in zip((first, second, third), _NAMES, tensors[:3], strict=True):
         check_result(target, tuple(like.shape), name, tensors.query.device, first.dtype)
-    query, key, value, mask = tensors
-    read = {
-        "query": query, "key": key, "value": value, "attn_mask": mask, "out": given.out,
-        "grad_out": given.grad_out, "lse": given.lse,
-    }  # fmt: skip
+    read = _read(tensors, given)
     check_apart(dict(zip(_NAMES, (first, second, third), strict=True)), read)
     return first, second, third

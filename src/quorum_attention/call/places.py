@@ -28,7 +28,7 @@ def backward_place(tensors: Tensors, request: Request, given: Given) -> Placemen
     """The placement of a backward."""
     work, device = request.work, request.options.device
     query, key, value, _ = tensors
-    grad_out, out, _, grads = given
+    grad_out, out, _, grads = given[:4]
     divided = divided_bytes(grad_out.dtype, work, here=grad_out.device == device)
     return Placement(
         device.type,

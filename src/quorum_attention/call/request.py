@@ -54,6 +54,7 @@ class Request:
         out: the caller's tensor for the result, with a dimension of heads.
         out_dtype: of the result.
         records: whether autograd sees the call, and may ask for gradients.
+        mask_grad: whether autograd will ask for the mask's gradient.
         cast_bytes: bytes of autocast's copies of the inputs on the computing device. They are held
             as long as the call and its graph, and count against the budget.
         without_heads: the inputs were (tokens, head_dim), and so is the result.
@@ -66,6 +67,7 @@ class Request:
     out: torch.Tensor | None
     out_dtype: torch.dtype
     records: bool
+    mask_grad: bool
     cast_bytes: int
     without_heads: bool
     progress: Any
@@ -150,9 +152,11 @@ def request_of(
     if options.plan is not None:
         check_plan(options.plan, work)
     dtype = out.dtype if out is not None else (out_dtype or query.dtype)
+    learned = mask is not None and mask.requires_grad and torch.is_grad_enabled()
+    recorded = learned or records(query, key, value)
     counted = cast_bytes if query.device == options.device else 0
     request = Request(
-        work, factor, options, out, dtype, records(query, key, value), counted, without_heads,
+        work, factor, options, out, dtype, recorded, learned, counted, without_heads,
         written.progress, written.report,
     )  # fmt: skip
     return Tensors(query, key, value, mask), request

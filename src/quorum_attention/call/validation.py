@@ -165,7 +165,7 @@ def sizes_of(
 
 
 def check_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> None:
-    """Check that a mask broadcasts to (*batch, heads, n_queries, n_keys) and asks for no gradient.
+    """Check that a mask broadcasts to (*batch, heads, n_queries, n_keys).
 
     Raises:
         ValueError, TypeError, NotImplementedError: it does not fit.
@@ -174,11 +174,6 @@ def check_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> No
     _check_device(mask, "attn_mask")
     if mask.dtype != torch.bool and mask.dtype not in ELEMENT_BYTES:
         raise TypeError(f"attn_mask must be bool or one of {DTYPE_NAMES}, got {mask.dtype}")
-    if mask.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError(
-            "attn_mask.requires_grad is not supported: gradients of a bias are not computed; "
-            "pass attn_mask.detach()"
-        )
     whole = (*query.shape[:-1], key.shape[-2])
     fits = mask.dim() <= len(whole) and all(
         n in (1, m) for n, m in zip(reversed(mask.shape), reversed(whole), strict=False)

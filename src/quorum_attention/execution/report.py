@@ -108,18 +108,24 @@ class Report:
     """Pass an empty one as ``report=`` and read it afterwards.
 
     ``forward`` is filled by the call, ``backward`` when its gradients have been computed.
-    On CUDA, measuring the peak resets torch's peak-memory counter of the device.
+    ``mask_gradient`` has a line that says how the gradient of ``attn_mask`` was computed, if it
+    was, and one for each recovery of it. On CUDA, measuring the peak resets torch's peak-memory
+    counter of the device.
     """
 
     forward: PassReport | None = None
     backward: PassReport | None = None
+    mask_gradient: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """The report in plain types, for JSON."""
-        return {
+        found: dict[str, Any] = {
             name: None if part is None else {**asdict(part), "overlap": part.overlap}
             for name, part in (("forward", self.forward), ("backward", self.backward))
         }
+        if self.mask_gradient:
+            found["mask_gradient"] = list(self.mask_gradient)
+        return found
 
     def draw(self, path: str | PathLike[str]) -> None:
         """Write a picture of the report to ``path`` (needs matplotlib: the ``draw`` extra)."""
@@ -133,4 +139,5 @@ class Report:
             if part is not None:
                 first, *rest = part.lines()
                 parts.append("\n".join([f"{name}: {first}", *(f"  {line}" for line in rest)]))
+        parts += [f"mask gradient: {line}" for line in self.mask_gradient]
         return "\n".join(parts) or "nothing has run yet"

@@ -131,6 +131,20 @@ def measured(kernel: InnerKernel) -> Measured | None:
     return cast(Measured, kernel) if traits_of(kernel).measured else None
 
 
+def check_mask_gradient(kernel: InnerKernel) -> None:
+    """Check that the gradient of a mask beside ``kernel`` is that of plain softmax.
+
+    Raises:
+        NotImplementedError: it computes another function of the scores.
+    """
+    traits = traits_of(kernel)
+    if traits.own_attention or traits.probed_as is not None:
+        raise NotImplementedError(
+            f"kernel {kernel.name!r} has no gradient of attn_mask: it computes more than the "
+            f"softmax of scores and mask; pass attn_mask.detach(), or take another kernel"
+        )
+
+
 def _methods(protocol: type) -> tuple[str, ...]:
     return tuple(name for name in vars(protocol) if not name.startswith("_"))
 

@@ -97,20 +97,30 @@ def decide_again(asked: Asked, failed: Decision) -> Decision:
     return _by_plan(asked) if failed.plan is None else _planned(asked, failed.kernel)
 
 
-def decide_both(forward: Asked, backward: Asked) -> Decision:
+def decide_both(forward: Asked, backward: Asked, *, beside: int = 0) -> Decision:
     """How to run a forward whose backward has to fit the budget as well.
+
+    Args:
+        beside: bytes of the backward's budget that something else will hold then.
 
     Raises:
         BudgetError: one of them does not fit; names the pass, and a budget that would do for both.
     """
     found: list[Decision] = []
     refused: list[tuple[int, str]] = []
+    if beside and backward.options.budget_bytes is not None:
+        left = max(0, backward.options.budget_bytes - beside)
+        backward = replace(backward, options=replace(backward.options, budget_bytes=left))
     for asked in (forward, backward):
         try:
             found.append(decide(asked))
         except BudgetError as error:
-            name = "backward" if asked.backward else "forward"
-            refused.append((error.smallest_bytes or 0, f"{name} pass: {error}"))
+            name, held = "forward", 0
+            if asked.backward:
+                name, held = "backward", beside
+            words = f", beside {format_bytes(held)} of the mask's gradient" if held else ""
+            smallest = (error.smallest_bytes or -held) + held
+            refused.append((smallest, f"{name} pass{words}: {error}"))
     if refused:
         smallest, words = max(refused)
         raise BudgetError(words, smallest_bytes=smallest or None)

@@ -1,0 +1,248 @@
+"""The gradient of an additive mask: right for every tile, within its bytes, counted once."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from helpers_attention import GRADIENT_TOLERANCE, Inputs, assert_close, fresh_generator, inputs
+from helpers_memory import FailingAllocations, usage
+
+import quorum_attention as qa
+from quorum_attention.execution import mask_gradient as module
+from quorum_attention.execution.call import Call
+from quorum_attention.execution.mask_gradient import (
+    Tile,
+    Upstream,
+    add_up_mask_gradient,
+    fitting,
+    tile_bytes,
+)
+from quorum_attention.execution.masks import MaskView, mask_shape
+from quorum_attention.execution.workload import Workload
+from quorum_attention.kernels import DenseKernel, Traits
+from quorum_attention.kernels.registry import get_kernel
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+BATCH, HEADS, KV_HEADS, N, M = 2, 4, 2, 23, 31
+
+
+def wanted(given: Inputs, mask: torch.Tensor, causal: bool = False) -> torch.Tensor:
+    """The textbook by autograd in float64."""
+    q, k, v, do = (t.detach().double() for t in (*given.three, given.grad_out))
+    shared = q.shape[-3] // k.shape[-3]
+    k, v = (t.repeat_interleave(shared, dim=-3) for t in (k, v))
+    leaf = mask.detach().to(given.query.dtype).double().requires_grad_()
+    s = q @ k.mT * q.shape[-1] ** -0.5 + leaf
+    if causal:
+        s = s.masked_fill(~torch.ones(s.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+    dead = (s == -torch.inf).all(dim=-1, keepdim=True)
+    p = s.masked_fill(dead, 0.0).softmax(dim=-1).masked_fill(dead, 0.0)
+    return torch.autograd.grad(p @ v, leaf, do)[0]
+
+
+def a_mask(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    generator = fresh_generator()
+    mask = torch.randn(shape, generator=generator, dtype=torch.float64)
+    mask[torch.rand(shape, generator=generator) < 0.2] = -torch.inf
+    return mask.to(dtype)
+
+
+def a_call(
+    shape: tuple[int, ...], dtype: torch.dtype, causal: bool = False
+) -> tuple[Inputs, torch.Tensor, Call, Upstream]:
+    given = inputs(N, M, batch=(BATCH,), heads=HEADS, kv_heads=KV_HEADS, dtype=dtype)
+    mask = a_mask(shape, dtype)
+    out, lse = qa.attention_with_lse(*given.three, mask, is_causal=causal, enable_gqa=True)
+    work = Workload((BATCH,), HEADS, KV_HEADS, N, M, 8, 8, dtype, causal, mask_shape(mask, 1))
+    call = Call(
+        work, *given.three, MaskView(mask, 1), 8**-0.5, torch.device("cpu"), get_kernel("dense")
+    )
+    return given, mask, call, Upstream(given.grad_out, out, lse)
+
+
+SHAPES = list(itertools.product((1, BATCH), (1, HEADS), (1, N), (1, M)))
+TILES = [Tile(2, 2, 64, 64), Tile(1, 1, 5, 7), Tile(2, 1, 23, 1), Tile(1, 2, 1, 40)]
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_way_to_broadcast_by_every_tile(
+    tile: Tile, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a mask broadcasts over is summed, whatever the tiles; nothing is left as it was."""
+    monkeypatch.setattr(module, "fitting", lambda *_: tile)
+    for shape in SHAPES:
+        given, mask, call, upstream = a_call(shape, torch.float64, causal)
+        target = torch.full(shape, torch.nan, dtype=torch.float64)
+        assert add_up_mask_gradient(call, upstream, target, None) == []
+        assert_close(target, wanted(given, mask, causal), 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 4, N, M), (1, 1, 1, M), (N, 1)], ids=str)
+def test_every_dtype(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    given, mask, call, upstream = a_call(shape, dtype)
+    target = torch.empty(shape, dtype=dtype)
+    add_up_mask_gradient(call, upstream, target, 100_000)
+    assert_close(target, wanted(given, mask), GRADIENT_TOLERANCE[dtype])
+
+
+def test_sixteen_bits_lose_nothing_by_the_rounding_of_the_output() -> None:
+    """Rows with nearly all weight on one key: delta comes from probabilities."""
+    given = inputs(40, dtype=torch.bfloat16, spread=30.0)
+    mask = torch.zeros(40, 40, dtype=torch.bfloat16)
+    out, lse = qa.attention_with_lse(*given.three, mask)
+    *_, found = qa.attention_backward(
+        given.grad_out, *given.three, out, lse, mask, grad_mask=torch.empty(40, 40)
+    )
+    assert_close(found, wanted(given, mask), 1e-3)
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 300, 400), (300, 1), (1, 8, 1, 400)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("limit", [200_000, 1_000_000, 4_000_000])
+def test_tiles_stay_within_their_bytes(
+    shape: tuple[int, ...], dtype: torch.dtype, limit: int
+) -> None:
+    given = inputs(300, 400, batch=(2,), heads=8, kv_heads=4, head_dim=16, dtype=dtype)
+    mask = a_mask(shape, dtype)
+    out, lse = qa.attention_with_lse(*given.three, mask, enable_gqa=True)
+    work = Workload((2,), 8, 4, 300, 400, 16, 16, dtype, True, mask_shape(mask, 1))
+    call = Call(
+        work, *given.three, MaskView(mask, 1), 0.25, torch.device("cpu"), get_kernel("dense")
+    )
+    target = torch.empty_like(mask)
+    upstream = Upstream(given.grad_out, out, lse)
+    tile = fitting(work, call.device, limit, mask.element_size())
+    assert tile_bytes(work, tile, mask.element_size()) <= limit
+    used = usage(lambda: add_up_mask_gradient(call, upstream, target, limit))
+    assert used.peak <= limit
+    assert used.left <= 0
+
+
+def test_a_failed_block_is_computed_once() -> None:
+    """Wherever memory runs out, a block begins anew with smaller tiles; nothing counts twice."""
+    for shape in ((2, 4, N, M), (1, 4, 1, M), (1, 1, N, 1)):
+        given, mask, call, upstream = a_call(shape, torch.float64)
+        expected = wanted(given, mask)
+        for first in range(1, 60, 4):
+            target = torch.full(shape, torch.nan, dtype=torch.float64)
+            with FailingAllocations(first, count=2) as sabotage:
+                lines = add_up_mask_gradient(call, upstream, target, None)
+            assert_close(target, expected, 1e-12)
+            assert bool(lines) == (sabotage.seen >= first)
+            assert all("mask gradient out of memory" in line for line in lines)
+
+
+def test_memory_that_holds_no_tile_is_reported() -> None:
+    _, mask, call, upstream = a_call((N, M), torch.float32)
+    target = torch.empty_like(mask)
+    with FailingAllocations(1, 10_000), pytest.raises(torch.OutOfMemoryError):
+        add_up_mask_gradient(call, upstream, target, None)
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "dense"])
+@pytest.mark.parametrize("call", [{}, {"depth": 1}, {"depth": 2}, {"budget": 9_000_000}], ids=str)
+def test_autograd_gives_it_beside_every_kernel_and_route(kernel: str, call: dict) -> None:
+    given = inputs(300, batch=(2,), dtype=torch.float32)
+    mask = a_mask((2, 300, 300), torch.float32)
+    mask[:, :, 0] = 0.0
+    leaves = [t.clone().requires_grad_() for t in (*given.three, mask)]
+    report = qa.Report()
+    qa.attention(*leaves, kernel=kernel, report=report, **call).backward(given.grad_out)
+    assert_close(leaves[3].grad, wanted(given, mask), 5e-5)
+    assert f"computed tile by tile, beside kernel {kernel}" in str(report)
+    assert report.to_dict()["mask_gradient"] == report.mask_gradient
+
+
+def test_a_mask_alone_may_require_it() -> None:
+    given = inputs(20)
+    mask = torch.randn(20, 20, requires_grad=True)
+    out = qa.attention(*given.three, mask)
+    assert out.requires_grad
+    out.backward(given.grad_out)
+    assert_close(mask.grad, wanted(given, mask), 2e-5)
+
+
+def test_the_backward_as_a_function() -> None:
+    given = inputs(20, batch=(2,))
+    mask = torch.randn(2, 1, 20)
+    made = qa.attention_with_lse(*given.three, mask)
+    read = (given.grad_out, *given.three, *made, mask)
+    assert len(qa.attention_backward(*read)) == 3
+    *three, found = qa.attention_backward(*read, grad_mask=True)
+    assert found.shape == mask.shape
+    assert_close(found, wanted(given, mask), 2e-5)
+    room = torch.empty(2, 20, 1, dtype=torch.float64).mT
+    again = qa.attention_backward(*read, grads=tuple(map(torch.empty_like, three)), grad_mask=room)
+    assert again[3] is room
+    assert_close(room, found, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mask", "wish", "error", "says"),
+    [
+        (None, True, ValueError, "grad_mask needs an additive attn_mask, got None"),
+        (torch.ones(20, 20) > 0, True, ValueError, "grad_mask needs an additive attn_mask, got a"),
+        (torch.ones(20, 20), torch.ones(20), ValueError, r"grad_mask must have shape \(20, 20\)"),
+        (torch.ones(20, 20), 1, TypeError, "grad_mask must be a torch.Tensor"),
+        (torch.ones(20, 20), torch.ones(20, 20).int(), TypeError, "grad_mask must be one of"),
+    ],
+    ids=str,
+)
+def test_wishes_that_make_no_sense(mask, wish, error, says) -> None:  # type: ignore[no-untyped-def]
+    given = inputs(20)
+    made = qa.attention_with_lse(*given.three)
+    with pytest.raises(error, match=says):
+        qa.attention_backward(given.grad_out, *given.three, *made, mask, grad_mask=wish)
+
+
+def test_the_mask_is_not_written_to() -> None:
+    given, mask = inputs(20), torch.ones(20, 20)
+    made = qa.attention_with_lse(*given.three, mask)
+    with pytest.raises(ValueError, match="grad_mask must not share memory with attn_mask"):
+        qa.attention_backward(given.grad_out, *given.three, *made, mask, grad_mask=mask)
+
+
+def test_a_budget_counts_it_and_names_the_smallest_that_works() -> None:
+    given = inputs(500, heads=4, head_dim=16)
+    mask = torch.randn(4, 500, 500)
+    made = qa.attention_with_lse(*given.three, mask)
+
+    def call(budget: int, wish: torch.Tensor | bool) -> None:
+        qa.attention_backward(
+            given.grad_out, *given.three, *made, mask, grad_mask=wish, budget=budget
+        )
+
+    smallest = []
+    for wish in (False, torch.empty_like(mask), True):
+        with pytest.raises(qa.BudgetError) as caught:
+            call(10_000, wish)
+        smallest.append(caught.value.smallest_bytes)
+        call(smallest[-1], wish)
+        with pytest.raises(qa.BudgetError):
+            call(smallest[-1] - 1, wish)
+    assert smallest[1] == smallest[0]
+    assert smallest[2] == smallest[0] + mask.nbytes
+    leaf = mask.clone().requires_grad_()
+    with pytest.raises(qa.BudgetError, match=r"beside 3\.81 MiB of the mask") as said:
+        qa.attention(*given.three, leaf, budget=smallest[2] - 1)
+    assert said.value.smallest_bytes == smallest[2]
+    used = usage(
+        lambda: qa.attention_backward(
+            given.grad_out, *given.three, *made, mask, grad_mask=True, budget=smallest[2]
+        )
+    )
+    assert used.peak <= smallest[2]
+
+
+def test_kernels_of_other_functions_are_refused_by_name() -> None:
+    class Another(DenseKernel):
+        name = "another"
+        traits = Traits(own_attention=True)
+
+    given, mask = inputs(20), torch.randn(20, 20, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="kernel 'another' has no gradient of attn_mask"):
+        qa.attention(*given.three, mask, kernel=Another())
