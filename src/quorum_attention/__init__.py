@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quorum_attention.api import attention, attention_backward, attention_with_lse
+    from quorum_attention.call.settings import using
     from quorum_attention.checking import check_kernel
     from quorum_attention.errors import BudgetError, OutOfMemoryError
     from quorum_attention.execution.report import Report
@@ -54,6 +55,7 @@ _HOMES = {
     "is_interest_set": "quorums",
     "paired_interest_set": "quorums",
     "quorum_sizes": "quorums",
+    "using": "call.settings",
 }
 
 __all__ = [
@@ -80,6 +82,7 @@ __all__ = [
     "plan",
     "quorum_sizes",
     "register_kernel",
+    "using",
 ]
 
 

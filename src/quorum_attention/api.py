@@ -11,6 +11,7 @@ from quorum_attention.autograd import differentiable
 from quorum_attention.call.gradients import given_of
 from quorum_attention.call.options import Device, Written
 from quorum_attention.call.request import Request, Tensors, request_of
+from quorum_attention.call.settings import filled
 from quorum_attention.call.validation import as_tensor
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.protocol import InnerKernel
@@ -98,7 +99,7 @@ def attention(
         BudgetError: the budget is too small; names the smallest that would do.
         OutOfMemoryError: memory ran out and nothing finer was left to try.
     """
-    written = Written(budget, plan, depth, kernel, accumulator, devices, progress, report)
+    written = filled(Written(budget, plan, depth, kernel, accumulator, devices, progress, report))
     call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, out, out_dtype)
     return _attend(*request_of("attention", *call, written), out)[0]
 
@@ -132,7 +133,7 @@ def attention_with_lse(
         for rows without keys; on the query's device, or in host memory where the accumulators
         were there. No gradient flows through lse.
     """
-    written = Written(budget, plan, depth, kernel, accumulator, devices, progress, report)
+    written = filled(Written(budget, plan, depth, kernel, accumulator, devices, progress, report))
     call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, out, out_dtype)
     return _attend(*request_of("attention", *call, written), out)
 
@@ -191,7 +192,7 @@ def attention_backward(
     Returns:
         (grad_query, grad_key, grad_value), or ``grads``; then grad_mask, if asked for.
     """
-    written = Written(budget, plan, depth, kernel, accumulator, devices, progress, report)
+    written = filled(Written(budget, plan, depth, kernel, accumulator, devices, progress, report))
     originals = as_tensor(query, "query"), as_tensor(key, "key"), as_tensor(value, "value")
     tensors, request = request_of(
         "attention_backward", *originals, attn_mask, 0.0, is_causal, scale, enable_gqa, None, None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -33,6 +34,7 @@ from quorum_attention.kernels.outside import without_autocast
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.traits import check_mask_gradient
 from quorum_attention.planner.decide import Asked, Decision, decide, decide_again, decide_both
+from quorum_attention.planner.log import is_cut, tell_of_cut
 from quorum_attention.planner.plan import Plan
 from quorum_attention.sizes import format_bytes
 
@@ -194,8 +196,12 @@ def _run(
         given: preallocated results.
     """
     if decision.plan is None:
+        begun = time.perf_counter() if request.sums else 0.0
         found = _at_once(job_of(_call(tensors, request, decision.kernel), None, None))
         if found is not None:
+            for sums in request.sums:
+                spent = time.perf_counter() - begun
+                sums.total.add(decision.kernel.name, backward=asked.backward, seconds=spent)
             return tuple([_whole(made) for made in found])
         decision = decide_again(asked, decision)
     device, watched = request.options.device, request.report
@@ -203,6 +209,7 @@ def _run(
     while True:
         plan = decision.plan
         assert plan is not None, "a pass that is decided again has a plan"
+        tell_of_cut(plan)
         report = _pass_report(plan, timed=watched is not None)
         report.recoveries.extend(recoveries)
         if watched is not None and asked.backward:
@@ -224,14 +231,31 @@ def _run(
                     job_of(_call(tensors, request, decision.kernel), report, progress),
                     plan.schedule,
                 )
-                return tuple([r if any(r is g for g in given) else _whole(r) for r in results])
+                failure = None
             except Exception as error:
                 if decision.last or not is_out_of_memory(error):
                     raise
                 failure = first_line(error)
+        if failure is None:
+            _add_up(request, plan, report)
+            return tuple([r if any(r is g for g in given) else _whole(r) for r in results])
         backend_of(device).give_back_cached()
         recoveries.append(f"monolithic call out of memory ({failure}): planned anew")
         decision = decide_again(asked, decision)
+
+
+def _add_up(request: Request, plan: Plan, report: PassReport) -> None:
+    """Add a pass that is done to the totals of its reports."""
+    for sums in request.sums:
+        sums.total.add(
+            plan.kernel,
+            backward=plan.backward,
+            seconds=report.seconds,
+            cut=is_cut(plan) or bool(report.levels),
+            peak_bytes=report.peak_bytes or report.planned_peak_bytes,
+            recoveries=len(report.recoveries),
+            recovery_seconds=report.recovery_seconds,
+        )
 
 
 def _at_once(job: Job) -> tuple[torch.Tensor, ...] | None:

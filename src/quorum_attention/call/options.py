@@ -21,7 +21,11 @@ _AUTO = "auto"
 
 
 class Written(NamedTuple):
-    """Options as a call's caller wrote them (``api.attention`` says what they mean)."""
+    """Options as a call's caller wrote them (``api.attention`` says what they mean).
+
+    Attributes:
+        total: a report to whose total the call is added; of ``settings.using``, not of the call.
+    """
 
     budget: int | str | None = None
     plan: Plan | None = None
@@ -31,6 +35,15 @@ class Written(NamedTuple):
     devices: Device | Sequence[Device] | None = None
     progress: Any = None
     report: Report | None = None
+    total: Report | None = None
+
+    @property
+    def sums(self) -> tuple[Report, ...]:
+        """The reports to whose totals the call is added, each once."""
+        if self.report is None and self.total is None:
+            return ()
+        both = (self.report,) if self.report is self.total else (self.report, self.total)
+        return tuple([report for report in both if report is not None])
 
 
 def options_of(written: Written, home: torch.device) -> Options:
@@ -44,19 +57,15 @@ def options_of(written: Written, home: torch.device) -> Options:
     """
     if _says_nothing(written):
         return _usual(compute_device(home, None))
-    budget, plan, depth, kernel, accumulator, devices, progress, report = written
+    budget, plan, depth, kernel, accumulator, devices, progress, report, _ = written
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"plan must come from quorum_attention.plan, got {type(plan).__name__}")
-    levels = _depth(depth)
+    levels = depth_of(depth)
     if plan is not None and levels is not None:
         raise ValueError("plan and depth cannot both be given: a plan pins its own depth")
     if report is not None and not isinstance(report, Report):
         raise TypeError(f"report must be a quorum_attention.Report, got {type(report).__name__}")
-    if not (progress is None or isinstance(progress, bool) or callable(progress)):
-        raise TypeError(
-            f"progress must be None, True or a callable (done, total, label), "
-            f"got {type(progress).__name__}"
-        )
+    check_progress(progress)
     where = one_of(accumulator, "accumulator", ("auto", "device", "host"))
     return Options(
         budget_bytes=None if budget is None else parse_bytes(budget),
@@ -72,7 +81,7 @@ def options_of(written: Written, home: torch.device) -> Options:
 def _says_nothing(written: Written) -> bool:
     """Whether all options have their defaults. Compared by identity: ``==`` of a caller's object
     may do anything."""
-    budget, plan, depth, kernel, accumulator, devices, progress, report = written
+    budget, plan, depth, kernel, accumulator, devices, progress, report, _ = written
     return (
         depth is _AUTO
         and kernel is _AUTO
@@ -90,7 +99,21 @@ def _usual(device: torch.device) -> Options:
     return Options(device)
 
 
-def _depth(depth: int | str) -> int | None:
+def check_progress(progress: Any) -> None:
+    """Raise a TypeError if ``progress`` is none."""
+    if not (progress is None or isinstance(progress, bool) or callable(progress)):
+        raise TypeError(
+            f"progress must be None, True or a callable (done, total, label), "
+            f"got {type(progress).__name__}"
+        )
+
+
+def depth_of(depth: int | str) -> int | None:
+    """Levels; None leaves them to the planner.
+
+    Raises:
+        ValueError: neither "auto" nor a number from 0.
+    """
     if isinstance(depth, str) and depth == "auto":
         return None
     try:

@@ -59,6 +59,7 @@ class Request:
             as long as the call and its graph, and count against the budget.
         without_heads: the inputs were (tokens, head_dim), and so is the result.
         progress, report: as they were given.
+        sums: the reports to whose totals the passes of the call are added.
     """
 
     work: Workload
@@ -72,6 +73,7 @@ class Request:
     without_heads: bool
     progress: Any
     report: Report | None
+    sums: tuple[Report, ...] = ()
 
     def with_heads(self, given: torch.Tensor, dims: int) -> torch.Tensor:
         """A caller's tensor that has ``dims`` dimensions without heads: a view with heads."""
@@ -157,6 +159,6 @@ def request_of(
     counted = cast_bytes if query.device == options.device else 0
     request = Request(
         work, factor, options, out, dtype, recorded, learned, counted, without_heads,
-        written.progress, written.report,
+        written.progress, written.report, written.sums,
     )  # fmt: skip
     return Tensors(query, key, value, mask), request

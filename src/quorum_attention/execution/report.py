@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from os import PathLike
 from typing import Any
 
+from quorum_attention.execution.total import Total
 from quorum_attention.sizes import format_bytes, format_seconds
 
 
@@ -103,22 +104,26 @@ class PassReport:
         return lines
 
 
-@dataclass(slots=True)
+@dataclass
 class Report:
     """Pass an empty one as ``report=`` and read it afterwards.
 
-    ``forward`` is filled by the call, ``backward`` when its gradients have been computed.
-    ``mask_gradient`` has a line that says how the gradient of ``attn_mask`` was computed, if it
-    was, and one for each recovery of it. On CUDA, measuring the peak resets torch's peak-memory
-    counter of the device.
+    ``forward`` is filled by the call, ``backward`` when its gradients have been computed; of
+    several calls, the last. ``mask_gradient`` has a line that says how the gradient of
+    ``attn_mask`` was computed, if it was, and one for each recovery of it. On CUDA, measuring the
+    peak resets torch's peak-memory counter of the device.
+
+    ``total`` adds up all passes of all calls that the report was given to, be it by ``report=`` or
+    by ``quorum_attention.using(report=...)``, which fills nothing else.
     """
 
     forward: PassReport | None = None
     backward: PassReport | None = None
     mask_gradient: list[str] = field(default_factory=list)
+    total: Total = field(default_factory=Total)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report in plain types, for JSON."""
+        """The last call in plain types, for JSON (``total.to_dict`` has all calls)."""
         found: dict[str, Any] = {
             name: None if part is None else {**asdict(part), "overlap": part.overlap}
             for name, part in (("forward", self.forward), ("backward", self.backward))

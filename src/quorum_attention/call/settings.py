@@ -1,0 +1,261 @@
+"""Defaults of a program's calls: ``using``, in a context, and one layer for the whole process.
+
+A context is Python's (``contextvars``): a thread begins without settings, an asyncio task with
+those of where it was made. Layers lie in a stack, the inner ones win field by field, and each is
+taken out by itself, so that blocks may end in any order.
+
+Settings say how calls are run, never what they compute: a recomputation outside of the block (a
+checkpoint's) may then have another budget, and still has the same numbers.
+"""
+
+from __future__ import annotations
+
+from contextlib import ContextDecorator
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+
+from quorum_attention.call.options import Device, Written, check_progress, depth_of
+from quorum_attention.counts import one_of, shown
+from quorum_attention.execution.device.lookup import present
+from quorum_attention.execution.report import Report
+from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.registry import get_kernel
+from quorum_attention.kernels.traits import traits_of
+from quorum_attention.sizes import parse_bytes
+
+
+class _Unsaid:
+    """The value of what a layer leaves as it is."""
+
+    def __repr__(self) -> str:
+        return "as it is"
+
+
+UNSAID: Any = _Unsaid()
+
+
+class Settings(NamedTuple):
+    """What calls get that do not say otherwise.
+
+    Attributes:
+        budget, depth, kernel, accumulator, devices, progress: as in ``api.attention``.
+        total: the report whose total calls are added to.
+        sdpa: whether ``torch.nn.functional.scaled_dot_product_attention`` is taken over.
+        min_tokens: calls of it with fewer tokens are not.
+    """
+
+    budget: int | str | None = None
+    depth: int | str = "auto"
+    kernel: str | InnerKernel = "auto"
+    accumulator: str = "auto"
+    devices: Device | None = None
+    progress: Any = None
+    total: Report | None = None
+    sdpa: bool = False
+    min_tokens: int = 0
+
+    def fill(self, written: Written) -> Written:
+        """The options of a call, with these where it says nothing. A plan says all that it pins."""
+        budget, plan, depth, kernel, accumulator, devices, progress, report, _ = written
+        devices = self.devices if devices is None else devices
+        progress = self.progress if progress is None else progress
+        if plan is None:
+            budget = self.budget if budget is None else budget
+            depth = self.depth if _is_auto(depth) else depth
+            kernel = self.kernel if _is_auto(kernel) else kernel
+            accumulator = self.accumulator if _is_auto(accumulator) else accumulator
+        return Written(
+            budget, plan, depth, kernel, accumulator, devices, progress, report, self.total
+        )
+
+
+def _is_auto(value: object) -> bool:
+    return isinstance(value, str) and value == "auto"
+
+
+class Layer(NamedTuple):
+    """The fields of ``Settings`` that one block sets; the others are ``UNSAID``."""
+
+    fields: dict[str, Any]
+
+
+class _Stack(NamedTuple):
+    """The layers of a context, outermost first, and what they come to upon a base."""
+
+    layers: tuple[Layer, ...]
+    base: Layer | None
+    whole: Settings | None
+
+    @classmethod
+    def of(cls, layers: tuple[Layer, ...], base: Layer | None) -> _Stack:
+        every = (*(() if base is None else (base,)), *layers)
+        if not every:
+            return cls(layers, base, None)
+        merged: dict[str, Any] = {}
+        for layer in every:
+            merged.update(layer.fields)
+        return cls(layers, base, Settings(**merged))
+
+
+_STACK: ContextVar[_Stack | None] = ContextVar("quorum_attention_settings", default=None)
+# The whole process's. Whether there ever was a layer: most programs have none, and look no further.
+_base: Layer | None = None
+_any = False
+
+
+def current() -> Settings | None:
+    """The settings here; None where there are none."""
+    stack = _STACK.get()
+    if stack is None:
+        if not _any:
+            return None
+        stack = _handed_over() or _Stack.of((), _base)
+    if stack.base is not _base:
+        stack = _Stack.of(stack.layers, _base)
+    return stack.whole
+
+
+def filled(written: Written) -> Written:
+    """The options of a call, with the settings here where it says nothing."""
+    settings = current()
+    return written if settings is None else settings.fill(written)
+
+
+def _handed_over() -> _Stack | None:
+    """The stack of whoever called ``backward``, in a thread of autograd's own (CUDA has some): a
+    checkpoint is recomputed there. torch hands Python's context over, from 2.6 on."""
+    if torch._C._current_graph_task_id() < 0 or not hasattr(torch._C, "_is_key_in_tls"):
+        return None
+    if not torch._C._is_key_in_tls("context"):
+        return None
+    context = torch._C._get_obj_in_tls("context")
+    found: _Stack | None = None if context is None else context.get(_STACK)
+    return found
+
+
+def push(layer: Layer) -> None:
+    """Put a layer on top of this context's."""
+    global _any
+    _any = True
+    stack = _STACK.get()
+    _STACK.set(_Stack.of((*(() if stack is None else stack.layers), layer), _base))
+
+
+def remove(layer: Layer) -> None:
+    """Take a layer out of this context's, wherever it lies; nothing if it is not there (a generator
+    may end in another context than it began in)."""
+    stack = _STACK.get()
+    layers = () if stack is None else stack.layers
+    for at in reversed(range(len(layers))):
+        if layers[at] is layer:
+            _STACK.set(_Stack.of((*layers[:at], *layers[at + 1 :]), _base))
+            return
+
+
+def set_base(layer: Layer | None) -> None:
+    """Replace the layer of the whole process, which lies below those of all contexts."""
+    global _any, _base
+    _base, _any = layer, True
+
+
+def layer_of(**fields: Any) -> Layer:
+    """A layer, checked, of the fields of ``Settings`` that are not ``UNSAID``.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: a value that makes no sense, by name.
+    """
+    said = {name: value for name, value in fields.items() if value is not UNSAID}
+    for name, value in said.items():
+        _CHECKS[name](value)
+    return Layer(said)
+
+
+def _check_kernel(kernel: Any) -> None:
+    if _is_auto(kernel):
+        return
+    traits = traits_of(get_kernel(kernel))
+    if traits.own_attention or traits.probed_as is not None:
+        raise ValueError(
+            f"kernel must be one of exact attention here, got {get_kernel(kernel).name!r}, which "
+            f"computes another: settings say how calls are run, not what they compute. Give it to "
+            f"the call itself"
+        )
+
+
+def _check_devices(devices: Any) -> None:
+    if devices is not None:
+        present(devices, "devices")
+
+
+def _check_total(report: Any) -> None:
+    if report is not None and not isinstance(report, Report):
+        raise TypeError(f"report must be a quorum_attention.Report, got {type(report).__name__}")
+
+
+def _check_min_tokens(value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"min_tokens must be a whole number from 0, got {shown(value)}")
+
+
+def _check_budget(budget: Any) -> None:
+    if budget is not None:
+        parse_bytes(budget)
+
+
+_CHECKS = {
+    "budget": _check_budget,
+    "depth": depth_of,
+    "kernel": _check_kernel,
+    "accumulator": lambda value: one_of(value, "accumulator", ("auto", "device", "host")),
+    "devices": _check_devices,
+    "progress": check_progress,
+    "total": _check_total,
+    "sdpa": lambda value: None,
+    "min_tokens": _check_min_tokens,
+}
+
+
+class using(ContextDecorator):  # noqa: N801 (used as a function is, as torch.no_grad)
+    """Defaults for all calls within a ``with`` block, or a decorated function.
+
+    A call's own arguments win, and so does an inner block, field by field; what a block does not
+    name stays as it is outside of it. The backward of a call runs as its forward did, wherever it
+    runs. Settings belong to Python's context: threads begin without them, asyncio tasks with those
+    of where they were made. ``kernel`` has to be one of exact attention, since settings say how
+    calls are run, never what they compute.
+
+    Args:
+        budget, depth, kernel, accumulator, progress: as in ``quorum_attention.attention``; their
+            defaults there (None, "auto") undo an outer block's.
+        devices: one device, or None.
+        report: a ``Report``, to whose ``total`` every pass of these calls is added. That costs
+            next to nothing: neither memory nor stages are measured, as for a call's own ``report``.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: a value that makes no sense, by name.
+    """
+
+    def __init__(
+        self,
+        *,
+        budget: int | str | None = UNSAID,
+        depth: int | str = UNSAID,
+        kernel: str | InnerKernel = UNSAID,
+        accumulator: str = UNSAID,
+        devices: Device | None = UNSAID,
+        progress: Any = UNSAID,
+        report: Report | None = UNSAID,
+    ) -> None:
+        self._layer = layer_of(
+            budget=budget, depth=depth, kernel=kernel, accumulator=accumulator, devices=devices,
+            progress=progress, total=report,
+        )  # fmt: skip
+
+    def __enter__(self) -> using:
+        push(self._layer)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        remove(self._layer)

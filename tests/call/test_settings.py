@@ -1,0 +1,295 @@
+"""Settings of a context: who wins, where they hold, and that blocks may end in any order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from helpers_attention import assert_close
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+from torch.utils.checkpoint import checkpoint
+
+import quorum_attention as qa
+from quorum_attention.call.options import Written
+from quorum_attention.call.settings import current, filled, layer_of, set_base, using
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def q(n: int = 60) -> torch.Tensor:
+    return torch.randn(1, 2, n, 8, dtype=torch.float64)
+
+
+def levels(report: qa.Report, which: str = "forward") -> int:
+    return len(getattr(report, which).levels)
+
+
+def asked(**call: object) -> tuple[int, ...]:
+    """How deep a call is cut, forward and backward."""
+    report = qa.Report()
+    leaf = q().requires_grad_()
+    qa.attention(leaf, leaf, leaf, report=report, **call).sum().backward()
+    return levels(report), levels(report, "backward")
+
+
+def test_nothing_is_set_outside() -> None:
+    assert current() is None
+    with qa.using(depth=1):
+        assert current() is not None
+    assert current() is None
+
+
+def test_a_call_s_own_arguments_win_and_inner_blocks_do() -> None:
+    assert asked() == (0, 0)
+    with qa.using(depth=1, kernel="dense"):
+        assert asked() == (1, 1)
+        assert asked(depth=2) == (2, 2)
+        with qa.using(depth=2):
+            assert asked() == (2, 2)
+            assert current().kernel == "dense"  # as it is outside
+        with qa.using(depth="auto"):
+            assert asked() == (0, 0)
+        assert asked() == (1, 1)
+    assert asked() == (0, 0)
+
+
+def test_a_plan_says_all_that_it_pins() -> None:
+    plan = qa.plan(60, heads=2, head_dim=8, dtype=torch.float64, levels=(3,))
+    with qa.using(depth=2, kernel="dense", budget="1KiB", accumulator="host"):
+        assert asked(plan=plan) == (1, 1)
+
+
+def test_all_three_functions_and_the_result_is_the_same() -> None:
+    tensor, report = q(), qa.Report()
+    with qa.using(depth=1, kernel="dense", report=report):
+        out, lse = qa.attention_with_lse(tensor, tensor, tensor)
+        grads = qa.attention_backward(out, tensor, tensor, tensor, out, lse)
+        assert_close(qa.attention(tensor, tensor, tensor), sdpa(tensor, tensor, tensor), 1e-12)
+    plain = qa.attention_backward(out, tensor, tensor, tensor, out, lse)
+    for one, two in zip(grads, plain, strict=True):
+        assert_close(one, two, 1e-12)
+    assert (report.total.forwards, report.total.backwards, report.total.cut) == (2, 1, 3)
+    assert set(report.total.kernels) == {"dense"}
+    assert report.forward is None, "only the total is filled"
+
+
+def test_the_backward_is_as_its_forward_wherever_it_runs() -> None:
+    inside, outside = qa.Report(), qa.Report()
+    leaf = q().requires_grad_()
+    with qa.using(depth=1, report=inside):
+        out = qa.attention(leaf, leaf, leaf)
+    with qa.using(depth=2, report=outside):
+        out.sum().backward()
+    assert inside.total.backwards == inside.total.forwards == 1
+    assert inside.total.cut == 2
+    assert outside.total.backwards == 0
+
+
+def test_a_budget_holds_and_is_checked_where_it_is_written() -> None:
+    with (
+        qa.using(budget=1000),
+        pytest.raises(qa.BudgetError, match="too small"),
+    ):
+        qa.attention(q(), q(), q())
+    qa.attention(q(), q(), q())
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        ({"budget": "banana"}, "budget"),
+        ({"depth": -1}, "depth"),
+        ({"kernel": "none of these"}, "no kernel is named"),
+        ({"kernel": object()}, "kernel must be"),
+        ({"kernel": qa.LongNetKernel([(30, 1)])}, "settings say how calls are run"),
+        ({"accumulator": "disk"}, "accumulator"),
+        ({"devices": "mars"}, "devices"),
+        ({"progress": 3}, "progress"),
+        ({"report": []}, "report"),
+    ],
+)
+def test_nonsense_is_refused_by_name_before_the_block(bad: dict[str, object], says: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=says):
+        qa.using(**bad)
+    assert current() is None
+
+
+def test_kernels_that_change_the_scores_are_refused_too() -> None:
+    """A checkpoint that is recomputed outside of the block would have the gradient of another
+    function, without a word."""
+    with pytest.raises(ValueError, match="exact attention"):
+        qa.using(kernel=qa.NativeKernel(window=(3, 0)))
+    with qa.using(kernel=qa.NativeKernel()):
+        pass
+
+
+def test_after_an_error_everything_is_as_before() -> None:
+    with qa.using(depth=1):
+        with pytest.raises(RuntimeError, match="mine"), qa.using(depth=2):
+            raise RuntimeError("mine")
+        assert current().depth == 1
+    assert current() is None
+
+
+def test_as_a_decorator_and_within_itself() -> None:
+    @qa.using(depth=1)
+    def deep(times: int) -> None:
+        assert current().depth == 1
+        if times:
+            deep(times - 1)
+        assert current().depth == 1
+
+    deep(3)
+    assert current() is None
+
+
+def test_threads_begin_without_and_take_a_context_that_they_are_given() -> None:
+    seen: list[object] = []
+    with qa.using(depth=1):
+        for target in (lambda: seen.append(current()), contextvars.copy_context().run):
+            args = () if not seen else (lambda: seen.append(current().depth),)
+            thread = threading.Thread(target=target, args=args)
+            thread.start()
+            thread.join()
+    assert seen == [None, 1]
+
+
+def test_threads_do_not_disturb_each_other() -> None:
+    wait = threading.Barrier(4)
+
+    def work(number: int) -> list[int]:
+        found = []
+        for depth in (0, 1, 2, 0):
+            with qa.using(depth=(number + depth) % 3):
+                wait.wait(30)
+                found.append(asked()[0] - (number + depth) % 3)
+        return found
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, range(4))) == [[0] * 4] * 4
+    assert current() is None
+
+
+def test_tasks_of_asyncio_take_those_of_where_they_were_made() -> None:
+    async def inner(depth: int) -> None:
+        with qa.using(depth=depth):
+            for _ in range(3):
+                await asyncio.sleep(0)
+                assert current().depth == depth
+                assert current().kernel == "dense"
+
+    async def outer() -> None:
+        with qa.using(kernel="dense"):
+            await asyncio.gather(*(inner(depth) for depth in range(4)))
+            assert current().depth == "auto"
+
+    asyncio.run(outer())
+    assert current() is None
+
+
+def test_a_generator_s_block_ends_where_it_ends() -> None:
+    def generator(depth: int):  # type: ignore[no-untyped-def]
+        with qa.using(depth=depth):
+            yield
+            yield
+
+    one, two = generator(1), generator(2)
+    next(one)
+    next(two)
+    assert current().depth == 2
+    one.close()
+    assert current().depth == 2
+    two.close()
+    assert current() is None
+
+
+def test_a_generator_that_ends_in_another_context_raises_nothing() -> None:
+    async def generator():  # type: ignore[no-untyped-def]
+        with qa.using(depth=1):
+            yield
+            yield
+
+    async def main() -> None:
+        async for _ in generator():
+            break  # closed by the loop, in a task of its own
+
+    asyncio.run(main())
+    assert current() is None
+
+
+fields = st.fixed_dictionaries(
+    {},
+    optional={
+        "budget": st.sampled_from([None, "1GiB", 5000]),
+        "depth": st.sampled_from(["auto", 0, 1]),
+        "kernel": st.sampled_from(["auto", "cpu", "dense"]),
+        "accumulator": st.sampled_from(["auto", "host"]),
+    },
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.lists(st.tuples(fields, st.sampled_from("bbbep"), st.integers(0, 5)), max_size=14))
+def test_whatever_the_order_in_which_blocks_begin_and_end(moves) -> None:  # type: ignore[no-untyped-def]
+    """Against the definition: of the open blocks, in the order of their beginning, the last that
+    names a field wins; below them lies the process's own layer."""
+    plain = {"budget": None, "depth": "auto", "kernel": "auto", "accumulator": "auto"}
+    base: dict[str, object] = {}
+    opened: list[tuple[using, dict[str, object]]] = []
+    try:
+        for layer, move, which in moves:
+            if move == "b":
+                opened.append((using(**layer), layer))
+                opened[-1][0].__enter__()
+            elif move == "e" and opened:
+                opened.pop(which % len(opened))[0].__exit__(None, None, None)
+            elif move == "p":
+                base = layer
+                set_base(layer_of(**base) if base else None)
+            said = [base, *(fields for _, fields in opened)]
+            wanted = {k: [plain[k], *(s[k] for s in said if k in s)][-1] for k in plain}
+            found = filled(Written())
+            assert {k: getattr(found, k) for k in plain} == wanted
+    finally:
+        set_base(None)
+        for block, _ in opened:
+            block.__exit__(None, None, None)
+    assert current() is None
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_recomputation_in_a_thread_of_autograd_s_has_the_settings_too(
+    use_reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA has such threads; here one of our own stands in for them: with torch's context in its
+    thread-local objects, and a backward under way."""
+    found = []
+
+    def work() -> None:
+        torch._C._stash_obj_in_tls("context", context)
+        monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: 1)
+        found.append(current())
+        torch._C._remove_obj_from_tls("context")
+        found.append(current())
+
+    with qa.using(depth=1):
+        context = contextvars.copy_context()
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        monkeypatch.undo()
+        assert found[0].depth == 1
+        assert found[1] is None
+        report, leaf = qa.Report(), q().requires_grad_()
+        out = checkpoint(
+            lambda t: qa.attention(t, t, t, report=report), leaf, use_reentrant=use_reentrant
+        )
+        out.sum().backward()
+    assert levels(report) == levels(report, "backward") == 1
+    assert report.total.forwards == 2, "recomputed"

@@ -1,0 +1,88 @@
+"""What many calls came to."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import threading
+
+import pytest
+import torch
+from helpers_kernels import WatchedKernel
+
+import quorum_attention as qa
+from quorum_attention.execution.total import Total
+
+
+def test_nothing_yet() -> None:
+    assert str(Total()) == "nothing has run yet"
+    assert qa.Report().total is not qa.Report().total
+
+
+def test_it_adds_up_and_keeps_the_largest_peak() -> None:
+    total = Total()
+    total.add("cpu", backward=False, seconds=1.0, peak_bytes=5 << 20)
+    total.add("cpu", backward=True, seconds=2.0, cut=True, peak_bytes=3 << 20)
+    total.add("native", backward=False, seconds=4.0, recoveries=2, recovery_seconds=0.5)
+    assert (total.forwards, total.backwards, total.cut, total.seconds) == (2, 1, 1, 7.0)
+    assert (total.peak_bytes, total.recoveries, total.recovery_seconds) == (5 << 20, 2, 0.5)
+    assert total.kernels["cpu"].passes == 2
+    assert total.kernels["native"].seconds == 4.0
+    said = str(total)
+    for words in ("2 forward(s) and 1 backward(s), 1 of them cut", "5.00 MiB", "2 recoveries",
+                  "cpu: 2 pass(es), 1 cut", "native: 1 pass(es)"):  # fmt: skip
+        assert words in said
+    assert json.loads(json.dumps(total.to_dict()))["kernels"]["cpu"]["cut"] == 1
+    assert pickle.loads(pickle.dumps(total)) == copy.deepcopy(total) == total
+
+
+def test_any_thread_may_add() -> None:
+    total = Total()
+
+    def work() -> None:
+        for _ in range(2000):
+            total.add("cpu", backward=False, seconds=1.0)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert total.forwards == total.kernels["cpu"].passes == 8000
+    assert total.seconds == 8000.0
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_of_calls_small_cut_and_failed() -> None:
+    report, outer = qa.Report(), qa.Report()
+    q = torch.randn(1, 4, 300, 16, requires_grad=True)
+    with qa.using(report=outer):
+        qa.attention(q, q, q).sum().backward()  # at once, without a plan
+        qa.attention(q, q, q, report=report, depth=1).sum().backward()
+        with pytest.raises(qa.BudgetError):
+            qa.attention(q, q, q, budget=100)
+    assert (report.total.forwards, report.total.backwards, report.total.cut) == (1, 1, 2)
+    assert (outer.total.forwards, outer.total.backwards, outer.total.cut) == (2, 2, 2)
+    assert outer.total.seconds > report.total.seconds > 0
+    assert outer.total.peak_bytes == max(
+        report.forward.planned_peak_bytes, report.backward.planned_peak_bytes
+    )
+    # One report given twice counts once.
+    with qa.using(report=report):
+        qa.attention(q.detach(), q, q, report=report)
+    assert report.total.forwards == 2
+
+
+def test_a_recovery_is_counted() -> None:
+    sizes = {"heads": 2, "head_dim": 16, "dtype": torch.float32}
+    kernel, report, outer = WatchedKernel({0, 3}), qa.Report(), qa.Report()
+    budget = qa.plan(400, kernel=kernel, levels=(7,), n_cap=3, **sizes).peak_bytes
+    plan = qa.plan(400, kernel=kernel, budget=budget, n_cap=3, **sizes)
+    q = torch.randn(1, 2, 400, 16)
+    kernel.arm()
+    with qa.using(report=outer):
+        qa.attention(q, q, q, plan=plan, kernel=kernel, report=report)
+    assert outer.total.recoveries == len(report.forward.recoveries) > 0
+    assert outer.total.recovery_seconds == report.forward.recovery_seconds
+    assert outer.total.cut == 1
