@@ -30,8 +30,8 @@ def test_once_for_calls_of_a_kind(caplog: pytest.LogCaptureFixture) -> None:
         for words in ("400 queries x 400 keys", "1 x 4 heads", "budget none", "depth 1",
                       "kernel cpu", "predicted"):  # fmt: skip
             assert words in lines[0]
-        qa.attention(q.detach(), q.detach(), q.detach(), budget="200KiB")
-    assert "budget 200.00 KiB" in caplog.records[2].getMessage()
+        qa.attention(q.detach(), q.detach(), q.detach(), budget="64MiB", depth=1)
+    assert "budget 64.00 MiB" in caplog.records[2].getMessage()
     assert {record.name for record in caplog.records} == {"quorum_attention"}
 
 
