@@ -14,10 +14,11 @@ import torch
 from helpers_movers import HEADS, LAYS, PIECES, ROWS, Lay, loaded, n_bytes, stored
 
 from quorum_attention.execution.control.visits import Rows
-from quorum_attention.execution.device import cuda_mover
+from quorum_attention.execution.device import cuda_mover, page_locks
 from quorum_attention.execution.device.clock import HostClock, NoClock
 from quorum_attention.execution.device.cuda_mover import CudaMover
 from quorum_attention.execution.device.mover import Mover
+from quorum_attention.execution.device.page_locks import PageLocks
 
 GPU = torch.device("cuda", 0)
 
@@ -72,6 +73,10 @@ class Locks:
         self.every = every
 
     settled = True
+    cuts: tuple[int, ...] = ()
+
+    def is_cut(self, tensor: torch.Tensor) -> bool:
+        return False
 
     def wants(self, tensor: torch.Tensor) -> bool:
         return self.every
@@ -176,6 +181,73 @@ def test_every_row_is_waited_for_while_memory_is_being_locked(
     parts = [head[piece.start : piece.stop] for head in target for piece in PIECES]
     asked = {start for start, _ in locks.asked}
     assert all(part.data_ptr() in asked for part in parts)
+
+
+class Driver(Runtime):
+    """Locks memory, too, but for some pieces; refuses copies that a driver refuses."""
+
+    def __init__(self, refused: int) -> None:
+        super().__init__()
+        self.locked: dict[int, int] = {}
+        self.refused = refused
+        self.asked = 0
+
+    def cudaHostRegister(self, start: int, n_bytes: int, flags: int) -> int:
+        self.asked += 1
+        if self.refused and self.asked % self.refused == 0:
+            return 1
+        self.locked[start] = start + n_bytes
+        return 0
+
+    def cudaHostUnregister(self, start: int) -> int:
+        del self.locked[start]
+        return 0
+
+    def in_one(self, start: int, size: int) -> bool:
+        """Whether memory is locked, in one piece; raises if a part of it is."""
+        touched = [(a, b) for a, b in self.locked.items() if a < start + size and start < b]
+        assert not touched or (touched[0][0] <= start and start + size <= touched[0][1])
+        return bool(touched)
+
+    def cudaMemcpyBatchAsync(self, targets, sources, sizes, count, *rest):  # type: ignore[no-untyped-def]
+        for target, source, size in zip(targets, sources, sizes, strict=True):
+            assert self.in_one(target, size) or self.in_one(source, size), "pageable, in a batch"
+        return super().cudaMemcpyBatchAsync(targets, sources, sizes, count, *rest)
+
+    def cudaMemcpyAsync(self, target, source, size, kind, stream):  # type: ignore[no-untyped-def]
+        self.in_one(target, size), self.in_one(source, size)
+        return super().cudaMemcpyAsync(target, source, size, kind, stream)
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("refused", [0, 1, 2, 5])
+@pytest.mark.parametrize("piece_bytes", [64, 96, 1000])
+@pytest.mark.parametrize("lay", LAYS[:3], ids=str)
+def test_no_copy_reaches_from_one_locked_piece_into_another(
+    lay: Lay, piece_bytes: int, refused: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors that were there before are locked in pieces, some of which may be refused."""
+    driver = Driver(refused)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    for name, value in (("WORTH_LOCKING_BYTES", 1), ("PIECE_BYTES", piece_bytes)):
+        monkeypatch.setattr(page_locks, name, value)
+    monkeypatch.setattr(page_locks, "PAGE_BYTES", 32)
+    far, target = lay.made(), lay.made()
+    state = torch.randn(HEADS, ROWS, lay.width).to(lay.dtype)
+    slot = torch.zeros_like(state)
+    expected = stored(target, state)
+    with PageLocks([far, target], by_address=[far, target]) as locks:
+        mover = made(monkeypatch, driver, locks=locks)  # type: ignore[arg-type]
+        for _ in range(2):
+            with mover.input_stage(0):
+                mover.load(slot, far, PIECES)
+            assert torch.equal(slot.float(), loaded(far))
+            with mover.store_stage(0):
+                mover.store(target, state, PIECES)
+            assert torch.equal(target, expected)
+    assert driver.asked > (far.nbytes - piece_bytes) // (2 * piece_bytes)
+    assert not driver.locked
 
 
 @pytest.mark.usefixtures("cuda")

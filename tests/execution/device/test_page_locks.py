@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import threading
 from collections.abc import Iterator
@@ -51,6 +52,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(page_locks, "WORTH_LOCKING_BYTES", WORTH)
+    monkeypatch.setattr(page_locks, "PIECE_BYTES", PIECE)
     yield found
     assert not found.registered, "left locked"
 
@@ -90,6 +92,53 @@ def test_no_copy_of_a_head_reaches_from_one_piece_into_another(runtime: Runtime,
             assert any(start <= first and last <= stop for start, stop in pieces)
     if rows % 64 == 0:
         assert len(pieces) > 5
+
+
+@pytest.mark.parametrize("n_bytes", [PIECE, PIECE + 5000, 2 * PIECE - 1, 2 * PIECE, 7 * PIECE + 99])
+def test_what_is_copied_by_address_is_locked_piece_by_piece(runtime: Runtime, n_bytes: int) -> None:
+    """Its pieces meet at pages, where the driver can tell them apart, and copies are cut there."""
+    tensor = made(n_bytes)
+    with PageLocks([tensor], by_address=[tensor]) as locks:
+        assert locks.covers(tensor)
+        pieces = sorted((start, start + size) for start, size in runtime.registered.items())
+        assert pieces[0][0] == tensor.data_ptr()
+        assert pieces[-1][1] == tensor.data_ptr() + n_bytes
+        inner = [stop for _, stop in pieces[:-1]]
+        assert inner == [start for start, _ in pieces[1:]] == locks.cuts
+        assert all(cut % PAGE_BYTES == 0 for cut in inner)
+        assert len(pieces) >= n_bytes // (2 * PIECE)
+        assert locks.is_cut(tensor) == (len(pieces) > 1)
+    assert bool((tensor == 7).all())
+
+
+def test_parts_of_a_copy_are_all_of_it_and_in_one_piece_each(runtime: Runtime) -> None:
+    tensor = made(9 * PIECE)
+    runtime.refused = {3}
+    with PageLocks([tensor], by_address=[tensor]) as locks:
+        assert not locks.covers(tensor)
+        for _ in range(300):
+            start = random.randrange(tensor.nbytes)
+            n_bytes = random.randint(1, tensor.nbytes - start)
+            at = first = tensor.data_ptr() + start
+            for low, count, locked in locks.parts(first, n_bytes):
+                assert low == at
+                at += count
+                inside = [
+                    begin <= low and low + count <= begin + size
+                    for begin, size in runtime.registered.items()
+                ]
+                assert any(inside) == locked
+            assert at == first + n_bytes
+        assert locks.parts(tensor.data_ptr() - 10, 20)[0] == (tensor.data_ptr() - 10, 10, False)
+
+
+def test_what_is_not_copied_by_address_is_not_cut_nor_what_it_overlaps(runtime: Runtime) -> None:
+    tensor = made(6 * PIECE)
+    with PageLocks([tensor, tensor[100:900]], by_address=[tensor]) as locks:
+        assert locks.covers(tensor)
+        assert list(runtime.registered.values()) == [tensor.nbytes]
+        assert not locks.cuts
+        assert not locks.is_cut(tensor)
 
 
 def test_small_tensors_are_left_alone(runtime: Runtime) -> None:

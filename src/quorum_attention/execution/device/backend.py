@@ -96,13 +96,17 @@ class Backend(ABC):
         return None
 
     def page_locks(
-        self, tensors: Iterable[torch.Tensor], made: Iterable[torch.Tensor]
+        self,
+        tensors: Iterable[torch.Tensor],
+        made: Iterable[torch.Tensor],
+        as_they_are: Iterable[torch.Tensor] = (),
     ) -> PageLocks:
         """Page locks for those of ``tensors`` that are in host memory and worth it.
 
         Args:
-            tensors: what will be copied from or to.
+            tensors: what will be copied from or to, (..., rows, width).
             made: those of them that hold nothing yet.
+            as_they_are: those of them that are copied without conversion to another dtype.
         """
         return PageLocks(())
 

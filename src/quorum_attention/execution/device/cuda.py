@@ -11,7 +11,7 @@ import torch
 
 from quorum_attention.execution.device.backend import Backend, TrialSizes
 from quorum_attention.execution.device.clock import Clock, HostClock
-from quorum_attention.execution.device.cuda_mover import CudaMover
+from quorum_attention.execution.device.cuda_mover import CudaMover, by_address
 from quorum_attention.execution.device.mover import Mover
 from quorum_attention.execution.device.page_locks import PageLocks
 from quorum_attention.execution.device.rates import h200_rates
@@ -78,10 +78,13 @@ class Cuda(Backend):
         return Lanes(device, count) if count > 1 else None
 
     def page_locks(
-        self, tensors: Iterable[torch.Tensor], made: Iterable[torch.Tensor]
+        self,
+        tensors: Iterable[torch.Tensor],
+        made: Iterable[torch.Tensor],
+        as_they_are: Iterable[torch.Tensor] = (),
     ) -> PageLocks:
         """Page locks for those of ``tensors`` that are in host memory and large."""
-        return PageLocks(tensors, made)
+        return PageLocks(tensors, made, by_address(as_they_are))
 
     def mover(self, device: torch.device, n_slots: int, locks: PageLocks, clock: Clock) -> Mover:
         """A mover that copies on streams of its own."""

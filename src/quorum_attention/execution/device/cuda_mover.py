@@ -6,7 +6,8 @@ torch or by pitched copies.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
@@ -68,11 +69,18 @@ class _Copies:
                 return
             # The driver is older than the bindings and has no batches: one by one from now on.
             self._attributes = None
-        kind = runtime.cudaMemcpyKind.cudaMemcpyDefault
         for target, source, n_bytes in zip(self._targets, self._sources, self._sizes, strict=True):
-            (status,) = runtime.cudaMemcpyAsync(target, source, n_bytes, kind, stream)
-            if int(status) != 0:
-                raise RuntimeError(f"cudaMemcpyAsync of {n_bytes} bytes failed: {status}")
+            self._one(target, source, n_bytes, stream)
+
+    def at_once(self, target: int, source: int, n_bytes: int, stream: torch.cuda.Stream) -> None:
+        """Issue a single copy."""
+        self._one(target, source, n_bytes, stream.cuda_stream)
+
+    def _one(self, target: int, source: int, n_bytes: int, stream: int) -> None:
+        kind = self._runtime.cudaMemcpyKind.cudaMemcpyDefault
+        (status,) = self._runtime.cudaMemcpyAsync(target, source, n_bytes, kind, stream)
+        if int(status) != 0:
+            raise RuntimeError(f"cudaMemcpyAsync of {n_bytes} bytes failed: {status}")
 
 
 class CudaMover(StreamMover):
@@ -141,14 +149,15 @@ class CudaMover(StreamMover):
             return 0
         heads, _, width = slot.shape
         row = width * slot.element_size()
-        dense = (width == 1 or far.stride(2) == 1) and far.stride(1) == width
         if (
             self._copies is not None
-            and dense
-            and far.dtype == slot.dtype
             and far.device.type == "cpu"
-            and self._is_locked(far, pieces)
+            and far.dtype == slot.dtype
+            and _has_dense_rows(far)
+            and ((locked := self._is_locked(far, pieces)) or self.locks.is_cut(far))
         ):
+            # Without the list of cuts nobody asks where a copy reaches.
+            cuts = self.locks.cuts if not locked or self.locks.is_cut(far) else None
             here, there = slot.data_ptr(), far.data_ptr()
             here_step = slot.stride(0) * slot.element_size()
             there_step = far.stride(0) * far.element_size()
@@ -157,7 +166,9 @@ class CudaMover(StreamMover):
                 at, beyond = here + piece.local * row, there + piece.start * row
                 for head in range(heads):
                     ours, theirs = at + head * here_step, beyond + head * there_step
-                    if up:
+                    if cuts is not None and (not locked or _cut_inside(cuts, theirs, n_bytes)):
+                        self._add_parts(ours, theirs, n_bytes, up=up)
+                    elif up:
                         self._copies.add(ours, theirs, n_bytes)
                     else:
                         self._copies.add(theirs, ours, n_bytes)
@@ -169,6 +180,21 @@ class CudaMover(StreamMover):
                 else:
                     self._copy(other, part, other)
         return sum(piece.stop - piece.start for piece in pieces) * row * heads
+
+    def _add_parts(self, ours: int, theirs: int, n_bytes: int, *, up: bool) -> None:
+        """Note a copy in parts that do not reach from one locked piece into another.
+
+        A part that is not locked is copied at once: the driver takes such copies singly.
+        """
+        assert self._copies is not None
+        for start, count, locked in self.locks.parts(theirs, n_bytes):
+            near = ours + start - theirs
+            target, source = (near, start) if up else (start, near)
+            if locked:
+                self._copies.add(target, source, count)
+            else:
+                stream = torch.cuda.current_stream(self.device)
+                self._copies.at_once(target, source, count, stream)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, far: torch.Tensor) -> None:
         """Copy (heads, rows, width); ``far`` is the one of the two tensors outside of the slot."""
@@ -214,6 +240,24 @@ class CudaMover(StreamMover):
                 f"cudaMemcpy2DAsync of {lines} x {n_bytes} bytes "
                 f"(pitches {target_pitch}, {source_pitch}) failed: {status}"
             )
+
+
+def by_address(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of ``tensors`` (..., rows, width) whose rows in host memory a ``CudaMover`` copies by
+    address, if they have the dtype of their slots."""
+    if _cuda_runtime() is None:
+        return []
+    return [t for t in tensors if t.device.type == "cpu" and _has_dense_rows(t)]
+
+
+def _has_dense_rows(tensor: torch.Tensor) -> bool:
+    """Whether the rows of each head lie in memory without gaps."""
+    width = tensor.shape[-1]
+    return (width == 1 or tensor.stride(-1) == 1) and tensor.stride(-2) == width
+
+
+def _cut_inside(cuts: list[int], start: int, n_bytes: int) -> bool:
+    return bisect_right(cuts, start) < bisect_left(cuts, start + n_bytes)
 
 
 def _cuda_runtime() -> ModuleType | None:

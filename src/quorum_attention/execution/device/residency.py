@@ -10,9 +10,17 @@ import torch
 
 from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.device.lookup import HOST, backend_of, on_host
-from quorum_attention.execution.device.page_locks import PAGE_BYTES, WORTH_LOCKING_BYTES
+from quorum_attention.execution.device.page_locks import (
+    HUGE_PAGE_BYTES,
+    PAGE_BYTES,
+    WORTH_LOCKING_BYTES,
+    ask_for_huge_pages,
+)
 from quorum_attention.execution.memory import is_out_of_memory
 from quorum_attention.sizes import format_bytes
+
+# Less than this fits few huge pages.
+_WORTH_HUGE_PAGES = 8 << 20
 
 Home = Literal["device", "host"]
 """Where accumulators wait between tasks, as schedules name it."""
@@ -65,7 +73,7 @@ class Residency:
         """An uninitialised tensor here for a result that is computed on ``compute``.
 
         If it can be page-locked it begins at a page, so that it can be locked head by head
-        (device/page_locks.py).
+        (device/page_locks.py); a large one begins at a huge page, which the system is asked for.
 
         Raises:
             OutOfMemoryError: as ``empty``.
@@ -73,9 +81,13 @@ class Residency:
         n_bytes = dtype.itemsize * math.prod(shape)
         if n_bytes < WORTH_LOCKING_BYTES or not self.lockable(compute):
             return self.empty(shape, dtype, what)
-        room = self.empty((n_bytes + PAGE_BYTES,), torch.uint8, what)
-        at = -room.data_ptr() % PAGE_BYTES
-        return room[at : at + n_bytes].view(dtype).view(shape)
+        page = PAGE_BYTES if n_bytes < _WORTH_HUGE_PAGES else HUGE_PAGE_BYTES
+        room = self.empty((n_bytes + page,), torch.uint8, what)
+        at = -room.data_ptr() % page
+        found = room[at : at + n_bytes]
+        if page == HUGE_PAGE_BYTES:
+            ask_for_huge_pages(found)
+        return found.view(dtype).view(shape)
 
     def travelling(
         self, shape: tuple[int, ...], dtype: torch.dtype, compute: torch.device

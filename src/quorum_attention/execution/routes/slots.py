@@ -186,11 +186,17 @@ class Slots(Route):
                 scalings.append(scaling)
             return _make_pass(job, schedule, tools, inputs, homes, final, scaling)
 
-        moved = [*job.tensors.values(), *results]
+        read = [item.rows.tensor for item in inputs]
+        as_they_are = [
+            tensor
+            for tensor, item in zip(read, spec.inputs, strict=True)
+            if tensor.dtype == item.dtype(call.work)
+        ]
+        moved = [*read, *results]
         moved.extend(rows.tensor for rows in homes if isinstance(rows, GroupBuffer))
         made = [result for result in results if id(result) not in given]
         try:
-            with backend_of(call.device).page_locks(moved, made) as locks:
+            with backend_of(call.device).page_locks(moved, made, as_they_are) as locks:
                 run(job, machine, make_pass, locks, tools)
         finally:
             job.repeated(sum(scaling.repeated for scaling in scalings))
