@@ -118,11 +118,11 @@ def test_recover_really_fails_and_comes_back(
     """torch's own allocator refuses under the limit; ours returns and is right."""
     sizes = [
         "--tokens",
-        "8192",
+        "4096",
         "--heads",
         "16",
         "--budget",
-        "24MiB",
+        "14MiB",
         "--device",
         "cpu",
         "--causal",
