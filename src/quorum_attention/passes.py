@@ -23,7 +23,7 @@ from quorum_attention.execution.mask_gradient import add_up_mask_gradient
 from quorum_attention.execution.masks import MaskView
 from quorum_attention.execution.memory import first_line, is_out_of_memory, named_out_of_memory
 from quorum_attention.execution.report import PassReport
-from quorum_attention.execution.routes.whole import at_once
+from quorum_attention.execution.routes.whole import at_once, materialises
 from quorum_attention.execution.run_pass import run_pass
 from quorum_attention.execution.scaling import scales
 from quorum_attention.execution.takes import corrected_bytes
@@ -104,7 +104,9 @@ def _run_backward(tensors: Tensors, request: Request, given: Given) -> tuple[tor
         else:
             scaled = scales(call.kernel, work)
             upstream = upstream_of(grad_out, work, options.device, scaled=scaled)
-        carrier = _carrier(call, tensors, given, upstream.tensor)
+        carrier = out
+        if report is not None or not materialises(work, call.kernel):
+            carrier = _carrier(call, tensors, given, upstream.tensor)
         return backward_job(call, upstream, carrier, lse, grads, report, progress)
 
     return (*_run(tensors, request, asked, decision, job_of, grads or ()), *of_mask)

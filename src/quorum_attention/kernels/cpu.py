@@ -32,7 +32,7 @@ class CpuKernel(RectangleKernel):
     """torch's tiled CPU attention: fp16, bf16, fp32 and fp64, any head size, masks."""
 
     name = "cpu"
-    traits = replace(RectangleKernel.traits, plain_softmax=True)
+    traits = replace(RectangleKernel.traits, plain_softmax=True, small_gradients=True)
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""

@@ -79,8 +79,16 @@ def exact_carrier(
     total = p.sum(dim=-1)
     delta = (p * (gradient @ v.mT)).sum(dim=-1) / total
     # Such a row's lse is of more keys than these, so delta cannot be computed from them.
-    delta.masked_fill_((total - 1.0).abs() > _WHOLE, torch.nan)
+    delta.masked_fill_(not_whole(total), torch.nan)
     return _carrying(delta, gradient, out)
+
+
+def not_whole(total: torch.Tensor) -> torch.Tensor:
+    """Which rows see other keys as well, by the sums of their probabilities.
+
+    Not those whose sum is NaN.
+    """
+    return (total - 1.0).abs() > _WHOLE
 
 
 def _carrying(delta: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,8 @@ class Traits:
             not compared with the reference first, and gets no rows beyond the sequence's tokens.
         plain_softmax: it computes the softmax of the scores, and its backward uses ``out`` for
             delta alone; small 16-bit calls then get a more exact delta (kernels/delta.py).
+        small_gradients: where it runs, the gradients of those small calls come quicker from
+            materialised scores (kernels/small_gradients.py); needs ``plain_softmax``.
         whole_tasks: a task is one launch, whatever its rectangles. So nothing is gained by several
             calls in flight, or by running all tasks of a head group together.
         several_streams: a task is several calls, spread over ``TaskTensors.lanes`` if there are
@@ -59,6 +61,7 @@ class Traits:
 
     own_attention: bool = False
     plain_softmax: bool = False
+    small_gradients: bool = False
     whole_tasks: bool = False
     several_streams: bool = False
     launch_seconds: tuple[float, float] = (60e-6, 200e-6)  # the native kernel's
@@ -88,6 +91,8 @@ class Traits:
             raise TypeError(f"scaled_backward must be a frozenset of dtypes, got {shown(dtypes)}")
         if self.whole_tasks and self.several_streams:
             raise ValueError("whole_tasks and several_streams: a task is one launch, or several")
+        if self.small_gradients and not self.plain_softmax:
+            raise ValueError("small_gradients without plain_softmax: they are those of a softmax")
         if self.operator and not self.whole_calls:
             raise ValueError("operator without whole_calls: an operator takes whole calls")
 

@@ -25,13 +25,16 @@ from quorum_attention.execution.takes import (
     Load,
     bytes_before,
     copied_bytes,
+    corrected_bytes,
     final_bytes,
     result_bytes,
 )
 from quorum_attention.execution.tools import Tools
 from quorum_attention.execution.workload import Group, GroupSize, Workload, count_groups, groups
 from quorum_attention.kernels.outside import capturing
-from quorum_attention.kernels.traits import whole_calls
+from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.small_gradients import small_gradients
+from quorum_attention.kernels.traits import traits_of, whole_calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,14 +184,46 @@ def at_once(job: Job) -> tuple[torch.Tensor, ...] | None:
         job: with at most one batch dimension, and an upstream gradient in the inputs' dtype.
 
     Returns:
-        The results; None if gradients that may have to be scaled are not finite in 16 bits.
+        The results; None if gradients of 16 bits are not finite, and may have to be scaled or kept
+        to rows of their own.
     """
     call, lse = job.call, job.tensors.get("lse")
     if lse is not None:
         lse = _without_empty_rows(lse)
     mask = None if call.mask is None else call.mask.whole(call.work.dtype, call.device)
-    parts = _of_call(job, None, lse, call.work.is_causal, mask)
+    if lse is not None and materialises(call.work, call.kernel):
+        parts = _materialised(job, lse, mask)
+    else:
+        parts = _of_call(job, None, lse, call.work.is_causal, mask)
     return None if parts is None else job.results.take(parts)
+
+
+def materialises(work: Workload, kernel: InnerKernel) -> bool:
+    """Whether ``at_once`` takes the gradients of such a call from materialised scores."""
+    return traits_of(kernel).small_gradients and corrected_bytes(work, kernel) > 0
+
+
+def _materialised(
+    job: Job, lse: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, ...] | None:
+    """The gradients of a small backward; None if one is not finite: operators keep NaN to the rows
+    that have it."""
+    call, work = job.call, job.call.work
+    grad_out, query, key, value, out, rows = (
+        _four(t, work)
+        for t in (
+            job.tensors["grad_out"],
+            call.query,
+            call.key,
+            call.value,
+            job.tensors["out"],
+            lse,
+        )
+    )
+    parts = small_gradients(
+        grad_out, query, key, value, out, rows, bias, work.is_causal, call.scale
+    )
+    return parts if all_finite(parts) else None
 
 
 def _of_call(

@@ -1,0 +1,122 @@
+"""Gradients of small calls from materialised scores, against float64."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import quorum_attention as qa
+from quorum_attention.execution.routes import whole
+from quorum_attention.kernels.small_gradients import small_gradients
+
+
+def call(batch: int, heads: int, kv_heads: int, nq: int, nk: int, d: int, dv: int):  # type: ignore[no-untyped-def]
+    query, grad_out = torch.randn(batch, heads, nq, d), torch.randn(batch, heads, nq, dv)
+    return (
+        query,
+        torch.randn(batch, kv_heads, nk, d),
+        torch.randn(batch, kv_heads, nk, dv),
+        grad_out,
+    )
+
+
+def scores_of(query, key, bias, causal, scale):  # type: ignore[no-untyped-def]
+    shared = query.shape[1] // key.shape[1]
+    scores = scale * (query @ key.repeat_interleave(shared, 1).mT)
+    if bias is not None:
+        scores = scores + bias
+    if causal:
+        above = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(above, -torch.inf)
+    return scores
+
+
+def expected(query, key, value, grad_out, bias, causal, scale):  # type: ignore[no-untyped-def]
+    """(out, lse, gradients) in float64."""
+    three = [t.double().requires_grad_() for t in (query, key, value)]
+    scores = scores_of(*three[:2], bias, causal, scale)
+    dead = (scores == -torch.inf).all(dim=-1, keepdim=True)
+    p = scores.masked_fill(dead, 0.0).softmax(dim=-1).masked_fill(dead, 0.0)
+    out = p @ three[2].repeat_interleave(query.shape[1] // key.shape[1], 1)
+    grads = torch.autograd.grad(out, three, grad_out.double())
+    return out.detach(), scores.detach().logsumexp(dim=-1), grads
+
+
+@pytest.mark.parametrize("number", range(40))
+def test_against_float64(number: int) -> None:
+    draw = random.Random(number)
+    kv_heads, causal = draw.choice([1, 2, 3]), draw.random() < 0.4
+    nq, nk = draw.choice([1, 2, 7, 16]), draw.choice([1, 3, 8, 17])
+    sizes = (draw.choice([1, 2]), kv_heads * draw.choice([1, 2, 4]), kv_heads, nq, nk)
+    query, key, value, grad_out = call(*sizes, draw.choice([1, 5, 16]), draw.choice([1, 8]))
+    scale = draw.choice([0.3, -0.4, 0.0, 4.0])
+    bias = None
+    if draw.random() < 0.5:
+        shape = [draw.choice([1, n]) for n in (*sizes[:2], nq, nk)]
+        bias = torch.randn(shape).masked_fill(torch.rand(shape) < 0.2, -torch.inf)
+    out, lse, grads = expected(query, key, value, grad_out, bias, causal, scale)
+    lse = lse.float().masked_fill(lse == -torch.inf, 0.0)
+    given = (grad_out, query, key, value, out.float(), lse, bias, causal, scale)
+    for mine, theirs, like in zip(small_gradients(*given), grads, (query, key, value), strict=True):
+        assert mine.shape == like.shape
+        torch.testing.assert_close(mine.double(), theirs, atol=3e-5, rtol=1e-5)
+
+
+def test_rows_of_more_keys_than_these_take_their_delta_from_the_output() -> None:
+    """As a ring computes its backward: each part of the keys with the lse and output of all."""
+    query, key, value, grad_out = call(1, 2, 1, 6, 10, 8, 8)
+    out, lse, grads = expected(query, key, value, grad_out, None, False, 0.5)
+    parts = [
+        small_gradients(
+            grad_out, query, key[:, :, part], value[:, :, part], out.float(), lse.float(), None,
+            False, 0.5,
+        )
+        for part in (slice(0, 4), slice(4, 10))
+    ]  # fmt: skip
+    (dq, dk, dv), (dq_2, dk_2, dv_2) = parts
+    for mine, theirs in zip(
+        (dq + dq_2, torch.cat([dk, dk_2], 2), torch.cat([dv, dv_2], 2)), grads, strict=True
+    ):
+        torch.testing.assert_close(mine.double(), theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dims", [2, 3, 4])
+def test_small_calls_of_16_bits_take_this_way(
+    dtype: torch.dtype, dims: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of nearly one key: dQ is as exact as its dtype, not as the rounded output."""
+    asked = []
+
+    def watched(*given):  # type: ignore[no-untyped-def]
+        asked.append(given)
+        return small_gradients(*given)
+
+    monkeypatch.setattr(whole, "small_gradients", watched)
+    query, key, value, grad_out = (t.to(dtype) for t in call(1, 2, 2, 5, 5, 16, 16))
+    value = (9 * value.sign()).to(dtype)
+    view = (slice(None),) if dims == 4 else (0,) if dims == 3 else (0, 0)
+    three = [t[view].clone().requires_grad_() for t in (5 * query, key, value)]
+    out = qa.attention(*three, is_causal=True)
+    grads = torch.autograd.grad(out, three, grad_out[view])
+    assert len(asked) == 1
+    _, _, right = expected(5 * query, key, value, grad_out, None, True, 0.25)
+    for mine, theirs in zip(grads, right, strict=True):
+        theirs = theirs[view]
+        assert mine.dtype == dtype
+        limit = 2 * torch.finfo(dtype).eps * theirs.abs() + 1e-4
+        assert ((mine.double() - theirs).abs() <= limit).all()
+
+
+def test_gradients_that_are_not_finite_are_left_to_the_kernel() -> None:
+    """A value of NaN that no other row sees makes no NaN in the other rows' gradients."""
+    query, key, value, grad_out = (t.bfloat16() for t in call(1, 1, 1, 4, 4, 8, 8))
+    value[0, 0, 3] = torch.nan
+    three = [t.requires_grad_() for t in (query, key, value)]
+    out = qa.attention(*three, is_causal=True)
+    theirs = torch.nn.functional.scaled_dot_product_attention(*three, is_causal=True)
+    got = torch.autograd.grad(out, three, grad_out)[0]
+    wanted = torch.autograd.grad(theirs, three, grad_out)[0]
+    assert torch.equal(got.isnan(), wanted.isnan())
