@@ -17,7 +17,7 @@ ROOT = Path(quorum_attention.__file__).parent
 FLOORS = (
     ("counts", "errors", "progress"),
     ("quorums", "sizes"),
-    ("decomposition", "writing"),
+    ("decomposition", "mask", "writing"),
     ("files", "kernels", "pictures"),
     ("execution",),
     ("limits", "planner"),

@@ -1,0 +1,102 @@
+"""Which kernel computes a call under a ``Mask``."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from quorum_attention.kernels.masked.reading import Sizes, read
+from quorum_attention.kernels.native import NativeKernel
+from quorum_attention.kernels.protocol import CallShape, InnerKernel
+from quorum_attention.kernels.registry import get_kernel, why_not
+from quorum_attention.kernels.select import select_kernel
+from quorum_attention.kernels.traits import operator, traits_of
+from quorum_attention.mask import Mask
+
+# Runs anything, with scores in memory (tiles.py).
+_DENSE, _TILES = "dense", "tiles"
+
+
+def under(
+    mask: Mask,
+    sizes: Sizes,
+    is_causal: bool,
+    wanted: str | InnerKernel,
+    call: CallShape,
+    device: torch.device,
+    *,
+    tried: bool = True,
+) -> tuple[bool, str | InnerKernel]:
+    """How a call under ``mask`` is computed, its bias and its sinks left aside.
+
+    Args:
+        is_causal: of the call.
+        wanted: the kernel that the caller asked for.
+        call: what kernels are asked about.
+        tried: whether kernels have to pass their test on the device.
+
+    Returns:
+        Whether the call is causal, and its kernel: ``wanted`` where nothing else is masked.
+
+    Raises:
+        ValueError: a tensor of the mask does not fit the call, by name.
+        NotImplementedError: the kernel asked for cannot run it.
+    """
+    found = read(mask, sizes, is_causal)
+    if found.keeps_all and mask.softcap is None:
+        return found.is_causal, wanted
+    base = _base(wanted, call, device, mask.softcap, tried=tried)
+    return found.is_causal, found.kernel(base)
+
+
+def _base(
+    wanted: str | InnerKernel,
+    call: CallShape,
+    device: torch.device,
+    softcap: float | None,
+    *,
+    tried: bool,
+) -> InnerKernel:
+    """The kernel for the parts of a mask.
+
+    Raises:
+        NotImplementedError: the kernel asked for cannot run them.
+    """
+    present = tried and (device.type != "cuda" or torch.cuda.is_available())
+    if wanted == "auto":
+        native = get_kernel("native")
+        # On a GPU it runs a task in one launch, whatever its mask.
+        here = device.type == "cuda" and native.refusal(call) is None
+        if here and (not present or why_not(native, call, device) is None):
+            return _capped(softcap)
+        return get_kernel(_DENSE) if softcap is not None else _selected(call, device, tried=tried)
+    if wanted in (_DENSE, _TILES):
+        return get_kernel(_DENSE)
+    kernel = select_kernel(wanted, call, device, tried=tried)
+    if operator(kernel) is None or traits_of(kernel).probed_as is not None:
+        raise NotImplementedError(
+            f"kernel {kernel.name!r} cannot run a call under a Mask: only kernels of plain "
+            "attention that can be called by rectangles do (native without options of its own, "
+            "cudnn, flash, efficient, cpu and dense)"
+        )
+    if softcap is None:
+        return kernel
+    if kernel.name != "native":
+        raise NotImplementedError(
+            f"kernel {kernel.name!r} has no soft cap; native, dense and auto have"
+        )
+    return _capped(softcap)
+
+
+def _selected(call: CallShape, device: torch.device, *, tried: bool) -> InnerKernel:
+    """The preferred kernel, if it can be called by rectangles; otherwise ``dense``."""
+    kernel = select_kernel("auto", call, device, tried=tried)
+    plain = operator(kernel) is not None and traits_of(kernel).probed_as is None
+    return kernel if plain else get_kernel(_DENSE)
+
+
+@lru_cache(maxsize=16)
+def _capped(softcap: float | None) -> InnerKernel:
+    """The native kernel with a soft cap: one object for each."""
+    return get_kernel("native") if softcap is None else NativeKernel(softcap=softcap)

@@ -1,0 +1,222 @@
+"""Which pairs one batch entry keeps under a ``Mask``: a band, blocks, and rules that are tried."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quorum_attention.decomposition import CLEAR, MASKED, MIXED, Ranges, Verdict
+from quorum_attention.decomposition.bands import Band, Part
+from quorum_attention.decomposition.quadtree import walk
+from quorum_attention.decomposition.verdicts import both, either
+
+Blocks = NDArray[np.int64]
+"""(n, 4): query_start, query_stop, key_start, key_stop, by ascending queries; no two overlap."""
+
+_EVERYWHERE = Band()
+# Blocks in which a rule decides about pairs have at most this many queries, and keys.
+TESTED = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tile of pairs, for rules that are tried: entries (b,), heads (h,), and the global positions
+    of queries (q,) and keys (k,), int64 on one device. ``block`` has the positions' bounds."""
+
+    entries: torch.Tensor
+    heads: torch.Tensor
+    queries: torch.Tensor
+    keys: torch.Tensor
+    block: Ranges
+
+
+class Rule(Protocol):
+    """A rule that has to be tried on pairs where its verdict is MIXED."""
+
+    def verdict(self, block: Ranges) -> Verdict:
+        """The verdict on a block of positions."""
+        ...
+
+    def keeps(self, at: Place) -> torch.Tensor:
+        """Which pairs it keeps: bool, broadcastable to (b, h, q, k)."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Geometry:
+    """The kept pairs of a batch entry.
+
+    Attributes:
+        band: pairs have to lie in it.
+        blocks: pairs have to lie in one of them; None is no such rule.
+        rules: all of them have to keep a pair.
+    """
+
+    band: Band = _EVERYWHERE
+    blocks: Blocks | None = None
+    rules: tuple[Rule, ...] = ()
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether nothing is masked."""
+        return self.band.keeps_all and self.blocks is None and not self.rules
+
+    def __and__(self, other: Geometry) -> Geometry:
+        """Pairs that both keep."""
+        blocks = self.blocks if other.blocks is None else other.blocks
+        if self.blocks is not None and other.blocks is not None:
+            blocks = _meeting(self.blocks, other.blocks)
+        return Geometry(self.band & other.band, blocks, (*self.rules, *other.rules))
+
+    def verdict(self, block: Ranges) -> Verdict:
+        """The verdict on a block of positions."""
+        found = self.band.verdict(block)
+        if found is MASKED:
+            return MASKED
+        if self.blocks is not None:
+            found = both(found, self._among(block))
+        for rule in self.rules:
+            if found is MASKED:
+                return MASKED
+            found = both(found, rule.verdict(block))
+        return found
+
+    def _among(self, block: Ranges) -> Verdict:
+        near = self._near(block)
+        if not len(near):
+            return MASKED
+        (q0, q1), (k0, k1) = block
+        if len(near) > 1:
+            return MIXED
+        a, b, c, d = near[0].tolist()
+        return CLEAR if a <= q0 and q1 <= b and c <= k0 and k1 <= d else MIXED
+
+    def _near(self, block: Ranges) -> Blocks:
+        """The blocks that meet ``block``."""
+        assert self.blocks is not None
+        (q0, q1), (k0, k1) = block
+        first = int(np.searchsorted(self.blocks[:, 1], q0, side="right"))
+        last = int(np.searchsorted(self.blocks[:, 0], q1, side="left"))
+        near = self.blocks[first:last]
+        found: Blocks = near[(near[:, 2] < k1) & (near[:, 3] > k0)]
+        return found
+
+    def parts(self, block: Ranges) -> Iterator[Part]:
+        """Parts that hold each kept pair of a block once.
+
+        In a ragged part the band and the rules are to be asked about each pair (``kept``).
+        """
+        (q0, q1), (k0, k1) = block
+        pieces: Sequence[Sequence[int]] = [(q0, q1, k0, k1)]
+        if self.blocks is not None:
+            pieces = self._near(block).tolist()
+        for a, b, c, d in pieces:
+            for part in self.band.parts(max(a, q0), min(b, q1), max(c, k0), min(d, k1)):
+                if self.rules:
+                    yield from self._ruled(part)
+                else:
+                    yield part
+
+    def _ruled(self, part: Part) -> Iterator[Part]:
+        """``part`` cut where the rules say so."""
+
+        def verdict(r: Ranges) -> Verdict:
+            found: Verdict = CLEAR
+            for rule in self.rules:
+                found = both(found, rule.verdict(r))
+                if found is MASKED:
+                    break
+            return found
+
+        whole = Ranges.of(part.query_start, part.query_stop, part.key_start, part.key_stop)
+        if verdict(whole) is CLEAR:
+            yield part
+            return
+
+        def parts(r: Ranges, found: Verdict) -> list[Ranges]:
+            return _quarters(r) if found is MIXED else []
+
+        leaves = walk(whole, lambda r: both(self.band.verdict(r), verdict(r)), parts)
+        for ((a, b), (c, d)), found in leaves:
+            if found is not MASKED:
+                yield Part(a, b, c, d, "plain" if found is CLEAR else "ragged")
+
+    def kept(self, at: Place) -> torch.Tensor:
+        """Which pairs of a tile band and rules keep: bool, broadcastable to (b, h, q, k)."""
+        apart = at.keys[None, :] - at.queries[:, None]
+        found = torch.ones_like(apart, dtype=torch.bool)
+        if self.band.low is not None:
+            found &= apart >= self.band.low
+        if self.band.high is not None:
+            found &= apart <= self.band.high
+        for rule in self.rules:
+            found = found & rule.keeps(at)
+        return found
+
+    def keeps(self, at: Place) -> torch.Tensor:
+        """Which pairs of a tile are kept: bool, broadcastable to (b, h, q, k)."""
+        found = self.kept(at)
+        if self.blocks is None:
+            return found
+        inside = torch.zeros_like(found[..., :, :])
+        (q0, _), (k0, _) = at.block
+        for a, b, c, d in self._near(at.block).tolist():
+            inside[..., max(0, a - q0) : b - q0, max(0, c - k0) : d - k0] = True
+        return found & inside
+
+    def count(self, n_queries: int, n_keys: int) -> int:
+        """How many pairs it keeps; those that the rules leave out are counted as well."""
+        if self.blocks is None:
+            return self.band.count(0, n_queries, 0, n_keys)
+        return sum(self.band.count(*block) for block in self.blocks.tolist())
+
+
+@dataclass(frozen=True, eq=False)
+class AnyOf:
+    """The rule that at least one of several geometries keeps a pair."""
+
+    every: tuple[Geometry, ...]
+
+    def verdict(self, block: Ranges) -> Verdict:
+        """The verdict on a block of positions."""
+        found: Verdict = MASKED
+        for one in self.every:
+            found = either(found, one.verdict(block))
+        return found
+
+    def keeps(self, at: Place) -> torch.Tensor:
+        """Which pairs it keeps."""
+        found = torch.zeros((1, 1), dtype=torch.bool, device=at.keys.device)
+        for one in self.every:
+            found = found | one.keeps(at)
+        return found
+
+
+def _quarters(r: Ranges) -> list[Ranges]:
+    """A block in halves of halves, at most; none of a block that is small enough to be tested."""
+
+    def halves(start: int, stop: int) -> list[tuple[int, int]]:
+        if stop - start <= TESTED:
+            return [(start, stop)]
+        middle = start + -(-(stop - start) // (2 * TESTED)) * TESTED
+        return [(start, middle), (middle, stop)]
+
+    rows, columns = halves(*r.queries), halves(*r.keys)
+    if len(rows) == len(columns) == 1:
+        return []
+    return [Ranges.of(*row, *column) for row in rows for column in columns]
+
+
+def _meeting(one: Blocks, other: Blocks) -> Blocks:
+    """What two lists of blocks have in common."""
+    found = []
+    by_other = Geometry(blocks=other)
+    for a, b, c, d in one.tolist():
+        for e, f, g, h in by_other._near(Ranges.of(a, b, c, d)).tolist():
+            found.append((max(a, e), min(b, f), max(c, g), min(d, h)))
+    return np.array(sorted(found), dtype=np.int64).reshape(-1, 4)

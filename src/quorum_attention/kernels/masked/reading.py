@@ -1,0 +1,379 @@
+"""Reads a ``Mask`` for the sizes of a call: one geometry for each batch entry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
+from weakref import ref
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quorum_attention.decomposition import CLEAR, MASKED, MIXED, Ranges, Verdict
+from quorum_attention.decomposition.bands import Band
+from quorum_attention.kernels.cache import Cache
+from quorum_attention.kernels.kit.masks import BlockMask
+from quorum_attention.kernels.kit.trials import over_pairs
+from quorum_attention.kernels.masked.geometry import AnyOf, Blocks, Geometry, Place, Rule
+from quorum_attention.kernels.masked.kernel import MaskedKernel
+from quorum_attention.kernels.outside import outside
+from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.mask import Mask
+
+Ids = NDArray[np.int64]
+
+# Ids whose runs make more blocks than this many times the runs are compared pair by pair instead.
+_MOST_BLOCKS = 8
+_FEW_BLOCKS = 4096
+# A key that no query has, and a query that no key has.
+_NO_KEY, _NO_QUERY = np.iinfo(np.int64).min, np.iinfo(np.int64).min + 1
+
+
+class Sizes(NamedTuple):
+    """What a mask has to know of a call."""
+
+    batch: int
+    heads: int
+    n_queries: int
+    n_keys: int
+
+
+class Reading:
+    """A mask as it is read for a call: its geometries, and the kernels made for them.
+
+    Attributes:
+        geometries: one for each batch entry, or one for all of them.
+        is_causal: whether no query keeps a later key (counted from the first query and the first
+            key), so that tasks need not have them.
+        keeps_all: whether nothing else is masked.
+    """
+
+    def __init__(self, mask: Mask, sizes: Sizes, is_causal: bool) -> None:
+        self.geometries = geometries(mask, sizes, is_causal)
+        bands = [g.band for g in self.geometries]
+        self.is_causal = all(band.high is not None and band.high <= 0 for band in bands)
+        below = Band(None, 0) if self.is_causal else Band()
+        self.keeps_all = all(
+            g.band == below and g.blocks is None and not g.rules for g in self.geometries
+        )
+        self._sizes, self._softcap = sizes, mask.softcap
+        self._functions = _functions(mask)
+        self._kernels: dict[int, MaskedKernel] = {}
+
+    def kernel(self, base: InnerKernel) -> MaskedKernel:
+        """The kernel that computes with ``base``; the same one every time."""
+        found = self._kernels.get(id(base))
+        if found is None:
+            found = MaskedKernel(
+                self.geometries, self._sizes.n_queries, self._sizes.n_keys, base, self._functions,
+                self._softcap,
+            )  # fmt: skip
+            self._kernels[id(base)] = found
+        return found
+
+
+def read(mask: Mask, sizes: Sizes, is_causal: bool) -> Reading:
+    """What ``mask`` says of a call, bias and sinks left aside; remembered as long as none of its
+    tensors has changed.
+
+    Raises:
+        ValueError: a tensor of the mask does not fit the call, by name.
+    """
+    watched = [*_tensors(mask), *_functions(mask)]
+    key = (
+        _described(mask), sizes, is_causal, tuple((id(thing), _state(thing)) for thing in watched)
+    )  # fmt: skip
+
+    def make() -> _Held:
+        return _Held(Reading(mask, sizes, is_causal), [ref(thing) for thing in watched])
+
+    try:
+        held = _READINGS.get(key, make)
+        if all(one() is thing for one, thing in zip(held.things, watched, strict=True)):
+            return held.reading
+    except TypeError:  # something takes no weak reference
+        pass
+    # Or an id that is used again: the thing remembered under it is gone.
+    return Reading(mask, sizes, is_causal)
+
+
+class _Held(NamedTuple):
+    reading: Reading
+    things: list[ref[object]]
+
+
+_READINGS: Cache[_Held] = Cache(64, lambda held: 1)
+
+
+def _band(mask: Mask, sizes: Sizes, is_causal: bool) -> Band:
+    """The band of a mask's own causal rule and window, and of ``is_causal``."""
+    shift = _offset(mask, sizes)
+    left, right = mask.sides
+    highs = [shift + right] if right >= 0 else []
+    highs += [shift] if mask.causal else []
+    highs += [0] if is_causal else []
+    # Bounds that cut nothing are none.
+    high = min(highs, default=sizes.n_keys)
+    low = shift - left if left >= 0 else -sizes.n_queries
+    return Band(
+        None if low <= 1 - sizes.n_queries else low, None if high >= sizes.n_keys - 1 else high
+    )
+
+
+def _state(thing: object) -> Hashable:
+    """What changes when a tensor is written to."""
+    if not isinstance(thing, torch.Tensor):
+        return 0
+    if not thing.is_inference():
+        return int(thing._version)
+    return bytes(thing.cpu().numpy())  # it has no version
+
+
+def geometries(mask: Mask, sizes: Sizes, is_causal: bool) -> tuple[Geometry, ...]:
+    """One geometry for each batch entry, or one for all of them.
+
+    Raises:
+        ValueError: a tensor of the mask does not fit the call, by name.
+    """
+    with outside():
+        own = _own(mask, sizes, is_causal)
+        for nested in mask.every:
+            own = _joined(own, geometries(nested, sizes, False), lambda a, b: a & b)
+        if mask.either:
+            each = [geometries(nested, sizes, False) for nested in mask.either]
+            count = max(map(len, each))
+            rules = [
+                Geometry(rules=(AnyOf(tuple(one[i % len(one)] for one in each)),))
+                for i in range(count)
+            ]
+            own = _joined(own, tuple(rules), lambda a, b: a & b)
+    return own
+
+
+def _joined(
+    one: tuple[Geometry, ...],
+    other: tuple[Geometry, ...],
+    join: Callable[[Geometry, Geometry], Geometry],
+) -> tuple[Geometry, ...]:
+    """The geometries of two masks joined entry by entry; the same objects give the same object."""
+    made: dict[tuple[int, int], Geometry] = {}
+    found = []
+    for i in range(max(len(one), len(other))):
+        a, b = one[i % len(one)], other[i % len(other)]
+        found.append(made.setdefault((id(a), id(b)), None) or join(a, b))  # type: ignore[arg-type]
+        made[id(a), id(b)] = found[-1]
+    return tuple(found)
+
+
+def _own(mask: Mask, sizes: Sizes, is_causal: bool) -> tuple[Geometry, ...]:
+    """The geometries of a mask's own fields, without the masks that it holds."""
+    band = _band(mask, sizes, is_causal)
+    rules: tuple[Rule, ...] = () if mask.keeps is None else (_Tried(mask.keeps),)
+    queries, keys = _ids(mask, sizes)
+    kept = _kept_keys(mask, sizes)
+    if queries is None and keys is None and kept is None and mask.chunk is None:
+        return (Geometry(band, None, rules),)
+    entries = max(len(t) for t in (queries, keys, kept, [0]) if t is not None)
+    known: dict[bytes, Geometry] = {}
+    found = []
+    for entry in range(entries):
+        labels = _labels(mask, sizes, entry, queries, keys, kept)
+        name = b"".join(ids.tobytes() for ids in labels)
+        if name not in known:
+            known[name] = Geometry(band, *_blocks_or_rule(*labels, rules))
+        found.append(known[name])
+    return tuple(found) if len(known) > 1 else (found[0],)
+
+
+def _labels(
+    mask: Mask,
+    sizes: Sizes,
+    entry: int,
+    queries: Ids | None,
+    keys: Ids | None,
+    kept: NDArray[np.bool_] | None,
+) -> tuple[Ids, Ids]:
+    """A number for every query and for every key of a batch entry; pairs of equal ones are kept."""
+    by_query = _row(queries, entry, sizes.n_queries)
+    by_key = _row(keys, entry, sizes.n_keys)
+    if mask.chunk is not None:
+        shift = _offset(mask, sizes)
+        places = np.concatenate(
+            (np.arange(sizes.n_queries) + shift, np.arange(sizes.n_keys))
+        ) // mask.chunk  # fmt: skip
+        # One number for each pair of an id and a chunk.
+        both = np.stack((np.concatenate((by_query, by_key)), places))
+        _, numbers = np.unique(both, axis=1, return_inverse=True)
+        numbers = numbers.reshape(-1).astype(np.int64)
+        by_query, by_key = numbers[: sizes.n_queries], numbers[sizes.n_queries :]
+    if kept is not None:
+        by_key = np.where(kept[entry % len(kept)], by_key, _NO_KEY)
+    return by_query, by_key
+
+
+def _row(ids: Ids | None, entry: int, n: int) -> Ids:
+    if ids is None:
+        return np.zeros(n, np.int64)
+    row: Ids = ids[entry % len(ids)]
+    return row
+
+
+def _blocks_or_rule(
+    by_query: Ids, by_key: Ids, rules: tuple[Rule, ...]
+) -> tuple[Blocks | None, tuple[Rule, ...]]:
+    """The blocks of equal numbers; where they are too many, a rule that compares the numbers."""
+    rows, columns = _runs(by_query), _runs(by_key)
+    row_names, column_names = by_query[rows[:, 0]], by_key[columns[:, 0]]
+    order = np.argsort(column_names, kind="stable")
+    ordered = column_names[order]
+    first = np.searchsorted(ordered, row_names, side="left")
+    count = np.searchsorted(ordered, row_names, side="right") - first
+    n = int(count.sum())
+    if n > max(_FEW_BLOCKS, _MOST_BLOCKS * (len(rows) + len(columns))):
+        return None, (*rules, _Equal(by_query, by_key))
+    row = np.repeat(np.arange(len(rows)), count)
+    nth = np.arange(n) - np.repeat(np.cumsum(count) - count, count)
+    column = order[np.repeat(first, count) + nth]
+    blocks = np.concatenate((rows[row], columns[column]), axis=1)
+    whole = [[0, len(by_query), 0, len(by_key)]]
+    return (None if np.array_equal(blocks, whole) else blocks), rules
+
+
+def _runs(ids: Ids) -> NDArray[np.int64]:
+    """(n, 2): start and stop of the runs of equal numbers."""
+    if not len(ids):
+        return np.zeros((0, 2), np.int64)
+    edges = np.flatnonzero(ids[1:] != ids[:-1]) + 1
+    edges = np.concatenate(([0], edges, [len(ids)]))
+    return np.stack((edges[:-1], edges[1:]), axis=1).astype(np.int64)
+
+
+def _offset(mask: Mask, sizes: Sizes) -> int:
+    if mask.offset is not None:
+        return int(mask.offset)
+    return sizes.n_keys - sizes.n_queries if mask.causal == "lower_right" else 0
+
+
+def _ids(mask: Mask, sizes: Sizes) -> tuple[Ids | None, Ids | None]:
+    """The ids of queries and keys, (1 or batch, n) each."""
+    if mask.documents is None:
+        return None, None
+    both = mask.documents
+    if not isinstance(both, tuple) and sizes.n_queries != sizes.n_keys:
+        raise ValueError(
+            f"Mask.documents must be two tensors, of {sizes.n_queries} queries and of "
+            f"{sizes.n_keys} keys, where these differ, got one"
+        )
+    of_query, of_key = both if isinstance(both, tuple) else (both, both)
+    queries = _rows_of(of_query, "Mask.documents", sizes.batch, sizes.n_queries, "queries")
+    keys = _rows_of(of_key, "Mask.documents", sizes.batch, sizes.n_keys, "keys")
+    for ids in (queries, keys):
+        if ids.size and int(ids.min()) <= _NO_QUERY:
+            raise ValueError(f"Mask.documents must be above {_NO_QUERY}, got {int(ids.min())}")
+    return queries, keys
+
+
+def _kept_keys(mask: Mask, sizes: Sizes) -> NDArray[np.bool_] | None:
+    """Which keys padding and lengths keep, (1 or batch, n_keys)."""
+    found = None
+    if mask.key_lengths is not None:
+        lengths = mask.key_lengths.cpu().numpy()
+        if lengths.shape != (sizes.batch,):
+            raise ValueError(
+                f"Mask.key_lengths must have shape {(sizes.batch,)}, got {lengths.shape}"
+            )
+        if sizes.batch and (lengths.min() < 0 or lengths.max() > sizes.n_keys):
+            raise ValueError(
+                f"Mask.key_lengths must be from 0 to the {sizes.n_keys} keys, got "
+                f"{int(lengths.min())} to {int(lengths.max())}"
+            )
+        found = np.arange(sizes.n_keys) < lengths[:, None]
+    if mask.key_padding is not None:
+        padding = mask.key_padding
+        rows = _rows_of(padding, "Mask.key_padding", sizes.batch, sizes.n_keys, "keys") != 0
+        found = rows if found is None else found & rows
+    return found
+
+
+def _rows_of(tensor: torch.Tensor, name: str, batch: int, n: int, what: str) -> Ids:
+    if tensor.shape not in ((n,), (1, n), (batch, n)):
+        raise ValueError(
+            f"{name} must have shape ({n},) or ({batch}, {n}) for {batch} batch entries of {n} "
+            f"{what}, got {tuple(tensor.shape)}"
+        )
+    found: Ids = np.atleast_2d(tensor.detach().cpu().numpy()).astype(np.int64)
+    return found
+
+
+class _Tried:
+    """A user's function as a rule."""
+
+    def __init__(self, keeps: Callable[..., torch.Tensor]) -> None:
+        self._keeps = keeps
+
+    def verdict(self, block: Ranges) -> Verdict:
+        """Its own verdict, if it has one."""
+        return self._keeps.verdict(block) if isinstance(self._keeps, BlockMask) else MIXED
+
+    def keeps(self, at: Place) -> torch.Tensor:
+        """See ``Rule``."""
+        keeps = self._keeps
+        if isinstance(keeps, BlockMask):
+            keeps = keeps.on(at.keys.device)
+        return over_pairs(keeps)(at.entries, at.heads, at.queries, at.keys)
+
+
+class _Equal:
+    """The rule that the numbers of query and key are equal."""
+
+    def __init__(self, by_query: Ids, by_key: Ids) -> None:
+        self._numbers = by_query, by_key
+        self._placed: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def verdict(self, block: Ranges) -> Verdict:
+        """MASKED where no number of the queries can be one of the keys."""
+        (q0, q1), (k0, k1) = block
+        queries, keys = self._numbers[0][q0:q1], self._numbers[1][k0:k1]
+        low, high = queries.min(), queries.max()
+        least, most = keys.min(), keys.max()
+        if low > most or least > high:
+            return MASKED
+        return CLEAR if low == high == least == most else MIXED
+
+    def keeps(self, at: Place) -> torch.Tensor:
+        """See ``Rule``."""
+        device = at.keys.device
+        if device not in self._placed:
+            with outside():
+                self._placed[device] = tuple(  # type: ignore[assignment]
+                    torch.from_numpy(ids.copy()).to(device) for ids in self._numbers
+                )
+        by_query, by_key = self._placed[device]
+        return by_query[at.queries][:, None] == by_key[at.keys][None]
+
+
+def _nested(mask: Mask) -> Sequence[Mask]:
+    return (*mask.every, *mask.either)
+
+
+def _tensors(mask: Mask) -> list[torch.Tensor]:
+    """The tensors that say which pairs are kept."""
+    documents = mask.documents if isinstance(mask.documents, tuple) else (mask.documents,)
+    found = [t for t in (*documents, mask.key_lengths, mask.key_padding) if t is not None]
+    return found + [t for nested in _nested(mask) for t in _tensors(nested)]
+
+
+def _functions(mask: Mask) -> list[Callable[..., torch.Tensor]]:
+    own = [] if mask.keeps is None else [mask.keeps]
+    return own + [f for nested in _nested(mask) for f in _functions(nested)]
+
+
+def _described(mask: Mask) -> Hashable:
+    """All of a mask but its tensors and functions."""
+    documents = 2 if isinstance(mask.documents, tuple) else mask.documents is not None
+    return (
+        mask.causal, mask.offset, mask.sides, mask.chunk, documents, mask.key_lengths is not None,
+        mask.key_padding is not None, mask.keeps is not None, mask.softcap,
+        tuple(map(_described, mask.every)), tuple(map(_described, mask.either)),
+    )  # fmt: skip

@@ -1,0 +1,175 @@
+"""Attention over rectangles with scores in memory, some rows at a time: any dtype, any device.
+
+It runs what no other kernel here can: a soft cap on a CPU or in float64, and masks that an operator
+refuses. Scores are computed in fp32 (fp64 for fp64 inputs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from quorum_attention.kernels.protocol import CallShape, Extent
+from quorum_attention.kernels.workspace import SLACK_BYTES
+
+# Bytes of the scores of the rows that are computed at a time, unless one row has more.
+_SCORE_BYTES = 8 << 20
+# Score matrices that are alive at one time.
+_FORWARD_MATRICES, _BACKWARD_MATRICES = 4, 6
+
+
+class Tiles:
+    """An operator, as ``RectangleKernel``'s are: whole rectangles, results as they are.
+
+    Args:
+        softcap: scores become ``softcap * tanh(score / softcap)``, before the mask is added; None
+            is none.
+    """
+
+    name = "tiles"
+
+    def __init__(self, softcap: float | None = None) -> None:
+        self.softcap = softcap
+
+    def whole_forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        causal: bool,
+        scale: float,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``WholeCalls``; ``out`` in fp32 (fp64 for fp64 inputs)."""
+        work = _work_dtype(query)
+        out = torch.empty((*query.shape[:3], value.shape[-1]), dtype=work, device=query.device)
+        lse = torch.empty(query.shape[:3], dtype=work, device=query.device)
+        grouped, keys = _grouped(query, key), key.to(work).mT.unsqueeze(2)
+        values = value.to(work).unsqueeze(2)
+        outs, lses = _grouped(out, key), lse.unflatten(1, (key.shape[1], -1))
+        for rows in _rows(query, key.shape[2]):
+            scores, _ = self._scores(grouped[..., rows, :], keys, scale, rows, causal, bias)
+            # Divided by the sum instead of taking exp(S - lse): a large lse has few digits left.
+            largest = scores.amax(dim=-1, keepdim=True)
+            p = scores.sub_(largest.masked_fill(largest == -torch.inf, 0.0)).exp_()
+            total = p.sum(dim=-1, keepdim=True)
+            outs[..., rows, :] = (p @ values).div_(total.masked_fill(total == 0.0, 1.0))
+            lses[..., rows] = (largest + total.log()).squeeze(-1)
+        return out, lse
+
+    def whole_backward(
+        self,
+        grad_out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        causal: bool,
+        scale: float,
+        bias: torch.Tensor | None,
+        grad_dtype: torch.dtype | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See ``WholeCalls``; gradients in fp32 (fp64 for fp64 inputs)."""
+        work = _work_dtype(query)
+        grads = tuple(
+            torch.zeros(t.shape, dtype=work, device=t.device) for t in (query, key, value)
+        )
+        keys, values = (t.to(work).unsqueeze(2) for t in (key, value))
+        grad_query = _grouped(grads[0], key)
+        grouped, upstream, outs = (_grouped(t, key) for t in (query, grad_out, out))
+        lses = lse.unflatten(1, (key.shape[1], -1)).unsqueeze(-1)
+        for rows in _rows(query, key.shape[2]):
+            part = grouped[..., rows, :].to(work)
+            scores, slack = self._scores(part, keys.mT, scale, rows, causal, bias)
+            p = scores.sub_(lses[..., rows, :]).exp_()
+            do = upstream[..., rows, :].to(work)
+            grads[2].add_((p.mT @ do).sum(dim=2))
+            delta = (do * outs[..., rows, :].to(work)).sum(dim=-1, keepdim=True)
+            ds = p.mul_((do @ values.mT).sub_(delta))
+            if slack is not None:
+                ds.mul_(slack)
+            grad_query[..., rows, :] = (ds @ keys).mul_(scale)
+            grads[1].add_((ds.mT @ part).sum(dim=2), alpha=scale)
+        return grads[0], grads[1], grads[2]
+
+    def _scores(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        scale: float,
+        rows: slice,
+        causal: bool,
+        bias: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Scores (b, hk, g, rows, keys), and the derivative of the soft cap."""
+        scores = (query.to(keys.dtype) @ keys).mul_(scale)
+        slack = None
+        if self.softcap is not None:
+            capped = scores.div_(self.softcap).tanh_()
+            slack = 1.0 - capped * capped
+            scores = capped.mul_(self.softcap)
+        if bias is not None:
+            bias = bias[(None,) * (4 - bias.dim())]
+            part = bias[:, :, rows] if bias.shape[2] > 1 else bias
+            # A dimension for the heads that share a key head.
+            heads = keys.shape[1]
+            shape = (heads, -1) if part.shape[1] > 1 else (1, 1)
+            scores += part.unflatten(1, shape).to(scores.dtype)
+        if causal:
+            at = torch.arange(rows.start, rows.stop, device=scores.device)
+            later = torch.arange(scores.shape[-1], device=scores.device) > at[:, None]
+            scores.masked_fill_(later, -torch.inf)
+        return scores, slack
+
+    def forward_bytes(self, call: CallShape, extent: Extent) -> int:
+        """Upper bound of the bytes that ``whole_forward`` takes, its results among them."""
+        sizes = _Sizes(call, extent)
+        copies = sizes.keys + sizes.rows_at_once * (call.head_dim + call.value_dim) * sizes.item
+        results = sizes.rows * (call.value_dim + 1) * sizes.item
+        return _FORWARD_MATRICES * sizes.scores + copies + results + SLACK_BYTES
+
+    def backward_bytes(self, call: CallShape, extent: Extent) -> int:
+        """Upper bound of the bytes that ``whole_backward`` takes, its results among them."""
+        sizes = _Sizes(call, extent)
+        width = call.head_dim + call.value_dim
+        copies = sizes.keys + 4 * sizes.rows_at_once * width * sizes.item
+        # A part of the key gradients for each query head, and their sum.
+        results = sizes.rows * call.head_dim * sizes.item + sizes.keys
+        parts = (sizes.shared + 1) * sizes.keys
+        return _BACKWARD_MATRICES * sizes.scores + copies + results + parts + SLACK_BYTES
+
+
+class _Sizes:
+    def __init__(self, call: CallShape, extent: Extent) -> None:
+        self.item = 8 if call.dtype == torch.float64 else 4
+        lanes = extent.batch * extent.query_heads
+        one = lanes * max(1, extent.max_keys) * self.item
+        at_once = min(max(1, extent.max_queries), max(1, _SCORE_BYTES // one))
+        self.scores = at_once * one
+        self.rows = lanes * extent.max_queries
+        self.rows_at_once = lanes * at_once
+        self.shared = extent.query_heads // max(1, extent.key_heads)
+        width = call.head_dim + call.value_dim
+        self.keys = extent.batch * extent.key_heads * extent.max_keys * width * self.item
+
+
+def _rows(query: torch.Tensor, n_keys: int) -> Iterator[slice]:
+    """The rows to compute at a time."""
+    lanes, n_queries = query.shape[0] * query.shape[1], query.shape[2]
+    one = max(1, lanes * n_keys * _work_dtype(query).itemsize)
+    step = max(1, _SCORE_BYTES // one)
+    for start in range(0, n_queries, step):
+        yield slice(start, min(start + step, n_queries))
+
+
+def _grouped(tensor: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """(b, hq, n, d) as (b, hk, g, n, d)."""
+    found: torch.Tensor = tensor.unflatten(1, (key.shape[1], -1))
+    return found
+
+
+def _work_dtype(tensor: torch.Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

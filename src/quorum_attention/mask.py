@@ -1,0 +1,208 @@
+"""``Mask``: what an attention call keeps, and what becomes of its scores, in one object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import torch
+
+from quorum_attention.counts import real_number, shown, whole_number
+
+Documents = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Keeps = Callable[[Any, Any, Any, Any], torch.Tensor]
+
+_CAUSAL = (False, True, "upper_left", "lower_right")
+# The fields that say which pairs are kept; the others change scores or results.
+_STRUCTURE = (
+    "causal", "offset", "window", "chunk", "documents", "key_lengths", "key_padding", "keeps",
+    "either", "every",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """Which pairs of queries and keys a call keeps, and what becomes of their scores.
+
+    Give it as ``attn_mask`` of ``attention`` and its companions. A pair is kept if every field that
+    is given keeps it. Nothing of the size of queries times keys is made of it (``bias`` is a tensor
+    already). Scores are scaled, then capped; then ``bias`` is added; then ``sinks``
+    join the softmax. A row without a kept key has output 0 and log-sum-exp -inf; with sinks, its
+    log-sum-exp is the sink.
+
+    Masks with ``key_padding``, ``documents`` and the like may be given to many calls; tensors are
+    read at each call that finds them changed.
+
+    Attributes:
+        causal: keep keys at or before the query. True or "upper_left": positions are counted from
+            the first token, as by torch's ``is_causal``; "lower_right": the last query is at the
+            last key (queries that follow a cache of keys).
+        offset: position of the first query relative to the first key, for ``causal``, ``window``
+            and ``chunk``; None: 0, or n_keys - n_queries with "lower_right".
+        window: keep keys within so many tokens before and after the query, a number for both or
+            (left, right); -1 is no limit on that side.
+        chunk: keep pairs whose positions lie in the same chunk of so many tokens.
+        documents: keep pairs of equal ids: integers (N,) or (batch, N) for queries and keys alike,
+            or one such tensor for the queries and one for the keys. Ids may repeat and be in any
+            order; runs of equal ids are what is quick.
+        key_lengths: (batch,) integers: keep the first so many keys of each batch entry.
+        key_padding: (batch, n_keys) or (n_keys,) bool: keep keys where it is True.
+        keeps: any other rule: FlexAttention's ``mask_mod(batch, head, query, key)``, of numbers of
+            the whole call (queries and keys counted from 0 each), tried tile by tile; masks of
+            ``quorum_attention.kernels.kit`` are not tried where they know.
+        either: keep pairs that at least one of these masks keeps (``Mask | Mask``).
+        every: keep pairs that all of these masks keep (``Mask & Mask``, where the two have the same
+            field).
+        bias: additive, or boolean (True keeps), as a tensor ``attn_mask``.
+        softcap: scores become ``softcap * tanh(score / softcap)``.
+        sinks: (query heads,) a logit for each head that takes part in the softmax and has no value;
+            it may require a gradient.
+
+    Raises:
+        TypeError, ValueError: a field that makes no sense, by name.
+    """
+
+    causal: bool | Literal["upper_left", "lower_right"] = False
+    offset: int | None = None
+    window: int | tuple[int, int] | None = None
+    chunk: int | None = None
+    documents: Documents | None = None
+    key_lengths: torch.Tensor | None = None
+    key_padding: torch.Tensor | None = None
+    keeps: Keeps | None = None
+    either: tuple[Mask, ...] = ()
+    every: tuple[Mask, ...] = ()
+    bias: torch.Tensor | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.causal, (bool, str)) or self.causal not in _CAUSAL:
+            raise ValueError(
+                "Mask.causal must be False, True, 'upper_left' or 'lower_right', got "
+                f"{shown(self.causal)}"
+            )
+        if self.offset is not None:
+            limit = 1 << 62
+            whole_number(self.offset, "Mask.offset", -limit, limit)
+        if self.window is not None:
+            _window(self.window)
+        if self.chunk is not None:
+            whole_number(self.chunk, "Mask.chunk", 1)
+        if self.documents is not None:
+            both = self.documents if isinstance(self.documents, tuple) else (self.documents,)
+            if isinstance(self.documents, tuple) and len(both) != 2:
+                raise ValueError(f"Mask.documents must be one tensor or two, got {len(both)}")
+            for ids in both:
+                _integers(ids, "Mask.documents", (1, 2))
+        if self.key_lengths is not None:
+            _integers(self.key_lengths, "Mask.key_lengths", (1,))
+        if self.key_padding is not None:
+            padding = _tensor(self.key_padding, "Mask.key_padding", (1, 2))
+            if padding.dtype != torch.bool:
+                raise TypeError(f"Mask.key_padding must be bool, got {padding.dtype}")
+        if self.keeps is not None and not callable(self.keeps):
+            raise TypeError(f"Mask.keeps must be callable or None, got {shown(self.keeps)}")
+        _masks(self.either, "Mask.either")
+        _masks(self.every, "Mask.every")
+        if self.bias is not None:
+            _tensor(self.bias, "Mask.bias", None)
+        if self.softcap is not None and not real_number(self.softcap, "Mask.softcap") > 0:
+            raise ValueError(f"Mask.softcap must be above 0 or None, got {self.softcap!r}")
+        if self.sinks is not None:
+            sinks = _tensor(self.sinks, "Mask.sinks", (1,))
+            if not sinks.is_floating_point():
+                raise TypeError(f"Mask.sinks must be floating-point, got {sinks.dtype}")
+
+    @property
+    def is_structured(self) -> bool:
+        """Whether any field but ``bias``, ``softcap`` and ``sinks`` says which pairs are kept."""
+        return any(_given(getattr(self, name)) for name in _STRUCTURE if name != "offset")
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """The window as (left, right); -1 is no limit."""
+        return (-1, -1) if self.window is None else _window(self.window)
+
+    def __and__(self, other: Mask) -> Mask:
+        """Pairs that both keep; bias, soft cap and sinks are those of the one that has them.
+
+        Raises:
+            ValueError: both have a bias, a soft cap or sinks.
+        """
+        if not isinstance(other, Mask):
+            return NotImplemented
+        names = [field.name for field in fields(Mask)]
+        mine, others = ({n: getattr(m, n) for n in names if _given(getattr(m, n))}
+                        for m in (self, other))  # fmt: skip
+        for name in _SCORES:
+            if name in mine and name in others:
+                raise ValueError(f"Mask & Mask: both have {name}; give it in one of them")
+        both = {**mine, **others}
+        # What "lower_right" or an offset means in one of them it must not mean in the other.
+        shifted = "offset" in both or both.get("causal") == "lower_right"
+        apart = not mine.keys() & _POSITIONAL or not others.keys() & _POSITIONAL
+        if not mine.keys() & others.keys() and (apart or not shifted):
+            return Mask(**both)
+        scores = {name: both[name] for name in _SCORES if name in both}
+        nothing: dict[str, Any] = dict.fromkeys(_SCORES)
+        return Mask(every=tuple(replace(m, **nothing) for m in (self, other)), **scores)
+
+    def __or__(self, other: Mask) -> Mask:
+        """Pairs that at least one keeps.
+
+        Raises:
+            ValueError: one has a bias, a soft cap or sinks.
+        """
+        if not isinstance(other, Mask):
+            return NotImplemented
+        return Mask(either=(self, other))
+
+
+_SCORES = ("bias", "softcap", "sinks")
+_POSITIONAL = frozenset({"causal", "offset", "window", "chunk"})
+
+
+def _given(value: Any) -> bool:
+    """Whether a field says anything."""
+    return value is not None and value is not False and not (isinstance(value, tuple) and not value)
+
+
+def _masks(masks: Any, name: str) -> None:
+    if not isinstance(masks, tuple) or not all(isinstance(one, Mask) for one in masks):
+        raise TypeError(f"{name} must be a tuple of masks, got {shown(masks)}")
+    for one in masks:
+        for field in _SCORES:
+            if getattr(one, field) is not None:
+                raise ValueError(
+                    f"{name} says which pairs are kept: its masks have no {field}; give it in the "
+                    "mask that holds them"
+                )
+
+
+def _tensor(value: Any, name: str, dims: tuple[int, ...] | None) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    if dims is not None and value.dim() not in dims:
+        words = " or ".join(map(str, dims))
+        raise ValueError(f"{name} must have {words} dimensions, got shape {tuple(value.shape)}")
+    return value
+
+
+def _integers(value: Any, name: str, dims: tuple[int, ...]) -> None:
+    tensor = _tensor(value, name, dims)
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise TypeError(f"{name} must be integers, got {tensor.dtype}")
+
+
+def _window(window: Any) -> tuple[int, int]:
+    both = window if isinstance(window, (tuple, list)) else (window, window)
+    try:
+        left, right = (whole_number(n, "Mask.window", -1) for n in both)
+    except (TypeError, ValueError):
+        raise ValueError(
+            "Mask.window must be a number of tokens or (left, right), whole numbers from -1 "
+            f"(no limit), got {shown(window)}"
+        ) from None
+    return left, right
