@@ -4,9 +4,9 @@ Causal masks of any offset and sliding windows keep ``low <= key - query <= high
 of queries and keys that is a few plain rectangles and, along each edge, squares cut by a diagonal:
 
     queries   keys ->
-      |    [ \\       \\       ]      a lower triangle is a causal square;
-      v    [   \\  1    \\     ]      an upper triangle is one with both orders turned round;
-           [     \\       \\   ]      between them a clear rectangle (1).
+      |    [ \       \       ]      a lower triangle is a causal square;
+      v    [   \  1    \     ]      an upper triangle is one with both orders turned round;
+           [     \       \   ]      between them a clear rectangle (1).
 
 So kernels that know only plain and causal calls run it, and compute hardly a pair in vain.
 """
