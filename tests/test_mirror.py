@@ -40,6 +40,11 @@ ELSEWHERE = {
     ),
     "native/test_function.py": ("kernels/native/options.py",),
     "native/test_runs.py": ("kernels/native/bits.py",),
+    # Random masks in every route, against float64.
+    "test_mask.py": (
+        "call/masks.py", "kernels/masked/choice.py", "kernels/masked/geometry.py",
+        "kernels/masked/kernel.py", "kernels/masked/reading.py", "kernels/masked/tiles.py",
+    ),
     # The machine with its events, its instructions, its queue, and what it checks.
     "execution/control/test_machine.py": (
         "execution/control/events.py", "execution/control/instructions.py",

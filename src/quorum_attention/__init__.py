@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from quorum_attention.kernels import InnerKernel, kernels, register_kernel
     from quorum_attention.kernels.kit import LongNetKernel, from_lse_function, from_score_mod
     from quorum_attention.kernels.native import NativeKernel, native_attention
+    from quorum_attention.mask import Mask
     from quorum_attention.planner import Plan, estimate, plan
     from quorum_attention.planner.calibration import calibrate
     from quorum_attention.quorums import (
@@ -42,6 +43,7 @@ _HOMES = {
     "kernels": "kernels",
     "NativeKernel": "kernels.native",
     "LongNetKernel": "kernels.kit",
+    "Mask": "mask",
     "from_lse_function": "kernels.kit",
     "from_score_mod": "kernels.kit",
     "check_kernel": "checking",
@@ -62,6 +64,7 @@ __all__ = [
     "BudgetError",
     "InnerKernel",
     "LongNetKernel",
+    "Mask",
     "NativeKernel",
     "OutOfMemoryError",
     "Plan",

@@ -13,9 +13,11 @@ from quorum_attention.call.options import Device, Written
 from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.call.settings import filled
 from quorum_attention.call.validation import as_tensor
+from quorum_attention.counts import switch
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.uncompiled import uncompiled
+from quorum_attention.mask import Mask
 from quorum_attention.passes import beside_casts, run_backward, run_forward
 from quorum_attention.planner.plan import Plan
 
@@ -25,7 +27,7 @@ def attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | Mask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -59,7 +61,9 @@ def attention(
         attn_mask: boolean (True keeps) or additive, broadcastable to (..., heads, n_queries,
             n_keys), on any device; never expanded beyond one rectangle of the decomposition. An
             additive one gets its gradient, where it lies and in its dtype, summed over what it
-            broadcasts over (docs/gradients.md).
+            broadcasts over (docs/gradients.md). Or a ``quorum_attention.Mask``: causal with an
+            offset, window, chunks, documents, padding, soft cap, sinks and more, of which nothing
+            of n_queries x n_keys is made (docs/masks.md).
         dropout_p: only 0.0.
         is_causal: query i sees keys j <= i (top-left, as in torch); may be combined with a mask.
         scale: of the scores; None is head_dim ** -0.5.
@@ -109,7 +113,7 @@ def attention_with_lse(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | Mask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -159,7 +163,7 @@ def attention_backward(
     value: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | Mask | None = None,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
@@ -172,6 +176,7 @@ def attention_backward(
     devices: Device | Sequence[Device] | None = None,
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     grad_mask: torch.Tensor | bool = False,
+    grad_sinks: bool = False,
     progress: Any = None,
     report: Report | None = None,
 ) -> tuple[torch.Tensor, ...]:
@@ -186,11 +191,13 @@ def attention_backward(
             each other, nor with what is read; see ``out`` of ``attention``.
         grad_mask: True: return the gradient of the additive ``attn_mask`` too. A tensor of its
             shape, of any floating dtype, is filled with it (and shares no memory with others).
+        grad_sinks: True: return the gradient of a Mask's ``sinks`` too.
 
     Other arguments, and errors, as in ``attention``.
 
     Returns:
-        (grad_query, grad_key, grad_value), or ``grads``; then grad_mask, if asked for.
+        (grad_query, grad_key, grad_value), or ``grads``; then grad_mask and grad_sinks, where asked
+        for.
     """
     written = filled(Written(budget, plan, depth, kernel, accumulator, devices, progress, report))
     originals = as_tensor(query, "query"), as_tensor(key, "key"), as_tensor(value, "value")
@@ -199,6 +206,9 @@ def attention_backward(
         written,
     )  # fmt: skip
     given = given_of(tensors, request, grad_out, out, lse, grads, grad_mask, originals)
+    given = given._replace(of_sinks=switch(grad_sinks, "grad_sinks"))
+    if given.of_sinks and tensors.sinks is None:
+        raise ValueError("grad_sinks needs a Mask with sinks as attn_mask")
     made = beside_casts(request, lambda left: run_backward(tensors, left, given))
     if grads is not None:
         return made

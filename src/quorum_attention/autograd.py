@@ -68,9 +68,10 @@ class _Attention(_Function):
         key: torch.Tensor,
         value: torch.Tensor,
         mask: torch.Tensor | None,
+        sinks: torch.Tensor | None,
         request: Request,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        tensors = Tensors(query, key, value, mask)
+        tensors = Tensors(query, key, value, mask, sinks)
         result, lse = beside_casts(request, lambda left: run_forward(tensors, left))
         # ``out`` gets no graph, so it can be given again. What is returned and saved is another
         # tensor over the same memory, with the same version counter.
@@ -89,15 +90,17 @@ class _Attention(_Function):
     @uncompiled
     def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> Any:
         if grad_outputs[0] is None:
-            return (None,) * 5
-        query, key, value, mask, out, lse = ctx.saved_tensors[:6]
+            return (None,) * 6
+        query, key, value, mask, sinks, out, lse = ctx.saved_tensors[:7]
         needed = ctx.needs_input_grad
-        read = (grad_outputs[0], query, key, value, out, lse, mask, ctx.request, needed[3])
+        learned = (needed[3], needed[4])
+        read = (grad_outputs[0], query, key, value, out, lse, mask, sinks, ctx.request, learned)
         # As a function of autograd's only where a second derivative could be asked for.
-        seen = records(grad_outputs[0], query, key, value, *(() if mask is None else (mask,)))
+        others = [t for t in (mask, sinks) if t is not None]
+        seen = records(grad_outputs[0], query, key, value, *others)
         grads = _Gradients.apply(*read) if seen else _Gradients.forward(*read)
-        if not needed[3]:
-            grads = (*grads, None)
+        of_others = iter(grads[3:])
+        grads = (*grads[:3], *(next(of_others) if wanted else None for wanted in learned))
         return (*(g if n else None for g, n in zip(grads, needed, strict=False)), None)
 
     @staticmethod
@@ -106,11 +109,12 @@ class _Attention(_Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        *tensors, mask, request = args
+        *tensors, mask, sinks, request = args
+        _refuse_mapped(in_dims[4])
         query, key, value = _in_front(info.batch_size, in_dims, tensors)
         mask = _mask_in_front(mask, in_dims[3], query.dim())
         mapped = request.mapped(info.batch_size, mask)
-        return _Attention.apply(query, key, value, mask, mapped), (0, 0)
+        return _Attention.apply(query, key, value, mask, sinks, mapped), (0, 0)
 
 
 class _Gradients(_Function):
@@ -126,11 +130,13 @@ class _Gradients(_Function):
         out: torch.Tensor,
         lse: torch.Tensor,
         mask: torch.Tensor | None,
+        sinks: torch.Tensor | None,
         request: Request,
-        of_mask: bool,
+        learned: tuple[bool, bool],
     ) -> tuple[torch.Tensor, ...]:
-        given = Given(grad_out, out, lse, of_mask=of_mask)
-        return run_backward(Tensors(query, key, value, mask), request, given)
+        of_mask, of_sinks = learned
+        given = Given(grad_out, out, lse, of_mask=of_mask, of_sinks=of_sinks)
+        return run_backward(Tensors(query, key, value, mask, sinks), request, given)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -146,7 +152,10 @@ class _Gradients(_Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        *tensors, mask, request, of_mask = args
+        *tensors, mask, sinks, request, learned = args
+        of_mask, of_sinks = learned
+        # Its gradient would have the mapped dimension, whether or not it has.
+        _refuse_mapped(0 if of_sinks else in_dims[7])
         tensors = _in_front(info.batch_size, in_dims, tensors)
         mask_dim = in_dims[6]
         if of_mask and mask_dim is None:
@@ -155,10 +164,19 @@ class _Gradients(_Function):
         shape = None if mask is None or mask_dim is None else mask.movedim(mask_dim, 0).shape
         mask = _mask_in_front(mask, mask_dim, tensors[1].dim())
         mapped = request.mapped(info.batch_size, mask)
-        found = _Gradients.apply(*tensors, mask, mapped, of_mask)
+        found = _Gradients.apply(*tensors, mask, sinks, mapped, learned)
         if of_mask:
             found = (*found[:3], found[3].reshape(shape))
         return found, (0,) * len(found)
+
+
+def _refuse_mapped(dim: int | None) -> None:
+    """Refuse sinks, or a gradient of them, with a dimension that torch.vmap maps over."""
+    if dim is not None:
+        raise NotImplementedError(
+            "torch.vmap cannot map over Mask.sinks, nor over their gradient: only over query, key, "
+            "value and attn_mask"
+        )
 
 
 def _captured(options: Options) -> list[torch.Tensor]:

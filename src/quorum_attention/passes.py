@@ -32,6 +32,7 @@ from quorum_attention.execution.upstream import Upstream, upstream_of
 from quorum_attention.kernels.delta import exact_carrier
 from quorum_attention.kernels.outside import without_autocast
 from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.sinks import sinks_gradient
 from quorum_attention.kernels.traits import check_mask_gradient
 from quorum_attention.planner.decide import Asked, Decision, decide, decide_again, decide_both
 from quorum_attention.planner.log import is_cut, tell_of_cut
@@ -51,6 +52,8 @@ def run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch
             size = (*rows, work.value_dim)
             out = torch.empty(size, dtype=request.out_dtype, device=query.device)
         lse = torch.full(rows, float("-inf"), dtype=work.state_dtype, device=query.device)
+        if tensors.sinks is not None:
+            lse.copy_(tensors.sinks.detach()[:, None])
         return out.zero_(), lse
     place = forward_place(tensors, request)
     asked = Asked(work, request.options, place, request.out_dtype, request.records, False)
@@ -72,8 +75,14 @@ def run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch
 
 
 def run_backward(tensors: Tensors, request: Request, given: Given) -> tuple[torch.Tensor, ...]:
-    """The gradients of query, key and value, and of the mask if wanted, planned and run; those
-    given are filled."""
+    """The gradients of query, key and value, and of the mask and the sinks if wanted, planned and
+    run; those given are filled."""
+    if given.of_sinks:
+        found = run_backward(tensors, request, given._replace(of_sinks=False))
+        assert tensors.sinks is not None
+        with torch.no_grad():
+            of_sinks = sinks_gradient(given.grad_out, given.out, given.lse, tensors.sinks)
+        return (*found, of_sinks)
     if not given.of_mask:
         return _run_backward(tensors, request, given)
     held = 0 if given.grad_mask is not None else _mask_gradient_bytes(tensors, request)
@@ -85,7 +94,7 @@ def run_backward(tensors: Tensors, request: Request, given: Given) -> tuple[torc
 
 def _run_backward(tensors: Tensors, request: Request, given: Given) -> tuple[torch.Tensor, ...]:
     work, options = request.work, request.options
-    query, key, value, mask = tensors
+    query, key, value, mask, _ = tensors
     grad_out, out, lse, grads = given[:4]
     if _is_trivial(tensors):
         found = grads or tuple(torch.empty_like(t) for t in (query, key, value))
@@ -363,7 +372,7 @@ def _note_writing(results: tuple[torch.Tensor, ...]) -> None:
 
 
 def _call(tensors: Tensors, request: Request, kernel: InnerKernel) -> Call:
-    query, key, value, mask = tensors
+    query, key, value, mask, sinks = tensors
     work = request.work
     return Call(
         work,
@@ -374,4 +383,5 @@ def _call(tensors: Tensors, request: Request, kernel: InnerKernel) -> Call:
         request.scale,
         request.options.device,
         kernel,
+        None if sinks is None else sinks.detach().to(request.options.device, work.state_dtype),
     )

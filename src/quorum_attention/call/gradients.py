@@ -25,6 +25,7 @@ class Given(NamedTuple):
         grads: preallocated results, like query, key and value.
         of_mask: whether the gradient of the mask is wanted too.
         grad_mask: a preallocated tensor for it, like the mask.
+        of_sinks: whether the gradient of the sinks is wanted too.
     """
 
     grad_out: torch.Tensor
@@ -33,6 +34,7 @@ class Given(NamedTuple):
     grads: Three | None = None
     of_mask: bool = False
     grad_mask: torch.Tensor | None = None
+    of_sinks: bool = False
 
 
 def given_of(
@@ -55,7 +57,7 @@ def given_of(
     """
     grad_out, out = as_tensor(grad_out, "grad_out"), as_tensor(out, "out")
     lse = as_tensor(lse, "lse")
-    query, key, value, _ = tensors
+    query, key, value = tensors[:3]
     refuse_transforms(grad_out, query, key, value)
     grad_out, out = request.with_heads(grad_out, 2), request.with_heads(out, 2)
     lse = request.with_heads(lse, 1)
@@ -86,7 +88,7 @@ def _with_mask(tensors: Tensors, given: Given, grad_mask: torch.Tensor | bool) -
 
 def _read(tensors: Tensors, given: Given) -> dict[str, torch.Tensor | None]:
     """What a backward reads, by the names of its arguments."""
-    query, key, value, mask = tensors
+    query, key, value, mask, _ = tensors
     return {
         "query": query, "key": key, "value": value, "attn_mask": mask, "out": given.out,
         "grad_out": given.grad_out, "lse": given.lse,

@@ -13,7 +13,7 @@ from quorum_attention.execution.upstream import divided_bytes
 
 def forward_place(tensors: Tensors, request: Request) -> Placement:
     """The placement of a forward."""
-    query, key, value, _ = tensors
+    query, key, value = tensors[:3]
     device = request.options.device
     return Placement(
         device.type,
@@ -27,7 +27,7 @@ def forward_place(tensors: Tensors, request: Request) -> Placement:
 def backward_place(tensors: Tensors, request: Request, given: Given) -> Placement:
     """The placement of a backward."""
     work, device = request.work, request.options.device
-    query, key, value, _ = tensors
+    query, key, value = tensors[:3]
     grad_out, out, _, grads = given[:4]
     divided = divided_bytes(grad_out.dtype, work, here=grad_out.device == device)
     return Placement(

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from quorum_attention.call.arranged import arranged
+from quorum_attention.call.masks import checked_sinks, under_mask
 from quorum_attention.call.options import Written, options_of
 from quorum_attention.call.transforms import records, refuse_out
 from quorum_attention.call.validation import (
@@ -26,6 +27,7 @@ from quorum_attention.execution.masks import mask_shape
 from quorum_attention.execution.report import Report
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.outside import refuse_traces
+from quorum_attention.mask import Mask
 from quorum_attention.planner.options import Options
 
 # What arguments may be; ``as_tensor`` says which of them.
@@ -35,12 +37,13 @@ Array = torch.Tensor | np.ndarray
 class Tensors(NamedTuple):
     """What a call reads: query (*batch, heads, n_queries, head_dim), key (*batch, kv_heads, n_keys,
     head_dim), value (*batch, kv_heads, n_keys, value_dim); mask broadcasts to (*batch, heads,
-    n_queries, n_keys)."""
+    n_queries, n_keys); sinks are (heads,)."""
 
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
     mask: torch.Tensor | None
+    sinks: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,7 @@ def request_of(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
+    attn_mask: torch.Tensor | Mask | None,
     dropout_p: float,
     is_causal: bool,
     scale: float | None,
@@ -128,6 +131,8 @@ def request_of(
             been allocated by then but the casts of autocast.
     """
     query, key, value = as_tensor(query, "query"), as_tensor(key, "key"), as_tensor(value, "value")
+    described = attn_mask if isinstance(attn_mask, Mask) else None
+    attn_mask = attn_mask if described is None else described.bias
     mask = None if attn_mask is None else as_tensor(attn_mask, "attn_mask")
     refuse_traces(function, query=query, key=key, value=value, attn_mask=mask)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -150,15 +155,26 @@ def request_of(
     factor = sizes.head_dim**-0.5 if scale is None else real_number(scale, "scale")
     switch(shared, "enable_gqa")
     shape = None if mask is None else mask_shape(mask, len(sizes.batch_shape))
-    work = Workload(*sizes, is_causal, shape, factor > 0)
+    sinks = None
+    if described is not None:
+        sinks = checked_sinks(described, sizes.heads, query)
+        is_causal, options = under_mask(
+            described,
+            sizes,
+            is_causal,
+            options,
+            shape,
+            needs_grad=function == "attention_backward" or records(query, key, value),
+        )
+    work = Workload(*sizes, is_causal, shape, factor > 0, sinks is not None)
     if options.plan is not None:
         check_plan(options.plan, work)
     dtype = out.dtype if out is not None else (out_dtype or query.dtype)
     learned = mask is not None and mask.requires_grad and torch.is_grad_enabled()
-    recorded = learned or records(query, key, value)
+    recorded = learned or records(query, key, value, *(() if sinks is None else (sinks,)))
     counted = cast_bytes if query.device == options.device else 0
     request = Request(
         work, factor, options, out, dtype, recorded, learned, counted, without_heads,
         written.progress, written.report, written.sums,
     )  # fmt: skip
-    return Tensors(query, key, value, mask), request
+    return Tensors(query, key, value, mask, sinks), request

@@ -27,6 +27,7 @@ class Call:
         scale: the factor of the scores.
         device: the device that computes.
         kernel: the inner kernel.
+        sinks: (heads,), on ``device``, of the state's dtype; None if the call has none.
     """
 
     work: Workload
@@ -37,6 +38,7 @@ class Call:
     scale: float
     device: torch.device
     kernel: InnerKernel
+    sinks: torch.Tensor | None = None
 
     @property
     def in_place(self) -> bool:

@@ -41,7 +41,7 @@ class State:
 
     Attributes:
         field: its field in the slot.
-        fill: the value of a row before its first visit.
+        fill: the value of a group's rows before their first visit, or (h, 1, 1), one for each head.
         home: where rows are stored between visits.
         final: where finished rows are stored; the home itself if the result has the state's dtype.
         final_field: the slot's field for finished rows in the result's dtype; None if that is the
@@ -49,7 +49,7 @@ class State:
     """
 
     field: str
-    fill: float
+    fill: Callable[[Group], float | torch.Tensor]
     home: RowTensor | GroupBuffer
     final: RowTensor
     final_field: str | None
@@ -288,7 +288,8 @@ class Engine:
                 for state in self.pass_.states:
                     for piece in self._clipped(unit.visit.fresh, state.axis):
                         n = piece.stop - piece.start
-                        unit.fields[state.field][:, :, piece.local : piece.local + n] = state.fill
+                        fill = state.fill(unit.group)
+                        unit.fields[state.field][:, :, piece.local : piece.local + n] = fill
                 if unit.previous is not None:
                     self._carry(unit, *unit.previous)
                 self._clear_padding(unit)

@@ -22,6 +22,9 @@ from quorum_attention.execution.upstream import Upstream
 from quorum_attention.execution.workload import Group, Workload, flat_entries
 from quorum_attention.kernels.protocol import Bias, TaskTensors
 
+# The state that begins with a sink instead of with no key.
+_LSE = "lse"
+
 
 @dataclass(slots=True)
 class Results:
@@ -148,6 +151,14 @@ class Job:
                 part = operand(part, self.call.work.dtype)
             found[item.name] = part
         return found
+
+    def fill(self, state: StateSpec, group: Group | None) -> float | torch.Tensor:
+        """What rows of ``state`` begin with: a number, or one for each head of the group (None: of
+        the call), (h, 1, 1)."""
+        sinks = self.call.sinks
+        if sinks is None or state.name != _LSE:
+            return state.fill
+        return (sinks if group is None else sinks[group.query_heads])[:, None, None]
 
     def repeated(self, times: int) -> None:
         """Add ``times`` to the report's count of repeated units."""

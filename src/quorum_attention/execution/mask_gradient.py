@@ -320,7 +320,8 @@ class _Walk:
         p.exp_()
         ds = (rows.grad_out @ value.mT).view(shape)
         whole_rows = key.shape[-2] == work.n_keys
-        ds.sub_(_exact_delta(p, ds, rows.delta) if whole_rows and _rounds(work) else rows.delta)
+        exact = whole_rows and _rounds(work) and not work.sinks
+        ds.sub_(_exact_delta(p, ds, rows.delta) if exact else rows.delta)
         ds.mul_(p)
         if late is not None:
             # 0 times a value that is not finite is NaN, and such a pair has no part in anything.

@@ -123,7 +123,8 @@ def copied_bytes(case: Case, group: GroupSize) -> tuple[int, ...]:
 def corrected_bytes(work: Workload, kernel: InnerKernel) -> int:
     """Bytes of the delta that a backward computes from probabilities (kernels/delta.py); 0 if its
     kernel is not plain softmax."""
-    if not traits_of(kernel).plain_softmax:
+    # Rows with a sink have weights that do not add up to 1.
+    if work.sinks or not traits_of(kernel).plain_softmax:
         return 0
     return carrier_bytes(
         work.dtype,

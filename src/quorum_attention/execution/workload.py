@@ -25,7 +25,7 @@ class Workload:
     """The sizes of one call; hashable, without tensors.
 
     ``batch_shape`` is the shape before the head dimension, () for 3-D inputs. ``positive_scale``
-    says whether the factor of the scores is above 0.
+    says whether the factor of the scores is above 0, ``sinks`` whether rows begin with a sink.
     """
 
     batch_shape: tuple[int, ...]
@@ -39,6 +39,7 @@ class Workload:
     is_causal: bool
     mask: MaskShape | None = None
     positive_scale: bool = True
+    sinks: bool = False
 
     @property
     def batch(self) -> int:

@@ -32,6 +32,7 @@ from quorum_attention.execution.trimming import Tally
 from quorum_attention.execution.workload import Group, Workload, count_groups
 from quorum_attention.kernels.copies import copy_on_device
 from quorum_attention.kernels.protocol import InnerKernel, TaskCalls, TaskTensors
+from quorum_attention.kernels.sinks import join_sinks_
 from quorum_attention.kernels.traits import task_calls
 
 
@@ -162,6 +163,10 @@ class _Group:
             for result, rows in zip(self.results, self.held, strict=True)
         ]
         self.given = job.operands(group)
+        sinks = job.call.sinks
+        forward = sinks is not None and not job.spec.backward
+        self.sinks = sinks[group.query_heads] if forward and sinks is not None else None
+        self.fills = [job.fill(state, group) for state in states]
 
     def run(self, number: int, task: TaskTensors) -> None:
         """Compute task ``number``, merge its shared rows, and write its final rows."""
@@ -170,6 +175,8 @@ class _Group:
             return
         with self.clock.timed("compute"):
             parts = self.spec.of_task(self.kernel, task, self.given)
+            if self.sinks is not None:
+                _take_in(parts, self.sinks, pieces[0])
             with self.clock.timed("merge"):
                 for together in self.spec.combined:
                     _combine(
@@ -184,9 +191,9 @@ class _Group:
 
     def fill(self) -> None:
         """Fill the rows of the results that no task has."""
-        for state, result, rows in zip(self.spec.states, self.results, self.held, strict=True):
+        for fill, result, rows in zip(self.fills, self.results, self.held, strict=True):
             for here in rows.nobody:
-                result[:, :, here] = state.fill
+                result[:, :, here] = fill.squeeze(-1) if isinstance(fill, torch.Tensor) else fill
 
 
 def _spans(kernel: TaskCalls, tasks: list[TaskTensors]) -> dict[Axis, list[tuple[int, int] | None]]:
@@ -200,6 +207,16 @@ def _spans(kernel: TaskCalls, tasks: list[TaskTensors]) -> dict[Axis, list[tuple
 
 # These are functions so that their views of a part are gone when they return: views left over
 # would keep the part's memory while the next task is computed.
+
+
+def _take_in(
+    parts: tuple[torch.Tensor, ...], sinks: torch.Tensor, pieces: tuple[HeldRows, ...]
+) -> None:
+    """Take the sinks into the rows of (out, lse) that no task before has."""
+    for piece in pieces:
+        if piece.holder in ("first", "only"):
+            out, lse = (part[:, :, piece.part] for part in parts)
+            join_sinks_(out, lse, sinks)
 
 
 def _combine(

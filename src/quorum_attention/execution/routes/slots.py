@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -238,7 +239,7 @@ def _make_pass(
     states = tuple(
         State(
             f"state_{state.name}",
-            state.fill,
+            partial(job.fill, state),
             home,
             rows_of_result,
             f"final_{state.name}" if f"final_{state.name}" in layout.fields else None,

@@ -95,6 +95,11 @@ def scaled_bytes(case: Case, group: GroupSize) -> tuple[int, ...]:
     return (*state_bytes(case, group), copy, *(_SMALL_BYTES,) * 4)
 
 
+def _begun(target: torch.Tensor, fill: float | torch.Tensor) -> torch.Tensor:
+    """``target``, filled; where each head begins otherwise, it is (1, h, rows)."""
+    return target.copy_(fill.squeeze(-1)) if isinstance(fill, torch.Tensor) else target.fill_(fill)
+
+
 def compute_group(job: Job, task: TaskTensors, group: Group, tools: Tools, ask: Ask) -> int:
     """Compute a head group and write its results.
 
@@ -117,7 +122,7 @@ def compute_group(job: Job, task: TaskTensors, group: Group, tools: Tools, ask: 
     ]
     states = [
         # A result in the state's dtype is its own state.
-        target.fill_(state.fill)
+        _begun(target, job.fill(state, group))
         if state.over is None
         else torch.zeros(target.shape, dtype=work.state_dtype, device=call.device)
         for state, target in zip(spec.states, targets, strict=True)

@@ -33,6 +33,7 @@ from quorum_attention.execution.tools import Tools
 from quorum_attention.execution.workload import Group, GroupSize, Workload, count_groups, groups
 from quorum_attention.kernels.outside import capturing
 from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.sinks import join_sinks_
 from quorum_attention.kernels.small_gradients import small_gradients
 from quorum_attention.kernels.traits import traits_of, whole_calls
 
@@ -106,7 +107,7 @@ class Whole(Route):
         results = result_bytes(case)
         if not schedule.is_all(work):
             results += final_bytes(case)
-        elif case.place.result_dtype == work.dtype and not case.scaled:
+        elif case.place.result_dtype == work.dtype and not case.scaled and not _widened(case):
             results = ()
         given = (*bytes_before(case), *copied_bytes(case, schedule.group))
         return Bytes(workspace, 0, tuple(accumulators), (*given, *results))
@@ -164,6 +165,11 @@ class Whole(Route):
             del parts
             job.tell(done, n_groups)
             yield 1
+
+
+def _widened(case: Case) -> bool:
+    """Whether a kernel is asked for an output in the state's dtype, which is then rounded."""
+    return case.work.sinks and not case.spec.backward and case.work.dtype != case.work.state_dtype
 
 
 def _gives_results(case: Case) -> bool:
@@ -247,7 +253,13 @@ def _of_call(
         given[name] = operand(part, work.dtype) if item.copied else part
     kernel = whole_calls(call.kernel)
     assert kernel is not None
-    parts = job.spec.of_call(kernel, given, causal, call.scale, bias, job.results.dtype)
+    if job.spec.backward or call.sinks is None:
+        parts = job.spec.of_call(kernel, given, causal, call.scale, bias, job.results.dtype)
+    else:
+        # Unrounded where the kernel can, because the sinks come after.
+        parts = job.spec.of_call(kernel, given, causal, call.scale, bias, work.state_dtype)
+        sinks = call.sinks if group is None else call.sinks[group.query_heads]
+        join_sinks_(parts[0], parts[1], sinks)
     if job.scaled and not capturing(call.device) and not all_finite(parts):
         return None
     return parts

@@ -1,0 +1,172 @@
+"""Masks by their definition, pair by pair, and random ones."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quorum_attention import Mask
+
+
+def dense(mask: Mask, batch: int, heads: int, n_queries: int, n_keys: int) -> torch.Tensor:
+    """Which pairs ``mask`` keeps, (batch, heads, n_queries, n_keys) bool; its bias aside."""
+    q, k = torch.arange(n_queries)[:, None], torch.arange(n_keys)[None]
+    shift = n_keys - n_queries if mask.causal == "lower_right" else 0
+    at = q + (shift if mask.offset is None else mask.offset)
+    keep = torch.ones(batch, heads, n_queries, n_keys, dtype=torch.bool)
+    if mask.causal:
+        keep &= k <= at
+    if mask.window is not None:
+        left, right = mask.window if isinstance(mask.window, tuple) else (mask.window,) * 2
+        keep &= (k >= at - left) if left >= 0 else True
+        keep &= (k <= at + right) if right >= 0 else True
+    if mask.chunk is not None:
+        keep &= at.div(mask.chunk, rounding_mode="floor") == k // mask.chunk
+    if mask.documents is not None:
+        both = mask.documents if isinstance(mask.documents, tuple) else (mask.documents,) * 2
+        mine, theirs = both[0].expand(batch, n_queries), both[1].expand(batch, n_keys)
+        keep &= (mine[:, :, None] == theirs[:, None])[:, None]
+    if mask.key_lengths is not None:
+        keep &= k[None, None] < mask.key_lengths[:, None, None, None]
+    if mask.key_padding is not None:
+        keep &= mask.key_padding.expand(batch, n_keys)[:, None, None]
+    if mask.keeps is not None:
+        entries, numbers = torch.arange(batch)[:, None, None, None], torch.arange(heads)
+        keep &= mask.keeps(entries, numbers[:, None, None], q, k)
+    for one in mask.every:
+        keep &= dense(one, batch, heads, n_queries, n_keys)
+    if mask.either:
+        keep &= torch.stack(
+            [dense(one, batch, heads, n_queries, n_keys) for one in mask.either]
+        ).any(0)
+    return keep
+
+
+@dataclass
+class Exact:
+    """Results in float64; ``grads`` of query, key and value, and of the sinks if there are any."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    grads: tuple[torch.Tensor, ...]
+
+
+def exact(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    grad_out: torch.Tensor,
+    mask: Mask,
+    scale: float,
+    *,
+    is_causal: bool = False,
+) -> Exact:
+    """The textbook in float64, with materialised scores and torch's own gradients."""
+    (batch, heads, n_queries, _), n_keys = query.shape, key.shape[2]
+    keep = dense(mask, batch, heads, n_queries, n_keys)
+    if is_causal:
+        keep &= torch.ones(n_queries, n_keys, dtype=torch.bool).tril()
+    inputs = [t.detach().double().requires_grad_() for t in (query, key, value)]
+    shared = heads // key.shape[1]
+    keys, values = (t.repeat_interleave(shared, dim=1) for t in inputs[1:])
+    scores = scale * inputs[0] @ keys.mT
+    if mask.softcap is not None:
+        scores = mask.softcap * torch.tanh(scores / mask.softcap)
+    if mask.bias is not None and mask.bias.dtype == torch.bool:
+        keep = keep & mask.bias
+    elif mask.bias is not None:
+        scores = scores + mask.bias.to(query.dtype).double()
+    scores = scores.masked_fill(~keep, -torch.inf)
+    if mask.sinks is not None:
+        inputs.append(mask.sinks.detach().double().requires_grad_())
+        column = inputs[3][None, :, None, None].expand(batch, heads, n_queries, 1)
+        scores = torch.cat([scores, column], dim=-1)
+    live = (scores > -torch.inf).any(-1)
+    lse = scores.masked_fill(~live[..., None], 0.0).logsumexp(-1)
+    p = (scores - lse[..., None]).exp()[..., :n_keys]
+    out = p @ values
+    grads = torch.autograd.grad(out, inputs, grad_out.double())
+    return Exact(out.detach(), lse.detach().masked_fill(~live, -torch.inf), grads)
+
+
+def _runs(draw: random.Random, n: int) -> list[int]:
+    """Document ids: mostly ascending, some come back."""
+    ids: list[int] = []
+    here = 0
+    while len(ids) < n:
+        ids += [here] * draw.choice([1, 2, 5, 17, 60, 200])
+        here += 1 if draw.random() < 0.8 else draw.randint(-1, 3)
+    return ids[:n]
+
+
+def _documents(draw: random.Random, batch: int, n: int) -> torch.Tensor:
+    if draw.random() < 0.4:
+        return torch.tensor(_runs(draw, n))
+    return torch.tensor([_runs(draw, n) for _ in range(batch)])
+
+
+def _padding(draw: random.Random, batch: int, n: int) -> torch.Tensor:
+    edges = torch.tensor([[draw.randint(0, n)] for _ in range(batch)])
+    at = torch.arange(n)[None]
+    return draw.choice([at >= edges, at < edges, torch.rand(batch, n) < 0.7])
+
+
+RULES = (
+    lambda b, h, q, k: (q + k) % 3 != 0,
+    lambda b, h, q, k: (q * 7 + k * 3 + h + b) % 5 < 3,
+    lambda b, h, q, k: k <= q + 2,
+)
+
+
+def random_mask(
+    draw: random.Random, batch: int, heads: int, n_queries: int, n_keys: int, *, inner: bool = False
+) -> Mask:
+    """A mask of a few fields, without bias, soft cap and sinks."""
+    fields: dict[str, Any] = {}
+    sizes = (batch, heads, n_queries, n_keys)
+    chances: dict[str, tuple[float, Any]] = {
+        "causal": (0.6, lambda: draw.choice([True, "upper_left", "lower_right", "lower_right"])),
+        "offset": (0.2, lambda: draw.randint(-10, max(1, n_keys))),
+        "window": (
+            0.4,
+            lambda: draw.choice([0, 1, 10, 40, (5, -1), (-1, 7), (20, 0), (100, 30), (257, 0)]),
+        ),
+        "chunk": (0.15, lambda: draw.choice([1, 7, 32, 100, 1000])),
+        "documents": (
+            0.35,
+            lambda: _documents(draw, batch, n_queries)
+            if n_queries == n_keys and draw.random() < 0.5
+            else (_documents(draw, batch, n_queries), _documents(draw, batch, n_keys)),
+        ),
+        "key_lengths": (
+            0.15, lambda: torch.tensor([draw.randint(0, n_keys) for _ in range(batch)]),
+        ),
+        "key_padding": (0.2, lambda: _padding(draw, batch, n_keys)),
+        "keeps": (0.12, lambda: draw.choice(RULES)),
+    }  # fmt: skip
+    if not inner:
+        for name in ("either", "every"):
+            chances[name] = (
+                0.12, lambda: tuple(random_mask(draw, *sizes, inner=True) for _ in range(2)),
+            )  # fmt: skip
+    for name, (chance, make) in chances.items():
+        if draw.random() < chance:
+            fields[name] = make()
+    return Mask(**fields)
+
+
+def off(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference, as a share of the largest finite element (at least 1)."""
+    actual = actual.detach().double().cpu()
+    assert actual.shape == expected.shape
+    if actual.numel() == 0:
+        return 0.0
+    if actual.isnan().any():
+        return math.inf
+    apart = torch.where(actual == expected, 0.0, (actual - expected).abs())
+    finite = expected[expected.isfinite()]
+    return apart.max().item() / max(1.0, finite.abs().max().item() if finite.numel() else 1.0)

@@ -1,0 +1,188 @@
+"""``Mask``: random calls under it against float64, and what it refuses."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from helpers_masks import dense, exact, off, random_mask
+
+import quorum_attention as qa
+from quorum_attention import Mask
+
+# For results, and for gradients.
+TOLERANCE = {
+    torch.float64: (1e-11, 1e-10),
+    torch.float32: (2e-5, 1e-4),
+    torch.float16: (6e-3, 2e-2),
+    torch.bfloat16: (4e-2, 1e-1),
+}
+
+
+def _scores(draw: random.Random, mask: Mask, sizes: tuple[int, ...], wide: torch.dtype) -> Mask:
+    batch, heads, n_queries, n_keys = sizes
+    changes: dict[str, Any] = {}
+    if draw.random() < 0.25:
+        changes["softcap"] = draw.choice([1.0, 5.0, 30.0])
+    if draw.random() < 0.3:
+        changes["sinks"] = (torch.randn(heads) * 2).to(wide).requires_grad_()
+    if draw.random() < 0.2:
+        changes["bias"] = draw.choice(
+            [torch.randn(n_queries, n_keys), torch.randn(batch, 1, 1, n_keys),
+             torch.randn(heads, n_queries, n_keys) > -1]
+        )  # fmt: skip
+    return replace(mask, **changes)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_masks_in_every_route_against_float64(seed: int) -> None:
+    draw = random.Random(random.random() + seed)
+    batch, kv_heads = draw.choice([1, 1, 2, 3]), draw.choice([1, 2])
+    heads, head_dim = kv_heads * draw.choice([1, 1, 2, 3]), draw.choice([4, 8])
+    n_queries = draw.choice([1, 5, 64, 130, 257, 300])
+    n_keys = n_queries if draw.random() < 0.5 else draw.choice([1, 3, 70, 128, 260])
+    dtype = draw.choice(list(TOLERANCE))
+    shapes = ((heads, n_queries), (kv_heads, n_keys), (kv_heads, n_keys))
+    q, k, v = (torch.randn(batch, h, n, head_dim).to(dtype).requires_grad_() for h, n in shapes)
+    grad_out = torch.randn(batch, heads, n_queries, head_dim).to(dtype)
+    sizes = (batch, heads, n_queries, n_keys)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    mask = _scores(draw, random_mask(draw, *sizes), sizes, wide)
+    options: dict[str, Any] = {
+        "is_causal": draw.random() < 0.25, "scale": draw.choice([0.5, 0.7, -0.3]),
+    }  # fmt: skip
+    want = exact(q, k, v, grad_out, mask, **options)
+    options |= {"attn_mask": mask, "enable_gqa": True, "kernel": draw.choice(["auto", "dense"])}
+    how = draw.choice(["free", "planned", "budget", "depth 1", "depth 2"])
+    if how == "planned":
+        options["report"] = qa.Report()
+    elif how == "budget":
+        with pytest.raises(qa.BudgetError) as refused:
+            qa.attention(q, k, v, budget=1000, **options)
+        options["budget"] = int(refused.value.smallest_bytes * draw.choice([1, 1.3, 3]))
+    elif how != "free":
+        options["depth"] = int(how[-1])
+    print(how, sizes, dtype, mask)
+    if "depth" in options and max(n_queries, n_keys) < 128:
+        del options["depth"]  # nothing would get smaller
+    out, lse = qa.attention_with_lse(q, k, v, **options)
+    learned = [q, k, v] if mask.sinks is None else [q, k, v, mask.sinks]
+    grads = torch.autograd.grad(out, learned, grad_out)
+    of_results, of_grads = TOLERANCE[dtype]
+    assert off(out, want.out) <= of_results
+    assert off(lse, want.lse) <= of_results
+    for grad, wanted in zip(grads, want.grads, strict=True):
+        assert off(grad, wanted) <= of_grads
+
+
+def test_the_backward_without_autograd_gives_the_same_gradients() -> None:
+    q, k, v, grad_out = (torch.randn(1, 2, 40, 8) for _ in range(4))
+    sinks = torch.randn(2)
+    mask = Mask(causal=True, window=(9, 0), sinks=sinks)
+    out, lse = qa.attention_with_lse(q, k, v, attn_mask=mask)
+    found = qa.attention_backward(grad_out, q, k, v, out, lse, attn_mask=mask, grad_sinks=True)
+    want = exact(q, k, v, grad_out, mask, 8**-0.5)
+    for grad, wanted in zip(found, want.grads, strict=True):
+        assert off(grad, wanted) <= 1e-5
+    with pytest.raises(ValueError, match="grad_sinks needs a Mask with sinks"):
+        qa.attention_backward(grad_out, q, k, v, out, lse, grad_sinks=True)
+
+
+def test_a_mask_that_masks_nothing_more_is_the_call_without_one() -> None:
+    """Then every route and every kernel of plain calls is there."""
+    q, k, v = (torch.randn(1, 2, 300, 8) for _ in range(3))
+    plain, causal = qa.Report(), qa.Report()
+    same = Mask(
+        causal="lower_right", window=1000, documents=torch.zeros(300, dtype=torch.int64),
+        key_padding=torch.ones(1, 300, dtype=torch.bool),
+    )  # fmt: skip
+    found = qa.attention(q, k, v, attn_mask=same, depth=1, report=causal)
+    wanted = qa.attention(q, k, v, is_causal=True, depth=1, report=plain)
+    assert torch.equal(found, wanted)
+    assert causal.forward
+    assert plain.forward
+    assert causal.forward.left_out == plain.forward.left_out
+    assert str(causal.forward.levels) == str(plain.forward.levels)
+
+
+def test_a_tensor_that_is_written_to_is_read_again() -> None:
+    q, k, v = (torch.randn(1, 1, 20, 4) for _ in range(3))
+    ids = torch.zeros(20, dtype=torch.int64)
+    mask = Mask(documents=ids)
+    before = qa.attention(q, k, v, attn_mask=mask)
+    ids[10:] = 1
+    after = qa.attention(q, k, v, attn_mask=mask)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, dense(mask, 1, 1, 20, 20))
+    assert not torch.allclose(before, after)
+    assert torch.allclose(after, want, atol=1e-5)
+
+
+def test_masks_are_combined() -> None:
+    window, causal = Mask(window=5), Mask(causal=True)
+    ids = torch.arange(30) // 9
+    pairs = [
+        (window & causal, dense(window, 1, 1, 30, 30) & dense(causal, 1, 1, 30, 30)),
+        (window | causal, dense(window, 1, 1, 30, 30) | dense(causal, 1, 1, 30, 30)),
+        (window & Mask(window=(-1, 2)) & Mask(documents=ids), None),
+        (Mask(causal="lower_right") & window, None),
+    ]
+    wanted = dense(window, 1, 1, 30, 30) & dense(Mask(window=(-1, 2)), 1, 1, 30, 30)
+    wanted = wanted & dense(Mask(documents=ids), 1, 1, 30, 30)
+    assert torch.equal(dense(pairs[0][0], 1, 1, 30, 30), pairs[0][1])
+    assert torch.equal(dense(pairs[1][0], 1, 1, 30, 30), pairs[1][1])
+    assert torch.equal(dense(pairs[2][0], 1, 1, 30, 30), wanted)
+    # The window's own offset is 0, beside a causal mask that has another.
+    lower = dense(Mask(causal="lower_right"), 1, 1, 10, 30) & dense(window, 1, 1, 10, 30)
+    assert torch.equal(dense(pairs[3][0], 1, 1, 10, 30), lower)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"causal": "left"}, "Mask.causal must be"),
+        ({"causal": 1}, "Mask.causal must be"),
+        ({"offset": 1.5}, "Mask.offset must be a whole number"),
+        ({"window": (1, 2, 3)}, "Mask.window must be"),
+        ({"window": -2}, "Mask.window must be"),
+        ({"chunk": 0}, "Mask.chunk must be at least 1"),
+        ({"documents": torch.zeros(3)}, "Mask.documents must be integers"),
+        ({"documents": (torch.zeros(3, dtype=torch.int64),)}, "one tensor or two"),
+        ({"key_padding": torch.zeros(3)}, "Mask.key_padding must be bool"),
+        ({"key_lengths": 3}, "Mask.key_lengths must be a tensor"),
+        ({"keeps": 3}, "Mask.keeps must be callable"),
+        ({"either": Mask()}, "Mask.either must be a tuple of masks"),
+        ({"every": (Mask(softcap=1.0),)}, "its masks have no softcap"),
+        ({"softcap": 0.0}, "Mask.softcap must be above 0"),
+        ({"sinks": torch.zeros(2, 2)}, "Mask.sinks must have 1 dimensions"),
+    ],
+)
+def test_fields_that_make_no_sense_are_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        Mask(**fields)
+
+
+@pytest.mark.parametrize(
+    ("mask", "words"),
+    [
+        (Mask(documents=torch.zeros(7, dtype=torch.int64)), "Mask.documents must have shape"),
+        (Mask(key_padding=torch.ones(3, 8, dtype=torch.bool)), "Mask.key_padding must have shape"),
+        (Mask(key_lengths=torch.tensor([9, 2])), "Mask.key_lengths must be from 0 to the 8 keys"),
+        (Mask(key_lengths=torch.tensor([1])), "Mask.key_lengths must have shape"),
+        (Mask(sinks=torch.zeros(3)), "Mask.sinks must be one for each of the 2 query heads"),
+        (Mask(bias=torch.zeros(8, 7)), "attn_mask must broadcast"),
+    ],
+)
+def test_masks_that_do_not_fit_the_call_are_refused(mask: Mask, words: str) -> None:
+    q, k, v = (torch.randn(2, 2, 8, 4) for _ in range(3))
+    with pytest.raises((TypeError, ValueError), match=words):
+        qa.attention(q, k, v, attn_mask=mask)
+
+
+def test_kernels_of_other_attention_are_refused() -> None:
+    q, k, v = (torch.randn(1, 2, 8, 4) for _ in range(3))
+    kernel = qa.from_score_mod(lambda s, b, h, q, k: s)
+    with pytest.raises(NotImplementedError, match="cannot run a call under a Mask"):
+        qa.attention(q, k, v, attn_mask=Mask(window=2), kernel=kernel)
