@@ -19,8 +19,10 @@ _MOST_PAIRS = 1 << 14
 _MOST_BYTES = 2 << 20
 # Columns of the carrier that are not 0: each holds the digits that the ones before it could not.
 _COLUMNS = 3
-# The probabilities of a row add up to 1 within this, if lse is the lse of these keys.
-_WHOLE = 0.01
+# The probabilities of a row add up to 1 within this and the rounding of scores near lse, if lse is
+# the lse of these keys.
+_WHOLE = 2.0**-12
+_ROUNDING = 2.0**-20
 
 
 def carrier_bytes(
@@ -79,16 +81,16 @@ def exact_carrier(
     total = p.sum(dim=-1)
     delta = (p * (gradient @ v.mT)).sum(dim=-1) / total
     # Such a row's lse is of more keys than these, so delta cannot be computed from them.
-    delta.masked_fill_(not_whole(total), torch.nan)
+    delta.masked_fill_(not_whole(total, lse), torch.nan)
     return _carrying(delta, gradient, out)
 
 
-def not_whole(total: torch.Tensor) -> torch.Tensor:
-    """Which rows see other keys as well, by the sums of their probabilities.
+def not_whole(total: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """Which rows see other keys as well, by the sums of their probabilities, and their lse.
 
     Not those whose sum is NaN.
     """
-    return (total - 1.0).abs() > _WHOLE
+    return (total - 1.0).abs() > lse.abs() * _ROUNDING + _WHOLE
 
 
 def _carrying(delta: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

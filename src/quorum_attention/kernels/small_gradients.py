@@ -51,7 +51,7 @@ def small_gradients(
     if causal:
         p.view(pairs).tril_()
     total = p.sum(dim=-1, keepdim=True)
-    others = not_whole(total)
+    others = not_whole(total, rows)
     some_others = bool(others.any())
     p.div_(total.masked_fill_(others, 1.0) if some_others else total)
     ds = p * torch.bmm(g, v.mT)

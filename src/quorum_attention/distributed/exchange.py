@@ -1,0 +1,92 @@
+"""Rows from rank to rank: several tensors as one message, sent while something else is computed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+# Parts of a message begin at multiples of this, so that each can be read as a tensor of any dtype.
+_ALIGNMENT = 16
+
+
+@dataclass(slots=True)
+class Parcel:
+    """A tensor on its way.
+
+    Attributes:
+        source, target: ranks of the group.
+        shape, dtype: of the tensor.
+        content: the tensor, at its source; anything elsewhere.
+    """
+
+    source: int
+    target: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    content: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in a message."""
+        exact = math.prod(self.shape) * self.dtype.itemsize
+        return -(-exact // _ALIGNMENT) * _ALIGNMENT
+
+    def read(self, message: torch.Tensor, at: int) -> torch.Tensor:
+        """The parcel's tensor in a message of bytes, from byte ``at``."""
+        exact = math.prod(self.shape) * self.dtype.itemsize
+        return message[at : at + exact].view(self.dtype).view(self.shape)
+
+
+class Delivery:
+    """Parcels that are under way.
+
+    Made by all ranks of the group together, of the same parcels in the same order.
+    """
+
+    def __init__(
+        self, parcels: Sequence[Parcel], group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        here, ranks = group.rank(), group.size()
+        self._here = here
+        self._parcels = [p for p in parcels if p.target == here]
+        outgoing = [p for p in parcels if p.source == here and p.target != here]
+        outgoing.sort(key=lambda p: p.target)
+        self._incoming = [p for p in self._parcels if p.source != here]
+        self._incoming.sort(key=lambda p: p.source)
+        sent = [sum(p.nbytes for p in outgoing if p.target == rank) for rank in range(ranks)]
+        got = [sum(p.nbytes for p in self._incoming if p.source == rank) for rank in range(ranks)]
+        self.received_bytes = sum(got)
+        self._outbox = torch.empty(sum(sent), dtype=torch.uint8, device=device)
+        self._inbox = torch.empty(sum(got), dtype=torch.uint8, device=device)
+        at = 0
+        for parcel in outgoing:
+            assert parcel.content is not None
+            parcel.read(self._outbox, at).copy_(parcel.content)
+            at += parcel.nbytes
+        self._work = dist.all_to_all_single(
+            self._inbox, self._outbox, got, sent, group=group, async_op=True
+        )
+
+    def contents(self) -> list[torch.Tensor]:
+        """What came for this rank, in the order of the parcels; its own parcels as they are."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        arrived: dict[int, torch.Tensor] = {}
+        at = 0
+        for parcel in self._incoming:
+            arrived[id(parcel)] = parcel.read(self._inbox, at)
+            at += parcel.nbytes
+        found = []
+        for parcel in self._parcels:
+            own = parcel.content if parcel.source == self._here else arrived[id(parcel)]
+            assert own is not None
+            found.append(own)
+        return found
+
+
+__all__ = ["Delivery", "Parcel"]

@@ -1,0 +1,92 @@
+"""Sharded calls on Gloo processes give what one device gives, whatever ranks, shards and heads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers_ranks import compare, inputs_of, random_calls, spawn
+
+import quorum_attention as qa
+from quorum_attention import distributed as sharded
+
+
+def _all_of_it(rank: int) -> None:
+    groups = {n: dist.new_group(list(range(n))) for n in (2, 3, 4)}
+    random_calls(5, 6)
+    for ranks, group in groups.items():
+        if rank < ranks:
+            random_calls(6, 6, group)
+    if rank < 2:
+        _several_checks(rank, groups[2])
+
+
+def test_on_processes(tmp_path: Path) -> None:
+    """Groups of 2, 3, 4 and 7 of the same processes, because processes take long to start."""
+    spawn(_all_of_it, 7, tmp_path)
+
+
+def _several_checks(rank: int, group: dist.ProcessGroup) -> None:
+    _what_a_rank_computes_is_cut(rank, group)
+    _strided_and_without_batch(rank, group)
+    _one_rank_alone(rank, group)
+    _nothing_recorded(rank, group)
+    _ranks_that_disagree(rank, group)
+
+
+def _what_a_rank_computes_is_cut(rank: int, group: dist.ProcessGroup) -> None:
+    torch.manual_seed(1)
+    tensors = inputs_of(3, 3, 1400, 16, 16, torch.float32, 1)
+    report = compare(rank, [900, 500], tensors, True, depth=1, group=group)
+    assert report.imbalance < 1.05
+    assert len(report.calls) > 2
+    cut = [one.forward for one in report.calls if one.forward is not None and one.forward.levels]
+    assert cut, "nothing was cut"
+    received = [torch.empty(1) for _ in range(2)]
+    dist.all_gather(received, torch.tensor([float(report.forward_bytes)]), group=group)
+    assert max(float(r) for r in received) == pytest.approx(report.most_forward_bytes, rel=0.01)
+
+
+def _strided_and_without_batch(rank: int, group: dist.ProcessGroup) -> None:
+    torch.manual_seed(2)
+    q, k, v, _ = inputs_of(4, 2, 64, 8, 8, torch.float64, 1)
+    mine = [t[0, :, 32 * rank : 32 * rank + 32].transpose(0, 1).contiguous() for t in (q, k, v)]
+    out = sharded.attention(
+        *(t.transpose(0, 1) for t in mine), enable_gqa=True, scale=-0.3, group=group
+    )
+    whole = qa.attention(q, k, v, enable_gqa=True, scale=-0.3)[0, :, 32 * rank : 32 * rank + 32]
+    assert (out - whole).abs().max() < 1e-12
+
+
+def _one_rank_alone(rank: int, group: dist.ProcessGroup) -> None:
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    q = torch.randn(1, 2, 40, 8)
+    got = sharded.attention(q, q, q, group=alone, is_causal=True)
+    assert torch.allclose(got, qa.attention(q, q, q, is_causal=True), atol=1e-6)
+
+
+def _nothing_recorded(rank: int, group: dist.ProcessGroup) -> None:
+    q = torch.randn(1, 2, 40, 8, requires_grad=True)
+    with torch.no_grad():
+        assert not sharded.attention(q, q, q, group=group).requires_grad
+
+
+def _ranks_that_disagree(rank: int, group: dist.ProcessGroup) -> None:
+    """All of them raise, so none waits for the others."""
+    q = torch.randn(1, 2, 10, 8)
+    with pytest.raises(ValueError, match="is_causal"):
+        sharded.attention(q, q, q, is_causal=rank == 0, group=group)
+    with pytest.raises(ValueError, match="heads"):
+        sharded.attention(*(torch.randn(1, 2 + rank, 10, 8),) * 3, group=group)
+    with pytest.raises(ValueError, match="lengths"):
+        sharded.attention(q, q, q, lengths=[10], group=group)
+    with pytest.raises(ValueError, match="enable_gqa"):
+        sharded.attention(q, q[:, :1], q[:, :1], group=group)
+
+
+def test_without_a_group() -> None:
+    q = torch.randn(1, 2, 10, 8)
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        sharded.attention(q, q, q)

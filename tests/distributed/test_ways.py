@@ -1,0 +1,136 @@
+"""Every way gives each pair to one rank, evenly, and moves as many bytes as its formula says."""
+
+from __future__ import annotations
+
+import random
+from itertools import accumulate
+
+import numpy as np
+import pytest
+
+from quorum_attention.distributed.assignment import Moved, RowBytes, Sequences
+from quorum_attention.distributed.ways import choose, every_way, heads, keys, quorums
+
+# One for each vector of a query, and of a key and a value; results likewise.
+ELEMENTS = RowBytes(Moved(1, 1, 1), Moved(2, 0, 0))
+
+
+def sequences(sizes: list[int], heads: int, kv_heads: int, causal: bool) -> Sequences:
+    return Sequences((0, *accumulate(sizes)), heads, kv_heads, causal)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_pair_is_computed_once(seed: int) -> None:
+    draw = random.Random(seed)
+    ranks, kv_heads = draw.randint(2, 9), draw.randint(1, 4)
+    sizes = [draw.choice([0, 1, 5, 7, draw.randint(1, 40)]) for _ in range(ranks)]
+    sizes[0] += 1
+    of = sequences(sizes, kv_heads * draw.randint(1, 4), kv_heads, draw.random() < 0.5)
+    wanted = np.ones((of.tokens, of.tokens), int)
+    wanted = np.tril(wanted) if of.is_causal else wanted
+    for way in every_way(of):
+        seen = np.zeros((of.heads, of.tokens, of.tokens), int)
+        for stages in way.shares:
+            before: set[int] = set()
+            for blocks in stages:
+                read: set[int] = set()
+                for block in blocks:
+                    read |= set(range(*of.kv_of(block.heads)))
+                    for k in block.keys:
+                        part = np.ones((block.queries.length, k.length), int)
+                        rows = slice(*block.queries)
+                        seen[slice(*block.heads), rows, slice(*k)] += (
+                            np.tril(part) if block.causal else part
+                        )
+                assert not read & before, "two stages of a rank read the same heads"
+                before |= read
+        assert (seen == wanted).all(), way.way
+        assert sum(way.pairs(rank) for rank in range(ranks)) == of.pairs
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_pieces_bring_what_blocks_read(seed: int) -> None:
+    """Each needed row comes once, from the rank that holds it, and is alone only if it is."""
+    draw = random.Random(seed)
+    ranks, kv_heads = draw.randint(2, 7), draw.randint(1, 3)
+    sizes = [draw.randint(0, 30) for _ in range(ranks - 1)] + [9]
+    of = sequences(sizes, kv_heads * draw.randint(1, 3), kv_heads, draw.random() < 0.5)
+    for way in every_way(of):
+        for pieces, needs in (
+            (way.query_pieces, way.queries),
+            (way.key_pieces, lambda r, s, way=way: [way.keys(r, s)]),
+        ):
+            users: dict[tuple[int, int], set[int]] = {}
+            brought: set[tuple[int, int, int, int]] = set()
+            for p in pieces:
+                low, high = of.starts[p.owner : p.owner + 2]
+                assert low <= p.rows.start < p.rows.stop <= high
+                for head in range(*p.heads):
+                    for row in range(*p.rows):
+                        one = (p.rank, p.stage, head, row)
+                        assert one not in brought
+                        brought.add(one)
+                        users.setdefault((head, row), set()).add(p.rank)
+            wanted = {
+                (rank, stage, head, row)
+                for rank, stages in enumerate(way.shares)
+                for stage in range(len(stages))
+                for need in needs(rank, stage)
+                for head in range(*need.heads)
+                for rows in need.rows
+                for row in range(*rows)
+            }
+            assert brought == wanted
+            for p in pieces:
+                several = len(users[p.heads.start, p.rows.start]) > 1
+                assert p.alone != several
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7, 31])
+@pytest.mark.parametrize("share", [1, 8])
+def test_bytes_are_those_of_the_formulas(ranks: int, share: int) -> None:
+    """Received in a forward, in units of tokens times query heads: away are (ranks - 1) / ranks of
+    the rows, or of the chunks of a task."""
+    tokens = ranks * 128 * 70
+    of = sequences([tokens // ranks] * ranks, ranks * share, ranks, False)
+    away, unit = (ranks - 1) / ranks, tokens * of.heads
+    exchanged = (2 + 2 / share) * away / ranks
+    assert heads(of).most_received(ELEMENTS) / unit == pytest.approx(exchanged)
+    assert keys(of, 1, first=False).most_received(ELEMENTS) / unit == pytest.approx(
+        2 * away / share
+    )
+    size = {3: 2, 7: 3, 31: 6}.get(ranks)
+    if size:
+        foreign = (size - 1) / ranks
+        moved = 2 * foreign + 2 * foreign / share
+        assert quorums(of, 1, ranks).most_received(ELEMENTS) / unit == pytest.approx(moved)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "heads_", "kv_heads", "way"),
+    [
+        (2, 8, 8, "heads exchanged"),
+        (8, 64, 32, "heads exchanged"),
+        (31, 1, 1, "quorums of 31 chunks"),
+        (7, 8, 1, "keys and values moved"),
+        (14, 2, 2, "heads exchanged 2 ways, quorums of 7 chunks"),
+    ],
+)
+def test_the_way_with_the_fewest_bytes_is_taken(
+    ranks: int, heads_: int, kv_heads: int, way: str
+) -> None:
+    of = sequences([128 * 100] * ranks, heads_, kv_heads, False)
+    found = choose(of, ELEMENTS)
+    assert found.way == way
+    even = [one for one in every_way(of) if one.imbalance <= 1.05]
+    assert found.most_received(ELEMENTS) == min(one.most_received(ELEMENTS) for one in even)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("heads_", [1, 3, 5, 8])
+@pytest.mark.parametrize("causal", [False, True])
+def test_work_is_shared_evenly_whatever_divides(ranks: int, heads_: int, causal: bool) -> None:
+    draw = random.Random(ranks * heads_)
+    sizes = [draw.randint(20_000, 200_000) for _ in range(ranks)]
+    of = sequences(sizes, heads_, 1, causal)
+    assert choose(of, ELEMENTS).imbalance <= 1.05

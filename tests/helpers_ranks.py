@@ -1,0 +1,116 @@
+"""Sharded calls on processes of a Gloo group, compared with a float64 reference."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import quorum_attention as qa
+from quorum_attention import distributed as sharded
+
+TOLERANCES = {
+    torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2,
+}  # fmt: skip
+
+
+def spawn(work: Any, ranks: int, folder: Path, *args: Any) -> None:
+    """Run ``work(rank, *args)`` on the ranks of a group; fails if one of them fails."""
+    store = folder / f"store-{ranks}"
+    mp.spawn(_run, (ranks, str(store), work, args), nprocs=ranks)
+
+
+def _run(rank: int, ranks: int, store: str, work: Any, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    try:
+        work(rank, *args)
+    finally:
+        dist.destroy_process_group()
+
+
+def inputs_of(
+    heads: int, kv_heads: int, tokens: int, dim: int, value_dim: int, dtype: torch.dtype, batch: int
+) -> list[torch.Tensor]:
+    """Query, key, value and upstream gradient of the whole sequence."""
+    shapes = [(heads, dim), (kv_heads, dim), (kv_heads, value_dim), (heads, value_dim)]
+    return [torch.randn(batch, h, tokens, d, dtype=dtype) for h, d in shapes]
+
+
+def exact(tensors: list[torch.Tensor], causal: bool) -> list[torch.Tensor]:
+    """Output and gradients in float64, with all scores at once."""
+    *inputs, upstream = (t.detach().double().clone() for t in tensors)
+    q, k, v = (t.requires_grad_() for t in inputs)
+    share, n = q.shape[1] // k.shape[1], q.shape[2]
+    keys, values = (t.repeat_interleave(share, 1) for t in (k, v))
+    scores = (q @ keys.mT) * q.shape[-1] ** -0.5
+    if causal:
+        scores = scores.masked_fill(~torch.ones(n, n, dtype=torch.bool).tril(), -torch.inf)
+    out = scores.softmax(-1) @ values
+    out.backward(upstream)
+    return [out.detach(), *(t.grad for t in (q, k, v))]  # type: ignore[list-item]
+
+
+def compare(
+    rank: int, sizes: list[int], tensors: list[torch.Tensor], causal: bool, **options: Any
+) -> sharded.ShardedReport:
+    """A call and its backward against the reference, and against the same call on one device."""
+    start, stop = [0, *accumulate(sizes)][rank : rank + 2]
+    mine = [t[:, :, start:stop].clone() for t in tensors]
+    for t in mine[:3]:
+        t.requires_grad_()
+    report = sharded.ShardedReport()
+    out = sharded.attention(*mine[:3], is_causal=causal, enable_gqa=True, report=report, **options)
+    out.backward(mine[3])
+    one = [t.clone().requires_grad_() for t in tensors[:3]]
+    whole = qa.attention(*one, is_causal=causal, enable_gqa=True)
+    whole.backward(tensors[3])
+    found = [out, *(t.grad for t in mine[:3])]
+    alone = [whole, *(t.grad for t in one)]
+    names = ("out", "grad of query", "grad of key", "grad of value")
+    for name, got, single, true in zip(names, found, alone, exact(tensors, causal), strict=True):
+        assert got is not None
+        assert single is not None
+        top = true.abs().max().clamp_min(1.0)
+        error = ((got.double() - true[:, :, start:stop]).abs() / top).amax() if got.numel() else 0.0
+        by_one = (single.double() - true).abs().max() / top
+        allowed = TOLERANCES[got.dtype] + 2 * by_one
+        assert error <= allowed, (name, float(error), float(by_one), str(report), sizes)
+    return report
+
+
+def random_calls(seed: int, count: int, group: dist.ProcessGroup | None = None) -> None:
+    """Calls of drawn shapes, the same on all ranks of a group."""
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    ways: Counter[str] = Counter()
+    for number in range(count):
+        draw = random.Random(f"{seed} {ranks} {number}")
+        sizes = [draw.choice([0, 1, 3, draw.randint(0, 60)]) for _ in range(ranks)]
+        if draw.random() < 0.5:
+            sizes = [draw.randint(1, 60)] * ranks
+        if draw.random() < 0.05:
+            sizes = [draw.randint(60, 200) for _ in range(ranks)]
+        kv_heads = draw.randint(1, 4)
+        heads = kv_heads * draw.choice([1, 1, 2, 5])
+        torch.manual_seed(number + seed)
+        tensors = inputs_of(
+            heads, kv_heads, sum(sizes), draw.choice([8, 16]), draw.choice([8, 16, 12]),
+            draw.choice(list(TOLERANCES)), draw.choice([1, 1, 2]),
+        )  # fmt: skip
+        if not sum(sizes):
+            continue
+        options = {"lengths": sizes} if draw.random() < 0.3 else {}
+        causal = draw.random() < 0.6
+        try:
+            report = compare(rank, sizes, tensors, causal, group=group, **options)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, call {number} of {ranks} ranks") from error
+        ways[report.way] += 1
+    if rank == 0:
+        print(dict(ways))
