@@ -14,6 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
+from quorum_attention.kernels import ahead
+
+# Rows of the tensors that kernels are compiled for ahead.
+_ROWS = 128
 # Elements of a program's block: enough for full memory bandwidth, few enough for the registers.
 _BLOCK_ELEMENTS = 4096
 # Possible units of the strides, in elements, the largest first.
@@ -48,32 +52,38 @@ def merge_triton_(
         out_i: as ``out``, fp16, bf16 or fp32.
         lse_i: as ``lse``.
     """
-    batch, heads, rows, width = out.shape
-    if batch * heads * rows == 0:
+    if lse.numel() == 0:
         return
+    if ahead.RUNNING:
+        ahead.wait("merge")
+    programs, arguments, constants = _to_merge(out, lse, out_i, lse_i)
+    with torch.cuda.device_of(out):
+        # All programs are on the first grid axis, the only one that can have more than 65,535.
+        _merge_kernel[(programs,)](*arguments, **constants)
+
+
+def compile_merge(dtype: torch.dtype, width: int):
+    """What ``merge_triton_`` launches for parts of ``dtype`` and ``width``, compiled."""
+    out, lse = torch.empty(1, 1, _ROWS, width), torch.empty(1, 1, _ROWS)
+    programs, arguments, constants = _to_merge(out, lse, out.to(dtype), lse)
+    return _merge_kernel.warmup(*arguments, grid=(programs,), **constants)
+
+
+def _to_merge(out, lse, out_i, lse_i):
+    """(programs, arguments, compile-time constants) of a launch."""
+    batch, heads, rows, width = out.shape
     block_rows, block_width = _block(width)
     blocks = -(-rows // block_rows)
-    # All programs are on the first grid axis, the only one that can have more than 65,535.
-    grid = (batch * heads * blocks,)
     strides = _strides(out) + _strides(out_i)
     unit = _unit(strides)
-    with torch.cuda.device_of(out):
-        _merge_kernel[grid](
-            out,
-            lse,
-            out_i,
-            lse_i,
-            heads,
-            rows,
-            blocks,
-            *(stride // unit for stride in strides),
-            *lse.stride(),
-            *lse_i.stride(),
-            UNIT=unit,
-            WIDTH=width,
-            BLOCK_ROWS=block_rows,
-            BLOCK_WIDTH=block_width,
-        )
+    arguments = (
+        out, lse, out_i, lse_i, heads, rows, blocks, *(stride // unit for stride in strides),
+        *lse.stride(), *lse_i.stride(),
+    )  # fmt: skip
+    constants = {
+        "UNIT": unit, "WIDTH": width, "BLOCK_ROWS": block_rows, "BLOCK_WIDTH": block_width,
+    }  # fmt: skip
+    return batch * heads * blocks, arguments, constants
 
 
 @triton.jit(
@@ -158,6 +168,29 @@ def add_triton_(
         overflow: shaped like ``unscale``, int32; set to 1 where any element of a source is not
             finite; None: not checked.
     """
+    if ahead.RUNNING:
+        ahead.wait("add")
+    programs, arguments = _to_add(targets, sources, alpha, unscale, overflow)
+    if programs:
+        with torch.cuda.device_of(targets[0]):
+            _add_kernel[(programs,)](*arguments)
+
+
+def compile_add(dtype: torch.dtype, widths: tuple[int, ...], scaled: bool):
+    """What ``add_triton_`` launches for gradients of ``dtype`` and ``widths``, compiled.
+
+    ``scaled``: with factors and flags.
+    """
+    targets = tuple(torch.empty(1, 1, _ROWS, width) for width in widths)
+    sources = tuple(target.to(dtype) for target in targets)
+    unscale = torch.empty(1, 1) if scaled else None
+    overflow = torch.empty(1, 1, dtype=torch.int32) if scaled else None
+    programs, arguments = _to_add(targets, sources, 1.0, unscale, overflow)
+    return _add_kernel.warmup(*arguments, grid=(programs,))
+
+
+def _to_add(targets, sources, alpha, unscale, overflow):
+    """(programs, arguments) of a launch."""
     by_head = unscale if overflow is None else overflow
     assert unscale is None or by_head is None or unscale.stride() == by_head.stride()
     arguments: list[object] = []
@@ -181,21 +214,18 @@ def add_triton_(
             target, source, max(1, heads), rows, max(1, each),
             *(stride // unit for stride in strides), unscale_b, unscale_h, shared,
         ]  # fmt: skip
-    if sum(blocks) == 0:
-        return
     first = targets[0]
-    with torch.cuda.device_of(first):
-        _add_kernel[(sum(blocks),)](
-            *arguments,
-            blocks[0],
-            blocks[0] + blocks[1],
-            first if unscale is None else unscale,
-            first if overflow is None else overflow,
-            alpha,
-            unscale is not None,
-            overflow is not None,
-            *widths,
-        )
+    arguments += [
+        blocks[0],
+        blocks[0] + blocks[1],
+        first if unscale is None else unscale,
+        first if overflow is None else overflow,
+        alpha,
+        unscale is not None,
+        overflow is not None,
+        *widths,
+    ]
+    return sum(blocks), arguments
 
 
 @triton.jit

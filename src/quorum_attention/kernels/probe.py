@@ -25,6 +25,8 @@ from quorum_attention.kernels.protocol import (
     TaskTensors,
 )
 from quorum_attention.kernels.remembered import remembered
+from quorum_attention.kernels.scaling import Scaling
+from quorum_attention.kernels.traits import traits_of
 
 _QUERIES = 256
 _KEYS = 384
@@ -229,6 +231,7 @@ def _run(
             grad_query=full_precision(query),
             grad_key=full_precision(key),
             grad_value=full_precision(value),
+            scaling=_scaling(kernel, value),
         )
         kernel.backward(task, grads)
         results |= {
@@ -237,6 +240,18 @@ def _run(
             "the gradient of value": grads.grad_value,
         }
     return results
+
+
+def _scaling(kernel: InnerKernel, value: torch.Tensor) -> Scaling:
+    """A scaling that changes nothing, for a kernel whose backwards are scaled in this dtype: what
+    adds up their gradients is then what a call of this dtype takes, and is compiled once."""
+    if value.dtype not in traits_of(kernel).scaled_backward:
+        return Scaling()
+    by_head = value.shape[:2]
+    return Scaling(
+        unscale=torch.ones(by_head, dtype=torch.float32, device=value.device),
+        overflow=torch.zeros(by_head, dtype=torch.int32, device=value.device),
+    )
 
 
 def _random_mask(

@@ -2,9 +2,13 @@
 # mypy: ignore-errors
 """Dividing ``grad_out`` by two Triton kernels, so that the host never waits for a factor."""
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
+
+from quorum_attention.kernels import ahead
 
 _BLOCK_ELEMENTS = 8192
 _PROGRAMS = 1024
@@ -22,6 +26,9 @@ def divide_gradient_triton_(
     if norms.numel() == 0:
         return
     shared = grad_out.shape[1] // key_heads
+    if ahead.RUNNING:
+        ahead.wait("norm")
+        ahead.wait("divide")
     with torch.cuda.device_of(grad_out):
         for tensor, heads, target in ((grad_out, shared, norms[0]), (value, 1, norms[1])):
             _launch(_norm_kernel, tensor, heads, batch * key_heads, target)
@@ -31,23 +38,40 @@ def divide_gradient_triton_(
         )  # fmt: skip
 
 
-def _launch(kernel, tensor, heads, groups, *arguments):
-    """Launch ``kernel`` over ``groups`` runs of rows; each run is ``heads`` adjacent heads."""
+def compile_norm(dtype: torch.dtype, width: int):
+    """The kernel of norms for rows of ``dtype`` and ``width``, compiled."""
+    rows, norms = torch.empty(1, 1, 128, width, dtype=dtype), torch.empty(1, 1)
+    return _launch(_norm_kernel, rows, 1, 1, norms, compiled=True)
+
+
+def compile_divide(dtype: torch.dtype, width: int):
+    """The kernel that divides rows of ``dtype`` and ``width``, compiled."""
+    rows, norms = torch.empty(1, 1, 128, width, dtype=dtype), torch.empty(2, 1, 1)
+    return _launch(_divide_kernel, rows, 1, 1, norms, norms[0], 1, 0, compiled=True)
+
+
+def _launch(kernel, tensor, heads, groups, *arguments, compiled=False):
+    """Launch ``kernel`` over ``groups`` runs of rows; each run is ``heads`` adjacent heads.
+
+    ``compiled``: only compile it, and return it.
+    """
     width = tensor.shape[3]
     rows = heads * tensor.shape[2]
     if rows == 0:
-        return
+        return None
     block_width = triton.next_power_of_2(max(1, width))
     block_rows = max(1, _BLOCK_ELEMENTS // block_width)
     programs = min(triton.cdiv(rows, block_rows), max(1, _PROGRAMS // groups))
-    kernel[(groups * programs,)](
+    launch = partial(kernel.warmup, grid=(1,)) if compiled else kernel[(groups * programs,)]
+    return launch(
         tensor, *arguments, rows, programs,
         WIDTH=width, BLOCK_ROWS=block_rows, BLOCK_WIDTH=block_width,
     )  # fmt: skip
 
 
 # Integers are not specialised, as in merge_triton.py, but for ``rows``: a tenth faster at D = 128.
-@triton.jit(do_not_specialize=["programs"])
+# Nor are pointers to a few numbers, whose alignment changes.
+@triton.jit(do_not_specialize=["largest", "programs"])
 def _norm_kernel(
     tensor,
     largest,
@@ -76,7 +100,7 @@ def _norm_kernel(
     tl.atomic_max(largest + group, tl.sqrt(tl.max(best, axis=0)))
 
 
-@triton.jit(do_not_specialize=["groups", "shift", "programs"])
+@triton.jit(do_not_specialize=["norms", "unscale", "groups", "shift", "programs"])
 def _divide_kernel(
     tensor,
     norms,

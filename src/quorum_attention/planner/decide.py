@@ -25,6 +25,7 @@ from quorum_attention.execution.placement import Placement
 from quorum_attention.execution.routes.whole import Whole
 from quorum_attention.execution.trimming import pairs_of
 from quorum_attention.execution.workload import Workload
+from quorum_attention.kernels.compiling import compile_ahead
 from quorum_attention.kernels.protocol import CallShape, InnerKernel
 from quorum_attention.kernels.registry import get_kernel, registrations, why_not
 from quorum_attention.kernels.select import rivals, select_kernel, unrounded_kernel
@@ -204,6 +205,8 @@ def _known(
 
 def _small_kernel(asked: Asked) -> InnerKernel | None:
     """The preferred kernel, if it can run the pass whole and the pass is small enough."""
+    if not asked.place.in_place:
+        return None
     kernel = _preferred(asked)
     device = asked.options.device
     small = is_small(asked.work, kernel, asked.place, device, backward=asked.backward)
@@ -216,6 +219,10 @@ def _small_kernel(asked: Asked) -> InnerKernel | None:
 def _by_plan(asked: Asked) -> Decision:
     """A decision with a plan: the monolithic call where it is short, otherwise by a search."""
     work, options, place, backward = asked.work, asked.options, asked.place, asked.backward
+    if not place.in_place or options.budget_bytes is not None:
+        # It will probably be cut. The test of a kernel takes most of this as well.
+        scaled = work.dtype == torch.float16 if asked.needs_grad else None
+        compile_ahead(options.device, work.dtype, work.head_dim, work.value_dim, scaled)
     preferred = _preferred(asked)
     if options.free:
         # A short call is not worth asking how much memory is free.
