@@ -1,7 +1,8 @@
 """Tests once whether a kernel really works on a device.
 
 An operator may run and return wrong numbers. So a small rectangle and a small causal square are
-compared with the float64 reference: the forward and, if gradients are needed, the backward.
+compared with the float64 reference: the forward and, if gradients are needed, the backward. That
+takes a second in a new process, so what passed is remembered on disk (proven.py).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from quorum_attention.kernels.protocol import (
     Statistics,
     TaskTensors,
 )
+from quorum_attention.kernels.proven import is_proven, note_proven
 from quorum_attention.kernels.remembered import remembered
 from quorum_attention.kernels.scaling import Scaling
 from quorum_attention.kernels.traits import traits_of
@@ -108,8 +110,13 @@ def _answer(kernel: InnerKernel, question: _Question) -> str | None:
             f"kernel {kernel.name!r} has to be tried out before a CUDA graph is captured: make one "
             f"such call first, as warm-up"
         )
+    if is_proven(kernel, question, question.device):
+        return None
     with outside():
-        return _tried(kernel, question)
+        wrong = _tried(kernel, question)
+    if wrong is None:
+        note_proven(kernel, question, question.device)
+    return wrong
 
 
 def _tried(kernel: InnerKernel, question: _Question) -> str | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import datetime
 import json
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -21,7 +20,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import torch
 
 from quorum_attention.counts import shown
@@ -34,7 +32,7 @@ from quorum_attention.kernels.protocol import CallShape, Operator
 from quorum_attention.kernels.select import select_kernel
 from quorum_attention.kernels.traits import operator
 from quorum_attention.planner.machine import Machine
-from quorum_attention.writing import check_target, write_text
+from quorum_attention.writing import cache_folder, check_target, write_text
 
 _FILE = "calibration.json"
 _HEAD_DIMS = (64, 128)
@@ -54,8 +52,7 @@ _UNCHECKED = ("plan_seconds",)
 
 def cache_file() -> Path:
     """The file of calibrations; ``QUORUM_ATTENTION_CACHE`` names another directory for it."""
-    named = os.environ.get("QUORUM_ATTENTION_CACHE")
-    return Path(named or platformdirs.user_cache_dir("quorum-attention")) / _FILE
+    return cache_folder() / _FILE
 
 
 def device_key(device: torch.device, dtype: torch.dtype) -> str:

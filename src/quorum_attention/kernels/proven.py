@@ -1,0 +1,88 @@
+"""Kernels that passed their test on a device, remembered on disk.
+
+A test takes a vendor's operator four shapes and more that no call will use, at 40 ms and more each
+(docs/planner.md), in every new process. Its answer depends on the device, on the versions of
+everything below, and on this package's own code, so all of that is in the entry's name. Only what
+passed is remembered: a failure may be the machine's of that moment.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quorum_attention.writing import cache_folder, write_text
+
+_FILE = "kernels.json"
+# Most entries of the file: the oldest go first.
+_MOST = 400
+
+
+def is_proven(kernel: object, question: object, device: torch.device) -> bool:
+    """Whether a kernel of this package is known to have passed this test.
+
+    Args:
+        question: what was tested; its text has to tell it from all others.
+        device: a CUDA device; of all others nothing is remembered.
+    """
+    entry = _entry(kernel, question, device)
+    return entry is not None and entry in _known()
+
+
+def note_proven(kernel: object, question: object, device: torch.device) -> None:
+    """Remember that it has passed. What cannot be written is not remembered."""
+    entry = _entry(kernel, question, device)
+    if entry is None or entry in _known():
+        return
+    _known().append(entry)
+    del _known()[:-_MOST]
+    with suppress(OSError):
+        path = cache_folder() / _FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Another process may have added to it.
+        together = list(dict.fromkeys([*_read(path), *_known()]))
+        write_text(path, json.dumps(together[-_MOST:], indent=1))
+
+
+@functools.cache
+def _known() -> list[str]:
+    return _read(cache_folder() / _FILE)
+
+
+def _read(path: Path) -> list[str]:
+    try:
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return [e for e in found if isinstance(e, str)] if isinstance(found, list) else []
+
+
+def _entry(kernel: object, question: object, device: torch.device) -> str | None:
+    """The name of an entry; None for what is not remembered."""
+    module, package = type(kernel).__module__, __name__.rpartition(".")[0]
+    # Not kernels with options, which are more than their names.
+    if device.type != "cuda" or not module.startswith(package) or getattr(kernel, "__dict__", None):
+        return None
+    found = torch.cuda.get_device_properties(device)
+    driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: None)()
+    versions = (
+        found.name, found.major, found.minor, torch.__version__, torch.version.cuda,
+        torch.backends.cudnn.version(), driver, _sources(),
+    )  # fmt: skip
+    return f"{type(kernel).__qualname__} | {question} | {versions}"
+
+
+@functools.cache
+def _sources() -> str:
+    """A hash of the code that a test runs."""
+    folder = Path(__file__).parent
+    found = hashlib.sha256()
+    for path in sorted(folder.glob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:16]
