@@ -34,6 +34,13 @@ def my_attention(query, key, value, *, is_causal, scale):
 """
 
 
+CONFIG = {
+    "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
 def filled(text: str) -> list[str]:
     """The arguments of a command, with names in place of its placeholders."""
     text = re.sub(r"(?<= run)( IN OUT)?$", " in.safetensors out.safetensors", text)
@@ -44,6 +51,7 @@ def filled(text: str) -> list[str]:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "my_module.py").write_text(MODULE)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "docs" / "images").mkdir(parents=True)
     tensors = {name: torch.randn(1, 2, 64, 16) for name in "qkv"}
     safetensors.torch.save_file(tensors, tmp_path / "in.safetensors")

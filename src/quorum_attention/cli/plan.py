@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from quorum_attention.cli import model
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.help import GLOSSARY
 from quorum_attention.cli.output import print_json, say
@@ -43,6 +44,7 @@ class Estimate:
             commands, "estimate", "does a call fit, which plan would it run, alternatives", __doc__
         )
         _add_common(parser)
+        model.add_to(parser)
         parser.set_defaults(run=_estimate)
 
 
@@ -132,6 +134,10 @@ def _explain(options: argparse.Namespace) -> None:
 
 
 def _estimate(options: argparse.Namespace) -> int:
+    if options.model is not None:
+        return model.run(options)
+    if options.memory is not None or options.lora is not None:
+        raise ValueError("--memory and --lora are for a model's step: give --model CONFIG.json too")
     found = estimate(options.tokens, **_sizes(options))
     if options.json:
         print_json(

@@ -1,0 +1,120 @@
+"""``estimate --model``: what a training step of a model needs, and what to switch on."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, replace
+
+import torch
+
+from quorum_attention.cli import options as shared
+from quorum_attention.cli.output import print_json, say, show_table
+from quorum_attention.execution.device.lookup import best_device
+from quorum_attention.recipes.config import ModelShape, read_shape
+from quorum_attention.recipes.step import (
+    OPTIMIZERS,
+    SWITCHES,
+    StepMemory,
+    Training,
+    advice,
+    step_memory,
+    switch_until_it_fits,
+)
+from quorum_attention.sizes import format_bytes
+
+BUDGET = 2 << 30  # of attention, where nothing is said of memory
+_WHEN = {"always": "always", "layer": "in a layer's backward", "loss": "in the loss"}
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """The options that only make sense with ``--model``."""
+    parser.add_argument(
+        "--model", metavar="CONFIG.json",
+        help="what a training step of this model needs, by part, instead of one call: a "
+        "config.json as Hugging Face publishes it",
+    )  # fmt: skip
+    parser.add_argument(
+        "--memory", type=shared.bytes_of,
+        help="with --model: the device's memory; says what to switch on to fit",
+    )  # fmt: skip
+    parser.add_argument(
+        "--optimizer", choices=OPTIMIZERS, default="adamw",
+        help="with --model: adamw has two states in the weights' dtype, adamw-fp32 two and the "
+        "weights in float32 (default: adamw)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--lora", type=shared.count_of, metavar="RANK",
+        help="with --model: train adapters of this rank on all linear layers, the rest frozen",
+    )  # fmt: skip
+    shared.add_flag(
+        parser, "checkpointing", "with --model: layers are recomputed in the backward", True
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """The command, with ``--model``.
+
+    Raises:
+        ValueError: sizes of a call were given as well; or the file is no configuration.
+    """
+    for name, usual in (("heads", None), ("kv_heads", None), ("head_dim", 64), ("kernel", "auto")):
+        if getattr(options, name) != usual:
+            raise ValueError(f"--{name.replace('_', '-')} does not go with --model")
+    shape = read_shape(options.model)
+    training = Training(
+        options.tokens,
+        options.batch,
+        options.dtype or torch.bfloat16,
+        options.optimizer,
+        options.lora,
+        options.checkpointing,
+        options.budget,
+        options.device or best_device().type,
+    )
+    if options.memory is None:
+        training = replace(training, budget=options.budget or BUDGET)
+        found = step_memory(shape, replace(training, on=SWITCHES))
+        fits: bool | None = None
+    else:
+        found, fits = switch_until_it_fits(shape, training, options.memory)
+    if options.json:
+        print_json(
+            {
+                "model": asdict(shape),
+                "memory_bytes": options.memory,
+                "fits": fits,
+                **found.to_dict(),
+            }
+        )
+        return 0
+    _show(options, shape, found)
+    if fits is not None:
+        say(advice(found, fits, options.memory))
+    return 0
+
+
+def _show(options: argparse.Namespace, shape: ModelShape, found: StepMemory) -> None:
+    title = (
+        f"{shape.kind}, {shape.parameters / 1e9:.2f} billion parameters"
+        f"{'' if shape.exact else ' (counted as of a Llama)'}: a training step of {options.batch} "
+        f"x {options.tokens:,} tokens"
+    )
+    switched = "all switched on" if options.memory is None else "as needed"
+    rows = [
+        [p.name, _WHEN[p.when], format_bytes(p.plain), format_bytes(p.bytes),
+         p.switch if p.switch in found.on and p.switch else ""]
+        for p in found.parts
+    ]  # fmt: skip
+    totals = [format_bytes(found.plain_bytes), format_bytes(found.peak_bytes)]
+    rows.append(["at once, at most", "", *totals, ""])
+    columns = ["part", "when", "as it comes", switched, "switched on"]
+    show_table(columns, rows, title=title, left=("when", "switched on"))
+    if found.host_bytes:
+        say(f"in host memory: {format_bytes(found.host_bytes)}")
+    say(
+        "Tensors of a step; the framework's own memory comes on top. "
+        "docs/long-context.md says how each is switched on"
+    )
+
+
+__all__ = ["add_to", "run"]

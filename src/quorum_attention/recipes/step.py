@@ -1,0 +1,312 @@
+"""What a training step of a model needs, by part, and what to switch on so that it fits.
+
+Sizes are those of tensors that a step of a decoder in PyTorch holds at once; the framework's own
+(CUDA context, fragmentation) come on top. At long context other things than attention die first:
+logits, the checkpoints of the layers, the intermediates of one MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+
+from quorum_attention.counts import one_of, whole_number
+from quorum_attention.errors import BudgetError
+from quorum_attention.planner import plan
+from quorum_attention.recipes.config import ModelShape
+from quorum_attention.sizes import format_bytes, parse_bytes
+
+Optimizer = Literal["none", "adamw", "adamw-fp32"]
+OPTIMIZERS = ("none", "adamw", "adamw-fp32")
+# Bytes of an optimizer for each trained parameter: two states in the weights' dtype, or two and a
+# copy of the weights in float32.
+_FP32_STATES = 12
+# Tokens whose logits, or whose MLP, are there at once where these are done piece by piece.
+LOSS_CHUNK, MLP_TILE = 2048, 8192
+# What is switched on, in the order in which it costs least.
+SWITCHES = ("quorum attention", "chunked loss", "tiled MLP", "checkpoints in host memory")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a step's memory.
+
+    Attributes:
+        name: what it is.
+        bytes: as it stands with what is switched on.
+        plain: with nothing switched on.
+        when: "always", "layer" (while a layer runs), "loss" (while the loss runs).
+        switch: what makes it smaller, if anything.
+    """
+
+    name: str
+    bytes: int
+    plain: int
+    when: Literal["always", "layer", "loss"]
+    switch: str | None = None
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """The parts of a step and what they come to.
+
+    Attributes:
+        parts: in the order of a step.
+        on: the switches that are on.
+        budget: of quorum attention, if it is on.
+        host_bytes: what then lies in host memory instead.
+    """
+
+    parts: tuple[Part, ...]
+    on: tuple[str, ...] = ()
+    budget: int | None = None
+    host_bytes: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """What is always there, and the larger of a layer and the loss."""
+        return _peak(self.parts, lambda part: part.bytes)
+
+    @property
+    def plain_bytes(self) -> int:
+        """The same with nothing switched on."""
+        return _peak(self.parts, lambda part: part.plain)
+
+    def to_dict(self) -> dict[str, Any]:
+        """In plain types."""
+        return {
+            "peak_bytes": self.peak_bytes,
+            "plain_bytes": self.plain_bytes,
+            "host_bytes": self.host_bytes,
+            "switched_on": list(self.on),
+            "attention_budget_bytes": self.budget,
+            "parts": [
+                {"name": p.name, "bytes": p.bytes, "plain_bytes": p.plain, "when": p.when,
+                 "switch": p.switch}
+                for p in self.parts
+            ],
+        }  # fmt: skip
+
+
+def _peak(parts: tuple[Part, ...], size: Callable[[Part], int]) -> int:
+    sums = {
+        when: sum(size(p) for p in parts if p.when == when) for when in ("always", "layer", "loss")
+    }
+    return sums["always"] + max(sums["layer"], sums["loss"])
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained.
+
+    Attributes:
+        tokens, batch: of a step.
+        dtype: of weights and activations.
+        optimizer: "none", "adamw" (two states in the weights' dtype), "adamw-fp32" (two states and
+            the weights in float32).
+        lora: rank of low-rank adapters of all linear layers, the rest frozen; None trains all.
+        checkpointing: whether layers are recomputed in the backward.
+        budget: of quorum attention, for one call; None: what it asks without a limit.
+        device: that attention is planned for.
+    """
+
+    tokens: int
+    batch: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    optimizer: Optimizer = "adamw"
+    lora: int | None = None
+    checkpointing: bool = True
+    budget: int | None = None
+    device: str = "cuda"
+    on: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        whole_number(self.tokens, "tokens", 1)
+        whole_number(self.batch, "batch", 1)
+        one_of(self.optimizer, "optimizer", OPTIMIZERS)
+        if self.lora is not None:
+            whole_number(self.lora, "lora", 1)
+        for name in self.on:
+            one_of(name, "on", SWITCHES)
+
+
+def step_memory(shape: ModelShape, training: Training) -> StepMemory:
+    """The memory of a training step, by part, with what ``training.on`` switches on.
+
+    Raises:
+        BudgetError: attention cannot work in the budget; names the smallest that would do.
+    """
+    size, rows = training.dtype.itemsize, training.tokens * training.batch
+    trained = shape.parameters if training.lora is None else adapters(shape, training.lora)
+    weights = shape.parameters + (0 if training.lora is None else trained)
+    state = {"none": 0, "adamw": 2 * size, "adamw-fp32": _FP32_STATES}[training.optimizer]
+    parts = [
+        _fixed("weights", weights * size),
+        _fixed("gradients of weights", trained * size),
+        _fixed("optimizer", trained * state),
+        *_layers(shape, training, rows, size),
+        _attention(shape, training),
+        *_loss(shape, training, rows, size),
+    ]
+    offloaded = "checkpoints in host memory" in training.on and training.checkpointing
+    held = shape.layers * rows * shape.hidden * size
+    budget = training.budget if SWITCHES[0] in training.on else None
+    return StepMemory(tuple(parts), training.on, budget, held if offloaded else 0)
+
+
+def _fixed(name: str, count: int) -> Part:
+    return Part(name, count, count, "always")
+
+
+def adapters(shape: ModelShape, rank: int) -> int:
+    """Parameters of adapters of ``rank`` on every linear layer of every decoder layer."""
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    attention = 2 * (shape.hidden + q) + 2 * (shape.hidden + kv)
+    mlp = 3 * (shape.hidden + shape.intermediate) * max(shape.experts, 1)
+    return shape.layers * rank * (attention + mlp)
+
+
+def _layers(shape: ModelShape, training: Training, rows: int, size: int) -> list[Part]:
+    """Checkpoints; and what one layer holds while it is recomputed and gone back through."""
+    hidden = rows * shape.hidden * size
+    # Kept for the backward: the projections' inputs, gate, up and their product, of each token's
+    # experts; the gradients that flow back replace what has been used.
+    intermediates = 3 * rows * shape.experts_per_token * shape.intermediate * size
+    tiled = min(intermediates, intermediates * MLP_TILE // rows) if rows else 0
+    projected = rows * shape.attention_width * size
+    # Two residual streams, two norms' outputs and the gradient of the layer's output; queries and
+    # keys before they are rotated.
+    rest = 5 * hidden + rows * (shape.heads + shape.kv_heads) * shape.head_dim * size
+    here = "tiled MLP" in training.on
+    mlp = Part("MLP intermediates of a layer", tiled if here else intermediates, intermediates,
+               "layer", "tiled MLP")  # fmt: skip
+    own = Part("q, k, v, o of a layer and their gradients", 2 * projected, 2 * projected, "layer")
+    others = Part("norms, residuals, rotations of a layer", rest, rest, "layer")
+    if not training.checkpointing:
+        every = shape.layers - 1
+        kept = every * (intermediates + projected + rest)
+        held = Part("activations of all other layers", kept, kept, "always")
+        return [held, mlp, own, others]
+    kept = shape.layers * hidden
+    # The one that is used, and the next one on its way.
+    moved = min(kept, 2 * hidden) if "checkpoints in host memory" in training.on else kept
+    held = Part("layer checkpoints", moved, kept, "always", "checkpoints in host memory")
+    return [held, mlp, own, others]
+
+
+def _loss(shape: ModelShape, training: Training, rows: int, size: int) -> list[Part]:
+    """The logits in the model's dtype; in float32, the loss's own and their gradient."""
+    chunked = "chunked loss" in training.on
+    at_once = min(rows, LOSS_CHUNK) if chunked else rows
+    logits, loss = rows * shape.vocabulary * size, rows * shape.vocabulary * 8
+    hidden = rows * shape.hidden * size
+    return [
+        Part("logits", at_once * shape.vocabulary * size, logits, "loss", "chunked loss"),
+        Part("the loss in float32", at_once * shape.vocabulary * 8, loss, "loss", "chunked loss"),
+        Part("the last layer's output and its gradient", 2 * hidden, 2 * hidden, "loss"),
+    ]
+
+
+def _attention(shape: ModelShape, training: Training) -> Part:
+    """What attention works in, beyond q, k, v, o and their gradients: the larger of both passes."""
+    sizes: dict[str, Any] = {
+        "heads": shape.heads,
+        "kv_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "batch": training.batch,
+        "dtype": training.dtype,
+        "is_causal": True,
+        "device": training.device,
+        "inputs": "device",
+        "results_given": True,
+    }
+
+    def peak(budget: int | None) -> int:
+        passes = (
+            plan(training.tokens, budget=budget, backward=back, **sizes) for back in (False, True)
+        )
+        return max(made.peak_bytes for made in passes)
+
+    # A device with room for anything: the fastest way there is.
+    uncut = peak(1 << 50)
+    here = uncut
+    if "quorum attention" in training.on and training.budget is not None:
+        here = min(uncut, peak(training.budget))
+    return Part("attention's working memory", here, uncut, "layer", "quorum attention")
+
+
+def switch_until_it_fits(
+    shape: ModelShape, training: Training, memory: int | str
+) -> tuple[StepMemory, bool]:
+    """Switches on what is needed, the cheapest first, until a step fits.
+
+    Args:
+        memory: of the device, bytes or "80GiB".
+
+    Returns:
+        The step with as few switches on as do it, or with all; and whether it fits.
+    """
+    limit = parse_bytes(memory, "memory")
+    found = step_memory(shape, training)
+    while found.peak_bytes > limit:
+        better = _next(shape, training, found)
+        if better is None:
+            break
+        training, found = better
+    if found.peak_bytes > limit and training.budget is None:
+        training, found = _in_what_is_left(shape, training, found, limit)
+    return found, found.peak_bytes <= limit
+
+
+def _in_what_is_left(
+    shape: ModelShape, training: Training, found: StepMemory, limit: int
+) -> tuple[Training, StepMemory]:
+    """Attention in the memory that a layer's other parts leave, if it can work in that."""
+    others = sum(p.bytes for p in found.parts if p.when != "loss" and p.switch != SWITCHES[0])
+    left = limit - others
+    if left <= 0:
+        return training, found
+    tried = replace(training, budget=left, on=(*training.on, SWITCHES[0]))
+    try:
+        return tried, step_memory(shape, tried)
+    except BudgetError:
+        return training, found
+
+
+def _next(
+    shape: ModelShape, training: Training, found: StepMemory
+) -> tuple[Training, StepMemory] | None:
+    """The first switch that is off and makes the step smaller."""
+    for name in SWITCHES:
+        if name in training.on:
+            continue
+        tried = replace(training, on=(*training.on, name))
+        try:
+            with_it = step_memory(shape, tried)
+        except BudgetError:
+            continue
+        if with_it.peak_bytes < found.peak_bytes:
+            return tried, with_it
+    return None
+
+
+def advice(found: StepMemory, fits: bool, memory: int) -> str:
+    """In a sentence or two: what to switch on, and what is left to do."""
+    words = {SWITCHES[0]: f"quorum attention (budget {format_bytes(found.budget or 0)})"}
+    switched = ", ".join(words.get(name, name) for name in found.on) or "nothing switched on"
+    if fits:
+        return f"fits in {format_bytes(memory)} with: {switched}"
+    largest = max(found.parts, key=lambda part: part.bytes)
+    return (
+        f"does not fit in {format_bytes(memory)} even with {switched}: the largest part left is "
+        f"{largest.name} ({format_bytes(largest.bytes)})"
+    )
+
+
+__all__ = [
+    "LOSS_CHUNK", "MLP_TILE", "OPTIMIZERS", "SWITCHES", "Part", "StepMemory", "Training",
+    "adapters", "advice", "step_memory", "switch_until_it_fits",
+]  # fmt: skip

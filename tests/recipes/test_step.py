@@ -1,0 +1,100 @@
+"""A step's memory by part: the figures of a published shape, and what switches do to them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quorum_attention.cli import main
+from quorum_attention.recipes.config import read_shape
+from quorum_attention.recipes.step import (
+    SWITCHES,
+    Training,
+    step_memory,
+    switch_until_it_fits,
+)
+
+GIB = 1 << 30
+QWEN3_8B = {
+    "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+SHAPE = read_shape(QWEN3_8B)
+
+
+def test_a_quarter_million_tokens_of_qwen3_8b() -> None:
+    """GiB by hand: 262,144 tokens times width times two bytes."""
+    found = step_memory(SHAPE, Training(262_144, lora=16))
+    parts = {part.name: part.bytes / GIB for part in found.parts}
+    assert parts["logits"] == pytest.approx(74.19, abs=0.01)
+    assert parts["layer checkpoints"] == 72
+    assert parts["MLP intermediates of a layer"] == 18
+    assert parts["q, k, v, o of a layer and their gradients"] == 10
+    assert parts["weights"] == pytest.approx(8.19 * 2 / 1.0737, rel=0.01)
+    assert found.peak_bytes == found.plain_bytes
+
+
+def test_four_times_the_tokens_are_four_times_the_activations() -> None:
+    short, long = (step_memory(SHAPE, Training(n, lora=16)) for n in (262_144, 1_048_576))
+    for a, b in zip(short.parts, long.parts, strict=True):
+        factor = 1 if a.name in ("weights", "gradients of weights", "optimizer") else 4
+        if a.name != "attention's working memory":
+            assert b.bytes == factor * a.bytes, a.name
+
+
+def test_every_switch_makes_its_part_smaller_and_no_other() -> None:
+    training = Training(262_144, lora=16, budget=2 * GIB)
+    plain = step_memory(SHAPE, training)
+    for name in SWITCHES:
+        on = step_memory(SHAPE, replace(training, on=(name,)))
+        for before, after in zip(plain.parts, on.parts, strict=True):
+            assert (after.bytes < before.bytes) == (before.switch == name), (name, before.name)
+            assert after.plain == before.plain
+    assert step_memory(SHAPE, replace(training, on=SWITCHES)).host_bytes == 72 * GIB
+
+
+@pytest.mark.parametrize("budget", [2 * GIB, None])
+def test_what_is_switched_on_makes_it_fit(budget: int | None) -> None:
+    training = Training(262_144, lora=16, budget=budget)
+    found, fits = switch_until_it_fits(SHAPE, training, "60GiB")
+    assert fits
+    assert found.peak_bytes <= 60 * GIB
+    assert "quorum attention" in found.on
+    assert found.budget is not None
+    enough, fits = switch_until_it_fits(SHAPE, training, "2000GiB")
+    assert fits
+    assert enough.on == ()
+    _, fits = switch_until_it_fits(SHAPE, training, "20GiB")
+    assert not fits
+
+
+def test_the_command_prints_a_table_and_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(QWEN3_8B))
+    asked = ["estimate", "--model", str(path), "--tokens", "256K", "--lora", "16", "--device"]
+    assert main([*asked, "cuda", "--memory", "80GiB", "--budget", "2GiB"]) == 0
+    said = capsys.readouterr().out
+    assert "74.19 GiB" in said
+    assert "fits in 80.00 GiB with: " in said
+    assert main([*asked, "cuda", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["switched_on"] == list(SWITCHES)
+    assert found["model"]["parameters"] == 8_190_735_360
+    assert found["peak_bytes"] < found["plain_bytes"]
+
+
+def test_what_a_configuration_says_cannot_be_said_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(QWEN3_8B))
+    assert main(["estimate", "--model", str(path), "--tokens", "1K", "--heads", "8"]) == 2
+    assert "--heads" in capsys.readouterr().err
+    assert main(["estimate", "--tokens", "1K", "--memory", "1GiB"]) == 2
+    assert "--model" in capsys.readouterr().err
