@@ -345,7 +345,7 @@ MANY = torch.zeros(1, 2, 50, 8, requires_grad=True)
         ({"attn_mask": torch.zeros(50, 49)}, ValueError, r"attn_mask must broadcast .*\(50, 49\)"),
         ({"attn_mask": torch.zeros(1, 1, 2, 50, 50)}, ValueError, "attn_mask must broadcast"),
         ({"attn_mask": torch.zeros(50, 50).int()}, TypeError, "attn_mask must be bool or one of"),
-        ({"dropout_p": 0.1}, NotImplementedError, "dropout_p must be 0.0 .* got 0.1"),
+        ({"dropout_p": 1.1}, ValueError, "dropout_p must be from 0 to 1, got 1.1"),
         ({"depth": -1}, ValueError, "depth must be 'auto' or a whole number from 0, got -1"),
         ({"depth": True}, ValueError, "depth must be"),
         ({"depth": 1.0}, ValueError, "depth must be"),

@@ -30,7 +30,7 @@ ELSEWHERE = {
         "kernels/kit/flex_launch.py", "kernels/kit/block_masks.py", "kernels/kit/trials.py",
     ),
     "kit/test_score_mod.py": (
-        "kernels/kit/masks.py", "kernels/kit/materialised.py", "kernels/kit/positions.py",
+        "kernels/kit/masks.py", "kernels/kit/materialised.py", "kernels/positions.py",
     ),
     # Parts of one kernel, in Triton.
     "native/test_kernel.py": (

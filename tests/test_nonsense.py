@@ -88,7 +88,12 @@ CALLS = {
     "no depth": ({"depth": None}, ValueError, "depth must be 'auto' or .* got None"),
     "a kernel's class": ({"kernel": qa.NativeKernel}, TypeError, "not the class NativeKernel"),
     "a place of numbers": ({"accumulator": 3}, ValueError, "accumulator must be .* got 3"),
-    "dropout in words": ({"dropout_p": "x"}, NotImplementedError, "dropout_p must be 0.0"),
+    "dropout in words": ({"dropout_p": "x"}, TypeError, "dropout_p must be a real number"),
+    "more dropout than all": ({"dropout_p": 1.5}, ValueError, "dropout_p must be from 0 to 1"),
+    "dropout of no number": ({"dropout_p": float("nan")}, ValueError, "dropout_p must be finite"),
+    "a seed in words": ({"dropout_seed": "x"}, TypeError, "dropout_seed must be a whole number"),
+    "a seed below 0": ({"dropout_seed": -1}, ValueError, "dropout_seed must be at least 0"),
+    "a seed too large": ({"dropout_seed": 2**63}, ValueError, "dropout_seed must be at most"),
     "out_dtype in words": ({"out_dtype": "float32"}, TypeError, "out_dtype must be None or"),
     "progress in words": ({"progress": "yes"}, TypeError, "progress must be None, True or"),
 }  # fmt: skip

@@ -18,6 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import quorum_attention as qa
+from quorum_attention.decomposition import Rows
+from quorum_attention.kernels.dropout import Dropout, dropped
 
 pytest.importorskip("expecttest", reason="torch's samples need it: the dev extra installs it")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -61,6 +63,23 @@ class Sample(NamedTuple):
         return [out, *torch.autograd.grad(out, inputs, weight)]
 
 
+SEED = 123
+
+
+def _torchs(query, key, value, *, dropout_p=0.0, **call):  # type: ignore[no-untyped-def]
+    """torch's function; one that drops, by torch's own textbook with the pairs that we drop."""
+    if not dropout_p:
+        return sdpa(query, key, value, **call)
+    batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    pairs = (*batch, query.shape[-3], query.shape[-2], key.shape[-2])
+    rows, keys = torch.arange(pairs[-2]), [Rows(0, pairs[-1], 0)]
+    drops = dropped(Dropout(dropout_p, SEED), batch.numel(), pairs[-3], rows, keys)
+    return torch.ops.aten._scaled_dot_product_attention_math(
+        query, key, value, call.pop("attn_mask", None), dropout_p, call.pop("is_causal", False),
+        ~drops.view(pairs), **call,
+    )[0]  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     path = tmp_path_factory.mktemp("samples") / "samples.pt"
@@ -77,6 +96,7 @@ def samples(made: dict[str, list[Any]]) -> list[Sample]:
     # As many as torch 2.11 has, at the least; with masks, causal ones, and gradients.
     assert len(found) >= 200
     assert any("attn_mask" in one.kwargs and one.requires_grad for one in found)
+    assert any(one.drops and one.requires_grad for one in found)
     return found
 
 
@@ -87,12 +107,10 @@ def test_every_sample_is_torchs(samples: list[Sample], call: dict[str, Any]) -> 
     """Shape, dtype, results and gradients (of the mask too), within what the dtype allows."""
     ran = 0
     for one in samples:
-        if one.drops:
-            continue
-        found = one.run(qa.attention, one.dtype, **call)
+        found = one.run(qa.attention, one.dtype, dropout_seed=SEED, **call)
         with sdpa_kernel(SDPBackend.MATH):
-            torchs = one.run(sdpa, one.dtype)
-            exact = one.run(sdpa, torch.float64)
+            torchs = one.run(_torchs, one.dtype)
+            exact = one.run(_torchs, torch.float64)
         for number, (mine, other, true) in enumerate(zip(found, torchs, exact, strict=True)):
             assert mine.shape == other.shape
             assert mine.dtype == other.dtype
@@ -100,11 +118,3 @@ def test_every_sample_is_torchs(samples: list[Sample], call: dict[str, Any]) -> 
             assert_close(mine, true, limit[one.dtype])
         ran += 1
     assert ran >= 100
-
-
-def test_only_samples_with_dropout_are_refused(samples: list[Sample]) -> None:
-    """By name, as not supported."""
-    for one in samples:
-        if one.drops:
-            with pytest.raises(NotImplementedError, match="dropout_p must be"):
-                one.run(qa.attention, one.dtype)

@@ -33,6 +33,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
+    dropout_seed: int | None = None,
     budget: int | str | None = None,
     plan: Plan | None = None,
     depth: int | str = "auto",
@@ -64,10 +65,16 @@ def attention(
             broadcasts over (docs/gradients.md). Or a ``quorum_attention.Mask``: causal with an
             offset, window, chunks, documents, padding, soft cap, sinks and more, of which nothing
             of n_queries x n_keys is made (docs/masks.md).
-        dropout_p: only 0.0.
+        dropout_p: chance of each probability to be dropped, after the softmax, from 0 to 1; the
+            others are divided by ``1 - dropout_p``. As in torch's function, whether a module trains
+            makes no difference. Which are dropped follows from the seed and from the positions of
+            query and key alone: however the call is cut, wherever it runs, in the backward too
+            (docs/dropout.md). "auto" takes a kernel that has it.
         is_causal: query i sees keys j <= i (top-left, as in torch); may be combined with a mask.
         scale: of the scores; None is head_dim ** -0.5.
         enable_gqa: allow fewer key/value heads than query heads; they are never expanded.
+        dropout_seed: from 0 to 2**63 - 1; the same seed drops the same pairs. None: drawn from
+            torch's generator of the CPU in each call that has dropout; the report says it.
         budget: device bytes the call may take beyond what is allocated when it begins, as a
             number or "2GiB"; None: what is free now, less a tenth. On the CPU this is host
             memory. Holds for the forward and, separately, for the backward.
@@ -104,7 +111,10 @@ def attention(
         OutOfMemoryError: memory ran out and nothing finer was left to try.
     """
     written = filled(Written(budget, plan, depth, kernel, accumulator, devices, progress, report))
-    call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, out, out_dtype)
+    call = (
+        query, key, value, attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out,
+        out_dtype,
+    )  # fmt: skip
     return _attend(*request_of("attention", *call, written), out)[0]
 
 
@@ -119,6 +129,7 @@ def attention_with_lse(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
+    dropout_seed: int | None = None,
     budget: int | str | None = None,
     plan: Plan | None = None,
     depth: int | str = "auto",
@@ -138,7 +149,10 @@ def attention_with_lse(
         were there. No gradient flows through lse.
     """
     written = filled(Written(budget, plan, depth, kernel, accumulator, devices, progress, report))
-    call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, out, out_dtype)
+    call = (
+        query, key, value, attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out,
+        out_dtype,
+    )  # fmt: skip
     return _attend(*request_of("attention", *call, written), out)
 
 
@@ -168,6 +182,8 @@ def attention_backward(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
     budget: int | str | None = None,
     plan: Plan | None = None,
     depth: int | str = "auto",
@@ -186,6 +202,7 @@ def attention_backward(
         grad_out: upstream gradient, shape of ``out``; fp16, bf16, fp32 or fp64.
         query, key, value, attn_mask, is_causal, scale, enable_gqa: as in the forward.
         out, lse: as ``attention_with_lse`` returned them.
+        dropout_p, dropout_seed: those of the forward; with dropout the seed has to be given.
         grads: (grad_query, grad_key, grad_value) to fill, one dtype, any residency (so that
             gradients larger than memory can go to memory-mapped files). They share no memory with
             each other, nor with what is read; see ``out`` of ``attention``.
@@ -202,8 +219,8 @@ def attention_backward(
     written = filled(Written(budget, plan, depth, kernel, accumulator, devices, progress, report))
     originals = as_tensor(query, "query"), as_tensor(key, "key"), as_tensor(value, "value")
     tensors, request = request_of(
-        "attention_backward", *originals, attn_mask, 0.0, is_causal, scale, enable_gqa, None, None,
-        written,
+        "attention_backward", *originals, attn_mask, dropout_p, dropout_seed, is_causal, scale,
+        enable_gqa, None, None, written,
     )  # fmt: skip
     given = given_of(tensors, request, grad_out, out, lse, grads, grad_mask, originals)
     given = given._replace(of_sinks=switch(grad_sinks, "grad_sinks"))

@@ -113,7 +113,7 @@ class _Attention(_Function):
         _refuse_mapped(in_dims[4])
         query, key, value = _in_front(info.batch_size, in_dims, tensors)
         mask = _mask_in_front(mask, in_dims[3], query.dim())
-        mapped = request.mapped(info.batch_size, mask)
+        mapped = request.mapped(info.batch_size, mask, same=info.randomness == "same")
         return _Attention.apply(query, key, value, mask, sinks, mapped), (0, 0)
 
 
@@ -163,7 +163,9 @@ class _Gradients(_Function):
             mask, mask_dim = mask.expand(info.batch_size, *mask.shape), 0
         shape = None if mask is None or mask_dim is None else mask.movedim(mask_dim, 0).shape
         mask = _mask_in_front(mask, mask_dim, tensors[1].dim())
-        mapped = request.mapped(info.batch_size, mask)
+        # Where the forward was made once, all gradients are of the same dropped pairs.
+        same = info.randomness == "same" or in_dims[5] is None
+        mapped = request.mapped(info.batch_size, mask, same=same)
         found = _Gradients.apply(*tensors, mask, sinks, mapped, learned)
         if of_mask:
             found = (*found[:3], found[3].reshape(shape))

@@ -49,6 +49,19 @@ def real_number(value: Any, name: str) -> float:
     return number
 
 
+def chance(value: Any, name: str) -> float:
+    """``value`` as a float from 0 to 1.
+
+    Raises:
+        TypeError: it is not a real number.
+        ValueError: it is not from 0 to 1.
+    """
+    number = real_number(value, name)
+    if not 0.0 <= number <= 1.0:
+        raise ValueError(f"{name} must be from 0 to 1, got {shown(value)}")
+    return number
+
+
 def switch(value: Any, name: str) -> bool:
     """``value`` as a bool.
 

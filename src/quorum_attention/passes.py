@@ -30,8 +30,10 @@ from quorum_attention.execution.takes import corrected_bytes
 from quorum_attention.execution.tools import Progress
 from quorum_attention.execution.upstream import Upstream, upstream_of
 from quorum_attention.kernels.delta import exact_carrier
+from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.outside import without_autocast
 from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.select import without_dropout
 from quorum_attention.kernels.sinks import sinks_gradient
 from quorum_attention.kernels.traits import check_mask_gradient
 from quorum_attention.planner.decide import Asked, Decision, decide, decide_again, decide_both
@@ -222,6 +224,8 @@ def _run(
         assert plan is not None, "a pass that is decided again has a plan"
         tell_of_cut(plan)
         report = _pass_report(plan, timed=watched is not None)
+        if watched is not None and request.dropout is not None:
+            _note_dropout(report, request.dropout, asked, decision)
         report.recoveries.extend(recoveries)
         if watched is not None and asked.backward:
             watched.backward = report
@@ -302,6 +306,13 @@ def _pass_report(plan: Plan, *, timed: bool) -> PassReport:
     )
 
 
+def _note_dropout(report: PassReport, dropout: Dropout, asked: Asked, decision: Decision) -> None:
+    """Report the seed, and which kernels had to be passed over for "auto"."""
+    report.dropout_p, report.dropout_seed = dropout.p, dropout.seed
+    if asked.options.kernel == "auto":
+        report.without_dropout = without_dropout(decision.kernel, asked.call_shape)
+
+
 @contextmanager
 def _peak_memory(device: torch.device, report: PassReport) -> Iterator[None]:
     """Measures the peak of the device's allocator, where a report was asked for."""
@@ -357,7 +368,7 @@ def _carrier(call: Call, tensors: Tensors, given: Given, grad_out: torch.Tensor)
     with torch.no_grad():
         return exact_carrier(
             grad_out, call.query, call.key, call.value, out.to(call.work.dtype),
-            given.lse.to(out.device), tensors.mask, call.work.is_causal, call.scale,
+            given.lse.to(out.device), tensors.mask, call.work.is_causal, call.scale, call.dropout,
         )  # fmt: skip
 
 
@@ -384,4 +395,5 @@ def _call(tensors: Tensors, request: Request, kernel: InnerKernel) -> Call:
         request.options.device,
         kernel,
         None if sinks is None else sinks.detach().to(request.options.device, work.state_dtype),
+        request.dropout,
     )

@@ -18,7 +18,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def made(*three: torch.Tensor, mask: torch.Tensor | None = None) -> tuple[Tensors, Request]:
-    return request_of("attention", *three, mask, 0.0, False, None, False, None, None, Written())
+    return request_of(
+        "attention", *three, mask, 0.0, None, False, None, False, None, None, Written()
+    )
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from quorum_attention.call.arranged import arranged
+from quorum_attention.call.dropout import checked_dropout, dropout_of
 from quorum_attention.call.masks import checked_sinks, under_mask
 from quorum_attention.call.options import Written, options_of
 from quorum_attention.call.transforms import records, refuse_out
@@ -17,7 +18,7 @@ from quorum_attention.call.validation import (
     check_apart,
     check_kind,
     check_mask,
-    check_options,
+    check_out_dtype,
     check_plan,
     check_result,
     sizes_of,
@@ -26,6 +27,7 @@ from quorum_attention.counts import real_number, switch
 from quorum_attention.execution.masks import mask_shape
 from quorum_attention.execution.report import Report
 from quorum_attention.execution.workload import Workload
+from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.outside import refuse_traces
 from quorum_attention.mask import Mask
 from quorum_attention.planner.options import Options
@@ -63,6 +65,7 @@ class Request:
         without_heads: the inputs were (tokens, head_dim), and so is the result.
         progress, report: as they were given.
         sums: the reports to whose totals the passes of the call are added.
+        dropout: which probabilities are dropped; None: none.
     """
 
     work: Workload
@@ -77,6 +80,7 @@ class Request:
     progress: Any
     report: Report | None
     sums: tuple[Report, ...] = ()
+    dropout: Dropout | None = None
 
     def with_heads(self, given: torch.Tensor, dims: int) -> torch.Tensor:
         """A caller's tensor that has ``dims`` dimensions without heads: a view with heads."""
@@ -86,15 +90,16 @@ class Request:
         """A result with the dimensions that its caller expects, a view."""
         return result.squeeze(0) if self.without_heads else result
 
-    def mapped(self, size: int, mask: torch.Tensor | None) -> Request:
+    def mapped(self, size: int, mask: torch.Tensor | None, *, same: bool = False) -> Request:
         """The same request with one more batch dimension in front.
 
         Args:
             size: of that dimension.
             mask: the mask with that dimension, or one that broadcasts over it.
+            same: whether the same pairs are dropped all along that dimension.
 
         Raises:
-            NotImplementedError: a plan was given.
+            NotImplementedError: a plan was given, or dropout that cannot be told apart so.
         """
         if self.options.plan is not None:
             raise NotImplementedError(
@@ -103,7 +108,9 @@ class Request:
             )
         batch = (size, *self.work.batch_shape)
         shape = None if mask is None else mask_shape(mask, len(batch))
-        return replace(self, work=replace(self.work, batch_shape=batch, mask=shape))
+        work = replace(self.work, batch_shape=batch, mask=shape)
+        dropout = self.dropout and self.dropout.mapped(self.work.batch, same=same)
+        return replace(self, work=work, dropout=dropout)
 
 
 def request_of(
@@ -113,6 +120,7 @@ def request_of(
     value: torch.Tensor,
     attn_mask: torch.Tensor | Mask | None,
     dropout_p: float,
+    dropout_seed: int | None,
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
@@ -141,7 +149,8 @@ def request_of(
     if out is not None:
         out = as_tensor(out, "out", written=True)
         out = out.unsqueeze(0) if without_heads and out.dim() == 2 else out
-    check_options(dropout_p, out_dtype)
+    check_out_dtype(out_dtype)
+    p, seed = checked_dropout(dropout_p, dropout_seed, draws=function != "attention_backward")
     sizes = sizes_of(query, key, value, shared)
     if mask is not None:
         check_mask(mask, query, key)
@@ -166,15 +175,17 @@ def request_of(
             shape,
             needs_grad=function == "attention_backward" or records(query, key, value),
         )
-    work = Workload(*sizes, is_causal, shape, factor > 0, sinks is not None)
+    work = Workload(*sizes, is_causal, shape, factor > 0, sinks is not None, p > 0.0)
     if options.plan is not None:
         check_plan(options.plan, work)
     dtype = out.dtype if out is not None else (out_dtype or query.dtype)
     learned = mask is not None and mask.requires_grad and torch.is_grad_enabled()
     recorded = learned or records(query, key, value, *(() if sinks is None else (sinks,)))
     counted = cast_bytes if query.device == options.device else 0
+    counts = (work.n_tokens, work.heads, work.batch)
     request = Request(
         work, factor, options, out, dtype, recorded, learned, counted, without_heads,
         written.progress, written.report, written.sums,
+        dropout_of(p, seed, counts, options.device, query, key, value, mask) if p else None,
     )  # fmt: skip
     return Tensors(query, key, value, mask, sinks), request

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 
@@ -23,6 +25,44 @@ def refuse_out() -> None:
     """
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError("out cannot be given under torch.func transformations")
+
+
+def refuse_randomness(*inputs: torch.Tensor | None) -> None:
+    """Refuse to draw under ``torch.vmap`` where it forbids that, or cannot be obeyed.
+
+    Raises:
+        RuntimeError: a vmap of randomness="error", as torch raises for its own functions.
+        NotImplementedError: a vmap of randomness="different" that maps none of ``inputs``: the call
+            is made once, so all would drop the same.
+    """
+    if not torch._C._are_functorch_transforms_active():
+        return
+    from torch._functorch import pyfunctorch
+
+    mapped = {level for tensor in inputs if tensor is not None for level in _levels(tensor)}
+    for inner in torch._C._functorch.get_interpreter_stack() or ():
+        found = pyfunctorch.coerce_cinterpreter(inner)
+        if not isinstance(found, pyfunctorch.VmapInterpreter):
+            continue
+        randomness = found.randomness()
+        if randomness == "error":
+            raise RuntimeError(
+                "vmap: dropout_p draws a random seed; use randomness='different' (every entry "
+                "drops other pairs) or 'same', or give dropout_seed"
+            )
+        if randomness == "different" and found.level() not in mapped:
+            raise NotImplementedError(
+                "dropout_p under torch.vmap of randomness='different' needs query, key, value or "
+                "attn_mask to be mapped; a call that is the same for all entries drops the same"
+            )
+
+
+def _levels(tensor: torch.Tensor) -> Iterator[int]:
+    """The levels of the transformations of which ``tensor`` is a wrapper."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        yield functorch.maybe_get_level(tensor)
+        tensor = functorch.get_unwrapped(tensor)
 
 
 def refuse_transforms(*inputs: torch.Tensor) -> None:

@@ -185,13 +185,8 @@ def check_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> No
         )
 
 
-def check_options(dropout_p: float, out_dtype: torch.dtype | None) -> None:
-    """Check the options that no ``Options`` holds (``options.py`` checks the others)."""
-    if dropout_p != 0.0:
-        raise NotImplementedError(
-            f"dropout_p must be 0.0 (dropout inside the attention is not supported), "
-            f"got {shown(dropout_p)}"
-        )
+def check_out_dtype(out_dtype: torch.dtype | None) -> None:
+    """Check the dtype that results are asked for in."""
     if out_dtype is not None and out_dtype not in ELEMENT_BYTES:
         raise TypeError(f"out_dtype must be None or one of {DTYPE_NAMES}, got {shown(out_dtype)}")
 

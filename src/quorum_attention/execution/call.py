@@ -9,6 +9,7 @@ import torch
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.masks import MaskView
 from quorum_attention.execution.workload import Workload
+from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.protocol import InnerKernel
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -28,6 +29,7 @@ class Call:
         device: the device that computes.
         kernel: the inner kernel.
         sinks: (heads,), on ``device``, of the state's dtype; None if the call has none.
+        dropout: which probabilities are dropped; None: none.
     """
 
     work: Workload
@@ -39,6 +41,7 @@ class Call:
     device: torch.device
     kernel: InnerKernel
     sinks: torch.Tensor | None = None
+    dropout: Dropout | None = None
 
     @property
     def in_place(self) -> bool:

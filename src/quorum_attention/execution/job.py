@@ -20,6 +20,7 @@ from quorum_attention.execution.scaling import scales
 from quorum_attention.execution.tools import Progress, Tools
 from quorum_attention.execution.upstream import Upstream
 from quorum_attention.execution.workload import Group, Workload, flat_entries
+from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.protocol import Bias, TaskTensors
 
 # The state that begins with a sink instead of with no key.
@@ -170,6 +171,13 @@ class Job:
         if self.progress is not None:
             self.progress(done, total, self.spec.name)
 
+    def dropout(self, group: Group) -> Dropout | None:
+        """The dropout of a head group, numbered in the whole call."""
+        every = self.call.dropout
+        if every is None:
+            return None
+        return every.at(group.query_heads.start, flat_entries(self.call.work, group)[0])
+
     def bias(self, group: Group, task: Task) -> Bias:
         """The function that gives the additive mask of each rectangle of ``task``."""
         call = self.call
@@ -208,6 +216,7 @@ class Job:
             lanes=tools.lanes,
             first_head=group.query_heads.start,
             entries=flat_entries(self.call.work, group),
+            dropout=self.dropout(group),
         )
 
     def task_in_place(

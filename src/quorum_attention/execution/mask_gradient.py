@@ -2,9 +2,9 @@
 
 For each pair, given the global log-sum-exp,
 
-    dS = P (dP - delta),   P = exp(S - lse),   dP = <dO_i, V_j>,   delta = <dO_i, O_i>,
+    dS = P (dP - delta),   P = exp(S - lse),   dP = <dO_i, V_j>,   delta = <dO_i, O_i>
 
-and the mask's gradient is dS, summed over the dimensions that the mask broadcasts over. A pair
+(with dropout dP times Z, kernels/dropout.py). The mask's gradient is dS, summed over the dimensions that the mask broadcasts over. A pair
 needs nothing but its query row and its key, so pairs are cut into plain tiles, whatever the pass
 beside it is cut into: vendor kernels, which do not return dS, need not be replaced, and every route
 has this gradient.
@@ -23,10 +23,12 @@ from itertools import product
 
 import torch
 
+from quorum_attention.decomposition import Rows
 from quorum_attention.execution.call import Call
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.memory import first_line, is_out_of_memory
-from quorum_attention.execution.workload import Workload
+from quorum_attention.execution.workload import Workload, flat_entry
+from quorum_attention.kernels.dropout import dropped, dropped_bytes
 
 # Without a budget: tiles that a CPU's cache holds, and that keep a GPU busy.
 _HOST_BYTES, _DEVICE_BYTES = 8 << 20, 256 << 20
@@ -84,6 +86,8 @@ def tile_bytes(work: Workload, tile: Tile, mask_bytes: int) -> int:
     found = (rows + keys) * widths * (item + wide) + rows * (2 * work.value_dim + 6) * wide
     # Scores, dP, a copy while one of them is summed; the mask, and the sums so far.
     pairs = rows * tile.keys
+    if work.dropout:
+        found += dropped_bytes(1, tile.heads * shared, tile.queries, tile.keys)
     return found + pairs * (6 * wide + item + 2 * mask_bytes + 1) + _SLACK_BYTES
 
 
@@ -319,6 +323,7 @@ class _Walk:
             p.masked_fill_(late, -torch.inf)
         p.exp_()
         ds = (rows.grad_out @ value.mT).view(shape)
+        self._drop_(ds, entries, one)
         whole_rows = key.shape[-2] == work.n_keys
         exact = whole_rows and _rounds(work) and not work.sinks
         ds.sub_(_exact_delta(p, ds, rows.delta) if exact else rows.delta)
@@ -331,6 +336,20 @@ class _Walk:
         if len(over) == 1 and len(entries) == 1:
             return ds.squeeze(0)
         return ds.sum(dim=over, keepdim=True).squeeze(0)
+
+    def _drop_(self, pairs: torch.Tensor, entries: list[tuple[int, ...]], one: _Block) -> None:
+        """Multiply (e, h, queries, keys) by 0 where the call drops them, and by 1 / (1 - p) where
+        it does not, in place."""
+        dropout, work = self.call.dropout, self.call.work
+        if dropout is None:
+            return
+        pairs.mul_(dropout.rescale)
+        queries = torch.arange(one.queries.start, one.queries.stop, device=pairs.device)
+        keys = [Rows(one.keys.start, one.keys.stop, 0)]
+        head = one.heads.start * work.queries_per_key_head
+        for entry, part in zip(entries, pairs, strict=True):
+            at = dropout.at(head, flat_entry(work, entry))
+            part.masked_fill_(dropped(at, 1, part.shape[0], queries, keys)[0], 0.0)
 
 
 def _grouped(rows: torch.Tensor, n_heads: int) -> torch.Tensor:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from quorum_attention.execution.rows import Axis
 from quorum_attention.execution.workload import GroupSize, Workload
+from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.kernels.protocol import (
     CallShape,
@@ -138,7 +139,7 @@ class PassSpec:
     accumulate: Callable[[InnerKernel, TaskTensors, Tensors, Sequence[torch.Tensor], Scaling], None]
     of_task: Callable[[TaskCalls, TaskTensors, Tensors], tuple[torch.Tensor, ...]]
     of_call: Callable[
-        [WholeCalls, Tensors, bool, float, torch.Tensor | None, torch.dtype],
+        [WholeCalls, Tensors, bool, float, torch.Tensor | None, torch.dtype, Dropout | None],
         tuple[torch.Tensor, ...],
     ]
     workspace: Callable[[InnerKernel, CallShape, Extent], int]
@@ -173,6 +174,11 @@ def _add_to(
     )
 
 
+def _with(dropout: Dropout | None) -> dict[str, Any]:
+    """The argument of a kernel's whole calls; left out for kernels that may not have it."""
+    return {} if dropout is None else {"dropout": dropout}
+
+
 _READ = (
     InputSpec("query", "query", "head_dim"),
     InputSpec("key", "key", "head_dim"),
@@ -193,8 +199,15 @@ FORWARD = PassSpec(
     divided=None,
     accumulate=_merge_into,
     of_task=lambda kernel, task, given: kernel.task_forward(task),
-    of_call=lambda kernel, given, causal, scale, bias, dtype: kernel.whole_forward(
-        given["query"], given["key"], given["value"], causal, scale, bias, dtype
+    of_call=lambda kernel, given, causal, scale, bias, dtype, dropout: kernel.whole_forward(
+        given["query"],
+        given["key"],
+        given["value"],
+        causal,
+        scale,
+        bias,
+        dtype,
+        **_with(dropout),
     ),
     workspace=lambda kernel, call, extent: kernel.forward_workspace_bytes(call, extent),
 )
@@ -221,9 +234,9 @@ BACKWARD = PassSpec(
     of_task=lambda kernel, task, given: kernel.task_backward(
         task, given["grad_out"], given["out"], given["lse"]
     ),
-    of_call=lambda kernel, given, causal, scale, bias, dtype: kernel.whole_backward(
+    of_call=lambda kernel, given, causal, scale, bias, dtype, dropout: kernel.whole_backward(
         given["grad_out"], given["query"], given["key"], given["value"], given["out"],
-        given["lse"], causal, scale, bias, dtype,
+        given["lse"], causal, scale, bias, dtype, **_with(dropout),
     ),
     workspace=lambda kernel, call, extent: kernel.backward_workspace_bytes(call, extent),
 )  # fmt: skip

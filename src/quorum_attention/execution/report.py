@@ -35,6 +35,8 @@ class PassReport:
             before; None on the CPU, whose allocator does not count.
         repeated_units: units run again because a scaled fp16 gradient overflowed
             (execution/scaling.py).
+        dropout_p, dropout_seed: chance and seed of the call's dropout; None without dropout.
+        without_dropout: kernels that were passed over because they have no dropout.
         timed: whether ``stages`` are measured.
         stages: device seconds by stage (execution/device/clock.py); empty for a monolithic call.
         recoveries: one line for each recovery.
@@ -59,6 +61,9 @@ class PassReport:
     budget_bytes: int | None = None
     peak_bytes: int | None = None
     repeated_units: int = 0
+    dropout_p: float | None = None
+    dropout_seed: int | None = None
+    without_dropout: list[str] = field(default_factory=list)
     timed: bool = False
     stages: dict[str, float] = field(default_factory=dict)
     recoveries: list[str] = field(default_factory=list)
@@ -88,6 +93,10 @@ class PassReport:
             f"accumulators: {self.accumulator}",
             f"{format_seconds(self.seconds)}; {peak}; moved {moved}",
         ]
+        if self.dropout_p is not None:
+            others = ", ".join(self.without_dropout)
+            passed = f"; passed over, because they have none: {others}" if others else ""
+            lines.append(f"dropout {self.dropout_p:g} of seed {self.dropout_seed}{passed}")
         if self.left_out:
             lines.append(
                 f"{self.left_out:.0%} of the tasks' tokens left out: they have no partner there"

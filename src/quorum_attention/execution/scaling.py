@@ -66,7 +66,8 @@ def usual_shift(n_keys: int) -> int:
 
 def scales(kernel: InnerKernel, work: Workload) -> bool:
     """Whether a backward by ``kernel`` is scaled; some kernels gain nothing, or cannot undo it."""
-    return work.dtype in traits_of(kernel).scaled_backward
+    # Kernels that have dropout compute it in fp32, or scale by themselves.
+    return work.dtype in traits_of(kernel).scaled_backward and not work.dropout
 
 
 def all_finite(parts: Sequence[torch.Tensor]) -> bool:

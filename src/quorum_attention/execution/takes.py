@@ -132,4 +132,5 @@ def corrected_bytes(work: Workload, kernel: InnerKernel) -> int:
         work.n_queries,
         work.n_keys,
         work.head_dim + work.value_dim,
+        dropout=work.dropout,
     )

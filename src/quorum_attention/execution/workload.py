@@ -25,7 +25,8 @@ class Workload:
     """The sizes of one call; hashable, without tensors.
 
     ``batch_shape`` is the shape before the head dimension, () for 3-D inputs. ``positive_scale``
-    says whether the factor of the scores is above 0, ``sinks`` whether rows begin with a sink.
+    says whether the factor of the scores is above 0, ``sinks`` whether rows begin with a sink,
+    ``dropout`` whether probabilities are dropped.
     """
 
     batch_shape: tuple[int, ...]
@@ -40,6 +41,7 @@ class Workload:
     mask: MaskShape | None = None
     positive_scale: bool = True
     sinks: bool = False
+    dropout: bool = False
 
     @property
     def batch(self) -> int:
@@ -88,6 +90,7 @@ class Workload:
             needs_grad=needs_grad,
             mask=self.mask,
             positive_scale=self.positive_scale,
+            dropout=self.dropout,
         )
 
 
@@ -153,13 +156,15 @@ def groups(work: Workload, size: GroupSize) -> Iterator[Group]:
 
 def flat_entries(work: Workload, group: Group) -> tuple[int, ...]:
     """The indices of a group's batch entries when the batch dimensions are flattened."""
-    numbers = []
-    for entry in group.entries:
-        number = 0
-        for index, size in zip(entry, work.batch_shape, strict=True):
-            number = number * size + index
-        numbers.append(number)
-    return tuple(numbers)
+    return tuple(flat_entry(work, entry) for entry in group.entries)
+
+
+def flat_entry(work: Workload, entry: tuple[int, ...]) -> int:
+    """The index of a batch entry when the batch dimensions are flattened."""
+    number = 0
+    for index, size in zip(entry, work.batch_shape, strict=True):
+        number = number * size + index
+    return number
 
 
 def count_groups(work: Workload, size: GroupSize) -> int:

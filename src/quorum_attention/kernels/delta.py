@@ -15,6 +15,9 @@ from __future__ import annotations
 
 import torch
 
+from quorum_attention.decomposition.intervals import Rows
+from quorum_attention.kernels.dropout import Dropout, dropped, dropped_bytes
+
 _MOST_PAIRS = 1 << 14
 _MOST_BYTES = 2 << 20
 # Columns of the carrier that are not 0: each holds the digits that the ones before it could not.
@@ -26,7 +29,13 @@ _ROUNDING = 2.0**-20
 
 
 def carrier_bytes(
-    dtype: torch.dtype, heads_and_batch: int, n_queries: int, n_keys: int, width: int
+    dtype: torch.dtype,
+    heads_and_batch: int,
+    n_queries: int,
+    n_keys: int,
+    width: int,
+    *,
+    dropout: bool = False,
 ) -> int:
     """Upper bound of the bytes ``exact_carrier`` takes; 0 if the call is too large for it, or its
     dtype is not of 16 bits.
@@ -34,11 +43,14 @@ def carrier_bytes(
     Args:
         heads_and_batch: query heads times batch entries.
         width: head dimension plus value dimension.
+        dropout: whether probabilities are dropped.
     """
     rows, keys = heads_and_batch * n_queries, heads_and_batch * n_keys
     pairs = rows * n_keys
     # In fp32: keys and values of every query head, three copies of the rows, four score matrices.
     n_bytes = 4 * ((keys + 3 * rows) * width + 4 * pairs)
+    if dropout:
+        n_bytes += dropped_bytes(1, heads_and_batch, n_queries, n_keys)
     small = dtype.itemsize == 2 and pairs <= _MOST_PAIRS and n_bytes <= _MOST_BYTES
     return n_bytes if small else 0
 
@@ -53,6 +65,7 @@ def exact_carrier(
     mask: torch.Tensor | None,
     causal: bool,
     scale: float,
+    dropout: Dropout | None = None,
 ) -> torch.Tensor:
     """The tensor to hand to a backward in the place of ``out``, of its shape and dtype.
 
@@ -61,6 +74,7 @@ def exact_carrier(
         query, key, value: (*batch, h, nq, d), (*batch, hk, nk, d), (*batch, hk, nk, dv).
         lse: (*batch, h, nq), of the whole rows.
         mask: boolean or additive, broadcastable to (*batch, h, nq, nk), or None.
+        dropout: of the call, or None; delta is then rowsum(P * Z * dP) / rowsum(P).
     """
     work = torch.promote_types(lse.dtype, torch.float32)
     shared = query.shape[-3] // key.shape[-3]
@@ -79,6 +93,8 @@ def exact_carrier(
         scores.masked_fill_(above, -torch.inf)
     p = scores.sub_(lse.unsqueeze(-1)).exp_()
     total = p.sum(dim=-1)
+    if dropout is not None:
+        p.mul_(dropout.rescale).masked_fill_(_dropped(dropout, p), 0.0)
     delta = (p * (gradient @ v.mT)).sum(dim=-1) / total
     # Such a row's lse is of more keys than these, so delta cannot be computed from them.
     delta.masked_fill_(not_whole(total, lse), torch.nan)
@@ -91,6 +107,14 @@ def not_whole(total: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     Not those whose sum is NaN.
     """
     return (total - 1.0).abs() > lse.abs() * _ROUNDING + _WHOLE
+
+
+def _dropped(dropout: Dropout, p: torch.Tensor) -> torch.Tensor:
+    """Which probabilities of a whole call (*batch, h, nq, nk) are dropped."""
+    heads, n_queries, n_keys = p.shape[-3:]
+    rows = torch.arange(n_queries, device=p.device)
+    batch = p.shape[:-3].numel()
+    return dropped(dropout, batch, heads, rows, [Rows(0, n_keys, 0)]).view(p.shape)
 
 
 def _carrying(delta: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

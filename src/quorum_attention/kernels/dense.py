@@ -9,6 +9,8 @@ which is more exact), and with the global lse and D = rowsum(dO * O),
 
     dV = P^T dO,   dS = P * (dO V^T - D),   dQ = scale dS K,   dK = scale dS^T Q.
 
+With dropout P is multiplied by Z wherever it meets V or dO (kernels/dropout.py).
+
 Memory is quadratic in tokens. Every other kernel is tested against this one.
 """
 
@@ -21,7 +23,9 @@ from dataclasses import dataclass
 import torch
 
 from quorum_attention.decomposition import Rectangle
+from quorum_attention.kernels.dropout import dropped, dropped_bytes
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, merge_
+from quorum_attention.kernels.positions import positions
 from quorum_attention.kernels.protocol import (
     CallShape,
     Extent,
@@ -39,7 +43,7 @@ class DenseKernel:
     """
 
     name = "dense"
-    traits = Traits(plain_softmax=True)
+    traits = Traits(plain_softmax=True, dropout=True)
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
@@ -73,7 +77,11 @@ class DenseKernel:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """The query heads of one batch entry that share a key head: (g, nq, d), (nk, d), (nk, dv)."""
+    """The query heads of one batch entry that share a key head: (g, nq, d), (nk, d), (nk, dv).
+
+    ``dropped``: (g, nq, nk), which probabilities are dropped, or None; the others are multiplied by
+    ``rescale``.
+    """
 
     batch: int
     heads: slice
@@ -83,6 +91,8 @@ class _Group:
     value: torch.Tensor
     scale: float
     bias: torch.Tensor | None
+    dropped: torch.Tensor | None
+    rescale: float
 
 
 def _forward_group(group: _Group, kept: torch.Tensor, state: Statistics) -> None:
@@ -94,6 +104,7 @@ def _forward_group(group: _Group, kept: torch.Tensor, state: Statistics) -> None
     p = _probabilities(scores, largest)
     total = p.sum(dim=-1)
     lse = largest + total.log()
+    p = _drop_(p, group)
     out = (p @ group.value.to(dtype)).div_(total.masked_fill(total == 0.0, 1.0).unsqueeze(-1))
     merge_(state.out[at], state.lse[at], out.unsqueeze(0), lse.unsqueeze(0))
 
@@ -106,10 +117,19 @@ def _backward_group(group: _Group, kept: torch.Tensor, grads: Gradients) -> None
     delta = (grad_out * grads.out[at].to(dtype)).sum(dim=-1, keepdim=True)
 
     p = _probabilities(_scores(group, kept, dtype), grads.lse[at])
-    grads.grad_value[at_key].add_(_over_rows(p, grad_out))
-    ds = p.mul_((grad_out @ value.mT).sub_(delta))
+    weights = p if group.dropped is None else _drop_(p.clone(), group)
+    grads.grad_value[at_key].add_(_over_rows(weights, grad_out))
+    del weights
+    ds = p.mul_(_drop_(grad_out @ value.mT, group).sub_(delta))
     grads.grad_query[at].add_(ds @ key, alpha=group.scale)
     grads.grad_key[at_key].add_(_over_rows(ds, query), alpha=group.scale)
+
+
+def _drop_(pairs: torch.Tensor, group: _Group) -> torch.Tensor:
+    """Multiply (g, nq, nk) by 0 where it is dropped, by ``rescale`` elsewhere, in place."""
+    if group.dropped is None:
+        return pairs
+    return pairs.mul_(group.rescale).masked_fill_(group.dropped, 0.0)
 
 
 def _groups(task: TaskTensors) -> Iterator[_Group]:
@@ -133,7 +153,19 @@ def _groups(task: TaskTensors) -> Iterator[_Group]:
                 task.value[batch, key_head],
                 task.scale,
                 None if bias is None else bias[batch, heads],
+                _dropped(task, batch, heads),
+                1.0 if task.dropout is None else task.dropout.rescale,
             )
+
+
+def _dropped(task: TaskTensors, batch: int, heads: slice) -> torch.Tensor | None:
+    """Which probabilities of some heads of a batch entry are dropped, (heads, nq, nk)."""
+    if task.dropout is None:
+        return None
+    n_queries, n_keys = task.query.shape[2], task.key.shape[2]
+    rows = positions(task.task, 0, n_queries, task.query.device)
+    some = task.dropout.at(heads.start, batch)
+    return dropped(some, 1, heads.stop - heads.start, rows, task.task.segments(0, n_keys))[0]
 
 
 def _scores(group: _Group, kept: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -167,9 +199,10 @@ def _probabilities(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
 
 
 def _pair_bytes(call: CallShape, extent: Extent, matrices: int) -> int:
-    """``matrices`` score matrices in fp32 (or fp64), boolean masks, the bias and a wide copy."""
+    """``matrices`` score matrices in fp32 (or fp64), boolean masks, the bias and a wide copy; with
+    dropout one matrix more, and what says which are dropped."""
     group = extent.query_heads // max(1, extent.key_heads)
-    matrices += call.mask is not None
+    matrices += (call.mask is not None) + call.dropout
     pairs = extent.n_tokens * extent.n_tokens
     bias = 0
     if call.mask is not None:
@@ -177,6 +210,8 @@ def _pair_bytes(call: CallShape, extent: Extent, matrices: int) -> int:
             extent.query_heads if call.mask.heads else 1
         )
         bias = copies * pairs * call.dtype.itemsize
+    if call.dropout:
+        bias += dropped_bytes(1, group, extent.n_tokens, extent.n_tokens)
     return pairs * (matrices * group * _work_size(call.dtype) + 4) + bias
 
 

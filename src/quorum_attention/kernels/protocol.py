@@ -14,6 +14,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from quorum_attention.decomposition import Pairs, Rectangle, Task
+from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.lanes import Lanes
 from quorum_attention.kernels.scaling import Scaling
 
@@ -46,6 +47,8 @@ class CallShape:
 
     Attributes:
         positive_scale: whether the factor of the scores is above 0.
+        dropout: whether probabilities are dropped; asked only of kernels whose traits say
+            ``dropout``.
     """
 
     device_type: str
@@ -58,6 +61,7 @@ class CallShape:
     needs_grad: bool = False
     mask: MaskShape | None = None
     positive_scale: bool = True
+    dropout: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +104,7 @@ class TaskTensors:
             holds for each of them.
         first_head: number of the first query head in the whole call.
         entries: numbers of the batch entries in the whole call (batch dimensions flattened).
+        dropout: which probabilities are dropped, or None; of these heads and batch entries.
     """
 
     task: Task
@@ -116,6 +121,7 @@ class TaskTensors:
     lanes: Lanes | None = None
     first_head: int = 0
     entries: tuple[int, ...] = (0,)
+    dropout: Dropout | None = None
 
     def has_mask(self, r: Rectangle) -> bool:
         """Whether there is a mask; it asks for that of the first pair of ``r``, which is cheap."""
@@ -254,7 +260,10 @@ class WholeCalls(InnerKernel, Protocol):
         out_dtype: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output (b, h, n, dv) and lse (b, h, n) of query (b, h, n, d), key (b, hk, m, d) and
-        value (b, hk, m, dv); rows without keys: 0 and -inf."""
+        value (b, hk, m, dv); rows without keys: 0 and -inf.
+
+        A kernel whose traits say ``dropout`` also takes ``dropout``, a ``Dropout`` or None.
+        """
         ...
 
     def whole_backward(
@@ -270,7 +279,10 @@ class WholeCalls(InnerKernel, Protocol):
         bias: torch.Tensor | None,
         grad_dtype: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of query, key and value; lse is 0 in rows without keys."""
+        """Gradients of query, key and value; lse is 0 in rows without keys.
+
+        A kernel whose traits say ``dropout`` also takes ``dropout``, a ``Dropout`` or None.
+        """
         ...
 
 

@@ -17,7 +17,7 @@ from quorum_attention.kernels.flash import FlashKernel
 from quorum_attention.kernels.native import NativeKernel
 from quorum_attention.kernels.probe import probe
 from quorum_attention.kernels.protocol import CallShape, InnerKernel
-from quorum_attention.kernels.traits import Traits, contradiction, traits_of
+from quorum_attention.kernels.traits import Traits, contradiction, refusal, traits_of
 
 _KERNELS: dict[str, InnerKernel] = {}
 _registered = 0
@@ -103,7 +103,7 @@ def get_kernel(kernel: str | InnerKernel) -> InnerKernel:
 
 def why_not(kernel: InnerKernel, call: CallShape, device: torch.device | None = None) -> str | None:
     """Why a kernel cannot run the call: its own refusal or a failed test on ``device``; or None."""
-    reason, traits = kernel.refusal(call), traits_of(kernel)
+    reason, traits = refusal(kernel, call), traits_of(kernel)
     # The reference cannot be tested against itself, nor a kernel that computes other attention
     # (check_kernel is for those).
     if reason is not None or kernel.name == _LAST or traits.own_attention:

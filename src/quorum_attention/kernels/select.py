@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from quorum_attention.kernels.protocol import CallShape, InnerKernel
 from quorum_attention.kernels.registry import get_kernel, kernels, why_not
-from quorum_attention.kernels.traits import measured
+from quorum_attention.kernels.traits import measured, refusal
 
 
 def select_kernel(
@@ -25,14 +27,14 @@ def select_kernel(
     present = tried and (device.type != "cuda" or torch.cuda.is_available())
     if wanted != "auto":
         kernel = get_kernel(wanted)
-        reason = why_not(kernel, call, device) if present else kernel.refusal(call)
+        reason = why_not(kernel, call, device) if present else refusal(kernel, call)
         if reason is not None:
             raise NotImplementedError(f"kernel {kernel.name!r} cannot run this call: {reason}")
         return kernel
     found = []
     for kernel in kernels().values():
         # One after the other: a test may have to build the kernel.
-        reason = why_not(kernel, call, device) if present else kernel.refusal(call)
+        reason = why_not(kernel, call, device) if present else refusal(kernel, call)
         if reason is None:
             return kernel
         found.append(f"{kernel.name}: {reason}")
@@ -67,8 +69,20 @@ def rivals(
     return tuple(
         kernel
         for kernel in others
-        if kernel is not None and kernel.keeps_pace(call) and kernel.refusal(call) is None
+        if kernel is not None and kernel.keeps_pace(call) and refusal(kernel, call) is None
     )
+
+
+def without_dropout(chosen: InnerKernel, call: CallShape) -> list[str]:
+    """The kernels that "auto" would take before ``chosen`` if the call had no dropout, by name."""
+    plain = replace(call, dropout=False)
+    found = []
+    for kernel in kernels().values():
+        if kernel is chosen:
+            break
+        if refusal(kernel, call) is not None and refusal(kernel, plain) is None:
+            found.append(kernel.name)
+    return found
 
 
 def _is_hopper(device: torch.device) -> bool:

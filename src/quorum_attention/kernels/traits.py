@@ -15,6 +15,7 @@ import torch
 
 from quorum_attention.counts import shown
 from quorum_attention.kernels.protocol import (
+    CallShape,
     Captures,
     InnerKernel,
     Measured,
@@ -44,7 +45,9 @@ class Traits:
             tasks.
         rates: speeds of its forward and its backward, as shares of the device's best kernel's.
         scaled_backward: dtypes for which a scaled backward is more exact; it undoes the scaling
-            (kernels/scaling.py). Backwards in other dtypes are not scaled.
+            (kernels/scaling.py). Backwards in other dtypes are not scaled, nor those with dropout.
+        dropout: it drops probabilities by position, as ``TaskTensors.dropout`` says
+            (kernels/dropout.py). Others are not asked to run a call with dropout.
         probed_as: the kernel to compare with the reference instead of this one, because this one
             has options that change the scores; None: this one.
         captures: it says which tensors it reads besides (``Captures``).
@@ -67,6 +70,7 @@ class Traits:
     launch_seconds: tuple[float, float] = (60e-6, 200e-6)  # the native kernel's
     rates: tuple[float, float] = (1.0, 1.0)
     scaled_backward: frozenset[torch.dtype] = field(default_factory=frozenset)
+    dropout: bool = False
     probed_as: InnerKernel | None = None
     captures: bool = False
     sparse: bool = False
@@ -104,6 +108,17 @@ def traits_of(kernel: InnerKernel) -> Traits:
     """The traits of ``kernel``; the defaults if it declares none."""
     found: Traits = getattr(kernel, "traits", _OF_A_PLAIN_KERNEL)
     return found
+
+
+def refusal(kernel: InnerKernel, call: CallShape) -> str | None:
+    """Why a kernel cannot run such a call: by its own words, or because of dropout; None if it can.
+
+    Dropout is asked about here, so that a kernel that does not know of it never leaves it out.
+    """
+    reason = kernel.refusal(call)
+    if reason is None and call.dropout and not traits_of(kernel).dropout:
+        return "it has no dropout by the position of a pair"
+    return reason
 
 
 def captures(kernel: InnerKernel) -> Captures | None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
-from quorum_attention.counts import one_of, shown, switch, whole_number
+from quorum_attention.counts import chance, one_of, shown, switch, whole_number
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.device.lookup import (
     backend_of,
@@ -44,6 +44,7 @@ def plan(
     n_keys: int | None = None,
     dtype: torch.dtype = torch.float16,
     is_causal: bool = False,
+    dropout_p: float = 0.0,
     budget: int | str | None = None,
     levels: tuple[int, ...] | None = None,
     depth: int | None = None,
@@ -66,6 +67,7 @@ def plan(
         n_tokens: queries (and keys, unless ``n_keys`` is given).
         heads, kv_heads, head_dim, value_dim, batch, dtype, is_causal: sizes of the call;
             ``kv_heads`` and ``value_dim`` default to ``heads`` and ``head_dim``.
+        dropout_p: of the call; kernels without dropout are then not looked at.
         budget: device bytes, as a number or "2GiB"; None is what is free now.
         levels: chunk counts per level, e.g. (7, 7) or (57,); () is monolithic; None is the
             planner's choice.
@@ -93,6 +95,7 @@ def plan(
     work = _workload(
         n_tokens, n_keys, heads, kv_heads, head_dim, value_dim, batch, dtype, is_causal
     )
+    work = replace(work, dropout=chance(dropout_p, "dropout_p") > 0.0)
     where = _device(device)
     bytes_given = None if budget is None else parse_bytes(budget)
     wish = _wish(

@@ -253,11 +253,12 @@ def _of_call(
         given[name] = operand(part, work.dtype) if item.copied else part
     kernel = whole_calls(call.kernel)
     assert kernel is not None
+    dropout = call.dropout if group is None else job.dropout(group)
     if job.spec.backward or call.sinks is None:
-        parts = job.spec.of_call(kernel, given, causal, call.scale, bias, job.results.dtype)
+        parts = job.spec.of_call(kernel, given, causal, call.scale, bias, job.results.dtype, dropout)
     else:
         # Unrounded where the kernel can, because the sinks come after.
-        parts = job.spec.of_call(kernel, given, causal, call.scale, bias, work.state_dtype)
+        parts = job.spec.of_call(kernel, given, causal, call.scale, bias, work.state_dtype, dropout)
         sinks = call.sinks if group is None else call.sinks[group.query_heads]
         join_sinks_(parts[0], parts[1], sinks)
     if job.scaled and not capturing(call.device) and not all_finite(parts):

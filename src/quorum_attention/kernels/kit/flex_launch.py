@@ -14,8 +14,8 @@ from quorum_attention.kernels.kit.flex_backward import Three
 from quorum_attention.kernels.kit.laid_out import laid_out, layout
 from quorum_attention.kernels.kit.masks import BlockMask, MaskMod
 from quorum_attention.kernels.kit.materialised import ScoreMod
-from quorum_attention.kernels.kit.positions import positions
 from quorum_attention.kernels.outside import outside
+from quorum_attention.kernels.positions import positions
 from quorum_attention.kernels.protocol import TaskTensors
 
 # Rows and columns of the sample on which the backward is tried; no multiple of the block size.

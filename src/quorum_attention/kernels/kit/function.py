@@ -23,9 +23,9 @@ import torch
 from quorum_attention.counts import shown, switch
 from quorum_attention.decomposition import Rectangle
 from quorum_attention.kernels.blocks import row_blocks
-from quorum_attention.kernels.kit.positions import positions
 from quorum_attention.kernels.kit.reads import tensors
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, add_, merge_
+from quorum_attention.kernels.positions import positions
 from quorum_attention.kernels.protocol import (
     CallShape,
     Extent,

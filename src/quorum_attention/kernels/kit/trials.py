@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from quorum_attention.decomposition import CLEAR, MIXED
 from quorum_attention.kernels.kit.block_masks import BLOCK, Geometry, Nodes, joined, piece
 from quorum_attention.kernels.kit.masks import MaskMod
-from quorum_attention.kernels.kit.positions import positions
+from quorum_attention.kernels.positions import positions
 from quorum_attention.kernels.protocol import TaskTensors
 
 # Pairs tried at a time, in all heads and batch entries for which the mask differs.

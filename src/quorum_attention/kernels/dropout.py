@@ -1,0 +1,177 @@
+"""Dropout as a function of a seed and of the global position of a pair.
+
+Every pair of a query and a key has a word of 32 random bits, and its probability is dropped where
+the word is below ``p * 2**32``. The word does not depend on how a call is cut, on the kernel, nor
+on the order of anything: for the query at position i and the key at position j of the whole
+sequence, in query head h of batch entry b (batch dimensions flattened), it is word ``j mod 4`` of
+
+    Philox4x32-7, counter (j // 4, i, h, b), key (lower half of the seed, upper half of the seed)
+
+(Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011: seven rounds pass every test
+of TestU01's BigCrush). So four neighbouring keys share one evaluation.
+
+As in torch, the softmax is taken first. Then dropped probabilities are 0 and the others are divided
+by ``1 - p``; the log-sum-exp knows nothing of it, so parts of a row are merged as always:
+
+    out = Z P V,   dV = (Z P)^T dO,   dS = P (Z (dO V^T) - delta),   delta = rowsum(dO * out)
+
+where Z is 0 for dropped pairs and ``1 / (1 - p)`` for all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from quorum_attention.decomposition.intervals import Rows
+from quorum_attention.kernels.blocks import BLOCK_BYTES, row_blocks
+
+ROUNDS = 7
+FACTORS = (0xD2511F53, 0xCD9E8D57)
+KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_BITS = 0xFFFFFFFF
+
+LARGEST_SEED = 2**63 - 1
+# Positions, heads and batch entries are counted in words of 32 bits.
+MOST_POSITIONS = 2**32
+
+# Bytes of all temporaries for four neighbouring keys of a row: eight words of 64 bits.
+_GROUP_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Dropout:
+    """The dropout of a call, or of some of its heads and batch entries.
+
+    Attributes:
+        p: the chance of a probability to be dropped, from 0 to 1.
+        seed: from 0 to ``LARGEST_SEED``.
+        first_head, first_entry: numbers, in the whole call, of the first query head and of the
+            first batch entry at hand; others follow.
+        repeat: from this batch entry on, the entries are dropped like the first ones again; 0: they
+            are not.
+    """
+
+    p: float
+    seed: int
+    first_head: int = 0
+    first_entry: int = 0
+    repeat: int = 0
+
+    @property
+    def threshold(self) -> int:
+        """Words below it are dropped. (With p = 1 the one word that is not counts nothing.)"""
+        return min(_BITS, round(self.p * 2**32))
+
+    @property
+    def rescale(self) -> float:
+        """Factor of the probabilities that are not dropped."""
+        return 0.0 if self.p == 1.0 else 1.0 / (1.0 - self.p)
+
+    def at(self, head: int, entry: int) -> Dropout:
+        """The same from a query head and a batch entry on, numbered among those at hand."""
+        if head == 0 and entry == 0:
+            return self
+        return replace(
+            self, first_head=self.first_head + head, first_entry=self.first_entry + entry
+        )
+
+    def mapped(self, batch: int, *, same: bool) -> Dropout:
+        """The dropout of a call that is made many times over by ``torch.vmap``.
+
+        Args:
+            batch: batch entries of one of these calls.
+            same: whether all of them drop the same pairs.
+
+        Raises:
+            NotImplementedError: they differ, but each of them is of several that do not.
+        """
+        if same:
+            return self if self.repeat else replace(self, repeat=batch)
+        if self.repeat:
+            raise NotImplementedError(
+                "dropout_p cannot be given where a torch.vmap of randomness='different' is around "
+                "another of randomness='same' (or around torch.func.jacrev)"
+            )
+        return self
+
+
+def dropped(
+    dropout: Dropout, batch: int, heads: int, queries: torch.Tensor, keys: Sequence[Rows]
+) -> torch.Tensor:
+    """Which probabilities are dropped: (batch, heads, queries, keys), True where they are.
+
+    Args:
+        queries: (queries,) int64, global positions, on the device of the result.
+        keys: runs of neighbouring keys, in ascending order; global and local positions.
+    """
+    n_keys = sum(run.length for run in keys)
+    found = torch.empty(
+        (batch, heads, queries.numel(), n_keys), dtype=torch.bool, device=queries.device
+    )
+    for run in keys:
+        if run.length:
+            low = run.local - keys[0].local
+            _fill(found[..., low : low + run.length], dropout, queries, run.start)
+    return found
+
+
+def dropped_bytes(batch: int, heads: int, n_queries: int, n_keys: int) -> int:
+    """Upper bound of the bytes that ``dropped`` takes, its result included."""
+    row = _GROUP_BYTES * (n_keys // 4 + 2)
+    rows = batch * heads * n_queries
+    work = min(rows * row, max(BLOCK_BYTES, row))
+    return rows * n_keys + work + 64 * (batch + heads + n_queries + n_keys)
+
+
+def _fill(into: torch.Tensor, dropout: Dropout, queries: torch.Tensor, first: int) -> None:
+    """Write whether the keys at global positions from ``first`` on are dropped, to ``into``."""
+    batch, heads, n_rows, n_keys = into.shape
+    device = into.device
+    groups = torch.arange(first // 4, (first + n_keys - 1) // 4 + 1, device=device)
+    every_head = torch.arange(dropout.first_head, dropout.first_head + heads, device=device)
+    entries = torch.arange(dropout.first_entry, dropout.first_entry + batch, device=device)
+    if dropout.repeat:
+        entries %= dropout.repeat
+    # In blocks, because words have 64 bits here.
+    for b, h, r in row_blocks(batch, heads, n_rows, _GROUP_BYTES * (groups.numel() + 1)):
+        counter = (
+            groups,
+            queries[r, None],
+            every_head[h, None, None],
+            entries[b, None, None, None],
+        )
+        _fill_block(into[b, h, r], dropout, counter, first % 4)
+
+
+def _fill_block(
+    into: torch.Tensor, dropout: Dropout, counter: tuple[torch.Tensor, ...], skipped: int
+) -> None:
+    # A function, so that its words are gone before the next block makes some.
+    words = philox(counter, dropout.seed)
+    found = torch.empty((*words[0].shape, 4), dtype=torch.bool, device=into.device)
+    for index, word in enumerate(words):
+        torch.lt(word, dropout.threshold, out=found[..., index])
+    into.copy_(found.flatten(-2)[..., skipped : skipped + into.shape[-1]])
+
+
+def philox(counter: tuple[torch.Tensor, ...], seed: int) -> tuple[torch.Tensor, ...]:
+    """The four words of Philox4x32-7, int64 from 0 to 2**32 - 1, in the counters' common shape.
+
+    Args:
+        counter: four tensors of words, int64; they are broadcast as late as can be.
+        seed: the key, its lower 32 bits first.
+    """
+    c0, c1, c2, c3 = counter
+    key = [seed & _BITS, seed >> 32]
+    for _ in range(ROUNDS):
+        # A product of two words fits 64 bits; as a negative number where its highest bit is set.
+        one, two = c0 * FACTORS[0], c2 * FACTORS[1]
+        c0 = ((two >> 32) ^ c1 ^ key[0]).bitwise_and_(_BITS)
+        c2 = ((one >> 32) ^ c3 ^ key[1]).bitwise_and_(_BITS)
+        # The upper half of these is left as it is, because it goes no further than the line above.
+        c1, c3 = two, one
+        key = [(part + step) & _BITS for part, step in zip(key, KEY_STEPS, strict=True)]
+    return c0, c1.bitwise_and(_BITS), c2, c3.bitwise_and(_BITS)

@@ -1,0 +1,180 @@
+"""Which pairs are dropped: the published generator, by position alone, and random by every test."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from quorum_attention.decomposition.intervals import Rows
+from quorum_attention.kernels.dropout import (
+    LARGEST_SEED,
+    Dropout,
+    dropped,
+    dropped_bytes,
+    philox,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def drop(dropout: Dropout, batch: int, heads: int, queries: int, keys: int) -> torch.Tensor:
+    """Of the first queries and keys."""
+    return dropped(dropout, batch, heads, torch.arange(queries), [Rows(0, keys, 0)])
+
+
+@pytest.mark.parametrize(
+    ("counter", "seed", "words"),
+    [
+        ((0,) * 4, 0, (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
+        (
+            (0xFFFFFFFF,) * 4,
+            2**64 - 1,
+            (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662),
+        ),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            0xA4093822 | 0x299F31D0 << 32,
+            (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A),
+        ),
+    ],
+    ids=["zeros", "ones", "pi"],
+)
+def test_the_published_words(counter, seed, words) -> None:
+    """The known answers of Random123, by the authors of Philox (philox4x32, 7 rounds)."""
+    found = philox(tuple(torch.tensor([word]) for word in counter), seed)
+    assert tuple(int(word) for word in found) == words
+
+
+def scalar(dropout: Dropout, b: int, h: int, i: int, j: int) -> bool:
+    """The definition in Python's integers, one pair at a time."""
+    counter = [j // 4, i, h + dropout.first_head, b + dropout.first_entry]
+    if dropout.repeat:
+        counter[3] %= dropout.repeat
+    key = [dropout.seed % 2**32, dropout.seed // 2**32]
+    for _ in range(7):
+        one, two = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
+        counter = [
+            two // 2**32 ^ counter[1] ^ key[0], two % 2**32,
+            one // 2**32 ^ counter[3] ^ key[1], one % 2**32,
+        ]  # fmt: skip
+        key = [(key[0] + 0x9E3779B9) % 2**32, (key[1] + 0xBB67AE85) % 2**32]
+    return counter[j % 4] < min(2**32 - 1, round(dropout.p * 2**32))
+
+
+def test_every_pair_is_as_defined_wherever_its_run_begins() -> None:
+    """Runs at any offset from a multiple of four, positions up to a billion and beyond."""
+    for _ in range(40):
+        one = Dropout(
+            random.random(), random.randrange(LARGEST_SEED + 1), random.randrange(100),
+            random.randrange(100), random.choice([0, 3]),
+        )  # fmt: skip
+        queries = torch.randint(0, 2**32, (3,))
+        runs, local = [], random.randrange(50)
+        at = random.choice([0, 10**9, 2**31 - 3])
+        for _ in range(random.randint(1, 3)):
+            at += random.randrange(9)
+            length = random.randrange(12)
+            runs.append(Rows(at, at + length, local))
+            at, local = at + length, local + length
+        found = dropped(one, 2, 2, queries, runs)
+        keys = [j for run in runs for j in range(run.start, run.stop)]
+        assert found.shape == (2, 2, 3, len(keys))
+        for b, h, i, j in torch.cartesian_prod(*map(torch.arange, found.shape)).tolist():
+            assert bool(found[b, h, i, j]) == scalar(one, b, h, int(queries[i]), keys[j])
+
+
+def test_parts_are_parts_of_the_whole() -> None:
+    one = Dropout(0.4, 12345)
+    whole = drop(one, 3, 4, 50, 70)
+    part = dropped(one.at(2, 1), 2, 2, torch.arange(7, 31), [Rows(5, 66, 0)])
+    assert torch.equal(part, whole[1:, 2:, 7:31, 5:66])
+    again = drop(Dropout(0.4, 12345, repeat=2), 5, 4, 50, 70)
+    assert torch.equal(again, torch.cat([whole[:2], whole[:2], whole[:1]]))
+
+
+def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Dropout(0.4, 54321)
+    whole = drop(one, 2, 3, 40, 50)
+    monkeypatch.setattr("quorum_attention.kernels.blocks.BLOCK_BYTES", 3000)
+    assert torch.equal(whole, drop(one, 2, 3, 40, 50))
+
+
+def test_the_ends_of_the_chance() -> None:
+    assert not drop(Dropout(0.0, 1), 1, 1, 50, 50).any()
+    assert Dropout(1.0, 1).rescale == 0.0
+    assert Dropout(0.75, 1).rescale == 4.0
+    assert Dropout(1.0, 1).threshold == Dropout(1 - 2**-40, 1).threshold == 2**32 - 1
+    assert Dropout(0.5, 1).threshold == 2**31
+
+
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 1, 1), (2, 3, 500, 700), (1, 1, 4000, 3), (1, 2, 3, 9000)]
+)
+def test_memory_is_bounded(sizes: tuple[int, int, int, int]) -> None:
+    from helpers_memory import usage
+
+    queries = torch.arange(sizes[2])
+    peak = usage(
+        lambda: dropped(Dropout(0.5, 3), *sizes[:2], queries, [Rows(2, sizes[3] + 2, 0)])
+    ).peak
+    assert peak <= dropped_bytes(*sizes)
+
+
+# --- Statistics: seeds are fixed, so these either always hold or never ------------------------
+
+SIZE = 512
+
+
+def z_score(dropped_: torch.Tensor, p: float) -> float:
+    n = dropped_.numel()
+    return (dropped_.double().sum().item() - n * p) / math.sqrt(n * p * (1 - p))
+
+
+@pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9, 0.999])
+def test_the_chance_of_rows_columns_heads_entries_and_seeds(p: float) -> None:
+    """Counts over each of them are binomial: their z-scores have the variance of a normal one."""
+    every = torch.stack([drop(Dropout(p, seed), 2, 2, SIZE, SIZE) for seed in (0, 1, 2**40)])
+    assert abs(z_score(every, p)) < 4
+    for over in ((0, 1, 2, 4), (0, 1, 2, 3)):  # rows, columns
+        n = every.numel() / SIZE
+        z = (every.double().sum(over) - n * p) / math.sqrt(n * p * (1 - p))
+        chi = z.square().sum().item()
+        assert abs(chi - SIZE) < 4.5 * math.sqrt(2 * SIZE) * (1 + 1 / math.sqrt(n * p * (1 - p)))
+    for seed in every:
+        for entry in seed:
+            for head in entry:
+                assert abs(z_score(head, p)) < 4.5
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.8])
+def test_neighbours_are_independent(p: float) -> None:
+    """Correlations with the pair beside, below, across, in the next head, entry and seed."""
+    every = torch.stack([drop(Dropout(p, seed), 2, 2, SIZE, SIZE) for seed in (7, 8)]).double() - p
+    variance = p * (1 - p)
+
+    def correlation(one: torch.Tensor, other: torch.Tensor) -> float:
+        """In standard deviations."""
+        return ((one * other).mean() / variance * math.sqrt(one.numel())).item()
+
+    for gap in range(1, 9):  # within a Philox call, and to the next ones
+        assert abs(correlation(every[..., gap:], every[..., :-gap])) < 4.5
+        assert abs(correlation(every[..., gap:, :], every[..., :-gap, :])) < 4.5
+        assert abs(correlation(every[..., gap:, gap:], every[..., :-gap, :-gap])) < 4.5
+    assert abs(correlation(every[:, :, 0], every[:, :, 1])) < 4.5
+    assert abs(correlation(every[:, 0], every[:, 1])) < 4.5
+    assert abs(correlation(every[0], every[1])) < 4.5
+    assert abs(correlation(every, every.mT.contiguous())) < 7  # its own mirror: pairs count twice
+
+
+def test_four_words_of_a_call_are_of_all_sixteen_kinds() -> None:
+    """Chi-square of the patterns of four neighbouring keys, and of a 2 by 2 square."""
+    found = drop(Dropout(0.5, 99), 1, 1, 1024, 1024)[0, 0].long()
+    runs = found.view(1024, 256, 4) @ torch.tensor([1, 2, 4, 8])
+    squares = found.view(512, 2, 512, 2).transpose(1, 2).reshape(512, 512, 4)
+    for kinds in (runs, squares @ torch.tensor([1, 2, 4, 8])):
+        counts = torch.bincount(kinds.flatten(), minlength=16).double()
+        chi = ((counts - counts.mean()).square() / counts.mean()).sum().item()
+        assert chi < 50  # 15 degrees of freedom: one in 10**5

@@ -1,0 +1,272 @@
+"""Dropout: the same pairs however a call is cut, wherever it runs, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers_attention import GRADIENT_TOLERANCE, TOLERANCE, Inputs, assert_close, inputs
+from helpers_memory import FailingAllocations
+from helpers_plans import unpinned
+
+import quorum_attention as qa
+from quorum_attention.decomposition.intervals import Rows
+from quorum_attention.kernels.dropout import Dropout, dropped
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+KERNELS = ["dense"]
+SEED = 2**40 + 17
+
+
+def kept(p: float, batch: int, heads: int, n_queries: int, n_keys: int) -> torch.Tensor:
+    """Which pairs are not dropped, by the definition."""
+    rows = torch.arange(n_queries)
+    return ~dropped(Dropout(p, SEED), batch, heads, rows, [Rows(0, n_keys, 0)])
+
+
+def textbook(
+    given: Inputs, p: float, kept: torch.Tensor, *, is_causal: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """out, lse and the three gradients in float64, by autograd."""
+    q, k, v = (t.detach().double().requires_grad_() for t in given.three)
+    shared = q.shape[-3] // k.shape[-3]
+    wide = [t.repeat_interleave(shared, -3) for t in (k, v)]
+    s = q @ wide[0].mT * q.shape[-1] ** -0.5
+    if is_causal:
+        later = torch.ones(s.shape[-2:], dtype=torch.bool).triu(1)
+        s = s.masked_fill(later, -torch.inf)
+    z = kept.double() / (1 - p) if p < 1 else torch.zeros_like(s)
+    out = (s.softmax(-1) * z) @ wide[1]
+    grads = torch.autograd.grad(out, (q, k, v), given.grad_out.double())
+    return out.detach(), s.logsumexp(-1).detach(), *grads
+
+
+def forward_mask(sizes: tuple[int, ...], p: float, **call: Any) -> torch.Tensor:
+    """Which pairs a forward keeps: all weigh the same, and values are columns of the identity."""
+    batch, heads, kv_heads, n, m = sizes
+    dtype = call.pop("dtype", torch.float32)
+    query, key = torch.zeros(batch, heads, n, 4, dtype=dtype), torch.zeros(batch, kv_heads, m, 4)
+    value = torch.eye(m, dtype=dtype).expand(batch, kv_heads, m, m)
+    return qa.attention(query, key.to(dtype), value, dropout_p=p, enable_gqa=True, **call) != 0
+
+
+def backward_mask(sizes: tuple[int, ...], p: float, **call: Any) -> torch.Tensor:
+    """Which pairs a backward keeps: upstream gradients are columns of the identity, of one query
+    head of each group at a time, because their dV are summed."""
+    batch, heads, kv_heads, n, m = sizes
+    query, key = torch.zeros(batch, heads, n, 4), torch.zeros(batch, kv_heads, m, 4)
+    value = torch.ones(batch, kv_heads, m, n)
+    out, lse = torch.zeros(batch, heads, n, n), torch.zeros(batch, heads, n)
+    found = torch.empty(batch, heads, n, m, dtype=torch.bool)
+    shared = heads // kv_heads
+    for j in range(shared):
+        upstream = torch.zeros(batch, heads, n, n)
+        upstream[:, j::shared] = torch.eye(n)
+        grads = qa.attention_backward(
+            upstream, query, key, value, out, lse, dropout_p=p, enable_gqa=True, **call
+        )
+        found[:, j::shared] = grads[2].mT != 0
+    return found
+
+
+# Batch, heads, key/value heads, queries, keys.
+SIZES = (2, 4, 2, 45, 38)
+CUTS: dict[str, dict[str, Any]] = {
+    "uncut": {"levels": ()},
+    "head groups": {"levels": (), "heads_per_group": 2},
+    "through slots": {"levels": (7,), "sweep": False},
+    "two slots": {"levels": (7,), "sweep": False, "n_cap": 2},
+    "together": {"levels": (7,), "sweep": True},
+    "balanced": {"levels": (3,), "layout": "balanced"},
+    "depth 2": {"levels": (3, 3)},
+    "mixed": {"levels": (1, 7), "heads_per_group": 2, "layout": "balanced"},
+}
+
+
+def planned(kernel: str, cut: str, sizes: tuple[int, ...], value_dim: int, **more: Any) -> qa.Plan:
+    batch, heads, kv_heads, n, m = sizes
+    return qa.plan(
+        n, n_keys=m, heads=heads, kv_heads=kv_heads, head_dim=4, value_dim=value_dim, batch=batch,
+        kernel=kernel, dropout_p=0.5, **{"tile": 3, "dtype": torch.float32, **CUTS[cut], **more},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_same_pairs_however_a_call_is_cut(kernel: str, cut: str) -> None:
+    """Bit for bit those of the definition, forward and backward."""
+    sizes, n, m = SIZES, SIZES[3], SIZES[4]
+    expected = kept(0.4, *SIZES[:2], n, m)
+    named = {"dropout_seed": SEED, "kernel": kernel}
+    plan = planned(kernel, cut, sizes, m)
+    assert torch.equal(forward_mask(sizes, 0.4, plan=plan, **named), expected)
+    plan = planned(kernel, cut, sizes, n, backward=True)
+    assert torch.equal(backward_mask(sizes, 0.4, plan=plan, **named), expected)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_same_pairs_in_every_dtype(kernel: str, dtype: torch.dtype) -> None:
+    expected = kept(0.7, 1, 2, 30, 33)
+    found = forward_mask((1, 2, 1, 30, 33), 0.7, dropout_seed=SEED, kernel=kernel, dtype=dtype)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("kernel", [*KERNELS, "auto"])
+def test_any_number_of_batch_dimensions(kernel: str) -> None:
+    """They are counted flattened."""
+    query, key = torch.zeros(2, 3, 2, 20, 4), torch.zeros(2, 3, 2, 20, 4)
+    value = torch.eye(20).expand(2, 3, 2, 20, 20)
+    found = qa.attention(query, key, value, dropout_p=0.3, dropout_seed=SEED, kernel=kernel)
+    assert torch.equal((found != 0).flatten(0, 1), kept(0.3, 6, 2, 20, 20))
+    alone = qa.attention(
+        query[0, 0, 0], key[0, 0, 0], value[0, 0, 0], dropout_p=0.3, dropout_seed=SEED,
+        kernel=kernel,
+    )  # fmt: skip
+    assert torch.equal(alone != 0, kept(0.3, 1, 1, 20, 20)[0, 0])
+
+
+@pytest.mark.parametrize("cut", ["uncut", "through slots", "together", "depth 2"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_values_and_gradients(kernel: str, is_causal: bool, cut: str) -> None:
+    """Of the textbook with the same pairs dropped; lse is that without dropout."""
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        for p in (0.1, 0.8):
+            given = inputs(45, 38, batch=(2,), heads=4, kv_heads=2, head_dim=4, dtype=dtype)
+            keep = kept(p, 2, 4, 45, 38)
+            wanted = textbook(given, p, keep, is_causal=is_causal)
+            leaves = [t.clone().requires_grad_() for t in given.three]
+            plan = planned(kernel, cut, SIZES, 4, dtype=dtype, is_causal=is_causal)
+            out, lse = qa.attention_with_lse(
+                *leaves, dropout_p=p, dropout_seed=SEED, is_causal=is_causal, enable_gqa=True,
+                plan=plan, kernel=kernel,
+            )  # fmt: skip
+            grads = torch.autograd.grad(out, leaves, given.grad_out)
+            assert_close(out, wanted[0], TOLERANCE[dtype] / (1 - p))
+            assert_close(lse, wanted[1], TOLERANCE[dtype])
+            for found, expected in zip(grads, wanted[2:], strict=True):
+                assert_close(found, expected, GRADIENT_TOLERANCE[dtype] / (1 - p))
+
+
+@pytest.mark.parametrize("kernel", ["auto", *KERNELS])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_gradients_by_differences(kernel: str, depth: int) -> None:
+    q, k, v = (
+        t.requires_grad_() for t in inputs(7, heads=2, head_dim=3, dtype=torch.float64).three
+    )
+
+    def call(*three: torch.Tensor) -> torch.Tensor:
+        return qa.attention(*three, dropout_p=0.4, dropout_seed=3, kernel=kernel, depth=depth)
+
+    assert torch.autograd.gradcheck(call, (q, k, v))
+
+
+@pytest.mark.parametrize("kernel", ["auto", *KERNELS])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_none_and_all(kernel: str, depth: int) -> None:
+    """Nothing dropped is the call without dropout; all dropped is 0, as torch has it."""
+    given = inputs(60)
+    plain = qa.attention_with_lse(*given.three, kernel=kernel, depth=depth)
+    same = qa.attention_with_lse(*given.three, kernel=kernel, depth=depth, dropout_p=0)
+    assert all(torch.equal(one, other) for one, other in zip(plain, same, strict=True))
+    leaves = [t.clone().requires_grad_() for t in given.three]
+    out, lse = qa.attention_with_lse(*leaves, kernel=kernel, depth=depth, dropout_p=1.0)
+    assert not out.any()
+    assert_close(lse, plain[1], 1e-6)
+    for grad in torch.autograd.grad(out, leaves, given.grad_out):
+        assert not grad.any()
+
+
+@pytest.mark.parametrize("kernel", ["auto", *KERNELS])
+def test_masks_and_rows_without_keys(kernel: str) -> None:
+    given = inputs(30, heads=2)
+    mask = torch.rand(30, 30) < 0.5
+    mask[3] = False
+    for one in (mask, torch.randn(2, 30, 30).masked_fill(~mask, -torch.inf)):
+        for depth in (0, 1):
+            out, lse = qa.attention_with_lse(
+                *given.three, one, 0.3, kernel=kernel, depth=depth, dropout_seed=SEED
+            )
+            s = given.query.double() @ given.key.double().mT * 8**-0.5
+            s = s.masked_fill(~mask, -torch.inf)
+            s = s if one.dtype == torch.bool else s + one
+            z = kept(0.3, 1, 2, 30, 30) / 0.7
+            assert_close(out, (s.softmax(-1).nan_to_num() * z) @ given.value.double(), 1e-5)
+            assert_close(lse, s.logsumexp(-1), 1e-5)
+            assert not out[:, :, 3].any()
+
+
+@pytest.mark.parametrize("first", [12, 20, 31, 45])
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_recovery_drops_the_same_pairs(kernel: str, backward: bool, first: int) -> None:
+    """Out of memory in the middle: cut further, or run again, and right."""
+    given = inputs(120, heads=4, head_dim=4)
+    keep = kept(0.3, 1, 4, 120, 120)
+    wanted = textbook(given, 0.3, keep)
+    named: dict[str, Any] = {"dropout_p": 0.3, "dropout_seed": SEED, "report": qa.Report()}
+    named["kernel"] = kernel
+    plan = unpinned(
+        qa.plan(120, heads=4, head_dim=4, dtype=torch.float32, levels=(3,), tile=8, sweep=False,
+                n_cap=2, heads_per_group=2, backward=backward, kernel=kernel, dropout_p=0.3)
+    )  # fmt: skip
+    if not backward:
+        with FailingAllocations(first):
+            found = qa.attention_with_lse(*given.three, **named, plan=plan)
+        assert named["report"].forward.recoveries
+        for one, expected in zip(found, wanted, strict=False):
+            assert_close(one, expected, 1e-5)
+        return
+    out, lse = qa.attention_with_lse(*given.three, **named)
+    with FailingAllocations(first):
+        grads = qa.attention_backward(given.grad_out, *given.three, out, lse, **named, plan=plan)
+    assert named["report"].backward.recoveries
+    for one, expected in zip(grads, wanted[2:], strict=True):
+        assert_close(one, expected, 2e-5)
+
+
+def test_a_backward_needs_the_seed() -> None:
+    given = inputs(20)
+    report = qa.Report()
+    out, lse = qa.attention_with_lse(*given.three, dropout_p=0.25, report=report)
+    with pytest.raises(ValueError, match="dropout_seed must be given with dropout_p"):
+        qa.attention_backward(given.grad_out, *given.three, out, lse, dropout_p=0.25)
+    seed = report.forward.dropout_seed
+    grads = qa.attention_backward(
+        given.grad_out, *given.three, out, lse, dropout_p=0.25, dropout_seed=seed
+    )
+    leaves = [t.clone().requires_grad_() for t in given.three]
+    again = qa.attention(*leaves, dropout_p=0.25, dropout_seed=seed)
+    for one, other in zip(grads, torch.autograd.grad(again, leaves, given.grad_out), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_report_says_seed_and_chance() -> None:
+    report = qa.Report()
+    leaves = [t.requires_grad_() for t in inputs(20).three]
+    qa.attention(*leaves, dropout_p=0.25, dropout_seed=11, report=report).sum().backward()
+    for one in (report.forward, report.backward):
+        assert (one.dropout_p, one.dropout_seed) == (0.25, 11)
+        assert "dropout 0.25 of seed 11" in "\n".join(one.lines())
+    assert report.to_dict()["forward"]["dropout_seed"] == 11
+    plain = qa.Report()
+    qa.attention(*leaves, report=plain)
+    assert plain.forward.dropout_seed is None
+    assert "dropout" not in str(plain)
+
+
+def test_a_kernel_without_dropout_never_leaves_it_out() -> None:
+    """Neither one asked for by name, nor a user's, nor for "auto"."""
+
+    def function(query, key, value, *, is_causal, scale):  # type: ignore[no-untyped-def]
+        scores = scale * query @ key.mT
+        return scores.softmax(-1) @ value, scores.logsumexp(-1)
+
+    three = inputs(20).three
+    with pytest.raises(NotImplementedError, match="it has no dropout by the position"):
+        qa.attention(*three, dropout_p=0.5, kernel=qa.from_lse_function(function))
+    with pytest.raises(NotImplementedError, match="it has no dropout by the position"):
+        qa.plan(1000, dropout_p=0.5, device="cuda", kernel="cudnn")
