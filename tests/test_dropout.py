@@ -12,6 +12,8 @@ from helpers_plans import unpinned
 
 import quorum_attention as qa
 from quorum_attention.decomposition.intervals import Rows
+from quorum_attention.execution import mask_gradient
+from quorum_attention.execution.mask_gradient import Tile
 from quorum_attention.kernels.dropout import Dropout, dropped
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -155,7 +157,7 @@ def test_values_and_gradients(kernel: str, is_causal: bool, cut: str) -> None:
 @pytest.mark.parametrize("depth", [0, 1])
 def test_gradients_by_differences(kernel: str, depth: int) -> None:
     q, k, v = (
-        t.requires_grad_() for t in inputs(7, heads=2, head_dim=3, dtype=torch.float64).three
+        t.requires_grad_() for t in inputs(5, heads=1, head_dim=2, dtype=torch.float64).three
     )
 
     def call(*three: torch.Tensor) -> torch.Tensor:
@@ -197,6 +199,25 @@ def test_masks_and_rows_without_keys(kernel: str) -> None:
             assert_close(out, (s.softmax(-1).nan_to_num() * z) @ given.value.double(), 1e-5)
             assert_close(lse, s.logsumexp(-1), 1e-5)
             assert not out[:, :, 3].any()
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 45, 38), (4, 1, 38), (2, 1, 45, 1), (38,)], ids=str)
+@pytest.mark.parametrize("tile", [None, Tile(1, 1, 7, 9), Tile(2, 2, 45, 38)], ids=str)
+def test_the_gradient_of_a_mask(
+    shape: tuple[int, ...], tile: Tile | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if tile is not None:
+        monkeypatch.setattr(mask_gradient, "fitting", lambda *_: tile)
+    given = inputs(45, 38, batch=(2,), heads=4, kv_heads=2, head_dim=4, dtype=torch.float64)
+    mask = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    out = qa.attention(
+        *given.three, mask, 0.3, enable_gqa=True, dropout_seed=SEED, kernel="dense", depth=1
+    )
+    found = torch.autograd.grad(out, mask, given.grad_out)[0]
+    s = given.query @ given.key.repeat_interleave(2, 1).mT * 4**-0.5 + mask
+    z = kept(0.3, 2, 4, 45, 38) / 0.7
+    textbooks = (s.softmax(-1) * z) @ given.value.repeat_interleave(2, 1)
+    assert_close(found, torch.autograd.grad(textbooks, mask, given.grad_out)[0], 1e-11)
 
 
 @pytest.mark.parametrize("first", [12, 20, 31, 45])

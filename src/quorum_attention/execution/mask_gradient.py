@@ -4,10 +4,10 @@ For each pair, given the global log-sum-exp,
 
     dS = P (dP - delta),   P = exp(S - lse),   dP = <dO_i, V_j>,   delta = <dO_i, O_i>
 
-(with dropout dP times Z, kernels/dropout.py). The mask's gradient is dS, summed over the dimensions that the mask broadcasts over. A pair
-needs nothing but its query row and its key, so pairs are cut into plain tiles, whatever the pass
-beside it is cut into: vendor kernels, which do not return dS, need not be replaced, and every route
-has this gradient.
+(with dropout dP times Z, kernels/dropout.py). The mask's gradient is dS, summed over the dimensions
+that the mask broadcasts over. A pair needs nothing but its query row and its key, so pairs are cut
+into plain tiles, whatever the pass beside it is cut into: vendor kernels, which do not return dS,
+need not be replaced, and every route has this gradient.
 
 The walk goes by blocks of the *result*. All tiles that are summed into a block are computed one
 after the other, added up in the state's dtype (fp32, or fp64), and the block is written once. So
