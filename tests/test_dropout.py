@@ -195,7 +195,7 @@ def test_masks_and_rows_without_keys(kernel: str) -> None:
             s = given.query.double() @ given.key.double().mT * 8**-0.5
             s = s.masked_fill(~mask, -torch.inf)
             s = s if one.dtype == torch.bool else s + one
-            z = kept(0.3, 1, 2, 30, 30) / 0.7
+            z = kept(0.3, 1, 2, 30, 30).double() / 0.7
             assert_close(out, (s.softmax(-1).nan_to_num() * z) @ given.value.double(), 1e-5)
             assert_close(lse, s.logsumexp(-1), 1e-5)
             assert not out[:, :, 3].any()
@@ -215,7 +215,7 @@ def test_the_gradient_of_a_mask(
     )
     found = torch.autograd.grad(out, mask, given.grad_out)[0]
     s = given.query @ given.key.repeat_interleave(2, 1).mT * 4**-0.5 + mask
-    z = kept(0.3, 2, 4, 45, 38) / 0.7
+    z = kept(0.3, 2, 4, 45, 38).double() / 0.7
     textbooks = (s.softmax(-1) * z) @ given.value.repeat_interleave(2, 1)
     assert_close(found, torch.autograd.grad(textbooks, mask, given.grad_out)[0], 1e-11)
 

@@ -206,7 +206,8 @@ def at_once(job: Job) -> tuple[torch.Tensor, ...] | None:
 
 def materialises(work: Workload, kernel: InnerKernel) -> bool:
     """Whether ``at_once`` takes the gradients of such a call from materialised scores."""
-    return traits_of(kernel).small_gradients and corrected_bytes(work, kernel) > 0
+    small = corrected_bytes(work, kernel) > 0 and not work.dropout
+    return traits_of(kernel).small_gradients and small
 
 
 def _materialised(
