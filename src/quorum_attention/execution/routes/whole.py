@@ -256,7 +256,9 @@ def _of_call(
     assert kernel is not None
     dropout = call.dropout if group is None else job.dropout(group)
     if job.spec.backward or call.sinks is None:
-        parts = job.spec.of_call(kernel, given, causal, call.scale, bias, job.results.dtype, dropout)
+        parts = job.spec.of_call(
+            kernel, given, causal, call.scale, bias, job.results.dtype, dropout
+        )
     else:
         # Unrounded where the kernel can, because the sinks come after.
         parts = job.spec.of_call(kernel, given, causal, call.scale, bias, work.state_dtype, dropout)
