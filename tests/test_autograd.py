@@ -261,10 +261,14 @@ def test_a_graph_that_is_kept_can_be_run_twice() -> None:
         torch.autograd.grad(out, given.three, plain.grad_out)
 
 
-def test_no_gradient_flows_through_the_lse() -> None:
-    out, lse = qa.attention_with_lse(*leaves(inputs(20)).three)
+def test_gradients_flow_through_the_lse() -> None:
+    given = leaves(inputs(20))
+    out, lse = qa.attention_with_lse(*given.three)
     assert out.requires_grad
-    assert not lse.requires_grad
+    assert lse.requires_grad
+    first = torch.autograd.grad(lse.square().sum(), given.query, create_graph=True)[0]
+    with pytest.raises(NotImplementedError, match=r"second derivatives .* not supported"):
+        first.sum().backward()
 
 
 def test_a_preallocated_output_takes_part_in_autograd() -> None:

@@ -146,7 +146,7 @@ def attention_with_lse(
     Returns:
         (out, lse): lse (..., heads, n_queries), natural log, fp32 (fp64 for fp64 inputs), -inf
         for rows without keys; on the query's device, or in host memory where the accumulators
-        were there. No gradient flows through lse.
+        were there. Gradients flow through both.
     """
     written = filled(Written(budget, plan, depth, kernel, accumulator, devices, progress, report))
     call = (
@@ -191,6 +191,7 @@ def attention_backward(
     accumulator: str = "auto",
     devices: Device | Sequence[Device] | None = None,
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    grad_lse: torch.Tensor | None = None,
     grad_mask: torch.Tensor | bool = False,
     grad_sinks: bool = False,
     progress: Any = None,
@@ -206,6 +207,7 @@ def attention_backward(
         grads: (grad_query, grad_key, grad_value) to fill, one dtype, any residency (so that
             gradients larger than memory can go to memory-mapped files). They share no memory with
             each other, nor with what is read; see ``out`` of ``attention``.
+        grad_lse: the upstream gradient of ``lse``, of its shape, or None.
         grad_mask: True: return the gradient of the additive ``attn_mask`` too. A tensor of its
             shape, of any floating dtype, is filled with it (and shares no memory with others).
         grad_sinks: True: return the gradient of a Mask's ``sinks`` too.
@@ -222,7 +224,7 @@ def attention_backward(
         "attention_backward", *originals, attn_mask, dropout_p, dropout_seed, is_causal, scale,
         enable_gqa, None, None, written,
     )  # fmt: skip
-    given = given_of(tensors, request, grad_out, out, lse, grads, grad_mask, originals)
+    given = given_of(tensors, request, grad_out, out, lse, grads, grad_mask, grad_lse, originals)
     given = given._replace(of_sinks=switch(grad_sinks, "grad_sinks"))
     if given.of_sinks and tensors.sinks is None:
         raise ValueError("grad_sinks needs a Mask with sinks as attn_mask")

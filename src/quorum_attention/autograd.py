@@ -83,21 +83,25 @@ class _Attention(_Function):
         result, lse = output
         ctx.save_for_backward(*tensors, result, lse, *_captured(request.options))
         ctx.request = request
-        ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     @uncompiled
     def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> Any:
-        if grad_outputs[0] is None:
+        grad_out, grad_lse = grad_outputs
+        if grad_out is None and grad_lse is None:
             return (None,) * 6
         query, key, value, mask, sinks, out, lse = ctx.saved_tensors[:7]
+        if grad_out is None:
+            grad_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
         needed = ctx.needs_input_grad
         learned = (needed[3], needed[4])
-        read = (grad_outputs[0], query, key, value, out, lse, mask, sinks, ctx.request, learned)
+        read = (
+            grad_out, query, key, value, out, lse, mask, sinks, grad_lse, ctx.request, learned,
+        )  # fmt: skip
         # As a function of autograd's only where a second derivative could be asked for.
-        others = [t for t in (mask, sinks) if t is not None]
-        seen = records(grad_outputs[0], query, key, value, *others)
+        others = [t for t in (mask, sinks, grad_lse) if t is not None]
+        seen = records(grad_out, query, key, value, *others)
         grads = _Gradients.apply(*read) if seen else _Gradients.forward(*read)
         of_others = iter(grads[3:])
         grads = (*grads[:3], *(next(of_others) if wanted else None for wanted in learned))
@@ -131,11 +135,12 @@ class _Gradients(_Function):
         lse: torch.Tensor,
         mask: torch.Tensor | None,
         sinks: torch.Tensor | None,
+        grad_lse: torch.Tensor | None,
         request: Request,
         learned: tuple[bool, bool],
     ) -> tuple[torch.Tensor, ...]:
         of_mask, of_sinks = learned
-        given = Given(grad_out, out, lse, of_mask=of_mask, of_sinks=of_sinks)
+        given = Given(grad_out, out, lse, of_mask=of_mask, of_sinks=of_sinks, grad_lse=grad_lse)
         return run_backward(Tensors(query, key, value, mask, sinks), request, given)
 
     @staticmethod
@@ -152,11 +157,13 @@ class _Gradients(_Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        *tensors, mask, sinks, request, learned = args
+        *tensors, mask, sinks, grad_lse, request, learned = args
         of_mask, of_sinks = learned
         # Its gradient would have the mapped dimension, whether or not it has.
         _refuse_mapped(0 if of_sinks else in_dims[7])
         tensors = _in_front(info.batch_size, in_dims, tensors)
+        if grad_lse is not None:
+            (grad_lse,) = _in_front(info.batch_size, in_dims[8:9], [grad_lse])
         mask_dim = in_dims[6]
         if of_mask and mask_dim is None:
             # Its gradient has the mapped dimension, whether or not it has.
@@ -166,7 +173,7 @@ class _Gradients(_Function):
         # Where the forward was made once, all gradients are of the same dropped pairs.
         same = info.randomness == "same" or in_dims[5] is None
         mapped = request.mapped(info.batch_size, mask, same=same)
-        found = _Gradients.apply(*tensors, mask, sinks, mapped, learned)
+        found = _Gradients.apply(*tensors, mask, sinks, grad_lse, mapped, learned)
         if of_mask:
             found = (*found[:3], found[3].reshape(shape))
         return found, (0,) * len(found)

@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 
 from quorum_attention.call.gradients import Given
+from quorum_attention.call.lse_columns import column_bytes, with_columns, without_columns
 from quorum_attention.call.places import backward_place, forward_place, place_after
 from quorum_attention.call.request import Request, Tensors
 from quorum_attention.errors import BudgetError
@@ -83,7 +84,9 @@ def run_backward(tensors: Tensors, request: Request, given: Given) -> tuple[torc
         found = run_backward(tensors, request, given._replace(of_sinks=False))
         assert tensors.sinks is not None
         with torch.no_grad():
-            of_sinks = sinks_gradient(given.grad_out, given.out, given.lse, tensors.sinks)
+            of_sinks = sinks_gradient(
+                given.grad_out, given.out, given.lse, tensors.sinks, given.grad_lse
+            )
         return (*found, of_sinks)
     if not given.of_mask:
         return _run_backward(tensors, request, given)
@@ -95,17 +98,33 @@ def run_backward(tensors: Tensors, request: Request, given: Given) -> tuple[torc
 
 
 def _run_backward(tensors: Tensors, request: Request, given: Given) -> tuple[torch.Tensor, ...]:
-    work, options = request.work, request.options
     query, key, value, mask, _ = tensors
-    grad_out, out, lse, grads = given[:4]
+    grads = given.grads
     if _is_trivial(tensors):
         found = grads or tuple(torch.empty_like(t) for t in (query, key, value))
         of_mask = (_mask_target(mask, given),) if given.of_mask and mask is not None else ()
         return tuple(t.zero_() for t in (*found, *of_mask))
+    if given.grad_lse is None:
+        return _run_gradients(tensors, request, given)
+    return beside(
+        request, column_bytes(tensors, request, given), "has a gradient of its log-sum-exp",
+        "columns for it", lambda left: _run_widened(tensors, left, given),
+    )  # fmt: skip
+
+
+def _run_widened(tensors: Tensors, request: Request, given: Given) -> tuple[torch.Tensor, ...]:
+    """A backward with a gradient of the log-sum-exp, as one without it on wider rows."""
+    # The wider inputs are freed before results are made as wide as they should be.
+    made = _run_gradients(*with_columns(tensors, request, given))
+    return (*without_columns(made[:3], request.work, given.grads), *made[3:])
+
+
+def _run_gradients(tensors: Tensors, request: Request, given: Given) -> tuple[torch.Tensor, ...]:
+    work, options = request.work, request.options
+    grad_out, out, lse, grads = given[:4]
     place = backward_place(tensors, request, given)
     # The dtype of the output goes into the choice, so that the forward's kernel is taken again.
     asked = Asked(work, options, place, out.dtype, True, True, _together(request, given))
-
     decision = decide(asked)
     of_mask = _mask_gradient(tensors, request, given, decision.kernel) if given.of_mask else ()
 
@@ -369,6 +388,7 @@ def _carrier(call: Call, tensors: Tensors, given: Given, grad_out: torch.Tensor)
         return exact_carrier(
             grad_out, call.query, call.key, call.value, out.to(call.work.dtype),
             given.lse.to(out.device), tensors.mask, call.work.is_causal, call.scale, call.dropout,
+            call.work.columns,
         )  # fmt: skip
 
 

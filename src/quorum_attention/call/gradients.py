@@ -26,6 +26,7 @@ class Given(NamedTuple):
         of_mask: whether the gradient of the mask is wanted too.
         grad_mask: a preallocated tensor for it, like the mask.
         of_sinks: whether the gradient of the sinks is wanted too.
+        grad_lse: the gradient of the log-sum-exp, like ``lse``; None is 0.
     """
 
     grad_out: torch.Tensor
@@ -35,6 +36,7 @@ class Given(NamedTuple):
     of_mask: bool = False
     grad_mask: torch.Tensor | None = None
     of_sinks: bool = False
+    grad_lse: torch.Tensor | None = None
 
 
 def given_of(
@@ -45,6 +47,7 @@ def given_of(
     lse: torch.Tensor,
     grads: Sequence[torch.Tensor] | None,
     grad_mask: torch.Tensor | bool,
+    grad_lse: torch.Tensor | None,
     inputs: Sequence[torch.Tensor],
 ) -> Given:
     """The arguments checked against the call, with a dimension of heads.
@@ -66,6 +69,10 @@ def given_of(
     check_given(out, (*rows, value.shape[-1]), "out", home)
     check_given(lse, rows, "lse", home, request.work.state_dtype)
     given = Given(grad_out, out, lse)
+    if grad_lse is not None:
+        grad_lse = request.with_heads(as_tensor(grad_lse, "grad_lse"), 1)
+        check_given(grad_lse, rows, "grad_lse", home)
+        given = given._replace(grad_lse=grad_lse)
     if grads is not None:
         given = given._replace(grads=_targets(tensors, given, grads, inputs))
     return given if grad_mask is False else _with_mask(tensors, given, grad_mask)
@@ -91,7 +98,7 @@ def _read(tensors: Tensors, given: Given) -> dict[str, torch.Tensor | None]:
     query, key, value, mask, _ = tensors
     return {
         "query": query, "key": key, "value": value, "attn_mask": mask, "out": given.out,
-        "grad_out": given.grad_out, "lse": given.lse,
+        "grad_out": given.grad_out, "lse": given.lse, "grad_lse": given.grad_lse,
     }  # fmt: skip
 
 

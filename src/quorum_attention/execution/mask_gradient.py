@@ -191,12 +191,14 @@ class _Rows:
     Attributes:
         query, grad_out: (e, hk, g * queries, d).
         delta, lse: (e, h, queries, 1).
+        taken: what the last columns of the output add to delta, (e, h, queries, 1), or 0.0.
     """
 
     query: torch.Tensor
     grad_out: torch.Tensor
     delta: torch.Tensor
     lse: torch.Tensor
+    taken: torch.Tensor | float
 
 
 @dataclass(slots=True)
@@ -290,12 +292,15 @@ class _Walk:
         lse = self._part(given.lse, entries, every, queries).unsqueeze(-1)
         n_heads = heads.stop - heads.start
         query = self._part(self.call.query, entries, every, queries)
+        products = grad_out * out
+        taken = products[..., -work.columns :].sum(dim=-1, keepdim=True) if work.columns else 0.0
         return _Rows(
             _grouped(query, n_heads),
             _grouped(grad_out, n_heads),
-            (grad_out * out).sum(dim=-1, keepdim=True),
+            products.sum(dim=-1, keepdim=True),
             # A row without keys has lse -inf; with 0 instead its probabilities are 0, not NaN.
             lse.masked_fill(lse == -torch.inf, 0.0),
+            taken,
         )
 
     def _tile(
@@ -326,7 +331,7 @@ class _Walk:
         self._drop_(ds, entries, one)
         whole_rows = key.shape[-2] == work.n_keys
         exact = whole_rows and _rounds(work) and not work.sinks
-        ds.sub_(_exact_delta(p, ds, rows.delta) if exact else rows.delta)
+        ds.sub_(_exact_delta(p, ds, rows) if exact else rows.delta)
         ds.mul_(p)
         if late is not None:
             # 0 times a value that is not finite is NaN, and such a pair has no part in anything.
@@ -371,12 +376,12 @@ def _rounds(work: Workload) -> bool:
 _WHOLE = 0.01
 
 
-def _exact_delta(p: torch.Tensor, dp: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+def _exact_delta(p: torch.Tensor, dp: torch.Tensor, rows: _Rows) -> torch.Tensor:
     """rowsum(P dP) / rowsum(P), which has no rounding of the output in it (kernels/delta.py);
-    ``delta`` for rows whose lse is of more keys than these, or which have none."""
+    the usual delta for rows whose lse is of more keys than these, or which have none."""
     total = p.sum(dim=-1, keepdim=True)
-    found = (p * dp).sum(dim=-1, keepdim=True).div_(total)
-    return torch.where((total - 1.0).abs() <= _WHOLE, found, delta)
+    found = (p * dp).sum(dim=-1, keepdim=True).div_(total).add_(rows.taken)
+    return torch.where((total - 1.0).abs() <= _WHOLE, found, rows.delta)
 
 
 __all__ = ["Tile", "Upstream", "add_up_mask_gradient", "fitting", "tile_bytes"]

@@ -27,6 +27,8 @@ class Workload:
     ``batch_shape`` is the shape before the head dimension, () for 3-D inputs. ``positive_scale``
     says whether the factor of the scores is above 0, ``sinks`` whether rows begin with a sink,
     ``dropout`` whether probabilities are dropped.
+    ``columns`` is how many of the last columns of the value were added to carry the gradient of the
+    log-sum-exp (call/lse_columns.py).
     """
 
     batch_shape: tuple[int, ...]
@@ -42,6 +44,7 @@ class Workload:
     positive_scale: bool = True
     sinks: bool = False
     dropout: bool = False
+    columns: int = 0
 
     @property
     def batch(self) -> int:

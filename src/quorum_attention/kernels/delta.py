@@ -66,6 +66,7 @@ def exact_carrier(
     causal: bool,
     scale: float,
     dropout: Dropout | None = None,
+    columns: int = 0,
 ) -> torch.Tensor:
     """The tensor to hand to a backward in the place of ``out``, of its shape and dtype.
 
@@ -75,6 +76,8 @@ def exact_carrier(
         lse: (*batch, h, nq), of the whole rows.
         mask: boolean or additive, broadcastable to (*batch, h, nq, nk), or None.
         dropout: of the call, or None; delta is then rowsum(P * Z * dP) / rowsum(P).
+        columns: how many of the last columns of ``out`` are none of the output's, but take
+            something from delta (the value has 0 there).
     """
     work = torch.promote_types(lse.dtype, torch.float32)
     shared = query.shape[-3] // key.shape[-3]
@@ -96,6 +99,8 @@ def exact_carrier(
     if dropout is not None:
         p.mul_(dropout.rescale).masked_fill_(_dropped(dropout, p), 0.0)
     delta = (p * (gradient @ v.mT)).sum(dim=-1) / total
+    if columns:
+        delta += (gradient[..., -columns:] * out[..., -columns:].to(work)).sum(dim=-1)
     # Such a row's lse is of more keys than these, so delta cannot be computed from them.
     delta.masked_fill_(not_whole(total, lse), torch.nan)
     return _carrying(delta, gradient, out)

@@ -32,7 +32,11 @@ def join_sinks_(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> No
 
 
 def sinks_gradient(
-    grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
+    grad_out: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sinks: torch.Tensor,
+    grad_lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The gradient of the sinks, (h,), in their dtype and on their device.
 
@@ -40,6 +44,7 @@ def sinks_gradient(
         grad_out, out: (*batch, h, rows, dv), on any device.
         lse: (*batch, h, rows), with the sinks in it.
         sinks: (h,).
+        grad_lse: the upstream gradient of ``lse``, of its shape; None is 0.
     """
     heads, rows, width = out.shape[-3:]
     own = sinks.detach().to(device=out.device, dtype=lse.dtype)
@@ -50,6 +55,9 @@ def sinks_gradient(
     for block in row_blocks(lses.shape[0], heads, rows, 3 * max(1, width) * lse.element_size()):
         upstream = grads[block].to(device=out.device, dtype=lse.dtype)
         delta = (upstream * outs[block].to(lse.dtype)).sum(dim=-1)
+        if grad_lse is not None:
+            given = grad_lse.reshape(lses.shape)[block]
+            delta -= given.to(device=out.device, dtype=lse.dtype)
         logit = own[block[1]][:, None]
         share = (logit - lses[block].to(out.device)).masked_fill_(logit == -torch.inf, -torch.inf)
         sums[block[1]] -= (share.exp_() * delta).sum(dim=(0, 2), dtype=sums.dtype)

@@ -22,6 +22,7 @@ def small_gradients(
     bias: torch.Tensor | None,
     causal: bool,
     scale: float,
+    columns: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of query, key and value, in fp32; of keys and values summed over the query
     heads that share them.
@@ -34,6 +35,8 @@ def small_gradients(
         lse: (b, h, nq), fp32, 0 in rows without keys.
         bias: additive, broadcastable to (b, h, nq, nk), or None.
         causal: query i sees keys j <= i.
+        columns: how many of the last columns of ``out`` are none of the output's, but take
+            something from delta (the value has 0 there).
     """
     batch, key_heads, n_keys, _ = key.shape
     pairs = (*query.shape[:3], n_keys)
@@ -56,6 +59,9 @@ def small_gradients(
     p.div_(total.masked_fill_(others, 1.0) if some_others else total)
     ds = p * torch.bmm(g, v.mT)
     delta = ds.sum(dim=-1, keepdim=True)
+    if columns:
+        carrying = out.reshape(g.shape)[..., -columns:]
+        delta += (g[..., -columns:] * carrying).sum(dim=-1, keepdim=True)
     if some_others:
         theirs = (g * out.reshape(g.shape)).sum(dim=-1, keepdim=True)
         delta = torch.where(others, theirs, delta)

@@ -228,7 +228,7 @@ def _materialised(
         )
     )
     parts = small_gradients(
-        grad_out, query, key, value, out, rows, bias, work.is_causal, call.scale
+        grad_out, query, key, value, out, rows, bias, work.is_causal, call.scale, work.columns
     )
     return parts if all_finite(parts) else None
 

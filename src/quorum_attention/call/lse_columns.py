@@ -1,0 +1,142 @@
+"""The gradient that arrives at the log-sum-exp, carried by a few more columns (our method).
+
+With the gradient g of a row's log-sum-exp beside that of its output, the gradient of its scores is
+
+    dS = P (dP - delta + g),   dP = dO V^T,   delta = rowsum(dO * O).
+
+Kernels compute delta themselves. So a backward with g is one without it, on wider rows: value gets
+columns of 0, which leave dP as it is, the upstream gradient columns ``f``, and the output columns
+``p`` with f p = -g, which take g from delta. Every kernel, route and budget can do that. f is a
+power of two not much smaller than g, so that whatever scales the upstream gradient knows how large
+g is; where rows have 16 bits, three columns hold the digits of p.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from quorum_attention.call.gradients import Given
+from quorum_attention.call.request import Request, Tensors
+from quorum_attention.execution.device.backend import Backend
+from quorum_attention.execution.device.lookup import backend_of
+from quorum_attention.execution.device.residency import Residency
+from quorum_attention.execution.workload import Workload
+
+
+def column_count(work: Workload, backend: Backend) -> int:
+    """How many columns are added: those that hold digits, and more of 0 for whole words."""
+    digits = 3 if work.element_bytes == 2 else 1
+    return max(digits, backend.word_bytes // work.element_bytes)
+
+
+def _widened(work: Workload, backend: Backend) -> Workload:
+    more = column_count(work, backend)
+    # Some kernels of devices take query and value of one width alone.
+    equal = work.head_dim == work.value_dim and backend.word_bytes > 1
+    head_dim = work.head_dim + more if equal else work.head_dim
+    return replace(work, value_dim=work.value_dim + more, head_dim=head_dim, columns=more)
+
+
+def column_bytes(tensors: Tensors, request: Request, given: Given) -> int:
+    """Bytes of the wider copies that are on the device that computes."""
+    work, device = request.work, request.options.device
+    wide = _widened(work, backend_of(device))
+    found = 0
+    rows, keys = work.batch * work.heads * work.n_queries, work.batch * work.kv_heads * work.n_keys
+    if tensors.query.device == device:
+        found += keys * wide.value_dim * work.element_bytes
+        if wide.head_dim != work.head_dim:
+            found += (rows + keys) * wide.head_dim * work.element_bytes
+    for tensor in (given.grad_out, given.out):
+        if tensor.device == device:
+            item = max(tensor.element_size(), work.element_bytes)
+            # Factors and parts of each row, while they are made.
+            found += rows * (wide.value_dim * item + 8 * work.state_dtype.itemsize)
+    for grad, name in zip(given.grads or (), ("query", "key", "value"), strict=False):
+        if grad.device == device and (name == "value" or wide.head_dim != work.head_dim):
+            width = wide.value_dim if name == "value" else wide.head_dim
+            found += grad.numel() // grad.shape[-1] * width * grad.element_size()
+    return found
+
+
+def with_columns(
+    tensors: Tensors, request: Request, given: Given
+) -> tuple[Tensors, Request, Given]:
+    """A backward without ``given.grad_lse`` that has the gradients of one with it, in the first
+    columns of its results (``without_columns``)."""
+    assert given.grad_lse is not None
+    work = request.work
+    wide = _widened(work, backend_of(request.options.device))
+    query, key, value, mask, sinks = tensors
+    if wide.head_dim != work.head_dim:
+        query, key = (_wider(t, wide.head_dim) for t in (query, key))
+    value = _wider(value, wide.value_dim)
+    # Nothing flows into a row without keys.
+    lse = given.lse.to(given.grad_lse.device)
+    gradient = given.grad_lse.to(work.state_dtype).masked_fill(lse == -torch.inf, 0.0)
+    factor = _factor(gradient, given.grad_out.dtype, work.dtype)
+    grad_out, out = _wider(given.grad_out, wide.value_dim), given.out
+    # Parts are rounded as kernels get them; a narrower output would round them more.
+    out = _wider(out, wide.value_dim, torch.promote_types(out.dtype, work.dtype))
+    digits = 3 if work.element_bytes == 2 else 1
+    left = gradient.div(factor).neg_()
+    for column in range(work.value_dim, work.value_dim + digits):
+        part = left.to(work.dtype)
+        grad_out[..., column] = factor.to(grad_out.device)
+        out[..., column] = part.to(out.device)
+        left = left - part.to(left.dtype)
+    given = given._replace(
+        grad_out=grad_out, out=out, grad_lse=None,
+        grads=None if given.grads is None else _targets(given.grads, work, wide),
+    )  # fmt: skip
+    return Tensors(query, key, value, mask, sinks), replace(request, work=wide), given
+
+
+def without_columns(
+    made: tuple[torch.Tensor, ...], work: Workload, grads: tuple[torch.Tensor, ...] | None
+) -> tuple[torch.Tensor, ...]:
+    """The gradients of query, key and value as wide as ``work`` has them; in ``grads`` if given."""
+    widths = (work.head_dim, work.head_dim, work.value_dim)
+    found = []
+    for number, (wide, width) in enumerate(zip(made, widths, strict=True)):
+        part = wide if wide.shape[-1] == width else wide[..., :width]
+        if grads is not None:
+            target = grads[number]
+            found.append(target if part is target else target.copy_(part))
+        else:
+            found.append(part.contiguous())
+    return tuple(found)
+
+
+def _wider(tensor: torch.Tensor, width: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A copy of (..., n, d) with columns of 0 after its own."""
+    shape = (*tensor.shape[:-1], width)
+    found = torch.empty(shape, dtype=dtype or tensor.dtype, device=tensor.device)
+    found[..., : tensor.shape[-1]].copy_(tensor)
+    found[..., tensor.shape[-1] :].zero_()
+    return found
+
+
+def _targets(
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor], work: Workload, wide: Workload
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What the wider gradients are written to: those given where they are wide enough."""
+
+    def target(grad: torch.Tensor, width: int) -> torch.Tensor:
+        if grad.shape[-1] == width:
+            return grad
+        shape = (*grad.shape[:-1], width)
+        return Residency(grad.device).empty(shape, grad.dtype, "a wider gradient")
+
+    query, key, value = grads
+    return target(query, wide.head_dim), target(key, wide.head_dim), target(value, wide.value_dim)
+
+
+def _factor(gradient: torch.Tensor, *dtypes: torch.dtype) -> torch.Tensor:
+    """Powers of two, above the magnitudes of ``gradient`` as far as all ``dtypes`` hold them."""
+    lowest = max(torch.frexp(torch.tensor(torch.finfo(d).tiny)).exponent.item() for d in dtypes)
+    highest = min(torch.frexp(torch.tensor(torch.finfo(d).max)).exponent.item() for d in dtypes)
+    exponent = torch.frexp(gradient).exponent.clamp_(int(lowest), int(highest) - 1)
+    return torch.ldexp(torch.ones_like(gradient), exponent)

@@ -1,0 +1,194 @@
+"""The gradient of the log-sum-exp: right beside every kernel, on every route, inside the budget."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers_attention import GRADIENT_TOLERANCE, Inputs, assert_close, fresh_generator, inputs
+from helpers_memory import usage
+
+import quorum_attention as qa
+from quorum_attention.call.lse_columns import column_count
+from quorum_attention.execution.device.lookup import BACKENDS
+from quorum_attention.execution.workload import Workload
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def wanted(
+    given: Inputs, grad_lse: torch.Tensor, *, causal: bool = False, out_too: bool = True
+) -> tuple[torch.Tensor, ...]:
+    """The textbook by autograd in float64."""
+    q, k, v = (t.detach().double().requires_grad_() for t in given.three)
+    shared = q.shape[-3] // k.shape[-3]
+    keys, values = (t.repeat_interleave(shared, dim=-3) for t in (k, v))
+    s = q @ keys.mT * q.shape[-1] ** -0.5
+    if causal:
+        s = s.masked_fill(~torch.ones(s.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+    results = (s.softmax(dim=-1) @ values, s.logsumexp(dim=-1))
+    upstream = (given.grad_out.double() * out_too, grad_lse.double())
+    return torch.autograd.grad(results, (q, k, v), upstream)
+
+
+def upstream_of(given: Inputs, size: float = 1.0) -> torch.Tensor:
+    dtype = torch.promote_types(given.query.dtype, torch.float32)
+    return size * torch.randn(given.query.shape[:-1], generator=fresh_generator(), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kernel", ["cpu", "dense"])
+@pytest.mark.parametrize("call", [{}, {"depth": 1}, {"depth": 2}, {"budget": "9 MiB"}], ids=str)
+def test_every_dtype_kernel_and_route(dtype: torch.dtype, kernel: str, call: dict) -> None:
+    given = inputs(150, 170, batch=(2,), heads=4, kv_heads=2, value_dim=5, dtype=dtype)
+    grad_lse = upstream_of(given)
+    leaves = [t.clone().requires_grad_() for t in given.three]
+    report = qa.Report()
+    results = qa.attention_with_lse(
+        *leaves, is_causal=True, enable_gqa=True, kernel=kernel, report=report, **call
+    )
+    found = torch.autograd.grad(results, leaves, (given.grad_out, grad_lse))
+    assert report.backward.kernel == kernel
+    for mine, exact in zip(found, wanted(given, grad_lse, causal=True), strict=True):
+        assert mine.dtype == dtype
+        assert_close(mine, exact, GRADIENT_TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+def test_one_much_larger_or_smaller_than_the_outputs(dtype: torch.dtype, size: float) -> None:
+    """Also where a scaled backward divides it (fp16)."""
+    for depth in (0, 1):
+        given = inputs(300, dtype=dtype)
+        grad_lse = upstream_of(given, size)
+        leaves = [t.clone().requires_grad_() for t in given.three]
+        results = qa.attention_with_lse(*leaves, depth=depth, kernel="cpu")
+        found = torch.autograd.grad(results, leaves, (given.grad_out, grad_lse))
+        for mine, exact in zip(found, wanted(given, grad_lse), strict=True):
+            assert_close(mine, exact, GRADIENT_TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_log_sum_exp_alone(dtype: torch.dtype) -> None:
+    """Nothing arrives at the output: values get 0."""
+    given = inputs(60, dtype=dtype)
+    grad_lse = upstream_of(given)
+    leaves = [t.clone().requires_grad_() for t in given.three]
+    out, lse = qa.attention_with_lse(*leaves, depth=1)
+    assert out.requires_grad
+    assert lse.requires_grad
+    found = torch.autograd.grad(lse, leaves, grad_lse)
+    for mine, exact in zip(found, wanted(given, grad_lse, out_too=False), strict=True):
+        assert_close(mine, exact, GRADIENT_TOLERANCE[dtype])
+    assert not found[2].any()
+
+
+def test_functions_of_users_too() -> None:
+    def function(query, key, value, *, is_causal, scale):  # type: ignore[no-untyped-def]
+        scores = scale * query @ key.mT
+        return scores.softmax(-1) @ value, scores.logsumexp(-1)
+
+    given = inputs(60, dtype=torch.float64)
+    grad_lse = upstream_of(given)
+    scores = qa.from_score_mod(lambda score, b, h, i, j: score)
+    for kernel in (qa.from_lse_function(function), scores):
+        leaves = [t.clone().requires_grad_() for t in given.three]
+        results = qa.attention_with_lse(*leaves, kernel=kernel, depth=1)
+        found = torch.autograd.grad(results, leaves, (given.grad_out, grad_lse))
+        for mine, exact in zip(found, wanted(given, grad_lse), strict=True):
+            assert_close(mine, exact, 1e-11)
+
+
+def test_rows_without_keys_pass_nothing_on() -> None:
+    given = inputs(20, dtype=torch.float64)
+    keep = torch.ones(20, 20, dtype=torch.bool)
+    keep[3] = False
+    bias = torch.zeros(20, 20, dtype=torch.float64).masked_fill(~keep, -torch.inf).requires_grad_()
+    for mask in (keep, bias):
+        leaf = given.query.clone().requires_grad_()
+        _, lse = qa.attention_with_lse(leaf, given.key, given.value, mask)
+        lse.exp().sum().backward()  # the gradient of exp(-inf) is 0, and that of others NaN
+        assert leaf.grad.isfinite().all()
+        assert not leaf.grad[..., 3, :].any()
+    assert bias.grad.isfinite().all()
+    assert not bias.grad[3].any()
+
+
+def test_the_backward_as_a_function() -> None:
+    given = inputs(60)
+    grad_lse = upstream_of(given)
+    made = qa.attention_with_lse(*given.three)
+    read = (given.grad_out, *given.three, *made)
+    exact = wanted(given, grad_lse)
+    for found in (
+        qa.attention_backward(*read, grad_lse=grad_lse),
+        qa.attention_backward(*read, grad_lse=grad_lse.double().mT.contiguous().mT),
+    ):
+        for mine, true in zip(found, exact, strict=True):
+            assert mine.is_contiguous()
+            assert_close(mine, true, 5e-5)
+    room = tuple(torch.empty_like(t, dtype=torch.float64) for t in given.three)
+    found = qa.attention_backward(*read, grad_lse=grad_lse, grads=room)
+    for mine, target, true in zip(found, room, exact, strict=True):
+        assert mine is target
+        assert_close(mine, true, 5e-5)
+    with pytest.raises(ValueError, match=r"grad_lse must have shape \(1, 2, 60\)"):
+        qa.attention_backward(*read, grad_lse=grad_lse[..., 1:])
+    with pytest.raises(TypeError, match="grad_lse must be one of"):
+        qa.attention_backward(*read, grad_lse=grad_lse.int())
+    shared = tuple(torch.zeros(1, 2, 60, 8) for _ in range(3))
+    with pytest.raises(ValueError, match=r"grads\[0\] must not share memory with grad_lse"):
+        qa.attention_backward(*read, grad_lse=shared[0][..., 0], grads=shared)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_budget_counts_the_columns(dtype: torch.dtype) -> None:
+    given = inputs(700, heads=4, head_dim=16, dtype=dtype)
+    grad_lse = upstream_of(given)
+    made = qa.attention_with_lse(*given.three)
+
+    def call(budget: int) -> tuple[torch.Tensor, ...]:
+        return qa.attention_backward(
+            given.grad_out, *given.three, *made, grad_lse=grad_lse, budget=budget
+        )
+
+    with pytest.raises(qa.BudgetError, match="columns for it") as caught:
+        call(10_000)
+    smallest = caught.value.smallest_bytes
+    assert usage(lambda: call(smallest)).peak <= smallest
+    with pytest.raises(qa.BudgetError):
+        call(smallest - 1)
+    for mine, exact in zip(call(smallest), wanted(given, grad_lse), strict=True):
+        assert_close(mine, exact, GRADIENT_TOLERANCE[dtype])
+
+
+def test_rows_stay_at_whole_words() -> None:
+    """On a GPU, rows of 16 bytes; on a CPU no more columns than hold the digits."""
+    for dtype, here, there in (
+        (torch.float64, 1, 2), (torch.float32, 1, 4), (torch.float16, 3, 8),
+    ):  # fmt: skip
+        work = Workload((1,), 1, 1, 8, 8, 8, 8, dtype, False)
+        assert column_count(work, BACKENDS["cpu"]) == here
+        assert column_count(work, BACKENDS["cuda"]) == there
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_beside_sinks_and_a_window(dtype: torch.dtype, depth: int) -> None:
+    """Sinks are part of the log-sum-exp, and get their part of its gradient."""
+    given = inputs(40, dtype=dtype)
+    grad_lse = upstream_of(given)
+    sinks = torch.randn(2, dtype=grad_lse.dtype)
+    leaves = [t.clone().requires_grad_() for t in (*given.three, sinks)]
+    mask = qa.Mask(causal=True, window=(9, 0), sinks=leaves[3])
+    results = qa.attention_with_lse(*leaves[:3], mask, depth=depth)
+    found = torch.autograd.grad(results, leaves, (given.grad_out, grad_lse))
+    q, k, v, s = (t.detach().double().requires_grad_() for t in leaves)
+    apart = torch.arange(40)[:, None] - torch.arange(40)
+    scores = (q @ k.mT / 8**0.5).masked_fill((apart < 0) | (apart > 9), -torch.inf)
+    column = s[None, :, None, None].expand(1, 2, 40, 1)
+    lse = torch.cat([scores, column], dim=-1).logsumexp(dim=-1)
+    out = (scores - lse[..., None]).exp() @ v
+    upstream = (given.grad_out.double(), grad_lse.double())
+    exact = torch.autograd.grad((out, lse), (q, k, v, s), upstream)
+    for mine, true in zip(found, exact, strict=True):
+        assert_close(mine, true, GRADIENT_TOLERANCE[dtype])

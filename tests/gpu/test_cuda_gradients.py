@@ -1,0 +1,106 @@
+"""Gradients of a mask and through the log-sum-exp on a GPU: every kernel, every route."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers_attention import GRADIENT_TOLERANCE, Inputs, assert_close, inputs
+
+import quorum_attention as qa
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+
+
+def wanted(given: Inputs, mask: torch.Tensor, grad_lse: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The textbook by autograd in float64, on the GPU."""
+    leaves = [t.detach().cuda().double().requires_grad_() for t in (*given.three, mask)]
+    q, k, v, bias = leaves
+    s = q @ k.mT * q.shape[-1] ** -0.5 + bias
+    results = (s.softmax(dim=-1) @ v, s.logsumexp(dim=-1))
+    upstream = (given.grad_out.cuda().double(), grad_lse.cuda().double())
+    return torch.autograd.grad(results, leaves, upstream)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernel", ["auto", "efficient", "native", "dense", "cudnn"])
+@pytest.mark.parametrize(
+    ("home", "call"),
+    [
+        ("cuda", {}),
+        ("cuda", {"depth": 1}),
+        ("cpu", {"depth": 1}),
+        ("cpu", {"depth": 2}),
+        ("cpu", {"budget": "96 MiB"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", [(2, 4, 400, 400), (4, 1, 400), (400, 1)], ids=str)
+def test_both_gradients(
+    dtype: torch.dtype, kernel: str, home: str, call: dict, shape: tuple[int, ...]
+) -> None:
+    given = inputs(400, batch=(2,), heads=4, head_dim=64, dtype=dtype, device=home)
+    mask = torch.randn(shape).to(home, dtype)
+    grad_lse = torch.randn(2, 4, 400)
+    leaves = [t.clone().requires_grad_() for t in (*given.three, mask)]
+    try:
+        out, lse = qa.attention_with_lse(*leaves, kernel=kernel, **call)
+    except NotImplementedError as refused:
+        pytest.skip(str(refused))
+    found = torch.autograd.grad((out, lse), leaves, (given.grad_out, grad_lse.to(lse.device)))
+    for mine, leaf, exact in zip(found, leaves, wanted(given, mask, grad_lse), strict=True):
+        assert mine.device == leaf.device
+        assert mine.dtype == leaf.dtype
+        assert_close(mine, exact, GRADIENT_TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_flash_carries_the_gradient_of_the_log_sum_exp(dtype: torch.dtype) -> None:
+    """It takes equal widths alone: queries and keys get columns as well."""
+    given = inputs(700, heads=4, head_dim=64, dtype=dtype, device="cuda")
+    grad_lse = torch.randn(1, 4, 700, device="cuda")
+    for depth in (0, 1):
+        leaves = [t.clone().requires_grad_() for t in given.three]
+        results = qa.attention_with_lse(*leaves, kernel="flash", depth=depth)
+        found = torch.autograd.grad(results, leaves, (given.grad_out, grad_lse))
+        none = torch.zeros((), device="cuda")
+        for mine, exact in zip(found, wanted(given, none, grad_lse), strict=False):
+            assert_close(mine, exact, GRADIENT_TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_the_mask_gradient_is_bitwise_the_same_each_time(dtype: torch.dtype) -> None:
+    given = inputs(3000, heads=4, head_dim=64, dtype=dtype, device="cuda")
+    mask = torch.randn(4, 1, 3000, device="cuda").to(dtype)
+    made = qa.attention_with_lse(*given.three, mask)
+    first, second = (
+        qa.attention_backward(given.grad_out, *given.three, *made, mask, grad_mask=True)[3]
+        for _ in range(2)
+    )
+    assert torch.equal(first, second)
+
+
+def test_a_mask_gradient_within_its_budget() -> None:
+    """More than the budget of gradient in host memory, and tiles on the GPU."""
+    n = 8192
+    given = inputs(n, heads=4, head_dim=64, dtype=torch.bfloat16)
+    mask = torch.randn(4, n, n, dtype=torch.bfloat16)
+    budget = 96 << 20
+    assert mask.nbytes > 4 * budget
+    made = qa.attention_with_lse(*given.three, mask, budget=budget)
+    torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")  # cuBLAS's own workspace
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    *_, found = qa.attention_backward(
+        given.grad_out, *given.three, *made, mask, grad_mask=True, budget=budget
+    )
+    assert torch.cuda.max_memory_allocated() - before <= budget
+    assert found.device == mask.device
+    assert found.isfinite().all()
+    rows = slice(4000, 4064)
+    q, k, v, do = (t[:, 1].double() for t in (*given.three, given.grad_out))
+    s = q[:, rows] @ k.mT / 8 + mask[1, rows].double()
+    p = s.softmax(dim=-1)
+    dp = do[:, rows] @ v.mT
+    assert_close(found[1, rows], (p * (dp - (p * dp).sum(-1, keepdim=True)))[0], 2e-3)
