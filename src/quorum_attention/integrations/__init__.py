@@ -1,0 +1,1 @@
+"""Where this package is plugged into others'; each is imported by name, when asked for."""

@@ -1,0 +1,186 @@
+"""The attention function that models of Transformers call by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+
+from quorum_attention.api import attention
+from quorum_attention.integrations.transformers.comparison import dense
+from quorum_attention.integrations.transformers.described import DescribedMask
+from quorum_attention.integrations.transformers.keywords import refuse
+from quorum_attention.integrations.transformers.one_query import one_query
+from quorum_attention.integrations.transformers.options import Options
+from quorum_attention.integrations.transformers.recognition import Sizes
+from quorum_attention.mask import Mask
+
+
+def attend(
+    options: Options,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | DescribedMask | BlockMask | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """One attention of a layer, as Transformers' ``AttentionInterface`` calls it.
+
+    Args:
+        options: what ``register`` was given.
+        module: the layer's attention.
+        query: (batch, heads, queries, head_dim).
+        key, value: (batch, kv_heads, keys, head_dim or value_dim), not repeated.
+        attention_mask: a ``DescribedMask``, which says everything about which pairs are kept; or a
+            tensor (batch, 1 or heads, queries, keys), boolean or additive, the same; or None.
+        scaling, softcap, dropout: of scores, of scores, of weights.
+        is_causal, sliding_window: counted where there is no mask; None: the module's ``is_causal``.
+        s_aux: (heads,) sinks.
+        position_bias: (1 or batch, heads, queries, keys), added to the scores.
+        cu_seq_lens_q, cu_seq_lens_k: (documents + 1,) where packed documents begin, and the end.
+        others: refused if they may change results.
+
+    Returns:
+        (batch, queries, heads, value_dim), and no weights.
+    """
+    refuse(others, module)
+    packed = cu_seq_lens_q is not None or cu_seq_lens_k is not None
+    if query.shape[2] == 1 and not (
+        packed or isinstance(attention_mask, (DescribedMask, BlockMask))
+    ):
+        return one_query(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout,
+            softcap=softcap, sinks=s_aux, position_bias=position_bias,
+        ), None  # fmt: skip
+    mask, seen = _mask(module, query, key, attention_mask, is_causal, sliding_window)
+    if packed:
+        mask = mask & Mask(documents=_packed(query, key, cu_seq_lens_q, cu_seq_lens_k, mask))
+    if seen < key.shape[2] and _only_numbers(mask):
+        key, value = key[:, :, :seen], value[:, :, :seen]
+    if position_bias is not None:
+        mask = _biased(mask, position_bias, query, key)
+    if softcap is not None or s_aux is not None:
+        mask = replace(mask, softcap=softcap, sinks=s_aux)
+    square = mask.offset in (None, 0) and query.shape[2] == key.shape[2]
+    plain = _plain(mask) and (square or not mask.causal)
+    rest = (dropout, plain and bool(mask.causal), scaling, query.shape[1] != key.shape[1])
+    if plain and query.shape[2] < options.shortest:
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        out = sdpa(query, key, value, None, *rest[:2], scale=scaling, enable_gqa=rest[3])
+    else:
+        given = None if plain else mask
+        out = attention(query, key, value, given, *rest, **options.of_call())
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _mask(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    given: torch.Tensor | DescribedMask | BlockMask | None,
+    is_causal: bool | None,
+    sliding_window: int | None,
+) -> tuple[Mask, int]:
+    """The mask of a call, and how many keys any query may see."""
+    queries, keys = query.shape[2], key.shape[2]
+    if isinstance(given, DescribedMask):
+        if given.shape[2:] != (queries, keys):
+            raise ValueError(
+                f"{type(module).__name__} was given a mask of {given.shape[2]} queries and "
+                f"{given.shape[3]} keys for {queries} queries and {keys} keys"
+            )
+        return given.on(query.device), min(given.seen, keys)
+    if isinstance(given, BlockMask):
+        return Mask(keeps=given.mask_mod), keys
+    if given is not None:
+        if given.dim() != 4 or given.shape[2] not in (1, queries) or given.shape[3] < keys:
+            raise ValueError(
+                f"{type(module).__name__} was given a mask of shape {tuple(given.shape)} for "
+                f"{queries} queries and {keys} keys: (batch, heads, queries, keys) can be honoured"
+            )
+        return Mask(bias=given[..., :keys]), keys
+    causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+    if causal is None:
+        raise ValueError(
+            f"{type(module).__name__} gives its attention neither a mask nor is_causal: "
+            "whether it is causal is not known"
+        )
+    if causal and queries != keys:
+        raise ValueError(
+            f"{type(module).__name__} asks for causal attention of {queries} queries over {keys} "
+            "keys without a mask: where the first query is among the keys is not known"
+        )
+    window = None
+    if sliding_window is not None and sliding_window < max(queries, keys):
+        window = (sliding_window - 1, -1 if causal else sliding_window - 1)
+    return Mask(causal=bool(causal), window=window), keys
+
+
+def _packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    begin_q: torch.Tensor | None,
+    begin_k: torch.Tensor | None,
+    mask: Mask,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids of the documents that queries and keys are in."""
+    if begin_q is None or begin_k is None:
+        raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be given both")
+    if query.shape[0] != 1:
+        raise ValueError(
+            f"cu_seq_lens are for packed documents in one row, got a batch of {query.shape[0]}"
+        )
+    placed = mask.causal or mask.window is not None or mask.chunk is not None
+    if placed and begin_q is not begin_k and not torch.equal(begin_q, begin_k):
+        raise NotImplementedError(
+            "quorum attention does not honour cu_seq_lens_q unlike cu_seq_lens_k under a causal "
+            "mask or a window"
+        )
+    ids = []
+    for begin, tokens in ((begin_q, query.shape[2]), (begin_k, key.shape[2])):
+        positions = torch.arange(tokens, device=query.device)
+        ids.append(torch.searchsorted(begin.to(positions), positions, right=True))
+    return ids[0], ids[1]
+
+
+def _only_numbers(mask: Mask) -> bool:
+    """Whether the mask holds nothing that goes key by key."""
+    tensors = (mask.documents, mask.key_padding, mask.key_lengths, mask.bias, mask.keeps)
+    return not any(each is not None for each in tensors) and not (mask.either or mask.every)
+
+
+def _plain(mask: Mask) -> bool:
+    """Whether the mask is causal at most."""
+    scores = (mask.softcap, mask.sinks, mask.window, mask.chunk)
+    return _only_numbers(mask) and not any(each is not None for each in scores)
+
+
+def _biased(mask: Mask, bias: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> Mask:
+    """The mask with ``bias`` added to the scores, and to a bias that it has."""
+    bias = bias[..., : key.shape[2]]
+    if mask.bias is None and not (bias.requires_grad and mask.is_structured):
+        return replace(mask, bias=bias)
+    if mask.bias is None:
+        # A gradient of every pair is made: there a mask of every pair is no more.
+        batch = max(query.shape[0], key.shape[0])
+        sizes = Sizes(batch, query.shape[2], key.shape[2], 0, 0, query.device)
+        return Mask(bias=bias.masked_fill(~dense(mask, sizes), -torch.inf))
+    if mask.bias.dtype == torch.bool:
+        return replace(mask, bias=bias.masked_fill(~mask.bias, -torch.inf))
+    return replace(mask, bias=bias + mask.bias)
+
+
+__all__ = ["attend"]

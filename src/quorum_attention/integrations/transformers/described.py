@@ -1,0 +1,115 @@
+"""A mask as it travels through a model of Transformers: a few numbers in place of a tensor."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from quorum_attention.mask import Mask
+
+
+class DescribedMask:
+    """A ``Mask`` with the shape that Transformers asks masks for.
+
+    It is no ``BlockMask``, which Transformers would pass on as well: of one of those a model may
+    leave out what it adds to other masks.
+
+    Attributes:
+        mask: what is kept.
+        sizes: (batch, 1, queries, keys), of the mask that a tensor would be.
+        seen: keys from this one on no query sees.
+    """
+
+    def __init__(self, mask: Mask, sizes: tuple[int, int, int, int], seen: int) -> None:
+        self.mask = mask
+        self.sizes = sizes
+        self.seen = seen
+
+        self._elsewhere: dict[torch.device, Mask] = {}
+
+    def on(self, device: torch.device) -> Mask:
+        """The mask with its tensors on ``device``: layers of a model may lie on several."""
+        if device not in self._elsewhere:
+            self._elsewhere[device] = _moved(self.mask, device)
+        return self._elsewhere[device]
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(batch, 1, queries, keys)."""
+        return self.sizes
+
+    @property
+    def ndim(self) -> int:
+        """4, as of a mask that is a tensor."""
+        return 4
+
+    def dim(self) -> int:
+        """4, as of a mask that is a tensor."""
+        return 4
+
+    def contiguous(self) -> DescribedMask:
+        """Itself: there is nothing that could be contiguous."""
+        return self
+
+    def to(self, *_: Any, **__: Any) -> DescribedMask:
+        """Itself: what tensors it has follow the call that it is given to."""
+        return self
+
+    def numel(self, *_: Any) -> int:
+        """Pairs of the call."""
+        batch, heads, queries, keys = self.sizes
+        return batch * heads * queries * keys
+
+    def to_dense(self) -> torch.Tensor:
+        """Refused: that is the tensor which is to be avoided."""
+        raise self._refusal("to_dense()")
+
+    def __getitem__(self, _: Any) -> Any:
+        raise self._refusal("[...]")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self._refusal(f".{name}")
+
+    def __add__(self, _: Any) -> Any:
+        raise self._refusal("+")
+
+    __radd__ = __mul__ = __and__ = __or__ = __add__  # noqa: RUF100
+
+    def __repr__(self) -> str:
+        return f"DescribedMask({self.mask}, shape={self.sizes})"
+
+    def _refusal(self, what: str) -> Exception:
+        return DescriptionError(
+            f"this model computes with its attention mask (mask{what}), which under quorum "
+            "attention is a description and not a tensor; give it a mask of four dimensions, or "
+            'use attn_implementation="sdpa"'
+        )
+
+
+def _moved(mask: Mask, device: torch.device) -> Mask:
+    """The mask itself if it has no tensor anywhere else."""
+    changed: dict[str, Any] = {}
+    if mask.documents is not None:
+        ids = mask.documents if isinstance(mask.documents, tuple) else (mask.documents,)
+        if any(each.device != device for each in ids):
+            there = tuple(each.to(device) for each in ids)
+            changed["documents"] = there if len(there) == 2 else there[0]
+    if mask.key_padding is not None and mask.key_padding.device != device:
+        changed["key_padding"] = mask.key_padding.to(device)
+    for name in ("either", "every"):
+        below = getattr(mask, name)
+        moved = tuple(_moved(one, device) for one in below)
+        if any(a is not b for a, b in zip(below, moved, strict=True)):
+            changed[name] = moved
+    return replace(mask, **changed) if changed else mask
+
+
+class DescriptionError(AttributeError, TypeError):
+    """A model computes with a mask that is a description."""
+
+
+__all__ = ["DescribedMask", "DescriptionError"]

@@ -1,0 +1,57 @@
+"""What a model hands its attention function beyond tensors: honoured, without effect, or refused.
+
+Models pass on whatever their ``forward`` was given, so there is more than an attention needs. What
+is on neither list here is refused: it may change results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# Of these the attention's result is the same, whatever they are: hints for other kernels, what is
+# in the mask already, and what a model's other parts read.
+WITHOUT_EFFECT = frozenset(
+    {
+        "cache_position",
+        "deterministic",  # repeatable bit by bit: what that asks is up to the kernel
+        "kernel_options",  # of FlexAttention
+        "logits_to_keep",
+        "max_length_k",  # what cu_seq_lens say already
+        "max_length_q",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",  # rotated into queries and keys, and in the mask where documents are packed
+        "return_dict",
+        "seq_idx",  # for layers that are not attention
+        "use_cache",
+    }
+)
+_WHY = {
+    "output_attentions": "the weights are never there at once; use attn_implementation='eager'",
+    "cache": "continuous batching with a paged cache is not supported; use 'sdpa'",
+    "head_mask": "heads cannot be weighted after the softmax; use attn_implementation='eager'",
+    "indices": "keys chosen token by token are not supported; use attn_implementation='eager'",
+    "block_indices": "blocks chosen query by query are not supported; use 'eager'",
+    "sinks": "sinks that differ between tokens are not supported; use 'eager'",
+}
+
+
+def refuse(others: Mapping[str, Any], module: Any) -> None:
+    """Nothing, if no keyword is among ``others`` that may change a result.
+
+    Raises:
+        NotImplementedError: names the keyword, and what to use instead.
+    """
+    for name, value in others.items():
+        if value is None or value is False or name in WITHOUT_EFFECT:
+            continue
+        why = _WHY.get(name, "it is not known whether it changes results")
+        raise NotImplementedError(
+            f"quorum attention does not honour {name!r}, which {type(module).__name__} hands to "
+            f"its attention: {why}"
+        )
+
+
+__all__ = ["WITHOUT_EFFECT", "refuse"]

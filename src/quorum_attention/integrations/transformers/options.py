@@ -1,0 +1,58 @@
+"""How the attention calls of a model are made: what ``register`` was given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from quorum_attention.counts import shown, whole_number
+from quorum_attention.execution.report import Report
+from quorum_attention.kernels.protocol import InnerKernel
+
+# Shorter calls take so little that a plan of any kind costs more than it saves.
+MIN_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of ``attention``, for every call of a model; and from how many tokens on it is called.
+
+    Attributes:
+        budget, kernel, depth, accumulator, report: as in ``attention``.
+        min_tokens: calls of fewer queries go to SDPA if their mask is none, or a causal square;
+            None: 1,024, or 0 where a budget, a kernel or a depth is given.
+    """
+
+    budget: int | str | None = None
+    kernel: str | InnerKernel = "auto"
+    depth: int | str = "auto"
+    accumulator: str = "auto"
+    report: Report | None = None
+    min_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.min_tokens is not None:
+            whole_number(self.min_tokens, "min_tokens", 0)
+        if self.report is not None and not isinstance(self.report, Report):
+            raise TypeError(f"report must be a Report or None, got {shown(self.report)}")
+
+    @property
+    def shortest(self) -> int:
+        """Queries from which on a simple call is ours."""
+        if self.min_tokens is not None:
+            return self.min_tokens
+        plain = self.budget is None and self.kernel == "auto" and self.depth == "auto"
+        return MIN_TOKENS if plain else 0
+
+    def of_call(self) -> dict[str, Any]:
+        """Keyword arguments of ``attention``."""
+        return {
+            "budget": self.budget,
+            "kernel": self.kernel,
+            "depth": self.depth,
+            "accumulator": self.accumulator,
+            "report": self.report,
+        }
+
+
+__all__ = ["MIN_TOKENS", "Options"]

@@ -1,0 +1,223 @@
+"""Masks of Transformers become descriptions that keep the same pairs, and hold nothing of N x N."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+masking = pytest.importorskip("transformers.masking_utils")
+
+from quorum_attention.integrations.transformers import comparison, masks  # noqa: E402
+from quorum_attention.integrations.transformers.comparison import kept_at  # noqa: E402
+from quorum_attention.integrations.transformers.described import (  # noqa: E402
+    DescribedMask,
+    DescriptionError,
+)
+from quorum_attention.integrations.transformers.masks import quorum_mask  # noqa: E402
+from quorum_attention.integrations.transformers.recognition import Sizes  # noqa: E402
+from quorum_attention.mask import Mask  # noqa: E402
+
+
+def dense(mask: Mask, sizes: Sizes) -> torch.Tensor:
+    """(batch, queries, keys) bool, of a description."""
+    b = torch.arange(sizes.batch)[:, None, None]
+    q = torch.arange(sizes.queries)[None, :, None]
+    k = torch.arange(sizes.keys)[None, None]
+    shape = (sizes.batch, sizes.queries, sizes.keys)
+    flat = [each.expand(shape).reshape(-1) for each in (b, q, k)]
+    return kept_at(mask, *flat, sizes).reshape(shape)
+
+
+def described(**asked: Any) -> tuple[torch.Tensor, torch.Tensor, Mask]:
+    """What Transformers keeps, what the description keeps, and the description."""
+    ours = quorum_mask(**asked)
+    assert isinstance(ours, DescribedMask)
+    theirs = masking.sdpa_mask(**{**asked, "allow_is_causal_skip": False}, use_vmap=True)
+    batch, _, queries, keys = theirs.shape
+    assert ours.shape == theirs.shape
+    sizes = Sizes(batch, queries, keys, 0, 0, torch.device("cpu"))
+    kept = dense(ours.mask, sizes)
+    assert not theirs[..., ours.seen :].any()
+    return theirs[:, 0], kept, ours.mask
+
+
+def packed(batch: int, tokens: int) -> torch.Tensor:
+    """Position ids of documents of random lengths."""
+    rows = []
+    for _ in range(batch):
+        starts = torch.rand(tokens) < 0.1
+        starts[0] = True
+        index = torch.arange(tokens)
+        rows.append(index - torch.where(starts, index, 0).cummax(0).values)
+    return torch.stack(rows)
+
+
+def random_function(batch: int, tokens: int, positions: int) -> Any:
+    """Any composition that Transformers makes, with every size it might have."""
+    kind = int(torch.randint(6, ()))
+    size = int(torch.randint(1, tokens + 2, ()))
+    left = torch.randint(0, 3, (batch,)) * int(torch.randint(2, ()))
+    function = (
+        masking.causal_mask_function,
+        masking.sliding_window_causal_mask_function(size),
+        masking.sliding_window_bidirectional_mask_function(size),
+        masking.chunked_causal_mask_function(size, left),
+        masking.bidirectional_mask_function,
+        masking.and_masks(
+            masking.causal_mask_function, lambda b, h, q, k: (q * 7 + k * 3 + b) % 5 > 0
+        ),
+    )[kind]
+    extra = int(torch.randint(5, ()))
+    if extra == 1:
+        blocks = torch.randint(-1, 3, (batch, positions))
+        function = masking.or_masks(function, masking.blockwise_overlay(blocks))
+    elif extra == 2:
+        function = masking.or_masks(function, lambda b, h, q, k: (q + k) % 3 == 0)
+    elif extra == 3:
+        function = masking.and_masks(function, masking.sliding_window_overlay(size))
+    return function
+
+
+def test_any_composition_keeps_the_same_pairs(recwarn: pytest.WarningsRecorder) -> None:
+    seed = torch.seed()
+    for _ in range(60):
+        batch, queries, before = (int(torch.randint(*r, ())) for r in ((1, 4), (2, 30), (0, 12)))
+        dropped = int(torch.randint(0, before + 1, ()))
+        keys = before - dropped + queries + int(torch.randint(0, 4, ()))
+        function = random_function(batch, queries, dropped + keys)
+        padding = torch.rand(batch, before + queries) < 0.8 if torch.rand(()) < 0.5 else None
+        theirs, ours, mask = described(
+            batch_size=batch, q_length=queries, kv_length=keys, q_offset=before,
+            kv_offset=dropped, mask_function=function, attention_mask=padding,
+        )  # fmt: skip
+        assert torch.equal(theirs, ours), (seed, mask)
+    assert not [w for w in recwarn if "quorum attention" in str(w.message)]
+
+
+def test_packed_documents_keep_the_same_pairs() -> None:
+    for number in range(24):
+        batch, tokens = 1 + number % 3, 20 + number
+        positions = packed(batch, tokens)
+        ids = masking.find_packed_sequence_indices(positions)
+        if ids is None:
+            continue
+        inner = (
+            masking.causal_mask_function,
+            masking.sliding_window_causal_mask_function(4),
+            masking.chunked_causal_mask_function(3, torch.zeros(batch, dtype=int)),
+        )[number % 3]
+        function = masking.packed_sequence_compatibility_function(inner, positions, ids)
+        theirs, ours, mask = described(
+            batch_size=batch, q_length=tokens, kv_length=tokens, mask_function=function
+        )
+        assert torch.equal(theirs, ours)
+        assert mask.keeps is None, "the kinds that Transformers has itself are described"
+        assert mask.documents is not None
+
+
+def test_counts_that_do_not_go_up_one_by_one_are_not_taken_for_documents() -> None:
+    """Ids and positions that contradict each other: the description would keep other pairs."""
+    positions = torch.tensor([[0, 1, 2, 7, 8, 0, 1, 1]])
+    ids = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1]])
+    function = masking.packed_sequence_compatibility_function(
+        masking.sliding_window_causal_mask_function(3), positions, ids
+    )
+    theirs, ours, mask = described(batch_size=1, q_length=8, kv_length=8, mask_function=function)
+    assert torch.equal(theirs, ours)
+    assert mask.keeps is not None
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (masking.causal_mask_function, Mask(causal=True)),
+        (masking.bidirectional_mask_function, Mask()),
+        (masking.sliding_window_causal_mask_function(9), Mask(causal=True, window=(8, -1))),
+        (masking.sliding_window_causal_mask_function(500), Mask(causal=True)),
+        (masking.sliding_window_bidirectional_mask_function(9), Mask(window=(9, 9))),
+    ],
+)
+def test_simple_masks_stay_simple(function: Any, expected: Mask) -> None:
+    """Nothing is described that masks nothing: a plain call stays a plain call."""
+    padding = torch.ones(2, 64, dtype=torch.bool)
+    ours = quorum_mask(2, 64, 64, mask_function=function, attention_mask=padding)
+    assert isinstance(ours, DescribedMask)
+    assert repr(ours.mask) == repr(expected)
+
+
+def test_a_wrong_description_is_noticed_and_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Should another version mean something else by the same code."""
+    off_by_one = lambda parts, sizes: Mask(causal=True, window=(5, -1))  # noqa: E731
+    right = masks.mask_of
+    monkeypatch.setattr(
+        masks, "mask_of", lambda parts, sizes: (right if parts.others else off_by_one)(parts, sizes)
+    )
+    function = masking.sliding_window_causal_mask_function(7)
+    with pytest.warns(UserWarning, match="please report"):
+        theirs, ours, mask = described(
+            batch_size=1, q_length=40, kv_length=40, mask_function=function
+        )
+    assert torch.equal(theirs, ours)
+    assert mask.keeps is not None
+
+
+def test_callers_random_numbers_are_left_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    quorum_mask(1, 64, 64, mask_function=masking.sliding_window_causal_mask_function(7))
+    assert torch.equal(torch.rand(3), expected)
+    assert comparison._random is not torch.default_generator
+
+
+def held(mask: Mask) -> int:
+    """Bytes of all tensors in a description."""
+    tensors = [mask.documents, mask.key_padding, mask.key_lengths, mask.bias, mask.sinks]
+    flat = [t for each in tensors for t in (each if isinstance(each, tuple) else (each,))]
+    below = sum(held(one) for one in (*mask.either, *mask.every))
+    return below + sum(t.numel() * t.element_size() for t in flat if t is not None)
+
+
+def test_masks_of_a_quarter_million_tokens_hold_nothing_of_n_by_n() -> None:
+    """Gemma 3's masks, sliding and full: as "sdpa" builds the first, it takes 64 GiB."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Gemma3TextConfig(num_hidden_layers=6, sliding_window=1024)
+    tokens = 262_144
+    embeds = torch.empty(1, tokens, 0)
+    config._attn_implementation = "quorum"
+    from quorum_attention.integrations.transformers import register
+
+    register()
+    for make in (masking.create_causal_mask, masking.create_sliding_window_causal_mask):
+        for positions in (None, torch.arange(tokens)[None]):
+            mask = make(config, embeds, None, None, position_ids=positions)
+            assert held(mask.mask) == 0
+        ids = (torch.arange(tokens) % 1000)[None]
+        mask = make(config, embeds, None, None, position_ids=ids)
+        assert held(mask.mask) <= 2 * 8 * tokens
+        padding = torch.ones(1, tokens, dtype=torch.bool)
+        padding[:, :9] = False
+        assert held(make(config, embeds, padding, None).mask) <= tokens
+
+
+def test_a_model_that_computes_with_its_mask_is_told_so() -> None:
+    mask = quorum_mask(1, 8, 8, mask_function=masking.causal_mask_function)
+    assert mask is not None
+    for use in (
+        lambda: mask[:, :, :, :4], lambda: mask + 1.0, lambda: mask.masked_fill(mask, 0.0),
+        lambda: mask.dtype, lambda: 1.0 + mask, lambda: mask.to_dense(),
+    ):  # fmt: skip
+        with pytest.raises(DescriptionError, match="computes with its attention mask"):
+            use()
+    assert mask.to("cpu").contiguous() is mask
+
+
+def test_one_query_has_a_mask_as_large_as_its_keys() -> None:
+    padding = torch.ones(2, 40, dtype=torch.bool)
+    padding[0, :3] = False
+    mask = quorum_mask(2, 1, 40, 39, 0, masking.causal_mask_function, padding)
+    assert isinstance(mask, torch.Tensor)
+    assert mask.shape == (2, 1, 1, 40)
+    assert torch.equal(mask[:, 0, 0], padding)

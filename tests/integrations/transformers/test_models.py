@@ -1,0 +1,276 @@
+"""Models by name: logits and all gradients as close to float64 as eager's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+from helpers_models import (
+    DECODERS,
+    ENCODERS,
+    VOCABULARY,
+    assert_as_close_as_eager,
+    attended,
+    distance,
+    exact_attention,
+    logits_and_gradients,
+    register_all,
+    tiny,
+)
+
+import quorum_attention as qa
+from quorum_attention.integrations.transformers import register
+
+TOKENS = 41
+
+
+@pytest.fixture(autouse=True)
+def registered() -> None:
+    register_all()
+
+
+def some_ids(batch: int = 2, tokens: int = TOKENS) -> torch.Tensor:
+    return torch.randint(1, VOCABULARY, (batch, tokens))
+
+
+def padding(ids: torch.Tensor) -> torch.Tensor:
+    """One row padded on the left, one on the right."""
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    mask[1, -5:] = 0
+    return mask
+
+
+@pytest.mark.parametrize("kind", [*DECODERS, *ENCODERS])
+def test_logits_and_gradients(kind: str) -> None:
+    model, ids = tiny(kind), some_ids()
+    assert_as_close_as_eager(model, "quorum", ids)
+    mask = padding(ids)
+    assert_as_close_as_eager(model, "quorum", ids, mask.bool(), attention_mask=mask)
+
+
+@pytest.mark.parametrize("kind", [k for k in DECODERS if k not in ("opt",)])
+def test_packed_documents(kind: str) -> None:
+    model, ids = tiny(kind), some_ids()
+    positions = torch.cat([torch.arange(n) for n in (17, 1, TOKENS - 18)])[None].expand(2, -1)
+    assert_as_close_as_eager(model, "quorum", ids, position_ids=positions)
+
+
+@pytest.mark.parametrize("name", ["cut_once", "cut_twice"])
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss", "llama4_text", "modernbert"])
+def test_cut(kind: str, name: str) -> None:
+    model, ids = tiny(kind), some_ids(tokens=150)
+    mask = padding(ids)
+    assert_as_close_as_eager(model, name, ids, mask.bool(), attention_mask=mask)
+
+
+def test_float64_is_float64() -> None:
+    model, ids = tiny("gpt_oss").double(), some_ids()
+    exact = logits_and_gradients(attended(model, "exact", torch.float64), ids)
+    ours = logits_and_gradients(attended(model, "quorum", torch.float64), ids)
+    assert distance(ours[0], exact[0]) < 1e-13
+    assert all(distance(ours[1][n], g) < 1e-12 for n, g in exact[1].items() if g.abs().max() > 0)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss"])
+def test_bf16(kind: str) -> None:
+    model, ids = tiny(kind), some_ids()
+    exact = logits_and_gradients(attended(model, "exact", torch.float64), ids)[0]
+    eager = logits_and_gradients(attended(model, "eager", torch.bfloat16), ids)[0]
+    ours = logits_and_gradients(attended(model, "quorum", torch.bfloat16), ids)[0]
+    assert distance(ours, exact) <= 1.5 * distance(eager, exact)
+
+
+def test_encoder_and_decoder_with_a_bias_for_every_pair() -> None:
+    """T5: a learned bias, added to the scores, with a gradient; attention across two texts."""
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4,
+        dropout_rate=0.0, decoder_start_token_id=1,
+    )  # fmt: skip
+    model = transformers.AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager")
+    ids = some_ids()
+    assert_as_close_as_eager(
+        model.eval(), "quorum", ids, attention_mask=padding(ids), decoder_input_ids=ids[:, :23]
+    )
+
+
+def test_an_image() -> None:
+    """ViT: not causal, and no mask at all."""
+    config = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+        image_size=24, patch_size=4,
+    )  # fmt: skip
+    model = transformers.AutoModel.from_config(config, attn_implementation="eager").eval()
+    pixels = torch.randn(2, 3, 24, 24)
+    ours, exact = (attended(model, name)(pixels).last_hidden_state for name in ("quorum", "eager"))
+    assert distance(ours, exact.double()) < 2e-6
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gpt_oss", "llama4_text", "gemma3_text"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generate_says_what_eager_says(kind: str, cache: str) -> None:
+    """Prefill, decoding, caches that slide; left padding."""
+    model, ids = tiny(kind), some_ids(tokens=15)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    kwargs: dict[str, Any] = {"cache_implementation": "static"} if cache == "static" else {}
+    texts = [
+        attended(model, name).generate(
+            input_ids=ids, attention_mask=mask, max_new_tokens=12, do_sample=False, use_cache=True,
+            return_dict_in_generate=True, output_logits=True, **kwargs,
+        )
+        for name in ("eager", "quorum")
+    ]  # fmt: skip
+    assert torch.equal(texts[0].sequences, texts[1].sequences)
+    for eager, ours in zip(texts[0].logits, texts[1].logits, strict=True):
+        torch.testing.assert_close(ours, eager, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_prefill_in_pieces_goes_on_behind_the_cache(kind: str) -> None:
+    """Queries after a cache of keys: the last one sees the last key."""
+    model, ids = tiny(kind), some_ids(tokens=40)
+    whole = attended(model, "exact")(ids).logits
+    cached, parts = None, []
+    ours = attended(model, "quorum")
+    for start, stop in ((0, 13), (13, 14), (14, 40)):
+        step = ours(ids[:, start:stop], past_key_values=cached, use_cache=True)
+        cached = step.past_key_values
+        parts.append(step.logits)
+    assert distance(torch.cat(parts, 1), whole.double()) < 2e-6
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant: bool) -> None:
+    model, ids = tiny("gemma2"), some_ids()
+    plain = logits_and_gradients(attended(model, "quorum").train(), ids)[1]
+    checkpointed = attended(model, "quorum").train()
+    checkpointed.activation_checkpointing_enable({"use_reentrant": reentrant}) if hasattr(
+        checkpointed, "activation_checkpointing_enable"
+    ) else checkpointed.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    again = logits_and_gradients(checkpointed, ids, attention_mask=torch.ones_like(ids))[1]
+    assert all(torch.equal(again[name], grad) for name, grad in plain.items())
+
+
+def test_cu_seq_lens_part_documents() -> None:
+    model, ids = tiny("llama"), some_ids(batch=1)
+    begin = torch.tensor([0, 17, 18, TOKENS], dtype=torch.int32)
+    positions = torch.cat([torch.arange(n) for n in (17, 1, TOKENS - 18)])[None]
+    exact = attended(model, "exact")(ids, position_ids=positions).logits
+    lens = {"cu_seq_lens_q": begin, "cu_seq_lens_k": begin, "max_length_q": 23, "max_length_k": 23}
+    for given in ({"position_ids": positions, **lens}, {"position_ids": positions}):
+        assert distance(attended(model, "quorum")(ids, **given).logits, exact.double()) < 2e-6
+    # With counts that say nothing of documents, which are in cu_seq_lens alone.
+    apart = attended(model, "quorum")(ids, **lens).logits[:, :17]
+    assert distance(apart, exact[:, :17].double()) < 2e-6
+    with pytest.raises(ValueError, match="batch of 2"):
+        attended(model, "quorum")(ids.repeat(2, 1), **lens)
+
+
+def call(**asked: Any) -> torch.Tensor:
+    """The attention function, of one small call."""
+    query, key, value = (torch.randn(2, h, 20, 8) for h in (4, 2, 2))
+    function = transformers.AttentionInterface._global_mapping["quorum"]
+    module = torch.nn.Module()
+    module.is_causal = True
+    asked = {"attention_mask": None, **asked}
+    out: torch.Tensor = function(module, query, key, value, **asked)[0]
+    return out
+
+
+def test_a_mask_of_ones_own_is_honoured() -> None:
+    """Four dimensions, boolean or additive: as eager adds it."""
+    query, key, value = (torch.randn(2, h, 20, 8) for h in (4, 2, 2))
+    function = transformers.AttentionInterface._global_mapping["quorum"]
+    module = torch.nn.Module()
+    for mask in (torch.rand(2, 1, 20, 20) < 0.6, torch.randn(2, 4, 20, 20)):
+        ours = function(module, query, key, value, mask, softcap=2.0)[0]
+        boolean = mask if mask.dtype == torch.bool else None
+        bias = None if mask.dtype == torch.bool else mask
+        exact = exact_attention(
+            module, query, key, value, boolean, softcap=2.0, position_bias=bias
+        )[0]
+        torch.testing.assert_close(ours, exact)
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"output_attentions": True}, "output_attentions"),
+        ({"cache": object()}, "paged"),
+        ({"indices": torch.zeros(1)}, "indices"),
+        ({"alibi": torch.zeros(4)}, "alibi"),
+        ({"attention_mask": torch.ones(2, 20)}, "shape"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(asked: dict[str, Any], named: str) -> None:
+    with pytest.raises((NotImplementedError, ValueError), match=named):
+        call(**asked)
+    assert call(output_attentions=False, use_cache=True).shape == (2, 20, 4, 8)
+
+
+def test_causal_without_a_mask_and_with_other_lengths_is_refused() -> None:
+    function = transformers.AttentionInterface._global_mapping["quorum"]
+    query, key = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 9, 8)
+    module = torch.nn.Module()
+    with pytest.raises(ValueError, match="neither a mask nor is_causal"):
+        function(module, query, key, key, None)
+    with pytest.raises(ValueError, match="where the first query is"):
+        function(module, query, key, key, None, is_causal=True)
+    assert function(module, query, key, key, None, is_causal=False)[0].shape == (1, 5, 2, 8)
+
+
+def test_options_reach_the_call() -> None:
+    report = qa.Report()
+    assert register("watched", depth=1, report=report) == "watched"
+    model = attended(tiny("llama"), "watched")
+    model(some_ids(tokens=150))
+    assert report.forward is not None
+    assert len(report.forward.levels) == 1
+    poor = attended(model, register("poor", budget="1KiB"))
+    with pytest.raises(qa.BudgetError):
+        poor(some_ids())
+    for name, message in (("sdpa", "another attention"), ("not a word", "a word")):
+        with pytest.raises(ValueError, match=message):
+            register(name)
+    with pytest.raises(TypeError, match="min_tokens"):
+        register("other", min_tokens="few")  # type: ignore[arg-type]
+
+
+def test_short_plain_calls_go_to_sdpa() -> None:
+    report = qa.Report()
+    register("long_only", min_tokens=64, report=report)
+    model = attended(tiny("mistral", {"sliding_window": None}), "long_only")
+    model(some_ids(tokens=63))
+    assert report.forward is None
+    model(some_ids(tokens=64))
+    assert report.forward is not None
+
+
+def test_compiled() -> None:
+    model, ids = tiny("gemma2"), some_ids()
+    exact = attended(model, "exact")(ids).logits
+    torch.compiler.reset()
+    compiled = torch.compile(attended(model, "quorum"), backend="eager")
+    assert distance(compiled(ids).logits, exact.double()) < 5e-6
+    assert distance(compiled(ids[:, :30]).logits, exact[:, :30].double()) < 5e-6
+
+
+def test_layers_on_several_devices() -> None:
+    """``device_map`` as accelerate has it moves what layers are given: a description moves too."""
+    model, ids = attended(tiny("gemma3_text"), "quorum"), some_ids()
+    mask = padding(ids)
+    described: list[Any] = []
+    layer = model.model.layers[1]
+    layer.register_forward_pre_hook(
+        lambda _, args, kwargs: described.append(kwargs["attention_mask"].to("cpu")),
+        with_kwargs=True,
+    )
+    model(ids, attention_mask=mask)
+    assert described[0].on(torch.device("meta")).key_padding.device.type == "meta"
+    assert described[0].on(torch.device("cpu")) is described[0].mask
