@@ -18,7 +18,7 @@ from quorum_attention.kernels.dropout import Dropout, dropped
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-KERNELS = ["dense"]
+KERNELS = ["dense", "cpu"]
 SEED = 2**40 + 17
 
 

@@ -1,4 +1,4 @@
-"""Rectangles on torch's flash attention for the CPU."""
+"""Rectangles on torch's flash attention for the CPU; with dropout tile by tile instead."""
 
 from __future__ import annotations
 
@@ -6,11 +6,19 @@ from dataclasses import replace
 
 import torch
 
+from quorum_attention.kernels import dropping
+from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.grouped import grouped_backward, grouped_forward
 from quorum_attention.kernels.odd_rows import mend_odd_rows_
 from quorum_attention.kernels.operators import operator_reason
 from quorum_attention.kernels.padding import pad_last
-from quorum_attention.kernels.protocol import CallShape, Extent
+from quorum_attention.kernels.protocol import (
+    CallShape,
+    Extent,
+    Gradients,
+    Statistics,
+    TaskTensors,
+)
 from quorum_attention.kernels.rectangles import RectangleKernel, four_dims
 from quorum_attention.kernels.workspace import (
     RectangleSizes,
@@ -32,7 +40,7 @@ class CpuKernel(RectangleKernel):
     """torch's tiled CPU attention: fp16, bf16, fp32 and fp64, any head size, masks."""
 
     name = "cpu"
-    traits = replace(RectangleKernel.traits, plain_softmax=True, small_gradients=True)
+    traits = replace(RectangleKernel.traits, plain_softmax=True, small_gradients=True, dropout=True)
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
@@ -59,9 +67,13 @@ class CpuKernel(RectangleKernel):
         scale: float,
         bias: torch.Tensor | None,
         out_dtype: torch.dtype | None = None,
+        dropout: Dropout | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``RectangleKernel.whole_forward``; takes grouped heads, mends rows that are not
         finite."""
+        if dropout is not None:
+            task = dropping.whole_task(query, key, value, causal, scale, bias, dropout)
+            return dropping.whole_forward(task, out_dtype)
         if query.shape[1] != key.shape[1]:
             return grouped_forward(
                 lambda q, k, v, mask: self.whole_forward(q, k, v, causal, scale, mask, out_dtype),
@@ -84,8 +96,12 @@ class CpuKernel(RectangleKernel):
         scale: float,
         bias: torch.Tensor | None,
         grad_dtype: torch.dtype | None = None,
+        dropout: Dropout | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See ``RectangleKernel.whole_backward``; takes grouped heads."""
+        if dropout is not None:
+            task = dropping.whole_task(query, key, value, causal, scale, bias, dropout)
+            return dropping.whole_backward(task, grad_out, out, lse, grad_dtype)
         if query.shape[1] != key.shape[1]:
             return grouped_backward(
                 lambda g, q, k, v, o, row, mask: self.whole_backward(
@@ -150,12 +166,28 @@ class CpuKernel(RectangleKernel):
             return dq, dk, dv
         return dq[..., :head_dim], dk[..., :head_dim], dv[..., :value_dim]
 
+    def forward(self, task: TaskTensors, state: Statistics) -> None:
+        """Merge the task's kept pairs into ``state``, in place."""
+        if task.dropout is None:
+            super().forward(task, state)
+        else:
+            dropping.forward(task, state)
+
+    def backward(self, task: TaskTensors, grads: Gradients) -> None:
+        """Add the task's gradients into ``grads``, in place."""
+        if task.dropout is None:
+            super().backward(task, grads)
+        else:
+            dropping.backward(task, grads)
+
     def backward_parts(self, batch_and_heads: int) -> int:
         """As many runs of rows as give every thread some work."""
         return -(-torch.get_num_threads() // max(1, batch_and_heads))
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``forward`` allocates at any one time."""
+        if call.dropout:
+            return dropping.forward_bytes(call, extent)
         sizes = RectangleSizes.of(call, extent, extent.direct)
         shared = sizes.heads // max(1, sizes.key_heads)
         width = max(call.head_dim, call.value_dim)
@@ -182,6 +214,8 @@ class CpuKernel(RectangleKernel):
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
+        if call.dropout:
+            return dropping.backward_bytes(call, extent)
         sizes = RectangleSizes.of(call, extent, extent.direct)
         shared = sizes.heads // max(1, sizes.key_heads)
         width = max(call.head_dim, call.value_dim)
