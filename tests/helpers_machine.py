@@ -25,6 +25,7 @@ from quorum_attention.execution.control.instructions import (
     Deepen,
     GiveUp,
     Launch,
+    PlanAnew,
     Repeat,
     Requeue,
 )
@@ -134,12 +135,14 @@ class History:
         self.groups = [f"group {i}" for i in range(draw.choice([1, 2, 4, 8, 16]))]
         self.devices = {i: self._device() for i in range(draw.choice([1, 1, 2, 3, 5, 8]))}
         depth = self.shape.depth
-        limits = Limits(depth, depth + draw.choice([0, 1, 1, 2 - min(1, depth)]))
+        deepest = depth + draw.choice([0, 1, 1, 2 - min(1, depth)])
+        limits = Limits(depth, deepest)
         caps = {i: draw.randint(1, 4) for i in self.devices}
         whole = draw.random() < 0.3
         instead = Instead(self.cuts, limits, draw.randint(1, 2), "too large", "cut")
         cuts = (lambda: instead) if whole else self.cuts
-        self.machine = Machine(self.groups, cuts, limits, caps)
+        first = replace(limits, guessed=whole and len(self.groups) == 1 and draw.random() < 0.5)
+        self.machine = Machine(self.groups, cuts, first, caps)
         self.pairs = {g: np.zeros((self.shape.n_tokens,) * 2, np.uint8) for g in self.groups}
         self.completed: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self.seen: Counter[str] = Counter()
@@ -224,8 +227,11 @@ class History:
     def _told(self, event: Event) -> object:
         order = self.machine.on(event)
         self.seen[type(order).__name__] += 1
-        if isinstance(order, GiveUp):
-            self.end = "gave up"
+        if isinstance(order, (GiveUp, PlanAnew)):
+            self.end = "gave up" if isinstance(order, GiveUp) else "planned anew"
+            guessed = self.machine.limits.guessed and isinstance(event, OutOfMemory)
+            assert isinstance(order, PlanAnew) == guessed
+            assert self.machine.end == order
         elif isinstance(order, Requeue):
             del self.devices[event.device]
         elif isinstance(event, OutOfMemory):

@@ -16,6 +16,9 @@ from quorum_attention.call.places import backward_place, forward_place, place_af
 from quorum_attention.call.request import Request, Tensors
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.call import Call
+from quorum_attention.execution.control.events import NeedsPlan
+from quorum_attention.execution.control.instructions import PlanAnew
+from quorum_attention.execution.control.machine import HERE, without_a_plan
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.residency import Residency
 from quorum_attention.execution.job import Job, backward_job, forward_job
@@ -30,6 +33,7 @@ from quorum_attention.execution.scaling import scales
 from quorum_attention.execution.takes import corrected_bytes
 from quorum_attention.execution.tools import Progress
 from quorum_attention.execution.upstream import Upstream, upstream_of
+from quorum_attention.execution.workload import GroupSize, groups
 from quorum_attention.kernels.delta import exact_carrier
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.outside import without_autocast
@@ -230,7 +234,7 @@ def _run(
     if decision.plan is None:
         begun = time.perf_counter() if request.sums else 0.0
         found = _at_once(job_of(_call(tensors, request, decision.kernel), None, None))
-        if found is not None:
+        if not isinstance(found, PlanAnew):
             for sums in request.sums:
                 spent = time.perf_counter() - begun
                 sums.total.add(decision.kernel.name, backward=asked.backward, seconds=spent)
@@ -258,23 +262,17 @@ def _run(
             without_autocast("cpu", device.type),
             named_out_of_memory(pinned=plan.schedule.pinned),
         ):
-            try:
-                _note_writing(given)
-                # No name for the job: it would hold its results when memory has run out.
-                results = run_pass(
-                    job_of(_call(tensors, request, decision.kernel), report, progress),
-                    plan.schedule,
-                )
-                failure = None
-            except Exception as error:
-                if decision.last or not is_out_of_memory(error):
-                    raise
-                failure = first_line(error)
-        if failure is None:
+            _note_writing(given)
+            # No name for the job: it would hold its results when memory has run out.
+            results = run_pass(
+                job_of(_call(tensors, request, decision.kernel), report, progress),
+                plan.schedule,
+                guessed=not decision.last,
+            )
+        if results is not None:
             _add_up(request, plan, report)
             return tuple([r if any(r is g for g in given) else _whole(r) for r in results])
-        backend_of(device).give_back_cached()
-        recoveries.append(f"monolithic call out of memory ({failure}): planned anew")
+        recoveries = report.recoveries
         decision = decide_again(asked, decision)
 
 
@@ -292,21 +290,29 @@ def _add_up(request: Request, plan: Plan, report: PassReport) -> None:
         )
 
 
-def _at_once(job: Job) -> tuple[torch.Tensor, ...] | None:
-    """The results of a small call; None where it has to be planned: it ran out of memory, or a
-    backward that has to be scaled was not finite."""
+def _at_once(job: Job) -> tuple[torch.Tensor, ...] | PlanAnew:
+    """The results of a small call; or, from the machine, what is done where that fails."""
     device = job.call.device
+    why = "gradients in 16 bits are not finite"
     try:
         with backend_of(device).current(device), without_autocast("cpu", device.type):
             if not torch.is_grad_enabled():
-                return at_once(job)
-            with torch.no_grad():
-                return at_once(job)
+                found = at_once(job)
+            else:
+                with torch.no_grad():
+                    found = at_once(job)
+        if found is not None:
+            return found
     except Exception as error:
         if not is_out_of_memory(error):
             raise
+        why = f"out of memory ({first_line(error)})"
     backend_of(device).give_back_cached()
-    return None
+    work = job.call.work
+    every = next(groups(work, GroupSize(work.batch, work.kv_heads)))
+    order = without_a_plan(every).on(NeedsPlan(HERE, why))
+    assert isinstance(order, PlanAnew), "there is nothing else to try"
+    return order
 
 
 def _pass_report(plan: Plan, *, timed: bool) -> PassReport:

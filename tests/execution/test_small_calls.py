@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import quorum_attention as qa
 from quorum_attention import passes
+from quorum_attention.execution.device.cpu import Cpu
 from quorum_attention.kernels import CpuKernel, register_kernel
 from quorum_attention.kernels.registry import _KERNELS
 from quorum_attention.planner import decide, search, small
@@ -203,6 +204,15 @@ def test_grouped_calls_stay_within_their_plan(batch, heads, kv_heads, layout, ba
     assert usage(call).peak <= plan.peak_bytes
 
 
+@pytest.fixture(scope="module")
+def kernel_is_tried() -> None:
+    """Before it is made to fail: what does not work on trial is not taken."""
+    three = inputs(8).three
+    qa.attention(*three)
+    qa.attention(*(t.requires_grad_() for t in three)).sum().backward()
+
+
+@pytest.mark.usefixtures("kernel_is_tried")
 @pytest.mark.parametrize("pass_name", ["whole_forward", "whole_backward"])
 def test_a_small_call_without_memory_is_planned_after_all(monkeypatch, pass_name: str) -> None:
     original = getattr(CpuKernel, pass_name)
@@ -223,6 +233,33 @@ def test_a_small_call_without_memory_is_planned_after_all(monkeypatch, pass_name
     for mine, reference in zip((out, *grads), (wanted.out, *wanted.grads), strict=True):
         assert_close(mine, reference, TOLERANCE[torch.float32])
     assert next(failures, None) is None
+
+
+@pytest.mark.usefixtures("kernel_is_tried")
+def test_a_plan_that_nobody_asked_memory_for_is_made_anew_once(monkeypatch) -> None:
+    """As on a GPU: a short call is run whole before anybody asks how much memory is free."""
+    monkeypatch.setattr(Cpu, "refuses", True)
+    original, failures = CpuKernel.rectangle_forward, iter([True])
+    anew: list[object] = []
+
+    def again(*given: Any) -> Any:
+        anew.append(given)
+        return decide.decide_again(*given)
+
+    def failing(*args: Any, **named: Any) -> Any:
+        if next(failures, False):
+            raise torch.OutOfMemoryError("made up")
+        return original(*args, **named)
+
+    monkeypatch.setattr(passes, "decide_again", again)
+    monkeypatch.setattr(CpuKernel, "rectangle_forward", failing)
+    # Lengths of their own: what is remembered about them is about this device.
+    given, report = inputs(211), qa.Report()
+    out = qa.attention(*given.three, report=report)
+    assert len(anew) == 1
+    assert report.forward is not None
+    assert report.forward.recoveries == ["monolithic call out of memory (made up): planned anew"]
+    assert_close(out, exact(given).out, TOLERANCE[torch.float32])
 
 
 def test_what_small_calls_remember_keeps_no_tensor_and_no_kernel() -> None:

@@ -7,7 +7,7 @@ import time
 import torch
 
 from quorum_attention.execution.control.events import OutOfMemory
-from quorum_attention.execution.control.instructions import FallBack
+from quorum_attention.execution.control.instructions import GiveUp, PlanAnew
 from quorum_attention.execution.control.machine import HERE, Instead, Limits, Machine
 from quorum_attention.execution.cutting import Cutting
 from quorum_attention.execution.device.clock import NoClock
@@ -18,13 +18,19 @@ from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.tools import Tools
 
 
-def run_pass(job: Job, schedule: Schedule) -> tuple[torch.Tensor, ...]:
+def run_pass(
+    job: Job, schedule: Schedule, *, guessed: bool = False
+) -> tuple[torch.Tensor, ...] | None:
     """Run a pass by its schedule's route, or through slots if that route cannot run it.
 
     Head groups that are done when memory runs out stay done.
 
+    Args:
+        guessed: whether the schedule was made without asking how much memory is free.
+
     Returns:
-        the results, in the order of the pass's states.
+        the results, in the order of the pass's states; None if the machine wants a guessed pass
+        planned anew.
 
     Raises:
         OutOfMemoryError, ours or torch's: the depth is pinned, or nothing is left to try.
@@ -35,9 +41,11 @@ def run_pass(job: Job, schedule: Schedule) -> tuple[torch.Tensor, ...]:
     try:
         if not schedule.runs(job.case):
             schedule = schedule.through_slots(job.call.work)
-        machine = _machine(job, schedule)
+        machine = _machine(job, schedule, guessed)
         while not machine.finished:
             _attempt(job, schedule, machine)
+            if isinstance(machine.end, PlanAnew):
+                return None
             if not machine.finished:
                 schedule = machine.queue.cuts.schedule(machine.limits.depth)
     finally:
@@ -45,7 +53,7 @@ def run_pass(job: Job, schedule: Schedule) -> tuple[torch.Tensor, ...]:
     return job.results.make()
 
 
-def _machine(job: Job, schedule: Schedule) -> Machine:
+def _machine(job: Job, schedule: Schedule, guessed: bool) -> Machine:
     """The machine of a pass on one device."""
     work, kernel, backward = job.call.work, job.call.kernel, job.spec.backward
 
@@ -62,13 +70,18 @@ def _machine(job: Job, schedule: Schedule) -> Machine:
     groups, n_caps = schedule.route.groups(job, schedule), {HERE: schedule.n_cap}
     if schedule.route.whole_groups:
         depth = schedule.decomposition.depth
-        return Machine(groups, instead, Limits(depth, depth, schedule.pinned), n_caps)
+        limits = Limits(depth, depth, schedule.pinned, guessed)
+        return Machine(groups, instead, limits, n_caps)
     return Machine(groups, *cut(schedule), n_caps)
 
 
 def _attempt(job: Job, schedule: Schedule, machine: Machine) -> None:
     """Run the units that the machine has left by the schedule's route. If memory runs out for whole
-    groups, the machine cuts them, and another attempt runs what is left."""
+    groups, the machine cuts them, and another attempt runs what is left.
+
+    Raises:
+        OutOfMemoryError, ours or torch's: the machine gives up.
+    """
     report, device, route = job.report, job.call.device, schedule.route
     assert report is not None
     backend = backend_of(device)
@@ -86,7 +99,7 @@ def _attempt(job: Job, schedule: Schedule, machine: Machine) -> None:
         if not (route.whole_groups and is_out_of_memory(error)):
             raise
         # Only the text leaves: the traceback would hold the failed attempt's tensors.
-        if not isinstance(machine.on(OutOfMemory(HERE, first_line(error))), FallBack):
+        if isinstance(machine.on(OutOfMemory(HERE, first_line(error))), GiveUp):
             raise
         report.recoveries.append(machine.history[-1])
     for stage, seconds in clock.seconds().items():

@@ -319,8 +319,7 @@ def short_monolithic(
     # runs out must not be repeated, so such a pass needs a plan.
     if not place.backend.refuses or not sizes or len(work.batch_shape) > 1:
         return None
-    # Pinned: where memory runs out, decide.py decides again.
-    schedule = uncut(work, sizes[0], pinned=True)
+    schedule = uncut(work, sizes[0])
     case = Case(work, kernel, spec_of(backward), place)
     if not schedule.runs(case):
         return None

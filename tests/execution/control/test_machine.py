@@ -15,6 +15,7 @@ from quorum_attention.execution.control.events import (
     DeviceLost,
     Event,
     Headroom,
+    NeedsPlan,
     OutOfMemory,
     Overflow,
     UnitDone,
@@ -26,10 +27,11 @@ from quorum_attention.execution.control.instructions import (
     FallBack,
     GiveUp,
     LowerCap,
+    PlanAnew,
     Repeat,
     Requeue,
 )
-from quorum_attention.execution.control.machine import Instead, Limits, Machine
+from quorum_attention.execution.control.machine import Instead, Limits, Machine, without_a_plan
 
 OOM, ROOM = OutOfMemory(0), Headroom(0)
 
@@ -70,6 +72,20 @@ def test_every_transition(made: Machine, event: Event, order, after) -> None:
     assert len(made.history) == lines + changed, "a change leaves one line"
     if changed and event is OOM:
         assert f"out of memory in {where}" in made.history[-1]
+
+
+def test_a_guessed_plan_is_made_anew_and_nothing_else_is_tried() -> None:
+    made = Machine(["all heads"], lambda: pytest.fail("cut"), Limits(0, 0, guessed=True), {0: 1})
+    made.start(0)
+    made.next(0)
+    order = made.on(OutOfMemory(0, "so it said"))
+    assert order == made.end == PlanAnew("monolithic call out of memory (so it said)")
+    assert made.history == ["monolithic call out of memory (so it said): planned anew"]
+
+
+def test_a_call_without_a_plan_gets_one_when_it_fails() -> None:
+    made = without_a_plan("all heads")
+    assert made.on(NeedsPlan(0, "not finite")) == made.end == PlanAnew("not finite")
 
 
 def test_a_whole_history_down_to_giving_up() -> None:
@@ -338,5 +354,6 @@ def test_ten_thousand_histories_of_up_to_eight_devices() -> None:
     # Every kind of recovery did happen, and most histories ended with all units done.
     assert ends["finished"] > 7_000
     assert ends["gave up"] > 100
+    assert ends["planned anew"] > 50
     for order in (LowerCap, Deepen, Coarsen, FallBack, Requeue, Repeat):
         assert ends[order.__name__] > 200, order

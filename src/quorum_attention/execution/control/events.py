@@ -33,6 +33,14 @@ class OutOfMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class NeedsPlan:
+    """A call that ``device`` ran without a plan failed; ``why``, in words."""
+
+    device: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Overflow:
     """Gradients of a unit of the scaled backward are not finite.
 
@@ -68,4 +76,4 @@ class DeviceJoined:
     n_cap: int
 
 
-Event = UnitDone | OutOfMemory | Overflow | Headroom | DeviceLost | DeviceJoined
+Event = UnitDone | OutOfMemory | NeedsPlan | Overflow | Headroom | DeviceLost | DeviceJoined

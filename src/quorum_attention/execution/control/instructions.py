@@ -77,8 +77,19 @@ class GiveUp:
 
 
 @dataclass(frozen=True, slots=True)
+class PlanAnew:
+    """Plan the pass again, this time with the memory that is free: nothing of it is done, and this
+    machine has no more to say. ``why``, in words.
+    """
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Continue:
     """Nothing changes."""
 
 
-Instruction = LowerCap | Deepen | Coarsen | FallBack | Repeat | Requeue | GiveUp | Continue
+Instruction = (
+    LowerCap | Deepen | Coarsen | FallBack | Repeat | Requeue | GiveUp | PlanAnew | Continue
+)

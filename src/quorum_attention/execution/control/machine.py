@@ -8,6 +8,7 @@ tested without a device.
     out of memory, n_cap > 1     -> units in flight return to the queue, n_cap - 1
     out of memory, n_cap = 1     -> the tasks left are cut one level further
     ... and no finer level       -> the device leaves the pass; the last device gives up
+    the plan did not ask how much memory is free -> the pass is planned anew
     headroom after a recovery    -> groups that are not begun are cut one level less
     the user chose the depth     -> give up at the first failure
     overflow of scaled gradients -> the unit runs again, scaled down further, while that may help
@@ -38,6 +39,7 @@ from quorum_attention.execution.control.events import (
     DeviceLost,
     Event,
     Headroom,
+    NeedsPlan,
     OutOfMemory,
     Overflow,
     UnitDone,
@@ -51,6 +53,7 @@ from quorum_attention.execution.control.instructions import (
     Instruction,
     Launch,
     LowerCap,
+    PlanAnew,
     Repeat,
     Requeue,
 )
@@ -75,11 +78,14 @@ class Limits:
         depth: levels as planned; coarsening never goes below.
         max_depth: most levels; deeper tasks would be smaller than a tile.
         pinned: whether the user chose the depth: failures are then reported, not recovered from.
+        guessed: whether nobody asked how much memory is free, because the call is short. It is one
+            unit, so if it fails nothing is done yet, and the pass is planned anew.
     """
 
     depth: int
     max_depth: int
     pinned: bool = False
+    guessed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +152,7 @@ class Machine:
         n_groups: how many head groups there are.
         devices: the work of each device, by its number.
         history: one line for each recovery, for reports and error messages.
+        end: why the pass ends before all units are done; None as long as it does not.
     """
 
     def __init__(
@@ -160,6 +167,7 @@ class Machine:
         self.queue = Queue(groups, None if callable(cuts) else cuts)
         self.n_groups = len(self.queue.waiting)
         self.history: list[str] = []
+        self.end: GiveUp | PlanAnew | None = None
         self.devices = {device: self._new(n_cap) for device, n_cap in n_caps.items()}
         self._several = len(n_caps) > 1
         self._checked = CHECKED in os.environ
@@ -238,6 +246,8 @@ class Machine:
                 order = self._done(event)
             case OutOfMemory():
                 order = self._out_of_memory(event)
+            case NeedsPlan():
+                order = self._plan_anew(event.device, event.why)
             case Overflow():
                 order = self._overflow(event)
             case Headroom():
@@ -286,14 +296,16 @@ class Machine:
         here, limits = self.devices[event.device], self.limits
         where = self.where(event.device)
         if limits.pinned:
-            return GiveUp(where, "the depth is pinned, so the failure is reported as it is")
+            return self._give_up(where, "the depth is pinned, so the failure is reported as it is")
+        if limits.guessed:
+            return self._plan_anew(event.device, f"monolithic call out of memory ({event.said})")
         if here.whole_groups:
             return self._fall_back(event)
         if here.n_cap == 1 and here.depth >= limits.max_depth:
             reason = f"one slot at depth {here.depth} is the finest decomposition there is"
             if len(self.devices) > 1:
                 return self._leave(event.device, f"out of memory in {where}: {reason}")
-            return GiveUp(where, reason)
+            return self._give_up(where, reason)
         for found in here.groups.values():
             found.land()
         order: Instruction
@@ -328,6 +340,17 @@ class Machine:
         here.groups.clear()
         self.queue.give_back(groups)
         return FallBack()
+
+    def _give_up(self, where: str, reason: str) -> Instruction:
+        self.end = GiveUp(where, reason)
+        return self.end
+
+    def _plan_anew(self, device: int, why: str) -> Instruction:
+        assert self.limits.guessed, "another plan knew what memory there was"
+        assert not self.queue.finished, "what is done is not computed again"
+        self._note(device, f"{why}: planned anew")
+        self.end = PlanAnew(why)
+        return self.end
 
     def _cut_further(self, here: OnDevice) -> None:
         """Cut the tasks left of the device's groups to its depth."""
@@ -368,7 +391,7 @@ class Machine:
             found.land()
         self.queue.give_back(groups)
         if not self.devices and not self.finished:
-            return GiveUp(where, f"{why}, and there is no other device")
+            return self._give_up(where, f"{why}, and there is no other device")
         self._note(device, f"{why}: {len(units)} unit(s) go to others")
         return Requeue(units)
 
@@ -381,3 +404,13 @@ class Machine:
 
     def _note(self, device: int, line: str) -> None:
         self.history.append(f"device {device}: {line}" if self._several else line)
+
+
+def without_a_plan(every: Group) -> Machine:
+    """The machine of a call so short that it is run without a plan, as one unit of all heads. Made
+    when that has failed: until then there is nothing to decide."""
+    return Machine((every,), _cannot_be_cut, Limits(0, 0, guessed=True), {HERE: 1})
+
+
+def _cannot_be_cut() -> Instead:
+    raise AssertionError("it is planned anew instead")
