@@ -39,7 +39,7 @@ _RESIDENT: dict[str, Any] = {"levels": (7,), "inputs": "device"}
 _WAYS: dict[str, dict[str, Any]] = {
     "uncut": {"levels": (), "inputs": "device"},
     "depth 1": _RESIDENT,
-    "slots": {**_RESIDENT, "sweep": False},
+    "slots": {**_RESIDENT, "over_inputs": False},
 }
 _LENGTHS = (65_536, 131_072, 262_144, 524_288, 1_048_576)
 Run = Callable[[], Any]

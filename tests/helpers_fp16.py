@@ -10,7 +10,7 @@ from helpers_attention import Inputs, exact
 
 import quorum_attention as qa
 
-ROUTES = ("direct", "sweep", "slots", "slots of a strided query")
+ROUTES = ("direct", "over_inputs", "slots", "slots of a strided query")
 _LARGEST = 65_504.0
 
 
@@ -67,12 +67,12 @@ def wrong(call: Drawn, route: str, seed: int) -> str | None:
     assert reference.grads is not None
     levels = {
         "direct": [()],
-        "sweep": [(3,), (7,), (13,)],
+        "over_inputs": [(3,), (7,), (13,)],
     }.get(route, [(), (1,), (3,), (7,), (3, 7)])
     more = {"levels": rng.choice(levels), "tile": rng.choice([8, 16, 128])}
     more |= {"layout": rng.choice(["aligned", "balanced"])}
     if route != "direct":
-        more |= {"sweep": route == "sweep"}
+        more |= {"over_inputs": route == "over_inputs"}
     if route.startswith("slots"):
         more |= {"n_cap": rng.choice([1, 2, 3])}
     if route == "slots of a strided query":

@@ -272,7 +272,7 @@ def test_progress_callable_and_bar(capsys) -> None:
     given, seen = inputs(300), []
     heads, head_dim = given.query.shape[1], given.query.shape[3]
     plan = qa.plan(
-        300, heads=heads, head_dim=head_dim, dtype=given.query.dtype, levels=(7,), sweep=False
+        300, heads=heads, head_dim=head_dim, dtype=given.query.dtype, levels=(7,), over_inputs=False
     )
     qa.attention(*given.three, plan=plan, progress=lambda *now: seen.append(now))
     assert seen == [(i + 1, 7, "forward") for i in range(7)]

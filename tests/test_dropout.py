@@ -78,9 +78,9 @@ SIZES = (2, 4, 2, 45, 38)
 CUTS: dict[str, dict[str, Any]] = {
     "uncut": {"levels": ()},
     "head groups": {"levels": (), "heads_per_group": 2},
-    "through slots": {"levels": (7,), "sweep": False},
-    "two slots": {"levels": (7,), "sweep": False, "n_cap": 2},
-    "together": {"levels": (7,), "sweep": True},
+    "through slots": {"levels": (7,), "over_inputs": False},
+    "two slots": {"levels": (7,), "over_inputs": False, "n_cap": 2},
+    "together": {"levels": (7,), "over_inputs": True},
     "balanced": {"levels": (3,), "layout": "balanced"},
     "depth 2": {"levels": (3, 3)},
     "mixed": {"levels": (1, 7), "heads_per_group": 2, "layout": "balanced"},
@@ -231,8 +231,9 @@ def test_a_recovery_drops_the_same_pairs(kernel: str, backward: bool, first: int
     named: dict[str, Any] = {"dropout_p": 0.3, "dropout_seed": SEED, "report": qa.Report()}
     named["kernel"] = kernel
     plan = unpinned(
-        qa.plan(120, heads=4, head_dim=4, dtype=torch.float32, levels=(3,), tile=8, sweep=False,
-                n_cap=2, heads_per_group=2, backward=backward, kernel=kernel, dropout_p=0.3)
+        qa.plan(120, heads=4, head_dim=4, dtype=torch.float32, levels=(3,), tile=8,
+                over_inputs=False, n_cap=2, heads_per_group=2, backward=backward, kernel=kernel,
+                dropout_p=0.3)
     )  # fmt: skip
     if not backward:
         with FailingAllocations(first):

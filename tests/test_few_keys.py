@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROUTES = {
     "auto": {},
-    "slots": {"sweep": False},
+    "slots": {"over_inputs": False},
     "dense": {"kernel": "dense"},
 }
 

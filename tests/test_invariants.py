@@ -58,9 +58,11 @@ class TestEveryPairIsComputedExactlyOnce:
     @pytest.mark.parametrize("levels", LEVELS)
     @pytest.mark.parametrize("is_causal", [False, True])
     @pytest.mark.parametrize("layout", ["aligned", "balanced"])
-    @pytest.mark.parametrize("sweep", [None, False])
+    @pytest.mark.parametrize("over_inputs", [None, False])
     @pytest.mark.parametrize("n", [61, 255])
-    def test_probabilities_read_off_an_identity(self, levels, is_causal, layout, sweep, n) -> None:
+    def test_probabilities_read_off_an_identity(
+        self, levels, is_causal, layout, over_inputs, n
+    ) -> None:
         """With V = identity the output is the matrix of probabilities: a pair left out is 0, a
         pair counted twice is too large; with equal scores both are seen to the last bit or so.
 
@@ -69,7 +71,7 @@ class TestEveryPairIsComputedExactlyOnce:
         zeros = torch.zeros(1, 1, n, n, dtype=torch.float64)
         plan = qa.plan(
             n, heads=1, head_dim=n, dtype=torch.float64, levels=levels, layout=layout, tile=4,
-            is_causal=is_causal, sweep=sweep,
+            is_causal=is_causal, over_inputs=over_inputs,
         )  # fmt: skip
         identity = torch.eye(n, dtype=torch.float64).expand(1, 1, n, n)
         out = qa.attention(zeros, zeros, identity, is_causal=is_causal, plan=plan)
@@ -507,8 +509,8 @@ class TestNoNonFiniteNumberOfOurOwn:
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
     @pytest.mark.parametrize("kernel", ["cpu", "dense"])
-    @pytest.mark.parametrize("sweep", [None, False])
-    def test_inputs_that_are_not_finite(self, dtype, kernel, sweep) -> None:
+    @pytest.mark.parametrize("over_inputs", [None, False])
+    def test_inputs_that_are_not_finite(self, dtype, kernel, over_inputs) -> None:
         """A NaN or an infinity in one element of one input, few keys and many: nothing that comes
         of it disappears, and nothing else is touched."""
         seed = random.SystemRandom().randrange(1 << 31)
@@ -532,7 +534,7 @@ class TestNoNonFiniteNumberOfOurOwn:
             sizes = {
                 "heads": 1, "n_keys": m, "head_dim": 8, "dtype": dtype, "levels": levels,
                 "layout": draw.choice(["balanced", "aligned"]), "tile": tile, "kernel": kernel,
-                "is_causal": is_causal, "sweep": sweep,
+                "is_causal": is_causal, "over_inputs": over_inputs,
             }  # fmt: skip
             call = {"attn_mask": mask, "is_causal": is_causal, "scale": scale}
             out, lse = qa.attention_with_lse(*made.three, plan=qa.plan(n, **sizes), **call)

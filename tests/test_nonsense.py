@@ -134,7 +134,7 @@ PLANS = {
     "heads_per_group": (0, 9, "x", 1.5),
     "n_cap": (0, -1, 1.5, "x", True),
     "streams": (0, 3, True, "x"),
-    "sweep": ("x", 1, 0),
+    "over_inputs": ("x", 1, 0),
     "kernel": ("x", 3, None, qa.NativeKernel),
     "backward": ("x", 1, None),
 }

@@ -24,7 +24,7 @@ def by_address(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plan(backward: bool) -> qa.Plan:
     return qa.plan(
-        64, heads=2, head_dim=8, dtype=torch.float32, levels=(3,), tile=8, sweep=False,
+        64, heads=2, head_dim=8, dtype=torch.float32, levels=(3,), tile=8, over_inputs=False,
         backward=backward,
     )  # fmt: skip
 

@@ -25,7 +25,7 @@ def test_one_level_deeper_and_back(levels: tuple[int, ...], is_causal: bool) -> 
     """Back at the planned depth the schedule is the planned one, rectangle limits included."""
     plan = qa.plan(
         600, heads=2, head_dim=4, dtype=torch.float32, is_causal=is_causal, levels=levels, tile=8,
-        kernel="dense", sweep=False, device="cpu",
+        kernel="dense", over_inputs=False, device="cpu",
     )  # fmt: skip
     cutting = Cutting(plan.schedule, plan.work, DenseKernel(), backward=False)
     depth = len(levels)

@@ -59,8 +59,8 @@ class Counted(CpuKernel):
 
 ROUTES = {
     "direct": {"levels": ()},
-    "sweep": {"levels": (7,), "sweep": True, "tile": 8},
-    "slots": {"levels": (7,), "sweep": False, "tile": 8, "n_cap": 2},
+    "over_inputs": {"levels": (7,), "over_inputs": True, "tile": 8},
+    "slots": {"levels": (7,), "over_inputs": False, "tile": 8, "n_cap": 2},
 }
 
 

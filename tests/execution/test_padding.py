@@ -16,7 +16,7 @@ from quorum_attention.execution.padding import filled, is_filled
 
 def plan(n: int, backward: bool = False, **others) -> qa.Plan:
     sizes = {"heads": 2, "head_dim": 8, "is_causal": True, "levels": (7,), "tile": 8}
-    return qa.plan(n, sweep=False, device="cpu", backward=backward, **{**sizes, **others})
+    return qa.plan(n, over_inputs=False, device="cpu", backward=backward, **{**sizes, **others})
 
 
 def tasks(made: qa.Plan) -> list[Task]:

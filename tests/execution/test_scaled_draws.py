@@ -44,7 +44,7 @@ def test_a_sink_through_slots(n_cap: int, is_causal: bool, levels: tuple[int, ..
     report = qa.Report()
     plan = qa.plan(
         n, heads=1, head_dim=64, dtype=torch.float16, is_causal=is_causal, levels=levels,
-        sweep=False, n_cap=n_cap, backward=True, device="cpu",
+        over_inputs=False, n_cap=n_cap, backward=True, device="cpu",
     )  # fmt: skip
     got = qa.attention_backward(
         made.grad_out, *made.three, reference.out.half(), reference.lse.float(),
@@ -65,7 +65,7 @@ def test_a_broken_row_does_not_keep_other_heads_from_being_mended(broken: float)
     reference = exact(one, gradients=True)
     out, lse = qa.attention_with_lse(*made.three)
     plan = qa.plan(
-        n, heads=2, head_dim=64, dtype=torch.float16, levels=(7,), sweep=False, n_cap=2,
+        n, heads=2, head_dim=64, dtype=torch.float16, levels=(7,), over_inputs=False, n_cap=2,
         backward=True, device="cpu", heads_per_group=2,
     )  # fmt: skip
     got = qa.attention_backward(made.grad_out, *made.three, out, lse, plan=plan)
@@ -111,7 +111,7 @@ def test_out_of_memory_while_a_unit_is_run_again(n_cap: int) -> None:
     kernel = Failing()
     call = {"is_causal": True, "kernel": kernel}
     made_plan = qa.plan(
-        n, heads=2, head_dim=64, dtype=torch.float16, levels=(7,), tile=8, sweep=False,
+        n, heads=2, head_dim=64, dtype=torch.float16, levels=(7,), tile=8, over_inputs=False,
         n_cap=n_cap, backward=True, device="cpu", heads_per_group=1, **call,
     )  # fmt: skip
 
@@ -164,7 +164,7 @@ def broken_beside(
     getattr(made, where)[0, 0, 100] = torch.nan
     q, more = made.query, {"levels": () if route == "direct" else (7,)}
     if route != "direct":
-        more |= {"sweep": route == "sweep"}
+        more |= {"over_inputs": route == "over_inputs"}
     if route == "slots of a strided query":
         q = q.mT.contiguous().mT
     plan = qa.plan(
@@ -218,7 +218,7 @@ def test_an_overflow_beside_a_broken_value_is_seen(levels: tuple[int, ...]) -> N
     made.value[0, 0, 5, 5] = torch.nan
     out, lse = qa.attention_with_lse(*made.three)
     plan = qa.plan(
-        n, heads=1, head_dim=64, dtype=torch.float16, levels=levels, sweep=False, n_cap=2,
+        n, heads=1, head_dim=64, dtype=torch.float16, levels=levels, over_inputs=False, n_cap=2,
         backward=True, device="cpu",
     )  # fmt: skip
     got = qa.attention_backward(made.grad_out, *made.three, out, lse, plan=plan)

@@ -133,8 +133,8 @@ def test_every_task_of_a_plan_fits_its_slot(
     made = KERNELS[kernel]
     plan = qa.plan(
         n, n_keys=other, heads=2, kv_heads=1, head_dim=4, value_dim=3, dtype=dtypes[0],
-        is_causal=is_causal, levels=levels, layout=layout, tile=tile, kernel=made, sweep=False,
-        device="cpu", backward=backward, n_cap=1,
+        is_causal=is_causal, levels=levels, layout=layout, tile=tile, kernel=made,
+        over_inputs=False, device="cpu", backward=backward, n_cap=1,
     )  # fmt: skip
     work, group = plan.work, plan.schedule.group
     cutting, depth = Cutting(plan.schedule, work, made, backward=backward), len(levels)

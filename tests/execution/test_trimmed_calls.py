@@ -148,7 +148,7 @@ def test_other_kernels_under_other_sizes(kernel, queries, keys, is_causal) -> No
     plans = [
         qa.plan(queries, n_keys=keys, heads=2, head_dim=8, dtype=torch.float64, levels=(13,),
                 tile=TILE, is_causal=is_causal, kernel=kernel, backward=backward, device="cpu",
-                sweep=False)
+                over_inputs=False)
         for backward in (False, True)
     ]  # fmt: skip
     found, report = both_passes(made, kernel, plans, is_causal=is_causal)
@@ -280,7 +280,7 @@ def test_keys_that_nobody_asks_about_are_not_copied() -> None:
     plans = [
         qa.plan(queries, n_keys=keys, heads=2, head_dim=8, dtype=torch.float64, levels=(7,),
                 tile=TILE, is_causal=True, kernel="dense", backward=backward, device="cpu",
-                sweep=False)
+                over_inputs=False)
         for backward in (False, True)
     ]  # fmt: skip
     assert max(plans[0].schedule.task_rows(plans[0].work)) < 200

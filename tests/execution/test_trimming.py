@@ -96,7 +96,7 @@ def test_what_is_left_out_is_in_the_report() -> None:
     q = torch.randn(1, 1, 2048, 8)
     report = qa.Report()
     plan = qa.plan(2048, heads=1, head_dim=8, dtype=torch.float32, levels=(7,), tile=16,
-                   is_causal=True, kernel=kernel, sweep=False, device="cpu")  # fmt: skip
+                   is_causal=True, kernel=kernel, over_inputs=False, device="cpu")  # fmt: skip
     qa.attention(q, q, q, is_causal=True, kernel=kernel, plan=plan, report=report)
     assert report.forward is not None
     assert plan.schedule.trimmed is not None

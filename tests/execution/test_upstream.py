@@ -15,9 +15,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 N = 300
 ROUTES = {
     "direct": {"levels": ()},
-    "slots": {"levels": (7,), "sweep": False, "tile": 16, "n_cap": 2},
-    "one slot": {"levels": (3,), "sweep": False, "tile": 16, "n_cap": 1},
-    "sweep": {"levels": (7,), "sweep": True, "tile": 16},
+    "slots": {"levels": (7,), "over_inputs": False, "tile": 16, "n_cap": 2},
+    "one slot": {"levels": (3,), "over_inputs": False, "tile": 16, "n_cap": 1},
+    "over_inputs": {"levels": (7,), "over_inputs": True, "tile": 16},
 }
 
 
@@ -40,7 +40,7 @@ def gradients(made: Inputs, route: str, result: torch.dtype, kernel: str = "auto
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("kernel", ["cpu", "dense"])
 def test_gradients_that_fp16_cannot_hold(size, dtype, route: str, kernel: str) -> None:
-    if kernel == "dense" and route == "sweep":
+    if kernel == "dense" and route == "over_inputs":
         pytest.skip("it takes tasks one by one")
     made = inputs(N, heads=4, kv_heads=2, batch=(2,), dtype=torch.float16)
     # Gradients of each head have another size, so each head is divided by another power of two.

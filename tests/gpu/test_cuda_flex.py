@@ -83,7 +83,7 @@ def compare(case, tensors, levels=LEVELS, tiles=(16, 128)) -> None:  # type: ign
         for tile in tiles if cut else tiles[:1]:
             # Both ways: through slots, and on inputs as they lie.
             in_place = tile == tiles[-1] if len(cut) == 1 else None
-            how = {"levels": cut, "tile": tile, "sweep": in_place}
+            how = {"levels": cut, "tile": tile, "over_inputs": in_place}
             found = errors(run(kernel, tensors, case[2], **how), tensors, case)
             whole = whole or found
             for name, error in found.items():
@@ -159,17 +159,17 @@ def test_emptied_tasks_are_never_run() -> None:
     assert kernel.run < 60
 
 
-@pytest.mark.parametrize("sweep", [True, False])
+@pytest.mark.parametrize("over_inputs", [True, False])
 @pytest.mark.parametrize("backward", [False, True])
-def test_memory_of_a_cut_call_is_within_its_plan(backward: bool, sweep: bool) -> None:
+def test_memory_of_a_cut_call_is_within_its_plan(backward: bool, over_inputs: bool) -> None:
     n, heads = 40_000, 4
     kernel = from_score_mod(None, sliding_window(1500), compiled=True)
     tensors = random(n, torch.float16, heads=heads, kv_heads=heads)
     common = {"is_causal": True, "kernel": kernel, "devices": "cuda"}
     plan = qa.plan(n, heads=heads, head_dim=WIDTH, dtype=torch.float16, levels=(7,),
                    is_causal=True, kernel=kernel, backward=backward, device="cuda",
-                   inputs="device", sweep=sweep)  # fmt: skip
-    assert isinstance(plan.schedule.route, InPlace if sweep else Slots)
+                   inputs="device", over_inputs=over_inputs)  # fmt: skip
+    assert isinstance(plan.schedule.route, InPlace if over_inputs else Slots)
     out, lse = qa.attention_with_lse(*tensors[:3], **common)
 
     def call() -> None:

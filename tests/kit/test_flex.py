@@ -81,7 +81,7 @@ def random(n: int, kv_heads: int = HEADS, n_keys: int | None = None) -> list[tor
 
 
 @pytest.mark.parametrize(
-    ("levels", "tile", "sweep"),
+    ("levels", "tile", "over_inputs"),
     [
         ((), 128, None),
         ((7,), 16, True),
@@ -92,12 +92,14 @@ def random(n: int, kv_heads: int = HEADS, n_keys: int | None = None) -> list[tor
     ],
 )
 @pytest.mark.parametrize("name", CASES)
-def test_against_float64(name: str, levels, tile: int, sweep: bool | None) -> None:
+def test_against_float64(name: str, levels, tile: int, over_inputs: bool | None) -> None:
     """Edges on the borders of blocks and within, fewer key heads, both ways of the backward."""
     score_mod, mask_mod, is_causal = CASES[name]
     kernel = kernel_of(score_mod, mask_mod)
     tensors = random(N, kv_heads=1 if tile == 128 else HEADS)
-    out, lse, grads = run(kernel, tensors, is_causal, levels=levels, tile=tile, sweep=sweep)
+    out, lse, grads = run(
+        kernel, tensors, is_causal, levels=levels, tile=tile, over_inputs=over_inputs
+    )
     right = [t.double().requires_grad_() for t in tensors[:3]]
     expected, expected_lse = reference(*right, CASES[name])
     expected.backward(tensors[3].double())
@@ -181,8 +183,8 @@ def test_head_groups_go_through_tasks() -> None:
         torch.testing.assert_close(mine.double(), theirs.grad, atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("sweep", [True, False])
-def test_a_head_that_keeps_nothing(sweep: bool) -> None:
+@pytest.mark.parametrize("over_inputs", [True, False])
+def test_a_head_that_keeps_nothing(over_inputs: bool) -> None:
     """In a head group of its own."""
 
     def near(b, h, q, k):  # type: ignore[no-untyped-def]
@@ -190,7 +192,7 @@ def test_a_head_that_keeps_nothing(sweep: bool) -> None:
 
     kernel, tensors = kernel_of(None, near), random(300)
     out, lse, grads = run(
-        kernel, tensors, True, levels=(3,), tile=128, heads_per_group=1, sweep=sweep
+        kernel, tensors, True, levels=(3,), tile=128, heads_per_group=1, over_inputs=over_inputs
     )
     assert bool((lse[:, 0] == -torch.inf).all())
     for found in (out, *grads):
@@ -234,7 +236,7 @@ def test_spans_are_kept_where_lists_are_too_long(monkeypatch) -> None:  # type: 
     monkeypatch.setattr(kernel, "_make_lists", lambda task: made.append(1) or make(task))
     for wanted in (7 + 7 + 7, 7 + 7):
         made.clear()
-        run(kernel, tensors, True, levels=(7,), tile=16, sweep=True)
+        run(kernel, tensors, True, levels=(7,), tile=16, over_inputs=True)
         # Once for the spans, the first time, and once a launch.
         assert len(made) == wanted
 

@@ -107,7 +107,7 @@ def test_the_smallest_at_any_length_works_and_nothing_less_does(seed: int) -> No
     assert smallest is not None
     assert qa.plan(n, budget=smallest, **call).peak_bytes <= smallest
     for levels in ((7,), (13,), (7, 7), (31, 7)):
-        through_slots = qa.plan(n, levels=levels, sweep=False, **call)
+        through_slots = qa.plan(n, levels=levels, over_inputs=False, **call)
         assert through_slots.peak_bytes >= smallest
     with pytest.raises(qa.BudgetError):
         qa.plan(n, budget=smallest - 1, **call)

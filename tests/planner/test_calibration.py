@@ -69,7 +69,7 @@ def test_a_cpu_is_measured_and_remembered(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.usefixtures("empty_cache")
 def test_plans_use_it() -> None:
-    sizes = {"device": "cpu", "dtype": torch.float32, "levels": (7,), "sweep": False}
+    sizes = {"device": "cpu", "dtype": torch.float32, "levels": (7,), "over_inputs": False}
     write({device_key(CPU, torch.float32): figures(1e12)})
     fast = qa.plan(65_536, **sizes).candidate.cost.arithmetic
     write({device_key(CPU, torch.float32): figures(1e11)})

@@ -91,14 +91,15 @@ def test_on_a_cpu_both_homes_count(home) -> None:  # type: ignore[no-untyped-def
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(
-    ("levels", "sweep"), [((), None), ((7,), True), ((7,), False), ((3, 7), None)]
+    ("levels", "over_inputs"), [((), None), ((7,), True), ((7,), False), ((3, 7), None)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_runs_stays_within(backward: bool, levels, sweep, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
+def test_what_runs_stays_within(backward: bool, levels, over_inputs, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
     n = 3000
     given_ = inputs(n, heads=2, head_dim=32, dtype=dtype)
     plan = qa.plan(n, heads=2, head_dim=32, dtype=dtype, is_causal=True, levels=levels, tile=16,
-                   device="cpu", kernel="cpu", sweep=sweep, backward=backward)  # fmt: skip
+                   device="cpu", kernel="cpu", over_inputs=over_inputs,
+                   backward=backward)  # fmt: skip
     call = {"is_causal": True, "kernel": "cpu", "plan": plan}
     out, lse = qa.attention_with_lse(*given_.three, is_causal=True, kernel="cpu")
 

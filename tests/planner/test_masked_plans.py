@@ -57,9 +57,9 @@ def test_a_kernels_launches_are_what_it_says() -> None:
     quick.traits = replace(quick.traits, launch_seconds=(1e-6, 1e-6))
     slow.traits = replace(slow.traits, launch_seconds=(0.1, 0.1))
     common = {**CALL, "levels": (7,), "inputs": "device"}
-    for sweep in (True, False):
+    for over_inputs in (True, False):
         apart = [
-            qa.plan(1 << 18, kernel=kernel, sweep=sweep, **common).predicted_seconds
+            qa.plan(1 << 18, kernel=kernel, over_inputs=over_inputs, **common).predicted_seconds
             for kernel in (quick, slow)
         ]
         # Seven tasks of one head group.
@@ -76,7 +76,9 @@ def test_a_kernels_launches_are_what_it_says() -> None:
 
 def test_what_lies_on_the_device_is_cut_in_place() -> None:
     common = {**CALL, "kernel": windowed(), "levels": (7,), "inputs": "device"}
-    plan, slots = (qa.plan(1 << 18, sweep=sweep, **common) for sweep in (None, False))
+    plan, slots = (
+        qa.plan(1 << 18, over_inputs=over_inputs, **common) for over_inputs in (None, False)
+    )
     assert isinstance(plan.schedule.route, InPlace)
     assert "task by task" in plan.describe()
     assert isinstance(slots.schedule.route, Slots)

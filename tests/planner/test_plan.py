@@ -183,7 +183,7 @@ def test_drawing(tmp_path) -> None:
 
 
 def test_a_plan_of_all_tasks_at_once_tells_the_size_of_its_tasks() -> None:
-    plan = qa.plan(65_536, heads=8, head_dim=64, levels=(7,), sweep=True, device="cuda",
+    plan = qa.plan(65_536, heads=8, head_dim=64, levels=(7,), over_inputs=True, device="cuda",
                    inputs="device", is_causal=True)  # fmt: skip
     largest = max(task.n_tokens for task in plan.tasks())
     assert plan.schedule.largest_task == largest
@@ -203,7 +203,7 @@ def test_a_plan_counts_the_results_that_the_call_asks_for(given: bool) -> None:
 
     kernel = from_lse_function(zeros, workspace=workspace)
     plan = qa.plan(
-        n, heads=1, head_dim=width, dtype=torch.float16, levels=(3,), sweep=False, n_cap=2,
+        n, heads=1, head_dim=width, dtype=torch.float16, levels=(3,), over_inputs=False, n_cap=2,
         kernel=kernel, device="cpu",
     )  # fmt: skip
     three = [torch.zeros(1, 1, n, width, dtype=torch.float16) for _ in range(3)]

@@ -103,7 +103,7 @@ WISHES = {
     "one slot": Wish(GIB, n_cap=1, depth=1),
     "streams": Wish(GIB, streams=2, depth=1),
     "pinned": Wish(GIB, pinned=True),
-    "slots": Wish(4 * GIB, sweep=False, depth=1),
+    "slots": Wish(4 * GIB, over_inputs=False, depth=1),
 }
 
 
@@ -120,7 +120,7 @@ def test_wishes_are_kept(name: str, place: Placement) -> None:
         assert shape.depth == wish.depth
     if wish.group is not None:
         assert schedule.group == wish.group
-    if wish.sweep is False:
+    if wish.over_inputs is False:
         assert isinstance(schedule.route, Slots)
     for field in ("n_cap", "accumulator", "streams"):
         wanted = getattr(wish, field)

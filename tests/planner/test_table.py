@@ -45,7 +45,7 @@ CPU: list[tuple[int, str, dict[str, Any]]] = [
     (20_000, "64MiB", {"dtype": torch.float32, "is_causal": True}),
     (20_000, "1GiB", {"kernel": "dense"}),
     (20_000, "64MiB", {"kernel": MASK, "is_causal": True}),
-    (3000, "64MiB", {"sweep": True, "levels": (7,)}),
+    (3000, "64MiB", {"over_inputs": True, "levels": (7,)}),
 ]
 CALLS = [
     *((*call, {"device": "cuda", "inputs": inputs, "backward": backward})

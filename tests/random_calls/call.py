@@ -152,7 +152,8 @@ def _orders(
         head_dim=case.head_dim, value_dim=case.value_dim, batch=batch, dtype=DTYPES[case.dtype],
         is_causal=case.is_causal, levels=orders.levels, layout=orders.layout, tile=orders.tile,
         n_cap=orders.n_cap, accumulator=orders.accumulator, heads_per_group=group,
-        sweep=orders.sweep, streams=orders.streams, kernel=kernel, backward=backward, **more,
+        over_inputs=orders.over_inputs, streams=orders.streams, kernel=kernel,
+        backward=backward, **more,
     )  # fmt: skip
     return {"plan": plan if orders.pinned else unpinned(plan)}
 

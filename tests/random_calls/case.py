@@ -53,7 +53,8 @@ class Orders:
         how: "free" (nothing is said), "depth", "budget" or "plan".
         depth: with "depth".
         room: with "budget", times the smallest that works.
-        levels, layout, tile, n_cap, accumulator, heads_per_group, sweep, streams: of the plan.
+        levels, layout, tile, n_cap, accumulator, heads_per_group, over_inputs, streams: of
+            the plan.
         pinned: whether a plan is run as it is or may recover.
     """
 
@@ -66,7 +67,7 @@ class Orders:
     n_cap: int | None = None
     accumulator: str | None = None
     one_group_of: int | None = None
-    sweep: bool | None = None
+    over_inputs: bool | None = None
     streams: int | None = None
     pinned: bool = True
 
@@ -227,7 +228,7 @@ def simpler(case: Case) -> list[Case]:
             found += [replace(case, **{name: Orders()}), replace(case, **{name: plain})]
             found += [
                 replace(case, **{name: replace(orders, **{one: getattr(Orders(), one)})})
-                for one in ("layout", "tile", "n_cap", "accumulator", "one_group_of", "sweep",
+                for one in ("layout", "tile", "n_cap", "accumulator", "one_group_of", "over_inputs",
                             "streams", "pinned", "room")
             ]  # fmt: skip
     for name in ("n_queries", "n_keys"):

@@ -300,7 +300,7 @@ class _Drawing:
             n_cap=self.r.choice([None, 1, 2, 3]),
             accumulator=self.r.choice([None, "device", "host"]),
             one_group_of=self.r.choice(groups),
-            sweep=self.r.choice([None, None, False, False, True]),
+            over_inputs=self.r.choice([None, None, False, False, True]),
             streams=self.r.choice([None, None, 1, 2]) if self.on_cuda else None,
             pinned=self.sometimes(0.7),
         )

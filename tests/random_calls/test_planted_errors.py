@@ -202,7 +202,7 @@ def test_what_is_less_exact_than_torch_is_so_again(monkeypatch) -> None:
         case = Case(
             seed, n_queries=150, n_keys=150, head_dim=8, value_dim=8, dtype="float16",
             content="sink", grad="uniform",
-            orders=Orders("plan", levels=(3,), tile=8, sweep=False),
+            orders=Orders("plan", levels=(3,), tile=8, over_inputs=False),
         )  # fmt: skip
         verdict = check(case)
         found.append(str(verdict))

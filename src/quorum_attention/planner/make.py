@@ -57,7 +57,7 @@ def plan(
     heads_per_group: int | None = None,
     n_cap: int | None = None,
     streams: int | None = None,
-    sweep: bool | None = None,
+    over_inputs: bool | None = None,
     kernel: str | InnerKernel = "auto",
     backward: bool = False,
 ) -> Plan:
@@ -82,9 +82,9 @@ def plan(
         heads_per_group: query heads of a head group.
         n_cap: most tasks on the device at once.
         streams: kernel calls in flight at once, 1 or 2.
-        sweep: True runs the tasks of a head group on inputs on the computing device as they lie (at
-            depth 1; all tasks at once or one by one, as the kernel can); False runs them through
-            slots. None leaves each of these choices to the planner.
+        over_inputs: True runs the tasks of a head group on inputs on the computing device as they
+            lie (at depth 1; routes ``together`` or ``in_place``, as the kernel can); False runs
+            them through slots. None leaves each of these choices to the planner.
         kernel: an inner kernel, or its name.
         backward: plan the backward pass instead of the forward.
 
@@ -100,7 +100,7 @@ def plan(
     bytes_given = None if budget is None else parse_bytes(budget)
     wish = _wish(
         work, where, bytes_given, levels, depth, layout, tile, accumulator, heads_per_group, n_cap,
-        streams, sweep,
+        streams, over_inputs,
     )  # fmt: skip
     backward = switch(backward, "backward")
     place = _place(where, inputs, results_given, dtype, backward)
@@ -120,7 +120,7 @@ def _wish(
     heads_per_group: int | None,
     n_cap: int | None,
     streams: int | None,
-    sweep: bool | None,
+    over_inputs: bool | None,
 ) -> Wish:
     """What ``plan`` was asked for, checked."""
     levels = _levels(levels)
@@ -138,7 +138,7 @@ def _wish(
         group=_group(work, heads_per_group),
         n_cap=None if n_cap is None else whole_number(n_cap, "n_cap", 1),
         streams=None if streams is None else whole_number(streams, "streams", 1, 2),
-        sweep=None if sweep is None else switch(sweep, "sweep"),
+        over_inputs=None if over_inputs is None else switch(over_inputs, "over_inputs"),
         pinned=pinned,
         enforce_budget=bytes_given is not None or not pinned,
     )

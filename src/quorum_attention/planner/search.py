@@ -58,7 +58,7 @@ class Wish:
     n_cap: int | None = None
     pinned: bool = False
     streams: int | None = None
-    sweep: bool | None = None
+    over_inputs: bool | None = None
     enforce_budget: bool = True
 
 
@@ -389,7 +389,7 @@ def _schedules(
             for size, route in product(sizes, routes):
                 if size.batch == 1:
                     yield schedule_of(work, shape, size, route, pinned=wish.pinned)
-        if wish.sweep:
+        if wish.over_inputs:
             return
     max_pairs = None
     if work.mask is not None and work.mask.rows and work.mask.columns:
@@ -429,7 +429,7 @@ def _cuts_over_inputs(
     """The decompositions that are worth running on the inputs as they lie: some of ``shapes``, and
     one more (``policy.FEWEST``)."""
     work, kernel, place = case.work, case.kernel, case.place
-    asked_for_slots = wish.n_cap is not None or wish.sweep is False
+    asked_for_slots = wish.n_cap is not None or wish.over_inputs is False
     asked_for_slots |= wish.accumulator == "host" and place.backend.own_memory
     gains = traits_of(kernel).several_streams or takes_tasks(kernel, work)
     if asked_for_slots or not gains:

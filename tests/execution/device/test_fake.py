@@ -18,7 +18,7 @@ N = 101
 def plan(n_cap: int, *, backward: bool, **more) -> qa.Plan:  # type: ignore[no-untyped-def]
     return qa.plan(
         N, heads=4, kv_heads=2, head_dim=8, value_dim=6, is_causal=True, layout="balanced",
-        n_cap=n_cap, heads_per_group=2, backward=backward, device="cpu", sweep=False,
+        n_cap=n_cap, heads_per_group=2, backward=backward, device="cpu", over_inputs=False,
         **{"dtype": torch.float16, "levels": (7,), **more},
     )  # fmt: skip
 

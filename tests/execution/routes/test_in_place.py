@@ -112,14 +112,15 @@ class InPlace(WatchedKernel):
         return torch.promote_types(task.query.dtype, torch.float32)
 
 
-def plans(given, kernel, is_causal: bool, sweep: bool | None = True, **more):  # type: ignore[no-untyped-def]
+def plans(given, kernel, is_causal: bool, over_inputs: bool | None = True, **more):  # type: ignore[no-untyped-def]
     """Forward's and backward's."""
     q, k, _ = given.three
     more = {"levels": (7,), "tile": TILE, **more}
     return [
         qa.plan(q.shape[-2], n_keys=k.shape[-2], heads=q.shape[-3], kv_heads=k.shape[-3],
                 head_dim=q.shape[-1], dtype=q.dtype, is_causal=is_causal, kernel=kernel,
-                batch=q.shape[:-3].numel(), device="cpu", sweep=sweep, backward=backward, **more)
+                batch=q.shape[:-3].numel(), device="cpu", over_inputs=over_inputs,
+                backward=backward, **more)
         for backward in (False, True)
     ]  # fmt: skip
 
@@ -194,13 +195,13 @@ def test_every_pair_is_in_one_task(sizes, levels, is_causal: bool) -> None:
 def test_results_are_those_through_slots(name: str, sizes, is_causal: bool) -> None:
     given = inputs(*sizes, heads=4, kv_heads=2, head_dim=8, dtype=torch.float64)
     found = []
-    for sweep in (True, False):
+    for over_inputs in (True, False):
         kernel = InPlace(MASKS[name])
-        planned = plans(given, kernel, is_causal, sweep)
-        route = routes.InPlace if sweep else Slots
+        planned = plans(given, kernel, is_causal, over_inputs)
+        route = routes.InPlace if over_inputs else Slots
         assert all(isinstance(p.schedule.route, route) for p in planned)
         found.append(run(given, kernel, is_causal, planned))
-        assert bool(kernel.in_place) == (sweep and name != "nothing at all")
+        assert bool(kernel.in_place) == (over_inputs and name != "nothing at all")
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-10)
 
@@ -234,7 +235,9 @@ def test_other_results_than_inputs_dtype() -> None:
                        devices="cpu", out_dtype=torch.float32)  # fmt: skip
     assert out.dtype == torch.float32
     assert kernel.in_place
-    right = run(given, InPlace(MASKS["window"]), True, plans(given, kernel, True, sweep=False))
+    right = run(
+        given, InPlace(MASKS["window"]), True, plans(given, kernel, True, over_inputs=False)
+    )
     assert_close(out, right[0].double(), 4e-3)
 
 
@@ -242,7 +245,7 @@ def test_other_results_than_inputs_dtype() -> None:
 def test_out_of_memory_goes_on_through_slots(backward: bool) -> None:
     given = inputs(N, heads=2, head_dim=8, dtype=torch.float32)
     whole = InPlace(MASKS["window"])
-    wanted = run(given, whole, True, plans(given, whole, True, sweep=False))
+    wanted = run(given, whole, True, plans(given, whole, True, over_inputs=False))
     for fail_at in ({1}, {4}, {1, 2}):
         kernel = InPlace(MASKS["window"], fail_at)
         kernel.arm()
@@ -269,7 +272,7 @@ def test_groups_that_are_done_are_not_computed_again(backward: bool) -> None:
     given = inputs(n, heads=4)
     made = qa.plan(
         n, heads=4, head_dim=8, dtype=torch.float32, is_causal=True, levels=(7,), tile=8,
-        sweep=True, heads_per_group=1, kernel=kernel, device="cpu", backward=backward,
+        over_inputs=True, heads_per_group=1, kernel=kernel, device="cpu", backward=backward,
     )  # fmt: skip
     assert isinstance(made.schedule.route, routes.InPlace)
     out, lse = qa.attention_with_lse(*given.three, is_causal=True)
@@ -302,7 +305,7 @@ def test_a_plan_serves_other_kernels() -> None:
     given = inputs(N, heads=2, head_dim=8, dtype=torch.float64)
     plan = plans(given, InPlace(MASKS["window"]), True)
     other = InPlace(MASKS["none"])
-    right = run(given, other, True, plans(given, other, True, sweep=False))
+    right = run(given, other, True, plans(given, other, True, over_inputs=False))
     for mine, theirs in zip(run(given, other, True, plan), right, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-10)
     plain = from_score_mod(None, None, compiled=False)
@@ -369,13 +372,13 @@ def test_shared_rows_alone_have_a_state() -> None:
     for mask, most in ((sliding_window(500), 0.6), (None, 1.0)):
         kernel = InPlace(mask)
         plan = qa.plan(n, levels=(7,), heads=1, head_dim=8, dtype=torch.float16, is_causal=True,
-                       kernel=kernel, device="cpu", sweep=True)  # fmt: skip
+                       kernel=kernel, device="cpu", over_inputs=True)  # fmt: skip
         assert isinstance(plan.schedule.route, routes.InPlace)
         whole = 4 * n * 9 + 4 * n
         assert plan.candidate.footprint.accumulators <= most * whole + 4 * n
     tally = plan_of_window = qa.plan(
         n, levels=(7,), heads=1, head_dim=8, dtype=torch.float16, is_causal=True,
-        kernel=InPlace(sliding_window(500)), device="cpu", sweep=True,
+        kernel=InPlace(sliding_window(500)), device="cpu", over_inputs=True,
     ).schedule.trimmed  # fmt: skip
     assert tally is not None
     assert plan_of_window is not None

@@ -14,8 +14,10 @@ from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.routes.together import Together
 
 
-def pair(n: int, sweep: bool | None, backward: bool = False, **sizes) -> qa.Plan:
-    return qa.plan(n, levels=(7,), tile=8, sweep=sweep, device="cpu", backward=backward, **sizes)
+def pair(n: int, over_inputs: bool | None, backward: bool = False, **sizes) -> qa.Plan:
+    return qa.plan(
+        n, levels=(7,), tile=8, over_inputs=over_inputs, device="cpu", backward=backward, **sizes
+    )
 
 
 @pytest.mark.parametrize("n", [1, 7, 100, 333])
@@ -44,9 +46,9 @@ def test_results_are_those_of_one_task_after_the_other(sizes, causal, dtype) -> 
     }  # fmt: skip
     options = {"is_causal": causal, "enable_gqa": True}
     results = []
-    for sweep in (True, False):
-        plans = [pair(n, sweep, backward, **shape) for backward in (False, True)]
-        route = Together if sweep else Slots
+    for over_inputs in (True, False):
+        plans = [pair(n, over_inputs, backward, **shape) for backward in (False, True)]
+        route = Together if over_inputs else Slots
         assert all(isinstance(plan.schedule.route, route) for plan in plans)
         out, lse = qa.attention_with_lse(*given.three, plan=plans[0], **options)
         grads = qa.attention_backward(
