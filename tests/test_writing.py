@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from quorum_attention.bench import report as bench_report
 from quorum_attention.bench.settings import Section
 from quorum_attention.execution.report import PassReport
 from quorum_attention.pictures import check_drawable
-from quorum_attention.writing import check_target, replacing, write_text
+from quorum_attention.writing import check_target, folder_of_now, replacing, write_text
 
 EARLIER = b"what was there"
 
@@ -220,3 +222,24 @@ def test_pictures_of_every_ending(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must end in one of"):
         drawn_plan(tmp_path / "a.xyz")
     assert names(tmp_path) == ["a", "a.pdf", "a.png", "a.svg"]
+
+
+def test_the_folder_of_a_killed_process_goes_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not one that is in use, and not what only has a name like it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    killed = (
+        "import os, signal, tempfile; from quorum_attention.writing import folder_of_now\n"
+        f"tempfile.tempdir = {str(tmp_path)!r}\n"
+        "with folder_of_now('of-a-test-') as folder:\n"
+        "    (folder / 'large').write_bytes(bytes(100))\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    subprocess.run([sys.executable, "-c", killed], check=False)
+    assert len(names(tmp_path)) == 1
+    (tmp_path / "of-a-test-like-it").mkdir()
+    with folder_of_now("of-a-test-") as first, folder_of_now("of-a-test-") as second:
+        assert first.is_dir()
+        assert names(tmp_path) == sorted(["of-a-test-like-it", first.name, second.name])
+    assert names(tmp_path) == ["of-a-test-like-it"]

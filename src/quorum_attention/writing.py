@@ -8,10 +8,13 @@ leaves its unfinished file; the next one that writes to the same path removes it
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import re
 import secrets
+import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from os import PathLike
@@ -21,6 +24,7 @@ from typing import BinaryIO
 from quorum_attention.sizes import format_bytes
 
 UNFINISHED = ".unfinished"
+_IN_USE = "in-use"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _LONGEST_NAME = 200  # bytes of the old name that are kept: file systems allow 255 in all
@@ -102,6 +106,30 @@ def replacing(path: str | PathLike[str]) -> Iterator[BinaryIO]:
             os.unlink(file.name)
         raise
     _sync_directory(target.parent)
+
+
+@contextmanager
+def folder_of_now(prefix: str) -> Iterator[Path]:
+    """A new folder for temporary files, removed at the end with all that is in it.
+
+    A process that is killed leaves its folder; the next that asks for one of the same ``prefix``
+    removes it.
+    """
+    _remove_stale_folders(prefix)
+    with tempfile.TemporaryDirectory(prefix=prefix) as name:
+        folder = Path(name)
+        # Locked as long as it is in use.
+        with open(folder / _IN_USE, "x+b") as mark:
+            _lock(mark)
+            yield folder
+
+
+def _remove_stale_folders(prefix: str) -> None:
+    """Remove the folders of killed processes: those that have a mark, and no lock on it."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{glob.escape(prefix)}*"):
+        with suppress(OSError), open(folder / _IN_USE, "r+b") as mark:
+            if _lock(mark):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_text(path: str | PathLike[str], text: str) -> None:

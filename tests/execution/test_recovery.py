@@ -113,3 +113,31 @@ def test_progress_counts_up_to_its_total_whatever_happens() -> None:
     assert [done for done, _, _ in seen] == list(range(1, len(seen) + 1))
     assert seen[-1][0] == seen[-1][1]
     assert {label for _, _, label in seen} == {"forward"}
+
+
+ROUTES = {
+    "whole": {"depth": 0},
+    "by head groups": {"levels": (), "heads_per_group": 1},
+    "over inputs": {"levels": (7,), "over_inputs": True},
+    "slots": {"levels": (7,), "over_inputs": False},
+}
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("route", ROUTES)
+def test_what_progress_raises_reaches_its_caller(route: str, backward: bool) -> None:
+    """A StopIteration too, which a generator on its way would turn into a RuntimeError."""
+    given = inputs(N)
+    made = qa.plan(N, kernel="cpu", backward=backward, device="cpu", **SIZES, **ROUTES[route])
+    out, lse = qa.attention_with_lse(*given.three, kernel="cpu")
+    error = StopIteration("enough")
+
+    def progress(done: int, total: int, name: str) -> None:
+        raise error
+
+    named = {"plan": made, "kernel": "cpu", "progress": progress}
+    read = (given.grad_out, *given.three, out, lse) if backward else given.three
+    run = qa.attention_backward if backward else qa.attention
+    with pytest.raises(StopIteration) as raised:
+        run(*read, **named)
+    assert raised.value is error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 
 import pytest
@@ -184,3 +185,33 @@ def test_what_is_never_sure_is_soon_given_up() -> None:
 
     assert 0.45 < kept_share(Pairs(n, n, True, verdict)) < 0.55
     assert len(asked) < 200_000
+
+
+class Slopes(torch.nn.Module):
+    """A score modification with parameters, as a model would hold it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slopes = torch.nn.Parameter(torch.tensor([0.1, 0.2]), requires_grad=False)
+
+    def forward(self, score, b, h, q, k):  # type: ignore[no-untyped-def]
+        return score - self.slopes[h] * (q - k).abs()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_copy_of_a_model_has_a_kernel_of_its_own(compiled: bool) -> None:
+    model = torch.nn.Module()
+    model.slopes = Slopes()
+    model.kernel = from_score_mod(model.slopes, sliding_window(5), compiled=compiled)
+    copied = copy.deepcopy(model)
+    assert copied.kernel.score_mod is copied.slopes
+    assert copied.kernel is not model.kernel
+    assert copied.kernel.name == model.kernel.name
+    query = torch.randn(1, 2, 20, 4, dtype=torch.float64)
+    first = qa.attention(query, query, query, kernel=model.kernel)
+    copied.slopes.slopes.mul_(3)
+    assert torch.equal(qa.attention(query, query, query, kernel=model.kernel), first)
+    assert not torch.allclose(qa.attention(query, query, query, kernel=copied.kernel), first)
+    # And it counts for itself.
+    assert model.kernel.run == 2
+    assert copied.kernel.run == 1

@@ -53,7 +53,9 @@ def test_a_cpu_is_measured_and_remembered(monkeypatch: pytest.MonkeyPatch) -> No
     sizes = TrialSizes(512, 512, 1 << 20, 0.0, torch.get_num_threads())
     monkeypatch.setattr(Cpu, "trial_sizes", lambda cpu, device: sizes)
     assert not machine_of(CPU, torch.float32, 64).measured
+    before = calibration.rates_known()
     found = calibrate("cpu", torch.float32)
+    assert calibration.rates_known() is not before
     assert found.path == cache_file()
     assert found.path.exists()
     machine = machine_of(CPU, torch.float32, 64)
@@ -111,3 +113,24 @@ def test_waves() -> None:
     assert machine.share_of_rate(5_000, causal_side=5_000) < machine.share_of_rate(5_000)
     assert machine.cached_share(1 << 30) < machine.cached_share(1 << 26) < 1.0
     assert machine.cached_share(1 << 20) == 1.0
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_small_calls_are_decided_anew_by_new_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rates say what is short, as on a GPU."""
+    from quorum_attention.planner import small
+
+    asked: list[object] = []
+    monkeypatch.setattr(Cpu, "refuses", True)
+    monkeypatch.setattr(small, "short_monolithic", lambda *given, **named: asked.append(given))
+    query = torch.randn(1, 1, 37, 8)
+
+    def count() -> int:
+        qa.attention(query, query, query)
+        return len(asked)
+
+    once = count()
+    assert once > 0
+    assert count() == once
+    calibration.rates_known.cache_clear()
+    assert count() > once

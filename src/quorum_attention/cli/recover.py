@@ -14,7 +14,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,6 +40,7 @@ from quorum_attention.pictures import check_drawable
 from quorum_attention.planner import Plan, plan
 from quorum_attention.sizes import format_bytes, format_seconds
 from quorum_attention.verification import Problem, Sampled, compare, expect
+from quorum_attention.writing import folder_of_now
 
 # What a Python process allocates beside the call's tensors while it runs, on the CPU.
 _PROCESS_BYTES = 2 << 20
@@ -119,8 +119,8 @@ def _run(options: argparse.Namespace) -> int:
     Path(options.draw).parent.mkdir(parents=True, exist_ok=True)
     with suppress(ImportError):  # then there is no picture, which is said at the end
         check_drawable(options.draw)
-    with tempfile.TemporaryDirectory(prefix="quorum-attention-") as folder:
-        setting = _setting(options, Path(folder))
+    with folder_of_now("quorum-attention-recover-") as folder:
+        setting = _setting(options, folder)
         _refuse_too_small(setting)
         quiet = options.json
         budget = format_bytes(setting.budget_bytes)

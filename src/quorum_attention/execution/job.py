@@ -86,6 +86,15 @@ class Results:
         return tuple(found)
 
 
+class ProgressStoppedError(Exception):
+    """A StopIteration of the caller's progress, which generators on its way would take for their
+    own; ``run_pass`` raises the original again."""
+
+    def __init__(self, error: StopIteration) -> None:
+        super().__init__()
+        self.error = error
+
+
 @dataclass(slots=True)
 class Job:
     """One pass of one call, as it is given to a route.
@@ -169,7 +178,10 @@ class Job:
     def tell(self, done: int, total: int) -> None:
         """Report progress, in units."""
         if self.progress is not None:
-            self.progress(done, total, self.spec.name)
+            try:
+                self.progress(done, total, self.spec.name)
+            except StopIteration as error:
+                raise ProgressStoppedError(error) from None
 
     def dropout(self, group: Group) -> Dropout | None:
         """The dropout of a head group, numbered in the whole call."""

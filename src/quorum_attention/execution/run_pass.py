@@ -12,7 +12,7 @@ from quorum_attention.execution.control.machine import HERE, Instead, Limits, Ma
 from quorum_attention.execution.cutting import Cutting
 from quorum_attention.execution.device.clock import NoClock
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.job import Job
+from quorum_attention.execution.job import Job, ProgressStoppedError
 from quorum_attention.execution.memory import first_line, is_out_of_memory
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.tools import Tools
@@ -48,6 +48,8 @@ def run_pass(
                 return None
             if not machine.finished:
                 schedule = machine.queue.cuts.schedule(machine.limits.depth)
+    except ProgressStoppedError as stopped:
+        raise stopped.error from None
     finally:
         report.seconds = time.perf_counter() - started
     return job.results.make()

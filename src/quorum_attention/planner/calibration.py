@@ -62,6 +62,13 @@ def device_key(device: torch.device, dtype: torch.dtype) -> str:
 
 
 @lru_cache(maxsize=1)
+def rates_known() -> object:
+    """Stands for the rates that are known: another object after each calibration. What is decided
+    by rates is remembered together with it."""
+    return object()
+
+
+@lru_cache(maxsize=1)
 def _known() -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(cache_file().read_text(encoding="utf-8"))
@@ -156,6 +163,7 @@ def calibrate(
     write_text(path, json.dumps({**_known(), key: figures}, indent=1))
     _known.cache_clear()
     machine_of.cache_clear()
+    rates_known.cache_clear()
     spread = {
         name: max(found[name] for found in rounds) / min(found[name] for found in rounds)
         for name in best

@@ -30,7 +30,7 @@ from quorum_attention.kernels.protocol import CallShape, InnerKernel
 from quorum_attention.kernels.registry import get_kernel, registrations, why_not
 from quorum_attention.kernels.select import rivals, select_kernel, unrounded_kernel
 from quorum_attention.planner import policy
-from quorum_attention.planner.calibration import machine_of
+from quorum_attention.planner.calibration import machine_of, rates_known
 from quorum_attention.planner.machine import Machine
 from quorum_attention.planner.options import Options
 from quorum_attention.planner.plan import Plan
@@ -170,7 +170,7 @@ def _whole(asked: Asked) -> InnerKernel | None:
         return _small_kernel(asked)
     name = _known(
         rounded(asked.work), options, place, asked.result, asked.needs_grad, asked.backward,
-        torch.are_deterministic_algorithms_enabled(), registrations(),
+        torch.are_deterministic_algorithms_enabled(), registrations(), rates_known(),
     )  # fmt: skip
     if name == _ASK:
         return _small_kernel(asked)
@@ -187,6 +187,7 @@ def _known(
     backward: bool,
     deterministic: bool,
     registered: tuple[int, ...],
+    rates: object,
 ) -> str | None:
     """The name of the kernel that runs passes of about these lengths whole; ``_ASK`` where that
     depends on the lengths themselves; None where none does.
@@ -195,7 +196,7 @@ def _known(
 
     Args:
         work: with lengths rounded up (``small.rounded``).
-        deterministic, registered: the choice of the preferred kernel depends on them too.
+        deterministic, registered, rates: the choice depends on them too.
     """
     kernel = _small_kernel(Asked(work, options, place, result, needs_grad, backward))
     if kernel is not None and pairs_of(work, kernel).verdict is None:

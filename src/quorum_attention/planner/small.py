@@ -19,7 +19,7 @@ from quorum_attention.execution.workload import GroupSize, Workload
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.remembered import remembered
 from quorum_attention.planner import policy
-from quorum_attention.planner.calibration import machine_of
+from quorum_attention.planner.calibration import machine_of, rates_known
 from quorum_attention.planner.footprint import footprint_of
 from quorum_attention.planner.search import short_monolithic, uncut
 
@@ -38,12 +38,13 @@ def is_small(
         return False
     # A kernel's own mask is defined for these lengths only: they cannot be rounded.
     own_mask = pairs_of(work, kernel).verdict is not None
-    about = work if own_mask else rounded(work)
-    if _fits(about, kernel, place, device, backward=backward):
+    about, rates = work if own_mask else rounded(work), rates_known()
+    if _fits(about, kernel, place, device, rates, backward=backward):
         return True
     # The rounded call may be too long where the call itself is not. On a CPU that does not matter:
     # there a planned call is as quick.
-    return backend_of(device).refuses and _fits(work, kernel, place, device, backward=backward)
+    refuses = backend_of(device).refuses
+    return refuses and _fits(work, kernel, place, device, rates, backward=backward)
 
 
 def rounded(work: Workload) -> Workload:
@@ -67,9 +68,11 @@ def _fits(
     kernel: InnerKernel,
     place: Placement,
     device: torch.device,
+    rates: object,
     *,
     backward: bool,
 ) -> bool:
+    """The answer by the rates that ``rates`` stands for, and to be asked again after others."""
     if backend_of(device).refuses:
         machine = machine_of(device, work.dtype, work.head_dim)
         return short_monolithic(work, kernel, place, machine, backward=backward) is not None

@@ -32,6 +32,7 @@ from quorum_attention.execution.control.instructions import (
     Requeue,
 )
 from quorum_attention.execution.control.machine import Instead, Limits, Machine, without_a_plan
+from quorum_attention.execution.control.queue import _Replay
 
 OOM, ROOM = OutOfMemory(0), Headroom(0)
 
@@ -357,3 +358,21 @@ def test_ten_thousand_histories_of_up_to_eight_devices() -> None:
     assert ends["planned anew"] > 50
     for order in (LowerCap, Deepen, Coarsen, FallBack, Requeue, Repeat):
         assert ends[order.__name__] > 200, order
+
+
+def test_visits_that_failed_to_be_worked_out_are_worked_out_again() -> None:
+    """A generator that raised says that it has no more items; units would be lost."""
+    failures = iter([2])
+
+    def numbers():  # type: ignore[no-untyped-def]
+        for number in range(5):
+            if number == 2 and next(failures, None):
+                raise MemoryError
+            yield number
+
+    replay = _Replay(numbers)
+    reader = iter(replay)
+    with pytest.raises(MemoryError):
+        list(reader)
+    assert list(replay) == list(range(5))
+    assert list(replay) == list(range(5))

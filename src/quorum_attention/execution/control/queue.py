@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 from typing import TYPE_CHECKING, Protocol
 
 from quorum_attention.decomposition import Task
@@ -136,21 +136,32 @@ class Queue:
             return visits(left, touched=rows, carry=carry)
         key = (found.depth, carry)
         if key not in self._level_visits:
-            self._level_visits[key] = _Replay(visits(list(found.left.values()), carry=carry))
+            tasks = list(found.left.values())
+            self._level_visits[key] = _Replay(lambda: visits(tasks, carry=carry))
         return iter(self._level_visits[key])
 
 
 class _Replay:
-    """The items of an iterator, for any number of readers; it is run through only once."""
+    """The items of an iterator, for any number of readers; it is run through only once.
 
-    def __init__(self, source: Iterator[Visit]) -> None:
-        self._source = source
+    Args:
+        make: makes the iterator, with the same items each time.
+    """
+
+    def __init__(self, make: Callable[[], Iterator[Visit]]) -> None:
+        self._make = make
+        self._source = make()
         self._seen: list[Visit] = []
 
     def __iter__(self) -> Iterator[Visit]:
         for number in count():
             if number == len(self._seen):
-                following = next(self._source, None)
+                try:
+                    following = next(self._source, None)
+                except BaseException:
+                    # A generator that failed says from then on that it has no more items.
+                    self._source = islice(self._make(), number, None)
+                    raise
                 if following is None:
                     return
                 self._seen.append(following)

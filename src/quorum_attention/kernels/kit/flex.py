@@ -8,6 +8,7 @@ last listed block.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -115,6 +116,10 @@ class FlexKernel:
         self._shared = _SHARED
         # If the functions in a closure change later, torch notices and compiles again.
         self._codes = codes(self.score_mod), codes(self.mask_mod)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlexKernel:
+        """See ``ScoreModKernel``; what is compiled is shared by all kernels."""
+        return FlexKernel(deepcopy(self._in_memory, memo))
 
     @property
     def pruned(self) -> int:

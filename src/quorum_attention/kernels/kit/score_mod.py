@@ -8,6 +8,7 @@ materialised scores, on any device. Neither runs the parts in which the mask kee
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -58,6 +59,12 @@ class ScoreModKernel(FunctionKernel):
         self.pruned = self.run = 0
         self._parts: Cache[tuple[Rectangle, ...]] = Cache(_CACHED_RECTANGLES, lambda found: 1)
         super().__init__(_attention(self), name=name, grouped=True, workspace=self._bytes)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ScoreModKernel:
+        """A kernel of its own, as it was when it was made. Its functions are shared, as all
+        functions are; what can be called and is none (a module) is copied."""
+        score_mod, mask_mod = deepcopy((self.score_mod, self.mask_mod), memo)
+        return ScoreModKernel(score_mod, mask_mod, self.name)
 
     def captured(self) -> list[torch.Tensor]:
         """See ``Captures``."""
