@@ -28,6 +28,7 @@ from quorum_attention.execution.call import Call
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.memory import first_line, is_out_of_memory
 from quorum_attention.execution.workload import Workload, flat_entry
+from quorum_attention.kernels.delta import not_whole
 from quorum_attention.kernels.dropout import dropped, dropped_bytes
 
 # Without a budget: tiles that a CPU's cache holds, and that keep a GPU busy.
@@ -330,7 +331,7 @@ class _Walk:
         ds = (rows.grad_out @ value.mT).view(shape)
         self._drop_(ds, entries, one)
         whole_rows = key.shape[-2] == work.n_keys
-        exact = whole_rows and _rounds(work) and not work.sinks
+        exact = whole_rows and work.dtype != torch.float32 and not work.sinks
         ds.sub_(_exact_delta(p, ds, rows) if exact else rows.delta)
         ds.mul_(p)
         if late is not None:
@@ -367,21 +368,17 @@ def _shifted(part: slice, whole: slice, times: int = 1) -> slice:
     return slice((part.start - whole.start) * times, (part.stop - whole.start) * times)
 
 
-def _rounds(work: Workload) -> bool:
-    """Whether outputs are rounded so coarsely that delta is better taken from probabilities."""
-    return work.element_bytes == 2
-
-
-# The probabilities of a row add up to 1 within this, if lse is the lse of these keys.
-_WHOLE = 0.01
-
-
 def _exact_delta(p: torch.Tensor, dp: torch.Tensor, rows: _Rows) -> torch.Tensor:
-    """rowsum(P dP) / rowsum(P), which has no rounding of the output in it (kernels/delta.py);
-    the usual delta for rows whose lse is of more keys than these, or which have none."""
+    """The delta of whole rows, from probabilities that are made to add up to 1, in place: without
+    the rounding of the output (to 16 bits), and of a large lse (in float64; kernels/delta.py).
+
+    The usual delta for rows whose lse is of more keys than these, or which have none.
+    """
     total = p.sum(dim=-1, keepdim=True)
-    found = (p * dp).sum(dim=-1, keepdim=True).div_(total).add_(rows.taken)
-    return torch.where((total - 1.0).abs() <= _WHOLE, found, rows.delta)
+    others = not_whole(total, rows.lse)
+    p.div_(total.masked_fill_(others, 1.0))
+    found = (p * dp).sum(dim=-1, keepdim=True).add_(rows.taken)
+    return torch.where(others, rows.delta, found)
 
 
 __all__ = ["Tile", "Upstream", "add_up_mask_gradient", "fitting", "tile_bytes"]

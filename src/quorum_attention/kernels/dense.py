@@ -117,12 +117,26 @@ def _backward_group(group: _Group, kept: torch.Tensor, grads: Gradients) -> None
     delta = (grad_out * grads.out[at].to(dtype)).sum(dim=-1, keepdim=True)
 
     p = _probabilities(_scores(group, kept, dtype), grads.lse[at])
+    _normalise_(p, grads.lse[at].unsqueeze(-1))
     weights = p if group.dropped is None else _drop_(p.clone(), group)
     grads.grad_value[at_key].add_(_over_rows(weights, grad_out))
     del weights
     ds = p.mul_(_drop_(grad_out @ value.mT, group).sub_(delta))
     grads.grad_query[at].add_(ds @ key, alpha=group.scale)
     grads.grad_key[at_key].add_(_over_rows(ds, query), alpha=group.scale)
+
+
+def _normalise_(p: torch.Tensor, lse: torch.Tensor) -> None:
+    """Divide rows of probabilities (g, nq, nk) by their sums, in place, where nothing but rounding
+    keeps those from 1: an ``lse`` (g, nq, 1) of 1,000 has lost three digits of exp(S - lse).
+
+    Rows of which other tasks have a part are left alone.
+    """
+    total = p.sum(dim=-1, keepdim=True)
+    rounding = torch.finfo(p.dtype).eps * (2.0 * lse.abs() + 8.0)
+    # An lse of -inf is of a row without keys, which adds up to 0.
+    whole = (total - 1.0).abs() <= rounding.clamp_(max=0.01)
+    p.div_(total.masked_fill_(~whole, 1.0))
 
 
 def _drop_(pairs: torch.Tensor, group: _Group) -> torch.Tensor:

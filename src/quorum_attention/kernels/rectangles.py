@@ -202,11 +202,11 @@ class RectangleKernel(ABC):
 
         ``grad_dtype``: the gradients will be stored in it; a kernel may return them in this dtype.
         """
-        upright, factor, sign = signed(query, scale)
+        upright, factor, share = signed(query, scale)
         grad_query, grad_key, grad_value = self.rectangle_backward(
             grad_out, upright, key, value, out, lse, causal, factor, bias
         )
-        return grad_query if sign == 1 else grad_query.mul_(sign), grad_key, grad_value
+        return grad_query if share == 1 else grad_query.mul_(share), grad_key, grad_value
 
     def preferred_sizes(self, sizes: TaskSizes, r: Rectangle, backward: bool) -> tuple[int, int]:
         """The most (queries, keys) of one plain call, for speed alone; by default all of ``r``.
@@ -426,17 +426,22 @@ def signed(query: torch.Tensor, scale: float) -> tuple[torch.Tensor, float, floa
 
     Operators mask a row with -inf and take its maximum before they multiply by the factor. With a
     factor of 0 or below they return NaN or wrong weights. So the queries are multiplied by the sign
-    of the factor (-1 or 0), which is exact.
+    of the factor (-1 or 0), which is exact. In float64 they are multiplied by all of the factor but
+    a power of two: torch's CPU operator rounds a score times the factor otherwise in its backward
+    than in its forward, which costs two digits of exp(score - lse) where scores are large.
 
     Returns:
-        (queries, factor, sign): the queries are ``query`` itself if ``scale`` is above 0; the
-        gradient of these queries is to be multiplied by ``sign`` (-1.0, 0.0 or 1.0).
+        (queries, factor, share): the queries are ``query`` itself if ``share`` is 1; the gradient
+        of these queries is to be multiplied by ``share``, the part of ``scale`` that is not factor.
     """
-    if scale > 0:
-        return query, scale, 1.0
-    sign = -1.0 if scale < 0 else 0.0
+    share = -1.0 if scale < 0 else 0.0 if scale == 0 else 1.0
+    factor = abs(scale) or 1.0
+    if query.dtype == torch.float64:
+        mantissa, exponent = math.frexp(factor)
+        if mantissa != 0.5:
+            share, factor = share * mantissa, math.ldexp(1.0, exponent)
     # 0 times NaN or infinity is NaN, as in the scores.
-    return query * sign, abs(scale) or 1.0, sign
+    return (query if share == 1.0 else query * share), factor, share
 
 
 def four_dims(bias: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,9 @@
-"""Gradients of a small 16-bit call from materialised scores, in fp32.
+"""Gradients of a small call from materialised scores, in fp32; in float64 for such inputs.
 
-For such calls delta is computed from the probabilities (kernels/delta.py). Once these are there,
+For 16-bit calls delta is computed from the probabilities (kernels/delta.py). Once these are there,
 the gradients are three more products. On a CPU that takes less time than a carrier and torch's
-operator, and nothing is rounded to 16 bits in between.
+operator, and nothing is rounded to 16 bits in between. In float64 the probabilities of a row add up
+to 1, as torch's materialised ones do, where exp(score - lse) loses digits if scores are large.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ def small_gradients(
     scale: float,
     columns: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of query, key and value, in fp32; of keys and values summed over the query
-    heads that share them.
+    """The gradients of query, key and value, in the dtype of ``lse``; of keys and values summed
+    over the query heads that share them.
 
     Where a score is not finite, gradients of other rows can be NaN too: 0 times NaN is NaN.
 
     Args:
         grad_out, out: (b, h, nq, dv).
         query, key, value: (b, h, nq, d), (b, hk, nk, d), (b, hk, nk, dv).
-        lse: (b, h, nq), fp32, 0 in rows without keys.
+        lse: (b, h, nq), fp32 or fp64, 0 in rows without keys.
         bias: additive, broadcastable to (b, h, nq, nk), or None.
         causal: query i sees keys j <= i.
         columns: how many of the last columns of ``out`` are none of the output's, but take
@@ -42,12 +43,16 @@ def small_gradients(
     pairs = (*query.shape[:3], n_keys)
     # Query heads that share a key head are further rows of it.
     q, g, rows = (
-        t.reshape(batch * key_heads, -1, width).float()
+        t.reshape(batch * key_heads, -1, width).to(lse.dtype)
         for t, width in ((query, query.shape[3]), (grad_out, grad_out.shape[3]), (lse, 1))
     )
-    k, v = (t.reshape(batch * key_heads, n_keys, t.shape[3]).float() for t in (key, value))
+    k, v = (t.reshape(batch * key_heads, n_keys, t.shape[3]).to(lse.dtype) for t in (key, value))
     # Scores less the log-sum-exp of their row.
-    p = torch.baddbmm(rows, q, k.mT, beta=-1.0, alpha=scale)
+    if lse.dtype == torch.float64:
+        # One product more exact: scores and lse are rounded once each.
+        p = torch.bmm(q, k.mT).mul_(scale).sub_(rows)
+    else:
+        p = torch.baddbmm(rows, q, k.mT, beta=-1.0, alpha=scale)
     if bias is not None:
         p.view(pairs).add_(bias)
     p.exp_()

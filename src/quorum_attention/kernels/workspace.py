@@ -48,7 +48,7 @@ class RectangleSizes:
         aligned_bias_bytes: bytes of a copy of it from ``aligned_bias``.
         dead_bytes: bytes that ``dead_rows`` takes.
         task_rows: query rows of a whole task, all heads and batch entries together.
-        signed_query: whether the queries are copied to multiply them by the sign of the scale.
+        signed_query: whether the queries may be copied to multiply them by a part of the scale.
     """
 
     batch: int
@@ -95,7 +95,7 @@ class RectangleSizes:
             aligned_bias_bytes=aligned,
             dead_bytes=dead,
             task_rows=extent.batch * extent.query_heads * extent.n_tokens,
-            signed_query=not call.positive_scale,
+            signed_query=not call.positive_scale or call.dtype == torch.float64,
         )
 
     @property
@@ -115,7 +115,7 @@ class RectangleSizes:
 
     @property
     def signed_bytes(self) -> int:
-        """Bytes of the queries of one call times the sign of its scale (``signed``)."""
+        """Bytes of the queries of one call times a part of its scale (``signed``)."""
         return self.rows * self.head_dim * self.item if self.signed_query else 0
 
     @property

@@ -206,8 +206,11 @@ def at_once(job: Job) -> tuple[torch.Tensor, ...] | None:
 
 def materialises(work: Workload, kernel: InnerKernel) -> bool:
     """Whether ``at_once`` takes the gradients of such a call from materialised scores."""
-    small = corrected_bytes(work, kernel) > 0 and not work.dropout
-    return traits_of(kernel).small_gradients and small
+    if not traits_of(kernel).small_gradients or work.dropout or work.sinks:
+        return False
+    # In float64 as large as calls of 16 bits may be.
+    narrow = replace(work, dtype=torch.float16) if work.dtype == torch.float64 else work
+    return corrected_bytes(narrow, kernel) > 0
 
 
 def _materialised(
