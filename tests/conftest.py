@@ -6,7 +6,6 @@ nothing behind: helpers_uninitialised.py, helpers_leftovers.py.
 
 from __future__ import annotations
 
-import atexit
 import gc
 import os
 import random
@@ -14,6 +13,7 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Iterator
+from multiprocessing.util import Finalize
 
 import numpy as np
 import pytest
@@ -26,7 +26,8 @@ os.environ["QUORUM_ATTENTION_CHECKED"] = "1"
 _SHARED = tempfile.gettempdir()
 # Of this run alone, so that what is left in it was left by this run.
 _FOLDER = tempfile.mkdtemp(prefix="quorum-attention-tests-")
-atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
+# After multiprocessing has removed its own folder, which lies in there.
+Finalize(None, shutil.rmtree, args=(_FOLDER,), kwargs={"ignore_errors": True}, exitpriority=-200)
 tempfile.tempdir = os.environ["TMPDIR"] = _FOLDER
 # Where pytest's own folders stay for a look at them, and what torch compiled for the next run.
 os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", _SHARED)

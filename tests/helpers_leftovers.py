@@ -19,7 +19,7 @@ ON_GPU = torch.cuda.is_available()
 _KEPT_BYTES = 1 << 20
 _PATIENCE_S = 5.0
 # Of torch's compiler and of Python: they outlive whoever asked for them first.
-_THREADS_NOT_OURS = ("torch", "triton", "tqdm")
+_THREADS_NOT_OURS = ("torch", "triton", "tqdm", "multiprocessing")
 _PROCESSES_NOT_OURS = ("torch/_inductor", "resource_tracker")
 _VARIABLES_NOT_OURS = ("PYTEST_", "TORCH", "TRITON", "CUDA", "KINETO")
 _FILES_NOT_OURS = ("torchinductor_", "torch_", "pytest-of-", "pymp-")

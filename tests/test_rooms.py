@@ -25,7 +25,7 @@ FLOORS = (
     ("passes",),
     ("autograd",),
     ("api",),
-    ("bench", "checking", "distributed", "integrations", "recipes", "verification"),
+    ("bench", "checking", "distributed", "integrations", "pool", "recipes", "verification"),
     ("cli",),
 )
 LEVEL = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

@@ -27,6 +27,7 @@ class Mapping:
         shared: whether writes go to the file.
         file: device and inode of the mapped file; None where there is none.
         offset: position of ``start`` in the file, in bytes.
+        path: of the file, as it was called when it was mapped; None where there is none.
     """
 
     start: int
@@ -35,6 +36,7 @@ class Mapping:
     shared: bool
     file: tuple[str, int] | None
     offset: int
+    path: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,4 +92,5 @@ def _parsed(line: str) -> Mapping:
         shared=fields[1][3] == "s",
         file=(fields[3], int(fields[4])) if is_file else None,
         offset=int(fields[2], 16),
+        path=path if is_file else None,
     )

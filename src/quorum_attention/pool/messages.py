@@ -1,0 +1,86 @@
+"""What a pool and its workers tell each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from quorum_attention.execution.report import Report
+from quorum_attention.pool.parts import Part, Sizes
+from quorum_attention.pool.shared import Handle
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """A pass begins.
+
+    Attributes:
+        number: of the pass, in this pool.
+        backward: which of the two it is.
+        tensors: by name: query, key, value, mask, out, lse; grad_out, grad_query, grad_key,
+            grad_value.
+        options: keyword arguments of each call.
+    """
+
+    number: int
+    backward: bool
+    sizes: Sizes
+    tensors: dict[str, Handle]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Compute a part of the pass that has begun.
+
+    ``sums`` is where the gradients of its keys and values go, if they have to be added up.
+    """
+
+    number: int
+    index: int
+    part: Part
+    sums: tuple[Handle, Handle] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """A pass is over: let go of its tensors."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A worker has its device; ``name`` is the device's own name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The results of a part are in place."""
+
+    number: int
+    index: int
+    seconds: float
+    report: Report
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A part could not be computed.
+
+    Attributes:
+        memory: whether memory ran out at every depth; others may still compute it.
+        error: the exception, if it can be sent, else its text.
+        trace: the traceback in words.
+    """
+
+    number: int
+    index: int
+    memory: bool
+    error: BaseException | str
+    trace: str
+
+
+__all__ = ["Begin", "Compute", "Done", "End", "Failed", "Ready"]

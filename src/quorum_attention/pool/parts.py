@@ -1,0 +1,153 @@
+"""A call in parts that devices compute independently of each other: heads first, then rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from quorum_attention.decomposition.intervals import Interval
+
+# The largest part is such a share of what one device has to do in all. A lost worker loses no more.
+_OF_A_DEVICE = 4
+# Parts for each device where devices are not alike, at least.
+_UNEQUAL = 10
+# Rows are cut at multiples of a kernel's tile.
+_TILE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes of a call; ``rows_may_be_cut``: whether a head may be cut between rows."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    n_queries: int
+    n_keys: int
+    is_causal: bool
+    rows_may_be_cut: bool = True
+
+    @property
+    def share(self) -> int:
+        """Query heads of a key/value head."""
+        return self.heads // self.kv_heads
+
+
+class Part(NamedTuple):
+    """Some rows of some query heads of one batch entry, with all the keys they see.
+
+    Results of its queries are complete. Gradients of its keys are complete where it has all rows of
+    all query heads of a key/value head (``whole``), else they have to be added up.
+    """
+
+    entry: int
+    heads: Interval
+    rows: Interval
+    whole: bool
+
+    def kv(self, sizes: Sizes) -> Interval:
+        """The key/value heads that it reads."""
+        return Interval(self.heads.start // sizes.share, -(-self.heads.stop // sizes.share))
+
+    def n_keys(self, sizes: Sizes) -> int:
+        """How many keys it reads, from the first."""
+        return self.rows.stop if sizes.is_causal and sizes.rows_may_be_cut else sizes.n_keys
+
+    def pairs(self, sizes: Sizes) -> int:
+        """Query-key pairs, as if keys and queries had the same positions where it is causal."""
+        low, high = self.rows
+        if not sizes.is_causal:
+            return self.heads.length * (high - low) * sizes.n_keys
+        return self.heads.length * (high * (high + 1) - low * (low + 1)) // 2
+
+
+def parts_of(sizes: Sizes, devices: int, even: bool = True) -> list[Part]:
+    """The parts of a call for so many devices, in the order in which devices should take them.
+
+    Large parts come first and small ones last, so that devices end together though nobody knows
+    beforehand how fast each is. A part is a few whole key/value heads as long as there are enough
+    of them; the last ones are cut between query heads and between rows if that is needed for an
+    even end.
+
+    Args:
+        even: whether the devices are alike; if they are not, ends are cut finer.
+    """
+    heads = sizes.batch * sizes.kv_heads
+    if heads == 0 or not sizes.n_queries:
+        return []
+    if devices == 1:
+        return [part for at in range(heads) for part in _whole(sizes, at, 1)]
+    if even:
+        # The last heads, those that do not divide among the devices, are cut into a piece a device.
+        cut, wanted = heads % devices, devices // math.gcd(heads % devices or 1, devices)
+    else:
+        # The slowest device may have a small part of the work to do: small pieces only.
+        cut, wanted = heads, -(-_UNEQUAL * devices // heads)
+    pieces = min(wanted, _most_pieces(sizes))
+    cut = cut if pieces > 1 else 0
+    found: list[Part] = []
+    at = 0
+    while at < heads - cut:
+        left = heads - cut - at
+        largest = max(1, heads // (devices * _OF_A_DEVICE))
+        run = min(left, max(1, min(largest, math.ceil(left / (2 * devices)))))
+        found += _whole(sizes, at, run)
+        at += run
+    for head in range(heads - cut, heads):
+        found += _cut(sizes, head, pieces)
+    return found
+
+
+def _most_pieces(sizes: Sizes) -> int:
+    """Into how many pieces a key/value head can be cut."""
+    rows = sizes.n_queries // _TILE if sizes.rows_may_be_cut else 1
+    return max(1, rows * sizes.share)
+
+
+def _whole(sizes: Sizes, first: int, count: int) -> Iterator[Part]:
+    """Whole key/value heads, numbered through all batch entries; a part for each entry."""
+    rows, last = Interval(0, sizes.n_queries), first + count
+    while first < last:
+        entry, head = divmod(first, sizes.kv_heads)
+        run = min(last - first, sizes.kv_heads - head)
+        heads = Interval(head * sizes.share, (head + run) * sizes.share)
+        yield Part(entry, heads, rows, True)
+        first += run
+
+
+def _cut(sizes: Sizes, head: int, pieces: int) -> Iterator[Part]:
+    """One key/value head in pieces of equal work: between query heads where they divide, else the
+    query heads one after the other, cut between rows."""
+    entry, kv = divmod(head, sizes.kv_heads)
+    first = kv * sizes.share
+    for piece in range(pieces):
+        low, high = (_point(sizes, sizes.share * at / pieces) for at in (piece, piece + 1))
+        if low[0] == high[0]:
+            yield from _piece(entry, first + low[0], 1, low[1], high[1])
+            continue
+        start = low[0]
+        if low[1]:
+            yield from _piece(entry, first + start, 1, low[1], sizes.n_queries)
+            start += 1
+        yield from _piece(entry, first + start, high[0] - start, 0, sizes.n_queries)
+        yield from _piece(entry, first + high[0], 1, 0, high[1])
+
+
+def _piece(entry: int, head: int, count: int, low: int, high: int) -> Iterator[Part]:
+    if count > 0 and low < high:
+        yield Part(entry, Interval(head, head + count), Interval(low, high), False)
+
+
+def _point(sizes: Sizes, at: float) -> tuple[int, int]:
+    """Query head and row at which ``at`` heads' work is done."""
+    head = math.floor(at + 1e-9)
+    part = max(0.0, at - head)
+    row = (math.sqrt(part) if sizes.is_causal else part) * sizes.n_queries
+    if not sizes.rows_may_be_cut:
+        return round(at), 0
+    return head, min(sizes.n_queries, round(row / _TILE) * _TILE)
+
+
+__all__ = ["Part", "Sizes", "parts_of"]

@@ -1,0 +1,211 @@
+"""A pass on a pool: the machine says which part comes next, workers compute it.
+
+The coordinator computes nothing. A worker that ends, hangs or runs out of memory gives its part
+back, and the others finish.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from quorum_attention.errors import OutOfMemoryError
+from quorum_attention.execution.control.events import DeviceLost, UnitDone
+from quorum_attention.execution.control.instructions import GiveUp
+from quorum_attention.execution.control.machine import Limits, Machine
+from quorum_attention.pool.messages import Begin, Compute, Done, End, Failed
+from quorum_attention.pool.parts import Part
+from quorum_attention.pool.report import PoolPass, Ran
+from quorum_attention.pool.shared import Handle
+from quorum_attention.pool.workers import Worker, listen
+
+# A worker hangs if a part takes so many times what its pace, or the pace of others, makes it; and
+# at least so many seconds.
+_HUNG_TIMES, _HUNG_SECONDS = 20.0, 60.0
+_WHOLE: tuple[int, ...] = ()
+
+Sums = Callable[[Part], "tuple[Handle, Handle] | None"]
+
+
+@dataclass(slots=True)
+class _Running:
+    index: int
+    begun: float
+
+
+class Coordinator:
+    """Runs one pass.
+
+    Args:
+        workers: those of the pool; those that are gone take no part.
+        begin: what they have to know of the pass.
+        parts: of the call, in the order in which they should be begun.
+        sums: where the gradients of a part's keys and values go, if they have to be added up.
+        done: called with each part that is done, and with what ``sums`` had returned for it.
+        report: what happened.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        begin: Begin,
+        parts: Sequence[Part],
+        sums: Sums,
+        done: Callable[[Part, tuple[Handle, Handle] | None], None],
+        report: PoolPass,
+    ) -> None:
+        self._workers, self._begin, self._parts = workers, begin, parts
+        self._sums, self._done, self._report = sums, done, report
+        alive = {number: 1 for number, worker in enumerate(workers) if worker.alive}
+        self._machine = Machine(parts, _never, Limits(0, 0), alive)  # type: ignore[arg-type]
+        self._running: dict[int, _Running] = {}
+        self._targets: dict[int, tuple[Handle, Handle] | None] = {}
+        self._pace: dict[int, float] = {}
+        self._errors: list[str] = []
+
+    def run(self) -> None:
+        """Run all parts.
+
+        Raises:
+            OutOfMemoryError: memory ran out on every device.
+            RuntimeError: no worker is left; the message says what was done.
+            Exception: what a worker raised.
+        """
+        self._began = time.perf_counter()
+        try:
+            for number in list(self._machine.devices):
+                if not self._workers[number].send(self._begin):
+                    self._lost(number, "its worker has ended")
+            while not self._machine.finished:
+                self._launch()
+                self._hear()
+        except Exception:
+            self._drain()
+            raise
+        except BaseException:
+            self._stop()
+            raise
+        finally:
+            for worker in self._workers:
+                if worker.alive:
+                    worker.send(End(self._begin.number))
+            self._report.seconds = time.perf_counter() - self._began
+            self._report.history += self._machine.history
+
+    def _stop(self) -> None:
+        """End the workers that compute: they would write into results that the caller has back."""
+        for number in self._running:
+            self._workers[number].kill()
+
+    def _drain(self) -> None:
+        """Let workers finish the parts they have, so that they can be used again."""
+        limit = time.monotonic() + _HUNG_SECONDS
+        try:
+            while self._running and time.monotonic() < limit:
+                for worker, answer in listen([self._workers[n] for n in self._running], 1.0):
+                    number = next(n for n in self._running if self._workers[n] is worker)
+                    del self._running[number]
+                    if answer is None:
+                        worker.kill()
+        finally:
+            self._stop()
+
+    def _launch(self) -> None:
+        """A part for each device that has none."""
+        for number in list(self._machine.devices):
+            if number in self._running:
+                continue
+            self._machine.start(number)
+            launch = self._machine.next(number)
+            if launch is None:
+                continue
+            part: Part = launch.group  # type: ignore[assignment]
+            index = self._parts.index(part)
+            target = self._targets[index] = self._sums(part)
+            self._running[number] = _Running(index, time.perf_counter())
+            if not self._workers[number].send(Compute(self._begin.number, index, part, target)):
+                self._lost(number, "its worker has ended")
+
+    def _hear(self) -> None:
+        """Take in what workers say; those that say nothing for too long are given up."""
+        numbers = {id(self._workers[number]): number for number in self._running}
+        now = time.perf_counter()
+        ends = {number: self._limit(number) + one.begun for number, one in self._running.items()}
+        soonest = min(ends.values(), default=now)
+        seconds = None if soonest == float("inf") else max(0.0, soonest - now)
+        heard = listen([self._workers[n] for n in self._running], seconds)
+        # What is done first: a failure may end the pass.
+        for worker, answer in sorted(heard, key=lambda one: not isinstance(one[1], Done)):
+            number = numbers[id(worker)]
+            if answer is None:
+                self._lost(number, "its worker has ended")
+            elif isinstance(answer, Failed):
+                self._failed(number, answer)
+            else:
+                self._finished(number, answer)
+        if heard:
+            return
+        now = time.perf_counter()
+        for number, end in ends.items():
+            if number in self._running and end <= now:
+                self._lost(number, f"no answer for {now - self._running[number].begun:.0f} s")
+
+    def _limit(self, number: int) -> float:
+        """Seconds after which a worker's part is taken from it."""
+        pairs = self._parts[self._running[number].index].pairs(self._begin.sizes)
+        pace = self._pace.get(number) or max(self._pace.values(), default=0.0)
+        if not pace:
+            return float("inf") if len(self._running) == 1 else 3600.0
+        return max(_HUNG_SECONDS, _HUNG_TIMES * pace * pairs)
+
+    def _finished(self, number: int, answer: Done) -> None:
+        running = self._running.pop(number)
+        part, now = self._parts[answer.index], time.perf_counter()
+        self._pace[number] = (now - running.begun) / max(1, part.pairs(self._begin.sizes))
+        self._done(part, self._targets.pop(answer.index))
+        self._machine.on(UnitDone(number, part, _WHOLE))  # type: ignore[arg-type]
+        began = self._began
+        self._report.ran.append(
+            Ran(number, answer.index, running.begun - began, now - began, answer.report)
+        )
+
+    def _failed(self, number: int, answer: Failed) -> None:
+        if not answer.memory:
+            self._running.pop(number)
+            there = RuntimeError(
+                f"in the worker of {self._report.devices[number]}:\n{answer.trace}"
+            )
+            if isinstance(answer.error, BaseException):
+                raise answer.error from there
+            raise RuntimeError(answer.error) from there
+        self._errors.append(str(answer.error))
+        # The worker is well: it only has no part in this pass any more.
+        self._lost(number, "out of memory at every depth", end=False)
+
+    def _lost(self, number: int, why: str, end: bool = True) -> None:
+        """A device leaves the pass; its part goes back."""
+        self._running.pop(number, None)
+        worker = self._workers[number]
+        if end:
+            worker.kill()
+        order = self._machine.on(DeviceLost(number))
+        self._report.history.append(f"{self._report.devices[number]}: {why}")
+        if isinstance(order, GiveUp) or (not self._machine.devices and not self._machine.finished):
+            self._give_up()
+
+    def _give_up(self) -> NoReturn:
+        done, all_ = len(self._report.ran), len(self._parts)
+        said = "; ".join(self._report.history)
+        message = f"no device is left after {done} of {all_} parts: {said}"
+        if self._errors:
+            raise OutOfMemoryError(f"{message}; {self._errors[-1]}")
+        raise RuntimeError(message)
+
+
+def _never() -> NoReturn:
+    raise AssertionError("a pool's machine is not told of a lack of memory")
+
+
+__all__ = ["Coordinator"]

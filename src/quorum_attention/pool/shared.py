@@ -1,0 +1,124 @@
+"""Tensors that several processes have: in shared memory, in a mapped file, or on a CUDA device."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from quorum_attention.call.mapped import Mappings
+
+
+@dataclass(frozen=True, slots=True)
+class InFile:
+    """A tensor that is mapped from a file; processes map it for themselves.
+
+    Attributes:
+        path: of the file.
+        offset: of its first byte.
+        shape, strides: in elements.
+        dtype: of the tensor.
+        written: whether it is written to.
+    """
+
+    path: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    written: bool
+
+    def open(self) -> torch.Tensor:
+        """Map it here."""
+        spanned = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) + 1
+        n_bytes = spanned * self.dtype.itemsize if 0 not in self.shape else 0
+        mode = "r+" if self.written else "c"
+        mapped = np.memmap(self.path, np.uint8, mode, self.offset, n_bytes)  # type: ignore[call-overload]
+        flat: torch.Tensor = torch.from_numpy(mapped).view(self.dtype)
+        return flat.as_strided(self.shape, self.strides)
+
+
+Handle = torch.Tensor | InFile
+
+
+@dataclass(slots=True)
+class Shared:
+    """A tensor as other processes get it.
+
+    Attributes:
+        handle: what is sent; a tensor in shared memory or on a CUDA device is sent by its handle.
+        tensor: the same memory here.
+        copied_bytes: copied into shared memory, because its own was not.
+    """
+
+    handle: Handle
+    tensor: torch.Tensor
+    copied_bytes: int = 0
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, mappings: Mappings) -> Shared:
+        """An input, copied into shared memory if other processes cannot have its memory."""
+        if tensor.is_shared():
+            return cls(tensor, tensor)
+        found = _in_file(tensor, mappings, written=False)
+        if found is not None:
+            return cls(found, tensor)
+        copy = room(tuple(tensor.shape), tensor.dtype)
+        copy.copy_(tensor)
+        return cls(copy, copy, copy.nbytes)
+
+    @classmethod
+    def written(cls, tensor: torch.Tensor, mappings: Mappings) -> Shared:
+        """A given result; in shared memory of its own if others cannot write to it (``tensor`` then
+        is that memory, to be copied at the end)."""
+        if tensor.is_shared():
+            return cls(tensor, tensor)
+        found = _in_file(tensor, mappings, written=True)
+        if found is not None:
+            return cls(found, tensor)
+        made = room(tuple(tensor.shape), tensor.dtype)
+        return cls(made, made)
+
+
+def room(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in shared memory that nobody has touched yet; it reads as zeros.
+
+    Raises:
+        RuntimeError: shared memory (/dev/shm on Linux) has no room for it.
+    """
+    n_bytes = torch.empty(shape, dtype=dtype, device="meta").nbytes
+    storage = torch.UntypedStorage._new_shared(n_bytes, device="cpu")
+    made = torch.empty(0, dtype=dtype)
+    made.set_(storage, 0, shape)  # type: ignore[call-overload]
+    return made
+
+
+def opened(handle: Handle) -> torch.Tensor:
+    """The tensor of a handle, in the process that received it."""
+    return handle.open() if isinstance(handle, InFile) else handle
+
+
+def _in_file(tensor: torch.Tensor, mappings: Mappings, written: bool) -> InFile | None:
+    """The tensor as a part of a file that other processes can open and see the same bytes in."""
+    found = mappings.in_file(tensor)
+    if found is None:
+        return None
+    mapping, offset = found
+    path = mapping.path
+    # A private map that was written to differs from its file.
+    if path is None or not mapping.shared or (written and not mapping.writable):
+        return None
+    try:
+        now = os.stat(path)
+    except OSError:
+        return None
+    # A file of that name may be another one by now.
+    device = f"{os.major(now.st_dev):02x}:{os.minor(now.st_dev):02x}"
+    if (device, now.st_ino) != mapping.file:
+        return None
+    return InFile(path, offset, tuple(tensor.shape), tensor.stride(), tensor.dtype, written)
+
+
+__all__ = ["Handle", "InFile", "Shared", "opened", "room"]

@@ -1,0 +1,120 @@
+"""The worker processes of a pool: started, asked, listened to, ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.multiprocessing
+
+from quorum_attention.pool.messages import Done, Failed, Ready
+from quorum_attention.pool.worker import work
+
+# Seconds until a worker has to be ready: it imports torch and opens its device.
+_START_SECONDS = 180.0
+_END_SECONDS = 5.0
+
+
+@dataclass(slots=True)
+class Worker:
+    """A worker process.
+
+    Attributes:
+        device: as torch writes it.
+        process, pipe: to talk to it.
+        name: the device's own name.
+        alive: whether it has not ended, nor been given up.
+    """
+
+    device: str
+    process: Any
+    pipe: Connection
+    name: str = ""
+    alive: bool = True
+
+    def send(self, message: object) -> bool:
+        """Send a message; False if the worker is gone."""
+        try:
+            self.pipe.send(message)
+        except (BrokenPipeError, ConnectionResetError, OSError):
+            return False
+        return True
+
+    def end(self) -> None:
+        """End it, kindly where it is idle; it is gone when this returns."""
+        self.alive = False
+        self.send(None)
+        self.process.join(_END_SECONDS)
+        self.kill()
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.alive = False
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+def start(devices: Sequence[str], threads: int | None) -> list[Worker]:
+    """A worker for each device, ready to compute.
+
+    Raises:
+        RuntimeError: one did not start; all are ended.
+    """
+    context = torch.multiprocessing.get_context("spawn")
+    workers = []
+    for device in devices:
+        ours, theirs = context.Pipe()
+        process = context.Process(
+            target=work,
+            args=(device, threads, theirs),
+            name=f"quorum-attention {device}",
+            daemon=True,
+        )
+        process.start()
+        theirs.close()
+        workers.append(Worker(device, process, ours))
+    limit = time.monotonic() + _START_SECONDS
+    for worker in workers:
+        ready = worker.pipe.poll(max(0.0, limit - time.monotonic()))
+        try:
+            answer = worker.pipe.recv() if ready else None
+        except (EOFError, OSError):
+            answer = None
+        if not isinstance(answer, Ready):
+            code = worker.process.exitcode
+            for each in workers:
+                each.kill()
+            raise RuntimeError(
+                f"the worker of {worker.device} did not start"
+                + (f" (exit code {code})" if code is not None else "")
+                + '; a script that uses a pool needs `if __name__ == "__main__":` around its work'
+            )
+        worker.name = answer.name
+    return workers
+
+
+def listen(
+    workers: Sequence[Worker], seconds: float | None
+) -> list[tuple[Worker, Done | Failed | None]]:
+    """What workers say next; None instead of an answer from one that is gone.
+
+    Empty if nobody says anything for so many seconds.
+    """
+    sources: dict[Any, Worker] = {worker.pipe: worker for worker in workers}
+    heard = []
+    for pipe in wait(list(sources), seconds):
+        worker = sources[pipe]
+        try:
+            heard.append((worker, worker.pipe.recv()))
+        except (EOFError, OSError):
+            heard.append((worker, None))
+    return heard
+
+
+__all__ = ["Worker", "listen", "start"]

@@ -1,0 +1,152 @@
+"""The coordinator with made-up workers: each part ends once, or the error says why not."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+from quorum_attention.errors import OutOfMemoryError
+from quorum_attention.execution.report import Report
+from quorum_attention.pool import run as pool_run
+from quorum_attention.pool.messages import Begin, Compute, Done, Failed
+from quorum_attention.pool.parts import Part, Sizes, parts_of
+from quorum_attention.pool.report import PoolPass
+from quorum_attention.pool.run import Coordinator
+from quorum_attention.pool.workers import Worker
+
+SIZES = Sizes(1, 8, 8, 1024, 1024, True)
+Behaviour = Callable[[Compute, int], "Done | Failed | None"]
+
+
+class Process:
+    """What a worker needs of a process; ends with its pipe."""
+
+    exitcode = None
+
+    def is_alive(self) -> bool:
+        return False
+
+    def join(self, seconds: float | None = None) -> None: ...
+
+
+def worker(behaviour: Behaviour) -> Worker:
+    """A worker whose answers are made up; None: it ends."""
+    ours, theirs = multiprocessing.Pipe()
+
+    def answer(pipe: Connection) -> None:
+        count = 0
+        while True:
+            try:
+                message: Any = pipe.recv()
+            except (EOFError, OSError):
+                return
+            if not isinstance(message, Compute):
+                continue
+            count += 1
+            said = behaviour(message, count)
+            try:
+                if said is None:
+                    pipe.close()
+                    return
+                pipe.send(said)
+            except OSError:
+                return
+
+    threading.Thread(target=answer, args=(theirs,), daemon=True).start()
+    return Worker("cpu", Process(), ours)
+
+
+def well(message: Compute, count: int) -> Done:
+    return Done(message.number, message.index, 0.0, Report())
+
+
+def failing(at: int, memory: bool, error: BaseException | str = "no memory") -> Behaviour:
+    def behave(message: Compute, count: int) -> Done | Failed:
+        if count < at:
+            return well(message, count)
+        return Failed(message.number, message.index, memory, error, "there")
+
+    return behave
+
+
+def ending(at: int) -> Behaviour:
+    return lambda message, count: well(message, count) if count < at else None
+
+
+def hanging(at: int, over: threading.Event) -> Behaviour:
+    def behave(message: Compute, count: int) -> Done:
+        if count >= at:
+            over.wait()
+        return well(message, count)
+
+    return behave
+
+
+def run(*behaviours: Behaviour) -> tuple[PoolPass, list[Part]]:
+    workers = [worker(b) for b in behaviours]
+    report = PoolPass(devices=[f"device {n}" for n in range(len(workers))])
+    parts = parts_of(SIZES, len(workers), even=False)
+    ended: list[Part] = []
+    coordinator = Coordinator(
+        workers, Begin(1, False, SIZES, {}), parts, lambda p: None,
+        lambda p, s: ended.append(p), report,
+    )  # fmt: skip
+    try:
+        coordinator.run()
+    finally:
+        for each in workers:
+            each.pipe.close()
+    assert sorted(ended) == sorted(parts)
+    assert sorted(one.index for one in report.ran) == list(range(len(parts)))
+    return report, parts
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whoever_fails_the_others_finish(seed: int) -> None:
+    draw = random.Random(seed)
+    kinds: list[Callable[[int], Behaviour]] = [ending, lambda at: failing(at, True)]
+    lost = [draw.choice(kinds)(draw.randint(1, 4)) for _ in range(draw.randint(1, 3))]
+    behaviours = [*lost, well]
+    draw.shuffle(behaviours)
+    report, _ = run(*behaviours)
+    assert len(report.history) <= 2 * len(lost)
+
+
+def test_a_worker_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_run, "_HUNG_SECONDS", 0.2)
+    over = threading.Event()
+    try:
+        report, _ = run(hanging(2, over), well)
+    finally:
+        over.set()
+    assert any("no answer" in line for line in report.history)
+
+
+def test_the_last_one_out_of_memory() -> None:
+    with pytest.raises(OutOfMemoryError, match=r"no device is left after \d+ of \d+ parts"):
+        run(failing(2, True), failing(1, True))
+
+
+def test_the_last_one_lost() -> None:
+    with pytest.raises(RuntimeError, match=r"after 0 of \d+ parts.*device 1: its worker has ended"):
+        run(ending(1), ending(1))
+
+
+def test_other_errors_come_through_and_workers_stay() -> None:
+    workers = [worker(failing(1, False, ValueError("scale"))), worker(well)]
+    report = PoolPass(devices=["device 0", "device 1"])
+    parts = parts_of(SIZES, 2, even=False)
+    with pytest.raises(ValueError, match="scale") as caught:
+        Coordinator(
+            workers, Begin(1, False, SIZES, {}), parts, lambda p: None, lambda p, s: None, report
+        ).run()
+    assert "there" in str(caught.value.__cause__)
+    assert all(each.alive for each in workers)
+    for each in workers:
+        each.pipe.close()
