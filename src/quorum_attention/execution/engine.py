@@ -129,6 +129,7 @@ class Engine:
         self._views: dict[tuple[int, int, int, int, int], dict[str, torch.Tensor]] = {}
         # By identity of the row tensor: the pass holds these, so no id is used twice.
         self._blocks: dict[tuple[int, Group], list[torch.Tensor]] = {}
+        self._stored_last: Group | None = None
 
     def run(self, turns: Iterable[tuple[Group, Visit]], done: Callable[[Unit], None]) -> None:
         """Run ``turns`` in order; ``done`` is called once the copies of a unit's results are
@@ -186,6 +187,16 @@ class Engine:
         unit = computed.popleft()
         self._store(unit)
         done(unit)
+        # Units come group by group.
+        if self._stored_last is not None and unit.group != self._stored_last:
+            self._leave(self._stored_last)
+        self._stored_last = unit.group
+
+    def _leave(self, group: Group) -> None:
+        """Tell the mover that all units of a head group are stored."""
+        rows = [item.rows for item in self.pass_.inputs]
+        rows += [state.final for state in self.pass_.states]
+        self.mover.left(block for each in rows for block in self._blocks_of(each, group))
 
     def _mend(self, unit: Unit) -> bool:
         """Run a spoiled unit again for as long as that helps; returns whether it was run again."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -139,6 +140,55 @@ def test_what_is_not_copied_by_address_is_not_cut_nor_what_it_overlaps(runtime: 
         assert list(runtime.registered.values()) == [tensor.nbytes]
         assert not locks.cuts
         assert not locks.is_cut(tensor)
+
+
+def within(tensor: torch.Tensor, runtime: Runtime) -> int:
+    """Locked bytes of ``tensor``."""
+    start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    return sum(
+        max(0, min(stop, low + size) - max(start, low)) for low, size in runtime.registered.items()
+    )
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(1e-3)
+
+
+@pytest.mark.parametrize("rows", [1024, 4096, 1000])
+def test_what_is_left_is_unlocked_once_its_copies_are_made(runtime: Runtime, rows: int) -> None:
+    """Piece by piece: a piece that other heads lie in as well waits for those."""
+    output, query = result(12, rows), made(12 * rows * 64).view(1, 12, rows, 64)
+    with PageLocks([query, output], made=[output], by_address=[query]) as locks:
+        assert locks.covers(query)
+        assert locks.covers(output)
+        happened = threading.Event()
+        locks.left([query[0, :7], output[0, :7]], happened.is_set)
+        time.sleep(5e-3)
+        assert within(query, runtime) == within(output, runtime) == query.nbytes
+        happened.set()
+        if rows % 64 == 0:
+            until(lambda: within(query, runtime) < query.nbytes)
+            until(lambda: within(output, runtime) < output.nbytes)
+        for tensor in (query, output):
+            assert within(tensor[:, 7:], runtime) == tensor[:, 7:].nbytes
+            assert locks.covers(tensor[:, 7:])
+        locks.left([query[0, 7:], output[0, 7:]], happened.is_set)
+        until(lambda: not runtime.registered)
+
+
+def test_what_several_tensors_share_is_locked_to_the_end(runtime: Runtime) -> None:
+    packed, wide = result(12, 1024), made(4 * PIECE)
+    query, key = packed[:, :8], packed[:, 4:]
+    shared = wide.expand(3, 4 * PIECE).view(1, 3, -1, 64)
+    with PageLocks([query, key, shared], by_address=[query, key, shared]) as locks:
+        assert locks.covers(shared[0, 0])
+        assert locks.covers(packed)
+        locks.left([query[0, :4], shared[0, :1]], lambda: True)
+        time.sleep(5e-3)
+        assert sum(runtime.registered.values()) == packed.nbytes + wide.nbytes
 
 
 def test_small_tensors_are_left_alone(runtime: Runtime) -> None:

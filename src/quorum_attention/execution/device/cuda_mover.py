@@ -121,12 +121,20 @@ class CudaMover(StreamMover):
         """See ``Mover.store``."""
         self.stored_bytes += self._move(source, target, pieces, up=False)
 
+    def left(self, tensors: Iterable[torch.Tensor]) -> None:
+        """See ``Mover.left``; they are unlocked when the copies have been made."""
+        both: tuple[Any, Any] = (self.up, self.down)
+        events = [torch.cuda.Event() for _ in both]
+        for event, stream in zip(events, both, strict=True):
+            event.record(stream)
+        self.locks.left(tensors, lambda: all(event.query() for event in events))
+
     def _is_locked(self, host: torch.Tensor, pieces: Sequence[Rows]) -> bool:
         """Whether ``pieces`` of ``host`` (heads, n, width) are page-locked.
 
         If they are just being locked, it waits until that is done and they may be written to.
         """
-        key = host.untyped_storage().data_ptr()
+        key = host.data_ptr()
         if key not in self._locked:
             if self.locks.wants(host) and not self.locks.settled:
                 # A list, so that all are asked even if the first is not locked: asking waits.

@@ -8,7 +8,7 @@ one another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -78,6 +78,10 @@ class Mover:
             part = local_part(source, piece)
             target[:, piece.start : piece.stop].copy_(part)
             self.stored_bytes += part.numel() * part.element_size()
+
+    def left(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note that after the stages given so far nothing is copied from or to ``tensors``: heads
+        of what was loaded from and stored to, each named once."""
 
     def finish(self, *, wait: bool) -> None:
         """Let all later work come after all stages; with ``wait`` hold the host until they are

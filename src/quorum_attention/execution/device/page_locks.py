@@ -19,7 +19,7 @@ import sys
 import threading
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -33,6 +33,8 @@ from quorum_attention.decomposition.intervals import union
 # Locking takes about 0.05 s/GiB and makes copies eight times as fast. A copy of memory that is not
 # locked also makes the host wait for all that the device has to do before it.
 WORTH_LOCKING_BYTES = 1 << 20
+# How often it is looked whether copies have been made.
+_POLL_SECONDS = 5e-4
 # What is locked at a time, at least: a copy may have to wait for so much.
 PIECE_BYTES = 16 << 20
 PAGE_BYTES = 4096
@@ -52,6 +54,8 @@ class _Piece:
         fresh: nobody has written to it, and nobody will before it is settled.
         settled: it is decided whether it is locked.
         locked: it is locked.
+        needed: bytes that copies may still touch; ``start`` to ``stop`` at first. None: it belongs
+            to several tensors, or to one whose heads share memory, and is locked to the end.
     """
 
     start: int
@@ -60,13 +64,15 @@ class _Piece:
     fresh: bool
     settled: bool = False
     locked: bool = False
+    needed: int | None = None
 
 
 class PageLocks:
     """Page-locks host tensors for the length of a ``with`` block, one piece after the other.
 
     What cannot be locked (a read-only file mapping, a system limit) is left pageable: copies
-    from it are slower, never wrong. Everything locked here is unlocked at the end of the block.
+    from it are slower, never wrong. Everything locked here is unlocked at the end of the block, and
+    what is not needed any more before that (``left``): the end is nobody's to wait for.
 
     Args:
         tensors: what is copied from or to. Only those in host memory, large and not locked yet are
@@ -88,7 +94,7 @@ class PageLocks:
         heads = {id(t): math.prod(t.shape[-2:]) * t.element_size() for t in made}
         anywhere = {id(t) for t in by_address}
         ranges = [
-            _Range(*_addresses(t), heads.get(id(t), 0), id(t) in anywhere)
+            _Range(*_addresses(t), heads.get(id(t), 0), id(t) in anywhere, t.is_contiguous())
             for t in tensors
             if t.device.type == "cpu" and t.nbytes > 0 and not t.is_pinned()
         ]
@@ -101,8 +107,11 @@ class PageLocks:
         self.cuts = [p.start for r, pieces in apart if not r.head for p in pieces[1:]]
         self._turns = deque(sorted(self._pieces, key=lambda piece: (piece.share, piece.fresh)))
         self._changed = threading.Condition()
+        # What is not needed any more once something has happened.
+        self._leaving: deque[tuple[Callable[[], bool], list[_Piece]]] = deque()
         # Whether the thread is at a piece; together with what is left, under the lock.
         self._at_work = False
+        self._settled, self._closed = not self._pieces, False
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
 
@@ -144,6 +153,9 @@ class PageLocks:
             try:
                 with self._changed:
                     self._turns.clear()
+                    self._leaving.clear()
+                    self._closed = True
+                    self._changed.notify_all()
                     self._changed.wait_for(lambda: not self._at_work)
                 for piece in self._pieces:
                     if piece.locked:
@@ -157,8 +169,8 @@ class PageLocks:
 
     @property
     def settled(self) -> bool:
-        """Whether all that can be locked is locked."""
-        return self._thread is None or not self._thread.is_alive()
+        """Whether it is decided of everything whether it is locked."""
+        return self._settled
 
     def covers(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` (on the host) is page-locked, here or by its owner.
@@ -176,6 +188,28 @@ class PageLocks:
     def wants(self, tensor: torch.Tensor) -> bool:
         """Whether any part of ``tensor`` (on the host) is among what is to be locked here."""
         return bool(self._pieces_of(*_addresses(tensor)))
+
+    def left(self, tensors: Iterable[torch.Tensor], happened: Callable[[], bool]) -> None:
+        """Unlock what only belongs to ``tensors``, which no copy will touch from now on.
+
+        Args:
+            tensors: heads of what is locked, (heads, n, width); each head is named once.
+            happened: whether the copies that were given before have been made.
+        """
+        free: list[_Piece] = []
+        for tensor in tensors:
+            if tensor.device.type != "cpu":
+                continue
+            start, stop = _addresses(tensor)
+            for piece in self._pieces_of(start, stop):
+                if piece.needed is not None:
+                    piece.needed -= min(stop, piece.stop) - max(start, piece.start)
+                    if piece.needed == 0:
+                        free.append(piece)
+        if free:
+            with self._changed:
+                self._leaving.append((happened, free))
+                self._changed.notify_all()
 
     def parts(self, start: int, n_bytes: int) -> list[tuple[int, int, bool]]:
         """The memory from address ``start`` on, cut where two pieces meet.
@@ -219,21 +253,22 @@ class PageLocks:
             self._changed.wait_for(lambda: all(piece.settled for piece in pieces))
 
     def _work(self, runtime: Any, device: int) -> None:
-        """Settle piece after piece; run by the thread."""
+        """Lock piece after piece, and unlock what is left; run by the thread."""
         try:
             torch.cuda.set_device(device)
-            while True:
-                with self._changed:
-                    if not self._turns:
-                        break
-                    piece = self._turns.popleft()
-                    self._at_work = True
-                if piece.fresh:
+            while (found := self._next()) is not None:
+                piece, lock = found
+                if lock and piece.fresh:
                     _touch(piece)
                 # A refusal sets CUDA's last error, but only for this thread, which runs no kernel.
-                status = int(runtime.cudaHostRegister(piece.start, piece.stop - piece.start, 0))
+                if lock:
+                    n_bytes = piece.stop - piece.start
+                    locked = int(runtime.cudaHostRegister(piece.start, n_bytes, 0)) == 0
+                else:
+                    locked = False
+                    runtime.cudaHostUnregister(piece.start)
                 with self._changed:
-                    piece.locked, piece.settled = status == 0, True
+                    piece.locked, piece.settled = locked, True
                     self._at_work = False
                     self._changed.notify_all()
         except BaseException as error:
@@ -243,9 +278,31 @@ class PageLocks:
             with self._changed:
                 self._turns.clear()
                 self._at_work = False
+                self._settled = True
                 for piece in self._pieces:
                     piece.settled = True
                 self._changed.notify_all()
+
+    def _next(self) -> tuple[_Piece, bool] | None:
+        """The next piece, and whether to lock or to unlock it; waits for one. None at the end."""
+        with self._changed:
+            while not self._closed:
+                if self._turns:
+                    self._at_work = True
+                    return self._turns.popleft(), True
+                self._settled = True
+                if self._leaving and self._leaving[0][0]():
+                    free = self._leaving[0][1]
+                    piece = free.pop()
+                    if not free:
+                        self._leaving.popleft()
+                    if piece.locked:
+                        piece.locked = False
+                        self._at_work = True
+                        return piece, False
+                else:
+                    self._changed.wait(_POLL_SECONDS if self._leaving else None)
+            return None
 
 
 def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
@@ -263,12 +320,14 @@ class _Range:
         start, stop: addresses, [start, stop).
         head: bytes of a head, where it is fresh memory; otherwise 0.
         anywhere: it may be cut at any page.
+        heads_apart: it belongs to one tensor, whose heads have no memory in common.
     """
 
     start: int
     stop: int
     head: int = 0
     anywhere: bool = False
+    heads_apart: bool = False
 
 
 def _apart(ranges: Iterable[_Range]) -> list[_Range]:
@@ -300,9 +359,12 @@ def _cut(found: _Range) -> list[_Piece]:
     else:
         cuts = range(0)
     edges = [start, *cuts, stop]
-    return [
-        _Piece(low, high, (low - start) / (stop - start), head > 0) for low, high in pairwise(edges)
-    ]
+    pieces = []
+    for low, high in pairwise(edges):
+        needed = high - low if found.heads_apart else None
+        share = (low - start) / (stop - start)
+        pieces.append(_Piece(low, high, share, head > 0, needed=needed))
+    return pieces
 
 
 def ask_for_huge_pages(memory: torch.Tensor) -> None:
