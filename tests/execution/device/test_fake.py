@@ -92,6 +92,61 @@ def test_made_up_failures_are_recovered_from(n_cap) -> None:
         assert "depth 1 -> 2" in first
 
 
+@pytest.mark.parametrize("failures", [0, 2])
+@pytest.mark.parametrize("n_cap", [1, 2, 4])
+def test_what_has_been_left_is_never_copied_again(n_cap, failures, monkeypatch) -> None:
+    """A device may unlock it while other head groups compute."""
+    left: list[tuple[int, int]] = []
+    copied = [0]
+
+    def addresses(tensor: torch.Tensor) -> tuple[int, int]:
+        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+    def watched(name: str, far: int) -> None:
+        copy = getattr(FakeMover, name)
+
+        def checked(self, *given):  # type: ignore[no-untyped-def]
+            pieces = [given[far][:, piece.start : piece.stop] for piece in given[2]]
+            for head in (head for rows in pieces for head in rows):
+                start, stop = addresses(head)
+                assert not any(a < stop and start < b for a, b in left)
+                copied[0] += 1
+            copy(self, *given)
+
+        monkeypatch.setattr(FakeMover, name, checked)
+
+    def noted(self, tensors) -> None:  # type: ignore[no-untyped-def]
+        for start, stop in map(addresses, (head for tensor in tensors for head in tensor)):
+            assert not any(a < stop and start < b for a, b in left), "named twice"
+            left.append((start, stop))
+
+    watched("load", 1)
+    watched("store", 0)
+    monkeypatch.setattr(FakeMover, "left", noted)
+    given = inputs(N, heads=4, kv_heads=2, head_dim=8, value_dim=6, dtype=torch.float16)
+    made = plan(n_cap, backward=True)
+    made = unpinned(made) if failures else made
+    call = {"is_causal": True, "enable_gqa": True, "devices": "cpu"}
+    out, lse = qa.attention_with_lse(*given.three, **call)
+    fails = iter([3, 5][:failures])
+    at = next(fails, 0)
+
+    def failing(unit: int) -> bool:
+        nonlocal at
+        if unit != at:
+            return False
+        at = next(fails, 0)
+        return True
+
+    with FakeDevice(failing=failing):
+        qa.attention_backward(given.grad_out, *given.three, out, lse, **call, plan=made)
+    assert copied[0] > 100
+    # One of the two head groups: query, out, its gradient, lse and dQ, of two heads each, and key,
+    # value, dK and dV. After a failure a group may be the last of its attempt: until the end.
+    assert len(left) == 5 * 2 + 4 or (failures and not left)
+
+
 def test_an_arena_that_is_too_large_is_made_smaller() -> None:
     report = qa.Report()
     given, run = both_passes(3, report, unpinned=True)
