@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,7 +104,7 @@ def test_the_kernels_compiled_are_those_launched(
 
 def test_asked_for_once_and_only_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[str] = []
-    monkeypatch.setattr(ahead, "begin", lambda name, device, compiled: begun.append(name))
+    monkeypatch.setattr(ahead, "begin", lambda name, device, work: begun.append(name))
     monkeypatch.setattr(compiling, "_begun", set())
     asked = (GPU, torch.float16, 64, 64, True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -118,3 +119,36 @@ def test_asked_for_once_and_only_where_there_is_a_gpu(monkeypatch: pytest.Monkey
     assert begun[4:] == ["merge", "add"]
     compiling.compile_ahead(GPU, torch.float16, 64, 128, None)
     assert begun[6:] == ["merge"]
+
+
+def test_triton_is_set_up_first_and_every_kernel_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the thread: compiled, then asked for what launches it, which loads it."""
+    done: list[str] = []
+
+    class Compiled:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        @property
+        def run(self) -> None:
+            done.append(f"{self.name} loaded")
+
+    module = SimpleNamespace(
+        compile_merge=lambda *of: Compiled("merge"), compile_add=lambda *of: Compiled("add"),
+        compile_norm=lambda *of: Compiled("norm"), compile_divide=lambda *of: Compiled("divide"),
+    )  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(compiling, "_begun", set())
+    monkeypatch.setattr(compiling, "_merging", lambda: module)
+    monkeypatch.setattr(compiling, "_scaling", lambda: module)
+    monkeypatch.setattr(compiling, "_prepare_driver", lambda: done.append("driver"))
+    compiling.compile_ahead(GPU, torch.float16, 64, 64, True)
+    for name in ("merge", "add", "norm", "divide"):
+        ahead.wait(name)
+    assert sorted(done) == [
+        "add loaded", "divide loaded", "driver", "driver", "driver", "driver", "merge loaded",
+        "norm loaded",
+    ]  # fmt: skip
+    assert done[0] == "driver"
+    assert not ahead.RUNNING

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +14,9 @@ from quorum_attention.execution.placement import Placement
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels import CallShape, get_kernel
 from quorum_attention.kernels.select import rivals
-from quorum_attention.planner import decide
+from quorum_attention.planner import decide, search
 from quorum_attention.planner.calibration import machine_of
+from quorum_attention.planner.cost import least_seconds
 from quorum_attention.planner.decide import quickest
 from quorum_attention.planner.options import Options
 from quorum_attention.planner.search import Wish
@@ -162,3 +165,37 @@ def test_kernels_of_the_caller_are_not_remembered() -> None:
     before = decide._known.cache_info()
     assert decide.decide(asked(50, kernel)).kernel is kernel
     assert decide._known.cache_info() == before
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("budget", ["64MiB", "1GiB"])
+def test_a_rival_is_left_out_only_where_no_search_would_take_it(
+    backward: bool, budget: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No schedule is priced below the floor that a rival is left out by, and with a floor of 0
+    the same is decided."""
+    price, looked = search.price, []
+
+    def priced(schedule: Any, case: Any, machine: Any) -> Any:
+        found = price(schedule, case, machine)
+        floor = least_seconds(case.work, machine, case.spec)
+        assert found.cost.seconds >= floor * (1 - 1e-9)
+        looked.append(case.kernel.name)
+        return found
+
+    def decided(tokens: int) -> tuple[Any, ...]:
+        found = qa.plan(
+            tokens, heads=4, dtype=torch.float16, is_causal=True, budget=budget, backward=backward,
+            device="cuda", inputs="host",
+        )  # fmt: skip
+        return found.kernel, found.levels, found.peak_bytes, found.predicted_seconds
+
+    monkeypatch.setattr(search, "price", priced)
+    # Lengths that no other test has asked for: answers are remembered.
+    lengths = [262_144 + 128 * random.randint(1, 900) for _ in range(2)]
+    found = [decided(n) for n in lengths]
+    left_out = "native" not in looked
+    monkeypatch.setattr(decide, "least", lambda *of, **more: 0.0)
+    assert [decided(n) for n in lengths] == found
+    assert "native" in looked
+    assert left_out == (budget == "1GiB")

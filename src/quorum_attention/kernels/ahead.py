@@ -1,10 +1,10 @@
-"""Compiles Triton kernels ahead of their first launch, each in a thread of its own.
+"""Prepares in threads what a first call will need soon: compiled kernels, slow imports.
 
-One kernel takes half a second and more: Triton's passes, ptxas, and a C compiler for the function
-that launches it. Most of that runs without the interpreter's lock. So where several are going to be
-needed they are compiled side by side (``compiling.py`` says which), and the first launch of each
-waits for its thread. Nothing is launched here. What fails is left to the first launch, which fails
-in the same way.
+A Triton kernel takes half a second and more to compile: Triton's passes, ptxas, and a C compiler
+for the function that launches it. Most of that runs without the interpreter's lock. So what is
+going to be needed is prepared side by side (``compiling.py`` says which kernels), and the first
+launch of a kernel waits for its thread. What fails is left to the first use, which fails in the
+same way.
 """
 
 from __future__ import annotations
@@ -12,53 +12,42 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import torch
 
 RUNNING: dict[str, threading.Thread] = {}
-"""Threads that compile, by the kernel's name. If there are any, whoever launches asks ``wait``."""
+"""Threads at work, by what they prepare. If there are any, whoever needs it asks ``wait``."""
 _lock = threading.Lock()
-_driver_lock = threading.Lock()
 
 
-def begin(name: str, device: torch.device, compiled: Callable[[], Any]) -> None:
-    """Begin to compile and load a kernel.
+def begin(name: str, device: torch.device, work: Callable[[], object]) -> None:
+    """Begin to do ``work`` in a thread in which ``device`` (CUDA) is current.
 
     Args:
-        name: what its launches ``wait`` for.
-        device: a CUDA device.
-        compiled: compiles it and returns it, as ``warmup`` of a Triton kernel does.
+        name: what ``wait`` is asked for.
     """
-    wait(name)  # of another dtype, perhaps
+    wait(name)  # for another dtype, perhaps
 
-    def work() -> None:
+    def run() -> None:
         with suppress(Exception):
             torch.cuda.set_device(device)
-            _prepare_driver()
-            # At this Triton loads the kernel, and compiles what launches it.
-            _ = compiled().run
+            work()
+        _over(name, threading.current_thread())
 
-    thread = threading.Thread(target=work, name=f"compiles {name}")
+    thread = threading.Thread(target=run, name=f"prepares {name}")
     with _lock:
         RUNNING[name] = thread
         thread.start()
 
 
 def wait(name: str) -> None:
-    """Wait until the kernel is compiled, if a thread is at it."""
+    """Wait until that is prepared, if a thread is at it."""
     thread = RUNNING.get(name)
-    if thread is None:
-        return
-    thread.join()
+    if thread is not None:
+        thread.join()
+
+
+def _over(name: str, thread: threading.Thread) -> None:
     with _lock:
         if RUNNING.get(name) is thread:
             del RUNNING[name]
-
-
-def _prepare_driver() -> None:
-    """Have Triton compile its own tools, which all kernels need, in one thread only."""
-    import triton
-
-    with _driver_lock:
-        triton.runtime.driver.active.get_current_target()

@@ -11,6 +11,7 @@ from quorum_attention.decomposition import Rectangle
 from quorum_attention.kernels.bias import BASE_TWO_LOWEST, aligned_bias
 from quorum_attention.kernels.layouts import in_layout_of
 from quorum_attention.kernels.operators import operator_reason
+from quorum_attention.kernels.outside import outside
 from quorum_attention.kernels.padding import bias_for_padding, pad_last, pad_rows
 from quorum_attention.kernels.protocol import CallShape, Extent
 from quorum_attention.kernels.rectangles import RectangleKernel, TaskSizes
@@ -79,7 +80,7 @@ class CudnnKernel(RectangleKernel):
             least = (_SHORTEST, _SHORTEST)
             bias = bias_for_padding(bias, query, key.shape[2], least, causal)
             query, key, value = (pad_rows(t, _SHORTEST) for t in (query, key, value))
-        out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        results = torch.ops.aten._scaled_dot_product_cudnn_attention(
             query,
             key,
             value,
@@ -89,7 +90,10 @@ class CudnnKernel(RectangleKernel):
             causal,
             False,
             scale=scale,
-        )[:2]
+        )
+        out, lse = results[:2]
+        if not _TEMPLATES:
+            _TEMPLATES.append((lse.dim(), results[6].dtype))
         return out[:, :, :rows], lse.reshape(query.shape[:3])[:, :, :rows]
 
     def rectangle_backward(
@@ -204,14 +208,20 @@ def _cache_bytes(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
-@functools.cache
+_TEMPLATES: list[tuple[int, torch.dtype]] = []
+
+
 def _forward_template(device: torch.device, dtype: torch.dtype) -> tuple[int, torch.dtype]:
     """How many dimensions cuDNN's lse has in this torch, and the dtype of the random state.
 
-    Both changed between releases, and the backward requires what the forward returned.
+    Both changed between releases, and the backward requires what the forward returned. Usually a
+    forward has been seen; a call for this alone takes 40 ms.
     """
-    tiny = torch.zeros((1, 1, 64, 64), dtype=dtype, device=device)
-    results = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        tiny, tiny, tiny, None, True, 0.0, False, False
-    )
-    return results[1].dim(), results[6].dtype
+    if not _TEMPLATES:
+        with outside():
+            tiny = torch.zeros((1, 1, 64, 64), dtype=dtype, device=device)
+            results = torch.ops.aten._scaled_dot_product_cudnn_attention(
+                tiny, tiny, tiny, None, True, 0.0, False, False
+            )
+        _TEMPLATES.append((results[1].dim(), results[6].dtype))
+    return _TEMPLATES[0]

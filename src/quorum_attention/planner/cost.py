@@ -173,6 +173,12 @@ def _launch_seconds(
     return whole + machine.call_device_seconds * sample.tasks
 
 
+def least_seconds(work: Workload, machine: Machine, spec: PassSpec) -> float:
+    """Seconds that no schedule's cost is below: the arithmetic alone, at the full rate."""
+    flops = _flops_of_pair(work, spec) * work.pairs * work.batch * work.heads
+    return flops / _rate(machine, spec)
+
+
 def _flops_of_pair(work: Workload, spec: PassSpec) -> float:
     return 2.0 * (work.head_dim + work.value_dim) * (spec.products / 2)
 

@@ -34,7 +34,14 @@ from quorum_attention.planner.calibration import machine_of, rates_known
 from quorum_attention.planner.machine import Machine
 from quorum_attention.planner.options import Options
 from quorum_attention.planner.plan import Plan
-from quorum_attention.planner.search import Candidate, Wish, choose, refitted, short_monolithic
+from quorum_attention.planner.search import (
+    Candidate,
+    Wish,
+    choose,
+    least,
+    refitted,
+    short_monolithic,
+)
 from quorum_attention.planner.small import is_small, rounded
 from quorum_attention.sizes import format_bytes
 
@@ -223,6 +230,7 @@ def _by_plan(asked: Asked) -> Decision:
     if not place.in_place or options.budget_bytes is not None:
         # It will probably be cut. The test of a kernel takes most of this as well.
         scaled = work.dtype == torch.float16 if asked.needs_grad else None
+        backend_of(options.device).prepare(options.device)
         compile_ahead(options.device, work.dtype, work.head_dim, work.value_dim, scaled)
     preferred = _preferred(asked)
     if options.free:
@@ -295,6 +303,10 @@ def quickest(
     except BudgetError as error:
         failure = error
     for kernel in others:
+        if best is not None:
+            floor = least(work, kernel, machine, backward=backward)
+            if floor >= best[1].cost.seconds * _share(best[0], preferred):
+                continue  # whatever a search found, it would not be taken
         try:
             found = choose(work, wish, kernel, place, machine, backward=backward)
         except BudgetError as error:
@@ -314,8 +326,12 @@ def _is_faster(
     found: Candidate, kernel: InnerKernel, best: Candidate, preferred: InnerKernel
 ) -> bool:
     """Whether ``found`` replaces ``best``, which is ``kernel``'s."""
-    share = policy.CLEARLY_ANOTHER_KERNEL if kernel is preferred else 1.0
-    return found.cost.seconds < best.cost.seconds * share
+    return found.cost.seconds < best.cost.seconds * _share(kernel, preferred)
+
+
+def _share(kernel: InnerKernel, preferred: InnerKernel) -> float:
+    """Of the predicted time of the best schedule, ``kernel``'s: what another has to be below."""
+    return policy.CLEARLY_ANOTHER_KERNEL if kernel is preferred else 1.0
 
 
 def _named_bytes(error: BudgetError) -> float:

@@ -27,7 +27,7 @@ from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.remembered import remembered
 from quorum_attention.kernels.traits import traits_of
 from quorum_attention.planner import policy
-from quorum_attention.planner.cost import Cost, cost
+from quorum_attention.planner.cost import Cost, cost, least_seconds
 from quorum_attention.planner.footprint import Footprint, footprint_of
 from quorum_attention.planner.machine import Machine
 from quorum_attention.quorums import chunk_count, quorum_size, quorum_sizes
@@ -138,6 +138,12 @@ def _paced(machine: Machine, kernel: InnerKernel, pairs: Pairs) -> Machine:
     return replace(
         machine, flops=machine.flops * forward, backward_flops=machine.backward_flops * backward
     )
+
+
+def least(work: Workload, kernel: InnerKernel, machine: Machine, *, backward: bool) -> float:
+    """Predicted seconds that no schedule of ``kernel`` is below, without a search."""
+    paced = _paced(machine, kernel, pairs_of(work, kernel))
+    return least_seconds(work, paced, spec_of(backward))
 
 
 def choose(

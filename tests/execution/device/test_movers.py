@@ -118,7 +118,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 def made(  # type: ignore[no-untyped-def]
     monkeypatch, runtime: Runtime | None, *, locked: bool = True, locks: Locks | None = None
 ) -> CudaMover:
-    monkeypatch.setattr(cuda_mover, "_cuda_runtime", lambda: runtime)
+    monkeypatch.setattr(cuda_mover, "cuda_runtime", lambda: runtime)
     return CudaMover(GPU, 2, locks or Locks(locked), NoClock())  # type: ignore[arg-type]
 
 

@@ -83,6 +83,9 @@ class Backend(ABC):
         """Bytes that its allocator may take beyond the sum of tensors of ``sizes`` bytes."""
         return ROUNDING_BYTES * len(sizes)
 
+    def prepare(self, device: torch.device) -> None:  # noqa: B027
+        """Begin, in a thread, what takes long the first time that a pass goes through slots."""
+
     def current(self, device: torch.device) -> AbstractContextManager[Any]:
         """A context in which kernels run on ``device`` unless told otherwise."""
         return nullcontext()

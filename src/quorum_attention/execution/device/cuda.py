@@ -11,10 +11,11 @@ import torch
 
 from quorum_attention.execution.device.backend import Backend, TrialSizes
 from quorum_attention.execution.device.clock import Clock, HostClock
-from quorum_attention.execution.device.cuda_mover import CudaMover, by_address
+from quorum_attention.execution.device.cuda_mover import CudaMover, by_address, cuda_runtime
 from quorum_attention.execution.device.mover import Mover
 from quorum_attention.execution.device.page_locks import PageLocks
 from quorum_attention.execution.device.rates import h200_rates
+from quorum_attention.kernels import ahead
 from quorum_attention.kernels.lanes import Lanes
 from quorum_attention.kernels.workspace import UNSPLIT_BYTES
 
@@ -34,6 +35,7 @@ class Cuda(Backend):
     pins = True
     most_streams = 2
     word_bytes = 16
+    _prepared = False
 
     def is_here(self) -> bool:
         """Whether torch finds a CUDA device."""
@@ -64,6 +66,12 @@ class Cuda(Backend):
         """A little for each tensor, and more for large ones, which get whole blocks."""
         unsplit = sum(size > UNSPLIT_BYTES for size in sizes)
         return super().rounding(sizes) + UNSPLIT_BYTES * unsplit
+
+    def prepare(self, device: torch.device) -> None:
+        """Import the bindings that copies by address are made with."""
+        if not self._prepared and self.is_here():
+            self._prepared = True
+            ahead.begin("copies", device, cuda_runtime)
 
     def current(self, device: torch.device) -> AbstractContextManager[Any]:
         """A context in which ``device`` is current: kernels run there, wherever tensors are."""

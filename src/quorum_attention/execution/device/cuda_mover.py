@@ -99,7 +99,7 @@ class CudaMover(StreamMover):
         self.locks = locks
         self._is_current = device.index == torch.cuda.current_device()
         self._locked: dict[int, bool] = {}
-        self._runtime = _cuda_runtime()
+        self._runtime = cuda_runtime()
         self._copies = None if self._runtime is None else _Copies(self._runtime)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
@@ -253,7 +253,7 @@ class CudaMover(StreamMover):
 def by_address(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Those of ``tensors`` (..., rows, width) whose rows in host memory a ``CudaMover`` copies by
     address, if they have the dtype of their slots."""
-    if _cuda_runtime() is None:
+    if cuda_runtime() is None:
         return []
     return [t for t in tensors if t.device.type == "cpu" and _has_dense_rows(t)]
 
@@ -268,7 +268,7 @@ def _cut_inside(cuts: list[int], start: int, n_bytes: int) -> bool:
     return bisect_right(cuts, start) < bisect_left(cuts, start + n_bytes)
 
 
-def _cuda_runtime() -> ModuleType | None:
+def cuda_runtime() -> ModuleType | None:
     """The runtime module of cuda-bindings; None if it is not installed."""
     try:
         from cuda.bindings import runtime
