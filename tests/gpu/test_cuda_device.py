@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,9 @@ from quorum_attention.execution.device.clock import NoClock
 from quorum_attention.execution.device.cuda import Cuda
 from quorum_attention.execution.device.lookup import best_device
 from quorum_attention.execution.device.residency import Residency
+from quorum_attention.kernels import ahead, compiling
+from quorum_attention.kernels.merge import add_all_, merge_
+from quorum_attention.kernels.scaling import divide_gradient_
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 MIB = 1 << 20
@@ -82,6 +86,71 @@ def test_pageable_memory_is_locked_within_the_block(gpu: torch.device) -> None:
         assert locks.covers(tensor)
         assert locks.covers(tensor[MIB:])
     assert not locks.covers(tensor)
+
+
+@pytest.mark.parametrize("offset", [0, 24])
+def test_pageable_rows_are_copied_across_locked_pieces(gpu: torch.device, offset: int) -> None:
+    """As inputs of a call: locked 16 MiB at a time, unlocked head by head when they are left."""
+    heads, rows, width = 3, 200_000, 64
+    backend = Cuda()
+    room = torch.randn(heads * rows * width + offset, dtype=torch.float32).half()
+    far = room[offset:].view(heads, rows, width)
+    target = torch.zeros_like(far)
+    whole = (Rows(0, 1000, 0), Rows(1000, rows, 1000))
+    slot = torch.zeros(heads, rows, width, dtype=torch.float16, device=gpu)
+    torch.cuda.synchronize()
+    with backend.page_locks([far, target], (), [far, target]) as locks:
+        mover = backend.mover(gpu, 1, locks, NoClock())
+        assert locks.is_cut(far)
+        with mover.input_stage(0):
+            mover.load(slot, far, whole)
+        with mover.state_stage(0, 0):
+            pass
+        with mover.compute_stage(0):
+            assert torch.equal(slot.cpu(), far)
+        with mover.store_stage(0):
+            mover.store(target, slot, whole)
+        mover.left([far[:2], target[:2]])
+        mover.finish(wait=True)
+        assert torch.equal(target, far)
+        until = time.monotonic() + 10
+        while locks.covers(far[:1]):
+            assert time.monotonic() < until
+        assert locks.covers(far[2])
+    assert not far.is_pinned()
+
+
+def test_what_is_compiled_ahead_is_what_is_launched(
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is compiled again when merging, adding and dividing begin."""
+    jit = pytest.importorskip("triton.runtime.jit")
+    if not hasattr(jit.JITFunction, "_do_compile"):
+        pytest.skip("another Triton")
+    monkeypatch.setattr(compiling, "_begun", set())
+    # A width that nothing else here uses.
+    width, dtype = 48, torch.float16
+    compiling.compile_ahead(gpu, dtype, width, width, True)
+    for name in ("merge", "add", "norm", "divide"):
+        ahead.wait(name)
+    compiled: list[str] = []
+    compile_ = jit.JITFunction._do_compile
+
+    def noted(self, *of, **more):  # type: ignore[no-untyped-def]
+        compiled.append(self.fn.__name__)
+        return compile_(self, *of, **more)
+
+    monkeypatch.setattr(jit.JITFunction, "_do_compile", noted)
+    state = torch.zeros(1, 2, 512, width, device=gpu)
+    part = torch.randn(1, 2, 256, width, device=gpu).to(dtype)
+    lse = torch.zeros(1, 2, 512, device=gpu)
+    merge_(state[:, :, 128:384], lse[:, :, 128:384], part, torch.zeros(1, 2, 256, device=gpu))
+    flags = torch.zeros(1, 2, dtype=torch.int32, device=gpu)
+    factors = torch.ones(1, 2, device=gpu)
+    add_all_((state[:, :, :256],) * 3, (part,) * 3, 1.0, factors, flags)
+    divide_gradient_(part, part.clone(), factors, 5)
+    torch.cuda.synchronize()
+    assert compiled == []
 
 
 def test_accumulators_on_the_host_are_page_locked(gpu: torch.device) -> None:
