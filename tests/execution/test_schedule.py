@@ -105,6 +105,6 @@ def test_every_route_goes_through_slots_where_it_cannot_run(route: Route) -> Non
         assert fallback is None  # the runner evicts, and goes deeper
         return
     assert fallback is not None
-    assert fallback.schedule.n_cap == 1
-    deeper = fallback.schedule.decomposition.depth - made.decomposition.depth
+    assert fallback.n_cap == 1
+    deeper = fallback.decomposition.depth - made.decomposition.depth
     assert deeper == isinstance(route, Whole)

@@ -67,7 +67,7 @@ def _machine(job: Job, schedule: Schedule, guessed: bool) -> Machine:
     def instead() -> Instead:
         found = schedule.route.fallback(schedule, work)
         assert found is not None, "whole groups can be cut"
-        return Instead(*cut(found.schedule), found.schedule.n_cap, found.failed, found.instead)
+        return Instead(*cut(found), found.n_cap, *schedule.route.recovery)
 
     groups, n_caps = schedule.route.groups(job, schedule), {HERE: schedule.n_cap}
     if schedule.route.whole_groups:

@@ -25,21 +25,6 @@ DEEPEN_BY = 7
 
 
 @dataclass(frozen=True, slots=True)
-class Fallback:
-    """How a route continues when memory runs out for whole head groups.
-
-    Attributes:
-        schedule: the schedule, through slots, to continue with.
-        failed: what failed, in words, for the report.
-        instead: what is done instead, in words.
-    """
-
-    schedule: Schedule
-    failed: str
-    instead: str
-
-
-@dataclass(frozen=True, slots=True)
 class Route(ABC):
     """How a pass runs; each route is a subclass, in a file of its own (execution/routes)."""
 
@@ -79,6 +64,11 @@ class Route(ABC):
         return True
 
     @property
+    def recovery(self) -> tuple[str, str]:
+        """What failed where ``fallback`` is taken, and what is done instead, in words."""
+        return "", ""
+
+    @property
     @abstractmethod
     def words(self) -> str:
         """The route in words, for people."""
@@ -116,8 +106,9 @@ class Route(ABC):
         """The route through slots that replaces this one, with fields changed."""
 
     @abstractmethod
-    def fallback(self, schedule: Schedule, work: Workload) -> Fallback | None:
-        """How to continue when memory runs out for whole groups; None if groups are cut already."""
+    def fallback(self, schedule: Schedule, work: Workload) -> Schedule | None:
+        """The schedule, through slots, to continue with when memory runs out for whole groups; None
+        if groups are cut already."""
 
     def groups(self, job: Job, schedule: Schedule) -> list[Group]:
         """The head groups it computes, in order."""

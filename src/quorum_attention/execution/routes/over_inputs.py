@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from quorum_attention.decomposition import Decomposition, Rectangle, Task
 from quorum_attention.execution.case import Case
-from quorum_attention.execution.schedule import Fallback, Route, Schedule
+from quorum_attention.execution.schedule import Route, Schedule
 from quorum_attention.execution.takes import bytes_before, copied_bytes, result_bytes
 from quorum_attention.execution.workload import GroupSize, Workload
 
@@ -25,6 +25,8 @@ def all_rectangles(work: Workload, shape: Decomposition) -> tuple[Task, tuple[Re
 @dataclass(frozen=True, slots=True)
 class OverInputs(Route):
     """A route of several tasks over the inputs as they lie. A head group has one batch entry."""
+
+    recovery = "inputs in place: out of memory", "through slots"
 
     def check(self, shape: Decomposition, group: GroupSize) -> None:
         """Refuse a decomposition without levels, and a head group of several batch entries."""
@@ -49,7 +51,6 @@ class OverInputs(Route):
         """Bytes of the results, and of the copies of inputs that a pass makes."""
         return *bytes_before(case), *copied_bytes(case, schedule.group), *result_bytes(case)
 
-    def fallback(self, schedule: Schedule, work: Workload) -> Fallback:
+    def fallback(self, schedule: Schedule, work: Workload) -> Schedule:
         """The same tasks through slots."""
-        slots = schedule.through_slots(work)
-        return Fallback(slots, "inputs in place: out of memory", "through slots")
+        return schedule.through_slots(work)

@@ -19,7 +19,7 @@ from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.routes.together import compute_group, scaled_bytes
 from quorum_attention.execution.rows import group_part
 from quorum_attention.execution.scaling import all_finite, asking
-from quorum_attention.execution.schedule import Fallback, Route, Schedule
+from quorum_attention.execution.schedule import Route, Schedule
 from quorum_attention.execution.takes import (
     Bytes,
     Load,
@@ -49,6 +49,7 @@ class Whole(Route):
     otherwise: Slots = field(default_factory=Slots)
 
     words = "inputs in place, nothing to merge"
+    recovery = "monolithic call out of memory", "depth 0 -> 1"
     accumulators = "none"
     measured = False
 
@@ -121,10 +122,9 @@ class Whole(Route):
         """Those of ``otherwise``."""
         return self.otherwise.slots(**changes)
 
-    def fallback(self, schedule: Schedule, work: Workload) -> Fallback:
+    def fallback(self, schedule: Schedule, work: Workload) -> Schedule:
         """One level of tasks, through one slot."""
-        deeper = schedule.deeper(work).changed(n_cap=1)
-        return Fallback(deeper, "monolithic call out of memory", "depth 0 -> 1")
+        return schedule.deeper(work).changed(n_cap=1)
 
     def groups(self, job: Job, schedule: Schedule) -> list[Group]:
         """One for each kernel call.
