@@ -25,7 +25,8 @@ FLOORS = (
     ("passes",),
     ("autograd",),
     ("api",),
-    ("bench", "checking", "distributed", "integrations", "pool", "recipes", "verification"),
+    ("bench", "checking", "distributed", "integrations", "pool", "verification"),
+    ("recipes",),
     ("cli",),
 )
 LEVEL = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

@@ -1,0 +1,76 @@
+"""``long_context(model)``: what well-kept libraries have for long texts, put together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quorum_attention.counts import whole_number
+from quorum_attention.recipes.checkpoints import NAME as CHECKPOINTS
+from quorum_attention.recipes.checkpoints import checkpoint_layers
+from quorum_attention.recipes.loss import NAME as LOSS
+from quorum_attention.recipes.loss import chunk_loss
+from quorum_attention.recipes.mlp import NAME as MLP
+from quorum_attention.recipes.mlp import tile_mlps
+from quorum_attention.recipes.step import MLP_TILE
+from quorum_attention.recipes.summary import Ingredient, Summary, left_out
+
+ATTENTION = "quorum attention"
+
+
+def long_context(
+    model: Any,
+    *,
+    attention: bool = True,
+    budget: int | str | None = None,
+    checkpoints: str | None = "host",
+    mlp_tile: int | None = MLP_TILE,
+    chunked_loss: bool = True,
+) -> Summary:
+    """Change a decoder of Transformers in place so that long texts fit; its results stay the same.
+
+    Attention is this package's. Checkpoints are Transformers' own (in host memory by torch's
+    ``save_on_cpu``), the tiled MLP is Liger's, the chunked loss Liger's or torch's. What is not
+    installed, or does not suit the model, is left out, and the summary says so.
+
+    Args:
+        model: a ``PreTrainedModel`` for causal language modelling, or PEFT's around one, with its
+            weights loaded.
+        attention: set ``attn_implementation="quorum"``.
+        budget: of attention; see ``quorum_attention.integrations.transformers.register``.
+        checkpoints: keep only the layers' inputs, in "host" memory or on the "device"; None does
+            not.
+        mlp_tile: tokens of an MLP at a time; None leaves it as it is.
+        chunked_loss: a call with labels computes its loss some tokens at a time and returns no
+            logits.
+
+    Returns:
+        What was done and what was left out, with reasons; print it.
+
+    Raises:
+        ImportError: Transformers is not installed, or of a version that is not known.
+        TypeError, ValueError: arguments that make no sense.
+    """
+    from quorum_attention.integrations.transformers import register
+
+    if mlp_tile is not None:
+        whole_number(mlp_tile, "mlp_tile", 1)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not hasattr(base, "set_attn_implementation"):
+        raise TypeError(f"model must be a PreTrainedModel of Transformers, got {type(model)}")
+    done: list[Ingredient] = []
+    if attention:
+        base.set_attn_implementation(register(budget=budget))
+        done.append(Ingredient(ATTENTION, True, f"budget {budget or 'of what is free'}"))
+    else:
+        done.append(left_out(ATTENTION, "not asked for"))
+    done.append(chunk_loss(base) if chunked_loss else left_out(LOSS, "not asked for"))
+    done.append(tile_mlps(base, mlp_tile) if mlp_tile else left_out(MLP, "not asked for"))
+    done.append(
+        checkpoint_layers(base, checkpoints)
+        if checkpoints is not None
+        else left_out(CHECKPOINTS, "not asked for")
+    )
+    return Summary(tuple(done))
+
+
+__all__ = ["ATTENTION", "long_context"]

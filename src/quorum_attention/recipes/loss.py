@@ -1,0 +1,141 @@
+"""A loss whose logits are there for some tokens at a time: Liger's on a GPU, or torch's own.
+
+The model's forward, given labels, then returns no logits. It is tried on a few tokens first: a
+model that does more to its logits than to multiply (a soft cap, a scale), or whose loss is another
+one, keeps its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from quorum_attention.recipes.summary import Ingredient, left_out
+
+NAME = "chunked loss"
+_IGNORED = -100
+_TRIED = 12  # tokens
+# (hidden (tokens, width), weight, bias, labels (tokens,)) -> the sum of the losses
+_Sum = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None", torch.Tensor], torch.Tensor]
+
+
+def chunk_loss(model: Any) -> Ingredient:
+    """Let ``model(..., labels=...)`` compute its loss without all logits at once."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    if type(head) is not torch.nn.Linear or decoder is None or decoder is model:
+        kind = type(model).__name__
+        return left_out(NAME, f"{kind} is not a decoder with one linear layer to the vocabulary")
+    if head.weight.device.type == "meta":
+        return left_out(NAME, "the weights are not there yet")
+    chosen, whose = _implementation(head.weight)
+    if chosen is None:
+        return left_out(NAME, whose)
+    model.forward = MethodType(_forward(type(model).forward, chosen), model)
+    why = _differs(model)
+    if why is not None:
+        del model.forward
+        return left_out(NAME, why)
+    return Ingredient(NAME, True, f"{whose}; a call with labels returns no logits")
+
+
+def _implementation(weight: torch.Tensor) -> tuple[_Sum | None, str]:
+    """What sums the losses, and whose it is; or nothing, and why."""
+    missing = ""
+    if weight.device.type == "cuda":
+        try:
+            from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+        except ImportError:
+            missing = "Liger is not installed (pip install liger-kernel)"
+        else:
+            fused = LigerFusedLinearCrossEntropyLoss(
+                ignore_index=_IGNORED, reduction="sum", accum_dtype=torch.float32
+            )
+            return lambda x, w, b, y: fused(w, x, y, b), "Liger's"
+    if weight.dtype.itemsize < 4:
+        # torch 2.13 returns it in the dtype of its inputs: of 4,096 tokens in bf16 28.25 for 28.81.
+        return None, missing or "Liger's needs a GPU, and torch's own rounds in 16 bits"
+    options: Any = getattr(torch.nn, "LinearCrossEntropyOptions", None)
+    if options is None:
+        return None, missing or "Liger's needs a GPU, and this torch has none of its own (2.13 has)"
+    function: Any = torch.nn.functional.linear_cross_entropy
+
+    def torchs_own(
+        x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, y: torch.Tensor
+    ) -> torch.Tensor:
+        found: torch.Tensor = function(
+            x, w, y, linear_bias=b, reduction="sum", ignore_index=_IGNORED, options=options()
+        )
+        return found
+
+    return torchs_own, "torch's own"
+
+
+def _forward(plain: Callable[..., Any], total: _Sum) -> Callable[..., Any]:
+    """A model's forward with another way from hidden states to loss."""
+    signature = inspect.signature(plain)
+
+    @wraps(plain)
+    def forward(self: Any, *args: Any, **named: Any) -> Any:
+        given = dict(signature.bind_partial(self, *args, **named).arguments)
+        given.pop("self", None)
+        given.update(given.pop("kwargs", {}))
+        labels = given.pop("labels", None)
+        asked_for_router = given.get("output_router_logits") or getattr(
+            self.config, "output_router_logits", False
+        )
+        if labels is None or given.get("shift_labels") is not None or asked_for_router:
+            return plain(self, *args, **named)
+        from transformers.modeling_outputs import CausalLMOutputWithPast
+
+        given.pop("logits_to_keep", None)
+        given.pop("shift_labels", None)
+        items = given.pop("num_items_in_batch", None)
+        found = self.get_decoder()(**given)
+        head = self.get_output_embeddings()
+        hidden = found.last_hidden_state.to(head.weight.device)
+        target = pad(labels, (0, 1), value=_IGNORED)[..., 1:].reshape(-1).to(hidden.device)
+        loss = total(hidden.reshape(-1, hidden.shape[-1]), head.weight, head.bias, target)
+        count = (target != _IGNORED).sum() if items is None else items
+        return CausalLMOutputWithPast(
+            loss=loss / count,
+            past_key_values=getattr(found, "past_key_values", None),
+            hidden_states=getattr(found, "hidden_states", None),
+            attentions=getattr(found, "attentions", None),
+        )
+
+    return forward
+
+
+@torch.no_grad()
+def _differs(model: Any) -> str | None:
+    """Why the new loss is not the model's own, if it is not: of a few tokens."""
+    head = model.get_output_embeddings().weight
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(head.shape[0], (2, _TRIED), generator=generator)
+    ids = ids.to(model.get_input_embeddings().weight.device)
+    labels = ids.clone()
+    labels[0, :3] = _IGNORED
+    training = model.training
+    model.eval()
+    try:
+        ours = model(input_ids=ids, labels=labels, use_cache=False).loss
+        own = type(model).forward(model, input_ids=ids, labels=labels, use_cache=False).loss
+    except Exception as error:  # whatever it is, the model keeps its own loss
+        return f"it failed on a few tokens: {type(error).__name__}: {error}"
+    finally:
+        model.train(training)
+    # Transformers' own is in float32, of models in float64 too.
+    room = 20 * max(torch.finfo(head.dtype).eps, torch.finfo(torch.float32).eps)
+    if not bool((ours.double() - own.double()).abs() <= room * own.double().abs()):
+        return f"it is not this model's own: {ours.item():.6g} for {own.item():.6g} on a few tokens"
+    return None
+
+
+__all__ = ["NAME", "chunk_loss"]

@@ -1,0 +1,126 @@
+"""The recipe: the same loss and the same gradients in less memory, and what it left out is said."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from helpers_memory import usage
+from helpers_models import VOCABULARY, distance, tiny
+
+from quorum_attention.recipes import long_context
+from quorum_attention.recipes.long_context import ATTENTION
+
+HAS_LOSS = hasattr(torch.nn, "LinearCrossEntropyOptions")
+
+
+def step(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> tuple[float, dict[str, Any]]:
+    model.zero_grad(set_to_none=True)
+    loss = model(input_ids=ids, labels=labels).loss
+    loss.backward()
+    return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def both(model: Any, ids: torch.Tensor, **asked: Any) -> Any:
+    """Loss and gradients as the model comes and after the recipe; and the summary."""
+    labels = ids.clone()
+    labels[:, :3] = -100
+    plain = step(copy.deepcopy(model).double(), ids, labels)
+    changed = copy.deepcopy(model).double().train()
+    summary = long_context(changed, **asked)
+    ours = step(changed, ids, labels)
+    # The models' own losses, norms and weights of attention are in float32 whatever they are.
+    assert ours[0] == pytest.approx(plain[0], rel=1e-6)
+    assert ours[1].keys() == plain[1].keys()
+    for name, gradient in plain[1].items():
+        assert distance(ours[1][name], gradient) < 5e-6, name
+    return summary
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "phi"])
+def test_loss_and_gradients_are_the_same(kind: str) -> None:
+    ids = torch.randint(VOCABULARY, (2, 150))
+    summary = both(tiny(kind), ids, mlp_tile=32)
+    assert ATTENTION in summary.done
+    assert ("chunked loss" in summary.done) == HAS_LOSS
+    assert "checkpoints" in summary.done
+    if kind == "phi":
+        assert "tiled MLP" in summary.left_out
+
+
+def test_a_tiled_mlp_is_the_mlp() -> None:
+    pytest.importorskip("liger_kernel")
+    ids = torch.randint(VOCABULARY, (2, 50))
+    summary = both(tiny("llama"), ids, attention=False, mlp_tile=7, checkpoints=None,
+                   chunked_loss=False)  # fmt: skip
+    assert summary.done == ("tiled MLP",)
+
+
+@pytest.mark.skipif(not HAS_LOSS, reason="this torch has no chunked loss on a CPU")
+def test_memory_is_less() -> None:
+    """A wide vocabulary and four layers: logits, then activations, are most of it."""
+    sizes = {"vocab_size": 8192, "num_hidden_layers": 4, "intermediate_size": 256}
+    model = tiny("llama", sizes).train()
+    ids = torch.randint(8192, (1, 512))
+    changed = copy.deepcopy(model)
+    long_context(changed, mlp_tile=64)
+    plain, ours = (usage(lambda m=m: step(m, ids, ids)).peak for m in (model, changed))
+    assert ours < 0.6 * plain, (ours, plain)
+
+
+def test_a_model_that_does_more_to_its_logits_keeps_its_loss() -> None:
+    """Gemma 2 caps them."""
+    model = tiny("gemma2", {"final_logit_softcapping": 2.0})
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(20)
+    ids = torch.randint(VOCABULARY, (2, 40))
+    summary = both(model, ids)
+    assert "chunked loss" in summary.left_out
+    if HAS_LOSS:
+        assert "not this model's own" in str(summary)
+
+
+def test_sixteen_bits_on_a_cpu_keep_their_loss() -> None:
+    summary = long_context(tiny("llama").bfloat16(), mlp_tile=None)
+    assert "chunked loss" in summary.left_out
+    assert "tiled MLP: left out: not asked for" in str(summary)
+
+
+def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [n for n in sys.modules if n.split(".")[0] == "liger_kernel"] + ["liger_kernel"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    summary = long_context(tiny("llama"))
+    assert "tiled MLP" in summary.left_out
+    assert "pip install liger-kernel" in str(summary)
+
+
+def test_labels_are_all_that_changes_a_call() -> None:
+    """Without them there are logits; a copy of the model has a forward of its own."""
+    model, ids = tiny("llama"), torch.randint(VOCABULARY, (1, 30))
+    logits = model(ids).logits
+    long_context(model, checkpoints=None)
+    torch.testing.assert_close(model(ids).logits, logits)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.get_output_embeddings().weight.zero_()
+    labels = {"labels": ids}
+    flat = other(ids, **labels).loss.item()
+    assert flat == pytest.approx(torch.tensor(float(VOCABULARY)).log().item(), rel=1e-5)
+    assert model(ids, **labels).loss.item() != pytest.approx(flat, rel=1e-3)
+    summed = model(ids, num_items_in_batch=2, **labels).loss
+    assert summed.item() == pytest.approx(model(ids, **labels).loss.item() * 29 / 2, rel=1e-5)
+
+
+def test_arguments_that_make_no_sense_are_named() -> None:
+    with pytest.raises(ValueError, match="checkpoints"):
+        long_context(tiny("llama"), checkpoints="disk")
+    with pytest.raises(ValueError, match="mlp_tile"):
+        long_context(tiny("llama"), mlp_tile=0)
+    with pytest.raises(TypeError, match="PreTrainedModel"):
+        long_context(torch.nn.Linear(2, 2))
