@@ -26,7 +26,7 @@ from quorum_attention.execution.workload import GroupSize, Workload, group_sizes
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.remembered import remembered
 from quorum_attention.kernels.traits import traits_of
-from quorum_attention.planner import policy
+from quorum_attention.planner import known, policy
 from quorum_attention.planner.cost import Cost, cost, least_seconds
 from quorum_attention.planner.footprint import Footprint, footprint_of
 from quorum_attention.planner.machine import Machine
@@ -179,7 +179,22 @@ def _choose(
     backward: bool,
 ) -> Candidate:
     case = Case(work, kernel, spec_of(backward), place)
-    search = _Search(case, wish, _paced(machine, kernel, pairs))
+    paced = _paced(machine, kernel, pairs)
+    name = known.name_of(case, wish, paced) if pairs.verdict is None else None
+    entry = None if name is None else known.find(name)
+    if entry is not None and entry[0].decomposition.n_tokens == work.n_tokens:
+        again = replace(price(entry[0], case, paced), why=entry[1])
+        if again.footprint.total <= wish.budget_bytes:
+            return again
+    taken = _searched(case, wish, pairs, paced)
+    if name is not None:
+        known.note(name, taken.schedule, taken.why)
+    return taken
+
+
+def _searched(case: Case, wish: Wish, pairs: Pairs, machine: Machine) -> Candidate:
+    """What a search finds."""
+    search = _Search(case, wish, machine)
     at_once = search.look(_schedules(case, wish, pairs))
     if at_once is not None:
         return at_once

@@ -1,0 +1,123 @@
+"""Schedules that searches have found, remembered on disk for the next process.
+
+A search takes a tenth of a second and more, of which the first call of every process would wait for
+two or four. What it finds follows from the call's sizes, the wish, the kernel and the machine's
+rates, and from this package's own code: all of that is in an entry's name. An entry is the schedule
+and no price: it is priced again, and searched for again where it does not fit. Only schedules
+through slots of untrimmed tasks are remembered, and only for GPUs.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quorum_attention.decomposition import Decomposition
+from quorum_attention.execution.case import Case
+from quorum_attention.execution.routes.slots import Slots
+from quorum_attention.execution.schedule import Schedule
+from quorum_attention.execution.workload import GroupSize
+from quorum_attention.planner.machine import Machine
+from quorum_attention.writing import cache_folder, write_text
+
+_FILE = "plans.json"
+# Most entries of the file: the oldest go first.
+_MOST = 400
+_PLAIN = (int, float, str, bool, type(None), torch.dtype)
+
+
+def name_of(case: Case, wish: object, machine: Machine) -> str | None:
+    """The name of a search's entry; None where nothing is remembered."""
+    kernel, work = case.kernel, case.work
+    ours = type(kernel).__module__.startswith(_PACKAGE) and _is_bare(kernel)
+    if not ours or not _on_a_gpu(case):
+        return None
+    asked = (work, case.place, wish, machine)
+    # The text of anything else might be the same for different things.
+    if not all(map(_is_plain, asked)):
+        return None
+    modes = (torch.__version__, torch.are_deterministic_algorithms_enabled(), case.spec.name)
+    text = repr((*asked, type(kernel).__qualname__, modes, _code()))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def find(name: str) -> tuple[Schedule, str] | None:
+    """The schedule of that name, and why it was taken; None if there is none."""
+    entry = _known().get(name)
+    try:
+        n_tokens, levels, layout, tile, group, limits, route, why = entry  # type: ignore[misc]
+        shape = Decomposition(n_tokens, tuple(levels), layout, tile)
+        return Schedule(shape, GroupSize(*group), Slots(*route), *limits), str(why)
+    except (TypeError, ValueError):
+        return None
+
+
+def note(name: str, schedule: Schedule, why: str) -> None:
+    """Remember ``schedule``, if it is of the kind that is. What cannot be written is not."""
+    route, shape = schedule.route, schedule.decomposition
+    if not isinstance(route, Slots) or route.trimmed is not None or schedule.pinned:
+        return
+    entry = [
+        shape.n_tokens, shape.levels, shape.layout, shape.tile,
+        (schedule.group.batch, schedule.group.kv_heads), schedule.limits,
+        (route.n_cap, route.accumulator, route.streams), why,
+    ]  # fmt: skip
+    _known()[name] = entry
+    with suppress(OSError):
+        path = cache_folder() / _FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Another process may have added to it.
+        together = {**_read(path), **_known()}
+        write_text(path, json.dumps(dict(list(together.items())[-_MOST:])))
+
+
+@functools.cache
+def _known() -> dict[str, Any]:
+    return _read(cache_folder() / _FILE)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _on_a_gpu(case: Case) -> bool:
+    return case.place.device_type == "cuda" and torch.cuda.is_available()
+
+
+def _is_bare(kernel: object) -> bool:
+    """Whether a kernel is no more than its class: the native one without options, for example, is
+    not, because nobody here knows which options there are."""
+    return not getattr(kernel, "__dict__", None)
+
+
+def _is_plain(value: object) -> bool:
+    if is_dataclass(value):
+        return all(_is_plain(getattr(value, field.name)) for field in fields(value))
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)
+
+
+_PACKAGE = __name__.partition(".")[0] + "."
+
+
+@functools.cache
+def _code() -> str:
+    """What tells this package's files from those of another version: names, sizes and times."""
+    folder = Path(__file__).parent.parent
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        status = path.stat()
+        found.update(f"{path.relative_to(folder)} {status.st_size} {status.st_mtime_ns};".encode())
+    return found.hexdigest()[:16]
