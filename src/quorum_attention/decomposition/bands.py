@@ -79,9 +79,9 @@ class Band:
         """The verdict on a block of positions."""
         (q0, q1), (k0, k1) = block
         least, most = k0 - (q1 - 1), k1 - 1 - q0
-        if (self.high is not None and least > self.high) or (
-            self.low is not None and most < self.low
-        ):
+        late = self.high is not None and least > self.high
+        early = self.low is not None and most < self.low
+        if late or early or self._is_empty:
             return MASKED
         inside = (self.high is None or most <= self.high) and (
             self.low is None or least >= self.low

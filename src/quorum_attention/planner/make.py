@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -17,10 +18,15 @@ from quorum_attention.execution.device.lookup import (
     on_host,
     present,
 )
+from quorum_attention.execution.masks import mask_shape
 from quorum_attention.execution.placement import Placement
+from quorum_attention.execution.trimming import pairs_of
 from quorum_attention.execution.workload import DTYPE_NAMES, ELEMENT_BYTES, GroupSize, Workload
+from quorum_attention.kernels.masked import Sizes, under
 from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.select import select_kernel
+from quorum_attention.mask import Mask
 from quorum_attention.planner import policy
 from quorum_attention.planner.calibration import machine_of
 from quorum_attention.planner.decide import decide_untried
@@ -60,6 +66,7 @@ def plan(
     over_inputs: bool | None = None,
     kernel: str | InnerKernel = "auto",
     backward: bool = False,
+    mask: Mask | None = None,
 ) -> Plan:
     """Plan an attention call of ``n_tokens`` queries.
 
@@ -87,6 +94,7 @@ def plan(
             them through slots. None leaves each of these choices to the planner.
         kernel: an inner kernel, or its name.
         backward: plan the backward pass instead of the forward.
+        mask: of the call; its tensors have to fit the sizes given.
 
     Raises:
         BudgetError: the budget is too small; names the smallest that works.
@@ -97,15 +105,36 @@ def plan(
     )
     work = replace(work, dropout=chance(dropout_p, "dropout_p") > 0.0)
     where = _device(device)
+    backward = switch(backward, "backward")
+    work, kernel = _under(mask, work, kernel, where, backward)
     bytes_given = None if budget is None else parse_bytes(budget)
     wish = _wish(
         work, where, bytes_given, levels, depth, layout, tile, accumulator, heads_per_group, n_cap,
         streams, over_inputs,
     )  # fmt: skip
-    backward = switch(backward, "backward")
     place = _place(where, inputs, results_given, dtype, backward)
     chosen, found = decide_untried(work, wish, kernel, place, where, backward=backward)
     return Plan(work, found, place, chosen.name, bytes_given, backward)
+
+
+def _under(
+    mask: Mask | None,
+    work: Workload,
+    kernel: str | InnerKernel,
+    where: torch.device,
+    backward: bool,
+) -> tuple[Workload, str | InnerKernel]:
+    """The call and its kernel under ``mask``."""
+    if mask is None:
+        return work, kernel
+    if not isinstance(mask, Mask):
+        raise TypeError(f"mask must be a quorum_attention.Mask, got {shown(mask)}")
+    bias = None if mask.bias is None else mask_shape(mask.bias, len(work.batch_shape))
+    sizes = Sizes(work.batch, work.heads, work.n_queries, work.n_keys)
+    call = work.call_shape(where.type, backward)
+    causal, kernel = under(mask, sizes, work.is_causal, kernel, call, where, tried=False)
+    work = replace(work, is_causal=causal, mask=bias, sinks=mask.sinks is not None)
+    return work, kernel
 
 
 def _wish(
@@ -309,10 +338,14 @@ def estimate(n_tokens: int, *, budget: int | str | None = None, **call: object) 
     limit = None if budget is None else parse_bytes(budget)
     room = limit if limit is not None else _free(torch.device(forward.place.device_type))
     is_uncut = forward.depth == 0 and forward.n_groups == 1
-    whole = forward if is_uncut else _uncut(forward, options.get("kernel", "auto"))
+    whole = forward if is_uncut else _uncut(forward, options)
     others = []
+    # Under a mask of the kernel's own each task of a decomposition is looked at.
+    own_mask = _has_own_mask(forward, options)
+    most = policy.MOST_TRIMMED[1] if own_mask else math.inf
     for levels in _OTHER_LEVELS:
-        if levels != forward.levels and n_tokens >= 128 * max(levels, default=0):
+        looked_at = levels != forward.levels and math.prod(levels) <= most
+        if looked_at and n_tokens >= 128 * max(levels, default=0):
             try:
                 others.append(plan(n_tokens, levels=levels, budget=room, **options))
             except BudgetError:
@@ -328,10 +361,19 @@ def estimate(n_tokens: int, *, budget: int | str | None = None, **call: object) 
     )
 
 
-def _uncut(made: Plan, kernel: str | InnerKernel) -> Plan:
+def _has_own_mask(made: Plan, options: Mapping[str, Any]) -> bool:
+    """Whether the kernel of ``made`` knows a mask."""
+    where = torch.device(made.place.device_type)
+    _, wanted = _under(options.get("mask"), made.work, options.get("kernel", "auto"), where, False)
+    kernel = made.kernel if wanted == "auto" else wanted
+    return pairs_of(made.work, get_kernel(kernel)).verdict is not None
+
+
+def _uncut(made: Plan, options: Mapping[str, Any]) -> Plan:
     """The forward of ``made`` as one monolithic call of all heads."""
     work, place = made.work, made.place
     where = torch.device(place.device_type)
+    _, kernel = _under(options.get("mask"), work, options.get("kernel", "auto"), where, False)
     chosen = select_kernel(kernel, work.call_shape(where.type, False), where, tried=False)
     wish = Wish(
         budget_bytes=0,

@@ -87,7 +87,7 @@ class Geometry:
         return found
 
     def _among(self, block: Ranges) -> Verdict:
-        near = self._near(block)
+        near = self.near(block)
         if not len(near):
             return MASKED
         (q0, q1), (k0, k1) = block
@@ -96,8 +96,8 @@ class Geometry:
         a, b, c, d = near[0].tolist()
         return CLEAR if a <= q0 and q1 <= b and c <= k0 and k1 <= d else MIXED
 
-    def _near(self, block: Ranges) -> Blocks:
-        """The blocks that meet ``block``."""
+    def near(self, block: Ranges) -> Blocks:
+        """The blocks of the geometry that meet ``block``, whole."""
         assert self.blocks is not None
         (q0, q1), (k0, k1) = block
         first = int(np.searchsorted(self.blocks[:, 1], q0, side="right"))
@@ -114,7 +114,7 @@ class Geometry:
         (q0, q1), (k0, k1) = block
         pieces: Sequence[Sequence[int]] = [(q0, q1, k0, k1)]
         if self.blocks is not None:
-            pieces = self._near(block).tolist()
+            pieces = self.near(block).tolist()
         for a, b, c, d in pieces:
             for part in self.band.parts(max(a, q0), min(b, q1), max(c, k0), min(d, k1)):
                 if self.rules:
@@ -165,7 +165,7 @@ class Geometry:
             return found
         inside = torch.zeros_like(found[..., :, :])
         (q0, _), (k0, _) = at.block
-        for a, b, c, d in self._near(at.block).tolist():
+        for a, b, c, d in self.near(at.block).tolist():
             inside[..., max(0, a - q0) : b - q0, max(0, c - k0) : d - k0] = True
         return found & inside
 
@@ -217,6 +217,6 @@ def _meeting(one: Blocks, other: Blocks) -> Blocks:
     found = []
     by_other = Geometry(blocks=other)
     for a, b, c, d in one.tolist():
-        for e, f, g, h in by_other._near(Ranges.of(a, b, c, d)).tolist():
+        for e, f, g, h in by_other.near(Ranges.of(a, b, c, d)).tolist():
             found.append((max(a, e), min(b, f), max(c, g), min(d, h)))
     return np.array(sorted(found), dtype=np.int64).reshape(-1, 4)

@@ -28,8 +28,10 @@ from quorum_attention.decomposition.batches import Batch
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.kit.reads import tensors
 from quorum_attention.kernels.masked.geometry import TESTED, Geometry, Place
+from quorum_attention.kernels.masked.native import NativeUnderMask
 from quorum_attention.kernels.masked.tiles import Tiles
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, add_all_, merge_
+from quorum_attention.kernels.native.kernel import NativeKernel
 from quorum_attention.kernels.protocol import (
     CallShape,
     Extent,
@@ -96,6 +98,10 @@ class MaskedKernel:
         self._operator: Operator | Tiles = self._tiles if called is None else called
         self.name = base.name if called is not None else self._tiles.name
         self._distinct = tuple(dict.fromkeys(geometries))
+        # By geometry, where one launch runs a whole task of it.
+        self._native: dict[Geometry, NativeUnderMask] = {}
+        if isinstance(base, NativeKernel) and not any(g.rules for g in self._distinct):
+            self._native = {g: NativeUnderMask(g, base) for g in self._distinct}
         self._ragged = any(g.rules or not g.band.keeps_all for g in self._distinct)
         own = traits_of(base)
         kept = sum(g.count(n_queries, n_keys) for g in geometries) / len(geometries)
@@ -104,6 +110,7 @@ class MaskedKernel:
         self._calls_of: Cache[tuple[_Call, ...]] = Cache(_MOST_TASKS, lambda calls: 1)
         self.traits = Traits(
             own_attention=True,
+            whole_tasks=bool(self._native),
             rates=own.rates if called is not None else (0.3, 0.3),
             launch_seconds=own.launch_seconds,
             scaled_backward=own.scaled_backward if called is not None else frozenset(),
@@ -141,6 +148,10 @@ class MaskedKernel:
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``forward`` allocates at any one time."""
+        if self._native:
+            return self._launch_bytes(extent) + self.base.forward_workspace_bytes(call, extent) * (
+                2 if extent.direct and not self._uniform else 1
+            )
         inside = replace(extent, direct=False)
         most = self._turned_bytes(call, extent, backward=False)
         if self._by_operator:
@@ -156,6 +167,10 @@ class MaskedKernel:
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
+        if self._native:
+            return self._launch_bytes(extent) + self.base.backward_workspace_bytes(call, extent) * (
+                2 if extent.direct and not self._uniform else 1
+            )
         inside = replace(extent, direct=False)
         most = self._turned_bytes(call, extent, backward=True)
         if self._by_operator:
@@ -171,6 +186,10 @@ class MaskedKernel:
             numbers = rows * call.head_dim + keys * (call.head_dim + call.value_dim)
             most += numbers * (_wide(call) + 4)
         return most + MERGE_WORKSPACE_BYTES
+
+    def _launch_bytes(self, extent: Extent) -> int:
+        """What the tables of a launch have more than those of the kernel without a mask."""
+        return max(native.table_bytes for native in self._native.values())
 
     def _turned_bytes(self, call: CallShape, extent: Extent, *, backward: bool) -> int:
         """Copies of a triangle's rows in the other order."""
@@ -202,6 +221,9 @@ class MaskedKernel:
         """Merge the task's kept pairs into ``state``, in place."""
         for entries, geometry in self._by_geometry(task.entries):
             one, given = _entries_of(task, entries), (state.out[entries], state.lse[entries])
+            if self._native:
+                self._native[geometry].forward(one, Statistics(*given))
+                continue
             for call in self._calls(one, geometry):
                 self._forward_call(one, call, geometry, *given)
 
@@ -228,8 +250,10 @@ class MaskedKernel:
 
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
-        shift = grads.scaling.shift * math.log(2.0)
-        lse = (grads.lse - shift).masked_fill_(grads.lse == -torch.inf, 0.0)
+        lse = grads.lse
+        if not self._native:
+            shift = grads.scaling.shift * math.log(2.0)
+            lse = (lse - shift).masked_fill_(lse == -torch.inf, 0.0)
         for entries, geometry in self._by_geometry(task.entries):
             one = _entries_of(task, entries)
             scaling = grads.scaling
@@ -246,6 +270,9 @@ class MaskedKernel:
                     overflow=_rows_of_entries(scaling.overflow, entries),
                 ),
             )
+            if self._native:
+                self._native[geometry].backward(one, mine)
+                continue
             for call in self._calls(one, geometry):
                 self._backward_call(one, call, geometry, mine)
 
@@ -289,6 +316,16 @@ class MaskedKernel:
         out_dtype: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``WholeCalls``; ``out`` is rounded once, to ``out_dtype``."""
+        if self._native:
+            parts = [
+                native.whole_forward(
+                    query[at], key[at], value[at], causal, scale, _rows_of_entries(bias, at),
+                    out_dtype,
+                )
+                for at, native in self._native_calls(query)
+            ]  # fmt: skip
+            out, lse = (_together(pieces) for pieces in zip(*parts, strict=True))
+            return out, lse
         work = torch.float64 if query.dtype == torch.float64 else torch.float32
         out = torch.zeros((*query.shape[:3], value.shape[-1]), dtype=work, device=query.device)
         lse = torch.full(query.shape[:3], -torch.inf, dtype=work, device=query.device)
@@ -309,6 +346,16 @@ class MaskedKernel:
         grad_dtype: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See ``WholeCalls``; gradients are rounded once, to ``grad_dtype``."""
+        if self._native:
+            parts = [
+                native.whole_backward(
+                    grad_out[at], query[at], key[at], value[at], out[at], lse[at], causal, scale,
+                    _rows_of_entries(bias, at), grad_dtype,
+                )
+                for at, native in self._native_calls(query)
+            ]  # fmt: skip
+            dq, dk, dv = (_together(pieces) for pieces in zip(*parts, strict=True))
+            return dq, dk, dv
         work = torch.float64 if query.dtype == torch.float64 else torch.float32
         dq, dk, dv = (
             torch.zeros(t.shape, dtype=work, device=t.device) for t in (query, key, value)
@@ -317,6 +364,10 @@ class MaskedKernel:
         self.backward(task, Gradients(grad_out, out, lse, dq, dk, dv))
         found = [total.to(grad_dtype or query.dtype) for total in (dq, dk, dv)]
         return found[0], found[1], found[2]
+
+    def _native_calls(self, query: torch.Tensor) -> Iterator[tuple[slice, NativeUnderMask]]:
+        for entries, geometry in self._by_geometry(tuple(range(query.shape[0]))):
+            yield entries, self._native[geometry]
 
     def _everything(
         self,
@@ -561,6 +612,10 @@ def _part_of(bias: torch.Tensor | None, r: Rectangle) -> torch.Tensor | None:
     if bias.shape[2] > 1:
         bias = bias[:, :, r.query_start : r.query_stop]
     return bias[..., r.key_start : r.key_stop] if bias.shape[3] > 1 else bias
+
+
+def _together(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _wide(call: CallShape) -> int:

@@ -286,9 +286,28 @@ class NativeKernel:
     def _host(
         self, rectangles: tuple[Rectangle, ...], task: TaskTensors, block: int, axis: Axis
     ) -> tuple[torch.Tensor, int]:
-        of = task.task if self.options.positional else None
+        of = task.task if self._is_placed else None
         n_rows = task.query.shape[2] if axis == "query" else task.key.shape[2]
-        return _table(self, rectangles, of, n_rows, block, axis, task.query.device)
+        return self._table(rectangles, of, n_rows, block, axis, task.query.device)
+
+    def _table(
+        self,
+        rectangles: tuple[Rectangle, ...],
+        task: Task | None,
+        n_rows: int,
+        block: int,
+        axis: Axis,
+        device: torch.device,
+    ) -> tuple[torch.Tensor, int]:
+        """See ``host_table``; ``task`` None: local positions are those of the call."""
+        window = (self.options.left, self.options.right) if self.options.windowed else None
+        pinned = device.type == "cuda"
+        return _remembered_table(rectangles, task, window, n_rows, block, axis, pinned)
+
+    @property
+    def _is_placed(self) -> bool:
+        """Whether global positions matter."""
+        return self.options.positional
 
     def _extras(
         self, device: torch.device, bias: torch.Tensor | None, at: Rectangle, heads: slice
@@ -324,21 +343,7 @@ def runs_of(
     device: torch.device,
 ) -> Runs:
     """The table of a launch, on the device; ``task`` None: global positions are not needed."""
-    return _sent(_table(kernel, rectangles, task, n_rows, block, axis, device), device)
-
-
-def _table(
-    kernel: NativeKernel,
-    rectangles: tuple[Rectangle, ...],
-    task: Task | None,
-    n_rows: int,
-    block: int,
-    axis: Axis,
-    device: torch.device,
-) -> tuple[torch.Tensor, int]:
-    options = kernel.options
-    window = (options.left, options.right) if options.windowed else None
-    return _host_table(rectangles, task, window, n_rows, block, axis, device.type == "cuda")
+    return _sent(kernel._table(rectangles, task, n_rows, block, axis, device), device)
 
 
 def _sent(table: tuple[torch.Tensor, int], device: torch.device) -> Runs:
@@ -354,7 +359,7 @@ def _plain(allow_tf32: bool) -> NativeKernel:
 
 
 @lru_cache(maxsize=64)
-def _host_table(
+def _remembered_table(
     rectangles: tuple[Rectangle, ...],
     task: Task | None,
     window: tuple[int, int] | None,
@@ -363,13 +368,17 @@ def _host_table(
     axis: Axis,
     pinned: bool,
 ) -> tuple[torch.Tensor, int]:
-    """A table in host memory: (starts and entries in one tensor, the number of starts).
-
-    The tasks of a level share their rectangles, so most of them share one table.
-    """
+    """The table of rectangles. The tasks of a level share theirs, so most of them share one."""
     found: Sequence[Piece] = pieces(rectangles, task)
     if window is not None:
         found = within_window(found, *window)
+    return host_table(found, n_rows, block, axis, pinned=pinned)
+
+
+def host_table(
+    found: Sequence[Piece], n_rows: int, block: int, axis: Axis, *, pinned: bool
+) -> tuple[torch.Tensor, int]:
+    """A table in host memory: (starts and entries in one tensor, the number of starts)."""
     starts, entries = table(found, n_rows, block, axis)
     with outside():  # because it is cached
         both = torch.empty(len(starts) + entries.size, dtype=torch.int32, pin_memory=pinned)

@@ -33,10 +33,13 @@ class Piece:
     Attributes:
         rectangle: local positions.
         distance: added to ``q - k`` of local positions, it gives that of global positions.
+        diagonal: a pair is kept only if ``q - k + diagonal >= 0``, local positions; None: that of a
+            causal rectangle, or none.
     """
 
     rectangle: Rectangle
     distance: int = 0
+    diagonal: int | None = None
 
 
 def pieces(rectangles: Sequence[Rectangle], task: Task | None) -> list[Piece]:
@@ -127,6 +130,8 @@ def _by_block(
     entries[:, at] = np.maximum(numbers * block, start)
     entries[:, at + 1] = np.minimum((numbers + 1) * block, stop)
     entries[:, 4] = r.key_start - r.query_start if r.causal else NO_DIAGONAL
+    if piece.diagonal is not None:
+        entries[:, 4] = piece.diagonal
     entries[:, 5] = piece.distance
     entries[:, 6] = 0
     return numbers, entries
