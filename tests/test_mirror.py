@@ -45,6 +45,7 @@ ELSEWHERE = {
         "call/masks.py", "kernels/masked/choice.py", "kernels/masked/geometry.py",
         "kernels/masked/kernel.py", "kernels/masked/reading.py", "kernels/masked/tiles.py",
     ),
+    "native/test_masked.py": ("kernels/masked/native.py",),
     # The machine with its events, its instructions, its queue, and what it checks.
     "execution/control/test_machine.py": (
         "execution/control/events.py", "execution/control/instructions.py",

@@ -109,3 +109,24 @@ def test_rows_that_trimmed_tasks_leave_out_cost_nothing() -> None:
     assert plan.schedule.trimmed.tokens < 259
     assert plan.predicted_seconds > 0
     assert min(plan.candidate.cost.up, plan.candidate.cost.down) >= 0
+
+
+def test_plans_and_estimates_of_a_mask() -> None:
+    """A window is planned with the pairs that it keeps; a plan runs the call it was made for."""
+    sizes = {"heads": 2, "head_dim": 8, "dtype": torch.float32, "device": "cpu"}
+    mask = qa.Mask(causal=True, window=(200, 0), sinks=torch.zeros(2))
+    window = qa.plan(4096, mask=mask, levels=(7,), **sizes)
+    plain = qa.plan(4096, is_causal=True, levels=(7,), **sizes)
+    assert window.predicted_seconds < plain.predicted_seconds / 2
+    slots = qa.plan(4096, mask=mask, levels=(7,), over_inputs=False, **sizes)
+    assert slots.schedule.left_out > 0.3
+    q, k, v = (torch.randn(1, 2, 4096, 8) for _ in range(3))
+    report = qa.Report()
+    found = qa.attention(q, k, v, attn_mask=mask, plan=window, report=report)
+    assert report.forward is not None
+    assert report.forward.levels == (7,)
+    assert torch.allclose(found, qa.attention(q, k, v, attn_mask=mask), atol=1e-5)
+    estimate = qa.estimate(4096, mask=mask, **sizes)
+    assert estimate.forward.predicted_seconds < plain.predicted_seconds
+    with pytest.raises(TypeError, match="mask must be a quorum_attention"):
+        qa.plan(4096, mask=torch.zeros(1), **sizes)  # type: ignore[arg-type]

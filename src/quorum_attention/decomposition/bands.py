@@ -75,6 +75,13 @@ class Band:
         """Whether there is no bound."""
         return self.low is None and self.high is None
 
+    @property
+    def width(self) -> int | None:
+        """The most queries and the most keys of a part, None where there is no limit."""
+        if self.low is None or self.high is None:
+            return None
+        return max(self.high - self.low + 1, _RAGGED_ROWS + _NARROW)
+
     def verdict(self, block: Ranges) -> Verdict:
         """The verdict on a block of positions."""
         (q0, q1), (k0, k1) = block

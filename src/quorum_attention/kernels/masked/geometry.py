@@ -106,6 +106,18 @@ class Geometry:
         found: Blocks = near[(near[:, 2] < k1) & (near[:, 3] > k0)]
         return found
 
+    def most(self, n_queries: int, n_keys: int) -> tuple[int, int]:
+        """The most queries and keys of a part of a block of so many."""
+        if self.blocks is not None and len(self.blocks):
+            sides = self.blocks[:, 1::2] - self.blocks[:, ::2]
+            n_queries, n_keys = (
+                min(n, int(m)) for n, m in zip((n_queries, n_keys), sides.max(0), strict=True)
+            )
+        width = self.band.width
+        if width is not None:
+            n_queries, n_keys = min(n_queries, width), min(n_keys, width)
+        return n_queries, n_keys
+
     def parts(self, block: Ranges) -> Iterator[Part]:
         """Parts that hold each kept pair of a block once.
 

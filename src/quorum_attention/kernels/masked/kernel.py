@@ -50,6 +50,8 @@ from quorum_attention.kernels.views import Pick, jth_of_group, key_rows, query_r
 _MOST_TASKS = 512
 # The most rows to which an operator rounds up those of a batch entry.
 _ROUND = 128
+# Parts are joined to one call up to so many queries, and keys.
+_JOINED = 8192
 _RAGGED = MaskShape(boolean=True, batch=True, heads=True, rows=True)
 
 
@@ -111,6 +113,8 @@ class MaskedKernel:
         self.traits = Traits(
             own_attention=True,
             whole_tasks=bool(self._native),
+            # A task is several calls, though they take no turns on streams.
+            several_streams=not self._native,
             rates=own.rates if called is not None else (0.3, 0.3),
             launch_seconds=own.launch_seconds,
             scaled_backward=own.scaled_backward if called is not None else frozenset(),
@@ -152,8 +156,8 @@ class MaskedKernel:
             return self._launch_bytes(extent) + self.base.forward_workspace_bytes(call, extent) * (
                 2 if extent.direct and not self._uniform else 1
             )
-        inside = replace(extent, direct=False)
-        most = self._turned_bytes(call, extent, backward=False)
+        inside = self._largest_call(extent)
+        most = self._turned_bytes(call, inside, backward=False)
         if self._by_operator:
             most += self.base.forward_workspace_bytes(replace(call, is_causal=True), inside)
         else:
@@ -171,8 +175,8 @@ class MaskedKernel:
             return self._launch_bytes(extent) + self.base.backward_workspace_bytes(call, extent) * (
                 2 if extent.direct and not self._uniform else 1
             )
-        inside = replace(extent, direct=False)
-        most = self._turned_bytes(call, extent, backward=True)
+        inside = self._largest_call(extent)
+        most = self._turned_bytes(call, inside, backward=True)
         if self._by_operator:
             most += self.base.backward_workspace_bytes(replace(call, is_causal=True), inside)
         else:
@@ -190,6 +194,11 @@ class MaskedKernel:
     def _launch_bytes(self, extent: Extent) -> int:
         """What the tables of a launch have more than those of the kernel without a mask."""
         return max(native.table_bytes for native in self._native.values())
+
+    def _largest_call(self, extent: Extent) -> Extent:
+        """The extent of one call of the operator: of a part, or of several joined."""
+        queries, keys = _limits(self._distinct, (extent.max_queries, extent.max_keys))
+        return replace(extent, max_queries=queries, max_keys=keys, direct=False)
 
     def _turned_bytes(self, call: CallShape, extent: Extent, *, backward: bool) -> int:
         """Copies of a triangle's rows in the other order."""
@@ -404,7 +413,7 @@ class MaskedKernel:
         rectangles = tuple(r for r in task.rectangles if r.n_queries > 0 and r.n_keys > 0)
         masked = bool(rectangles) and task.has_mask(rectangles[0])
         single = masked or task.query.shape[0] != 1
-        limits = (task.max_queries, task.max_keys)
+        limits = _limits((geometry,), (task.max_queries, task.max_keys))
         key = (task.task, rectangles, geometry, task.is_causal, single, limits)
         return self._calls_of.get(
             key, lambda: tuple(_calls(task.task, rectangles, geometry, limits, single=single))
@@ -510,6 +519,13 @@ def _calls(
         for batch in _batches(found):
             for part_of_batch in _bounded(batch, limits):
                 yield _Call(part_of_batch, kind)
+
+
+def _limits(geometries: Sequence[Geometry], limits: tuple[int, int]) -> tuple[int, int]:
+    """The most queries and keys of one call: of the largest part, or of parts joined."""
+    largest = [geometry.most(*limits) for geometry in geometries]
+    queries, keys = (max(n) for n in zip(*largest, strict=True))
+    return max(queries, min(limits[0], _JOINED)), max(keys, min(limits[1], _JOINED))
 
 
 def _batches(rectangles: list[Rectangle]) -> Iterator[Batch]:

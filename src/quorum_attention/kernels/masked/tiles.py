@@ -50,12 +50,17 @@ class Tiles:
         values = value.to(work).unsqueeze(2)
         outs, lses = _grouped(out, key), lse.unflatten(1, (key.shape[1], -1))
         for rows in _rows(query, key.shape[2]):
-            scores, _ = self._scores(grouped[..., rows, :], keys, scale, rows, causal, bias)
+            seen = slice(0, rows.stop if causal else None)  # later keys are masked
+            scores, _ = self._scores(
+                grouped[..., rows, :], keys[..., seen], scale, rows, causal, bias
+            )
             # Divided by the sum instead of taking exp(S - lse): a large lse has few digits left.
             largest = scores.amax(dim=-1, keepdim=True)
             p = scores.sub_(largest.masked_fill(largest == -torch.inf, 0.0)).exp_()
             total = p.sum(dim=-1, keepdim=True)
-            outs[..., rows, :] = (p @ values).div_(total.masked_fill(total == 0.0, 1.0))
+            outs[..., rows, :] = (p @ values[..., seen, :]).div_(
+                total.masked_fill(total == 0.0, 1.0)
+            )
             lses[..., rows] = (largest + total.log()).squeeze(-1)
         return out, lse
 
@@ -82,17 +87,18 @@ class Tiles:
         grouped, upstream, outs = (_grouped(t, key) for t in (query, grad_out, out))
         lses = lse.unflatten(1, (key.shape[1], -1)).unsqueeze(-1)
         for rows in _rows(query, key.shape[2]):
-            part = grouped[..., rows, :].to(work)
-            scores, slack = self._scores(part, keys.mT, scale, rows, causal, bias)
+            part, seen = grouped[..., rows, :].to(work), slice(0, rows.stop if causal else None)
+            some_keys, some_values = keys[..., seen, :], values[..., seen, :]
+            scores, slack = self._scores(part, some_keys.mT, scale, rows, causal, bias)
             p = scores.sub_(lses[..., rows, :]).exp_()
             do = upstream[..., rows, :].to(work)
-            grads[2].add_((p.mT @ do).sum(dim=2))
+            grads[2][:, :, seen].add_((p.mT @ do).sum(dim=2))
             delta = (do * outs[..., rows, :].to(work)).sum(dim=-1, keepdim=True)
-            ds = p.mul_((do @ values.mT).sub_(delta))
+            ds = p.mul_((do @ some_values.mT).sub_(delta))
             if slack is not None:
                 ds.mul_(slack)
-            grad_query[..., rows, :] = (ds @ keys).mul_(scale)
-            grads[1].add_((ds.mT @ part).sum(dim=2), alpha=scale)
+            grad_query[..., rows, :] = (ds @ some_keys).mul_(scale)
+            grads[1][:, :, seen].add_((ds.mT @ part).sum(dim=2), alpha=scale)
         return grads[0], grads[1], grads[2]
 
     def _scores(
@@ -114,6 +120,7 @@ class Tiles:
         if bias is not None:
             bias = bias[(None,) * (4 - bias.dim())]
             part = bias[:, :, rows] if bias.shape[2] > 1 else bias
+            part = part[..., : scores.shape[-1]] if part.shape[3] > 1 else part
             # A dimension for the heads that share a key head.
             heads = keys.shape[1]
             shape = (heads, -1) if part.shape[1] > 1 else (1, 1)

@@ -1,0 +1,65 @@
+"""The native kernel under a mask: bands of any offset, windows and blocks in one launch."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from helpers_masks import exact, off, random_mask
+
+import quorum_attention as qa
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_masks_against_float64(seed: int, device: str) -> None:
+    draw = random.Random(random.random() + seed)
+    batch, heads = draw.choice([1, 2]), draw.choice([1, 2])
+    n_queries = draw.choice([5, 64, 130])
+    n_keys = n_queries if draw.random() < 0.5 else draw.choice([3, 70, 128])
+    dtype = draw.choice([torch.float32, torch.float16])
+    shapes = ((heads, n_queries), (1, n_keys), (1, n_keys), (heads, n_queries))
+    q, k, v, grad_out = (torch.randn(batch, h, n, 16).to(dtype) for h, n in shapes)
+    mask = random_mask(draw, batch, heads, n_queries, n_keys, inner=True)
+    if seed % 4:
+        mask = replace(mask, keeps=None)  # rules are tried tile by tile
+    if draw.random() < 0.3:
+        mask = replace(mask, softcap=5.0, sinks=torch.randn(heads))
+    if draw.random() < 0.2:
+        mask = replace(mask, bias=torch.randn(n_queries, n_keys))
+    want = exact(q, k, v, grad_out, mask, 0.25)
+    options: dict[str, Any] = {
+        "enable_gqa": True, "scale": 0.25, "kernel": "native", "report": qa.Report(),
+    }  # fmt: skip
+    if max(n_queries, n_keys) >= 128:
+        options["depth"] = draw.choice([0, 1, 2])
+    inputs = [t.to(device).requires_grad_() for t in (q, k, v)]
+    out, lse = qa.attention_with_lse(*inputs, attn_mask=mask, **options)
+    grads = torch.autograd.grad(out, inputs, grad_out.to(device))
+    assert options["report"].forward.kernel == "native"
+    tolerance = 2e-5 if dtype == torch.float32 else 6e-3
+    assert off(out, want.out) <= tolerance
+    assert off(lse, want.lse) <= tolerance
+    for grad, wanted in zip(grads, want.grads, strict=False):
+        assert off(grad, wanted) <= 5 * tolerance
+
+
+def test_a_mask_is_one_launch(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from quorum_attention.kernels.native import kernel as module
+
+    launched = []
+    original = module.launch_forward
+
+    def counted(*args: Any, **named: Any) -> None:
+        launched.append(args[3].entries.shape[0])
+        original(*args, **named)
+
+    q, k, v = (torch.randn(1, 1, 130, 16, device=device) for _ in range(3))
+    ids = torch.arange(130) // 30
+    mask = qa.Mask(causal="lower_right", window=(40, 0), documents=ids)
+    first = qa.attention(q, k, v, attn_mask=mask, kernel="native")  # which tries the kernel once
+    monkeypatch.setattr(module, "launch_forward", counted)
+    assert torch.equal(qa.attention(q, k, v, attn_mask=mask, kernel="native"), first)
+    assert len(launched) == 1
