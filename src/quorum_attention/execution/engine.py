@@ -84,7 +84,7 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class SlotPass:
     """A pass as the engine runs it: what is loaded, what accumulates, how a unit is computed.
 
     Attributes:
@@ -96,7 +96,7 @@ class Pass:
         prepare: changes a unit's freshly loaded inputs before ``compute``.
         spoiled: says of a computed unit whether its results are unusable. None: they never are, and
             the host never waits to ask.
-        mended: given a spoiled unit whose inputs are in the slot unchanged, says whether to run it
+        repeats: given a spoiled unit whose inputs are in the slot unchanged, says whether to run it
             again from the state before it. False leaves its results as they are.
         passed_on: inputs whose shared rows may be copied from the previous slot.
         factor: the factor of a group's finished rows, of queries or of keys: (entries, heads, 1, 1)
@@ -110,7 +110,7 @@ class Pass:
     compute: Callable[[Unit], None]
     prepare: Callable[[Unit], None] | None = None
     spoiled: Callable[[Unit], bool] | None = None
-    mended: Callable[[Unit], bool] | None = None
+    repeats: Callable[[Unit], bool] | None = None
     passed_on: frozenset[str] = frozenset()
     factor: Callable[[Group, Axis], torch.Tensor | None] | None = None
 
@@ -119,7 +119,7 @@ class Engine:
     """Runs units in order in ``n_cap`` slots that are carved from one arena (uint8)."""
 
     def __init__(
-        self, pass_: Pass, arena: torch.Tensor, n_cap: int, mover: Mover, clock: Clock
+        self, pass_: SlotPass, arena: torch.Tensor, n_cap: int, mover: Mover, clock: Clock
     ) -> None:
         size = pass_.layout.slot_bytes
         self.pass_ = pass_
@@ -172,7 +172,7 @@ class Engine:
             raise
 
     def _settle(self, computed: deque[Unit], done: Callable[[Unit], None]) -> None:
-        """Store the first unit of ``computed``; if it is spoiled, mend it first."""
+        """Store the first unit of ``computed``; if it is spoiled, repeat it first."""
         spoiled = self.pass_.spoiled
         if spoiled is not None:
             self.mover.wait_computed(computed[0].slot)
@@ -180,7 +180,7 @@ class Engine:
                 # If this fails, none of them counts as computed.
                 first, *followers = computed
                 computed.clear()
-                if self._mend(first):
+                if self._repeat(first):
                     for follower in followers:
                         self._run_again(follower)
                 computed.extend((first, *followers))
@@ -198,10 +198,10 @@ class Engine:
         rows += [state.final for state in self.pass_.states]
         self.mover.left(block for each in rows for block in self._blocks_of(each, group))
 
-    def _mend(self, unit: Unit) -> bool:
+    def _repeat(self, unit: Unit) -> bool:
         """Run a spoiled unit again for as long as that helps; returns whether it was run again."""
         assert self.pass_.spoiled is not None
-        assert self.pass_.mended is not None
+        assert self.pass_.repeats is not None
         whole, changed = unit.from_home(), False
         while self.pass_.spoiled(unit):
             # Finished rows may have overwritten the inputs.
@@ -209,7 +209,7 @@ class Engine:
             self._load_inputs(whole)
             self.mover.finish(wait=True)
             self._clear_padding(whole)
-            if not self.pass_.mended(whole):
+            if not self.pass_.repeats(whole):
                 with self.mover.compute_stage(unit.slot):
                     self._finish(unit, over_inputs=True)
                 self.mover.wait_computed(unit.slot)

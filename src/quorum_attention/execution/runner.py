@@ -20,7 +20,7 @@ from quorum_attention.execution.device.clock import NoClock
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.mover import Mover
 from quorum_attention.execution.device.page_locks import PageLocks
-from quorum_attention.execution.engine import Engine, Pass, Unit
+from quorum_attention.execution.engine import Engine, SlotPass, Unit
 from quorum_attention.execution.job import Job
 from quorum_attention.execution.memory import first_line, is_out_of_memory
 from quorum_attention.execution.report import PassReport
@@ -28,7 +28,7 @@ from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.tools import Tools
 from quorum_attention.execution.workload import Group
 
-MakePass = Callable[[Schedule, Tools], Pass]
+MakePass = Callable[[Schedule, Tools], SlotPass]
 
 
 def run(job: Job, machine: Machine, make_pass: MakePass, locks: PageLocks, tools: Tools) -> None:
@@ -100,7 +100,7 @@ class _Run:
             return first_line(error)
         return None
 
-    def _through_slots(self, pass_: Pass, n_slots: int, room: Callable[[], bool]) -> None:
+    def _through_slots(self, pass_: SlotPass, n_slots: int, room: Callable[[], bool]) -> None:
         device, clock = self.job.call.device, self.tools.clock
         mover: Mover | None = None
         try:

@@ -254,7 +254,7 @@ class BackwardScaling:
         """Whether a gradient of the computed unit is not finite."""
         return bool(self._held[unit.slot].flags.any())
 
-    def mended(self, unit: Unit) -> bool:
+    def repeats(self, unit: Unit) -> bool:
         """Scale a spoiled unit down further, if that may help; returns whether it is.
 
         The slot holds the unit's unscaled inputs and its computed gradients.
@@ -279,9 +279,9 @@ class BackwardScaling:
             grad_value=given("state_value", "key"),
         )
         ask = asking(self._machine, unit.group, unit.visit.task.path)
-        lowered = held.steps.lower(held.flags, computed, ask)
-        self.repeated += lowered
-        return lowered
+        again = held.steps.lower(held.flags, computed, ask)
+        self.repeated += again
+        return again
 
 
 def _by_head(unit: Unit, name: str) -> torch.Tensor:

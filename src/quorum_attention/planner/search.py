@@ -325,9 +325,9 @@ def _many(found: Candidate, tasks: int) -> bool:
     return found.schedule.trimmed is None and found.schedule.decomposition.n_tasks > tasks
 
 
-def uncut(work: Workload, group: GroupSize, *, pinned: bool = False) -> Schedule:
+def uncut(work: Workload, group: GroupSize) -> Schedule:
     """Head groups in one kernel call each."""
-    return schedule_of(work, Decomposition(work.n_tokens), group, Whole(), pinned=pinned)
+    return schedule_of(work, Decomposition(work.n_tokens), group, Whole())
 
 
 @remembered(256)

@@ -18,7 +18,7 @@ from quorum_attention.execution.case import Case
 from quorum_attention.execution.control.machine import Machine
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.residency import Home, Residency
-from quorum_attention.execution.engine import Input, Pass, State, Unit
+from quorum_attention.execution.engine import Input, SlotPass, State, Unit
 from quorum_attention.execution.job import Job
 from quorum_attention.execution.padding import is_filled, task_rows
 from quorum_attention.execution.pass_spec import RowSpec, StateSpec
@@ -181,7 +181,7 @@ class Slots(Route):
         )
         scalings: list[BackwardScaling] = []
 
-        def make_pass(schedule: Schedule, tools: Tools) -> Pass:
+        def make_pass(schedule: Schedule, tools: Tools) -> SlotPass:
             scaling = BackwardScaling(call.work, call.device, machine) if job.scaled else None
             if scaling is not None:
                 scalings.append(scaling)
@@ -212,7 +212,7 @@ def _make_pass(
     homes: list[RowTensor | GroupBuffer],
     final: list[RowTensor],
     scaling: BackwardScaling | None,
-) -> Pass:
+) -> SlotPass:
     """The pass of ``job``, for the engine.
 
     Args:
@@ -247,7 +247,7 @@ def _make_pass(
         for state, home, rows_of_result in zip(spec.states, homes, final, strict=True)
     )
     divided = spec.divided if job.scaled else None
-    return Pass(
+    return SlotPass(
         work,
         layout,
         inputs,
@@ -255,7 +255,7 @@ def _make_pass(
         compute,
         prepare=None if scaling is None else scaling.prepare,
         spoiled=None if scaling is None else scaling.spoiled,
-        mended=None if scaling is None else scaling.mended,
+        repeats=None if scaling is None else scaling.repeats,
         factor=job.factor if job.is_divided else None,
         passed_on=frozenset(
             item.name for item in spec.inputs if item.name != divided and layout.keeps(item.name)
