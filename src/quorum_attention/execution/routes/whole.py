@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -283,7 +284,7 @@ def _four(tensor: torch.Tensor, work: Workload) -> torch.Tensor:
 def _without_empty_rows(lse: torch.Tensor) -> torch.Tensor:
     # A row without keys has scores -inf and lse -inf. With lse 0 instead, exp(score - lse) is 0,
     # not NaN.
-    return lse.masked_fill(lse == -torch.inf, 0.0)
+    return lse.nan_to_num(nan=math.nan, posinf=math.inf, neginf=0.0)
 
 
 def _scaled(job: Job, schedule: Schedule, group: Group, machine: Machine, tools: Tools) -> None:
