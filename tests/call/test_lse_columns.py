@@ -192,3 +192,19 @@ def test_beside_sinks_and_a_window(dtype: torch.dtype, depth: int) -> None:
     exact = torch.autograd.grad((out, lse), (q, k, v, s), upstream)
     for mine, true in zip(found, exact, strict=True):
         assert_close(mine, true, GRADIENT_TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("wider", [torch.float32, torch.float64])
+def test_small_upstream_gradients_are_not_lost_beside_it(wider: torch.dtype) -> None:
+    """Gradients of 1e-6 in a wider dtype, for fp16 inputs with values of thousands."""
+    given = inputs(60, dtype=torch.float16)
+    given.value.mul_(5000)
+    given.grad_out = given.grad_out.to(wider) * 1e-6
+    grad_lse = upstream_of(given, 1e-3)
+    made = qa.attention_with_lse(*given.three)
+    found = qa.attention_backward(
+        given.grad_out, *given.three, *made, grad_lse=grad_lse, depth=1,
+        grads=tuple(torch.empty_like(t, dtype=wider) for t in given.three),
+    )  # fmt: skip
+    for mine, exact in zip(found, wanted(given, grad_lse), strict=True):
+        assert_close(mine / exact.abs().max(), exact / exact.abs().max(), 1e-2)

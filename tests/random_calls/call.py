@@ -75,6 +75,8 @@ def _perform(case: Case, made: Made, device: torch.device, done: Done) -> None:
             t.detach().requires_grad_(wanted)
             for t, wanted in zip((made.query, made.key, made.value), case.wanted, strict=True)
         ]
+        if case.mask_grad:
+            forward["attn_mask"] = made.mask.detach().requires_grad_()
     orders = _orders(case, case.orders, made, device, kernel, backward=False)
     results = _within_budget(
         case.orders, case, orders, "forward", done,
@@ -88,9 +90,12 @@ def _perform(case: Case, made: Made, device: torch.device, done: Done) -> None:
     names = ("grad_query", "grad_key", "grad_value")
     if case.route == "autograd":
         asked = [(n, t) for n, t in zip(names, three, strict=True) if t.requires_grad]
-        grads = torch.autograd.grad(
-            results[0], [t for _, t in asked], made.grad_out.to(results[0].device)
-        )
+        if case.mask_grad:
+            asked.append(("grad_mask", forward["attn_mask"]))
+        upstream = [made.grad_out.to(results[0].device)]
+        if made.grad_lse is not None:
+            upstream.append(made.grad_lse.to(results[1].device))
+        grads = torch.autograd.grad(results[: len(upstream)], [t for _, t in asked], upstream)
         done.results |= dict(zip((n for n, _ in asked), grads, strict=True))
         return
     backward = dict(call)
@@ -101,14 +106,24 @@ def _perform(case: Case, made: Made, device: torch.device, done: Done) -> None:
             for i, t in enumerate((made.query, made.key, made.value))
         )
         backward["grads"] = given
+    if case.mask_grad:
+        backward["grad_mask"] = True
+        if case.results.given:
+            # As large as ``grads``, in another order of dimensions.
+            of_mask = torch.empty_like(made.mask.mT, memory_format=torch.contiguous_format).mT
+            backward["grad_mask"] = of_mask
+    if made.grad_lse is not None:
+        backward["grad_lse"] = made.grad_lse
     said = case.orders if case.backward_orders is None else case.backward_orders
     orders = _orders(case, said, made, device, kernel, backward=True)
     grads = _within_budget(
         said, case, orders, "backward", done,
         lambda: qa.attention_backward(made.grad_out, *three, *results, **backward, **orders),
     )  # fmt: skip
-    done.results |= dict(zip(names, grads, strict=True))
+    done.results |= dict(zip((*names, "grad_mask"), grads, strict=False))
     if given is not None:
+        if case.mask_grad and grads[3] is not backward["grad_mask"]:
+            done.untaken.append("grad_mask")
         for index, target_ in enumerate(done.targets[-3:]):
             if grads[index].data_ptr() != target_.view.data_ptr():
                 done.untaken.append(f"grads[{index}]")

@@ -103,6 +103,8 @@ class Case:
         reported: whether a report is filled.
         looked_after: whether tensors that stay alive are looked for.
         measured: whether peak memory is held against the plan.
+        mask_grad: whether the gradient of the mask is asked for.
+        lse_grad: the size of an upstream gradient of the log-sum-exp; None: there is none.
     """
 
     seed: int
@@ -135,6 +137,8 @@ class Case:
     reported: bool = True
     looked_after: bool = False
     measured: bool = False
+    mask_grad: bool = False
+    lse_grad: float | None = None
 
     @property
     def pairs(self) -> int:
@@ -179,7 +183,9 @@ def simpler(case: Case) -> list[Case]:
         for change in (
             {"failure": None},
             {"planted": None},
-            {"mask": None},
+            {"lse_grad": None},
+            {"mask_grad": False},
+            {"mask": None, "mask_grad": False},
             {"layouts": ("plain",) * 4},
             {"calibrated": None},
             {"results": Results()},
@@ -216,7 +222,7 @@ def simpler(case: Case) -> list[Case]:
             for change in (
                 {"layout": "dense"},
                 {"dims": 4},
-                {"kind": "bool", "content": "random"},
+                {"kind": "float" if case.mask_grad else "bool", "content": "random"},
                 {"content": "random"},
                 {"spans": (False, False, True, True)},
             )

@@ -142,6 +142,16 @@ class _Drawing:
                 r.choice(["forward", "backward"]), r.choice([*range(1, 12), r.randint(12, 90)]),
                 r.choice([1, 1, 1, 2, 3]),
             )  # fmt: skip
+        scale = self.scale(head_dim)
+        wanted = self.wanted()
+        calibrated = r.choice([0.001, 0.03, 1.0, 30.0]) if self.sometimes(0.15) else None
+        residency = r.choice(["device", "host"])
+        reported, looked_after = self.sometimes(0.7), self.sometimes(0.03)
+        measured = failure is None and self.sometimes(0.003)
+        mask_grad, lse_grad = self.more_gradients(
+            mask, plain and planted is None and route != "forward" and not measured,
+            route == "autograd", orders if again is None else again,
+        )  # fmt: skip
         return Case(
             seed=self.seed,
             batch=batch,
@@ -153,7 +163,7 @@ class _Drawing:
             value_dim=value_dim,
             dtype=dtype,
             is_causal=is_causal,
-            scale=self.scale(head_dim),
+            scale=scale,
             mask=mask,
             layouts=layouts,
             content=content,
@@ -161,19 +171,32 @@ class _Drawing:
             grad=grad,
             grad_dtype=grad_dtype,
             route=route,
-            wanted=self.wanted(),
+            wanted=wanted,
             kernel=kernel,
             scores=scores,
             orders=orders,
             backward_orders=again,
             results=results,
             failure=failure,
-            calibrated=r.choice([0.001, 0.03, 1.0, 30.0]) if self.sometimes(0.15) else None,
-            residency=r.choice(["device", "host"]),
-            reported=self.sometimes(0.7),
-            looked_after=self.sometimes(0.03),
-            measured=failure is None and self.sometimes(0.003),
+            calibrated=calibrated,
+            residency=residency,
+            reported=reported,
+            looked_after=looked_after,
+            measured=measured,
+            mask_grad=mask_grad,
+            lse_grad=lse_grad,
         )
+
+    def more_gradients(
+        self, mask: Mask | None, allowed: bool, by_autograd: bool, orders: Orders
+    ) -> tuple[bool, float | None]:
+        """Whether the mask's gradient is asked for, and the size of one of the log-sum-exp."""
+        of_mask = mask is not None and mask.kind != "bool" and self.sometimes(0.6)
+        size = self.one_of({None: 80, 1.0: 14, 30.0: 3, 1e-3: 3})
+        # Neither a forward nor a plan knows of the columns that carry it.
+        if (by_autograd and orders.how == "budget") or (orders.how == "plan" and not orders.pinned):
+            size = None
+        return of_mask and allowed, size if allowed else None
 
     def heads(self, long: int) -> tuple[tuple[int, ...], int, int]:
         if long > 600:

@@ -164,6 +164,18 @@ class Reference:
             self._poisoned_forward(found)
         return found
 
+    def _of_mask(self, ds: torch.Tensor, strict: torch.Tensor, rounded: torch.Tensor) -> Wanted:
+        """The gradient of the scores, summed over what the mask broadcasts over."""
+        mask = self.made.mask
+        exact = self._shaped(ds).sum_to_size(mask.shape)
+        summed = self._shaped(ds.abs()).sum_to_size(mask.shape)
+        bound = self._shaped(_sane(strict)).sum_to_size(mask.shape) + 3 * self.a * summed
+        last = mask.dtype
+        bound = bound + unit(last) * exact.abs() + _least(last)
+        if self.by_keys:
+            bound = bound + self.sums(ds.numel() // max(1, exact.numel())) * summed
+        return Wanted(exact, bound, bound + self._shaped(rounded).sum_to_size(mask.shape))
+
     def _parts(self) -> float:
         """What gradients of query heads that share a key, and of rectangles where nothing keeps
         them in range, lose each when they are rounded to the smallest numbers there are."""
@@ -173,6 +185,8 @@ class Reference:
             # An upstream gradient near fp16's largest number is divided before it is used, lest dS
             # overflow; the smallest numbers count for as much more.
             do = self.do.nan_to_num(0.0, 0.0, 0.0).norm(dim=-1).max()
+            if self.made.grad_lse is not None:
+                do = do + 2 * self.made.grad_lse.abs().max()
             v = self.v.nan_to_num(0.0, 0.0, 0.0).norm(dim=-1).max() if self.v.numel() else 0.0
             lost *= max(1.0, float(do) * max(2 * float(v), 2.0) / 2**14)
         return lost
@@ -189,6 +203,14 @@ class Reference:
         delta = (do * self.out).sum(-1, keepdim=True)
         slope = 1.0 if self.slope is None else self.slope
         apart = dp - delta
+        of_lse = torch.zeros_like(delta)
+        if self.made.grad_lse is not None:
+            # Nothing flows into a row without keys.
+            of_lse = (
+                self.made.grad_lse.double().reshape(delta.shape[:-1]).masked_fill(self.empty, 0)
+            )
+            of_lse = of_lse.unsqueeze(-1)
+        apart = apart + of_lse
         ds = p * apart * slope
         lse = self.lse.masked_fill(self.empty, 0.0).abs()
         change = self.off + (self.lse_off + self.a * (1 + lse)).unsqueeze(-1)
@@ -196,7 +218,7 @@ class Reference:
             change = change + _SHORT_EXP
         # Beyond that the exponential itself is anybody's guess: an lse that cannot tell.
         p_off = torch.where(change < 0.5, 1.5 * p * change, math.inf).masked_fill(p == 0, 0.0)
-        sizes = do.abs() @ v.abs().mT
+        sizes = do.abs() @ v.abs().mT + of_lse.abs()
         tiny = _least(self.dtype) * (p > 0)
         # Probabilities that are off are so in the output, and in D, before they are here.
         spread = _sane(p_off * apart.abs())
@@ -207,7 +229,8 @@ class Reference:
         if self.made.grad_out.dtype.itemsize > self.dtype.itemsize:
             # grad_out may be scaled and rounded to the inputs' dtype: one relative rounding, and
             # what that leaves of the smallest beside the largest of a head.
-            least = 2.0**-38 * do.abs().amax((-2, -1), keepdim=True) if do.numel() else 0.0
+            largest = torch.maximum(do.abs(), 2 * of_lse.abs())
+            least = 2.0**-38 * largest.amax((-2, -1), keepdim=True) if do.numel() else 0.0
             each = self.w * do.abs() + least
             ds_off = ds_off + p * (
                 each @ v.abs().mT + (each * self.out.abs()).sum(-1, keepdim=True)
@@ -251,6 +274,8 @@ class Reference:
         terms = self.sums(p.shape[-2] * self.shared)
         loose = bound + terms * self._grouped(p.mT @ do.abs())
         found["grad_value"] = Wanted(*map(self._shaped, (exact, bound, loose)))
+        if self.case.mask_grad:
+            found["grad_mask"] = self._of_mask(ds, ds_off, rounded)
         if self.case.planted is not None:
             self._poisoned_backward(found)
         return found

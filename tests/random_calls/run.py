@@ -185,6 +185,8 @@ def _compare(verdict: Verdict, made: Made, done: Done, compute: torch.device) ->
             (case.results.grads if case.results.given and case.route == "pair" else None)
             or case.dtype
         ]  # fmt: skip
+        if name == "grad_mask":
+            asked = made.mask.dtype
         if name != "lse" and dtype != asked:
             verdict.add("dtype", f"{name} is {dtype}, not {asked}")
         off, ratio = judge(name, found, wanted[name], yardstick)

@@ -57,6 +57,7 @@ class Made:
 
     Attributes:
         query, key, value, grad_out, mask: as handed over (strided views).
+        grad_lse: the upstream gradient of the log-sum-exp, or None.
         kept: what may only be read.
     """
 
@@ -67,6 +68,7 @@ class Made:
     mask: torch.Tensor | None
     kept: list[Kept]
     slopes: torch.Tensor | None
+    grad_lse: torch.Tensor | None = None
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -115,7 +117,13 @@ def make(case: Case, device: torch.device) -> Made:
     if case.scores.alibi:
         slopes = torch.rand(case.heads, generator=torch.Generator().manual_seed(3)) * 0.2
         slopes = slopes.to(device)
-    return Made(*views, mask, kept, slopes)
+    grad_lse = None
+    if case.lse_grad is not None:
+        state = torch.float64 if dtype == torch.float64 else torch.float32
+        own = torch.Generator().manual_seed(case.seed + 1)
+        grad_lse = case.lse_grad * torch.randn(q.shape[:-1], generator=own, dtype=state).to(device)
+        kept.append(Kept.of("grad_lse", grad_lse))
+    return Made(*views, mask, kept, slopes, grad_lse)
 
 
 def laid_out(tensor: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import quorum_attention as qa
+from quorum_attention import passes
+from quorum_attention.execution import mask_gradient
 from quorum_attention.kernels import rectangles
 from quorum_attention.kernels.kit import from_lse_function
 from random_calls import call, kernels
-from random_calls.case import Case, Orders, Planted, Scores
+from random_calls.case import Case, Mask, Orders, Planted, Scores
 from random_calls.compare import ALLOWED
 from random_calls.draw import draw
 from random_calls.reference import Reference
@@ -95,7 +97,7 @@ def calls(kernel: str, count: int = 12, **change: Any) -> list[Verdict]:
             route="pair", is_causal=True, scale=scale,
             orders=Orders("plan", levels=(3,), tile=8), backward_orders=None,
             dtype="float32", grad_dtype=None, results=type(case.results)(),
-            looked_after=False, measured=False,
+            looked_after=False, measured=False, mask_grad=False, lse_grad=None,
         )  # fmt: skip
         case = replace(case, **change)
         if not case.grad.startswith("wide"):
@@ -111,6 +113,45 @@ def test_an_error_in_a_kernel_is_found(change, monkeypatch) -> None:
     wrong = [one for one in found if one.outcome == "wrong"]
     assert len(wrong) > len(found) // 2, [str(one) for one in found]
     assert all("off" in " ".join(one.kinds) for one in wrong)
+
+
+@pytest.mark.parametrize(("dtype", "summed"), [("float32", True), ("bfloat16", False)])
+def test_an_error_in_the_gradient_of_a_mask_is_found(dtype, summed, monkeypatch) -> None:
+    """A part that is counted twice."""
+    given = {
+        "mask": Mask("float", (False, not summed, not summed, True), "bias"), "mask_grad": True,
+        "dtype": dtype, "orders": Orders("depth", depth=1), "grad": "normal",
+    }  # fmt: skip
+    assert {one.outcome for one in calls("auto", 6, **given)} == {"right"}
+    original = mask_gradient._Walk._tile
+
+    def twice(self, entries, index, one, rows):  # type: ignore[no-untyped-def]
+        part = original(self, entries, index, one, rows)
+        part[..., :1] *= 2
+        return part
+
+    monkeypatch.setattr(mask_gradient._Walk, "_tile", twice)
+    found = calls("auto", 6, **given)
+    kinds = [tuple(one.kinds) for one in found]
+    assert set(kinds) <= {("grad_mask off",), ()}
+    # A sum that is all but 0 shows nothing.
+    assert kinds.count(()) < len(found) // 2, [str(one) for one in found]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_an_error_in_the_gradient_through_the_lse_is_found(dtype, monkeypatch) -> None:
+    """One that is left out."""
+    given = {"lse_grad": 1.0, "dtype": dtype, "grad": "normal", "orders": Orders("depth", depth=1)}
+    assert {one.outcome for one in calls("auto", 6, **given)} == {"right"}
+    original = passes.with_columns
+
+    def without(tensors, request, given):  # type: ignore[no-untyped-def]
+        zero = torch.zeros_like(given.grad_lse)
+        return original(tensors, request, given._replace(grad_lse=zero))
+
+    monkeypatch.setattr(passes, "with_columns", without)
+    found = calls("auto", 6, **given)
+    assert all("grad_key off" in one.kinds for one in found), [str(one) for one in found]
 
 
 @pytest.mark.parametrize("change", CHANGES)

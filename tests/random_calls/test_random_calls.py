@@ -54,6 +54,8 @@ def test_the_thousand_are_of_every_kind() -> None:
     assert sum(c.n_queries > 600 for c in cases) >= 5
     assert sum(c.mask is not None for c in cases) > 150
     assert sum(c.planted is not None for c in cases) > 20
+    assert sum(c.mask_grad for c in cases) > 40
+    assert sum(c.lse_grad is not None for c in cases) > 80
     assert sum(c.failure is not None for c in cases) > 15
     assert sum(c.calibrated is not None for c in cases) > 90
     layouts = {layout for c in cases for layout in c.layouts}

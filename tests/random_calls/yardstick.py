@@ -33,7 +33,9 @@ class Yardstick:
     """torch's results and errors for one case; computed when they are asked for."""
 
     def __init__(self, case: Case, made: Made, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-        self.case, self.made, self.dtypes = case, made, dtypes
+        # torch's gradients are those of the output alone.
+        self.case, self.made, self.dtypes = case, replace(made, grad_lse=None), dtypes
+        self.lone = case.scores != Scores() or made.grad_lse is not None
         self._own: Results | None = None
         self._errors: list[Results] = []
 
@@ -46,11 +48,14 @@ class Yardstick:
     def errors(self, name: str, wanted: Wanted) -> Iterator[torch.Tensor]:
         """Torch's largest error by head, broadcastable to the result: of the call, and then never
         smaller, what it comes to with another path and with neighbours."""
-        if self.case.scores != Scores():
-            # torch has no such call: what a rounded output may cost by itself.
-            yield wanted.loose
-            return
         largest = wanted.exact.new_zeros(())
+        if self.lone or name == "grad_mask":
+            # torch has no such call, or another kernel for it: what a rounded output may cost by
+            # itself.
+            largest = wanted.loose
+            yield largest
+        if self.case.scores != Scores():
+            return
         for number in range(2 + _NEIGHBOURS):
             while len(self._errors) <= number:
                 self._errors.append(self._more(len(self._errors)))

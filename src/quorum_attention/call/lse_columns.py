@@ -7,12 +7,16 @@ With the gradient g of a row's log-sum-exp beside that of its output, the gradie
 Kernels compute delta themselves. So a backward with g is one without it, on wider rows: value gets
 columns of 0, which leave dP as it is, the upstream gradient columns ``f``, and the output columns
 ``p`` with f p = -g, which take g from delta. Every kernel, route and budget can do that. f is a
-power of two not much smaller than g, so that whatever scales the upstream gradient knows how large
-g is; where rows have 16 bits, three columns hold the digits of p.
+power of two; where rows have 16 bits, three columns hold the digits of p.
+
+A scaled backward (fp16) takes the product of the norms of value and upstream gradient for a bound
+of dP. So that this is one of g as well, and no larger than it has to be, f times the largest norm
+of the value is about g there, and p as large as that norm.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -46,7 +50,7 @@ def column_bytes(tensors: Tensors, request: Request, given: Given) -> int:
     found = 0
     rows, keys = work.batch * work.heads * work.n_queries, work.batch * work.kv_heads * work.n_keys
     if tensors.query.device == device:
-        found += keys * wide.value_dim * work.element_bytes
+        found += keys * (wide.value_dim * work.element_bytes + 4)
         if wide.head_dim != work.head_dim:
             found += (rows + keys) * wide.head_dim * work.element_bytes
     for tensor in (given.grad_out, given.out):
@@ -76,7 +80,8 @@ def with_columns(
     # Nothing flows into a row without keys.
     lse = given.lse.to(given.grad_lse.device)
     gradient = given.grad_lse.to(work.state_dtype).masked_fill(lse == -torch.inf, 0.0)
-    factor = _factor(gradient, given.grad_out.dtype, work.dtype)
+    norms = _norms(tensors.value, work).to(gradient.device) if work.dtype == torch.float16 else 1.0
+    factor = _factor(gradient / norms, given.grad_out.dtype, work.dtype)
     grad_out, out = _wider(given.grad_out, wide.value_dim), given.out
     # Parts are rounded as kernels get them; a narrower output would round them more.
     out = _wider(out, wide.value_dim, torch.promote_types(out.dtype, work.dtype))
@@ -110,6 +115,15 @@ def without_columns(
     return tuple(found)
 
 
+def _norms(value: torch.Tensor, work: Workload) -> torch.Tensor:
+    """The largest norm of a row of values for each query head, (*batch, heads, 1), from 1 to 2**14;
+    rows that are not finite do not count."""
+    rows = torch.linalg.vector_norm(value, dim=-1, dtype=torch.float32)
+    largest = rows.nan_to_num_(0.0, posinf=0.0).amax(dim=-1, keepdim=True).clamp_(1.0, 2.0**14)
+    found: torch.Tensor = largest.repeat_interleave(work.queries_per_key_head, dim=-2)
+    return found
+
+
 def _wider(tensor: torch.Tensor, width: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A copy of (..., n, d) with columns of 0 after its own."""
     shape = (*tensor.shape[:-1], width)
@@ -136,7 +150,7 @@ def _targets(
 
 def _factor(gradient: torch.Tensor, *dtypes: torch.dtype) -> torch.Tensor:
     """Powers of two, above the magnitudes of ``gradient`` as far as all ``dtypes`` hold them."""
-    lowest = max(torch.frexp(torch.tensor(torch.finfo(d).tiny)).exponent.item() for d in dtypes)
-    highest = min(torch.frexp(torch.tensor(torch.finfo(d).max)).exponent.item() for d in dtypes)
-    exponent = torch.frexp(gradient).exponent.clamp_(int(lowest), int(highest) - 1)
+    lowest = max(math.frexp(torch.finfo(dtype).tiny)[1] for dtype in dtypes)
+    highest = min(math.frexp(torch.finfo(dtype).max)[1] for dtype in dtypes)
+    exponent = torch.frexp(gradient).exponent.clamp_(lowest, highest - 1)
     return torch.ldexp(torch.ones_like(gradient), exponent)
