@@ -1,0 +1,117 @@
+"""Tiny models of Transformers on a GPU: logits, gradients, caches, and memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from helpers_models import (
+    DECODERS,
+    ENCODERS,
+    VOCABULARY,
+    assert_as_close_as_eager,
+    attended,
+    distance,
+    logits_and_gradients,
+    register_all,
+    tiny,
+)
+
+from quorum_attention.integrations.transformers import register
+from quorum_attention.recipes import long_context
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+@pytest.fixture(autouse=True)
+def registered() -> None:
+    register_all()
+
+
+def some_ids(batch: int, tokens: int) -> torch.Tensor:
+    return torch.randint(1, VOCABULARY, (batch, tokens), device="cuda")
+
+
+@pytest.mark.parametrize("name", ["quorum", "cut_once", "cut_twice"])
+@pytest.mark.parametrize("kind", [*DECODERS, *ENCODERS])
+def test_logits_and_gradients(kind: str, name: str) -> None:
+    model, ids = tiny(kind).cuda(), some_ids(2, 300)
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    mask[1, -5:] = 0
+    assert_as_close_as_eager(model, name, ids)
+    assert_as_close_as_eager(model, name, ids, mask.bool(), attention_mask=mask)
+    if kind in DECODERS and kind != "opt":
+        positions = torch.cat([torch.arange(n) for n in (170, 1, 129)])[None].expand(2, -1).cuda()
+        assert_as_close_as_eager(model, name, ids, position_ids=positions)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss", "llama4_text", "modernbert"])
+def test_sixteen_bits(kind: str, dtype: torch.dtype) -> None:
+    model, ids = tiny(kind).cuda(), some_ids(2, 300)
+    exact = logits_and_gradients(attended(model, "exact", torch.float64), ids)
+    eager = logits_and_gradients(attended(model, "eager", dtype), ids)
+    ours = logits_and_gradients(attended(model, "quorum", dtype), ids)
+    assert distance(ours[0], exact[0]) <= 1.5 * distance(eager[0], exact[0])
+    for name, gradient in exact[1].items():
+        if gradient.abs().max() > 1e-6:
+            room = max(2 * distance(eager[1][name], gradient), 0.02)
+            assert distance(ours[1][name], gradient) <= room, name
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gpt_oss", "llama4_text", "gemma3_text"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generate(kind: str, cache: str) -> None:
+    model, ids = tiny(kind).cuda(), some_ids(2, 40)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    kwargs: dict[str, Any] = {"cache_implementation": "static"} if cache == "static" else {}
+    logits = [
+        torch.stack(
+            attended(model, name).generate(
+                input_ids=ids, attention_mask=mask, max_new_tokens=6, do_sample=False,
+                use_cache=True, return_dict_in_generate=True, output_logits=True,
+                disable_compile=True, **kwargs,
+            ).logits
+        )
+        for name in ("eager", "quorum")
+    ]  # fmt: skip
+    torch.testing.assert_close(logits[1], logits[0], atol=1e-4, rtol=1e-3)
+
+
+def test_a_sliding_window_of_a_long_text_takes_no_square() -> None:
+    """65,536 tokens: one boolean mask of all pairs would be 4 GiB."""
+    register("watched", budget="256MiB")
+    model = attended(tiny("gemma3_text"), "watched", torch.bfloat16)
+    ids = some_ids(1, 65_536)
+    model(ids[:, :4096])
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    model.model(ids).last_hidden_state.float().sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 1 << 30
+
+
+def test_long_context_is_the_same_loss_in_less_memory() -> None:
+    pytest.importorskip("liger_kernel")
+    sizes = {"vocab_size": 32_768, "hidden_size": 256, "intermediate_size": 1024}
+    model, ids = tiny("llama", sizes).cuda().bfloat16().train(), some_ids(1, 8192)
+    peaks, losses = [], []
+    for changed in (False, True):
+        if changed:
+            summary = long_context(model, mlp_tile=1024)
+            assert not summary.left_out, summary
+        for _ in range(2):  # the first call compiles
+            model.zero_grad(set_to_none=True)
+            torch.cuda.reset_peak_memory_stats()
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+        peaks.append(torch.cuda.max_memory_allocated())
+        losses.append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=5e-3)
+    assert peaks[1] < 0.5 * peaks[0]
