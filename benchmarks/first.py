@@ -1,0 +1,93 @@
+"""First calls in new processes, over second ones: without any caches on disk, and with kept ones.
+
+    python benchmarks/first.py [--cases 262144,65536-gqa] [--source ../before/src] [--json FILE]
+
+Plain calls (plain.py): inputs in page-locked host memory, results made by the call, gradients by
+autograd. Each process has initialised CUDA before, and has called torch's own ``backward`` with a
+gradient, which imports sympy (2 s by itself). The first process of a machine also reads libraries
+from its disk: one is run and thrown away. Needs a CUDA device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+CALLS = 3
+
+
+def in_this_process(case: str) -> list[tuple[float, float]]:
+    """Seconds of forward and backward of each call."""
+    import torch
+    from plain import CASES, both
+
+    import quorum_attention as qa
+
+    given = CASES[case]
+    torch.manual_seed(0)
+    heads = (given.heads, given.kv_heads, given.kv_heads, given.heads)
+    tensors = [
+        torch.randn(1, h, given.tokens, given.head_dim, device="cuda", dtype=given.dtype)
+        .cpu()
+        .pin_memory()
+        for h in heads
+    ]
+    torch.cuda.empty_cache()
+    torch.zeros(2, requires_grad=True).mul(1).backward(torch.ones(2))
+
+    def forward(*three: torch.Tensor) -> torch.Tensor:
+        return qa.attention(*three, is_causal=True, enable_gqa=True, budget=given.budget)
+
+    return [both(forward, tensors[:3], tensors[3]) for _ in range(CALLS)]
+
+
+def in_a_new_process(case: str, source: Path, caches: Path) -> list[list[float]]:
+    """The same in a process that imports the package from ``source``."""
+    own = Path(__file__).resolve().parent
+    paths = [str(source), str(own), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths), "TRITON_CACHE_DIR": str(caches / "triton"),
+        "QUORUM_ATTENTION_CACHE": str(caches / "own"),
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, __file__, "--within", case],
+        env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    found: list[list[float]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    """Measure, print a line for each process, write JSON if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", default="262144,65536-gqa")
+    parser.add_argument("--source", type=Path, default=Path(__file__).resolve().parents[1] / "src")
+    parser.add_argument("--json")
+    parser.add_argument("--within", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.within:
+        print(json.dumps(in_this_process(given.within)))
+        return
+    document: dict[str, Any] = {}
+    for case in given.cases.split(","):
+        with tempfile.TemporaryDirectory() as folder:
+            in_a_new_process(case, given.source, Path(folder))
+        with tempfile.TemporaryDirectory() as folder:
+            for caches in ("none", "kept", "kept"):
+                calls = in_a_new_process(case, given.source, Path(folder))
+                first, second = (sum(call) for call in calls[:2])
+                over = f"first over second {first - second:.2f} s, second {second:.3f} s"
+                print(f"{case:12} caches {caches}: {over}", flush=True)
+                document.setdefault(case, []).append({"caches": caches, "calls": calls})
+        if given.json:
+            Path(given.json).write_text(json.dumps(document, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
