@@ -48,7 +48,8 @@ def dense(mask: Mask, batch: int, heads: int, n_queries: int, n_keys: int) -> to
 
 @dataclass
 class Exact:
-    """Results in float64; ``grads`` of query, key and value, and of the sinks if there are any."""
+    """Results in float64; ``grads`` of query, key and value, of sinks if there are any, and of a
+    bias that asks for its own."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -79,7 +80,8 @@ def exact(
     if mask.bias is not None and mask.bias.dtype == torch.bool:
         keep = keep & mask.bias
     elif mask.bias is not None:
-        scores = scores + mask.bias.to(query.dtype).double()
+        bias = mask.bias.detach().to(query.dtype).double().requires_grad_()
+        scores = scores + bias
     scores = scores.masked_fill(~keep, -torch.inf)
     if mask.sinks is not None:
         inputs.append(mask.sinks.detach().double().requires_grad_())
@@ -87,6 +89,8 @@ def exact(
         scores = torch.cat([scores, column], dim=-1)
     live = (scores > -torch.inf).any(-1)
     lse = scores.masked_fill(~live[..., None], 0.0).logsumexp(-1)
+    if mask.bias is not None and mask.bias.requires_grad:
+        inputs.append(bias)
     p = (scores - lse[..., None]).exp()[..., :n_keys]
     out = p @ values
     grads = torch.autograd.grad(out, inputs, grad_out.double())

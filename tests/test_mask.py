@@ -29,11 +29,11 @@ def _scores(draw: random.Random, mask: Mask, sizes: tuple[int, ...], wide: torch
         changes["softcap"] = draw.choice([1.0, 5.0, 30.0])
     if draw.random() < 0.3:
         changes["sinks"] = (torch.randn(heads) * 2).to(wide).requires_grad_()
-    if draw.random() < 0.2:
-        changes["bias"] = draw.choice(
-            [torch.randn(n_queries, n_keys), torch.randn(batch, 1, 1, n_keys),
-             torch.randn(heads, n_queries, n_keys) > -1]
-        )  # fmt: skip
+    if draw.random() < 0.3:
+        of_keys = torch.randn(batch, 1, 1, n_keys, dtype=wide).requires_grad_()
+        of_pairs = torch.randn(heads, n_queries, n_keys, dtype=wide).requires_grad_()
+        boolean = torch.randn(heads, n_queries, n_keys) > -1
+        changes["bias"] = draw.choice([of_keys, of_pairs, boolean, of_pairs.detach()[0]])
     return replace(mask, **changes)
 
 
@@ -69,13 +69,40 @@ def test_random_masks_in_every_route_against_float64(seed: int) -> None:
     if "depth" in options and max(n_queries, n_keys) < 128:
         del options["depth"]  # nothing would get smaller
     out, lse = qa.attention_with_lse(q, k, v, **options)
-    learned = [q, k, v] if mask.sinks is None else [q, k, v, mask.sinks]
+    learned = [q, k, v]
+    learned += [t for t in (mask.sinks, mask.bias) if t is not None and t.requires_grad]
     grads = torch.autograd.grad(out, learned, grad_out)
     of_results, of_grads = TOLERANCE[dtype]
     assert off(out, want.out) <= of_results
     assert off(lse, want.lse) <= of_results
     for grad, wanted in zip(grads, want.grads, strict=True):
         assert off(grad, wanted) <= of_grads
+
+
+def test_gradients_through_the_log_sum_exp() -> None:
+    q, k, v = (torch.randn(1, 2, 150, 8).requires_grad_() for _ in range(3))
+    sinks = torch.randn(2).requires_grad_()
+    mask = Mask(causal=True, window=(60, 0), sinks=sinks, softcap=4.0)
+    grad_out, grad_lse = torch.randn(1, 2, 150, 8), torch.randn(1, 2, 150)
+    found = []
+    for depth in (0, 1):
+        out, lse = qa.attention_with_lse(q, k, v, attn_mask=mask, depth=depth)
+        found.append(torch.autograd.grad([out, lse], [q, k, v, sinks], [grad_out, grad_lse]))
+    scores = 4.0 * torch.tanh(8**-0.5 * q @ k.mT / 4.0)
+    scores = scores.masked_fill(~dense(mask, 1, 2, 150, 150), -torch.inf)
+    p = torch.cat([scores, sinks[None, :, None, None].expand(1, 2, 150, 1)], dim=-1)
+    wanted = torch.autograd.grad(
+        [p.softmax(-1)[..., :150] @ v, p.logsumexp(-1)], [q, k, v, sinks], [grad_out, grad_lse]
+    )
+    for grads in found:
+        for grad, want in zip(grads, wanted, strict=True):
+            assert off(grad, want.double()) <= 1e-4
+
+
+def test_dropout_under_a_mask_is_refused_by_name() -> None:
+    q, k, v = (torch.randn(1, 1, 20, 4) for _ in range(3))
+    with pytest.raises(NotImplementedError, match="dropout"):
+        qa.attention(q, k, v, attn_mask=Mask(window=3), dropout_p=0.1)
 
 
 def test_the_backward_without_autograd_gives_the_same_gradients() -> None:

@@ -23,13 +23,16 @@ from itertools import product
 
 import torch
 
-from quorum_attention.decomposition import Rows
+from quorum_attention.decomposition import MASKED, Pairs, Ranges, Rows
 from quorum_attention.execution.call import Call
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.memory import first_line, is_out_of_memory
+from quorum_attention.execution.trimming import pairs_of
 from quorum_attention.execution.workload import Workload, flat_entry
 from quorum_attention.kernels.delta import not_whole
 from quorum_attention.kernels.dropout import dropped, dropped_bytes
+from quorum_attention.kernels.protocol import Pairwise
+from quorum_attention.kernels.traits import pairwise
 
 # Without a budget: tiles that a CPU's cache holds, and that keep a GPU busy.
 _HOST_BYTES, _DEVICE_BYTES = 8 << 20, 256 << 20
@@ -125,8 +128,13 @@ def add_up_mask_gradient(
     """
     assert call.mask is not None
     mask = call.mask.mask
-    walk = _Walk(call, given, mask, target.reshape(mask.shape))
-    tile = fitting(call.work, call.device, left, mask.element_size())
+    knowing = pairwise(call.kernel)
+    walk = _Walk(
+        call, given, mask, target.reshape(mask.shape), pairs_of(call.work, call.kernel), knowing
+    )
+    # What is tested of each pair takes a distance of 64 bits, and a few flags.
+    tested = 0 if knowing is None else 8
+    tile = fitting(call.work, call.device, left, mask.element_size() + tested)
     recoveries: list[str] = []
     for index in product(*(range(n) for n in mask.shape[:-3])):
         # Blocks are those of the tile that began; a failed one is computed by smaller tiles.
@@ -208,12 +216,16 @@ class _Walk:
 
     Attributes:
         mask, target: (*batch or 1, heads or 1, n_queries or 1, n_keys or 1).
+        pairs: which pairs the call keeps, as far as that is known.
+        knowing: the kernel, if it changes scores and says how.
     """
 
     call: Call
     given: Upstream
     mask: torch.Tensor
     target: torch.Tensor
+    pairs: Pairs
+    knowing: Pairwise | None = None
 
     def fill(self, index: tuple[int, ...], block: _Block, tile: Tile) -> None:
         """Write one block of the gradient: the sum of all its tiles."""
@@ -310,12 +322,21 @@ class _Walk:
         """A tile's part of the gradient: (heads or 1, queries or 1, keys or 1), summed over what
         the mask broadcasts over; None if causal masking leaves nothing of it."""
         call, work = self.call, self.call.work
-        if work.is_causal and one.keys.start >= one.queries.stop:
+        block = Ranges.of(one.queries.start, one.queries.stop, one.keys.start, one.keys.stop)
+        if self.pairs.of(block) is MASKED:
             return None
         key = self._part(call.key, entries, one.heads, one.keys)
         value = self._part(call.value, entries, one.heads, one.keys)
         shape = (len(entries), -1, one.queries.stop - one.queries.start, key.shape[-2])
         p = (rows.query @ key.mT).view(shape).mul_(call.scale)
+        masked = None
+        if self.knowing is not None:
+            every = slice(
+                *(n * work.queries_per_key_head for n in (one.heads.start, one.heads.stop))
+            )
+            numbers = tuple(flat_entry(work, entry) for entry in entries)
+            masked = self.knowing.masked_pairs(numbers, every, one.queries, one.keys, call.device)
+            self.knowing.change_(p)
         bias = self.mask[self._at(index, one)].to(call.device)
         # Kernels get the mask in the inputs' dtype.
         p.add_(bias.to(work.dtype)).sub_(rows.lse)
@@ -327,6 +348,8 @@ class _Walk:
             )
             late = keys > queries.unsqueeze(-1)
             p.masked_fill_(late, -torch.inf)
+        if masked is not None:
+            p.masked_fill_(masked, -torch.inf)
         p.exp_()
         ds = (rows.grad_out @ value.mT).view(shape)
         self._drop_(ds, entries, one)
@@ -337,6 +360,8 @@ class _Walk:
         if late is not None:
             # 0 times a value that is not finite is NaN, and such a pair has no part in anything.
             ds.masked_fill_(late, 0.0)
+        if masked is not None:
+            ds.masked_fill_(masked, 0.0)
         over = [0]
         over += [dim for dim, n in zip((1, 2, 3), self.mask.shape[-3:], strict=True) if n == 1]
         if len(over) == 1 and len(entries) == 1:

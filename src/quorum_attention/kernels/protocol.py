@@ -232,6 +232,30 @@ class Sparse(InnerKernel, Protocol):
         ...
 
 
+class Pairwise(InnerKernel, Protocol):
+    """A kernel of the softmax of scores that it changes, which says how: pair by pair.
+
+    The gradient of a mask beside it is then computed as beside plain softmax.
+    """
+
+    def change_(self, scores: torch.Tensor) -> torch.Tensor | None:
+        """Change scaled scores in place, before the mask is added; returns the derivative of the
+        change, or None where it is 1."""
+        ...
+
+    def masked_pairs(
+        self,
+        entries: tuple[int, ...],
+        heads: slice,
+        queries: slice,
+        keys: slice,
+        device: torch.device,
+    ) -> torch.Tensor:
+        """Which pairs of a tile it masks, by numbers and positions in the whole call: bool,
+        broadcastable to (entries, heads, queries, keys)."""
+        ...
+
+
 class WholeCalls(InnerKernel, Protocol):
     """A kernel that takes monolithic calls, on the inputs as they are."""
 

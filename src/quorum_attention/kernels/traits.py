@@ -20,6 +20,7 @@ from quorum_attention.kernels.protocol import (
     InnerKernel,
     Measured,
     Operator,
+    Pairwise,
     Sparse,
     TaskCalls,
     WholeCalls,
@@ -52,6 +53,7 @@ class Traits:
             has options that change the scores; None: this one.
         captures: it says which tensors it reads besides (``Captures``).
         sparse: it says which pairs it keeps (``Sparse``).
+        pairwise: it says how it changes each score (``Pairwise``).
         whole_calls: it takes monolithic calls on the inputs as they lie (``WholeCalls``).
         task_calls: it takes tasks on the inputs as they lie (``TaskCalls``).
         operator: it can be called for a single rectangle (``Operator``); needs ``whole_calls``.
@@ -74,6 +76,7 @@ class Traits:
     probed_as: InnerKernel | None = None
     captures: bool = False
     sparse: bool = False
+    pairwise: bool = False
     whole_calls: bool = False
     task_calls: bool = False
     operator: bool = False
@@ -131,6 +134,11 @@ def sparse(kernel: InnerKernel) -> Sparse | None:
     return cast(Sparse, kernel) if traits_of(kernel).sparse else None
 
 
+def pairwise(kernel: InnerKernel) -> Pairwise | None:
+    """``kernel`` as one that says how it changes each score, if it does."""
+    return cast(Pairwise, kernel) if traits_of(kernel).pairwise else None
+
+
 def whole_calls(kernel: InnerKernel) -> WholeCalls | None:
     """``kernel`` as one that takes monolithic calls, if it does."""
     return cast(WholeCalls, kernel) if traits_of(kernel).whole_calls else None
@@ -158,7 +166,7 @@ def check_mask_gradient(kernel: InnerKernel) -> None:
         NotImplementedError: it computes another function of the scores.
     """
     traits = traits_of(kernel)
-    if traits.own_attention or traits.probed_as is not None:
+    if (traits.own_attention or traits.probed_as is not None) and not traits.pairwise:
         raise NotImplementedError(
             f"kernel {kernel.name!r} has no gradient of attn_mask: it computes more than the "
             f"softmax of scores and mask; pass attn_mask.detach(), or take another kernel"
@@ -173,6 +181,7 @@ METHODS = MappingProxyType(
     {
         "captures": _methods(Captures),
         "sparse": _methods(Sparse),
+        "pairwise": _methods(Pairwise),
         "whole_calls": _methods(WholeCalls),
         "task_calls": _methods(TaskCalls),
         "operator": _methods(Operator),

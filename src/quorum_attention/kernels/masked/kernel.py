@@ -120,6 +120,7 @@ class MaskedKernel:
             scaled_backward=own.scaled_backward if called is not None else frozenset(),
             captures=True,
             sparse=True,
+            pairwise=True,
             whole_calls=True,
         )
 
@@ -143,6 +144,35 @@ class MaskedKernel:
             every = corner * (corner + 1) // 2 + (n_queries - corner) * n_keys
         share = self._share * n_queries * n_keys / max(1, every)
         return Pairs(n_queries, n_keys, is_causal, self._verdict, min(1.0, share))
+
+    def change_(self, scores: torch.Tensor) -> torch.Tensor | None:
+        """See ``Pairwise``: the soft cap."""
+        return self._tiles.cap_(scores)
+
+    def masked_pairs(
+        self,
+        entries: tuple[int, ...],
+        heads: slice,
+        queries: slice,
+        keys: slice,
+        device: torch.device,
+    ) -> torch.Tensor:
+        """See ``Pairwise``."""
+        found = []
+        for at, geometry in self._by_geometry(entries):
+            place = Place(
+                torch.tensor(entries[at], device=device),
+                torch.arange(heads.start, heads.stop, device=device),
+                torch.arange(queries.start, queries.stop, device=device),
+                torch.arange(keys.start, keys.stop, device=device),
+                Ranges.of(queries.start, queries.stop, keys.start, keys.stop),
+            )
+            kept = four_dims(geometry.keeps(place))
+            found.append(kept.expand(len(entries[at]), *kept.shape[1:]))
+        if len(found) == 1:
+            return ~found[0]
+        n_heads = max(kept.shape[1] for kept in found)
+        return ~torch.cat([kept.expand(-1, n_heads, -1, -1) for kept in found])
 
     def takes_whole(
         self, query_heads: int, key_heads: int, tokens: int, masked: bool, every: bool

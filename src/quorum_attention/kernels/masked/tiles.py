@@ -112,11 +112,7 @@ class Tiles:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Scores (b, hk, g, rows, keys), and the derivative of the soft cap."""
         scores = (query.to(keys.dtype) @ keys).mul_(scale)
-        slack = None
-        if self.softcap is not None:
-            capped = scores.div_(self.softcap).tanh_()
-            slack = 1.0 - capped * capped
-            scores = capped.mul_(self.softcap)
+        slack = self.cap_(scores)
         if bias is not None:
             bias = bias[(None,) * (4 - bias.dim())]
             part = bias[:, :, rows] if bias.shape[2] > 1 else bias
@@ -130,6 +126,15 @@ class Tiles:
             later = torch.arange(scores.shape[-1], device=scores.device) > at[:, None]
             scores.masked_fill_(later, -torch.inf)
         return scores, slack
+
+    def cap_(self, scores: torch.Tensor) -> torch.Tensor | None:
+        """Cap scaled scores in place; returns the derivative of the cap, None without one."""
+        if self.softcap is None:
+            return None
+        scores.div_(self.softcap).tanh_()
+        slack = 1.0 - scores * scores
+        scores.mul_(self.softcap)
+        return slack
 
     def forward_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes that ``whole_forward`` takes, its results among them."""
