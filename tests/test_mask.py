@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from dataclasses import replace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -213,3 +215,20 @@ def test_kernels_of_other_attention_are_refused() -> None:
     kernel = qa.from_score_mod(lambda s, b, h, q, k: s)
     with pytest.raises(NotImplementedError, match="cannot run a call under a Mask"):
         qa.attention(q, k, v, attn_mask=Mask(window=2), kernel=kernel)
+
+
+def test_a_mask_lets_go_of_its_functions_and_tensors() -> None:
+    """What a mask was read as is remembered, but not beyond it."""
+    q, k, v = (torch.randn(1, 1, 20, 4) for _ in range(3))
+
+    def made() -> tuple[Mask, list[ref[object]]]:
+        table = torch.ones(20, dtype=torch.bool)
+        mask = Mask(keeps=lambda b, h, q, k: table[k], key_padding=torch.rand(1, 20) < 0.5)
+        return mask, [ref(table), ref(mask.keeps), ref(mask.key_padding)]
+
+    mask, held = made()
+    for _ in range(2):
+        qa.attention(q, k, v, attn_mask=mask)
+    del mask
+    gc.collect()
+    assert [one() for one in held] == [None, None, None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
@@ -80,7 +80,33 @@ def read(mask: Mask, sizes: Sizes, is_causal: bool) -> Reading:
     Raises:
         ValueError: a tensor of the mask does not fit the call, by name.
     """
+    known = _BY_MASK.get(mask)
+    if known is not None and known[0] == (sizes, is_causal) and known[1] == _versions(known[2]):
+        return known[3]
     watched = [*_tensors(mask), *_functions(mask)]
+    tensors = tuple(thing for thing in watched if isinstance(thing, torch.Tensor))
+    versions = _versions(tensors)
+    found = _shared(mask, sizes, is_causal, watched)
+    if versions is not None:
+        _BY_MASK[mask] = ((sizes, is_causal), versions, tensors, found)
+    return found
+
+
+def _versions(tensors: tuple[torch.Tensor, ...]) -> tuple[int, ...] | None:
+    """The versions of tensors; None if one has none."""
+    if any(t.is_inference() for t in tensors):
+        return None
+    return tuple(t._version for t in tensors)
+
+
+# What each mask was read as last. (Tensors and what is read refer to no mask.)
+_BY_MASK: WeakKeyDictionary[
+    Mask, tuple[tuple[Sizes, bool], tuple[int, ...], tuple[torch.Tensor, ...], Reading]
+] = WeakKeyDictionary()
+
+
+def _shared(mask: Mask, sizes: Sizes, is_causal: bool, watched: Sequence[object]) -> Reading:
+    """What ``mask`` is read as, shared by masks of the same tensors."""
     key = (
         _described(mask), sizes, is_causal, tuple((id(thing), _state(thing)) for thing in watched)
     )  # fmt: skip
@@ -88,6 +114,9 @@ def read(mask: Mask, sizes: Sizes, is_causal: bool) -> Reading:
     def make() -> _Held:
         return _Held(Reading(mask, sizes, is_causal), [ref(thing) for thing in watched])
 
+    if _functions(mask):
+        # It holds them: remembered here, they would outlive their mask.
+        return Reading(mask, sizes, is_causal)
     try:
         held = _READINGS.get(key, make)
         if all(one() is thing for one, thing in zip(held.things, watched, strict=True)):
