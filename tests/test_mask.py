@@ -14,6 +14,8 @@ from helpers_masks import dense, exact, off, random_mask
 
 import quorum_attention as qa
 from quorum_attention import Mask
+from quorum_attention.decomposition import Rows
+from quorum_attention.kernels.dropout import Dropout, dropped
 
 # For results, and for gradients.
 TOLERANCE = {
@@ -101,10 +103,30 @@ def test_gradients_through_the_log_sum_exp() -> None:
             assert off(grad, want.double()) <= 1e-4
 
 
-def test_dropout_under_a_mask_is_refused_by_name() -> None:
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_dropout_under_a_mask_drops_what_it_drops_without_one(depth: int) -> None:
+    """The same pairs in every cut; those that the mask leaves out are out anyway."""
+    q, k, v = (torch.randn(2, 2, 300, 8).requires_grad_() for _ in range(3))
+    sinks, ids = torch.randn(2).requires_grad_(), torch.arange(300) // 70
+    mask = Mask(causal=True, window=(90, 0), documents=torch.stack([ids, ids.flip(0)]), sinks=sinks)
+    drop = {"dropout_p": 0.4, "dropout_seed": 7}
+    out = qa.attention(q, k, v, attn_mask=mask, depth=depth, **drop)
+    grad_out = torch.randn_like(out)
+    found = torch.autograd.grad(out, [q, k, v, sinks], grad_out)
+    gone = dropped(Dropout(0.4, 7), 2, 2, torch.arange(300), [Rows(0, 300, 0)])
+    scores = (8**-0.5 * q @ k.mT).masked_fill(~dense(mask, 2, 2, 300, 300), -torch.inf)
+    scores = torch.cat([scores, sinks[None, :, None, None].expand(2, 2, 300, 1)], dim=-1)
+    p = scores.softmax(-1)[..., :300].masked_fill(gone, 0.0) / 0.6
+    wanted = torch.autograd.grad(p @ v, [q, k, v, sinks], grad_out)
+    assert off(out, (p @ v).detach().double()) <= 2e-5
+    for grad, want in zip(found, wanted, strict=True):
+        assert off(grad, want.double()) <= 1e-4
+
+
+def test_a_soft_cap_with_dropout_is_refused_by_name() -> None:
     q, k, v = (torch.randn(1, 1, 20, 4) for _ in range(3))
     with pytest.raises(NotImplementedError, match="dropout"):
-        qa.attention(q, k, v, attn_mask=Mask(window=3), dropout_p=0.1)
+        qa.attention(q, k, v, attn_mask=Mask(softcap=3.0), dropout_p=0.1)
 
 
 def test_the_backward_without_autograd_gives_the_same_gradients() -> None:

@@ -26,12 +26,14 @@ from quorum_attention.decomposition import (
 from quorum_attention.decomposition.bands import Kind
 from quorum_attention.decomposition.batches import Batch
 from quorum_attention.kernels.cache import Cache
+from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.kit.reads import tensors
 from quorum_attention.kernels.masked.geometry import TESTED, Geometry, Place
 from quorum_attention.kernels.masked.native import NativeUnderMask
 from quorum_attention.kernels.masked.tiles import Tiles
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, add_all_, merge_
 from quorum_attention.kernels.native.kernel import NativeKernel
+from quorum_attention.kernels.positions import positions
 from quorum_attention.kernels.protocol import (
     CallShape,
     Extent,
@@ -121,6 +123,7 @@ class MaskedKernel:
             captures=True,
             sparse=True,
             pairwise=True,
+            dropout=own.dropout and called is not None and not self._native,
             whole_calls=True,
         )
 
@@ -187,7 +190,7 @@ class MaskedKernel:
                 2 if extent.direct and not self._uniform else 1
             )
         inside = self._largest_call(extent)
-        most = self._turned_bytes(call, inside, backward=False)
+        most = self._turned_bytes(call, inside, backward=False) + self._tile_bytes(call, extent)
         if self._by_operator:
             most += self.base.forward_workspace_bytes(replace(call, is_causal=True), inside)
         else:
@@ -206,7 +209,7 @@ class MaskedKernel:
                 2 if extent.direct and not self._uniform else 1
             )
         inside = self._largest_call(extent)
-        most = self._turned_bytes(call, inside, backward=True)
+        most = self._turned_bytes(call, inside, backward=True) + self._tile_bytes(call, extent)
         if self._by_operator:
             most += self.base.backward_workspace_bytes(replace(call, is_causal=True), inside)
         else:
@@ -230,6 +233,14 @@ class MaskedKernel:
         queries, keys = _limits(self._distinct, (extent.max_queries, extent.max_keys))
         return replace(extent, max_queries=queries, max_keys=keys, direct=False)
 
+    def _tile_bytes(self, call: CallShape, extent: Extent) -> int:
+        """The mask of a tile of a call with dropout, and what tests its pairs."""
+        if not call.dropout:
+            return 0
+        lanes = extent.batch * extent.query_heads
+        item = call.dtype.itemsize
+        return (lanes * (2 + 2 * item) + 64) * min(1024, extent.max_queries) * TESTED
+
     def _turned_bytes(self, call: CallShape, extent: Extent, *, backward: bool) -> int:
         """Copies of a triangle's rows in the other order."""
         width = call.head_dim + call.value_dim
@@ -240,7 +251,10 @@ class MaskedKernel:
 
     def _ragged_bytes(self, call: CallShape, extent: Extent, *, backward: bool) -> int:
         """A ragged part: its tests, its mask, and the call."""
-        queries, keys = min(TESTED, extent.max_queries), min(2 * TESTED, extent.max_keys)
+        queries, keys = (
+            min(TESTED, extent.max_queries),
+            min(2 * TESTED, extent.max_keys),
+        )
         least = replace(extent, max_queries=queries, max_keys=keys)
         masked = replace(call, mask=_RAGGED, is_causal=False)
         lanes = extent.batch * extent.query_heads
@@ -259,9 +273,15 @@ class MaskedKernel:
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
         for entries, geometry in self._by_geometry(task.entries):
-            one, given = _entries_of(task, entries), (state.out[entries], state.lse[entries])
+            one, given = (
+                _entries_of(task, entries),
+                (state.out[entries], state.lse[entries]),
+            )
             if self._native:
                 self._native[geometry].forward(one, Statistics(*given))
+                continue
+            if task.dropout is not None:
+                self.base.forward(self._tile_by_tile(one, geometry), Statistics(*given))
                 continue
             for call in self._calls(one, geometry):
                 self._forward_call(one, call, geometry, *given)
@@ -300,7 +320,13 @@ class MaskedKernel:
                 grads,
                 **{
                     name: getattr(grads, name)[entries]
-                    for name in ("grad_out", "out", "grad_query", "grad_key", "grad_value")
+                    for name in (
+                        "grad_out",
+                        "out",
+                        "grad_query",
+                        "grad_key",
+                        "grad_value",
+                    )
                 },
                 lse=lse[entries],
                 scaling=replace(
@@ -311,6 +337,9 @@ class MaskedKernel:
             )
             if self._native:
                 self._native[geometry].backward(one, mine)
+                continue
+            if task.dropout is not None:
+                self.base.backward(self._tile_by_tile(one, geometry), mine)
                 continue
             for call in self._calls(one, geometry):
                 self._backward_call(one, call, geometry, mine)
@@ -341,7 +370,13 @@ class MaskedKernel:
                 key_rows(grads.grad_value, at),
             )
             with task.timed("merge"):
-                add_all_(targets, found, 2.0**-scaling.shift, scaling.unscale, scaling.overflow)
+                add_all_(
+                    targets,
+                    found,
+                    2.0**-scaling.shift,
+                    scaling.unscale,
+                    scaling.overflow,
+                )
             del found
 
     def whole_forward(
@@ -353,6 +388,7 @@ class MaskedKernel:
         scale: float,
         bias: torch.Tensor | None,
         out_dtype: torch.dtype | None = None,
+        dropout: Dropout | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``WholeCalls``; ``out`` is rounded once, to ``out_dtype``."""
         if self._native:
@@ -368,7 +404,8 @@ class MaskedKernel:
         work = torch.float64 if query.dtype == torch.float64 else torch.float32
         out = torch.zeros((*query.shape[:3], value.shape[-1]), dtype=work, device=query.device)
         lse = torch.full(query.shape[:3], -torch.inf, dtype=work, device=query.device)
-        self.forward(self._everything(query, key, value, causal, scale, bias), Statistics(out, lse))
+        task = self._everything(query, key, value, causal, scale, bias, dropout)
+        self.forward(task, Statistics(out, lse))
         return out.to(out_dtype or query.dtype), lse
 
     def whole_backward(
@@ -383,6 +420,7 @@ class MaskedKernel:
         scale: float,
         bias: torch.Tensor | None,
         grad_dtype: torch.dtype | None = None,
+        dropout: Dropout | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See ``WholeCalls``; gradients are rounded once, to ``grad_dtype``."""
         if self._native:
@@ -399,7 +437,7 @@ class MaskedKernel:
         dq, dk, dv = (
             torch.zeros(t.shape, dtype=work, device=t.device) for t in (query, key, value)
         )
-        task = self._everything(query, key, value, causal, scale, bias)
+        task = self._everything(query, key, value, causal, scale, bias, dropout)
         self.backward(task, Gradients(grad_out, out, lse, dq, dk, dv))
         found = [total.to(grad_dtype or query.dtype) for total in (dq, dk, dv)]
         return found[0], found[1], found[2]
@@ -416,6 +454,7 @@ class MaskedKernel:
         causal: bool,
         scale: float,
         bias: torch.Tensor | None,
+        dropout: Dropout | None,
     ) -> TaskTensors:
         n_queries, n_keys = query.shape[2], key.shape[2]
         return TaskTensors(
@@ -425,6 +464,7 @@ class MaskedKernel:
             bias=partial(_part_of, bias),
             max_queries=n_queries, max_keys=n_keys,
             entries=tuple(range(query.shape[0])),
+            dropout=dropout,
         )  # fmt: skip
 
     def _by_geometry(self, entries: tuple[int, ...]) -> Iterator[tuple[slice, Geometry]]:
@@ -446,7 +486,8 @@ class MaskedKernel:
         limits = _limits((geometry,), (task.max_queries, task.max_keys))
         key = (task.task, rectangles, geometry, task.is_causal, single, limits)
         return self._calls_of.get(
-            key, lambda: tuple(_calls(task.task, rectangles, geometry, limits, single=single))
+            key,
+            lambda: tuple(_calls(task.task, rectangles, geometry, limits, single=single)),
         )
 
     def _with_mask(
@@ -467,6 +508,25 @@ class MaskedKernel:
             used = self._tiles
         return used, bias
 
+    def _tile_by_tile(self, task: TaskTensors, geometry: Geometry) -> TaskTensors:
+        """A task with dropout, as its kernel computes it tile by tile: the rectangles around its
+        parts, and a mask for each tile that is asked for."""
+        calls = self._calls(task, geometry)
+        every = [replace(r, causal=False) for call in calls for r in call.batch.rectangles()]
+
+        def bias(r: Rectangle) -> torch.Tensor:
+            device = task.query.device
+            queries = positions(task.task, r.query_start, r.query_stop, device)
+            keys = positions(task.task, r.key_start, r.key_stop, device)
+            block = Ranges.of(
+                int(queries[0]), int(queries[-1]) + 1, int(keys[0]), int(keys[-1]) + 1
+            )
+            tested = self._additive(task, geometry, queries, keys, block)
+            given = task.bias(r)
+            return tested if given is None else four_dims(given) + tested
+
+        return replace(task, rectangles=tuple(every), bias=bias)
+
     def _masked_calls(self, task: TaskTensors) -> bool:
         query, key = task.query, task.key
         return self._takes_masks(
@@ -480,14 +540,24 @@ class MaskedKernel:
         """The mask of a ragged part, additive, (b|1, h|1, queries, keys)."""
         r, device = call.batch.first, task.query.device
         q0, k0 = r.query_start + call.query_shift, r.key_start + call.key_shift
-        first, heads = task.first_head, task.query.shape[1]
-        at = Place(
-            torch.tensor(task.entries, device=device),
-            torch.arange(first, first + heads, device=device),
-            torch.arange(q0, q0 + r.n_queries, device=device),
-            torch.arange(k0, k0 + r.n_keys, device=device),
-            Ranges.of(q0, q0 + r.n_queries, k0, k0 + r.n_keys),
-        )
+        queries = torch.arange(q0, q0 + r.n_queries, device=device)
+        keys = torch.arange(k0, k0 + r.n_keys, device=device)
+        block = Ranges.of(q0, q0 + r.n_queries, k0, k0 + r.n_keys)
+        return self._additive(task, geometry, queries, keys, block)
+
+    def _additive(
+        self,
+        task: TaskTensors,
+        geometry: Geometry,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        block: Ranges,
+    ) -> torch.Tensor:
+        """What band and rules mask of a tile, additive, (b|1, h|1, queries, keys)."""
+        device, first = task.query.device, task.first_head
+        entries = torch.tensor(task.entries, device=device)
+        heads = torch.arange(first, first + task.query.shape[1], device=device)
+        at = Place(entries, heads, queries, keys, block)
         kept = geometry.kept(at)
         kept = four_dims(kept)
         # Where a dimension is expanded, one of its entries is enough.
@@ -623,6 +693,7 @@ def _entries_of(task: TaskTensors, entries: slice) -> TaskTensors:
         value=task.value[entries],
         bias=bias,
         entries=task.entries[entries],
+        dropout=task.dropout and task.dropout.at(0, entries.start),
     )
 
 
