@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from quorum_attention.cli import model
+from quorum_attention.cli import cluster, model
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.help import GLOSSARY
 from quorum_attention.cli.output import print_json, say
@@ -31,6 +31,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--backward", action="store_true", help="plan the backward pass")
     parser.add_argument("--census", action="store_true", help="count tiles by verdict")
     shared.add_draw(parser, "the coverage")
+    cluster.add_to(parser)
     parser.set_defaults(run=_plan)
 
 
@@ -96,6 +97,8 @@ def summary(made: Plan) -> dict[str, Any]:
 def _plan(options: argparse.Namespace) -> int:
     if options.draw:
         check_drawable(options.draw)
+    if options.devices is not None:
+        return cluster.run(options, _sizes(options))
     made = plan(
         options.tokens,
         levels=options.levels,

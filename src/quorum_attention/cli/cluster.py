@@ -1,0 +1,141 @@
+"""``plan --devices``: what devices would do together, also ones that are not here."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from functools import lru_cache
+from typing import Any
+
+from quorum_attention.cli.output import print_json, say
+from quorum_attention.planner import plan
+from quorum_attention.pool.parts import Part, Sizes
+from quorum_attention.pool.report import PoolPass
+from quorum_attention.pool.simulate import simulate
+from quorum_attention.sizes import format_seconds
+
+# Relative to an H200, whose rates the planner assumes (docs/planner.md). FlashAttention's published
+# forward at head dimension 128 over cuDNN's there: 740 TFLOP/s on an H100 (version 3), 225 on an
+# A100 (version 2); an H20 by its peak.
+SPEEDS = {"H200": 1.0, "H100": 0.95, "H800": 0.95, "A100": 0.36, "H20": 0.15}
+_ENTRY = re.compile(r"(?:(\d+)x)?([A-Za-z][A-Za-z0-9-]*)(?::([0-9.]+))?")
+
+
+def devices_of(text: str) -> list[tuple[str, float]]:
+    """Names and speeds from "8xH200,4xA100" or "2xH200,1xMINE:0.5".
+
+    Raises:
+        argparse.ArgumentTypeError: it is no such list.
+    """
+    found: list[tuple[str, float]] = []
+    for entry in text.split(","):
+        match = _ENTRY.fullmatch(entry.strip())
+        if match is None:
+            raise argparse.ArgumentTypeError(
+                f"{entry!r} is no entry such as 8xH200 or 2xNAME:SPEED"
+            )
+        count, name, speed = match.groups()
+        known = SPEEDS.get(name.upper())
+        if speed is None and known is None:
+            raise argparse.ArgumentTypeError(
+                f"the speed of {name!r} is not known ({', '.join(SPEEDS)} are): write "
+                f"{name}:SPEED, relative to an H200"
+            )
+        try:
+            factor = float(speed) if speed is not None else float(known or 0.0)
+        except ValueError:
+            factor = 0.0
+        if not 0 < factor < 1000:
+            raise argparse.ArgumentTypeError(f"{entry!r} has no speed above 0")
+        if not 1 <= int(count or 1) <= 4096:
+            raise argparse.ArgumentTypeError(f"{entry!r} must be 1 to 4096 devices")
+        found += [(name, factor)] * int(count or 1)
+    return found
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Add the option."""
+    parser.add_argument(
+        "--devices", type=devices_of, metavar="LIST",
+        help="what several devices would do together, e.g. 8xH200,4xA100 or 2xNAME:SPEED",
+    )  # fmt: skip
+
+
+def run(options: argparse.Namespace, sizes: dict[str, Any]) -> int:
+    """Say how long each pass would take, and draw it if asked to."""
+    devices: list[tuple[str, float]] = options.devices
+    kv_heads = sizes["kv_heads"] or sizes["heads"]
+    of = Sizes(
+        sizes["batch"], sizes["heads"], kv_heads, options.tokens, options.tokens, sizes["is_causal"]
+    )
+    ran = {
+        "forward": _simulated(of, devices, options, sizes, backward=False),
+        "backward": _simulated(of, devices, options, sizes, backward=True),
+    }
+    if options.draw:
+        from quorum_attention.pictures.gantt import draw_gantt
+
+        draw_gantt(
+            options.draw,
+            {
+                name: (found.devices, [(r.device, r.index, r.start, r.stop) for r in found.ran])
+                for name, found in ran.items()
+            },
+        )
+    total = sum(speed for _, speed in devices)
+    shares = {
+        name: sum(r.stop - r.start for r in found.ran) / len(devices) / found.seconds
+        for name, found in ran.items()
+    }
+    if options.json:
+        print_json(
+            {
+                "devices": [{"name": name, "speed": speed} for name, speed in devices],
+                "of_one_h200": total,
+                "passes": {
+                    name: {"seconds": found.seconds, "parts": found.parts, "busy": shares[name]}
+                    for name, found in ran.items()
+                },
+            }
+        )
+        return 0
+    for name, found in ran.items():
+        say(
+            f"{name}: {format_seconds(found.seconds)}, {found.parts} parts, devices busy "
+            f"{shares[name]:.1%} of the time"
+        )
+    say(
+        f"Predicted, not measured: {len(devices)} devices with the speed of {total:g} H200s, whose "
+        "assumed rates were measured; other speeds are published ones or yours. Each device has "
+        "the budget for itself, and all of them reach inputs and results at full speed."
+    )
+    if options.draw:
+        say(f"picture: {options.draw}")
+    return 0
+
+
+def _simulated(
+    of: Sizes,
+    devices: list[tuple[str, float]],
+    options: argparse.Namespace,
+    sizes: dict[str, Any],
+    backward: bool,
+) -> PoolPass:
+    @lru_cache
+    def one(heads: int, kv_heads: int) -> float:
+        """Seconds of whole heads on an H200."""
+        call = {**sizes, "heads": heads, "kv_heads": kv_heads, "batch": 1, "device": "cuda"}
+        return plan(options.tokens, backward=backward, **call).predicted_seconds
+
+    def seconds(device: int, part: Part) -> float:
+        kv = part.kv(of)
+        whole = Part(part.entry, part.heads, type(part.rows)(0, of.n_queries), True)
+        share = part.pairs(of) / whole.pairs(of)
+        heads = part.heads.length if part.heads.length % kv.length == 0 else kv.length * of.share
+        scaled = share * part.heads.length / heads
+        return one(heads, kv.length) * scaled / devices[device][1]
+
+    return simulate(of, [name for name, _ in devices], seconds)
+
+
+__all__ = ["SPEEDS", "add_to", "devices_of", "run"]
