@@ -89,7 +89,7 @@ def test_other_commands_exist(command: Command) -> None:
     if tool == "make":
         assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), re.M)
     elif tool == "pip":
-        (extra,) = re.findall(r"\[(\w+)\]", command.text)
+        (extra,) = re.findall(r"\[([\w-]+)\]", command.text)
         assert re.search(rf"^{extra} = \[", (ROOT / "pyproject.toml").read_text(), re.M)
     else:
         source = (ROOT / arguments[0]).read_text()
