@@ -253,12 +253,25 @@ def test_short_plain_calls_go_to_sdpa() -> None:
 
 
 def test_compiled() -> None:
-    model, ids = tiny("gemma2"), some_ids()
+    """Two lengths, one layer: what takes long is the compiler itself."""
+    model, ids = tiny("mistral", {"num_hidden_layers": 1}), some_ids()
     exact = attended(model, "exact")(ids).logits
     torch.compiler.reset()
     compiled = torch.compile(attended(model, "quorum"), backend="eager")
     assert distance(compiled(ids).logits, exact.double()) < 5e-6
     assert distance(compiled(ids[:, :30]).logits, exact[:, :30].double()) < 5e-6
+
+
+def test_dropout_is_drawn_while_training() -> None:
+    model, ids = attended(tiny("llama", {"attention_dropout": 0.5}), "quorum").train(), some_ids()
+    first, again = (torch.manual_seed(1) and model(ids).logits for _ in range(2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, model(ids).logits)
+    mask = padding(ids)
+    dropped = model(ids, attention_mask=mask).logits
+    assert not torch.equal(dropped, model(ids, attention_mask=mask).logits)
+    model.eval()
+    assert torch.equal(model(ids).logits, model(ids).logits)
 
 
 def test_layers_on_several_devices() -> None:
