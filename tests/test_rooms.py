@@ -24,6 +24,7 @@ FLOORS = (
     ("call",),
     ("passes",),
     ("autograd",),
+    ("traced",),
     ("api",),
     ("bench", "checking", "distributed", "integrations", "pool", "verification"),
     ("recipes",),

@@ -15,14 +15,17 @@ from quorum_attention.call.settings import filled
 from quorum_attention.call.validation import as_tensor
 from quorum_attention.counts import switch
 from quorum_attention.execution.report import Report
+from quorum_attention.kernels.outside import is_traced, refuse_traces
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.uncompiled import uncompiled
 from quorum_attention.mask import Mask
 from quorum_attention.passes import beside_casts, run_backward, run_forward
 from quorum_attention.planner.plan import Plan
+from quorum_attention.traced import as_operator
+
+_Call = tuple[Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, Any]
 
 
-@uncompiled
 def attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -104,21 +107,22 @@ def attention(
     Raises:
         ValueError, TypeError: arguments that do not fit; before anything is allocated.
         NotImplementedError: no kernel here supports the call; the message says what would. Also
-            under a trace (make_fx, torch.export, torch.jit.trace, a FakeTensorMode), and for
-            forward-mode and second derivatives. torch.vmap and torch.func.grad work; torch.compile
-            breaks its graph around this function.
+            under torch.jit.trace, and for forward-mode and second derivatives. torch.vmap and
+            torch.func.grad work. torch.compile, torch.export, make_fx and fake tensors see one
+            operator (docs/programs.md); with ``out`` or arrays torch.compile breaks its graph.
         BudgetError: the budget is too small; names the smallest that would do.
         OutOfMemoryError: memory ran out and nothing finer was left to try.
     """
-    written = filled(Written(budget, plan, depth, kernel, accumulator, devices, progress, report))
+    written = Written(budget, plan, depth, kernel, accumulator, devices, progress, report)
     call = (
         query, key, value, attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out,
         out_dtype,
     )  # fmt: skip
-    return _attend(*request_of("attention", *call, written), out)[0]
+    if torch.compiler.is_dynamo_compiling() or is_traced(query, key, value):
+        return _traced(call, written)[0]
+    return _attend(*request_of("attention", *call, filled(written)), out)[0]
 
 
-@uncompiled
 def attention_with_lse(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -148,12 +152,14 @@ def attention_with_lse(
         for rows without keys; on the query's device, or in host memory where the accumulators
         were there. Gradients flow through both.
     """
-    written = filled(Written(budget, plan, depth, kernel, accumulator, devices, progress, report))
+    written = Written(budget, plan, depth, kernel, accumulator, devices, progress, report)
     call = (
         query, key, value, attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out,
         out_dtype,
     )  # fmt: skip
-    return _attend(*request_of("attention", *call, written), out)
+    if torch.compiler.is_dynamo_compiling() or is_traced(query, key, value):
+        return _traced(call, written)
+    return _attend(*request_of("attention", *call, filled(written)), out)
 
 
 def _attend(
@@ -167,6 +173,33 @@ def _attend(
         if out is not None:
             return as_tensor(out, "out", written=True), request.back(lse)
     return request.back(result), request.back(lse)
+
+
+def _traced(call: _Call, written: Written) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of a call that is traced: as an operator, if one can be called so."""
+    query, key, value, mask, p, seed, is_causal, scale, enable_gqa, out, out_dtype = call
+    if (
+        out is None
+        and isinstance(query, torch.Tensor)
+        and isinstance(key, torch.Tensor)
+        and isinstance(value, torch.Tensor)
+        and (mask is None or isinstance(mask, (torch.Tensor, Mask)))
+        and isinstance(p, (int, float))
+        and isinstance(is_causal, bool)
+        and isinstance(enable_gqa, bool)
+        and (scale is None or isinstance(scale, (int, float)))
+    ):
+        return as_operator(
+            query, key, value, mask, p, seed, is_causal, scale, enable_gqa, out_dtype, written
+        )
+    return _outside_of_graphs(call, written)
+
+
+@uncompiled
+def _outside_of_graphs(call: _Call, written: Written) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of a call that is no operator: torch's compiler breaks its graph around it."""
+    refuse_traces("attention", query=call[0], key=call[1], value=call[2])
+    return _attend(*request_of("attention", *call, filled(written)), call[-2])
 
 
 @uncompiled
@@ -219,6 +252,7 @@ def attention_backward(
         for.
     """
     written = filled(Written(budget, plan, depth, kernel, accumulator, devices, progress, report))
+    refuse_traces("attention_backward", query=query, key=key, value=value)
     originals = as_tensor(query, "query"), as_tensor(key, "key"), as_tensor(value, "value")
     tensors, request = request_of(
         "attention_backward", *originals, attn_mask, dropout_p, dropout_seed, is_causal, scale,

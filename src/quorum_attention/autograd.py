@@ -22,11 +22,11 @@ from quorum_attention.kernels.uncompiled import uncompiled
 from quorum_attention.passes import beside_casts, run_backward, run_forward
 from quorum_attention.planner.options import Options
 
-_SECOND = (
+SECOND = (
     "second derivatives of quorum_attention.attention are not supported; "
     "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) has them where it fits in memory"
 )
-_FORWARD_MODE = (
+FORWARD_MODE = (
     "forward-mode derivatives of quorum_attention.attention (torch.func.jvp, jacfwd and hessian, "
     "dual tensors) are not supported; "
     "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) has them where it fits in memory"
@@ -109,14 +109,14 @@ class _Attention(_Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise NotImplementedError(_FORWARD_MODE)
+        raise NotImplementedError(FORWARD_MODE)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         *tensors, mask, sinks, request = args
-        _refuse_mapped(in_dims[4])
-        query, key, value = _in_front(info.batch_size, in_dims, tensors)
-        mask = _mask_in_front(mask, in_dims[3], query.dim())
+        refuse_mapped(in_dims[4])
+        query, key, value = in_front(info.batch_size, in_dims, tensors)
+        mask = mask_in_front(mask, in_dims[3], query.dim())
         mapped = request.mapped(info.batch_size, mask, same=info.randomness == "same")
         return _Attention.apply(query, key, value, mask, sinks, mapped), (0, 0)
 
@@ -149,27 +149,27 @@ class _Gradients(_Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
-        raise NotImplementedError(_SECOND)
+        raise NotImplementedError(SECOND)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise NotImplementedError(_FORWARD_MODE)
+        raise NotImplementedError(FORWARD_MODE)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         *tensors, mask, sinks, grad_lse, request, learned = args
         of_mask, of_sinks = learned
         # Its gradient would have the mapped dimension, whether or not it has.
-        _refuse_mapped(0 if of_sinks else in_dims[7])
-        tensors = _in_front(info.batch_size, in_dims, tensors)
+        refuse_mapped(0 if of_sinks else in_dims[7])
+        tensors = in_front(info.batch_size, in_dims, tensors)
         if grad_lse is not None:
-            (grad_lse,) = _in_front(info.batch_size, in_dims[8:9], [grad_lse])
+            (grad_lse,) = in_front(info.batch_size, in_dims[8:9], [grad_lse])
         mask_dim = in_dims[6]
         if of_mask and mask_dim is None:
             # Its gradient has the mapped dimension, whether or not it has.
             mask, mask_dim = mask.expand(info.batch_size, *mask.shape), 0
         shape = None if mask is None or mask_dim is None else mask.movedim(mask_dim, 0).shape
-        mask = _mask_in_front(mask, mask_dim, tensors[1].dim())
+        mask = mask_in_front(mask, mask_dim, tensors[1].dim())
         # Where the forward was made once, all gradients are of the same dropped pairs.
         same = info.randomness == "same" or in_dims[5] is None
         mapped = request.mapped(info.batch_size, mask, same=same)
@@ -179,7 +179,7 @@ class _Gradients(_Function):
         return found, (0,) * len(found)
 
 
-def _refuse_mapped(dim: int | None) -> None:
+def refuse_mapped(dim: int | None) -> None:
     """Refuse sinks, or a gradient of them, with a dimension that torch.vmap maps over."""
     if dim is not None:
         raise NotImplementedError(
@@ -197,7 +197,7 @@ def _captured(options: Options) -> list[torch.Tensor]:
     return [tensor for tensor in found if not tensor.is_inference()]
 
 
-def _in_front(size: int, dims: tuple[Any, ...], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def in_front(size: int, dims: tuple[Any, ...], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors with the mapped dimension first; those that are not mapped are expanded."""
     return [
         tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
@@ -205,7 +205,7 @@ def _in_front(size: int, dims: tuple[Any, ...], tensors: list[torch.Tensor]) -> 
     ]
 
 
-def _mask_in_front(mask: torch.Tensor | None, dim: int | None, rank: int) -> torch.Tensor | None:
+def mask_in_front(mask: torch.Tensor | None, dim: int | None, rank: int) -> torch.Tensor | None:
     """The mask with the mapped dimension first, and then as many as broadcasting needs; one that
     is not mapped as it is."""
     if mask is None or dim is None:

@@ -15,9 +15,12 @@ def whole_number(value: Any, name: str, least: int, most: int | None = None) -> 
         ValueError: it is below ``least`` or above ``most``.
     """
     try:
-        if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
+        if type(value) is int:  # also a length that torch's compiler lets vary
+            number = value
+        elif isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
             raise TypeError
-        number = index(value)
+        else:
+            number = index(value)
     except TypeError:
         raise TypeError(f"{name} must be a whole number from {least}, got {shown(value)}") from None
     if number < least:

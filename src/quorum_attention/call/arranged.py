@@ -44,7 +44,8 @@ def arranged(
         given = (query, key, value)
         query, key, value = (_cast(tensor, dtype) for tensor in given)
         made = zip((query, key, value), given, strict=True)
-        cast_bytes = sum(new.nbytes for new, old in made if new is not old)
+        # Not ``nbytes``, which torch's compiler cannot read of lengths that may vary.
+        cast_bytes = sum(n.numel() * n.element_size() for n, old in made if n is not old)
     dims = (query.dim(), key.dim(), value.dim())
     if _fit(query, key, value, enable_gqa) or min(dims) < 2:
         return Arranged(query, key, value, enable_gqa, False, cast_bytes)

@@ -38,6 +38,21 @@ class Written(NamedTuple):
     total: Report | None = None
 
     @property
+    def says_nothing(self) -> bool:
+        """Whether all options of the call have their defaults. Compared by identity: ``==`` of a
+        caller's object may do anything."""
+        return (
+            self.depth is _AUTO
+            and self.kernel is _AUTO
+            and self.accumulator is _AUTO
+            and self.budget is None
+            and self.plan is None
+            and self.devices is None
+            and self.progress is None
+            and self.report is None
+        )
+
+    @property
     def sums(self) -> tuple[Report, ...]:
         """The reports to whose totals the call is added, each once."""
         if self.report is None and self.total is None:
@@ -55,7 +70,7 @@ def options_of(written: Written, home: torch.device) -> Options:
     Raises:
         TypeError, ValueError, NotImplementedError: an option that makes no sense, by name.
     """
-    if _says_nothing(written):
+    if written.says_nothing:
         return _usual(compute_device(home, None))
     budget, plan, depth, kernel, accumulator, devices, progress, report, _ = written
     if plan is not None and not isinstance(plan, Plan):
@@ -75,22 +90,6 @@ def options_of(written: Written, home: torch.device) -> Options:
         accumulator=None if where == "auto" else where,
         device=compute_device(home, devices),
         watched=report is not None or (progress is not None and progress is not False),
-    )
-
-
-def _says_nothing(written: Written) -> bool:
-    """Whether all options have their defaults. Compared by identity: ``==`` of a caller's object
-    may do anything."""
-    budget, plan, depth, kernel, accumulator, devices, progress, report, _ = written
-    return (
-        depth is _AUTO
-        and kernel is _AUTO
-        and accumulator is _AUTO
-        and budget is None
-        and plan is None
-        and devices is None
-        and progress is None
-        and report is None
     )
 
 

@@ -28,7 +28,6 @@ from quorum_attention.execution.masks import mask_shape
 from quorum_attention.execution.report import Report
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.dropout import Dropout
-from quorum_attention.kernels.outside import refuse_traces
 from quorum_attention.mask import Mask
 from quorum_attention.planner.options import Options
 
@@ -131,7 +130,8 @@ def request_of(
     """The tensors that a call reads, and its request.
 
     Args:
-        function: name of the public function, for messages.
+        function: name of the public function. "attention_backward" draws no seed, and takes
+            kernels that have gradients.
         written: its other options, unchecked. All other arguments are those of ``api.attention``.
 
     Raises:
@@ -142,7 +142,6 @@ def request_of(
     described = attn_mask if isinstance(attn_mask, Mask) else None
     attn_mask = attn_mask if described is None else described.bias
     mask = None if attn_mask is None else as_tensor(attn_mask, "attn_mask")
-    refuse_traces(function, query=query, key=key, value=value, attn_mask=mask)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_kind(tensor, name)
     query, key, value, shared, without_heads, cast_bytes = arranged(query, key, value, enable_gqa)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from contextlib import ContextDecorator
 from contextvars import ContextVar
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -26,14 +27,13 @@ from quorum_attention.kernels.traits import traits_of
 from quorum_attention.sizes import parse_bytes
 
 
-class _Unsaid:
-    """The value of what a layer leaves as it is."""
+class _Unsaid(Enum):
+    """The value of what a layer leaves as it is. (An Enum, which torch's compiler knows.)"""
 
-    def __repr__(self) -> str:
-        return "as it is"
+    UNSAID = "as it is"
 
 
-UNSAID: Any = _Unsaid()
+UNSAID: Any = _Unsaid.UNSAID
 
 
 class Settings(NamedTuple):

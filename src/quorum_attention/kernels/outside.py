@@ -63,6 +63,29 @@ def tracing() -> str | None:
     return "a FakeTensorMode" if torch._C._get_dispatch_mode(keys.FAKE) else None
 
 
+def is_traced(*inputs: object) -> bool:
+    """Whether a call is traced and should be one operator: by make_fx or torch.export, of fake
+    tensors, under functionalization, or where a selective checkpoint chooses among operators."""
+    for tensor in inputs:
+        if type(tensor) not in _REAL and _is_fake(tensor):
+            return True
+    if torch._C._is_tracing():
+        raise NotImplementedError(
+            "attention cannot be traced under torch.jit.trace, which keeps what one call did: use "
+            "torch.compile or torch.export"
+        )
+    if not torch._C._len_torch_dispatch_stack() and not _len_torch_dispatch_stack_pre_dispatch():
+        return False
+    return tracing() is not None or any(
+        type(mode).__name__ in _SELECTIVE
+        for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    )
+
+
+# torch.utils.checkpoint's modes of create_selective_checkpoint_contexts.
+_SELECTIVE = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
+
+
 def refuse_traces(function: str, **tensors: torch.Tensor | None) -> None:
     """Raise an error if a call is being traced.
 
@@ -85,7 +108,7 @@ def refuse_traces(function: str, **tensors: torch.Tensor | None) -> None:
 _REAL = (torch.Tensor, torch.nn.Parameter, type(None))
 
 
-def _is_fake(tensor: torch.Tensor | None) -> bool:
+def _is_fake(tensor: object) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 

@@ -1,0 +1,432 @@
+"""Attention as one operator of torch's: what a trace sees instead of Python that plans and runs.
+
+``torch.ops.quorum_attention.attention`` is the forward, ``attention_backward`` the gradients. Both
+know the shapes of their results (for fake tensors), the forward its derivative, and both how to be
+mapped. They are used where a call is traced (torch.compile, torch.export, make_fx, fake tensors) or
+where selective checkpoints choose among operators. All else calls ``autograd`` directly, which is
+quicker.
+
+Operators take tensors and plain values only, so what else a call says is a string
+(``call/spelled.py``). They are checked, planned and run when the graph runs: a budget holds then,
+and settings (``using``) are those of then. The forward returns the number of its settings as a
+tensor, so that its backward has the same.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from threading import Lock
+from typing import Any, TypeVar
+
+import torch
+from torch._functorch.utils import enable_single_level_autograd_function
+
+from quorum_attention.autograd import (
+    FORWARD_MODE,
+    SECOND,
+    in_front,
+    mask_in_front,
+    refuse_mapped,
+)
+from quorum_attention.call.arranged import arranged
+from quorum_attention.call.gradients import Given
+from quorum_attention.call.options import Written
+from quorum_attention.call.request import Request, Tensors, request_of
+from quorum_attention.call.settings import Settings, current
+from quorum_attention.call.spelled import Parts, read
+from quorum_attention.mask import Mask
+from quorum_attention.passes import beside, run_backward, run_forward
+
+NAME = "quorum_attention"
+_Result = TypeVar("_Result")
+# Tensors beside the inputs that may be there: additive or boolean mask, sinks, seed of dropout.
+_OTHERS = "Tensor? attn_mask, Tensor? sinks, Tensor? seed, Tensor[] parts"
+# The last three say which gradients are asked for: any at all, of the mask, of the sinks.
+_CALL = (
+    "float dropout_p, float? scale, bool is_causal, bool enable_gqa, ScalarType? out_dtype, "
+    "str options, SymInt[] numbers, bool recorded, bool of_mask, bool of_sinks"
+)
+_library = torch.library.Library(NAME, "DEF")
+_library.define(
+    f"attention(Tensor query, Tensor key, Tensor value, {_OTHERS}, {_CALL}) -> "
+    f"(Tensor out, Tensor lse, Tensor settings)"
+)
+_library.define(
+    f"attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, "
+    f"Tensor value, Tensor out, Tensor lse, Tensor settings, {_OTHERS}, {_CALL}) -> Tensor[]"
+)
+
+
+def as_operator(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | Mask | None,
+    dropout_p: float,
+    dropout_seed: int | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    out_dtype: torch.dtype | None,
+    written: Written,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of a call by the operator; arguments as those of ``api.attention``."""
+    parts = Parts()
+    described = attn_mask if isinstance(attn_mask, Mask) else None
+    mask = attn_mask if described is None else described.bias
+    sinks = None if described is None else described.sinks
+    options = parts.spelled(written, described)
+    seed = None
+    if dropout_p > 0.0:
+        # An operator of its own, so that whoever recomputes a graph takes care of it as of any
+        # other random numbers; the same seed goes to the backward.
+        seed = torch.randint(0, 1 << 62, (), dtype=torch.int64, device="cpu")
+        if dropout_seed is not None:
+            seed = torch.full((), dropout_seed, dtype=torch.int64, device="cpu")
+    query, key, value, grouped, without_heads, _ = arranged(query, key, value, enable_gqa)
+    # Whether gradients are asked for is seen where autograd sees the operator.
+    out, lse, _ = torch.ops.quorum_attention.attention(
+        query, key, value, mask, sinks, seed, parts.tensors, float(dropout_p), scale, is_causal,
+        grouped, out_dtype, options, parts.numbers, False, False, False,
+    )  # fmt: skip
+    return (out.squeeze(0), lse.squeeze(0)) if without_heads else (out, lse)
+
+
+# --- What they compute ------------------------------------------------------------------------
+
+
+def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    settings, query = current(), args[0]
+    with _mapping_allowed():
+        tensors, request = _request(settings, *args)
+        out, lse = _beside_copies(request, lambda left: run_forward(tensors, left))
+    number = torch.full((1,), _kept(settings), dtype=torch.int64, device="cpu")
+    # As ``_fake_forward`` promises: in one piece, lse beside the output.
+    return out.contiguous(), lse.to(query.device).contiguous(), number
+
+
+def _backward(
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    settings: torch.Tensor,
+    *rest: Any,
+) -> list[torch.Tensor]:
+    of_mask, of_sinks = rest[-2:]
+    given = Given(grad_out, out, lse, of_mask=of_mask, of_sinks=of_sinks, grad_lse=grad_lse)
+    with _mapping_allowed():
+        tensors, request = _request(_found(int(settings)), query, key, value, *rest)
+        grads = list(_beside_copies(request, lambda left: run_backward(tensors, left, given)))
+    for at, grad in enumerate(grads):  # one after the other, so that one copy is held beside them
+        grads[at] = grad.contiguous()
+    return grads
+
+
+_OF_MAPPING = tuple(
+    getattr(torch._C.DispatchKey, name)
+    for name in (
+        "FuncTorchDynamicLayerBackMode", "FuncTorchDynamicLayerFrontMode", "FuncTorchBatched",
+        "FuncTorchVmapMode", "FuncTorchGradWrapper", "BatchedNestedTensor", "PythonTLSSnapshot",
+    )
+    if hasattr(torch._C.DispatchKey, name)
+)  # fmt: skip
+
+
+@contextmanager
+def _mapping_allowed() -> Iterator[None]:
+    """Allows torch.vmap, by which functions of masks are evaluated. Where an operator is called by
+    a dispatch mode (the first run of every graph is), torch passes it by."""
+    off = torch._C._dispatch_tls_local_exclude_set()
+    if not off.has(torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode):
+        yield
+        return
+    for key in _OF_MAPPING:
+        off = off.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), off):
+        yield
+
+
+def _request(
+    settings: Settings | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    parts: list[torch.Tensor],
+    *call: Any,
+) -> tuple[Tensors, Request]:
+    dropout_p, scale, is_causal, enable_gqa, out_dtype, options, numbers = call[:7]
+    recorded, of_mask, _ = call[7:]
+    written, described = read(options, numbers, parts)
+    written = written if settings is None else settings.fill(written)
+    if described is not None and (mask is not None or sinks is not None):
+        described = replace(described, bias=mask, sinks=sinks)
+    # A forward that is recorded takes kernels that have gradients, as a backward does.
+    function = "attention_backward" if recorded else "attention"
+    with torch.no_grad():  # nobody asks these tensors for gradients: ``recorded`` says it
+        tensors, request = request_of(
+            function, query, key, value, mask if described is None else described, dropout_p,
+            None if seed is None else int(seed), is_causal, scale, enable_gqa, None, out_dtype,
+            written,
+        )  # fmt: skip
+    return tensors, replace(request, records=recorded, mask_grad=of_mask)
+
+
+def _beside_copies(request: Request, run: Callable[[Request], _Result]) -> _Result:
+    """``run`` with the budget that leaves room for a copy of one result: a graph knows beforehand
+    how results lie, and kernels choose for themselves."""
+    work = request.work
+    rows = work.batch * max(work.heads * work.n_queries, work.kv_heads * work.n_keys)
+    held = rows * max(work.head_dim, work.value_dim) * request.out_dtype.itemsize
+    return beside(request, held, "is an operator of a graph", "a copy of a result", run)
+
+
+# --- What they would compute: shapes, and derivatives -------------------------------------------
+
+
+def _fake_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    out_dtype = rest[-6]
+    state = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return (
+        query.new_empty((*query.shape[:-1], value.shape[-1]), dtype=out_dtype or query.dtype),
+        query.new_empty(query.shape[:-1], dtype=state),
+        torch.empty((1,), dtype=torch.int64, device="cpu"),
+    )
+
+
+def _fake_backward(
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    settings: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    *rest: Any,
+) -> list[torch.Tensor]:
+    learned = [t for t, w in ((mask, rest[-2]), (sinks, rest[-1])) if w and t is not None]
+    return [like.new_empty(like.shape) for like in (query, key, value, *learned)]
+
+
+class _Recorded(torch.autograd.Function):
+    """A function that is applied where torch dispatches to autograd, so that transformations of
+    torch.func are dealt with already; torch's own ``apply`` would begin them again."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """As torch's, for the level of transformations that is being dealt with."""
+        apply = super(torch.autograd.Function, cls).apply  # type: ignore[misc]
+        if not torch._C._are_functorch_transforms_active():
+            return apply(*args)
+        with enable_single_level_autograd_function():
+            return apply(*args)
+
+
+class _Attention(_Recorded):
+    """The forward with its derivative, of query, key, value, mask, sinks, seed, what else the
+    operator is given, and its list of tensors, one by one."""
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[torch.Tensor, ...]:
+        *six, call, parts = *args[:7], list(args[7:])
+        with _below():
+            return tuple(torch.ops.quorum_attention.attention(*six, parts, *call))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        *six, ctx.call = inputs[:7]
+        ctx.save_for_backward(*six, *output, *inputs[7:])
+        ctx.mark_non_differentiable(output[2])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> Any:
+        grad_out, grad_lse, _ = grad_outputs
+        needed = ctx.needs_input_grad
+        if grad_out is None and grad_lse is None:
+            return (None,) * len(needed)
+        query, key, value, mask, sinks, seed, out, lse, settings, *parts = ctx.saved_tensors
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        found = torch.ops.quorum_attention.attention_backward(
+            grad_out, grad_lse, query, key, value, out, lse, settings, mask, sinks, seed, parts,
+            *ctx.call[:-2], needed[3], needed[4],
+        )  # fmt: skip
+        others = iter(found[3:])
+        five = (*found[:3], *(next(others) if wanted else None for wanted in needed[3:5]))
+        grads = (g if wanted else None for g, wanted in zip(five, needed, strict=False))
+        return (*grads, *(None,) * (len(needed) - 5))
+
+
+class _Gradients(_Recorded):
+    """The backward as a function of its own, so that a second derivative meets a clear error."""
+
+    @staticmethod
+    def forward(call: Any, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        with _below():
+            return tuple(
+                torch.ops.quorum_attention.attention_backward(
+                    *tensors[:11], list(tensors[11:]), *call
+                )
+            )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        return None
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        raise NotImplementedError(SECOND)
+
+
+@contextmanager
+def _below() -> Iterator[None]:
+    """For operators called below autograd. Where transformations are nested, the next of them may
+    record again (torch has turned that off for the function it is in)."""
+    again = torch._C._are_functorch_transforms_active()
+    with (
+        torch.enable_grad() if again else nullcontext(),
+        torch._C._AutoDispatchBelowAutograd(),
+    ):
+        yield
+
+
+def _recorded_forward(*args: Any) -> Any:
+    *six, parts = args[:7]
+    if _records(*six, *parts):
+        mask, sinks = six[3:5]
+        learned = [t is not None and t.requires_grad for t in (mask, sinks)]
+        return _Attention.apply(*six, (*args[7:-3], True, *learned), *parts)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.quorum_attention.attention(*args)
+
+
+def _recorded_backward(*args: Any) -> Any:
+    *tensors, parts = args[:12]
+    if _records(*tensors, *parts):
+        return list(_Gradients.apply(args[12:], *tensors, *parts))
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.quorum_attention.attention_backward(*args)
+
+
+def _records(*tensors: torch.Tensor | None) -> bool:
+    """Whether autograd has to see an operator.
+
+    Raises:
+        NotImplementedError: one of its tensors has a tangent.
+    """
+    there = [tensor for tensor in tensors if tensor is not None]
+    duals = torch.autograd.forward_ad
+    if duals._current_level >= 0 and any(duals.unpack_dual(t).tangent is not None for t in there):
+        raise NotImplementedError(FORWARD_MODE)
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in there)
+
+
+def _map_forward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+    """One more batch dimension; what is not mapped is expanded."""
+    query, key, value, mask, sinks, seed, parts, *call = args
+    _refuse_others(in_dims[4:7], call)
+    query, key, value = in_front(info.batch_size, in_dims[:3], [query, key, value])
+    mask = mask_in_front(mask, in_dims[3], query.dim())
+    found = torch.ops.quorum_attention.attention(query, key, value, mask, sinks, seed, parts, *call)
+    return found, (0, 0, None)
+
+
+def _map_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+    grad_out, grad_lse, *four, lse, settings, mask, sinks, seed, parts = args[:12]
+    call, mask_dim = args[12:], in_dims[8]
+    *_, of_mask, of_sinks = call
+    _refuse_others((0 if of_sinks else in_dims[9], *in_dims[10:12]), call)
+    size = info.batch_size
+    dims = (in_dims[0], *in_dims[2:7])
+    grad_out, query, key, value, out, lse = in_front(size, dims, [grad_out, *four, lse])
+    if grad_lse is not None:
+        (grad_lse,) = in_front(size, in_dims[1:2], [grad_lse])
+    if of_mask and mask_dim is None:  # its gradient is mapped, whether or not it is
+        mask, mask_dim = mask.expand(size, *mask.shape), 0
+    shape = None if mask is None or mask_dim is None else mask.movedim(mask_dim, 0).shape
+    mask = mask_in_front(mask, mask_dim, query.dim())
+    found = torch.ops.quorum_attention.attention_backward(
+        grad_out, grad_lse, query, key, value, out, lse, settings, mask, sinks, seed, parts, *call
+    )
+    if of_mask:
+        found = [*found[:3], found[3].reshape(shape), *found[4:]]
+    return found, [0] * len(found)
+
+
+def _refuse_others(dims: tuple[Any, ...], call: Any) -> None:
+    """Refuse to map what cannot be: sinks, a seed, a tensor of a mask; and dropout, because a seed
+    would drop other pairs than without the mapping."""
+    sinks, seed, parts = dims
+    refuse_mapped(sinks)
+    if seed is not None or any(dim is not None for dim in parts) or call[0] > 0.0:
+        raise NotImplementedError(
+            "torch.vmap in a graph cannot map over dropout, nor over tensors of a Mask beside its "
+            "bias: only over query, key, value and attn_mask"
+        )
+
+
+def _register() -> None:
+    for name, compute, fake, recorded, mapped in (
+        ("attention", _forward, _fake_forward, _recorded_forward, _map_forward),
+        ("attention_backward", _backward, _fake_backward, _recorded_backward, _map_backward),
+    ):
+        _library.impl(name, compute, "CompositeExplicitAutograd")
+        _library.impl(name, recorded, "Autograd")
+        torch.library.register_fake(f"{NAME}::{name}", fake, lib=_library)
+        torch.library.register_vmap(f"{NAME}::{name}", mapped, lib=_library)
+
+
+_register()
+
+
+# --- Settings, by number ----------------------------------------------------------------------
+
+# A graph that is kept longer than so many settings have come and gone gets those of the moment.
+_MOST = 1024
+_lock = Lock()
+_numbers: dict[tuple[Any, ...], int] = {}
+_settings: OrderedDict[int, Settings] = OrderedDict()
+_last = 0
+
+
+def _kept(settings: Settings | None) -> int:
+    """The number of settings; 0 where there are none."""
+    global _last
+    if settings is None:
+        return 0
+    same = tuple([v if isinstance(v, (str, int, type(None))) else id(v) for v in settings])
+    with _lock:
+        number = _numbers.get(same)
+        if number is not None and number in _settings:
+            _settings.move_to_end(number)
+            return number
+        _last += 1
+        _numbers[same], _settings[_last] = _last, settings
+        if len(_settings) > _MOST:
+            _settings.popitem(last=False)
+            for key in [key for key, number in _numbers.items() if number not in _settings]:
+                del _numbers[key]
+        return _last
+
+
+def _found(number: int) -> Settings | None:
+    if number == 0:
+        return None
+    with _lock:
+        kept = _settings.get(number)
+    return current() if kept is None else kept

@@ -1,0 +1,500 @@
+"""Attention as one operator: compiled, exported, mapped, checkpointed; with settings, objects."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import io
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers_attention import assert_close
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+import quorum_attention as qa
+from quorum_attention import traced
+from quorum_attention.kernels import DenseKernel
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+OPERATOR = torch.ops.quorum_attention.attention.default
+Function = Callable[..., torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _anew() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def three(n: int = 50, *, grad: bool = True, kv_heads: int = 2) -> list[torch.Tensor]:
+    shapes = [(2, 4, n, 8), (2, kv_heads, n, 8), (2, kv_heads, n, 8)]
+    return [torch.randn(s, dtype=torch.float64, requires_grad=grad) for s in shapes]
+
+
+def grads_of(function: Function, given: list[torch.Tensor]) -> list[torch.Tensor]:
+    leaves = [t.detach().clone().requires_grad_() for t in given]
+    out = function(*leaves)
+    out.square().sum().backward()
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def compiled(function: Function) -> Function:
+    return torch.compile(function, backend="aot_eager", fullgraph=True)
+
+
+def agree(
+    found: Function,
+    wanted: Function,
+    lengths: tuple[int, ...] = (50, 40, 61),
+    tolerance: float = 1e-10,
+) -> None:
+    """Both give the same results and gradients, the first without a break of its graph and with at
+    most two graphs for all lengths."""
+    made = compiled(found)
+    torch._dynamo.utils.counters.clear()
+    for n in lengths:
+        given = three(n)
+        for one, two in zip(grads_of(made, given), grads_of(wanted, given), strict=True):
+            assert_close(one, two, tolerance)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
+def torchs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> torch.Tensor:
+    return sdpa(q, k, v, enable_gqa=True, **more)
+
+
+ours = functools.partial(qa.attention, enable_gqa=True)
+
+
+def test_options_of_every_kind() -> None:
+    kernel, report, told = DenseKernel(), qa.Report(), []
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = ours(q, k, v, is_causal=True, budget="1GiB", kernel="dense", depth=1)
+        out = out + ours(q, k, v, kernel=kernel, report=report, progress=told_of)
+        out = out + ours(q, k, v, devices=[torch.device("cpu")], accumulator="device", scale=0.3)
+        return out + qa.attention_with_lse(q, k, v, enable_gqa=True, budget=1 << 30)[0]
+
+    def told_of(done: int, total: int, label: str) -> None:
+        told.append(label)
+
+    def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        two = 2 * torchs(q, k, v) + torchs(q, k, v, scale=0.3)
+        return two + torchs(q, k, v, is_causal=True)
+
+    agree(call, plain, (50, 40, 61, 70, 33))
+    assert report.total.forwards == report.total.backwards == 5
+    assert set(report.total.kernels) == {"dense"}
+    assert set(told) == {"forward", "backward"}
+
+
+def test_another_object_is_another_graph_and_another_value_too() -> None:
+    class Named(DenseKernel):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+    kernels, report = [Named("one"), Named("two")], qa.Report()
+
+    @compiled
+    def call(q: torch.Tensor, kernel: Any, budget: Any) -> torch.Tensor:
+        return qa.attention(q, q, q, kernel=kernel, budget=budget, report=report)
+
+    q = three(grad=False)[0]
+    for kernel, budget in ((kernels[0], 1 << 30), (kernels[1], 1 << 30), (kernels[0], 1 << 29),
+                           (kernels[0], "2GiB"), (kernels[1], 12345678)):  # fmt: skip
+        assert_close(call(q, kernel, budget), sdpa(q, q, q), 1e-10)
+        assert report.forward.kernel == kernel.name
+        wanted = 2 << 30 if budget == "2GiB" else budget
+        # What a copy of the result may take is kept back.
+        assert report.forward.budget_bytes == wanted - q.numel() * 8
+
+
+def test_shapes_of_every_kind() -> None:
+    agree(lambda q, k, v: qa.attention(q[0, 0], k[0, 0], v[0, 0]),
+          lambda q, k, v: sdpa(q[0, 0], k[0, 0], v[0, 0]))  # fmt: skip
+    agree(lambda q, k, v: qa.attention(q, k[:1, :1], v[:1, :1]),
+          lambda q, k, v: sdpa(q, k[:1, :1], v[:1, :1]))  # fmt: skip
+    agree(lambda q, k, v: ours(q.mT.contiguous().mT, k.mT.contiguous().mT, v),
+          torchs)  # fmt: skip
+    agree(lambda q, k, v: ours(q, k, v, out_dtype=torch.float32).double(),
+          lambda q, k, v: torchs(q, k, v).float().double(), tolerance=1e-6)  # fmt: skip
+
+
+def test_masks_and_their_gradient() -> None:
+    def kept(q: torch.Tensor) -> torch.Tensor:
+        at = torch.arange(q.shape[-2])
+        return at[:, None] >= at - 3
+
+    agree(
+        lambda q, k, v: ours(q, k, v, kept(q)), lambda q, k, v: torchs(q, k, v, attn_mask=kept(q))
+    )
+    agree(lambda q, k, v: ours(q, k, v, (q @ q.mT)[:, :1], depth=1),
+          lambda q, k, v: torchs(q, k, v, attn_mask=(q @ q.mT)[:, :1]))  # fmt: skip
+
+
+def test_masks_that_are_described() -> None:
+    """Made inside the graph and outside of it; with tensors, numbers that vary and a function."""
+    made = qa.Mask(causal=True, window=9, keeps=lambda b, h, q, k: (q + k) % 7 != 3)
+
+    def fixed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return ours(q, k, v, made)
+
+    def inside(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        ids = torch.arange(q.shape[-2]) // 17
+        mask = qa.Mask(causal="lower_right", documents=ids) | qa.Mask(window=3)
+        return ours(q, k, v, mask, depth=1)
+
+    for call in (fixed, inside):
+        agree(call, call)
+
+
+def test_a_number_of_a_mask_may_vary() -> None:
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return ours(q[:, :, 7:], k, v, qa.Mask(causal=True, offset=k.shape[-2] - q.shape[-2] + 7))
+
+    agree(call, lambda q, k, v: torchs(q, k, v, is_causal=True)[:, :, 7:])
+
+
+def test_sinks_and_bias_and_log_sum_exp_get_their_gradients() -> None:
+    def leaves(n: int) -> list[torch.Tensor]:
+        more = [torch.randn(4, dtype=torch.float64), torch.randn(n, n, dtype=torch.float64)]
+        return [*three(n), *more]
+
+    def call(*given: torch.Tensor) -> torch.Tensor:
+        q, k, v, sinks, bias = given
+        mask = qa.Mask(causal=True, sinks=sinks, bias=bias)
+        out, lse = qa.attention_with_lse(q, k, v, mask, enable_gqa=True, depth=1)
+        return out + lse[..., None].sin()
+
+    def plain(*given: torch.Tensor) -> torch.Tensor:
+        q, k, v, sinks, bias = given
+        scores = q @ k.repeat_interleave(2, 1).mT * q.shape[-1] ** -0.5 + bias
+        ahead = torch.ones_like(bias, dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(ahead, -torch.inf)
+        column = sinks[None, :, None, None].expand(*scores.shape[:-1], 1)
+        whole = torch.cat([scores, column], -1)
+        out = whole.softmax(-1)[..., :-1] @ v.repeat_interleave(2, 1)
+        return out + whole.logsumexp(-1)[..., None].sin()
+
+    made = compiled(call)
+    for n in (50, 41, 66):
+        given = leaves(n)
+        for one, two in zip(grads_of(made, given), grads_of(plain, given), strict=True):
+            assert_close(one, two, 1e-10)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
+@pytest.mark.parametrize("kind", ["plain", "reentrant", "not reentrant", "recompute"])
+def test_dropout_is_the_same_in_the_backward_also_of_a_checkpoint(kind: str) -> None:
+    """With a seed as outside of the graph; without one, as it is for the seed that was drawn."""
+    report = qa.Report()
+
+    def policy(*args: Any, **named: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    def block(*given: torch.Tensor, seed: int | None = None) -> torch.Tensor:
+        return ours(*given, dropout_p=0.4, dropout_seed=seed, report=report, kernel="dense")
+
+    def checked(*given: torch.Tensor) -> torch.Tensor:
+        if kind == "plain":
+            return block(*given)
+        how: dict[str, Any] = {"use_reentrant": kind == "reentrant"}
+        if kind == "recompute":
+            how["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
+        return checkpoint(block, *given, **how)
+
+    given = three()
+    found = grads_of(compiled(checked), given)
+    seed = report.forward.dropout_seed
+    assert seed == report.backward.dropout_seed is not None
+    again = functools.partial(block, seed=seed)
+    for call in (again, compiled(again)):
+        for one, two in zip(found, grads_of(call, given), strict=True):
+            assert_close(one, two, 1e-10)
+
+
+def test_autocast_is_that_of_where_the_call_stands() -> None:
+    def low(function: Function) -> Function:
+        def call(*given: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                out = function(*given)
+                assert out.dtype == torch.bfloat16
+                return out.float()
+
+        return call
+
+    given = [t.float().detach() for t in three()]
+    assert_close(compiled(low(ours))(*given), low(ours)(*given), 1e-12)
+
+
+def test_transformations_inside_of_a_graph() -> None:
+    def gradient(function: Function) -> Function:
+        return torch.func.grad(lambda *t: function(*t).square().sum(), (0, 1, 2))
+
+    def summed(function: Function) -> Function:
+        return lambda *t: sum(g.square().sum(0) for g in function(*t))
+
+    mapped = torch.vmap(ours, (0, None, 0))
+    given = three(grad=False, kv_heads=4)
+    for found, wanted in (
+        (torch.vmap(ours), torchs),
+        (lambda q, k, v: mapped(q, k[0], v), lambda q, k, v: torchs(q, k[:1].expand_as(k), v)),
+        (lambda q, k, v: torch.vmap(ours)(q, k, v, q[:, 0] @ q[:, 1].mT),
+         lambda q, k, v: torchs(q, k, v, attn_mask=(q[:, 0] @ q[:, 1].mT)[:, None])),
+    ):  # fmt: skip
+        agree(found, wanted, (50,))
+    for found, wanted in (
+        (gradient(ours), gradient(torchs)),
+        (torch.vmap(gradient(ours)), torch.vmap(gradient(torchs))),
+    ):
+        assert_close(compiled(summed(found))(*given), summed(wanted)(*given), 1e-9)
+
+
+def test_a_graph_s_own_gradient_of_what_torch_func_sees_as_a_constant() -> None:
+    """Two levels of autograd at once: neither is lost."""
+
+    def call(function: Function) -> Function:
+        return lambda q, k, v: function(q, k, v) + torch.func.grad(
+            lambda t: function(t, k.detach(), v.detach()).sum()
+        )(q.detach())  # fmt: skip
+
+    agree(call(ours), call(torchs), (50,))
+    q, k, v = three()
+    with pytest.raises(Exception, match="second derivatives"):
+        compiled(lambda q: torch.func.grad(lambda t: ours(t, k, v).square().sum())(q))(
+            q
+        ).sum().backward()
+
+
+@pytest.mark.parametrize("transform", ["jvp", "grad of grad", "jacfwd"])
+def test_what_is_refused_in_a_graph_is_refused(transform: str) -> None:
+    q, k, v = three(10, grad=False)
+
+    def f(t: torch.Tensor) -> torch.Tensor:
+        return ours(t, k, v)
+
+    ask = {
+        "jvp": lambda t: torch.func.jvp(f, (t,), (t,))[1],
+        "jacfwd": torch.func.jacfwd(f),
+        "grad of grad": torch.func.grad(
+            lambda t: torch.func.grad(lambda u: f(u).square().sum())(t).sum()
+        ),
+    }[transform]
+    says = "second derivatives" if "of" in transform else "forward-mode"
+    with pytest.raises(Exception, match=says):
+        compiled(ask)(q)
+
+
+def test_the_compiler_s_own_second_derivative_is_refused() -> None:
+    given = three(20)
+    out = compiled(ours)(*given)
+    (first,) = torch.autograd.grad(out.square().sum(), given[:1], create_graph=True)
+    with pytest.raises(Exception, match=r"double backward|second derivatives"):
+        first.sum().backward()
+
+
+def test_settings_are_those_of_the_moment_and_go_to_the_backward() -> None:
+    inside, outside = qa.Report(), qa.Report()
+    call, given = compiled(ours), three()
+    call(*given)
+    with qa.using(depth=1, report=inside):
+        out = call(*given)
+    with qa.using(depth=2, report=outside):
+        out.sum().backward()
+    assert (inside.total.forwards, inside.total.backwards, inside.total.cut) == (1, 1, 2)
+    assert outside.total.backwards == 0
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "no recompilation"
+
+
+def test_settings_that_have_been_forgotten_are_those_of_the_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(traced, "_MOST", 2)
+    report, given = qa.Report(), three()
+    call = compiled(ours)
+    with qa.using(depth=1, report=report):
+        out = call(*given)
+    for depth in (0, 1, 2):
+        with qa.using(depth=depth):
+            call(*given)
+    assert len(traced._settings) == 2 >= len(traced._numbers)
+    out.sum().backward()
+    assert (report.total.forwards, report.total.backwards) == (1, 0)
+
+
+def test_a_block_of_settings_inside_of_compiled_code() -> None:
+    """The graph breaks around the block, which then runs as it is."""
+    report = qa.Report()
+
+    @torch.compile(backend="aot_eager")
+    def call(q: torch.Tensor) -> torch.Tensor:
+        with qa.using(depth=1, report=report):
+            out = qa.attention(q, q, q) * 2
+        return qa.attention(out, out, out)
+
+    q = three()[0]
+    for _ in range(2):
+        twice = 2 * sdpa(q, q, q)
+        assert_close(call(q), sdpa(twice, twice, twice), 1e-10)
+    assert report.total.forwards == report.total.cut == 2
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export_with_lengths_that_vary_saved_and_loaded(strict: bool) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, *given: torch.Tensor) -> torch.Tensor:
+            return qa.attention(*given, is_causal=True, depth=1, enable_gqa=True, budget="1GiB")
+
+    n = torch.export.Dim("n", min=4, max=4096)
+    made = torch.export.export(
+        Model(), tuple(three(grad=False)), strict=strict, dynamic_shapes=(({2: n},) * 3,)
+    )
+    file = io.BytesIO()
+    torch.export.save(made, file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    for length in (50, 77):
+        given = three(length, grad=False)
+        assert_close(loaded(*given), torchs(*given, is_causal=True), 1e-10)
+
+
+def test_an_object_that_a_graph_names_is_let_go_and_missed_by_name() -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    objects, given = [DenseKernel()], three(grad=False)
+    graph = make_fx(lambda *t: ours(*t, kernel=objects[0]))(*given)
+    assert_close(graph(*given), torchs(*given), 1e-10)
+    objects.clear()
+    gc.collect()
+    with pytest.raises(RuntimeError, match="traced with as kernel is gone"):
+        graph(*given)
+
+
+@pytest.mark.parametrize("through", ["eager", "compiled"])
+def test_hooks_on_saved_tensors_see_what_the_backward_reads(through: str) -> None:
+    function = functools.partial(ours, is_causal=True, depth=1)
+    call = compiled(function) if through == "compiled" else function
+    given, seen = three(), []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tensor.shape)
+        return tensor.clone()
+
+    def packed(*leaves: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            return call(*leaves)
+
+    wanted = grads_of(functools.partial(torchs, is_causal=True), given)
+    for one, two in zip(grads_of(packed, given), wanted, strict=True):
+        assert_close(one, two, 1e-10)
+    assert {*seen} >= {(2, 4, 50, 8), (2, 2, 50, 8), (2, 4, 50)}
+
+
+@pytest.mark.parametrize("through", ["eager", "compiled"])
+@pytest.mark.parametrize("kind", ["reentrant", "not reentrant", "recompute", "save"])
+def test_checkpoints_of_every_kind(kind: str, through: str) -> None:
+    """Of a selective one, the operator can be named in the policy; then it runs once."""
+    report, asked = qa.Report(), []
+    weight = torch.randn(8, 8, dtype=torch.float64)
+
+    def policy(ctx: Any, operator: Any, *args: Any, **named: Any) -> CheckpointPolicy:
+        asked.append(operator)
+        save = kind == "save" and operator is OPERATOR
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    how: dict[str, Any] = {"use_reentrant": kind == "reentrant"}
+    if kind in ("recompute", "save"):
+        how["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
+
+    def block(attention: Function, *given: torch.Tensor) -> torch.Tensor:
+        return attention(given[0] @ weight, *given[1:], is_causal=True).sin()
+
+    mine = functools.partial(block, functools.partial(ours, depth=1, report=report))
+
+    def checked(*given: torch.Tensor) -> torch.Tensor:
+        return checkpoint(mine, *given, **how)
+
+    given = three()
+    found = grads_of(compiled(checked) if through == "compiled" else checked, given)
+    for one, two in zip(found, grads_of(functools.partial(block, torchs), given), strict=True):
+        assert_close(one, two, 1e-10)
+    assert report.total.forwards == (1 if kind == "save" else 2)
+    assert report.total.backwards == 1
+    assert (OPERATOR in asked) == (kind in ("recompute", "save"))
+
+
+SHARDED = """
+import copy, os, torch, torch.distributed as dist
+import quorum_attention as qa
+torch.set_num_threads(1)
+os.environ.update(MASTER_ADDR="127.0.0.1", RANK="0", WORLD_SIZE="1")
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.into, self.out = torch.nn.Linear(32, 96), torch.nn.Linear(32, 32)
+    def forward(self, x):
+        q, k, v = self.into(x).view(*x.shape[:2], 3, 4, 8).permute(2, 0, 3, 1, 4)
+        found = qa.attention(q, k, v, is_causal=True, depth=1)
+        return x + self.out(found.transpose(1, 2).reshape(x.shape))
+
+plain = torch.nn.Sequential(Layer(), Layer())
+model = copy.deepcopy(plain)
+mesh = init_device_mesh("cpu", (1,))
+for layer in model:
+    fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh)
+x = torch.randn(2, 40, 32)
+def checked(x):
+    for layer in model:
+        x = checkpoint(layer, x, use_reentrant=False)
+    return x
+for call in (model, checked, torch.compile(model, backend="aot_eager")):
+    model.zero_grad(), plain.zero_grad()
+    out, wanted = call(x), plain(x)
+    torch.testing.assert_close(out, wanted)
+    out.square().sum().backward(), wanted.square().sum().backward()
+    for one, two in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad.full_tensor(), two.grad, rtol=1e-4, atol=1e-4)
+dist.destroy_process_group()
+print("right")
+"""
+
+FIRST = """
+import torch
+import quorum_attention as qa
+q = torch.randn(1, 2, 50, 8, requires_grad=True)
+call = torch.compile(
+    lambda t: qa.attention(t, t, t, budget="1GiB"), backend="aot_eager", fullgraph=True
+)
+out = call(q)
+out.sum().backward()
+grad, q.grad = q.grad, None
+torch.nn.functional.scaled_dot_product_attention(q, q, q).sum().backward()
+torch.testing.assert_close(grad, q.grad, rtol=1e-4, atol=1e-5)
+print("right")
+"""
+
+
+@pytest.mark.parametrize("script", [SHARDED, FIRST], ids=["sharded", "first call"])
+def test_in_a_process_of_its_own(script: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "right"
