@@ -26,6 +26,7 @@ FLOORS = (
     ("autograd",),
     ("traced",),
     ("api",),
+    ("sdpa",),
     ("bench", "checking", "distributed", "integrations", "pool", "verification"),
     ("recipes",),
     ("cli",),

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         paired_interest_set,
         quorum_sizes,
     )
+    from quorum_attention.sdpa import patch_sdpa, patched_sdpa, unpatch_sdpa
 
 __version__ = "0.1.0"
 
@@ -57,6 +58,9 @@ _HOMES = {
     "is_interest_set": "quorums",
     "paired_interest_set": "quorums",
     "quorum_sizes": "quorums",
+    "patch_sdpa": "sdpa",
+    "patched_sdpa": "sdpa",
+    "unpatch_sdpa": "sdpa",
     "using": "call.settings",
 }
 
@@ -82,9 +86,12 @@ __all__ = [
     "kernels",
     "native_attention",
     "paired_interest_set",
+    "patch_sdpa",
+    "patched_sdpa",
     "plan",
     "quorum_sizes",
     "register_kernel",
+    "unpatch_sdpa",
     "using",
 ]
 

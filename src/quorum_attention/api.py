@@ -120,7 +120,7 @@ def attention(
     )  # fmt: skip
     if torch.compiler.is_dynamo_compiling() or is_traced(query, key, value):
         return _traced(call, written)[0]
-    return _attend(*request_of("attention", *call, filled(written)), out)[0]
+    return attend(*request_of("attention", *call, filled(written)), out)[0]
 
 
 def attention_with_lse(
@@ -159,10 +159,10 @@ def attention_with_lse(
     )  # fmt: skip
     if torch.compiler.is_dynamo_compiling() or is_traced(query, key, value):
         return _traced(call, written)
-    return _attend(*request_of("attention", *call, filled(written)), out)
+    return attend(*request_of("attention", *call, filled(written)), out)
 
 
-def _attend(
+def attend(
     tensors: Tensors, request: Request, out: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of a call that has been checked; ``out`` as its caller gave it."""
@@ -199,7 +199,7 @@ def _traced(call: _Call, written: Written) -> tuple[torch.Tensor, torch.Tensor]:
 def _outside_of_graphs(call: _Call, written: Written) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of a call that is no operator: torch's compiler breaks its graph around it."""
     refuse_traces("attention", query=call[0], key=call[1], value=call[2])
-    return _attend(*request_of("attention", *call, filled(written)), call[-2])
+    return attend(*request_of("attention", *call, filled(written)), call[-2])
 
 
 @uncompiled

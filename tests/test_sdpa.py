@@ -1,0 +1,470 @@
+"""torch's function taken over: what is taken, what is passed on untouched, and for whom."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 (its usual name)
+from helpers_attention import assert_close
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as by_name
+from torch.utils.checkpoint import checkpoint
+
+import quorum_attention as qa
+from quorum_attention import sdpa as module
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+ORIGINAL = by_name
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was() -> Iterator[None]:
+    yield
+    assert F.scaled_dot_product_attention is ORIGINAL
+    assert not module._open
+    assert module._least is None
+
+
+def three(n: int = 40, **how: Any) -> list[torch.Tensor]:
+    return [torch.randn(2, 4, n, 8, **{"dtype": torch.float64, **how}) for _ in range(3)]
+
+
+def taken(*args: Any, **named: Any) -> bool:
+    """Whether a call of torch's function inside a block is ours."""
+    report = qa.Report()
+    with qa.using(report=report):
+        F.scaled_dot_product_attention(*args, **named)
+    return bool(report.total.forwards)
+
+
+def test_a_block_and_what_is_inside_of_it() -> None:
+    q, k, v = three()
+    assert not taken(q, k, v)
+    with qa.patched_sdpa(min_tokens=10, depth=1):
+        assert taken(q, k, v)
+        assert_close(F.scaled_dot_product_attention(q, k, v), by_name(q, k, v), 1e-12)
+        assert not taken(q[:, :, :9], k[:, :, :9], v[:, :, :9]), "short"
+        assert taken(q[:, :, :9], k, v), "the longer one counts"
+        assert not taken(q[:, :, :1], k, v), "one query"
+        with qa.patched_sdpa(enabled=False):
+            assert not taken(q, k, v)
+            with qa.patched_sdpa(min_tokens=0):
+                assert taken(q, k, v)
+        with qa.patched_sdpa():
+            assert not taken(q, k, v), "4096 tokens"
+        assert taken(q, k, v)
+    assert not taken(q, k, v)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [{}, {"is_causal": True}, {"scale": 0.3}, {"scale": 2}, {"attn_mask": "bool"},
+     {"attn_mask": "float"}, {"attn_mask": "learned"}, {"dropout_p": 0}, {"enable_gqa": True}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("depth", [0, 1])
+def test_results_and_gradients_are_torchs(call: dict[str, Any], depth: int) -> None:
+    q, k, v = three()
+    if "enable_gqa" in call:
+        k, v = k[:, :2], v[:, :2]
+    masks = {"bool": torch.rand(40, 40) > 0.3, "float": torch.randn(40, 40, dtype=q.dtype)}
+    masks["learned"] = masks["float"].clone()
+    mask = masks.get(call.get("attn_mask", ""))
+    found = []
+    for patched in (True, False):
+        leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+        named = {**call, **({"attn_mask": mask} if mask is not None else {})}
+        if call.get("attn_mask") == "learned":
+            named["attn_mask"] = mask.clone().requires_grad_()
+            leaves.append(named["attn_mask"])
+        with qa.patched_sdpa(min_tokens=0, depth=depth, enabled=patched):
+            assert taken(*leaves[:3], **named) == patched
+            out = F.scaled_dot_product_attention(*leaves[:3], **named)
+        out.square().sum().backward()
+        found.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    for one, two in zip(*found, strict=True):
+        assert_close(one, two, 1e-10)
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def passed_on() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+    q, k, v = three(dtype=torch.float32)
+    nested = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(5, 8)])
+    jagged = torch.nested.nested_tensor([torch.randn(3, 2, 8)] * 2, layout=torch.jagged)
+    jagged = jagged.transpose(1, 2)
+    mask = torch.rand(40, 40) > 0.5
+    return {
+        "a subclass": ((q.as_subclass(Subclass), k, v), {}),
+        "nested": ((nested, nested, nested), {}),
+        "jagged": ((jagged, jagged, jagged), {}),
+        "meta": (tuple(t.to("meta") for t in (q, k, v)), {}),
+        "causal with a mask": ((q, k, v, mask), {"is_causal": True}),
+        "seven by position": ((q, k, v, None, 0.0, False, 0.5), {}),
+        "an unknown keyword": ((q, k, v), {"softcap": 3.0}),
+        "twice": ((q, k, v), {"query": q}),
+        "missing": ((q, k), {}),
+        "none at all": ((), {}),
+        "no tensors": ((1, 2, 3), {}),
+        "lengths that do not fit": ((q, k, v[:, :, :30]), {}),
+        "heads that do not fit": ((q, k[:, :3], v[:, :3]), {}),
+        "dtypes that do not fit": ((q, k.double(), v), {}),
+        "a mask that does not fit": ((q, k, v, mask[:30]), {}),
+        "a mask of another dtype": ((q, k, v, mask.double()), {}),
+        "integers": (tuple(t.int() for t in (q, k, v)), {}),
+        "complex": (tuple(t.cfloat() for t in (q, k, v)), {}),
+        "dropout of all": ((q, k, v), {"dropout_p": 1.5}),
+        "empty": (tuple(t[:, :, :0] for t in (q, k, v)), {}),
+        "one dimension": (tuple(t[0, 0, :, 0] for t in (q, k, v)), {}),
+    }
+
+
+@pytest.mark.parametrize("kind", list(passed_on()))
+def test_what_is_not_taken_goes_on_as_it_came(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The very same objects, in the same places, and whatever becomes of them."""
+    args, named = passed_on()[kind]
+    seen, report = [], qa.Report()
+
+    def recorder(*given: Any, **more: Any) -> Any:
+        seen.append((given, more))
+        return ORIGINAL(*given, **more)
+
+    def result(call: Any) -> Any:
+        try:
+            return call(*args, **named)
+        except Exception as error:
+            return type(error), str(error)
+
+    wanted = result(ORIGINAL)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recorder)
+    with qa.patched_sdpa(min_tokens=0, report=report):
+        found = result(F.scaled_dot_product_attention)
+    monkeypatch.undo()
+    assert report.total.forwards == 0
+    assert len(seen) == 1
+    assert all(one is two for one, two in zip(seen[0][0], args, strict=True))
+    assert seen[0][1].keys() == named.keys()
+    assert all(seen[0][1][name] is named[name] for name in named)
+    if isinstance(wanted, torch.Tensor):
+        assert type(found) is type(wanted)
+        if not wanted.is_nested and not wanted.is_meta:
+            assert torch.equal(found, wanted)
+    else:
+        assert found == wanted
+
+
+def test_derivatives_that_are_torchs_alone() -> None:
+    q, k, v = three(12)
+    f = torch.func
+
+    def loss(t: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(t, k, v).square().sum()
+
+    with sdpa_kernel(SDPBackend.MATH):
+        asked = {
+            "jvp": lambda: f.jvp(loss, (q,), (q,))[1],
+            "hessian": lambda: f.jacfwd(f.grad(loss))(q),
+            "grad of grad": lambda: f.grad(lambda t: f.grad(loss)(t).sum())(q),
+            "math only": lambda: torch.autograd.functional.hvp(loss, q, q)[1],
+        }
+        wanted = {name: ask() for name, ask in asked.items()}
+        report = qa.Report()
+        with qa.patched_sdpa(min_tokens=0, report=report):
+            for name, ask in asked.items():
+                assert torch.equal(ask(), wanted[name]), name
+    assert report.total.forwards == 0
+    with qa.patched_sdpa(min_tokens=0, report=report):
+        assert_close(f.grad(loss)(q), torch.autograd.functional.jacobian(loss, q), 1e-10)
+        f.vmap(lambda t: F.scaled_dot_product_attention(t, t, t))(q)
+    assert report.total.forwards == 3
+
+
+def test_errors_inside_are_the_caller_s_and_leave_nothing() -> None:
+    q, k, v = three()
+    with pytest.raises(qa.BudgetError), qa.patched_sdpa(min_tokens=0, budget=10):
+        F.scaled_dot_product_attention(q, k, v)
+
+    def stop(*_: object) -> None:
+        raise ValueError("mine")
+
+    with (
+        pytest.raises(ValueError, match="mine"),
+        qa.patched_sdpa(min_tokens=0, depth=1, progress=stop),
+    ):
+        F.scaled_dot_product_attention(q, k, v)
+    for bad in ({"min_tokens": -1}, {"budget": "x"}, {"kernel": qa.LongNetKernel([(30, 1)])}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            qa.patched_sdpa(**bad)
+
+
+def test_for_good_and_undone() -> None:
+    q, k, v = three()
+    qa.unpatch_sdpa()
+    try:
+        qa.patch_sdpa(min_tokens=0, depth=1)
+        with qa.patched_sdpa(enabled=False):
+            assert not taken(q, k, v)
+        found = []
+        thread = threading.Thread(target=lambda: found.append(taken(q, k, v)))
+        thread.start()
+        thread.join()
+        assert found == [True], "in all threads"
+        qa.patch_sdpa(min_tokens=100)
+        assert not taken(q, k, v)
+        with qa.patched_sdpa(min_tokens=0):
+            qa.unpatch_sdpa()
+            assert taken(q, k, v)
+    finally:
+        qa.unpatch_sdpa()
+    assert not taken(q, k, v)
+
+
+def test_a_block_is_not_for_other_threads() -> None:
+    q, k, v = three()
+    found: list[bool] = []
+    with qa.patched_sdpa(min_tokens=0):
+        thread = threading.Thread(target=lambda: found.append(taken(q, k, v)))
+        thread.start()
+        thread.join()
+    assert found == [False]
+
+
+def test_threads_that_come_and_go() -> None:
+    """Each sees its own block, whoever puts the function in place and takes it away."""
+    q, k, v = three(20)
+    wrong: list[object] = []
+
+    def work(number: int) -> None:
+        for turn in range(30):
+            if (turn + number) % 3:
+                with qa.patched_sdpa(min_tokens=0):
+                    wrong.extend([number] * (not taken(q, k, v)))
+            else:
+                wrong.extend([number] * taken(q, k, v))
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_tasks_and_generators() -> None:
+    q, k, v = three(20)
+
+    async def task(on: bool) -> list[bool]:
+        found = []
+        with qa.patched_sdpa(min_tokens=0, enabled=on):
+            for _ in range(3):
+                await asyncio.sleep(0)
+                found.append(taken(q, k, v))
+        return found
+
+    async def main() -> list[list[bool]]:
+        return await asyncio.gather(*(task(on) for on in (True, False, True)))
+
+    assert asyncio.run(main()) == [[True] * 3, [False] * 3, [True] * 3]
+
+    def generator() -> Iterator[None]:
+        with qa.patched_sdpa(min_tokens=0):
+            yield
+
+    one, two = generator(), generator()
+    next(one), next(two)
+    one.close()
+    assert taken(q, k, v)
+    two.close()
+    assert not taken(q, k, v)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from("bbepuf"), st.booleans(), st.integers(0, 9)), max_size=12)
+)
+def test_whatever_begins_and_ends_in_whatever_order(moves) -> None:  # type: ignore[no-untyped-def]
+    """Blocks, the permanent patch, and somebody else who wraps the name and lets go again."""
+    q, k, v = three(4)
+    blocks: list[tuple[Any, bool]] = []
+    permanent = False
+    others: list[Any] = []
+    try:
+        for move, on, which in moves:
+            if move == "b":
+                blocks.append((qa.patched_sdpa(min_tokens=0, enabled=on), on))
+                blocks[-1][0].__enter__()
+            elif move == "e" and blocks:
+                blocks.pop(which % len(blocks))[0].__exit__(None, None, None)
+            elif move in "pu":
+                permanent = move == "p"
+                (qa.patch_sdpa(min_tokens=0) if permanent else qa.unpatch_sdpa())
+            elif move == "f" and not others and not blocks and not permanent:
+                inner = F.scaled_dot_product_attention
+                others.append(inner)
+                F.scaled_dot_product_attention = lambda *a, _inner=inner, **n: _inner(*a, **n)
+            wanted = blocks[-1][1] if blocks else permanent
+            assert taken(q, k, v) == wanted
+            if not blocks and not permanent and not others:
+                assert F.scaled_dot_product_attention is ORIGINAL
+    finally:
+        for block, _ in blocks:
+            block.__exit__(None, None, None)
+        qa.unpatch_sdpa()
+        F.scaled_dot_product_attention = ORIGINAL
+
+
+def test_somebody_who_wraps_ours_keeps_a_function_that_works() -> None:
+    q, k, v = three()
+    with qa.patched_sdpa(min_tokens=0):
+        inner = F.scaled_dot_product_attention
+        F.scaled_dot_product_attention = lambda *a, **n: inner(*a, **n)
+        assert taken(q, k, v)
+    assert not taken(q, k, v)
+    with qa.patched_sdpa(min_tokens=0):
+        assert taken(q, k, v)
+    assert not taken(q, k, v)
+    F.scaled_dot_product_attention = ORIGINAL
+
+
+def test_modules_of_torch_and_names_imported_before() -> None:
+    layer = torch.nn.MultiheadAttention(32, 4, batch_first=True, dtype=torch.float64)
+    x = torch.randn(2, 30, 32, dtype=torch.float64)
+    wanted = layer(x, x, x, need_weights=False)[0]
+    report = qa.Report()
+    with qa.patched_sdpa(min_tokens=0, depth=1, report=report):
+        assert_close(layer(x, x, x, need_weights=False)[0], wanted, 1e-10)
+        assert report.total.cut == 1
+        by_name(*three())
+        assert report.total.forwards == 1
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpoint_s_backward_outside_of_the_block(use_reentrant: bool) -> None:
+    """The recomputation is torch's own then, and the gradients are right all the same."""
+    given, inside = three(), qa.Report()
+    leaves = [t.clone().requires_grad_() for t in given]
+    with qa.patched_sdpa(min_tokens=0, report=inside):
+        out = checkpoint(
+            lambda *t: F.scaled_dot_product_attention(*t).sin(), *leaves,
+            use_reentrant=use_reentrant,
+        )  # fmt: skip
+    if use_reentrant:
+        out.sum().backward()
+    else:
+        # torch notices that other tensors would be saved than the first time.
+        with pytest.raises(torch.utils.checkpoint.CheckpointError):
+            out.sum().backward()
+        with qa.patched_sdpa(min_tokens=0):
+            out = checkpoint(
+                lambda *t: F.scaled_dot_product_attention(*t).sin(), *leaves, use_reentrant=False
+            )
+            out.sum().backward()
+    plain = [t.clone().requires_grad_() for t in given]
+    by_name(*plain).sin().sum().backward()
+    for one, two in zip(leaves, plain, strict=True):
+        assert_close(one.grad, two.grad, 1e-10)
+
+
+COMPILED = """
+import itertools, threading, torch, torch.nn.functional as F
+import quorum_attention as qa
+from torch._dynamo.utils import counters
+torch.set_num_threads(1)
+original = F.scaled_dot_product_attention
+report = qa.Report()
+
+@torch.compile(backend="eager", fullgraph=True)
+def model(q, k, v):
+    return F.scaled_dot_product_attention(q * 2, k, v, is_causal=True) + 1
+
+def check(ours, n=50):
+    q, k, v = (torch.randn(1, 2, n, 8, requires_grad=True) for _ in range(3))
+    before = report.total.forwards, report.total.backwards
+    with qa.using(report=report):
+        out = model(q, k, v)
+    out.square().sum().backward()
+    grads = [t.grad for t in (q, k, v)]
+    q, k, v = (t.detach().clone().requires_grad_() for t in (q, k, v))
+    wanted = original(q * 2, k, v, is_causal=True) + 1
+    wanted.square().sum().backward()
+    torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)
+    for found, like in zip(grads, (q, k, v)):
+        torch.testing.assert_close(found, like.grad, rtol=1e-4, atol=1e-4)
+    done = report.total.forwards - before[0], report.total.backwards - before[1]
+    assert done == (ours, ours), (done, ours)
+
+# First compiled outside, then inside, and outside again; then the other way around.
+for first in (False, True):
+    torch._dynamo.reset()
+    for on in (first, not first, first, not first):
+        if on:
+            with qa.patched_sdpa(min_tokens=40, depth=1):
+                check(True)
+                check(True, 60)
+                check(False, 30)
+                with qa.patched_sdpa(enabled=False):
+                    check(False)
+        else:
+            check(False)
+assert not counters["graph_break"]
+torch._dynamo.reset()
+counters.clear()
+with qa.patched_sdpa(min_tokens=40, depth=1):
+    for n in (50, 60, 70, 80, 90):
+        check(True, n)
+    assert counters["stats"]["unique_graphs"] == 2, counters["stats"]
+qa.patch_sdpa(min_tokens=0)
+check(True)
+qa.unpatch_sdpa()
+check(False)
+print("right")
+"""
+
+
+def test_compiled_code() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COMPILED],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "right"
+
+
+def test_other_traces() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    given = three()
+    with qa.patched_sdpa(min_tokens=0):
+        graph = make_fx(lambda *t: F.scaled_dot_product_attention(*t))(*given)
+        assert "quorum_attention" in graph.code
+        with FakeTensorMode():
+            fakes = three()
+            assert F.scaled_dot_product_attention(*fakes).shape == fakes[0].shape
+    assert_close(graph(*given), by_name(*given), 1e-12)
+    with pytest.warns(DeprecationWarning, match="deprecated"), qa.patched_sdpa(min_tokens=0):
+        traced = torch.jit.trace(lambda *t: F.scaled_dot_product_attention(*t), tuple(given))
+    assert_close(traced(*given), by_name(*given), 1e-12)
+
+
+def test_autocast() -> None:
+    given = three(dtype=torch.float32)
+    for enabled, (out, dtype) in itertools.product(
+        (True, False), ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16))
+    ):
+        with torch.autocast("cpu", dtype), qa.patched_sdpa(min_tokens=0, enabled=enabled):
+            assert F.scaled_dot_product_attention(*given).dtype == out
