@@ -120,6 +120,32 @@ def test_another_object_is_another_graph_and_another_value_too() -> None:
         assert report.forward.budget_bytes == wanted - q.numel() * 8
 
 
+def test_an_object_that_is_made_in_the_compiled_code_is_the_one_that_is_used() -> None:
+    """The compiler has an empty one in its place while it traces, so the graph breaks."""
+
+    class Named(DenseKernel):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+    def call(q: torch.Tensor) -> tuple[torch.Tensor, Any, list[Any]]:
+        kernel, report, told = Named("mine"), qa.Report(), []
+        out = qa.attention(
+            q * 2, q, q, kernel=kernel, report=report, depth=1,
+            progress=lambda *done: told.append(done),
+        )  # fmt: skip
+        return out + 1, report, told
+
+    q = three(grad=False)[0]
+    made = torch.compile(call, backend="eager")
+    for _ in range(2):
+        out, report, told = made(q)
+        assert_close(out, 1 + sdpa(2 * q, q, q), 1e-10)
+        assert report.forward.kernel == "mine"
+        assert told
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        compiled(lambda q: qa.attention(q, q, q, kernel=Named("mine")))(q)
+
+
 def test_shapes_of_every_kind() -> None:
     agree(lambda q, k, v: qa.attention(q[0, 0], k[0, 0], v[0, 0]),
           lambda q, k, v: sdpa(q[0, 0], k[0, 0], v[0, 0]))  # fmt: skip

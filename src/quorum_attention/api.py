@@ -189,9 +189,11 @@ def _traced(call: _Call, written: Written) -> tuple[torch.Tensor, torch.Tensor]:
         and isinstance(enable_gqa, bool)
         and (scale is None or isinstance(scale, (int, float)))
     ):
-        return as_operator(
+        found = as_operator(
             query, key, value, mask, p, seed, is_causal, scale, enable_gqa, out_dtype, written
         )
+        if found is not None:
+            return found
     return _outside_of_graphs(call, written)
 
 

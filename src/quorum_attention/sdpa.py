@@ -206,9 +206,7 @@ def _taken(settings: Settings, args: Any, named: Any) -> torch.Tensor | None:
     if is_traced(query, key, value):
         if not _is_known(call):
             return None
-        return as_operator(
-            query, key, value, mask, dropout_p, None, is_causal, scale, enable_gqa, None, Written()
-        )[0]
+        return _operator(call)
     try:
         tensors, request = request_of(
             "attention", query, key, value, mask, dropout_p, None, is_causal, scale, enable_gqa,
@@ -228,10 +226,15 @@ def _taken_in_a_graph(args: Any, named: Any) -> torch.Tensor | None:
     call = _read(args, named)
     if call is None or _least is None or not _fits(call, _least) or not _is_known(call):
         return None
+    return _operator(call)
+
+
+def _operator(call: tuple[Any, ...]) -> torch.Tensor | None:
     query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = call
-    return as_operator(
+    found = as_operator(
         query, key, value, mask, dropout_p, None, is_causal, scale, enable_gqa, None, Written()
-    )[0]
+    )
+    return None if found is None else found[0]
 
 
 def _read(args: Any, named: Any) -> tuple[Any, ...] | None:

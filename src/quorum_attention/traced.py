@@ -50,13 +50,21 @@ _CALL = (
     "str options, SymInt[] numbers, bool recorded, bool of_mask, bool of_sinks"
 )
 _library = torch.library.Library(NAME, "DEF")
+# The host plans, and may wait for the device: a CUDA graph of inductor's goes around it.
+_TAGS = tuple(
+    getattr(torch.Tag, name)
+    for name in ("pt2_compliant_tag", "cudagraph_unsafe")
+    if hasattr(torch.Tag, name)
+)
 _library.define(
     f"attention(Tensor query, Tensor key, Tensor value, {_OTHERS}, {_CALL}) -> "
-    f"(Tensor out, Tensor lse, Tensor settings)"
+    f"(Tensor out, Tensor lse, Tensor settings)",
+    tags=_TAGS,
 )
 _library.define(
     f"attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, "
-    f"Tensor value, Tensor out, Tensor lse, Tensor settings, {_OTHERS}, {_CALL}) -> Tensor[]"
+    f"Tensor value, Tensor out, Tensor lse, Tensor settings, {_OTHERS}, {_CALL}) -> Tensor[]",
+    tags=_TAGS,
 )
 
 
@@ -72,13 +80,16 @@ def as_operator(
     enable_gqa: bool,
     out_dtype: torch.dtype | None,
     written: Written,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of a call by the operator; arguments as those of ``api.attention``."""
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """(out, lse) of a call by the operator; arguments as those of ``api.attention``. None where an
+    option cannot be said to an operator."""
     parts = Parts()
     described = attn_mask if isinstance(attn_mask, Mask) else None
     mask = attn_mask if described is None else described.bias
     sinks = None if described is None else described.sinks
     options = parts.spelled(written, described)
+    if options is None:
+        return None
     seed = None
     if dropout_p > 0.0:
         # An operator of its own, so that whoever recomputes a graph takes care of it as of any

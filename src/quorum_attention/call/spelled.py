@@ -12,7 +12,7 @@ import ast
 import itertools
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -55,20 +55,37 @@ class Parts:
         if type(value) is tuple or type(value) is list:
             return (type(value).__name__, tuple([self.form(item) for item in value]))
         self.objects.append(value)
-        return ("object", len(self.objects) - 1)
+        # Of an object that is made in the code it traces, torch's compiler makes up an id.
+        return ("object", len(self.objects) - 1, id(value))
 
-    def spelled(self, written: Written, mask: Mask | None) -> str:
-        """The options of a call and its mask as a string; "" where there is nothing to say."""
+    def spelled(self, written: Written, mask: Mask | None) -> str | None:
+        """The options of a call and its mask as a string; "" where there is nothing to say.
+
+        None if an object is made in the code that torch's compiler traces: what it has in its place
+        is empty.
+        """
         if written.says_nothing and mask is None:
             return ""
         form = tuple([self.form(value) for value in written[:-1]])
         return _text((form, self.form(mask)), *self.objects)
 
 
-def _text(form: Any, *objects: Any) -> str:
+def _text(form: Any, *objects: Any) -> str | None:
     """The form as a string. torch's compiler calls it once, while it traces, and watches that the
     objects stay the same."""
+    if not all(id(objects[at]) == claimed for at, claimed in _objects(form)):
+        return None
     return repr(_plain(form, [numbered(thing) for thing in objects]))
+
+
+def _objects(form: Any) -> Iterator[tuple[int, int]]:
+    """Of every object in a form, its place and its id."""
+    if isinstance(form, tuple):
+        if len(form) == 3 and form[0] == "object":
+            yield form[1], form[2]
+        else:
+            for item in form:
+                yield from _objects(item)
 
 
 # What torch.compiler.assume_constant_result does, which would load the compiler.
@@ -80,7 +97,7 @@ def _plain(form: Any, numbers: list[str]) -> Any:
         return ("device", str(form))
     if not isinstance(form, tuple):
         return form
-    if len(form) == 2 and form[0] == "object":
+    if len(form) == 3 and form[0] == "object":
         return ("object", numbers[form[1]])
     return tuple(_plain(item, numbers) for item in form)
 
