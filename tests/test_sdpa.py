@@ -460,6 +460,22 @@ def test_other_traces() -> None:
     assert_close(traced(*given), by_name(*given), 1e-12)
 
 
+def test_subclasses_under_a_mode_are_torchs_too() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    q, k, v = three()
+    report = qa.Report()
+    with qa.patched_sdpa(min_tokens=0, report=report):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            found = module._read((q.as_subclass(Subclass), k, v), {})
+            assert not module._fits(found, 0)
+        with pytest.warns(DeprecationWarning, match="deprecated"):
+            torch.jit.trace(
+                lambda t: F.scaled_dot_product_attention(t.as_subclass(Subclass), k, v), (q,)
+            )
+    assert report.total.forwards == 0
+
+
 def test_autocast() -> None:
     given = three(dtype=torch.float32)
     for enabled, (out, dtype) in itertools.product(

@@ -31,7 +31,7 @@ from quorum_attention.call.settings import (
 from quorum_attention.execution.device.lookup import BACKENDS
 from quorum_attention.execution.report import Report
 from quorum_attention.execution.workload import ELEMENT_BYTES
-from quorum_attention.kernels.outside import capturing, is_traced
+from quorum_attention.kernels.outside import capturing, is_fake, is_traced
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.traced import as_operator
 
@@ -249,12 +249,12 @@ def _fits(call: tuple[Any, ...], min_tokens: int) -> bool:
     """Whether a call is of plain tensors, long enough, and makes sense to torch."""
     query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = call
     for tensor in (query, key, value):
-        if type(tensor) not in _PLAIN and not _stands_for_plain(tensor):
+        if type(tensor) not in _PLAIN and not _is_of_a_trace(tensor):
             return False
         if tensor.is_nested or tensor.dim() < 2:
             return False
     if mask is not None:
-        if type(mask) not in _PLAIN and not _stands_for_plain(mask):
+        if type(mask) not in _PLAIN and not _is_of_a_trace(mask):
             return False
         # torch's own refuses both of these.
         if is_causal or (mask.dtype != torch.bool and mask.dtype != query.dtype):
@@ -270,11 +270,9 @@ def _fits(call: tuple[Any, ...], min_tokens: int) -> bool:
     return bool(n_queries > 1 and n_keys > 0 and long)
 
 
-def _stands_for_plain(tensor: Any) -> bool:
-    """Whether it is the fake tensor of a trace."""
-    return not torch.compiler.is_dynamo_compiling() and (
-        isinstance(tensor, torch.Tensor) and is_traced(tensor)
-    )
+def _is_of_a_trace(tensor: object) -> bool:
+    # torch's compiler says of its own fake tensors that they are plain ones.
+    return not torch.compiler.is_dynamo_compiling() and is_fake(tensor)
 
 
 def _is_known(call: tuple[Any, ...]) -> bool:

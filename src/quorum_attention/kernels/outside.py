@@ -67,7 +67,7 @@ def is_traced(*inputs: object) -> bool:
     """Whether a call is traced and should be one operator: by make_fx or torch.export, of fake
     tensors, under functionalization, or where a selective checkpoint chooses among operators."""
     for tensor in inputs:
-        if type(tensor) not in _REAL and _is_fake(tensor):
+        if type(tensor) not in _REAL and is_fake(tensor):
             return True
     if torch._C._is_tracing():
         raise NotImplementedError(
@@ -95,7 +95,7 @@ def refuse_traces(function: str, **tensors: torch.Tensor | None) -> None:
     found = tracing()
     where = f"under {found}"
     for name, tensor in tensors.items():
-        if found is None and type(tensor) not in _REAL and _is_fake(tensor):
+        if found is None and type(tensor) not in _REAL and is_fake(tensor):
             found, where = name, f"{name} is a fake tensor: there"
     if found is not None:
         raise NotImplementedError(
@@ -108,7 +108,8 @@ def refuse_traces(function: str, **tensors: torch.Tensor | None) -> None:
 _REAL = (torch.Tensor, torch.nn.Parameter, type(None))
 
 
-def _is_fake(tensor: object) -> bool:
+def is_fake(tensor: object) -> bool:
+    """Whether it is a tensor of a trace, which has no numbers."""
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 
