@@ -14,6 +14,7 @@ tensor, so that its backward has the same.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -49,23 +50,22 @@ _CALL = (
     "float dropout_p, float? scale, bool is_causal, bool enable_gqa, ScalarType? out_dtype, "
     "str options, SymInt[] numbers, bool recorded, bool of_mask, bool of_sinks"
 )
-_library = torch.library.Library(NAME, "DEF")
 # The host plans, and may wait for the device: a CUDA graph of inductor's goes around it.
 _TAGS = tuple(
     getattr(torch.Tag, name)
     for name in ("pt2_compliant_tag", "cudagraph_unsafe")
     if hasattr(torch.Tag, name)
 )
-_library.define(
-    f"attention(Tensor query, Tensor key, Tensor value, {_OTHERS}, {_CALL}) -> "
-    f"(Tensor out, Tensor lse, Tensor settings)",
-    tags=_TAGS,
-)
-_library.define(
-    f"attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, "
-    f"Tensor value, Tensor out, Tensor lse, Tensor settings, {_OTHERS}, {_CALL}) -> Tensor[]",
-    tags=_TAGS,
-)
+_SCHEMAS = {
+    "attention": (
+        f"(Tensor query, Tensor key, Tensor value, {_OTHERS}, {_CALL}) -> "
+        f"(Tensor out, Tensor lse, Tensor settings)"
+    ),
+    "attention_backward": (
+        f"(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
+        f"Tensor lse, Tensor settings, {_OTHERS}, {_CALL}) -> Tensor[]"
+    ),
+}
 
 
 def as_operator(
@@ -391,18 +391,30 @@ def _refuse_others(dims: tuple[Any, ...], call: Any) -> None:
         )
 
 
-def _register() -> None:
-    for name, compute, fake, recorded, mapped in (
-        ("attention", _forward, _fake_forward, _recorded_forward, _map_forward),
-        ("attention_backward", _backward, _fake_backward, _recorded_backward, _map_backward),
-    ):
-        _library.impl(name, compute, "CompositeExplicitAutograd")
-        _library.impl(name, recorded, "Autograd")
-        torch.library.register_fake(f"{NAME}::{name}", fake, lib=_library)
-        torch.library.register_vmap(f"{NAME}::{name}", mapped, lib=_library)
+def _late(name: str) -> Callable[..., Any]:
+    """The function of this module called ``name``, looked up when it is called: torch registers an
+    operator once in a process, and this module may be imported anew."""
+
+    def call(*args: Any) -> Any:
+        return getattr(sys.modules[__name__], name)(*args)
+
+    return call
 
 
-_register()
+def _register() -> torch.library.Library:
+    library = torch.library.Library(NAME, "DEF")
+    for name, schema in _SCHEMAS.items():
+        which = name.removeprefix("attention") or "_forward"
+        library.define(name + schema, tags=_TAGS)
+        library.impl(name, _late(which), "CompositeExplicitAutograd")
+        library.impl(name, _late(f"_recorded{which}"), "Autograd")
+        torch.library.register_fake(f"{NAME}::{name}", _late(f"_fake{which}"), lib=library)
+        torch.library.register_vmap(f"{NAME}::{name}", _late(f"_map{which}"), lib=library)
+    return library
+
+
+if not hasattr(getattr(torch.ops, NAME), "attention"):
+    _library = _register()
 
 
 # --- Settings, by number ----------------------------------------------------------------------
