@@ -38,6 +38,7 @@ ELSEWHERE = {
         "kernels/native/loads_triton.py", "kernels/native/scores_triton.py",
         "kernels/native/walk_triton.py", "kernels/native/launch.py", "kernels/native/config.py",
     ),
+    "native/test_dropout.py": ("kernels/native/dropout_triton.py",),
     "native/test_function.py": ("kernels/native/options.py",),
     "native/test_runs.py": ("kernels/native/bits.py",),
     # Random masks in every route, against float64.

@@ -3,92 +3,25 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from helpers_attention import GRADIENT_TOLERANCE, TOLERANCE, assert_close
+from helpers_dropout import a_task, results, states
 from helpers_memory import usage
 
-from quorum_attention.decomposition import Decomposition, Rectangle
 from quorum_attention.kernels import (
     CallShape,
     CpuKernel,
     DenseKernel,
     Extent,
-    Gradients,
-    InnerKernel,
     MaskShape,
-    Statistics,
-    TaskTensors,
 )
 from quorum_attention.kernels import dropping as module
 from quorum_attention.kernels.dropout import Dropout
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def a_task(r: random.Random, dtype: torch.dtype, most: int) -> TaskTensors:
-    """One of the tasks of a random call."""
-    n, m = r.randint(1, most), r.randint(1, most)
-    batch, shared, key_heads = r.choice([1, 1, 2, 3]), r.choice([1, 2, 3]), r.choice([1, 2, 4])
-    width, value_dim = r.randint(1, 9), r.randint(1, 9)
-    causal = r.random() < 0.5
-    levels = r.choice([(), (3,), (7,), (3, 3)])
-    shape = Decomposition(max(n, m), levels, "aligned", r.choice([1, 4, 16]))
-    task = r.choice(list(shape.tasks()))
-    rows, columns = task.count_below(n), task.count_below(m)
-    heads = shared * key_heads
-
-    def normal(*sizes: int) -> torch.Tensor:
-        return torch.randn(sizes, dtype=torch.float64).to(dtype)
-
-    bias = None
-    if r.random() < 0.4:
-        sizes = [r.choice([1, size]) for size in (batch, heads, rows, columns)]
-        bias = normal(*sizes).masked_fill(torch.rand(sizes) < 0.3, -torch.inf)
-
-    def of(part: Rectangle) -> torch.Tensor | None:
-        if bias is None:
-            return None
-        down = slice(part.query_start, part.query_stop) if bias.shape[2] > 1 else slice(None)
-        across = slice(part.key_start, part.key_stop) if bias.shape[3] > 1 else slice(None)
-        return bias[:, :, down, across]
-
-    dropout = Dropout(r.choice([0.1, 0.5, 0.9, 1.0]), r.randrange(2**63), 5, 2, r.choice([0, 2]))
-    return TaskTensors(
-        task, task.rectangles(causal, n, m), normal(batch, heads, rows, width),
-        normal(batch, key_heads, columns, width), normal(batch, key_heads, columns, value_dim),
-        r.choice([0.4, -0.3, 0.0]), causal, of, dropout=dropout,
-    )  # fmt: skip
-
-
-def states(task: TaskTensors) -> tuple[Statistics, Gradients]:
-    work = torch.float64 if task.query.dtype == torch.float64 else torch.float32
-    shape = task.query.shape[:3]
-    out = torch.randn(*shape, task.value.shape[-1], dtype=torch.float64)
-    lse = torch.randn(shape, dtype=torch.float64).masked_fill(torch.rand(shape) < 0.2, -torch.inf)
-    out = out.masked_fill(lse.unsqueeze(-1) == -torch.inf, 0.0)
-    three = (torch.zeros(t.shape, dtype=work) for t in (task.query, task.key, task.value))
-    grad_out = torch.randn(out.shape, dtype=torch.float64)
-    dtype = task.query.dtype
-    return (
-        Statistics(out.to(work), lse.to(work)),
-        Gradients(grad_out.to(dtype), out.to(dtype), 3 + lse.to(work), *three),
-    )
-
-
-def results(
-    kernel: InnerKernel, task: TaskTensors, given: tuple[Statistics, Gradients]
-) -> list[torch.Tensor]:
-    state = Statistics(given[0].out.clone(), given[0].lse.clone())
-    kernel.forward(task, state)
-    three = (t.clone() for t in (given[1].grad_query, given[1].grad_key, given[1].grad_value))
-    query, key, value = three
-    grads = replace(given[1], grad_query=query, grad_key=key, grad_value=value)
-    kernel.backward(task, grads)
-    return [state.out, state.lse, query, key, value]
 
 
 @pytest.mark.parametrize("tile", [None, (200, 16, 7), (60, 5, 3), (1, 1, 1)], ids=str)

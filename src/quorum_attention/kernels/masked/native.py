@@ -15,7 +15,7 @@ import torch
 from quorum_attention.decomposition import CLEAR, MASKED, Ranges, Rectangle, Rows, Task
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.masked.geometry import Geometry
-from quorum_attention.kernels.native.kernel import Axis, NativeKernel, host_table
+from quorum_attention.kernels.native.kernel import Axis, HostTable, NativeKernel, host_table
 from quorum_attention.kernels.native.runs import FIELDS, Piece
 
 # Bytes of the tables that are remembered, in host memory.
@@ -43,9 +43,7 @@ class NativeUnderMask(NativeKernel):
         elif band.low is not None:
             self._shift = band.low
             self.options = replace(self.options, left=0, right=-1)
-        self._tables: Cache[tuple[torch.Tensor, int]] = Cache(
-            _TABLE_BYTES, lambda made: int(made[0].nbytes)
-        )
+        self._tables: Cache[HostTable] = Cache(_TABLE_BYTES, lambda made: int(made.both.nbytes))
 
     @property
     def table_bytes(self) -> int:
@@ -61,8 +59,11 @@ class NativeUnderMask(NativeKernel):
         block: int,
         axis: Axis,
         device: torch.device,
-    ) -> tuple[torch.Tensor, int]:
-        def make() -> tuple[torch.Tensor, int]:
+        shifts: bool = False,
+    ) -> HostTable:
+        assert not shifts, "distances here are not those of positions: no dropout"
+
+        def make() -> HostTable:
             found = list(self._pieces(rectangles, task))
             return host_table(found, n_rows, block, axis, pinned=device.type == "cuda")
 

@@ -15,6 +15,7 @@ and cannot overflow (design, section 2).
 import triton
 import triton.language as tl
 
+from quorum_attention.kernels.native.dropout_triton import dropout_lot, dropped
 from quorum_attention.kernels.native.loads_triton import block_rows, lane_of
 from quorum_attention.kernels.native.scores_triton import kept, modified
 from quorum_attention.kernels.native.walk_triton import keys_of_run, rows_of_run
@@ -99,11 +100,11 @@ def _ease(norms, lane, lanes, lift):
 @triton.jit
 def _query_tile(
     dq, q, do, lse2, delta, ease, key, value, b, h_k, at_key, k_n, v_n, inside, keep, apart,
-    bias_at, bias_live, scale, log2_scale, softcap, slope,
+    bias_at, bias_live, scale, log2_scale, softcap, slope, drop, rescale,
     MASKED: tl.constexpr, PLAIN: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     BIAS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, READ: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     k = block_rows(key, b, h_k, at_key, k_n, inside, HEAD_DIM, BLOCK_N, BLOCK_D, READ, MASKED)
     v = block_rows(value, b, h_k, at_key, v_n, inside, VALUE_DIM, BLOCK_N, BLOCK_DV, READ, MASKED)
@@ -118,6 +119,8 @@ def _query_tile(
     p = tl.exp2(s * log2_scale - lse2[:, None])
     if MASKED:
         p = tl.where(keep, p, 0.0)
+    if DROPOUT:
+        dp = tl.where(drop != 0, 0.0, dp * rescale)
     ds = p * (dp * ease - delta[:, None]) * slack
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
@@ -141,7 +144,7 @@ def _query_tile(
 )
 def query_kernel(
     query, key, value, grad_out, lse, delta, norms, grad_query, starts, entries, bias, slopes,
-    query_bits, key_bits, heads, group, n_queries, n_keys, n_blocks, key_lanes,
+    query_bits, key_bits, drops, heads, group, n_queries, n_keys, n_blocks, key_lanes,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n, l_b, l_h, l_n, dq_b, dq_h, dq_n,
     bias_b, bias_h, bias_q, bias_k, bias_row, bias_column,
     scale, softcap, left, right, lift, lowered,
@@ -149,7 +152,7 @@ def query_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EASED: tl.constexpr, ADD: tl.constexpr,
     PLAIN: tl.constexpr, SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, BIAS: tl.constexpr, WINDOW: tl.constexpr, BITS: tl.constexpr,
-    READ: tl.constexpr, PRECISION: tl.constexpr,
+    READ: tl.constexpr, PRECISION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Add a task's dQ (b, h, n, d) to ``grad_query``, or write it there (ADD False).
 
@@ -188,10 +191,16 @@ def query_kernel(
     # In a row without any key, +inf in place of -inf makes its probabilities 0 instead of NaN.
     lse2 = tl.where(own == float("-inf"), float("inf"), own * 1.4426950408889634 - lift)
     d_row = tl.load(delta + lane.to(tl.int64) * n_queries + wide_rows, mask=live, other=0.0)
+    rescale = 1.0
+    largest = lift
+    if DROPOUT:
+        head, entry, key_low, key_high, threshold, rescale, _ = dropout_lot(drops, h, b)
+        # dS is larger by the factor of what is not dropped.
+        largest = lift + tl.log2(tl.maximum(rescale, 1.0))
     ease = 1.0
     if EASED:
         ease = _ease(norms, (lane // heads) * (heads // group) + (lane % heads) // group,
-                     key_lanes, lift)  # fmt: skip
+                     key_lanes, largest)  # fmt: skip
         d_row = d_row * ease
     slope = 0.0
     if ALIBI:
@@ -203,8 +212,11 @@ def query_kernel(
 
     for index in range(tl.load(starts + block), tl.load(starts + block + 1)):
         row_low, row_high, diagonal, distance, start, begin, end, stop = keys_of_run(
-            entries, index, first, n_queries, left, right, BLOCK_M, BLOCK_N, WINDOW, BITS
-        )
+            entries, index, first, n_queries, left, right, BLOCK_M, BLOCK_N, WINDOW, BITS,
+            8 if DROPOUT else 7,
+        )  # fmt: skip
+        if DROPOUT:
+            shift = tl.load(entries + index * 8 + 7)
 
         for at_key in tl.range(begin, end, BLOCK_N):
             apart = rows[:, None] - (at_key + columns)[None, :] + distance
@@ -213,11 +225,17 @@ def query_kernel(
                 bias_at += (wide_rows[:, None] - bias_row) * bias_q + (
                     tl.cast(at_key, tl.int64) - bias_column + columns
                 )[None, :] * bias_k
+            drop = True
+            if DROPOUT:
+                drop = dropped(
+                    rows + shift, at_key + shift - distance, head, entry, key_low, key_high,
+                    threshold, BLOCK_M, BLOCK_N, DROPOUT, False,
+                )  # fmt: skip
             dq = _query_tile(
                 dq, q, do, lse2, d_row, ease, key, value, b, h_k, at_key, k_n, v_n, True, True,
-                apart, bias_at, live[:, None], scale, log2_scale, softcap, slope, False, PLAIN,
-                SOFTCAP, ALIBI, BIAS, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, READ,
-                PRECISION,
+                apart, bias_at, live[:, None], scale, log2_scale, softcap, slope, drop, rescale,
+                False, PLAIN, SOFTCAP, ALIBI, BIAS, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV,
+                BLOCK_N, READ, PRECISION, DROPOUT,
             )  # fmt: skip
 
         for side in range(2 if WINDOW else 1):
@@ -240,11 +258,17 @@ def query_kernel(
                     bias_at += (wide_rows[:, None] - bias_row) * bias_q + (
                         tl.cast(at_key, tl.int64) - bias_column + columns
                     )[None, :] * bias_k
+                drop = True
+                if DROPOUT:
+                    drop = dropped(
+                        rows + shift, at_key + shift - distance, head, entry, key_low, key_high,
+                        threshold, BLOCK_M, BLOCK_N, DROPOUT, False,
+                    )  # fmt: skip
                 dq = _query_tile(
                     dq, q, do, lse2, d_row, ease, key, value, b, h_k, at_key, k_n, v_n,
                     keys < part_high, keep, apart, bias_at, keep, scale, log2_scale, softcap,
-                    slope, True, PLAIN, SOFTCAP, ALIBI, BIAS, HEAD_DIM, VALUE_DIM, BLOCK_D,
-                    BLOCK_DV, BLOCK_N, READ, PRECISION,
+                    slope, drop, rescale, True, PLAIN, SOFTCAP, ALIBI, BIAS, HEAD_DIM, VALUE_DIM,
+                    BLOCK_D, BLOCK_DV, BLOCK_N, READ, PRECISION, DROPOUT,
                 )  # fmt: skip
 
     dq = dq * (scale / ease * lowered)
@@ -258,11 +282,11 @@ def query_kernel(
 @triton.jit
 def _key_tile(
     dk, dv, db, k, v, query, grad_out, b, h, at_row, q_n, g_n, lse_at, delta_at, inside, keep,
-    apart, bias_at, bias_live, ease, scale, log2_scale, softcap, slope, lift,
+    apart, bias_at, bias_live, ease, scale, log2_scale, softcap, slope, lift, drop, rescale,
     MASKED: tl.constexpr, PLAIN: tl.constexpr, SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, BIAS: tl.constexpr, GRAD_BIAS: tl.constexpr, HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, READ: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, READ: tl.constexpr, PRECISION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     q = block_rows(query, b, h, at_row, q_n, inside, HEAD_DIM, BLOCK_M, BLOCK_D, READ, MASKED)
     do = block_rows(grad_out, b, h, at_row, g_n, inside, VALUE_DIM, BLOCK_M, BLOCK_DV, READ, MASKED)
@@ -283,8 +307,14 @@ def _key_tile(
     p = tl.exp2(s * log2_scale - lse2[None, :])
     if MASKED:
         p = tl.where(keep, p, 0.0)
-    dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+    weights = p
+    if DROPOUT:
+        gone = drop != 0
+        weights = tl.where(gone, 0.0, p)
+    dv = tl.dot(weights.to(do.dtype), do, dv, input_precision=PRECISION)
     dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+    if DROPOUT:
+        dp = tl.where(gone, 0.0, dp * rescale)
     ds = p * (dp * ease - (delta * ease)[None, :])
     if GRAD_BIAS:
         db += tl.sum(ds, 1)
@@ -312,8 +342,8 @@ def _key_tile(
 )
 def key_kernel(
     query, key, value, grad_out, lse, delta, norms, grad_key, grad_value, grad_bias, starts,
-    entries, bias, slopes, query_bits, key_bits, key_heads, group, n_queries, n_keys, n_blocks,
-    key_lanes,
+    entries, bias, slopes, query_bits, key_bits, drops, key_heads, group, n_queries, n_keys,
+    n_blocks, key_lanes,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n, l_b, l_h, l_n,
     dk_b, dk_h, dk_n, dv_b, dv_h, dv_n,
     bias_b, bias_h, bias_q, bias_k, bias_row, bias_column, db_b, db_h,
@@ -322,7 +352,7 @@ def key_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EASED: tl.constexpr, ADD: tl.constexpr,
     PLAIN: tl.constexpr, SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, BIAS: tl.constexpr, GRAD_BIAS: tl.constexpr, WINDOW: tl.constexpr,
-    BITS: tl.constexpr, READ: tl.constexpr, PRECISION: tl.constexpr,
+    BITS: tl.constexpr, READ: tl.constexpr, PRECISION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Add a task's dK (b, hk, m, d) and dV (b, hk, m, dv), or write them (ADD False).
 
@@ -356,9 +386,14 @@ def key_kernel(
         mask=live[:, None] & v_wide,
         other=0.0,
     )
+    rescale = 1.0
+    largest = lift
+    if DROPOUT:
+        _, entry, key_low, key_high, threshold, rescale, _ = dropout_lot(drops, h_k, b)
+        largest = lift + tl.log2(tl.maximum(rescale, 1.0))
     ease = 1.0
     if EASED:
-        ease = _ease(norms, lane, key_lanes, lift)
+        ease = _ease(norms, lane, key_lanes, largest)
     log2_scale = scale * 1.4426950408889634
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
@@ -369,6 +404,8 @@ def key_kernel(
         grad_h = lane_of(grad_out, b, h, g_b, g_h, READ)
         lse_h = lse + b * l_b + h * l_h
         delta_h = delta + (b * key_heads * group + h) * n_queries
+        if DROPOUT:
+            head = (tl.load(drops + 3) + h).to(tl.uint32)
         slope = 0.0
         if ALIBI:
             slope = tl.load(slopes + h)
@@ -377,14 +414,17 @@ def key_kernel(
             bias_h_at += b * bias_b + h * bias_h
         db = tl.zeros([BLOCK_N], tl.float32)
         for index in range(tl.load(starts + block), tl.load(starts + block + 1)):
-            at = entries + index * 7
+            at = entries + index * (8 if DROPOUT else 7)
             column_low = tl.load(at + 2)
             column_high = tl.load(at + 3)
             diagonal = tl.load(at + 4)
             distance = tl.load(at + 5)
             start, begin, end, stop = rows_of_run(
-                entries, index, first, n_keys, left, right, BLOCK_M, BLOCK_N, WINDOW, BITS
-            )
+                entries, index, first, n_keys, left, right, BLOCK_M, BLOCK_N, WINDOW, BITS,
+                8 if DROPOUT else 7,
+            )  # fmt: skip
+            if DROPOUT:
+                shift = tl.load(at + 7)
 
             for at_row in tl.range(begin, end, BLOCK_M):
                 wide_row = tl.cast(at_row, tl.int64)
@@ -395,12 +435,18 @@ def key_kernel(
                     bias_at += (wide_row - bias_row + tile_rows)[None, :] * bias_q + (
                         wide_keys[:, None] - bias_column
                     ) * bias_k
+                drop = True
+                if DROPOUT:
+                    drop = dropped(
+                        rows + shift, first + shift - distance, head, entry, key_low, key_high,
+                        threshold, BLOCK_M, BLOCK_N, DROPOUT, True,
+                    )  # fmt: skip
                 dk, dv, db = _key_tile(
                     dk, dv, db, k, v, query_h, grad_h, b, h, at_row, q_n, g_n,
                     lse_h + (wide_row + tile_rows) * l_n, delta_h + wide_row + tile_rows, True,
                     True, apart, bias_at, live[:, None], ease, scale, log2_scale, softcap, slope,
-                    lift, False, PLAIN, SOFTCAP, ALIBI, BIAS, GRAD_BIAS, HEAD_DIM, VALUE_DIM,
-                    BLOCK_D, BLOCK_DV, BLOCK_M, READ, PRECISION,
+                    lift, drop, rescale, False, PLAIN, SOFTCAP, ALIBI, BIAS, GRAD_BIAS, HEAD_DIM,
+                    VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, READ, PRECISION, DROPOUT,
                 )  # fmt: skip
 
             # The ragged parts: before the clear part (at the diagonal), and after it.
@@ -424,12 +470,19 @@ def key_kernel(
                         bias_at += (wide_row - bias_row + tile_rows)[None, :] * bias_q + (
                             wide_keys[:, None] - bias_column
                         ) * bias_k
+                    drop = True
+                    if DROPOUT:
+                        drop = dropped(
+                            rows + shift, first + shift - distance, head, entry, key_low,
+                            key_high, threshold, BLOCK_M, BLOCK_N, DROPOUT, True,
+                        )  # fmt: skip
                     dk, dv, db = _key_tile(
                         dk, dv, db, k, v, query_h, grad_h, b, h, at_row, q_n, g_n,
                         lse_h + (wide_row + tile_rows) * l_n, delta_h + wide_row + tile_rows,
                         rows < part_high, keep, apart, bias_at, keep, ease, scale, log2_scale,
-                        softcap, slope, lift, True, PLAIN, SOFTCAP, ALIBI, BIAS, GRAD_BIAS,
-                        HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, READ, PRECISION,
+                        softcap, slope, lift, drop, rescale, True, PLAIN, SOFTCAP, ALIBI, BIAS,
+                        GRAD_BIAS, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, READ,
+                        PRECISION, DROPOUT,
                     )  # fmt: skip
         if GRAD_BIAS:
             db_at = grad_bias + b * db_b + h * db_h + wide_keys
@@ -438,6 +491,8 @@ def key_kernel(
 
     dk = dk * (scale / ease * lowered)
     dv = dv * lowered
+    if DROPOUT:
+        dv = dv * rescale
     dk_at = grad_key + b * dk_b + h_k * dk_h + wide_keys[:, None] * dk_n + d[None, :]
     dv_at = grad_value + b * dv_b + h_k * dv_h + wide_keys[:, None] * dv_n + dv_columns[None, :]
     k_cells = live[:, None] & k_wide

@@ -64,20 +64,34 @@ _NARROW: dict[Half, dict[int, Config]] = {
 }
 # Used instead without descriptors: four warps would spill registers.
 _WITHOUT = {("forward", 128): Config(128, 64, 8, 3)}
+# With dropout, whose random words take registers: four warps would spill hundreds of bytes.
+_DROPPING: dict[tuple[Half, int], Config] = {
+    ("forward", 64): Config(128, 64, 8, 3),
+    ("forward", 128): Config(128, 64, 8, 2, descriptors=True),
+}
 # fp32 in IEEE arithmetic cannot use matrix units: small tiles, one stage.
 _WIDE = Config(32, 32, 4, 1)
 _WIDEST = Config(16, 16, 4, 1)
 
 
 def config(
-    half: Half, head_dim: int, value_dim: int, itemsize: int, device: torch.device
+    half: Half,
+    head_dim: int,
+    value_dim: int,
+    itemsize: int,
+    device: torch.device,
+    *,
+    dropout: bool = False,
 ) -> Config:
-    """The config of a kernel: the forward's, or the backward's by blocks of queries or of keys."""
+    """The config of a kernel: the forward's, or the backward's by blocks of queries or of keys;
+    ``dropout``: whether it drops probabilities."""
     width = max(padded(head_dim), padded(value_dim))
     if itemsize > 2:
         return _WIDE if width <= 128 else _WIDEST
     size = next(limit for limit in sorted(_NARROW[half]) if width <= limit)
     found = _NARROW[half][size]
+    if dropout:
+        found = _DROPPING.get((half, size), found)
     capability, shared = _device(device)
     if found.descriptors and capability < (9, 0):
         found = replace(_WITHOUT.get((half, size), found), descriptors=False)

@@ -11,6 +11,7 @@ rows already have, which merges the task into them.
 import triton
 import triton.language as tl
 
+from quorum_attention.kernels.native.dropout_triton import dropout_lot, dropped
 from quorum_attention.kernels.native.loads_triton import block_rows, lane_of
 from quorum_attention.kernels.native.scores_triton import kept, modified
 from quorum_attention.kernels.native.walk_triton import keys_of_run
@@ -38,6 +39,7 @@ def _tile(
     log2_scale,
     softcap,
     slope,
+    drop,
     LIFT: tl.constexpr,
     MASKED: tl.constexpr,
     PLAIN: tl.constexpr,
@@ -51,6 +53,7 @@ def _tile(
     BLOCK_N: tl.constexpr,
     READ: tl.constexpr,
     PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr,
 ):
     k = block_rows(key, b, h_k, at_key, k_n, inside, HEAD_DIM, BLOCK_N, BLOCK_D, READ, MASKED)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -68,6 +71,8 @@ def _tile(
     p = tl.exp2(s * log2_scale - base[:, None])
     alpha = tl.exp2(m - LIFT - base)
     l = l * alpha + tl.sum(p, 1)
+    if DROPOUT:
+        p = tl.where(drop != 0, 0.0, p)
     acc = acc * alpha[:, None]
     v = block_rows(value, b, h_k, at_key, v_n, inside, VALUE_DIM, BLOCK_N, BLOCK_DV, READ, MASKED)
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
@@ -101,6 +106,7 @@ def forward_kernel(
     slopes,
     query_bits,
     key_bits,
+    drops,
     heads,
     group,
     n_queries,
@@ -148,13 +154,15 @@ def forward_kernel(
     BITS: tl.constexpr,
     READ: tl.constexpr,
     PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr,
 ):
     """Merge a task's runs into (out, lse), or write them there (RESUME False).
 
     query (b, h, n, d), key, value (b, hk, m, d or dv), out (b, h, n, dv) any floating dtype, lse
     (b, h, n) fp32; strides in elements, the last dimension contiguous. ``starts`` and ``entries``:
     a table from runs.py, by blocks of BLOCK_M queries. ``bias_row``, ``bias_column``: local
-    positions of the mask's first row and column. ``group``: query heads of a key head.
+    positions of the mask's first row and column. ``group``: query heads of a key head. ``drops``:
+    numbers from ``launch.dropout_numbers``, read with DROPOUT (see ``dropout_triton.dropped``).
     """
     program = tl.program_id(0)
     # The last blocks of a causal task take longest, so they start first.
@@ -192,12 +200,18 @@ def forward_kernel(
     if BIAS:
         bias += b * bias_b + h * bias_h
 
+    if DROPOUT:
+        head, entry, key_low, key_high, threshold, rescale, share = dropout_lot(drops, h, b)
+
     if RESUME:
         old = tl.load(lse_at, mask=live, other=float("-inf"))
         m = old * 1.4426950408889634
         # P is computed times 2**LIFT, so that small ones do not underflow in 16 bits.
         l = tl.where(old == float("-inf"), 0.0, LIFTED)
         acc = tl.load(out_at, mask=out_live, other=0.0).to(tl.float32) * LIFTED
+        if DROPOUT:
+            # As it is summed up: without the factor of what is not dropped.
+            acc = acc * share
     else:
         m = tl.full([BLOCK_M], float("-inf"), tl.float32)
         l = tl.zeros([BLOCK_M], tl.float32)
@@ -206,8 +220,11 @@ def forward_kernel(
 
     for index in range(tl.load(starts + block), tl.load(starts + block + 1)):
         row_low, row_high, diagonal, distance, start, begin, end, stop = keys_of_run(
-            entries, index, first, n_queries, left, right, BLOCK_M, BLOCK_N, WINDOW, BITS
-        )
+            entries, index, first, n_queries, left, right, BLOCK_M, BLOCK_N, WINDOW, BITS,
+            8 if DROPOUT else 7,
+        )  # fmt: skip
+        if DROPOUT:
+            shift = tl.load(entries + index * 8 + 7)
 
         for at_key in tl.range(begin, end, BLOCK_N):
             apart = rows[:, None] - (at_key + columns)[None, :] + distance
@@ -216,10 +233,17 @@ def forward_kernel(
                 bias_at += (wide_rows[:, None] - bias_row) * bias_q + (
                     tl.cast(at_key, tl.int64) - bias_column + columns
                 )[None, :] * bias_k
+            drop = True
+            if DROPOUT:
+                drop = dropped(
+                    rows + shift, at_key + shift - distance, head, entry, key_low, key_high,
+                    threshold, BLOCK_M, BLOCK_N, DROPOUT, False,
+                )  # fmt: skip
             acc, m, l = _tile(
                 acc, m, l, q, key, value, b, h_k, at_key, k_n, v_n, True, True, apart, bias_at,
-                live[:, None], scale, log2_scale, softcap, slope, LIFT, False, PLAIN, SOFTCAP,
+                live[:, None], scale, log2_scale, softcap, slope, drop, LIFT, False, PLAIN, SOFTCAP,
                 ALIBI, BIAS, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, READ, PRECISION,
+                DROPOUT,
             )  # fmt: skip
 
         # The ragged parts: after the clear part, and before it (a window's left edge).
@@ -243,16 +267,24 @@ def forward_kernel(
                     bias_at += (wide_rows[:, None] - bias_row) * bias_q + (
                         tl.cast(at_key, tl.int64) - bias_column + columns
                     )[None, :] * bias_k
+                drop = True
+                if DROPOUT:
+                    drop = dropped(
+                        rows + shift, at_key + shift - distance, head, entry, key_low, key_high,
+                        threshold, BLOCK_M, BLOCK_N, DROPOUT, False,
+                    )  # fmt: skip
                 acc, m, l = _tile(
                     acc, m, l, q, key, value, b, h_k, at_key, k_n, v_n, keys < part_high, keep,
-                    apart, bias_at, keep, scale, log2_scale, softcap, slope, LIFT, True, PLAIN,
-                    SOFTCAP, ALIBI, BIAS, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N,
-                    READ, PRECISION,
+                    apart, bias_at, keep, scale, log2_scale, softcap, slope, drop, LIFT, True,
+                    PLAIN, SOFTCAP, ALIBI, BIAS, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N,
+                    READ, PRECISION, DROPOUT,
                 )  # fmt: skip
 
     empty = l == 0.0
     total = tl.where(empty, 1.0, l)
     acc = acc / total[:, None]
+    if DROPOUT:
+        acc = acc * rescale
     result = tl.where(empty, float("-inf"), (m + tl.log2(total) - LIFT) * 0.6931471805599453)
     # Warps share rows: all must have read the old state before one of them overwrites it.
     tl.debug_barrier()

@@ -7,23 +7,33 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 from quorum_attention.counts import switch
 from quorum_attention.decomposition import Pairs, Rectangle, Task
 from quorum_attention.decomposition.pairs import window_verdict
+from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.merge import triton_available
 from quorum_attention.kernels.native.config import Config, Half, config
 from quorum_attention.kernels.native.launch import (
     Extras,
     Operands,
+    dropout_numbers,
     launch_backward,
     launch_forward,
 )
 from quorum_attention.kernels.native.options import ScoreOptions
-from quorum_attention.kernels.native.runs import FIELDS, Piece, Runs, pieces, table, within_window
+from quorum_attention.kernels.native.runs import (
+    Piece,
+    Runs,
+    columns,
+    is_aligned,
+    pieces,
+    table,
+    within_window,
+)
 from quorum_attention.kernels.outside import outside
 from quorum_attention.kernels.protocol import (
     CallShape,
@@ -44,6 +54,22 @@ _LARGEST_BACKWARD = 256
 # are one or two).
 _RUNS_OF_A_BLOCK = 6
 _SMALLEST_BLOCK = 64
+
+
+class HostTable(NamedTuple):
+    """A table in host memory.
+
+    Attributes:
+        both: starts and entries in one tensor.
+        n_starts: the number of starts.
+        width: columns of the entries.
+        aligned: as in ``Runs``.
+    """
+
+    both: torch.Tensor
+    n_starts: int
+    width: int
+    aligned: bool
 
 
 class NativeKernel:
@@ -67,6 +93,7 @@ class NativeKernel:
     grouped: bool = True
     traits = Traits(
         plain_softmax=True,
+        dropout=True,
         whole_tasks=True,
         rates=(0.95, 0.78),  # H200, against cuDNN
         sparse=True,
@@ -114,6 +141,7 @@ class NativeKernel:
         """See ``Measured``: plain attention in 16 bits with 64 or 128 columns."""
         dims = {call.head_dim, call.value_dim}
         plain = self.options.plain and not self.allow_tf32 and call.mask is None
+        plain = plain and not call.dropout
         return plain and call.dtype.itemsize == 2 and dims in ({64}, {128})
 
     def takes_whole(
@@ -132,13 +160,13 @@ class NativeKernel:
         rows = extent.batch * extent.query_heads * extent.max_queries
         # The output may be asked for in fp32.
         results = rows * (call.value_dim * 4 + 4) + 2 * UNSPLIT_BYTES if extent.direct else 0
-        return _table_bytes(extent) + results + _bias_bytes(call, extent)
+        return _table_bytes(call, extent) + results + _bias_bytes(call, extent)
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
         item = 4  # gradients may be asked for in fp32
         # The only other tensor, delta, may be a block that the allocator does not split.
-        tables = 2 * _table_bytes(extent) + UNSPLIT_BYTES
+        tables = 2 * _table_bytes(call, extent) + UNSPLIT_BYTES
         rows = extent.batch * extent.query_heads * extent.n_tokens
         results = 0
         if extent.direct:
@@ -149,7 +177,7 @@ class NativeKernel:
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
-        config = _config("forward", task.query, task.value)
+        config = _config("forward", task.query, task.value, dropout=task.dropout is not None)
         blocks: dict[Axis, int] = {"query": config.block_m}
         for rectangles, extras in self._launches(task, blocks):
             launch_forward(
@@ -164,8 +192,9 @@ class NativeKernel:
 
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
-        by_query = _config("query", task.query, task.value)
-        by_key = _config("key", task.query, task.value)
+        drops = task.dropout is not None
+        by_query = _config("query", task.query, task.value, dropout=drops)
+        by_key = _config("key", task.query, task.value, dropout=drops)
         blocks: dict[Axis, int] = {"query": by_query.block_m, "key": by_key.block_n}
         for rectangles, extras in self._launches(task, blocks):
             launch_backward(
@@ -190,20 +219,24 @@ class NativeKernel:
         scale: float,
         bias: torch.Tensor | None,
         out_dtype: torch.dtype | None = None,
+        dropout: Dropout | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``WholeCalls``; ``out`` is in ``out_dtype``, rounded once."""
         shape = (*query.shape[:3], value.shape[-1])
         out = torch.empty(shape, dtype=out_dtype or query.dtype, device=query.device)
         lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-        config = _config("forward", query, value)
+        drops = dropout is not None
+        config = _config("forward", query, value, dropout=drops)
         whole = (Rectangle(0, query.shape[2], 0, key.shape[2], causal),)
         launch_forward(
             Operands(query, key, value, scale),
             out,
             lse,
-            runs_of(self, whole, None, query.shape[2], config.block_m, "query", query.device),
+            runs_of(
+                self, whole, None, query.shape[2], config.block_m, "query", query.device, drops
+            ),
             config,
-            self._extras(query.device, bias, whole[0], slice(None)),
+            self._extras(query.device, bias, whole[0], slice(None), dropout),
             resume=False,
         )
         return out, lse
@@ -220,25 +253,27 @@ class NativeKernel:
         scale: float,
         bias: torch.Tensor | None,
         grad_dtype: torch.dtype | None = None,
+        dropout: Dropout | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See ``WholeCalls``; gradients are in ``grad_dtype``, rounded once."""
         grads = tuple(
             torch.empty(t.shape, dtype=grad_dtype or t.dtype, device=t.device)
             for t in (query, key, value)
         )
-        by_query = _config("query", query, value)
-        by_key = _config("key", query, value)
+        drops = dropout is not None
+        by_query = _config("query", query, value, dropout=drops)
+        by_key = _config("key", query, value, dropout=drops)
         whole = (Rectangle(0, query.shape[2], 0, key.shape[2], causal),)
         device = query.device
         launch_backward(
             Operands(query, key, value, scale),
             (grad_out, out, lse),
             grads,
-            runs_of(self, whole, None, query.shape[2], by_query.block_m, "query", device),
-            runs_of(self, whole, None, key.shape[2], by_key.block_n, "key", device),
+            runs_of(self, whole, None, query.shape[2], by_query.block_m, "query", device, drops),
+            runs_of(self, whole, None, key.shape[2], by_key.block_n, "key", device, drops),
             by_query,
             by_key,
-            self._extras(device, bias, whole[0], slice(None)),
+            self._extras(device, bias, whole[0], slice(None), dropout),
             add=False,
         )
         return grads[0], grads[1], grads[2]
@@ -260,13 +295,20 @@ class NativeKernel:
             return
         heads = slice(task.first_head, task.first_head + task.query.shape[1])
         if not task.has_mask(live[0]):
-            extras = self._extras(task.query.device, None, live[0], heads)
+            extras = self._extras(task.query.device, None, live[0], heads, task.dropout)
             for part in self._portions(live, task, blocks):
                 yield part, extras
             return
+        if task.dropout is not None:
+            # A rectangle may have many runs then: each part of it is a launch.
+            alone = ((one,) for one in live)
+            live = tuple(
+                one for each in alone for part in self._portions(each, task, blocks) for one in part
+            )
         for rectangle in live:
             bias = task.bias(rectangle)
-            yield (rectangle,), self._extras(task.query.device, bias, rectangle, heads)
+            device = task.query.device
+            yield (rectangle,), self._extras(device, bias, rectangle, heads, task.dropout)
 
     def _portions(
         self, rectangles: tuple[Rectangle, ...], task: TaskTensors, blocks: dict[Axis, int]
@@ -275,20 +317,26 @@ class NativeKernel:
             self._host(rectangles, task, block, axis)[0].numel() for axis, block in blocks.items()
         )
         n_tokens = max(task.query.shape[2], task.key.shape[2])
-        allowed = len(blocks) * _table_entries(n_tokens) * len(FIELDS)
-        if len(rectangles) == 1 or entries <= allowed:
+        allowed = len(blocks) * _table_entries(n_tokens) * columns(task.dropout is not None)
+        if entries <= allowed:
             yield rectangles
             return
+        if len(rectangles) == 1:
+            rectangles = _halves(rectangles[0], task.task)
+            if len(rectangles) == 1:
+                yield rectangles
+                return
         half = len(rectangles) // 2
         yield from self._portions(rectangles[:half], task, blocks)
         yield from self._portions(rectangles[half:], task, blocks)
 
     def _host(
         self, rectangles: tuple[Rectangle, ...], task: TaskTensors, block: int, axis: Axis
-    ) -> tuple[torch.Tensor, int]:
-        of = task.task if self._is_placed else None
+    ) -> HostTable:
+        shifts = task.dropout is not None
+        of = task.task if self._is_placed or shifts else None
         n_rows = task.query.shape[2] if axis == "query" else task.key.shape[2]
-        return self._table(rectangles, of, n_rows, block, axis, task.query.device)
+        return self._table(rectangles, of, n_rows, block, axis, task.query.device, shifts)
 
     def _table(
         self,
@@ -298,11 +346,12 @@ class NativeKernel:
         block: int,
         axis: Axis,
         device: torch.device,
-    ) -> tuple[torch.Tensor, int]:
+        shifts: bool = False,
+    ) -> HostTable:
         """See ``host_table``; ``task`` None: local positions are those of the call."""
         window = (self.options.left, self.options.right) if self.options.windowed else None
         pinned = device.type == "cuda"
-        return _remembered_table(rectangles, task, window, n_rows, block, axis, pinned)
+        return _remembered_table(rectangles, task, window, n_rows, block, axis, pinned, shifts)
 
     @property
     def _is_placed(self) -> bool:
@@ -310,7 +359,12 @@ class NativeKernel:
         return self.options.positional
 
     def _extras(
-        self, device: torch.device, bias: torch.Tensor | None, at: Rectangle, heads: slice
+        self,
+        device: torch.device,
+        bias: torch.Tensor | None,
+        at: Rectangle,
+        heads: slice,
+        dropout: Dropout | None,
     ) -> Extras:
         slopes = self.options.slopes
         if slopes is not None:
@@ -325,6 +379,7 @@ class NativeKernel:
             bias_row=at.query_start,
             bias_column=at.key_start,
             tf32=self.allow_tf32,
+            drops=None if dropout is None else dropout_numbers(dropout, device),
         )
 
     def _runs(
@@ -341,15 +396,26 @@ def runs_of(
     block: int,
     axis: Axis,
     device: torch.device,
+    shifts: bool = False,
 ) -> Runs:
-    """The table of a launch, on the device; ``task`` None: global positions are not needed."""
-    return _sent(kernel._table(rectangles, task, n_rows, block, axis, device), device)
+    """The table of a launch, on the device; ``task`` None: global positions are not needed, or are
+    the local ones; ``shifts``: for dropout."""
+    return _sent(kernel._table(rectangles, task, n_rows, block, axis, device, shifts), device)
 
 
-def _sent(table: tuple[torch.Tensor, int], device: torch.device) -> Runs:
-    host, n_starts = table
+def _sent(table: HostTable, device: torch.device) -> Runs:
+    host, n_starts, width, aligned = table
     both = host if device.type == "cpu" else host.to(device, non_blocking=True)
-    return Runs(both[:n_starts], both[n_starts:].view(-1, len(FIELDS)), n_starts - 1)
+    return Runs(both[:n_starts], both[n_starts:].view(-1, width), n_starts - 1, aligned)
+
+
+def _halves(r: Rectangle, task: Task) -> tuple[Rectangle, ...]:
+    """A plain rectangle in two, where its keys are no run of neighbours; else as it is."""
+    runs = [] if r.causal else task.segments(r.key_start, r.key_stop)
+    if len(runs) < 2:
+        return (r,)
+    middle = runs[len(runs) // 2].local
+    return replace(r, key_stop=middle), replace(r, key_start=middle)
 
 
 @lru_cache(maxsize=2)
@@ -367,24 +433,34 @@ def _remembered_table(
     block: int,
     axis: Axis,
     pinned: bool,
-) -> tuple[torch.Tensor, int]:
+    shifts: bool,
+) -> HostTable:
     """The table of rectangles. The tasks of a level share theirs, so most of them share one."""
     found: Sequence[Piece] = pieces(rectangles, task)
     if window is not None:
         found = within_window(found, *window)
-    return host_table(found, n_rows, block, axis, pinned=pinned)
+    made = host_table(found, n_rows, block, axis, pinned=pinned, shifts=shifts)
+    # A window moves where runs begin.
+    return made if window is None else made._replace(aligned=False)
 
 
 def host_table(
-    found: Sequence[Piece], n_rows: int, block: int, axis: Axis, *, pinned: bool
-) -> tuple[torch.Tensor, int]:
-    """A table in host memory: (starts and entries in one tensor, the number of starts)."""
-    starts, entries = table(found, n_rows, block, axis)
+    found: Sequence[Piece],
+    n_rows: int,
+    block: int,
+    axis: Axis,
+    *,
+    pinned: bool,
+    shifts: bool = False,
+) -> HostTable:
+    """A table in host memory; ``shifts``: for dropout."""
+    starts, entries = table(found, n_rows, block, axis, shifts=shifts)
     with outside():  # because it is cached
         both = torch.empty(len(starts) + entries.size, dtype=torch.int32, pin_memory=pinned)
         both[: len(starts)] = torch.from_numpy(starts)
         both[len(starts) :] = torch.from_numpy(entries.reshape(-1))
-    return both, len(starts)
+    aligned = shifts and is_aligned(entries)
+    return HostTable(both, len(starts), columns(shifts), aligned)
 
 
 def interpreted() -> bool:
@@ -392,8 +468,9 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _config(half: Half, query: torch.Tensor, value: torch.Tensor) -> Config:
-    return config(half, query.shape[-1], value.shape[-1], query.element_size(), query.device)
+def _config(half: Half, query: torch.Tensor, value: torch.Tensor, *, dropout: bool) -> Config:
+    sizes = (query.shape[-1], value.shape[-1], query.element_size(), query.device)
+    return config(half, *sizes, dropout=dropout)
 
 
 def _table_entries(n_tokens: int) -> int:
@@ -401,11 +478,11 @@ def _table_entries(n_tokens: int) -> int:
     return (math.ceil(n_tokens / _SMALLEST_BLOCK) + 2) * _RUNS_OF_A_BLOCK
 
 
-def _table_bytes(extent: Extent) -> int:
+def _table_bytes(call: CallShape, extent: Extent) -> int:
     # A single rectangle cannot be launched in parts: it has one run for every block.
     blocks = math.ceil(extent.n_tokens / 16) + 2
     entries = max(_table_entries(extent.n_tokens), blocks)
-    return 4 * (blocks + entries * len(FIELDS)) + SLACK_BYTES
+    return 4 * (blocks + entries * columns(call.dropout)) + SLACK_BYTES
 
 
 def _bias_bytes(call: CallShape, extent: Extent) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.native.config import Config, padded
 from quorum_attention.kernels.native.options import UNLIMITED, ScoreOptions
 from quorum_attention.kernels.native.runs import Runs
@@ -44,6 +46,7 @@ class Extras:
         query_bits, key_bits: (n,), (m,) int64 on the device, or None: a pair is kept where they
             have no bit in common; tested in the mixed runs of the table.
         tf32: whether products of fp32 inputs use TF32 on tensor cores.
+        drops: (8,) int32 on the device, from ``dropout_numbers``, or None: no dropout.
     """
 
     options: ScoreOptions
@@ -54,6 +57,27 @@ class Extras:
     query_bits: torch.Tensor | None = None
     key_bits: torch.Tensor | None = None
     tf32: bool = False
+    drops: torch.Tensor | None = None
+
+
+def dropout_numbers(dropout: Dropout, device: torch.device) -> torch.Tensor:
+    """What a launch reads of a dropout (``dropout_lot``), (8,) int32 on the device: halves of the
+    seed, threshold, first head, first entry, after how many entries they repeat; and as fp32
+    1 / (1 - p) and 1 - p. Nobody waits for the device."""
+    words = [
+        dropout.seed & 0xFFFFFFFF,
+        dropout.seed >> 32,
+        dropout.threshold,
+        dropout.first_head,
+        dropout.first_entry,
+        dropout.repeat or 2**31 - 1,
+    ]
+    numbers = struct.pack("<6I2f", *words, dropout.rescale, 1.0 - dropout.p)
+    host = torch.tensor(
+        struct.unpack("<8i", numbers), dtype=torch.int32, device="cpu",
+        pin_memory=device.type == "cuda",
+    )  # fmt: skip
+    return host.to(device, non_blocking=True)
 
 
 def backward_lift(n_keys: int, dtype: torch.dtype) -> int:
@@ -100,7 +124,8 @@ def launch_forward(
             extras.bias_row, extras.bias_column,
             given.scale, extras.options.softcap, *_window(extras.options),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, LIFT=lift, LIFTED=2.0**lift,
-            RESUME=resume, READ=way, **_shared(given, extras, head_dim, value.shape[-1]),
+            RESUME=resume, READ=way, DROPOUT=_dropout(extras, runs),
+            **_shared(given, extras, head_dim, value.shape[-1]),
             num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
 
@@ -165,7 +190,7 @@ def launch_backward(
                 heads, group, n_queries, m, by_query_runs.n_blocks, key_lanes,
                 *strides, *grads[0].stride()[:3], *masks, *scores,
                 BLOCK_M=by_query.block_m, BLOCK_N=by_query.block_n, **lengths,
-                READ=way, **softened,
+                READ=way, DROPOUT=_dropout(extras, by_query_runs), **softened,
                 num_warps=by_query.warps, num_stages=by_query.stages,
             )  # fmt: skip
         if by_key_runs.n_blocks:
@@ -178,7 +203,8 @@ def launch_backward(
                 key_heads, group, n_queries, m, by_key_runs.n_blocks, key_lanes,
                 *strides, *grads[1].stride()[:3], *grads[2].stride()[:3], *masks, *bias_strides,
                 *scores, BLOCK_M=by_key.block_m, BLOCK_N=by_key.block_n, **lengths,
-                GRAD_BIAS=grad_bias is not None, READ=way, **softened,
+                GRAD_BIAS=grad_bias is not None, READ=way,
+                DROPOUT=_dropout(extras, by_key_runs), **softened,
                 num_warps=by_key.warps, num_stages=by_key.stages,
             )  # fmt: skip
 
@@ -245,6 +271,11 @@ def _shared(given: Operands, extras: Extras, head_dim: int, value_dim: int) -> d
     }
 
 
+def _dropout(extras: Extras, runs: Runs) -> int:
+    """Whether pairs are dropped, and how (``dropout_triton.dropped``)."""
+    return 0 if extras.drops is None else 1 + runs.aligned
+
+
 def _as_read(
     config: Config, block_rows: int, width: int, *tensors: torch.Tensor
 ) -> tuple[str, tuple[Any, ...]]:
@@ -277,7 +308,7 @@ def _describe(tensor: torch.Tensor, block_rows: int, width: int) -> Any:
 
 
 def _pointers(extras: Extras, spare: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    every = (extras.bias, extras.slopes, extras.query_bits, extras.key_bits)
+    every = (extras.bias, extras.slopes, extras.query_bits, extras.key_bits, extras.drops)
     return tuple(spare if tensor is None else tensor for tensor in every)
 
 

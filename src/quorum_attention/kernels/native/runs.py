@@ -23,7 +23,8 @@ FIELDS = ("query_start", "query_stop", "key_start", "key_stop", "diagonal", "dis
           "mixed")  # fmt: skip
 """Columns of a table's entries, int32, local positions. A pair (q, k) belongs to the run if it is
 within bounds and ``q - k + diagonal >= 0``; its global distance is ``q - k + distance``. ``mixed``
-is 1 if the group bits of the tokens decide about each pair, else 0."""
+is 1 if the group bits of the tokens decide about each pair, else 0. A table for dropout has one
+column more, ``shift``: a query's global position is its local one plus that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +36,13 @@ class Piece:
         distance: added to ``q - k`` of local positions, it gives that of global positions.
         diagonal: a pair is kept only if ``q - k + diagonal >= 0``, local positions; None: that of a
             causal rectangle, or none.
+        shift: added to local positions of queries, it gives global ones.
     """
 
     rectangle: Rectangle
     distance: int = 0
     diagonal: int | None = None
+    shift: int = 0
 
 
 def pieces(rectangles: Sequence[Rectangle], task: Task | None) -> list[Piece]:
@@ -57,7 +60,8 @@ def pieces(rectangles: Sequence[Rectangle], task: Task | None) -> list[Piece]:
         for queries, keys, causal in task.contiguous(r):
             first, low = queries.local, keys.local
             part = Rectangle(first, first + queries.length, low, low + keys.length, causal)
-            found.append(Piece(part, (queries.start - first) - (keys.start - low)))
+            shift = queries.start - first
+            found.append(Piece(part, shift - (keys.start - low), shift=shift))
     return found
 
 
@@ -73,8 +77,25 @@ def within_window(found: Sequence[Piece], left: int, right: int) -> list[Piece]:
     return kept
 
 
+def columns(shifts: bool) -> int:
+    """Columns of a table, with shifts or without."""
+    return len(FIELDS) + shifts
+
+
+def is_aligned(entries: NDArray[np.int32]) -> bool:
+    """Whether every run of a table with shifts begins at a key whose global position is a multiple
+    of four, as every fourth of its keys then is."""
+    shifts = entries[:, 7] - entries[:, 5]
+    return not ((entries[:, 2] % 4).any() or (shifts % 4).any())
+
+
 def table(
-    found: Sequence[Piece], n_rows: int, block: int, axis: Literal["query", "key"]
+    found: Sequence[Piece],
+    n_rows: int,
+    block: int,
+    axis: Literal["query", "key"],
+    *,
+    shifts: bool = False,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Runs by blocks of rows.
 
@@ -83,18 +104,20 @@ def table(
         n_rows: rows along ``axis``.
         block: rows of a block.
         axis: "query": runs of keys by blocks of queries; "key": runs of queries by blocks of keys.
+        shifts: whether the table is for dropout, with a column more.
 
     Returns:
-        (starts, entries): entries (n, 7), columns as in ``FIELDS``; those of block b are rows
+        (starts, entries): entries (n, 7 or 8), columns as in ``FIELDS``; those of block b are rows
         ``starts[b]`` to ``starts[b + 1]``. Bounds along ``axis`` are clipped to the block.
 
     Raises:
         NotImplementedError: a position or a distance does not fit 32 bits.
     """
     n_blocks = -(-n_rows // block)
-    parts = [_by_block(piece, n_rows, block, axis) for piece in found]
+    width = columns(shifts)
+    parts = [_by_block(piece, n_rows, block, axis, width) for piece in found]
     if not parts:
-        return np.zeros(n_blocks + 1, np.int32), np.zeros((0, len(FIELDS)), np.int32)
+        return np.zeros(n_blocks + 1, np.int32), np.zeros((0, width), np.int32)
     numbers = np.concatenate([number for number, _ in parts])
     entries = np.concatenate([entry for _, entry in parts])
     along, across = (0, 2) if axis == "query" else (2, 0)
@@ -117,13 +140,13 @@ def table(
 
 
 def _by_block(
-    piece: Piece, n_rows: int, block: int, axis: str
+    piece: Piece, n_rows: int, block: int, axis: str, width: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     r = piece.rectangle
     start, stop = (r.query_start, r.query_stop) if axis == "query" else (r.key_start, r.key_stop)
     stop = min(stop, n_rows)
     numbers = np.arange(start // block, -(-stop // block), dtype=np.int64)
-    entries = np.empty((len(numbers), len(FIELDS)), np.int64)
+    entries = np.empty((len(numbers), width), np.int64)
     entries[:, 0], entries[:, 1] = r.query_start, r.query_stop
     entries[:, 2], entries[:, 3] = r.key_start, r.key_stop
     at = 0 if axis == "query" else 2
@@ -134,6 +157,7 @@ def _by_block(
         entries[:, 4] = piece.diagonal
     entries[:, 5] = piece.distance
     entries[:, 6] = 0
+    entries[:, 7:] = piece.shift
     return numbers, entries
 
 
@@ -148,7 +172,7 @@ def _joins(
     same = numbers[1:] == numbers[:-1]
     same &= (before[:, along] == after[:, along]) & (before[:, along + 1] == after[:, along + 1])
     same &= before[:, across + 1] == after[:, across]
-    same &= before[:, 5] == after[:, 5]
+    same &= (before[:, 5:] == after[:, 5:]).all(axis=1)
     # Only the entry at the end of a run (keys) or at its start (queries) may have a diagonal.
     inner = before if across == 2 else after
     same &= inner[:, 4] == NO_DIAGONAL
@@ -162,10 +186,12 @@ class Runs:
 
     Attributes:
         starts: (blocks + 1,) int32.
-        entries: (n, 7) int32.
+        entries: (n, 7 or 8) int32.
         n_blocks: blocks of rows.
+        aligned: of a table for dropout, ``is_aligned``, and no window moves where a run begins.
     """
 
     starts: torch.Tensor
     entries: torch.Tensor
     n_blocks: int
+    aligned: bool = False

@@ -18,15 +18,18 @@ def keys_of_run(
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
     BITS: tl.constexpr,
+    FIELDS: tl.constexpr,
 ):
     """Bounds of the ``index``-th entry of a table (runs.py) for the block that begins at ``first``.
+
+    FIELDS: columns of the table.
 
     Returns:
         (row_low, row_high, diagonal, distance, start, begin, end, stop): keys from ``begin`` to
         ``end`` are whole blocks that every row keeps; those from ``start`` to ``begin`` and from
         ``end`` to ``stop`` are ragged.
     """
-    at = entries + index * 7
+    at = entries + index * FIELDS
     row_low = tl.load(at)
     row_high = tl.load(at + 1)
     # Positions fit 32 bits; their sums with NO_DIAGONAL or UNLIMITED do not.
@@ -73,6 +76,7 @@ def rows_of_run(
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
     BITS: tl.constexpr,
+    FIELDS: tl.constexpr,
 ):
     """``keys_of_run`` for a table by blocks of keys, of the block that begins at key ``first``.
 
@@ -80,7 +84,7 @@ def rows_of_run(
         (start, begin, end, stop): queries from ``begin`` to ``end`` are whole blocks that keep
         every key; those from ``start`` to ``begin`` and from ``end`` to ``stop`` are ragged.
     """
-    at = entries + index * 7
+    at = entries + index * FIELDS
     low = tl.load(at)
     high = tl.load(at + 1)
     column_low = tl.load(at + 2)

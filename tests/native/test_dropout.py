@@ -1,0 +1,106 @@
+"""Dropout in Triton: the pairs of ``kernels/dropout.py``, wherever they lie, in both passes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from helpers_attention import assert_close
+from helpers_dropout import a_task, results, states
+
+from quorum_attention.decomposition import Rectangle, Span, Task
+from quorum_attention.kernels import DenseKernel, Statistics, TaskTensors
+from quorum_attention.kernels.dropout import Dropout, dropped
+from quorum_attention.kernels.native import NativeKernel
+
+KERNEL = NativeKernel()
+SEED = 2**62 + 12345
+
+
+@pytest.fixture
+def ways(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How each launch finds its words (``DROPOUT``)."""
+    from quorum_attention.kernels.native import launch
+
+    found: list[int] = []
+    original = launch._dropout
+
+    def noted(*args: Any) -> int:
+        found.append(original(*args))
+        return found[-1]
+
+    monkeypatch.setattr(launch, "_dropout", noted)
+    return found
+
+
+def weights(task: Task, rectangles: tuple[Rectangle, ...], dropout: Dropout, device: str) -> Any:
+    """Which pairs of a task are kept: all weigh the same, values are columns of the identity."""
+    n = task.n_tokens
+    zeros = torch.zeros(2, 2, n, 4, device=device)
+    value = torch.eye(n, device=device).expand(2, 1, n, n)
+    tensors = TaskTensors(
+        task, rectangles, zeros, zeros[:, :1], value, 1.0, False, lambda r: None, dropout=dropout
+    )
+    out = torch.zeros(2, 2, n, n, device=device)
+    lse = torch.full((2, 2, n), -torch.inf, device=device)
+    KERNEL.forward(tensors, Statistics(out, lse))
+    return out.cpu() != 0
+
+
+@pytest.mark.parametrize(
+    ("starts", "way"),
+    [((0, 40), 2), ((10**9, 2 * 10**9), 2), ((3, 50), 1), ((2**31 - 60, 2**31 - 33), 1)],
+)
+def test_the_pairs_are_those_of_the_definition(
+    device: str, ways: list[int], starts: tuple[int, int], way: int
+) -> None:
+    """At any position: of runs that begin at a multiple of four, and of others."""
+    spans = tuple(Span(start, start + 16, 0) for start in starts)
+    task = Task((), spans)
+    dropout = Dropout(0.37, SEED, 6, 1, 2)
+    found = weights(task, (Rectangle(0, 32, 0, 32),), dropout, device)
+    rows = torch.cat([torch.arange(start, start + 16) for start in starts])
+    wanted = ~dropped(dropout, 2, 2, rows, task.segments(0, 32))
+    assert torch.equal(found, wanted)
+    assert set(ways) == {way}
+
+
+def test_random_tasks_forward_and_backward(device: str, ways: list[int], on_gpu: bool) -> None:
+    """Against the reference: masks, causal squares, grouped heads, states with keys in them."""
+    r = random.Random(17)
+    for _ in range(60 if on_gpu else 5):
+        dtype = r.choice([torch.float16, torch.float32])
+        task = a_task(r, dtype, 60 if on_gpu else 16)
+        given = states(task)
+        wanted = results(DenseKernel(), task, given)
+        found = results(KERNEL, _on(task, device), given, device)
+        assert task.dropout is not None
+        size = max(1.0, task.dropout.rescale)
+        for one, other in zip(found, wanted, strict=True):
+            assert_close(one, other, (2e-5 if dtype == torch.float32 else 4e-3) * size)
+    assert 2 in ways
+
+
+def _on(task: TaskTensors, device: str) -> TaskTensors:
+    def bias(r: Rectangle) -> torch.Tensor | None:
+        found = task.bias(r)
+        return None if found is None else found.to(device)
+
+    return replace(
+        task, query=task.query.to(device), key=task.key.to(device), value=task.value.to(device),
+        bias=bias,
+    )  # fmt: skip
+
+
+def test_nothing_is_compiled_for_a_chance_or_a_seed(device: str) -> None:
+    """They are numbers on the device; without dropout not even that."""
+    from quorum_attention.kernels.native.launch import dropout_numbers
+
+    one = dropout_numbers(Dropout(0.5, 2**63 - 1, 3, 4), torch.device(device))
+    assert one.dtype == torch.int32
+    assert one.tolist()[:6] == [-1, 2**31 - 1, -(2**31), 3, 4, 2**31 - 1]
+    assert one[6:].view(torch.float32).tolist() == [2.0, 0.5]
+    assert dropout_numbers(Dropout(1.0, 0), torch.device(device))[6:].tolist() == [0, 0]
