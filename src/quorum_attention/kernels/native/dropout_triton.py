@@ -10,6 +10,31 @@ import triton.language as tl
 _JOINS = tl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 4))
 
 
+@triton.jit(
+    do_not_specialize=[
+        "seed_low",
+        "seed_high",
+        "threshold",
+        "first_head",
+        "first_entry",
+        "repeat",
+    ]
+)
+def numbers_kernel(
+    drops, floats, seed_low, seed_high, threshold, first_head, first_entry, repeat, rescale, share
+):
+    """Write the eight numbers of ``launch.dropout_numbers`` to ``drops`` (8,) int32; ``floats`` is the
+    same memory as fp32."""
+    tl.store(drops, seed_low)
+    tl.store(drops + 1, seed_high)
+    tl.store(drops + 2, threshold)
+    tl.store(drops + 3, first_head)
+    tl.store(drops + 4, first_entry)
+    tl.store(drops + 5, repeat)
+    tl.store(floats + 6, rescale)
+    tl.store(floats + 7, share)
+
+
 @triton.jit
 def dropout_lot(drops, h, b):
     """What a program's tiles need of the numbers of ``launch.dropout_numbers``.

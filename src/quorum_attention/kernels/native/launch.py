@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,21 +62,28 @@ class Extras:
 def dropout_numbers(dropout: Dropout, device: torch.device) -> torch.Tensor:
     """What a launch reads of a dropout (``dropout_lot``), (8,) int32 on the device: halves of the
     seed, threshold, first head, first entry, after how many entries they repeat; and as fp32
-    1 / (1 - p) and 1 - p. Nobody waits for the device."""
-    words = [
+    1 / (1 - p) and 1 - p.
+
+    A kernel writes them. A copy from the host would, in a CUDA graph, be made again at each replay,
+    from memory that others may have by then.
+    """
+    from quorum_attention.kernels.native.dropout_triton import numbers_kernel
+
+    words = (
         dropout.seed & 0xFFFFFFFF,
         dropout.seed >> 32,
         dropout.threshold,
         dropout.first_head,
         dropout.first_entry,
         dropout.repeat or 2**31 - 1,
-    ]
-    numbers = struct.pack("<6I2f", *words, dropout.rescale, 1.0 - dropout.p)
-    host = torch.tensor(
-        struct.unpack("<8i", numbers), dtype=torch.int32, device="cpu",
-        pin_memory=device.type == "cuda",
-    )  # fmt: skip
-    return host.to(device, non_blocking=True)
+    )
+    numbers = torch.empty(8, dtype=torch.int32, device=device)
+    with torch.cuda.device_of(numbers):
+        # As signed numbers of 32 bits: larger ones would be of another type, and compile again.
+        signed = (word - (word >> 31 << 32) for word in words)
+        floats = numbers.view(torch.float32)
+        numbers_kernel[(1,)](numbers, floats, *signed, dropout.rescale, 1.0 - dropout.p)
+    return numbers
 
 
 def backward_lift(n_keys: int, dtype: torch.dtype) -> int:
