@@ -15,6 +15,7 @@ import torch
 
 from quorum_attention.decomposition import Decomposition, Rectangle
 from quorum_attention.kernels.dense import DenseKernel
+from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.merge import empty_
 from quorum_attention.kernels.outside import capturing, outside
 from quorum_attention.kernels.protocol import (
@@ -59,6 +60,7 @@ class _Question:
     needs_grad: bool
     positive_scale: bool
     deterministic: bool
+    dropout: bool = False
 
     @property
     def scales(self) -> tuple[float, ...]:
@@ -99,6 +101,7 @@ def probe(kernel: InnerKernel, call: CallShape, device: torch.device | None = No
             call.needs_grad,
             call.positive_scale,
             torch.are_deterministic_algorithms_enabled(),
+            call.dropout,
         ),
     )
 
@@ -140,7 +143,7 @@ def _compare(kernel: InnerKernel, question: _Question, is_causal: bool, scale: f
     """Compare the kernel with the reference: what is wrong with its results, or None."""
     n_keys = _QUERIES if is_causal else _KEYS
     inputs = _Inputs.random(question, n_keys)
-    how = (is_causal, scale, question.needs_grad)
+    how = (is_causal, scale, question.needs_grad, Dropout(0.5, 0) if question.dropout else None)
     exact = _run(DenseKernel(), inputs.to(dtype=torch.float64), *how)
     found = _run(kernel, inputs.to(device=question.device), *how)
     tolerance = _TOLERANCES.get(question.dtype, 1e-1)
@@ -204,7 +207,12 @@ class _Inputs:
 
 
 def _run(
-    kernel: InnerKernel, inputs: _Inputs, is_causal: bool, scale: float, needs_grad: bool
+    kernel: InnerKernel,
+    inputs: _Inputs,
+    is_causal: bool,
+    scale: float,
+    needs_grad: bool,
+    dropout: Dropout | None,
 ) -> dict[str, torch.Tensor]:
     """The kernel's statistics, and gradients if needed, of one task that is the whole call."""
     query, key, value, grad_out = inputs.query, inputs.key, inputs.value, inputs.grad_out
@@ -219,6 +227,7 @@ def _run(
         scale=scale,
         is_causal=is_causal,
         bias=inputs.bias,
+        dropout=dropout,
     )
     work = torch.float64 if query.dtype == torch.float64 else torch.float32
 
