@@ -23,8 +23,8 @@ _JOINS = tl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[
 def numbers_kernel(
     drops, floats, seed_low, seed_high, threshold, first_head, first_entry, repeat, rescale, share
 ):
-    """Write the numbers of ``launch.dropout_numbers`` to ``drops`` (8,) int32; ``floats`` is the same
-    memory as fp32."""
+    """Write the numbers of ``launch.dropout_numbers`` to ``drops`` (8,) int32; ``floats`` is the
+    same memory as fp32."""
     tl.store(drops, seed_low)
     tl.store(drops + 1, seed_high)
     tl.store(drops + 2, threshold)

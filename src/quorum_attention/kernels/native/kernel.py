@@ -322,7 +322,8 @@ class NativeKernel:
             yield rectangles
             return
         if len(rectangles) == 1:
-            rectangles = _halves(rectangles[0], task.task)
+            if task.dropout is not None:
+                rectangles = _halves(rectangles[0], task.task)
             if len(rectangles) == 1:
                 yield rectangles
                 return
