@@ -18,8 +18,8 @@ SEED = 2**41 + 3
 CUTS: dict[str, dict[str, Any]] = {
     "uncut": {"levels": ()},
     "head groups": {"levels": (), "heads_per_group": 2},
-    "through slots": {"levels": (7,), "sweep": False, "n_cap": 2},
-    "together": {"levels": (7,), "sweep": True, "inputs": "device"},
+    "through slots": {"levels": (7,), "over_inputs": False, "n_cap": 2},
+    "together": {"levels": (7,), "over_inputs": True, "inputs": "device"},
     "depth 2": {"levels": (7, 3), "tile": 16},
     "balanced": {"levels": (13,), "layout": "balanced"},
 }

@@ -59,6 +59,8 @@ def _perform(case: Case, made: Made, device: torch.device, done: Done) -> None:
         "attn_mask": made.mask, "is_causal": case.is_causal, "scale": case.scale,
         "enable_gqa": case.heads != case.kv_heads, "kernel": kernel, "report": done.report,
     }  # fmt: skip
+    if case.dropout:
+        call |= {"dropout_p": case.dropout, "dropout_seed": case.seed}
     lead = (*case.batch, case.heads, case.n_queries)
     out = None
     if case.results.given:
@@ -168,7 +170,8 @@ def _orders(
         is_causal=case.is_causal, levels=orders.levels, layout=orders.layout, tile=orders.tile,
         n_cap=orders.n_cap, accumulator=orders.accumulator, heads_per_group=group,
         over_inputs=orders.over_inputs, streams=orders.streams, kernel=kernel,
-        backward=backward, **more,
+        backward=backward,
+        dropout_p=case.dropout, **more,
     )  # fmt: skip
     return {"plan": plan if orders.pinned else unpinned(plan)}
 

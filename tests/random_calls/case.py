@@ -105,6 +105,7 @@ class Case:
         measured: whether peak memory is held against the plan.
         mask_grad: whether the gradient of the mask is asked for.
         lse_grad: the size of an upstream gradient of the log-sum-exp; None: there is none.
+        dropout: chance of a probability to be dropped; the case's seed is the seed.
     """
 
     seed: int
@@ -139,6 +140,7 @@ class Case:
     measured: bool = False
     mask_grad: bool = False
     lse_grad: float | None = None
+    dropout: float = 0.0
 
     @property
     def pairs(self) -> int:
@@ -183,6 +185,7 @@ def simpler(case: Case) -> list[Case]:
         for change in (
             {"failure": None},
             {"planted": None},
+            {"dropout": 0.0},
             {"lse_grad": None},
             {"mask_grad": False},
             {"mask": None, "mask_grad": False},

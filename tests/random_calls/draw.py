@@ -185,6 +185,8 @@ class _Drawing:
             measured=measured,
             mask_grad=mask_grad,
             lse_grad=lse_grad,
+            # Last, so that a seed's other choices do not depend on it.
+            dropout=0.0 if mask_grad or lse_grad else self.dropout(kernel, planted, content, grad),
         )
 
     def more_gradients(
@@ -197,6 +199,12 @@ class _Drawing:
         if (by_autograd and orders.how == "budget") or (orders.how == "plan" and not orders.pinned):
             size = None
         return of_mask and allowed, size if allowed else None
+
+    def dropout(self, kernel: str, planted: Planted | None, content: str, grad: str) -> float:
+        has_it = kernel in ("auto", "cpu", "dense", "native") and planted is None
+        # Ten times the largest numbers of a dtype are none.
+        fits = content != "extremes" and grad not in ("wide range", "loss scaled")
+        return self.r.choice([0.05, 0.3, 0.9]) if has_it and fits and self.sometimes(0.08) else 0.0
 
     def heads(self, long: int) -> tuple[tuple[int, ...], int, int]:
         if long > 600:

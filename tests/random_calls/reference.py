@@ -22,6 +22,8 @@ from dataclasses import dataclass
 
 import torch
 
+from quorum_attention.decomposition import Rows
+from quorum_attention.kernels.dropout import Dropout, dropped
 from random_calls.case import Case
 from random_calls.tensors import DTYPES, Made
 
@@ -129,6 +131,18 @@ class Reference:
             bad = ((s.isnan() | (s == math.inf)) & kept).any(-1, keepdim=True)
             self.p = self.p.masked_fill(bad, math.nan)
         self.off = self.a * off.masked_fill(~kept, 0.0)
+        self._drop()
+
+    def _drop(self) -> None:
+        """``z``: what probabilities are multiplied by, 1 without dropout; at most ``rescale``."""
+        self.z, self.rescale = torch.ones((), dtype=self.p.dtype, device=self.p.device), 1.0
+        if self.case.dropout:
+            b, h, nq, nk = self.p.shape
+            one = Dropout(self.case.dropout, self.case.seed)
+            rows = torch.arange(nq, device=self.p.device)
+            drops = dropped(one, b, h, rows, [Rows(0, nk, 0)])
+            self.rescale = 1 / (1 - self.case.dropout)
+            self.z = (~drops).to(self.p) * self.rescale
 
     def _grouped(self, t: torch.Tensor) -> torch.Tensor:
         return t.unflatten(1, (-1, self.shared)).sum(2) if self.shared > 1 else t
@@ -140,17 +154,17 @@ class Reference:
         """out and lse, both in float64."""
         p, off = self.p, self.off
         self.out_unit = unit(out_dtype)
-        self.out = p @ self.v
+        self.out = (p * self.z) @ self.v
         self.lse_off = (p * off).sum(-1)
         share = p * (off + (self.lse_off + 2 * self.a).unsqueeze(-1))
         tiny = _least(self.dtype) * (p > 0)
         each = self.w + self.a + 2 * self.by_keys  # of P, and of what it is summed with
-        self.out_off = (share + each * p + tiny) @ self.v.abs()
+        self.out_off = self.rescale * ((share + each * p + tiny) @ self.v.abs())
         self.out_least = _least(out_dtype)
         # A task's output is of the inputs' dtype.
         last = max(self.out_least, _least(self.dtype))
         bound = self.out_off + unit(out_dtype) * self.out.abs() + last
-        loose = bound + self.sums(p.shape[-1]) * (p @ self.v.abs())
+        loose = bound + self.rescale * self.sums(p.shape[-1]) * (p @ self.v.abs())
         lse_bound = self.lse_off + self.a * (2 + self.lse.masked_fill(self.empty, 0.0).abs())
         lse_bound = lse_bound + self.by_keys
         if self.dtype.itemsize == 2:
@@ -199,7 +213,7 @@ class Reference:
     def backward(self, dtype: torch.dtype) -> dict[str, Wanted]:
         """The three gradients; ``forward`` comes first."""
         p, v, do = self.p, self.v, self.do
-        dp = do @ v.mT
+        dp = (do @ v.mT) * self.z
         delta = (do * self.out).sum(-1, keepdim=True)
         slope = 1.0 if self.slope is None else self.slope
         apart = dp - delta
@@ -218,7 +232,7 @@ class Reference:
             change = change + _SHORT_EXP
         # Beyond that the exponential itself is anybody's guess: an lse that cannot tell.
         p_off = torch.where(change < 0.5, 1.5 * p * change, math.inf).masked_fill(p == 0, 0.0)
-        sizes = do.abs() @ v.abs().mT + of_lse.abs()
+        sizes = self.rescale * (do.abs() @ v.abs().mT) + of_lse.abs()
         tiny = _least(self.dtype) * (p > 0)
         # Probabilities that are off are so in the output, and in D, before they are here.
         spread = _sane(p_off * apart.abs())
@@ -233,7 +247,7 @@ class Reference:
             least = 2.0**-38 * largest.amax((-2, -1), keepdim=True) if do.numel() else 0.0
             each = self.w * do.abs() + least
             ds_off = ds_off + p * (
-                each @ v.abs().mT + (each * self.out.abs()).sum(-1, keepdim=True)
+                self.rescale * (each @ v.abs().mT) + (each * self.out.abs()).sum(-1, keepdim=True)
             )
         else:
             each = torch.zeros_like(do)
@@ -246,7 +260,7 @@ class Reference:
             least = self.out_least * do.abs().sum(-1, keepdim=True)
             ds_off = ds_off + p * (self.out_unit * held + least)
         if self.by_keys:
-            ds_off = ds_off + 4 * self.by_keys * p * (do.abs() * (p @ v.abs())).sum(
+            ds_off = ds_off + 4 * self.rescale * self.by_keys * p * (do.abs() * (p @ v.abs())).sum(
                 -1, keepdim=True
             )
         most = abs(self.scale)
@@ -267,12 +281,17 @@ class Reference:
             terms = self.sums(max(p.shape[-2:]) * self.shared)
             loose = bound + extra(rounded) + terms * extra(ds.abs())
             found[name] = Wanted(*map(self._shaped, (exact, bound, loose)))
-        exact = self._grouped(p.mT @ do)
+        exact = self._grouped((p * self.z).mT @ do)
         share = self.w + self.a + self.by_keys + self.by_rows
         bound = (_sane(p_off) + share * p + tiny).mT @ do.abs() + p.mT @ each
-        bound = self._grouped(bound) + unit(dtype) * exact.abs() + _least(dtype) + self._parts()
+        bound = (
+            self.rescale * self._grouped(bound)
+            + unit(dtype) * exact.abs()
+            + _least(dtype)
+            + self._parts()
+        )
         terms = self.sums(p.shape[-2] * self.shared)
-        loose = bound + terms * self._grouped(p.mT @ do.abs())
+        loose = bound + self.rescale * terms * self._grouped(p.mT @ do.abs())
         found["grad_value"] = Wanted(*map(self._shaped, (exact, bound, loose)))
         if self.case.mask_grad:
             found["grad_mask"] = self._of_mask(ds, ds_off, rounded)

@@ -49,12 +49,12 @@ class Yardstick:
         """Torch's largest error by head, broadcastable to the result: of the call, and then never
         smaller, what it comes to with another path and with neighbours."""
         largest = wanted.exact.new_zeros(())
-        if self.lone or name == "grad_mask":
-            # torch has no such call, or another kernel for it: what a rounded output may cost by
+        if self.lone or name == "grad_mask" or self.case.dropout:
+            # torch has no such call, or another kernel for it, or drops others: what a rounded output may cost by
             # itself.
             largest = wanted.loose
             yield largest
-        if self.case.scores != Scores():
+        if self.case.scores != Scores() or self.case.dropout:
             return
         for number in range(2 + _NEIGHBOURS):
             while len(self._errors) <= number:
