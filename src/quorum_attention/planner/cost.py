@@ -12,7 +12,6 @@ from quorum_attention.execution.pass_spec import PassSpec
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.traits import traits_of
-from quorum_attention.planner import policy
 from quorum_attention.planner.machine import Machine
 
 # A copy within a device takes the host as long as so many others: those are issued in batches.
@@ -180,9 +179,14 @@ def least_seconds(work: Workload, machine: Machine, spec: PassSpec) -> float:
     return flops / _rate(machine, spec)
 
 
+# What a pair's random word costs, in operations of a matrix product that take as long. (Counted:
+# about five integer instructions on a GPU; a backward makes each word twice.)
+_DROPOUT_FLOPS = 256.0
+
+
 def _flops_of_pair(work: Workload, spec: PassSpec) -> float:
     products = 2.0 * (work.head_dim + work.value_dim) * (spec.products / 2)
-    return products + policy.DROPOUT_FLOPS * (1 + spec.backward) * work.dropout
+    return products + _DROPOUT_FLOPS * (1 + spec.backward) * work.dropout
 
 
 def _rate(machine: Machine, spec: PassSpec) -> float:

@@ -71,8 +71,5 @@ WORTH_BUILDING = 0.02
 
 # --- Assumed where nothing is known -----------------------------------------------------------
 
-# What a pair's random word costs, in operations of a matrix product that take as long. (Counted:
-# about five integer instructions on a GPU; a backward makes each word twice.)
-DROPOUT_FLOPS = 256.0
 # Memory of a CUDA device that is not available.
 ASSUMED_DEVICE_BYTES = 80 << 30
