@@ -50,8 +50,8 @@ class Yardstick:
         smaller, what it comes to with another path and with neighbours."""
         largest = wanted.exact.new_zeros(())
         if self.lone or name == "grad_mask" or self.case.dropout:
-            # torch has no such call, or another kernel for it, or drops others: what a rounded output may cost by
-            # itself.
+            # torch has no such call, or another kernel for it, or drops others: what a rounded
+            # output may cost by itself.
             largest = wanted.loose
             yield largest
         if self.case.scores != Scores() or self.case.dropout:
