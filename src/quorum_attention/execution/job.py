@@ -148,16 +148,19 @@ class Job:
         """The factor of a head group's finished rows, (entries, heads, 1, 1); None is 1."""
         return None if self.upstream is None else self.upstream.factor(group, axis)
 
-    def operands(self, group: Group) -> dict[str, torch.Tensor]:
+    def operands(self, group: Group, *, copied: bool = True) -> dict[str, torch.Tensor]:
         """The inputs after query, key and value, for a head group of one batch entry.
 
         They are copied if operators cannot read them otherwise. An input that will be divided is
         not: dividing it makes a copy anyway.
+
+        Args:
+            copied: False leaves them as they are.
         """
         found = {}
         for item in self.spec.inputs[3:]:
             part = group_part(self.tensors[item.name], group, item.axis)
-            if item.copied and not (self.scaled and item.name == self.spec.divided):
+            if copied and item.copied and not (self.scaled and item.name == self.spec.divided):
                 part = operand(part, self.call.work.dtype)
             found[item.name] = part
         return found

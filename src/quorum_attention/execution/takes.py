@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quorum_attention.decomposition.pieces import Pieces
 from quorum_attention.execution.case import Case
 from quorum_attention.execution.workload import GroupSize, Workload
 from quorum_attention.kernels.delta import carrier_bytes
@@ -34,7 +35,7 @@ class Load:
 
     Attributes:
         units: units of all head groups.
-        at_once: whether a unit is all tasks of a head group.
+        at_once: whether a unit is all tasks of a head group, and how their rectangles are laid out.
         uncut: whether kernel calls are larger than a cache holds, because they are not cut.
         merges: whether results of kernel calls are merged.
         rewritten: bytes of states that are written once more, beside merging.
@@ -50,7 +51,7 @@ class Load:
     """
 
     units: int
-    at_once: bool = False
+    at_once: Pieces | None = None
     uncut: bool = False
     merges: bool = True
     rewritten: float = 0.0
@@ -98,6 +99,13 @@ def state_bytes(
     )
 
 
+def in_results(case: Case) -> bool:
+    """Whether states over the inputs are the results themselves: results lie where compute is, and
+    have the state's dtype."""
+    place = case.place
+    return not place.backend.own_memory and place.result_dtype == case.work.state_dtype
+
+
 def moved_bytes(case: Case) -> tuple[int, int]:
     """Bytes of all inputs together, and of all states together."""
     work, spec = case.work, case.spec
@@ -114,9 +122,15 @@ def bytes_before(case: Case) -> tuple[int, ...]:
     return case.place.divided or 0, corrected
 
 
-def copied_bytes(case: Case, group: GroupSize) -> tuple[int, ...]:
-    """Bytes of a head group's copies of inputs that operators cannot read as they are."""
-    sizes = [item.count(case.work, group) for item in case.spec.inputs if item.copied]
+def copied_bytes(
+    case: Case, group: GroupSize, most_rows: int | None = None
+) -> tuple[int, ...]:
+    """Bytes of a head group's copies of inputs that operators cannot read as they are.
+
+    Args:
+        most_rows: most rows of a head that are copied at a time; None: all.
+    """
+    sizes = [item.count(case.work, group, most_rows) for item in case.spec.inputs if item.copied]
     return tuple(size * case.work.element_bytes for size in sizes[: case.place.copied])
 
 

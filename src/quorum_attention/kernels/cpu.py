@@ -34,6 +34,8 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # The operator works on tiles of at most this many queries and keys, one tile for each thread.
 _TILE_QUERIES = 256
 _TILE_KEYS = 512
+# The share of the threads that should be busy in a backward.
+_BUSY = 0.9
 
 
 class CpuKernel(RectangleKernel):
@@ -181,8 +183,12 @@ class CpuKernel(RectangleKernel):
             dropping.backward(task, grads)
 
     def backward_parts(self, batch_and_heads: int) -> int:
-        """As many runs of rows as give every thread some work."""
-        return -(-torch.get_num_threads() // max(1, batch_and_heads))
+        """As many runs of rows as keep all threads busy: each works on whole ones."""
+        threads, lanes = torch.get_num_threads(), max(1, batch_and_heads)
+        parts = -(-threads // lanes)
+        while parts < threads and lanes * parts < _BUSY * threads * -(-lanes * parts // threads):
+            parts += 1
+        return parts
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``forward`` allocates at any one time."""

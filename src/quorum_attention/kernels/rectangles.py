@@ -93,6 +93,7 @@ class RectangleKernel(ABC):
         several_streams=True,
         scaled_backward=frozenset({torch.float16}),
         whole_calls=True,
+        any_upstream=True,
         operator=True,
     )
 
@@ -280,16 +281,16 @@ class RectangleKernel(ABC):
                 query=query_rows(pick(task.query), batch),
                 key=key_rows(task.key, batch),
                 value=key_rows(task.value, batch),
-                grad_out=query_rows(pick(grads.grad_out), batch),
-                out=query_rows(pick(grads.out), batch),
+                grad_out=readable(query_rows(pick(grads.grad_out), batch), task.query.dtype),
+                out=readable(query_rows(pick(grads.out), batch), task.query.dtype),
                 lse=query_rows(pick(lse), batch),
                 grad_query=query_rows(pick(grads.grad_query), batch),
                 grad_key=key_rows(grads.grad_key, batch),
                 grad_value=key_rows(grads.grad_value, batch),
                 bias=None if bias is None else _pick_bias(pick, bias, task.query.shape[1]),
             )
-            for part in self._parts(piece, batch.first.causal):
-                self._add_gradients(part, batch.first.causal, task, undo, number)
+            for part, causal in self._parts(piece, batch.first.causal):
+                self._add_gradients(part, causal, task, undo, number)
 
     def _calls(self, task: TaskTensors, *, backward: bool) -> Iterator[Batch]:
         """The operator calls of a task, by its rectangles."""
@@ -334,17 +335,29 @@ class RectangleKernel(ABC):
             for part in grad_value.chunk(n_parts):
                 add_(p.grad_value, part, *undo)
 
-    def _parts(self, piece: _BackwardPiece, causal: bool) -> Iterator[_BackwardPiece]:
+    def _parts(self, piece: _BackwardPiece, causal: bool) -> Iterator[tuple[_BackwardPiece, bool]]:
+        """``piece`` in parts, each with whether it is causal."""
         batch, heads, rows = piece.query.shape[:3]
         n_parts = self.backward_parts(batch * heads)
         even = rows - rows % n_parts
         # With several batch entries the runs are no view; a mask would have to be cut as well.
-        if n_parts == 1 or even == 0 or causal or batch > 1 or piece.bias is not None:
-            yield piece
+        if n_parts == 1 or even == 0 or batch > 1 or piece.bias is not None:
+            yield piece, causal
             return
-        yield piece.rows(slice(0, even)).stacked(n_parts)
+        every = slice(None)
+        if not causal:
+            yield piece.part(slice(0, even), every).stacked(n_parts), False
+            if even < rows:
+                yield piece.part(slice(even, rows), every), False
+            return
+        # Squares along the diagonal, and beneath it the rows of each square.
+        side = even // n_parts
+        yield piece.part(slice(0, even), slice(0, even)).squares(n_parts), True
+        for start in range(side, rows, side):
+            below = piece.part(slice(start, min(start + side, rows)), slice(0, start))
+            yield from self._parts(below, False)
         if even < rows:
-            yield piece.rows(slice(even, rows))
+            yield piece.part(slice(even, rows), slice(even, rows)), True
 
     def _head_views(self, task: TaskTensors) -> Iterator[Pick]:
         query_heads, key_heads = task.query.shape[1], task.key.shape[1]
@@ -381,18 +394,28 @@ class _BackwardPiece:
     grad_value: torch.Tensor
     bias: torch.Tensor | None
 
-    def rows(self, rows: slice) -> _BackwardPiece:
-        """The piece with only some of its query rows (no bias)."""
-        return self._map_rows(lambda tensor: tensor[:, :, rows], lambda tensor: tensor)
+    def part(self, rows: slice, keys: slice) -> _BackwardPiece:
+        """The piece with only some of its queries and keys (no bias)."""
+        return self._map(
+            lambda tensor: tensor[:, :, rows],
+            lambda tensor: tensor[:, :, keys],
+            lambda tensor: tensor[:, :, keys],
+        )
 
     def stacked(self, parts: int) -> _BackwardPiece:
         """The piece with equal runs of rows as batch entries with the same keys (no bias)."""
-        return self._map_rows(
+        return self._map(
             partial(runs_as_batch, parts),
             lambda tensor: tensor.expand(parts, -1, -1, -1),
+            lambda tensor: tensor,
         )
 
-    def _map_rows(self, on_rows: Pick, on_keys: Pick) -> _BackwardPiece:
+    def squares(self, parts: int) -> _BackwardPiece:
+        """Equal squares along the diagonal of the piece as batch entries (no bias)."""
+        runs = partial(runs_as_batch, parts)
+        return self._map(runs, runs, runs)
+
+    def _map(self, on_rows: Pick, on_keys: Pick, on_key_gradients: Pick) -> _BackwardPiece:
         return _BackwardPiece(
             query=on_rows(self.query),
             key=on_keys(self.key),
@@ -401,8 +424,8 @@ class _BackwardPiece:
             out=on_rows(self.out),
             lse=on_rows(self.lse),
             grad_query=on_rows(self.grad_query),
-            grad_key=self.grad_key,
-            grad_value=self.grad_value,
+            grad_key=on_key_gradients(self.grad_key),
+            grad_value=on_key_gradients(self.grad_value),
             bias=None,
         )
 
@@ -418,7 +441,27 @@ def _planned_calls(
             pieces.append(r)
         else:
             pieces.extend(cut([r], *kernel.preferred_sizes(sizes, r, backward)))
-    return tuple(part for batch in batches(tuple(pieces)) for part in kernel._bounded(batch, sizes))
+    return tuple(part for batch in _batched(pieces, sizes) for part in kernel._bounded(batch, sizes))
+
+
+def _batched(pieces: list[Rectangle], sizes: TaskSizes) -> Iterator[Batch]:
+    """``pieces`` as batches, the large ones first: those of which two are beyond the limits, of
+    which there may be thousands, one by one."""
+    rows, keys = sizes.max_queries // 2, sizes.max_keys // 2
+    alone = [bool(rows) and (r.n_queries > rows or r.n_keys > keys) for r in pieces]
+    yield from (Batch(r) for r, single in zip(pieces, alone, strict=True) if single)
+    yield from batches(tuple(r for r, single in zip(pieces, alone, strict=True) if not single))
+
+
+def readable(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``rows`` (b, h, n, d) of an upstream gradient or an output as operators can read them: of
+    ``dtype``, in dense rows, not expanded. Copied, token after token, only if they are not so."""
+    dense = rows.stride(-1) == 1 or rows.shape[-1] <= 1
+    if rows.dtype == dtype and dense and 0 not in rows.stride():
+        return rows
+    batch, heads, n, width = rows.shape
+    copy = torch.empty((batch, n, heads, width), dtype=dtype, device=rows.device)
+    return copy.transpose(1, 2).copy_(rows)
 
 
 def signed(query: torch.Tensor, scale: float) -> tuple[torch.Tensor, float, float]:

@@ -56,6 +56,8 @@ class Traits:
         pairwise: it says how it changes each score (``Pairwise``).
         whole_calls: it takes monolithic calls on the inputs as they lie (``WholeCalls``).
         task_calls: it takes tasks on the inputs as they lie (``TaskCalls``).
+        any_upstream: the upstream gradient and the output of its ``backward`` may have any dtype and
+            strides; it copies what an operator cannot read, for one operator call at a time.
         operator: it can be called for a single rectangle (``Operator``); needs ``whole_calls``.
         measured: it says for which calls its ``rates`` have been measured (``Measured``).
 
@@ -79,6 +81,7 @@ class Traits:
     pairwise: bool = False
     whole_calls: bool = False
     task_calls: bool = False
+    any_upstream: bool = False
     operator: bool = False
     measured: bool = False
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 
-from quorum_attention.decomposition import Decomposition, Task
+from quorum_attention.decomposition import Decomposition, Rectangle, Task
 from quorum_attention.decomposition.batches import Batch, batches
+from quorum_attention.decomposition.pieces import Pieces, pieces_of
 from quorum_attention.execution.case import Case
 from quorum_attention.execution.pass_spec import PassSpec
 from quorum_attention.execution.schedule import Schedule
@@ -69,7 +72,8 @@ class _Sample:
     """A few typical tasks of a decomposition, for one head.
 
     Attributes:
-        calls: the operator calls of all these tasks.
+        calls: the operator calls of all these tasks, and how many there are of each size.
+        n_calls: their number.
         pairs: query-key pairs of all calls.
         merged: query rows that all calls merge.
         runs: token runs of a task, on average.
@@ -78,7 +82,8 @@ class _Sample:
         rows: tokens of a task, on average.
     """
 
-    calls: tuple[Batch, ...]
+    calls: tuple[tuple[Batch, int], ...]
+    n_calls: int
     pairs: int
     merged: int
     runs: float
@@ -87,10 +92,8 @@ class _Sample:
     rows: float
 
 
-def _tasks(decomposition: Decomposition, at_once: bool) -> list[Task]:
-    """The tasks that are looked at: a few typical ones, or with ``at_once`` all as one."""
-    if at_once:
-        return [decomposition.whole()]
+def _tasks(decomposition: Decomposition) -> list[Task]:
+    """The tasks that are looked at: a few typical ones."""
     # From the middle, since only few tasks hold the last chunk, which is shorter. Each level takes
     # other positions: the rectangles of a child depend on its position in its parent.
     paths = dict.fromkeys(
@@ -107,36 +110,53 @@ def _sample(
     n_queries: int,
     n_keys: int,
     together: tuple[int, int] | None,
-    at_once: bool,
+    at_once: Pieces | None,
 ) -> _Sample:
-    tasks = _tasks(decomposition, at_once)
-    calls: list[Batch] = []
-    runs = 0
-    for task in tasks:
-        rectangles = task.rectangles(is_causal, n_queries, n_keys)
-        runs += len(task.runs)
-        for batch in batches(rectangles):
+    if at_once is None:
+        tasks = _tasks(decomposition)
+        cuts = [task.rectangles(is_causal, n_queries, n_keys) for task in tasks]
+    else:
+        task, rectangles = pieces_of(decomposition, at_once, is_causal, n_queries, n_keys)
+        tasks, cuts = [task], [rectangles]
+    calls: Counter[Batch] = Counter()
+    for rectangles in cuts:
+        for batch in _batches(rectangles, at_once):
             first = batch.first
             most = 1
             if together is not None:
                 limits = (together[0] // first.n_queries, together[1] // max(1, first.n_keys))
                 most = max(1, min(batch.count, *limits))
             whole, rest = divmod(batch.count, most)
-            calls += [replace(batch, count=most)] * whole
-            calls += [replace(batch, count=rest)] * (rest > 0)
+            calls[_alike(batch, most)] += whole
+            if rest:
+                calls[_alike(batch, rest)] += 1
     return _Sample(
-        tuple(calls),
-        sum(call.first.pairs * call.count for call in calls),
-        sum(call.first.n_queries * call.count for call in calls),
-        runs / len(tasks),
+        tuple(calls.items()),
+        calls.total(),
+        sum(call.first.pairs * call.count * times for call, times in calls.items()),
+        sum(call.first.n_queries * call.count * times for call, times in calls.items()),
+        sum(len(task.runs) for task in tasks) / len(tasks),
         len(tasks),
-        len({(c.count, c.first.n_queries, c.first.n_keys, c.first.causal) for c in calls}),
+        len(calls),
         sum(task.n_tokens for task in tasks) / len(tasks),
     )
 
 
+def _batches(rectangles: tuple[Rectangle, ...], at_once: Pieces | None) -> Iterable[Batch]:
+    """The operator calls of some rectangles, as far as limits let them be batches."""
+    if at_once in (None, "halves"):
+        return batches(rectangles)
+    return map(Batch, rectangles)
+
+
+def _alike(batch: Batch, count: int) -> Batch:
+    """One batch for all that take as long as ``count`` rectangles of ``batch``."""
+    r = batch.first
+    return Batch(Rectangle(0, r.n_queries, 0, r.n_keys, r.causal), count)
+
+
 def _device_seconds(
-    calls: tuple[Batch, ...],
+    calls: tuple[tuple[Batch, int], ...],
     work: Workload,
     lanes: int,
     machine: Machine,
@@ -147,7 +167,7 @@ def _device_seconds(
 ) -> float:
     """Seconds of the calls of a head group of ``lanes`` query heads and batch entries."""
     seconds = 0.0
-    for call in calls:
+    for call, times in calls:
         r = call.first
         rows = (r.n_keys if spec.backward else r.n_queries) * call.count * lanes
         share = machine.share_of_rate(rows, r.n_queries if r.causal else 0, streams)
@@ -157,7 +177,7 @@ def _device_seconds(
             bytes_of_row = (work.head_dim + work.value_dim) * work.element_bytes
             share *= machine.cached_share(inner * bytes_of_row)
         flops = _flops_of_pair(work, spec) * r.pairs * call.count * lanes
-        seconds += flops / (_rate(machine, spec) * share) + machine.call_device_seconds
+        seconds += times * (flops / (_rate(machine, spec) * share) + machine.call_device_seconds)
     return seconds
 
 
@@ -214,7 +234,7 @@ def cost(schedule: Schedule, case: Case, machine: Machine) -> Cost:
         on_device = _device_seconds(
             sample.calls, work, lanes, machine, spec, streams=schedule.streams, uncut=load.uncut
         )
-        calls = call_seconds * len(sample.calls) / sample.tasks * load.units
+        calls = call_seconds * sample.n_calls / sample.tasks * load.units
         preparation = sample.shapes * machine.plan_seconds
         if load.merges:
             width = work.value_dim * (2 * work.state_dtype.itemsize + work.element_bytes)

@@ -6,6 +6,8 @@ computed (``footprint.py``, ``cost.py``).
 
 from __future__ import annotations
 
+from quorum_attention.decomposition.pieces import Pieces
+
 # --- Which calls are not worth a search -------------------------------------------------------
 
 # A monolithic call shorter than this (seconds) is taken without looking further.
@@ -41,6 +43,15 @@ PRICED_DEEP = 16
 FEWEST = (3,)
 # The most chunks on the inputs as they lie: more of them only make more calls.
 MOST_OVER_INPUTS = 57
+# How the rectangles of all tasks together are laid out: the larger, the better. A device that does
+# nothing beside compute, as a CPU, loses little by small ones (forward; backward), and then more
+# chunks make tight budgets possible.
+PIECES: tuple[Pieces, ...] = ("halves",)
+PIECES_IN_STEP: tuple[tuple[Pieces, ...], ...] = (
+    ("halves", "rows", "blocks"),
+    ("halves", "blocks"),
+)
+MOST_PIECES = 183
 # The most query-key pairs of a rectangle under a mask with rows and columns: the size of its bias.
 MASKED_PAIRS = 32 << 20
 

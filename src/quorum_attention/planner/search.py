@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise, product
@@ -402,11 +402,13 @@ def _schedules(
     over: type[InPlace | Together] = InPlace if takes_tasks(kernel, work) else Together
     cuts = _cuts_over_inputs(case, wish, shapes) if over_inputs else []
     # One answer holds for all: whether a route can run does not depend on the decomposition.
-    if cuts and Schedule(cuts[0], sizes[-1], over()).runs(case):
+    able = [r for r in over.offered(choice) if Schedule(cuts[0], sizes[-1], r).runs(case)] if cuts else []
+    if able:
         for shape in cuts:
-            trimmed = _trimmed_tally(shape, pairs, case) if over is InPlace else None
-            mine = replace(choice, trimmed=trimmed)
-            routes: tuple[Route, ...] = tuple(over.offered(mine))
+            routes: Sequence[Route] = able
+            if over is InPlace:
+                trimmed = _trimmed_tally(shape, pairs, case)
+                routes = tuple(InPlace.offered(replace(choice, trimmed=trimmed)))
             for size, route in product(sizes, routes):
                 if size.batch == 1:
                     yield schedule_of(work, shape, size, route, pinned=wish.pinned)
@@ -441,6 +443,7 @@ def _choice(wish: Wish, case: Case) -> Choice:
         n_caps if wish.n_cap is None else (wish.n_cap,),
         homes if wish.accumulator is None else (wish.accumulator,),
         streams,
+        pieces=policy.PIECES if backend.overlaps else policy.PIECES_IN_STEP[case.spec.backward],
     )
 
 
@@ -455,7 +458,8 @@ def _cuts_over_inputs(
     gains = traits_of(kernel).several_streams or takes_tasks(kernel, work)
     if asked_for_slots or not gains:
         return []
-    found = [s for s in shapes if s.depth == 1 and s.levels[0] <= policy.MOST_OVER_INPUTS]
+    most = policy.MOST_OVER_INPUTS if place.backend.overlaps else policy.MOST_PIECES
+    found = [s for s in shapes if s.depth == 1 and s.levels[0] <= most]
     if place.backend.overlaps and wish.levels is None and wish.depth in (None, 1):
         found.append(decomposition_of(work.n_tokens, policy.FEWEST, wish.layout, wish.tile))
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quorum_attention.decomposition.pieces import Pieces
 from quorum_attention.execution.device.residency import Home
 from quorum_attention.execution.trimming import Tally
 
@@ -17,9 +18,11 @@ class Choice:
         homes: where the travelling state may live.
         streams: numbers of kernel calls in flight at once.
         trimmed: sizes of the trimmed tasks; None: they are not trimmed.
+        pieces: layouts of the rectangles of all tasks together.
     """
 
     n_caps: tuple[int, ...]
     homes: tuple[Home, ...]
     streams: tuple[int, ...]
     trimmed: Tally | None = None
+    pieces: tuple[Pieces, ...] = ("halves",)

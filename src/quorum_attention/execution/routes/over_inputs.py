@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from quorum_attention.decomposition import Decomposition, Rectangle, Task
+from quorum_attention.decomposition.pieces import Pieces, pieces_of
 from quorum_attention.execution.case import Case
 from quorum_attention.execution.schedule import Route, Schedule
 from quorum_attention.execution.takes import bytes_before, copied_bytes, result_bytes
 from quorum_attention.execution.workload import GroupSize, Workload
 
 
-@lru_cache(maxsize=256)
-def all_rectangles(work: Workload, shape: Decomposition) -> tuple[Task, tuple[Rectangle, ...]]:
-    """The whole sequence as one task, and rectangles of it that hold every pair of a call.
-
-    Without levels that is one rectangle; with levels it is cut at the chunks of the first.
-    """
-    task = shape.whole()
-    return task, task.rectangles(work.is_causal, work.n_queries, work.n_keys)
+def all_rectangles(
+    work: Workload, shape: Decomposition, pieces: Pieces = "halves"
+) -> tuple[Task, tuple[Rectangle, ...]]:
+    """The whole sequence as one task, and rectangles of it that hold every pair of a call."""
+    return pieces_of(shape, pieces, work.is_causal, work.n_queries, work.n_keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +46,14 @@ class OverInputs(Route):
 
     def results(self, schedule: Schedule, case: Case) -> tuple[int, ...]:
         """Bytes of the results, and of the copies of inputs that a pass makes."""
-        return *bytes_before(case), *copied_bytes(case, schedule.group), *result_bytes(case)
+        rows = self.rows_copied(schedule, case)
+        copied = copied_bytes(case, schedule.group, rows)
+        return *bytes_before(case), *copied, *result_bytes(case)
+
+    def rows_copied(self, schedule: Schedule, case: Case) -> int | None:
+        """Most rows of a head that are copied at a time where operators cannot read an input; None:
+        all rows of a head group."""
+        return None
 
     def fallback(self, schedule: Schedule, work: Workload) -> Schedule:
         """The same tasks through slots."""

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product, starmap
 from typing import Any
 
 import torch
 
+from quorum_attention.decomposition import Decomposition
+from quorum_attention.decomposition.pieces import Pieces, largest_chunk
 from quorum_attention.execution.case import Case
 from quorum_attention.execution.control.machine import HERE, Machine
 from quorum_attention.execution.job import Job
@@ -23,12 +26,13 @@ from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.rows import group_part
 from quorum_attention.execution.scaling import Ask, Computed, Steps, asking
 from quorum_attention.execution.schedule import Schedule
-from quorum_attention.execution.takes import Bytes, Load, final_bytes, state_bytes
+from quorum_attention.execution.takes import Bytes, Load, final_bytes, in_results, state_bytes
 from quorum_attention.execution.tools import Tools
-from quorum_attention.execution.workload import Group, GroupSize, count_groups
+from quorum_attention.execution.workload import Group, GroupSize, Workload, count_groups
 from quorum_attention.kernels.copies import copy_on_device
 from quorum_attention.kernels.protocol import TaskTensors
 from quorum_attention.kernels.scaling import Scaling
+from quorum_attention.kernels.traits import traits_of
 
 # At least the bytes of each small tensor that a scaled backward makes for a head group.
 _SMALL_BYTES = 512
@@ -40,9 +44,11 @@ class Together(OverInputs):
 
     Attributes:
         streams: kernel calls in flight at once.
+        pieces: how their rectangles are laid out.
     """
 
     streams: int = 1
+    pieces: Pieces = "halves"
 
     words = "inputs in place, all tasks of a head group at once"
 
@@ -52,12 +58,26 @@ class Together(OverInputs):
 
     @classmethod
     def offered(cls, choice: Choice) -> Iterator[Together]:
-        """Those that a search tries."""
-        return map(cls, choice.streams)
+        """Those that a search tries: every combination."""
+        return starmap(cls, product(choice.streams, choice.pieces))
+
+    def limits(self, shape: Decomposition, work: Workload) -> tuple[int, int]:
+        """Halved rectangles are as they come; others have a chunk of queries, or of both."""
+        if self.pieces == "halves":
+            return OverInputs.limits(self, shape, work)
+        chunk = largest_chunk(shape)
+        keys = chunk if self.pieces == "blocks" else work.n_keys
+        return min(chunk, work.n_queries), min(keys, work.n_keys)
+
+    def runs(self, schedule: Schedule, case: Case) -> bool:
+        """Whether all inputs can be read where they lie. Under a mask only small rectangles are
+        of use: each has a part of the mask in the inputs' dtype."""
+        maskless = case.work.mask is None or self.pieces != "halves"
+        return maskless and case.place.in_place and case.place.lse_here
 
     def takes(self, schedule: Schedule, case: Case) -> Bytes:
         """The states of one head group, and the results of all."""
-        states = scaled_bytes if case.scaled else state_bytes
+        states = scaled_bytes if case.scaled else merged_bytes
         return Bytes(
             self.streams * case.workspace(schedule.extent(case.work)),
             0,
@@ -65,10 +85,15 @@ class Together(OverInputs):
             self.results(schedule, case),
         )
 
+    def rows_copied(self, schedule: Schedule, case: Case) -> int | None:
+        """The rows of a rectangle, if rectangles are small and the kernel copies by itself."""
+        small = self.pieces != "halves" and traits_of(case.kernel).any_upstream
+        return schedule.max_queries if small else None
+
     def load(self, schedule: Schedule, case: Case) -> Load:
         """Each head group is one unit."""
         units = count_groups(case.work, schedule.group)
-        return Load(units=units, at_once=True, begun=units)
+        return Load(units=units, at_once=self.pieces, begun=units)
 
     def slots(self, **changes: Any) -> Slots:
         """One slot, with as many calls in flight."""
@@ -77,13 +102,20 @@ class Together(OverInputs):
     def run(self, job: Job, schedule: Schedule, machine: Machine, tools: Tools) -> Iterator[int]:
         """Compute the head groups that are left, one after the other."""
         job.results.make()
-        task, rectangles = all_rectangles(job.call.work, schedule.decomposition)
+        task, rectangles = all_rectangles(job.call.work, schedule.decomposition, self.pieces)
         every = len(machine.groups_left)
         for done, group in enumerate(machine.whole_groups(HERE), start=1):
             tensors = job.task_in_place(schedule.limits, group, tools, task, rectangles)
-            job.repeated(compute_group(job, tensors, group, tools, asking(machine, group)))
+            copied = self.rows_copied(schedule, job.case) is None
+            ask = asking(machine, group)
+            job.repeated(compute_group(job, tensors, group, tools, ask, copied=copied))
             job.tell(done, every)
             yield schedule.decomposition.n_tasks
+
+
+def merged_bytes(case: Case, group: GroupSize) -> tuple[int, ...]:
+    """Bytes of the states that ``compute_group`` allocates."""
+    return () if in_results(case) else state_bytes(case, group)
 
 
 def scaled_bytes(case: Case, group: GroupSize) -> tuple[int, ...]:
@@ -92,7 +124,7 @@ def scaled_bytes(case: Case, group: GroupSize) -> tuple[int, ...]:
     spec, work = case.spec, case.work
     divided = next(item for item in spec.inputs if item.name == spec.divided)
     copy = divided.count(work, group) * work.element_bytes
-    return (*state_bytes(case, group), copy, *(_SMALL_BYTES,) * 4)
+    return (*merged_bytes(case, group), copy, *(_SMALL_BYTES,) * 4)
 
 
 def _begun(target: torch.Tensor, fill: float | torch.Tensor) -> torch.Tensor:
@@ -100,18 +132,21 @@ def _begun(target: torch.Tensor, fill: float | torch.Tensor) -> torch.Tensor:
     return target.copy_(fill.squeeze(-1)) if isinstance(fill, torch.Tensor) else target.fill_(fill)
 
 
-def compute_group(job: Job, task: TaskTensors, group: Group, tools: Tools, ask: Ask) -> int:
+def compute_group(
+    job: Job, task: TaskTensors, group: Group, tools: Tools, ask: Ask, *, copied: bool = True
+) -> int:
     """Compute a head group and write its results.
 
     Args:
         task: all of the head group.
         ask: decides whether a scaled group that overflowed runs again (execution/scaling.py).
+        copied: whether to copy inputs that operators cannot read; if not, the kernel does.
 
     Returns:
         How often it was run again.
     """
     call, work, spec = job.call, job.call.work, job.spec
-    given = job.operands(group)
+    given = job.operands(group, copied=copied)
     divided = spec.divided if job.scaled else None
     upstream = None if divided is None else given[divided]
     if divided is not None and upstream is not None:
@@ -120,10 +155,11 @@ def compute_group(job: Job, task: TaskTensors, group: Group, tools: Tools, ask: 
         group_part(result, group, state.axis)
         for state, result in zip(spec.states, job.results.make(), strict=True)
     ]
+    own = in_results(job.case)
     states = [
         # A result in the state's dtype is its own state.
         _begun(target, job.fill(state, group))
-        if state.over is None
+        if state.over is None or own
         else torch.zeros(target.shape, dtype=work.state_dtype, device=call.device)
         for state, target in zip(spec.states, targets, strict=True)
     ]
@@ -156,5 +192,6 @@ def compute_group(job: Job, task: TaskTensors, group: Group, tools: Tools, ask: 
                 factor = job.factor(group, spec_of_state.axis)
                 if factor is not None:
                     made.mul_(factor)
-                target.copy_(made)
+                if not own:
+                    target.copy_(made)
     return repeated
