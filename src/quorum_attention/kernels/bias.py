@@ -34,9 +34,10 @@ def dead_rows(
     return _first_key(bias, lowest) > torch.arange(n_rows, device=bias.device)
 
 
-def dead_rows_bytes(batch: int, heads: int, rows: int, causal: bool) -> int:
+def dead_rows_bytes(batch: int, heads: int, rows: int, keys: int, causal: bool) -> int:
     """Upper bound of the bytes that ``dead_rows`` takes, result and temporaries, for fp64."""
-    return batch * heads * rows * 9 + (rows * 8 + 2 * BLOCK_BYTES if causal else 0)
+    block = min(BLOCK_BYTES, batch * heads * rows * keys)
+    return batch * heads * rows * 9 + (rows * 8 + 2 * block if causal else 0)
 
 
 def _first_key(bias: torch.Tensor, lowest: float) -> torch.Tensor:

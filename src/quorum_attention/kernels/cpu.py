@@ -9,7 +9,12 @@ import torch
 from quorum_attention.kernels import dropping
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.grouped import grouped_backward, grouped_forward
-from quorum_attention.kernels.odd_rows import mend_odd_rows_
+from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
+from quorum_attention.kernels.odd_rows import (
+    MEND_ROW_BYTES,
+    MEND_WORKSPACE_BYTES,
+    mend_odd_rows_,
+)
 from quorum_attention.kernels.operators import operator_reason
 from quorum_attention.kernels.padding import pad_last
 from quorum_attention.kernels.protocol import (
@@ -34,6 +39,8 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # The operator works on tiles of at most this many queries and keys, one tile for each thread.
 _TILE_QUERIES = 256
 _TILE_KEYS = 512
+# A kernel's first call tries it out (kernels/probe.py), which takes less than this.
+_TRIAL_BYTES = 6 << 20
 # The share of the threads that should be busy in a backward.
 _BUSY = 0.9
 
@@ -216,7 +223,9 @@ class CpuKernel(RectangleKernel):
         if shared > 1:
             # Copies of the queries by group, and of the results in the order of the heads.
             inside += 2 * sizes.rows * width * sizes.item + sizes.lse_bytes
-        return forward_bytes(sizes, width, inside)
+        rows = sizes.rows * (3 * sizes.work + 2 + MEND_ROW_BYTES)
+        merging = rows + MEND_WORKSPACE_BYTES + _widened(sizes, sizes.rows * call.value_dim)
+        return max(_TRIAL_BYTES, forward_bytes(sizes, width, inside, merging))
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
@@ -245,7 +254,15 @@ class CpuKernel(RectangleKernel):
             inside += (sizes.rows + sizes.key_rows) * width * sizes.item
         if call.value_dim < width:
             inside += (2 * sizes.rows + sizes.key_rows) * width * sizes.item
-        return backward_bytes(sizes, gradients, inside)
+        adding = _widened(sizes, max(sizes.rows, parts * sizes.key_rows) * width)
+        return max(_TRIAL_BYTES, backward_bytes(sizes, gradients, inside, adding))
+
+
+def _widened(sizes: RectangleSizes, numbers: int) -> int:
+    """Bytes to merge or add so many 16-bit ``numbers`` to a state: in blocks (kernels/merge.py)."""
+    if sizes.item == sizes.work:
+        return 0
+    return min(MERGE_WORKSPACE_BYTES, 3 * numbers * sizes.work)
 
 
 def _tile(sizes: RectangleSizes) -> tuple[int, int]:

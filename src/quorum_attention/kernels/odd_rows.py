@@ -8,6 +8,15 @@ import torch
 
 from quorum_attention.kernels.blocks import BLOCK_BYTES, row_blocks
 
+# Bytes of scores that are looked at together.
+_SCORE_BYTES = 256 * 1024
+
+MEND_WORKSPACE_BYTES = 4 * _SCORE_BYTES
+"""Upper bound of the bytes ``mend_odd_rows_`` allocates at any one time, besides ``MEND_ROW_BYTES``
+for each row."""
+
+MEND_ROW_BYTES = 32
+
 
 def mend_odd_rows_(
     out: torch.Tensor,
@@ -90,8 +99,8 @@ def _largest(
     if bias is not None:
         bias = bias.expand(query.shape[0], n_keys)
     found = torch.full((rows.numel(),), -torch.inf, dtype=dtype, device=rows.device)
-    # Blocks of ``step`` queries and keys: neither they nor their scores exceed BLOCK_BYTES.
-    items = BLOCK_BYTES // dtype.itemsize
+    # Blocks of ``step`` queries and keys: neither they nor their scores exceed _SCORE_BYTES.
+    items = _SCORE_BYTES // dtype.itemsize
     step = max(1, min(int(items**0.5), items // max(1, width)))
     for at in range(0, rows.numel(), step):
         some = rows[at : at + step]

@@ -80,7 +80,9 @@ class RectangleSizes:
             bias = bias_batch * bias_heads * bias_rows * bias_columns * item
             columns = round_up(extent.max_keys, max(1, 16 // item))
             aligned = bias_batch * bias_heads * bias_rows * columns * item
-            dead = dead_rows_bytes(bias_batch, heads, extent.max_queries, call.is_causal)
+            dead = dead_rows_bytes(
+                bias_batch, heads, extent.max_queries, extent.max_keys, call.is_causal
+            )
         return cls(
             batch=extent.batch,
             heads=heads,
@@ -128,20 +130,23 @@ class RectangleSizes:
         """Bytes of a task's shifted lse, the flags of its empty rows, and two copies for a call."""
         return self.task_rows * (self.work + 1) + 2 * self.rows * self.work
 
-    @property
-    def after_bytes(self) -> int:
-        """Bytes of the temporaries after the operator has returned: rows without keys, merge."""
-        return max(self.dead_bytes, MERGE_WORKSPACE_BYTES) + self.dead_bytes
 
-
-def forward_bytes(sizes: RectangleSizes, out_width: int, inside: int) -> int:
-    """Bound of a forward whose operator holds ``inside`` bytes until it returns (out, lse)."""
+def forward_bytes(
+    sizes: RectangleSizes, out_width: int, inside: int, merging: int = MERGE_WORKSPACE_BYTES
+) -> int:
+    """Bound of a forward whose operator holds ``inside`` bytes until it returns (out, lse), which
+    are merged with ``merging`` bytes."""
     results = sizes.rows * out_width * sizes.item + sizes.lse_bytes
     held = sizes.bias_bytes + sizes.signed_bytes + results
-    return held + max(inside, sizes.after_bytes) + SLACK_BYTES
+    # Temporaries after the operator has returned: rows without keys, merge.
+    after = max(sizes.dead_bytes, merging) + sizes.dead_bytes
+    return held + max(inside, after) + SLACK_BYTES
 
 
-def backward_bytes(sizes: RectangleSizes, gradients: int, inside: int) -> int:
-    """Bound of a backward that returns ``gradients`` bytes and holds ``inside`` until it does."""
+def backward_bytes(
+    sizes: RectangleSizes, gradients: int, inside: int, adding: int = MERGE_WORKSPACE_BYTES
+) -> int:
+    """Bound of a backward that returns ``gradients`` bytes and holds ``inside`` until it does, and
+    whose gradients are added with ``adding`` bytes."""
     held = sizes.bias_bytes + sizes.signed_bytes + sizes.shifted_lse_bytes + gradients
-    return held + max(inside, MERGE_WORKSPACE_BYTES) + SLACK_BYTES
+    return held + max(inside, adding) + SLACK_BYTES
