@@ -46,6 +46,8 @@ CPU: list[tuple[int, str, dict[str, Any]]] = [
     (20_000, "1GiB", {"kernel": "dense"}),
     (20_000, "64MiB", {"kernel": MASK, "is_causal": True}),
     (3000, "64MiB", {"over_inputs": True, "levels": (7,)}),
+    (20_000, "16MiB", {"dtype": torch.float32, "is_causal": True, "results_given": True}),
+    (20_000, "48MiB", {"is_causal": True, "results_given": True}),
 ]
 CALLS = [
     *((*call, {"device": "cuda", "inputs": inputs, "backward": backward})

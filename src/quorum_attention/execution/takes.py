@@ -122,9 +122,7 @@ def bytes_before(case: Case) -> tuple[int, ...]:
     return case.place.divided or 0, corrected
 
 
-def copied_bytes(
-    case: Case, group: GroupSize, most_rows: int | None = None
-) -> tuple[int, ...]:
+def copied_bytes(case: Case, group: GroupSize, most_rows: int | None = None) -> tuple[int, ...]:
     """Bytes of a head group's copies of inputs that operators cannot read as they are.
 
     Args:

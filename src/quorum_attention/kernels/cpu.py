@@ -39,7 +39,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # The operator works on tiles of at most this many queries and keys, one tile for each thread.
 _TILE_QUERIES = 256
 _TILE_KEYS = 512
-# A kernel's first call tries it out (kernels/probe.py), which takes less than this.
+# Least bytes of a pass: its first call may try the kernel out (kernels/probe.py).
 _TRIAL_BYTES = 6 << 20
 # The share of the threads that should be busy in a backward.
 _BUSY = 0.9
@@ -49,7 +49,13 @@ class CpuKernel(RectangleKernel):
     """torch's tiled CPU attention: fp16, bf16, fp32 and fp64, any head size, masks."""
 
     name = "cpu"
-    traits = replace(RectangleKernel.traits, plain_softmax=True, small_gradients=True, dropout=True)
+    traits = replace(
+        RectangleKernel.traits,
+        plain_softmax=True,
+        heads_by_thread=True,
+        small_gradients=True,
+        dropout=True,
+    )
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
@@ -223,8 +229,10 @@ class CpuKernel(RectangleKernel):
         if shared > 1:
             # Copies of the queries by group, and of the results in the order of the heads.
             inside += 2 * sizes.rows * width * sizes.item + sizes.lse_bytes
-        rows = sizes.rows * (3 * sizes.work + 2 + MEND_ROW_BYTES)
-        merging = rows + MEND_WORKSPACE_BYTES + _widened(sizes, sizes.rows * call.value_dim)
+        # Weights of the rows, and what mends odd rows, one head after the other.
+        merging = min(MERGE_WORKSPACE_BYTES, sizes.rows * (3 * sizes.work + 2))
+        merging += MEND_WORKSPACE_BYTES + sizes.queries * MEND_ROW_BYTES
+        merging += _widened(sizes, sizes.rows * call.value_dim)
         return max(_TRIAL_BYTES, forward_bytes(sizes, width, inside, merging))
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:

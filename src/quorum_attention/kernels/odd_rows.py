@@ -13,9 +13,9 @@ _SCORE_BYTES = 256 * 1024
 
 MEND_WORKSPACE_BYTES = 4 * _SCORE_BYTES
 """Upper bound of the bytes ``mend_odd_rows_`` allocates at any one time, besides ``MEND_ROW_BYTES``
-for each row."""
+for each row of a head."""
 
-MEND_ROW_BYTES = 32
+MEND_ROW_BYTES = 48
 
 
 def mend_odd_rows_(

@@ -441,7 +441,9 @@ def _planned_calls(
             pieces.append(r)
         else:
             pieces.extend(cut([r], *kernel.preferred_sizes(sizes, r, backward)))
-    return tuple(part for batch in _batched(pieces, sizes) for part in kernel._bounded(batch, sizes))
+    return tuple(
+        part for batch in _batched(pieces, sizes) for part in kernel._bounded(batch, sizes)
+    )
 
 
 def _batched(pieces: list[Rectangle], sizes: TaskSizes) -> Iterator[Batch]:

@@ -56,8 +56,10 @@ class Traits:
         pairwise: it says how it changes each score (``Pairwise``).
         whole_calls: it takes monolithic calls on the inputs as they lie (``WholeCalls``).
         task_calls: it takes tasks on the inputs as they lie (``TaskCalls``).
-        any_upstream: the upstream gradient and the output of its ``backward`` may have any dtype and
+        any_upstream: upstream gradient and output of its ``backward`` may have any dtype and
             strides; it copies what an operator cannot read, for one operator call at a time.
+        heads_by_thread: on a CPU each thread computes whole heads of batch entries in the backward
+            of an uncut call, and an equal part of all rows in its forward.
         operator: it can be called for a single rectangle (``Operator``); needs ``whole_calls``.
         measured: it says for which calls its ``rates`` have been measured (``Measured``).
 
@@ -82,6 +84,7 @@ class Traits:
     whole_calls: bool = False
     task_calls: bool = False
     any_upstream: bool = False
+    heads_by_thread: bool = False
     operator: bool = False
     measured: bool = False
 

@@ -14,7 +14,7 @@ from quorum_attention.execution.case import Case
 from quorum_attention.execution.pass_spec import PassSpec
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.workload import Workload
-from quorum_attention.kernels.traits import traits_of
+from quorum_attention.kernels.traits import Traits, traits_of
 from quorum_attention.planner.machine import Machine
 
 # A copy within a device takes the host as long as so many others: those are issued in batches.
@@ -161,6 +161,7 @@ def _device_seconds(
     lanes: int,
     machine: Machine,
     spec: PassSpec,
+    traits: Traits,
     *,
     streams: int,
     uncut: bool,
@@ -176,6 +177,8 @@ def _device_seconds(
             inner = r.n_queries if spec.backward else r.n_keys
             bytes_of_row = (work.head_dim + work.value_dim) * work.element_bytes
             share *= machine.cached_share(inner * bytes_of_row)
+        if uncut and traits.heads_by_thread:
+            share *= machine.busy_share(lanes, causal=r.causal, backward=spec.backward)
         flops = _flops_of_pair(work, spec) * r.pairs * call.count * lanes
         seconds += times * (flops / (_rate(machine, spec) * share) + machine.call_device_seconds)
     return seconds
@@ -232,8 +235,9 @@ def cost(schedule: Schedule, case: Case, machine: Machine) -> Cost:
         calls, preparation = traits.launch_seconds[spec.backward] * load.units, 0.0
     else:
         on_device = _device_seconds(
-            sample.calls, work, lanes, machine, spec, streams=schedule.streams, uncut=load.uncut
-        )
+            sample.calls, work, lanes, machine, spec, traits,
+            streams=schedule.streams, uncut=load.uncut,
+        )  # fmt: skip
         calls = call_seconds * sample.n_calls / sample.tasks * load.units
         preparation = sample.shapes * machine.plan_seconds
         if load.merges:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -44,6 +45,7 @@ class Machine:
         pass_seconds: of one pass, independent of its size.
         plan_seconds: extra time of a kernel's first call of a shape.
         overlaps: whether copies run beside compute, and the host runs ahead.
+        threads: of a CPU.
         measured: whether the rates were measured on the device at hand.
     """
 
@@ -67,6 +69,7 @@ class Machine:
     pass_seconds: float
     plan_seconds: float
     overlaps: bool
+    threads: int = 1
     measured: bool = False
 
     def share_of_rate(self, rows: int, causal_side: int = 0, streams: int = 1) -> float:
@@ -89,6 +92,18 @@ class Machine:
         if streams > 1:
             share = 1 - (1 - share) * self.exposed_idle
         return float(share ** (1 - self.throttle))
+
+    def busy_share(self, lanes: int, *, causal: bool, backward: bool) -> float:
+        """The share of threads that an uncut call of ``lanes`` heads of batch entries keeps busy,
+        where each gets whole ones (backward), or the same number of rows (forward)."""
+        each = max(1, lanes) / self.threads
+        if backward:
+            return each / math.ceil(each)
+        if not causal:
+            return 1.0
+        # A causal head's work up to a share x of its rows is x squared.
+        done = [int(x) + (x % 1) ** 2 for x in (each * i for i in range(self.threads + 1))]
+        return each / max(b - a for a, b in pairwise(done))
 
     def cached_share(self, inner_bytes: int) -> float:
         """The share of the rate that is left when a head's inner operand has ``inner_bytes``."""

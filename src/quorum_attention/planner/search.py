@@ -402,7 +402,11 @@ def _schedules(
     over: type[InPlace | Together] = InPlace if takes_tasks(kernel, work) else Together
     cuts = _cuts_over_inputs(case, wish, shapes) if over_inputs else []
     # One answer holds for all: whether a route can run does not depend on the decomposition.
-    able = [r for r in over.offered(choice) if Schedule(cuts[0], sizes[-1], r).runs(case)] if cuts else []
+    able = (
+        [r for r in over.offered(choice) if Schedule(cuts[0], sizes[-1], r).runs(case)]
+        if cuts
+        else []
+    )
     if able:
         for shape in cuts:
             routes: Sequence[Route] = able

@@ -79,4 +79,5 @@ def cpu_rates(dtype: torch.dtype) -> dict[str, Any]:
         "pass_seconds": 300e-6,
         "plan_seconds": 0.0,
         "overlaps": False,
+        "threads": threads,
     }

@@ -1,0 +1,195 @@
+"""Over inputs on a CPU: rectangles no larger than memory allows, states in the results."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from helpers_attention import GRADIENT_TOLERANCE, TOLERANCE, assert_close, exact, inputs
+from helpers_memory import FailingAllocations, usage
+from helpers_plans import unpinned
+
+import quorum_attention as qa
+from quorum_attention.decomposition.pieces import Pieces
+from quorum_attention.execution.routes.together import Together
+from quorum_attention.execution.schedule import schedule_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def laid_out(pieces: Pieces, n: int, backward: bool, **sizes: Any) -> qa.Plan:
+    """A plan of chunks of 64 or so tokens, with its rectangles laid out so."""
+    plan = qa.plan(
+        n, **sizes, levels=(7,), tile=8, over_inputs=True, device="cpu", inputs="device",
+        backward=backward,
+    )  # fmt: skip
+    route = plan.schedule.route
+    assert isinstance(route, Together)
+    schedule = schedule_of(
+        plan.work, plan.decomposition, plan.schedule.group, replace(route, pieces=pieces)
+    )
+    return replace(plan, candidate=replace(plan.candidate, schedule=schedule))
+
+
+@pytest.mark.parametrize("pieces", ["rows", "blocks"])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("given", [False, True])
+def test_results_are_right(pieces, dtype, causal, given) -> None:
+    """Also of grouped heads, of wide values, and into given results that hold something else."""
+    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 16, "value_dim": 24, "dtype": dtype}
+    made = inputs(300, 200, **sizes)
+    plans = [
+        laid_out(pieces, 300, backward, n_keys=200, is_causal=causal, **sizes)
+        for backward in (False, True)
+    ]
+    call = {"is_causal": causal, "enable_gqa": True}
+    room: list[dict[str, Any]] = [{}, {}]
+    if given:
+        out = torch.full((1, 300, 4, 24), 5.0, dtype=dtype).transpose(1, 2)
+        grads = tuple(torch.full_like(t, 7.0) for t in made.three)
+        room = [{"out": out}, {"grads": grads}]
+    out, lse = qa.attention_with_lse(*made.three, plan=plans[0], **call, **room[0])
+    found = qa.attention_backward(
+        made.grad_out, *made.three, out, lse, plan=plans[1], **call, **room[1]
+    )
+    wanted = exact(made, is_causal=causal, gradients=True)
+    assert wanted.grads is not None
+    assert_close(out, wanted.out, TOLERANCE[dtype])
+    for mine, reference in zip(found, wanted.grads, strict=True):
+        assert_close(mine, reference, GRADIENT_TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("boolean", [False, True])
+def test_under_a_mask(boolean: bool, causal: bool) -> None:
+    """Which goes through no slots any more, also where it leaves rows without keys."""
+    made = inputs(500, heads=3, head_dim=16)
+    mask = torch.rand(3, 500, 500) > 0.4 if boolean else torch.randn(500, 500)
+    if boolean:
+        mask[:, 70:90] = False
+    call = {"attn_mask": mask, "is_causal": causal, "depth": 1}
+    report = qa.Report()
+    out, lse = qa.attention_with_lse(*made.three, **call, report=report)
+    grads = qa.attention_backward(made.grad_out, *made.three, out, lse, **call, report=report)
+    assert report.forward is not None
+    assert report.backward is not None
+    assert {report.forward.n_cap, report.backward.n_cap} == {1}
+    wanted = exact(made, mask=mask, is_causal=causal, gradients=True)
+    assert wanted.grads is not None
+    for mine, reference in zip((out, *grads), (wanted.out, *wanted.grads), strict=True):
+        assert_close(mine, reference, GRADIENT_TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("heads", [1, 2, 3])
+def test_every_thread_has_work_in_a_backward(threads: int, heads: int) -> None:
+    """Squares and rectangles of few heads are cut into as many parts as threads; gradients stay
+    what they are, also where the parts are not equal."""
+    before = torch.get_num_threads()
+    made = inputs(517, heads=heads, head_dim=16)
+    torch.set_num_threads(threads)
+    try:
+        plan = laid_out(
+            "blocks", 517, True, heads=heads, head_dim=16, dtype=torch.float32, is_causal=True
+        )
+        out, lse = qa.attention_with_lse(*made.three, is_causal=True)
+        grads = qa.attention_backward(
+            made.grad_out, *made.three, out, lse, is_causal=True, plan=plan
+        )
+    finally:
+        torch.set_num_threads(before)
+    wanted = exact(made, is_causal=True, gradients=True)
+    assert wanted.grads is not None
+    for mine, reference in zip(grads, wanted.grads, strict=True):
+        assert_close(mine, reference, GRADIENT_TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("expanded", [False, True])
+@pytest.mark.parametrize("wide", [False, True])
+def test_upstream_gradients_are_copied_a_rectangle_at_a_time(expanded: bool, wide: bool) -> None:
+    """Whether the gradient is expanded, as a sum's is, or of another dtype than the inputs."""
+    sizes = {"heads": 2, "head_dim": 64, "dtype": torch.bfloat16 if wide else torch.float32}
+    made = inputs(2400, **sizes)
+    plan = laid_out("blocks", 2400, True, is_causal=True, **sizes)
+    call = {"is_causal": True}
+    out, lse = qa.attention_with_lse(*made.three, **call, out_dtype=torch.float32)
+    grad = made.grad_out.to(out.dtype)
+    if expanded:
+        grad = torch.randn(1, 2, 1, 1).expand(out.shape)
+    grads = tuple(torch.empty_like(t) for t in made.three)
+    call = {**call, "plan": plan, "grads": grads}
+    qa.attention_backward(grad, *made.three, out, lse, **call)
+    taken = usage(lambda: qa.attention_backward(grad, *made.three, out, lse, **call))
+    # Rows of a chunk, and for 16 bits the states of a head group: nothing of a whole head more.
+    states = 3 * 2 * 2400 * 64 * 4 if wide else 0
+    assert taken.peak < states + (3 << 20)
+    wanted = exact(replace(made, grad_out=grad), is_causal=True, gradients=True)
+    assert wanted.grads is not None
+    for mine, reference in zip(grads, wanted.grads, strict=True):
+        assert_close(mine, reference, GRADIENT_TOLERANCE[sizes["dtype"]])
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_failure_in_the_middle_leaves_nothing_half_done(backward: bool, dtype) -> None:
+    """Each allocation fails in turn, those within a merge or an addition too: what is returned is
+    right, in results given as well, or the call says that it cannot go on."""
+    made = inputs(200, heads=2, head_dim=8, dtype=dtype)
+    sizes = {"heads": 2, "head_dim": 8, "dtype": dtype, "is_causal": True}
+    plan = unpinned(laid_out("blocks" if backward else "rows", 200, backward, **sizes))
+    out, lse = qa.attention_with_lse(*made.three, is_causal=True)
+    reference = exact(made, is_causal=True, gradients=True)
+    assert reference.grads is not None
+    qa.attention_backward(made.grad_out, *made.three, out, lse, is_causal=True)
+    recovered = stopped = 0
+    for first in range(1, 700, 5):
+        report = qa.Report()
+        call = {"is_causal": True, "plan": plan, "report": report}
+        with FailingAllocations(first) as planted:
+            try:
+                if backward:
+                    grads = tuple(torch.full_like(t, 3.0) for t in made.three)
+                    found = qa.attention_backward(
+                        made.grad_out, *made.three, out, lse, grads=grads, **call
+                    )
+                else:
+                    given = torch.full_like(out, 3.0)
+                    found = (qa.attention(*made.three, out=given, **call),)
+            except torch.OutOfMemoryError:
+                stopped += 1
+                continue
+        wanted = reference.grads if backward else (reference.out,)
+        for actual, expected in zip(found, wanted, strict=True):
+            assert_close(actual, expected, GRADIENT_TOLERANCE[dtype])
+        part = report.backward if backward else report.forward
+        assert part is not None
+        recovered += bool(part.recoveries)
+        if planted.seen < first:
+            break
+    else:
+        pytest.fail("there are more allocations than were planted")
+    assert recovered > 5, (recovered, stopped)
+
+
+def test_a_budget_below_the_results_works_where_they_are_given() -> None:
+    """Results of 8 and 24 MiB, a budget of 7: of which the kernel is reckoned to take 6."""
+    made = inputs(4_000, heads=8, head_dim=64)
+    limit: dict[str, Any] = {"is_causal": True, "budget": 7 << 20}
+    with pytest.raises(qa.BudgetError):
+        qa.attention(*made.three, **limit)
+    out, grads = torch.empty_like(made.query), tuple(torch.empty_like(t) for t in made.three)
+    found: list[torch.Tensor] = []
+    forward = usage(lambda: found.extend(qa.attention_with_lse(*made.three, out=out, **limit)))
+    assert forward.peak <= limit["budget"]
+    backward = usage(
+        lambda: qa.attention_backward(made.grad_out, *made.three, *found, grads=grads, **limit)
+    )
+    assert backward.peak <= limit["budget"]
+    three = [t.requires_grad_() for t in made.three]
+    wanted = torch.nn.functional.scaled_dot_product_attention(*three, is_causal=True)
+    torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-5)
+    for mine, theirs in zip(grads, torch.autograd.grad(wanted, three, made.grad_out), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=5e-5, rtol=1e-4)
