@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from itertools import product
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 from kernel_harness import Case, check_nan_in_a_query, errors, exact, rms_errors, run
 
 from quorum_attention.kernels import CpuKernel, get_kernel, why_not
+from quorum_attention.kernels.cpu import CpuKernel
+from quorum_attention.kernels.rectangles import _BackwardPiece
 
 CPU_KERNELS = ("cpu", "dense")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -217,6 +220,37 @@ def test_cpu_row_runs(threads: int, n: int) -> None:
         check("cpu", "cpu", Case(n, heads=4, key_heads=1, value_dim=24))
     finally:
         torch.set_num_threads(before)
+
+
+def test_parts_of_a_backward_hold_every_pair_once() -> None:
+    """For any number of threads, also where a square is smaller than their number squared."""
+    kernel = get_kernel("cpu")
+    assert isinstance(kernel, CpuKernel)
+    for rows, keys, threads, causal in product(
+        (1, 2, 3, 5, 8, 13, 40), (1, 7, 40), (1, 2, 3, 5, 8), (False, True)
+    ):
+        keys = rows if causal else keys
+        query, key = (torch.arange(n).view(1, 1, n, 1) for n in (rows, keys))
+        piece = _BackwardPiece(
+            query, key, key, query, query, query[..., 0], query.clone(), key.clone(), key.clone(),
+            None,
+        )  # fmt: skip
+        seen = torch.zeros(rows, keys, dtype=torch.int64)
+        before = torch.get_num_threads()
+        try:
+            torch.set_num_threads(threads)
+            for part, square in kernel._parts(piece, causal):
+                for entry in range(part.query.shape[0]):
+                    mine, others = part.query[entry, 0, :, 0], part.key[entry, 0, :, 0]
+                    assert torch.equal(mine, part.grad_query[entry, 0, :, 0])
+                    into = part.grad_key.expand(part.query.shape[0], -1, -1, -1)
+                    assert torch.equal(others, into[entry, 0, :, 0])
+                    pairs = torch.ones(len(mine), len(others), dtype=torch.int64)
+                    seen[mine[:, None], others] += pairs.tril() if square else pairs
+        finally:
+            torch.set_num_threads(before)
+        wanted = torch.ones_like(seen)
+        assert torch.equal(seen, wanted.tril() if causal else wanted), (rows, keys, threads)
 
 
 @pytest.mark.parametrize("name", CPU_KERNELS)

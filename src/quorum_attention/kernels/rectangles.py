@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
 import torch
 
@@ -350,14 +351,14 @@ class RectangleKernel(ABC):
             if even < rows:
                 yield piece.part(slice(even, rows), every), False
             return
-        # Squares along the diagonal, and beneath it the rows of each square.
+        # Squares along the diagonal, the rest of it, and what each leaves to its left.
         side = even // n_parts
+        edges = [*range(0, even + 1, side), *([rows] if even < rows else ())]
         yield piece.part(slice(0, even), slice(0, even)).squares(n_parts), True
-        for start in range(side, rows, side):
-            below = piece.part(slice(start, min(start + side, rows)), slice(0, start))
-            yield from self._parts(below, False)
         if even < rows:
             yield piece.part(slice(even, rows), slice(even, rows)), True
+        for start, stop in pairwise(edges[1:]):
+            yield from self._parts(piece.part(slice(start, stop), slice(0, start)), False)
 
     def _head_views(self, task: TaskTensors) -> Iterator[Pick]:
         query_heads, key_heads = task.query.shape[1], task.key.shape[1]
