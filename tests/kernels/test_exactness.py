@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from kernel_harness import Case, check_nan_in_a_query, errors, exact, rms_errors, run
 
 from quorum_attention.kernels import CpuKernel, get_kernel, why_not
-from quorum_attention.kernels.cpu import CpuKernel
 from quorum_attention.kernels.rectangles import _BackwardPiece
 
 CPU_KERNELS = ("cpu", "dense")
