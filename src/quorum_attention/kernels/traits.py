@@ -130,6 +130,12 @@ def refusal(kernel: InnerKernel, call: CallShape) -> str | None:
     return reason
 
 
+def is_bare(kernel: InnerKernel) -> bool:
+    """Whether a kernel is no more than its class: it keeps nothing that its results could depend
+    on, as the native one keeps its options."""
+    return not getattr(kernel, "__dict__", None)
+
+
 def captures(kernel: InnerKernel) -> Captures | None:
     """``kernel`` as one that reads tensors of its own, if it is."""
     return cast(Captures, kernel) if traits_of(kernel).captures else None

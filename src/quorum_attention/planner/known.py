@@ -24,6 +24,7 @@ from quorum_attention.execution.case import Case
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.workload import GroupSize
+from quorum_attention.kernels.traits import is_bare
 from quorum_attention.planner.machine import Machine
 from quorum_attention.writing import cache_folder, write_text
 
@@ -36,7 +37,7 @@ _PLAIN = (int, float, str, bool, type(None), torch.dtype)
 def name_of(case: Case, wish: object, machine: Machine) -> str | None:
     """The name of a search's entry; None where nothing is remembered."""
     kernel, work = case.kernel, case.work
-    ours = type(kernel).__module__.startswith(_PACKAGE) and _is_bare(kernel)
+    ours = type(kernel).__module__.startswith(_PACKAGE) and is_bare(kernel)
     if not ours or not _on_a_gpu(case):
         return None
     asked = (work, case.place, wish, machine)
@@ -93,12 +94,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _on_a_gpu(case: Case) -> bool:
     return case.place.device_type == "cuda" and torch.cuda.is_available()
-
-
-def _is_bare(kernel: object) -> bool:
-    """Whether a kernel is no more than its class: the native one without options, for example, is
-    not, because nobody here knows which options there are."""
-    return not getattr(kernel, "__dict__", None)
 
 
 def _is_plain(value: object) -> bool:
