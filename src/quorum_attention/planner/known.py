@@ -21,6 +21,7 @@ import torch
 
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.execution.case import Case
+from quorum_attention.execution.device.lookup import BACKENDS
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.workload import GroupSize
@@ -38,7 +39,8 @@ def name_of(case: Case, wish: object, machine: Machine) -> str | None:
     """The name of a search's entry; None where nothing is remembered."""
     kernel, work = case.kernel, case.work
     ours = type(kernel).__module__.startswith(_PACKAGE) and is_bare(kernel)
-    if not ours or not _on_a_gpu(case):
+    backend = BACKENDS[case.place.device_type]
+    if not ours or not backend.remembers or not backend.is_here():
         return None
     asked = (work, case.place, wish, machine)
     # The text of anything else might be the same for different things.
@@ -90,10 +92,6 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _on_a_gpu(case: Case) -> bool:
-    return case.place.device_type == "cuda" and torch.cuda.is_available()
 
 
 def _is_plain(value: object) -> bool:

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from quorum_attention.call.mapped import Mappings
 from quorum_attention.call.request import Request, Tensors
+from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.pool.messages import Begin
 from quorum_attention.pool.parts import Part, Sizes, parts_of
 from quorum_attention.pool.report import PoolPass, PoolReport
@@ -86,7 +87,7 @@ def attend(call: PoolCall, tensors: Tensors) -> torch.Tensor:
 
 def _made(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A result that workers can write to."""
-    if device.type == "cpu":
+    if on_host(device):
         return room(tuple(shape), dtype)
     return torch.empty(tuple(shape), dtype=dtype, device=device)
 

@@ -10,6 +10,7 @@ import torch
 from quorum_attention.call.options import Written
 from quorum_attention.call.request import request_of
 from quorum_attention.counts import shown, whole_number
+from quorum_attention.execution.device.lookup import every_device, on_host, present
 from quorum_attention.kernels.uncompiled import uncompiled
 from quorum_attention.mask import Mask
 from quorum_attention.pool.call import PoolCall, attend
@@ -151,28 +152,19 @@ class Pool:
 
 def _names(devices: str | Sequence[str | torch.device]) -> list[str]:
     if devices == "all":
-        count = torch.cuda.device_count()
-        if not count:
+        every = every_device()
+        if not every:
             raise ValueError('devices="all" needs a CUDA device, and there is none here')
-        return [f"cuda:{number}" for number in range(count)]
+        return [str(device) for device in every]
     if isinstance(devices, (str, torch.device)):
         devices = [devices]
-    names = []
-    for device in devices:
-        try:
-            place = torch.device(device)
-        except (RuntimeError, TypeError):
-            raise ValueError(f"devices must be devices of torch, got {shown(device)}") from None
-        if place.type not in ("cpu", "cuda"):
-            raise ValueError(f"devices must be CPUs or CUDA devices, got {shown(str(device))}")
-        if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
-            raise ValueError(f"there is no device {str(place)!r} here")
-        names.append(str(place if place.type == "cpu" else torch.device("cuda", place.index or 0)))
-    if not names:
+    if not devices:
         raise ValueError("devices must name at least one device, got none")
-    if len({n for n in names if n != "cpu"}) < sum(n != "cpu" for n in names):
-        raise ValueError(f"devices must name each GPU once, got {names}")
-    return names
+    places = [present(device, "devices") for device in devices]
+    own = [place for place in places if not on_host(place)]
+    if len(set(own)) < len(own):
+        raise ValueError(f"devices must name each GPU once, got {shown([str(p) for p in places])}")
+    return [str(place) for place in places]
 
 
 __all__ = ["Pool"]

@@ -13,6 +13,7 @@ import torch
 
 from quorum_attention.api import attention_backward, attention_with_lse
 from quorum_attention.errors import BudgetError, OutOfMemoryError
+from quorum_attention.execution.device.lookup import backend_of, on_host
 from quorum_attention.execution.report import Report
 from quorum_attention.mask import Mask
 from quorum_attention.pool.messages import Begin, Compute, Done, End, Failed, Ready
@@ -26,10 +27,14 @@ def work(device: str, threads: int | None, pipe: Connection) -> None:
     if threads is not None:
         torch.set_num_threads(threads)
     place = torch.device(device)
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
-        torch.cuda.init()
-    pipe.send(Ready(torch.cuda.get_device_name(place) if place.type == "cuda" else device))
+    backend = backend_of(place)
+    with backend.current(place):
+        torch.empty(1, device=place)  # opens the device, which takes a while
+        pipe.send(Ready(device if on_host(place) else backend.model(place)))
+        _obey(place, pipe)
+
+
+def _obey(place: torch.device, pipe: Connection) -> None:
     passes: dict[int, _Pass] = {}
     while True:
         try:
@@ -88,8 +93,7 @@ class _Pass:
             self._gradients(message, options)
         else:
             self._statistics(part, options)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        backend_of(self._device).synchronize(self._device)
 
     def _statistics(self, part: Part, options: dict[str, Any]) -> None:
         query, key, value = (self._of(n, part) for n in ("query", "key", "value"))

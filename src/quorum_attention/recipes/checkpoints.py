@@ -5,9 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import torch
-
 from quorum_attention.counts import one_of
+from quorum_attention.execution.device.lookup import best_device, on_host
 from quorum_attention.recipes.summary import Ingredient, left_out
 
 NAME = "checkpoints"
@@ -29,7 +28,7 @@ def checkpoint_layers(model: Any, where: str | None) -> Ingredient:
             return Ingredient(NAME, True, "on the device: this Transformers has none elsewhere")
         return Ingredient(NAME, True, "Transformers', on the device")
     # Without an accelerator torch has no memory to copy them to that is not where they are.
-    away = where == "host" and torch.cuda.is_available()
+    away = where == "host" and not on_host(best_device())
     enable({"use_reentrant": False}, offload=away)
     place = "in host memory" if where == "host" else "on the device"
     return Ingredient(NAME, True, f"Transformers', {place}")

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
+from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.recipes.summary import Ingredient, left_out
 
 NAME = "chunked loss"
@@ -48,7 +49,7 @@ def chunk_loss(model: Any) -> Ingredient:
 def _implementation(weight: torch.Tensor) -> tuple[_Sum | None, str]:
     """What sums the losses, and whose it is; or nothing, and why."""
     missing = ""
-    if weight.device.type == "cuda":
+    if not on_host(weight.device):
         try:
             from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
         except ImportError:

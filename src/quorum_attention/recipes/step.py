@@ -15,6 +15,7 @@ import torch
 
 from quorum_attention.counts import one_of, whole_number
 from quorum_attention.errors import BudgetError
+from quorum_attention.execution.device.lookup import GPU
 from quorum_attention.planner import plan
 from quorum_attention.recipes.config import ModelShape
 from quorum_attention.sizes import format_bytes, parse_bytes
@@ -120,7 +121,7 @@ class Training:
     lora: int | None = None
     checkpointing: bool = True
     budget: int | None = None
-    device: str = "cuda"
+    device: str = GPU
     on: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:

@@ -52,6 +52,7 @@ class Backend(ABC):
             slot, or cutting a call that fits, can save time.
         pins: page-locked host memory makes copies faster.
         most_streams: more kernel calls in flight at once than this save no time.
+        remembers: schedules found for it are remembered on disk, because their searches take long.
         word_bytes: the address and the size of each row must be multiples of this for its kernels.
     """
 
@@ -61,6 +62,7 @@ class Backend(ABC):
     overlaps = False
     pins = False
     most_streams = 1
+    remembers = False
     word_bytes = 1
 
     def is_here(self) -> bool:

@@ -30,6 +30,7 @@ class Cuda(Backend):
 
     kind = "cuda"
     own_memory = True
+    remembers = True
     refuses = True
     overlaps = True
     pins = True

@@ -13,6 +13,8 @@ from quorum_attention.execution.device.cuda import Cuda, numbered
 
 BACKENDS: dict[str, Backend] = {"cpu": Cpu(), "cuda": Cuda()}
 """The supported kinds of devices, by torch's names."""
+GPU = "cuda"
+"""The kind that is planned for where a device need not be here."""
 
 HOST = torch.device("cpu")
 
@@ -36,6 +38,12 @@ def on_host(device: torch.device) -> bool:
 def best_device() -> torch.device:
     """The current CUDA device if there is one, else the CPU."""
     return numbered(torch.device("cuda")) if BACKENDS["cuda"].is_here() else HOST
+
+
+def every_device() -> list[torch.device]:
+    """All CUDA devices of this machine."""
+    count = torch.cuda.device_count() if BACKENDS["cuda"].is_here() else 0
+    return [torch.device("cuda", number) for number in range(count)]
 
 
 def named_device(name: Any, argument: str) -> torch.device:
