@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from quorum_attention.execution.case import Case
+from quorum_attention.execution.device.lookup import BACKENDS
 from quorum_attention.execution.pass_spec import spec_of
 from quorum_attention.execution.placement import Placement
 from quorum_attention.execution.trimming import pairs_of
@@ -31,7 +32,7 @@ MACHINE = assumed("cuda", torch.float16)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache, on a machine that is taken for one with a GPU."""
     monkeypatch.setenv("QUORUM_ATTENTION_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(known, "_on_a_gpu", lambda case: case.place.device_type == "cuda")
+    monkeypatch.setattr(BACKENDS["cuda"], "is_here", lambda: True)
     known._known.cache_clear()
     yield tmp_path / "cache"
     known._known.cache_clear()

@@ -141,7 +141,7 @@ def test_a_closed_pool() -> None:
 
 @pytest.mark.parametrize(
     ("devices", "said"),
-    [([], "at least one"), ("tpu", "devices"), (["cuda:99"], "no device"), ("all", "CUDA")],
+    [([], "at least one"), ("tpu", "devices"), (["cuda:99"], "CUDA device"), ("all", "CUDA")],
 )
 def test_devices_that_are_not_here(devices: str | list[str], said: str) -> None:
     if torch.cuda.is_available() and devices == "all":
