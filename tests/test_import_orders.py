@@ -70,6 +70,10 @@ SHORT = {
         "import quorum_attention.kernels as package; package.get_kernel('dense');"
         "qa.kernels.get_kernel('dense'); print(*qa.kernels())"
     ),
+    "subpackages by the package's name": (
+        "import quorum_attention as qa; qa.pool.Pool; qa.distributed.attention;"
+        "qa.recipes.long_context; qa.integrations; print(*qa.kernels())"
+    ),
     "everything": "from quorum_attention import *; attention; plan; print(*kernels())",
 }
 

@@ -96,7 +96,13 @@ __all__ = [
 ]
 
 
+# What is used by its subpackage's name, as in ``quorum_attention.distributed.attention``.
+_SUBPACKAGES = ("distributed", "integrations", "pool", "recipes")
+
+
 def __getattr__(name: str) -> Any:
+    if name in _SUBPACKAGES:
+        return import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = import_module(f"{__name__}.{_HOMES[name]}")
@@ -107,4 +113,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__"])
+    return sorted([*__all__, *_SUBPACKAGES, "__version__"])
