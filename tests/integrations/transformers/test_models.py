@@ -240,6 +240,15 @@ def test_options_reach_the_call() -> None:
             register(name)
     with pytest.raises(TypeError, match="min_tokens"):
         register("other", min_tokens="few")  # type: ignore[arg-type]
+    senseless: dict[str, Any] = {
+        "budget": "much",
+        "kernel": "none",
+        "depth": "deep",
+        "accumulator": "x",
+    }
+    for name, value in senseless.items():
+        with pytest.raises(ValueError, match=name):
+            register("other", **{name: value})
 
 
 def test_short_plain_calls_go_to_sdpa() -> None:

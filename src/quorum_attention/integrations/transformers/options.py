@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from quorum_attention.counts import shown, whole_number
+from quorum_attention.call.options import depth_of
+from quorum_attention.counts import one_of, shown, whole_number
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.registry import get_kernel
+from quorum_attention.sizes import parse_bytes
 
 # Shorter calls take so little that a plan of any kind costs more than it saves.
 MIN_TOKENS = 1024
@@ -31,6 +34,13 @@ class Options:
     min_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        """Here, because the first call may be hours after ``register``."""
+        if self.budget is not None:
+            parse_bytes(self.budget)
+        if self.kernel != "auto":
+            get_kernel(self.kernel)
+        depth_of(self.depth)
+        one_of(self.accumulator, "accumulator", ("auto", "device", "host"))
         if self.min_tokens is not None:
             whole_number(self.min_tokens, "min_tokens", 0)
         if self.report is not None and not isinstance(self.report, Report):
