@@ -88,7 +88,8 @@ def attention(
             InnerKernel; "auto" takes the fastest that can run the call, in this budget.
         accumulator: where unfinished rows are kept between tasks: "device", "host" or "auto".
         devices: where to compute; None: the inputs' device, or for host inputs the current CUDA
-            device if there is one. One device so far.
+            device if there is one. One device; for several see ``pool.Pool`` and
+            ``distributed.attention``.
         out: preallocated result (..., heads, n_queries, value_dim) of any dtype and residency. It
             may be one of several interleaved views of a tensor, but must share no memory with the
             inputs nor overlap itself. A read-only array or memory map is refused; a tensor over an

@@ -38,6 +38,16 @@ def test_more_devices_take_less_time(capsys: pytest.CaptureFixture[str]) -> None
         assert one / 2.8 < four < one / 2.3
 
 
+@pytest.mark.parametrize(
+    "option", [["--levels", "7"], ["--census"], ["--backward"], ["--device", "cpu"]]
+)
+def test_what_would_be_ignored_is_refused(
+    option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*CALL, "--devices", "2xH200", *option]) != 0
+    assert f"{option[0]} does not go with --devices" in capsys.readouterr().err
+
+
 def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "gantt.svg"
     assert main([*CALL, "--devices", "2xH200,1xA100", "--draw", str(target)]) == 0

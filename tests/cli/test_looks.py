@@ -328,3 +328,10 @@ def test_what_is_printed_is_no_markup(capsys: pytest.CaptureFixture[str]) -> Non
     show_table(["a"], [["[red]x[/red]"]])
     assert "[red]x[/red]" in capsys.readouterr().out
     assert output._PIPE_COLUMNS > 100
+
+
+def test_a_flag_names_its_default_once() -> None:
+    """``--no-checkpointing`` does not say that it is on."""
+    for name, command in parsers():
+        for line in command.format_help().split("\n  --no-")[1:]:
+            assert "(default" not in line.split("\n  --")[0].split("\n\n")[0], (name, line)

@@ -57,12 +57,21 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     """Add the option."""
     parser.add_argument(
         "--devices", type=devices_of, metavar="LIST",
-        help="what several devices would do together, e.g. 8xH200,4xA100 or 2xNAME:SPEED",
+        help="what several devices would do together, e.g. 8xH200,4xA100 or 2xNAME:SPEED "
+        "(default: one device)",
     )  # fmt: skip
 
 
 def run(options: argparse.Namespace, sizes: dict[str, Any]) -> int:
-    """Say how long each pass would take, and draw it if asked to."""
+    """Say how long each pass would take, and draw it if asked to.
+
+    Raises:
+        ValueError: an option of a plan for one device was given as well.
+    """
+    usual = {"levels": (None,), "layout": ("aligned",), "backward": (False,), "census": (False,)}
+    for name, values in {**usual, "device": (None, "cuda")}.items():
+        if getattr(options, name) not in values:
+            raise ValueError(f"--{name} does not go with --devices")
     devices: list[tuple[str, float]] = options.devices
     kv_heads = sizes["kv_heads"] or sizes["heads"]
     of = Sizes(

@@ -82,7 +82,11 @@ def add_flag(
     """``--name`` and ``--no-name``."""
     parser.add_argument(f"--{name}", dest=name, action="store_true", default=default, help=text)
     parser.add_argument(
-        f"--no-{name}", dest=name, action="store_false", default=default, help=f"not {name}"
+        f"--no-{name}",
+        dest=name,
+        action="store_false",
+        default=argparse.SUPPRESS,
+        help=f"not {name}",
     )
 
 
