@@ -31,11 +31,12 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", metavar="CONFIG.json",
         help="what a training step of this model needs, by part, instead of one call: a "
-        "config.json as Hugging Face publishes it",
+        "config.json as Hugging Face publishes it (default: one call)",
     )  # fmt: skip
     parser.add_argument(
         "--memory", type=shared.bytes_of,
-        help="with --model: the device's memory; says what to switch on to fit",
+        help="with --model: the device's memory; says what to switch on to fit "
+        "(default: everything is switched on)",
     )  # fmt: skip
     parser.add_argument(
         "--optimizer", choices=OPTIMIZERS, default="adamw",
@@ -44,7 +45,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--lora", type=shared.count_of, metavar="RANK",
-        help="with --model: train adapters of this rank on all linear layers, the rest frozen",
+        help="with --model: train adapters of this rank on all linear layers, the rest frozen "
+        "(default: all weights)",
     )  # fmt: skip
     shared.add_flag(
         parser, "checkpointing", "with --model: layers are recomputed in the backward", True
