@@ -215,3 +215,19 @@ def test_a_copy_of_a_model_has_a_kernel_of_its_own(compiled: bool) -> None:
     # And it counts for itself.
     assert model.kernel.run == 2
     assert copied.kernel.run == 1
+
+
+@pytest.mark.parametrize(
+    ("mask_mod", "got"),
+    [(lambda b, h, q, k: (q - k) % 4, "int64"), (lambda b, h, q, k: True, "bool")],
+)
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_mask_of_numbers_is_refused(mask_mod, got: str, depth: int) -> None:
+    """2 is not True, joined bit by bit with what a task keeps."""
+    q, k, v = (torch.randn(1, 2, N, 16) for _ in range(3))
+    for options in (
+        {"attn_mask": qa.Mask(keeps=mask_mod)},
+        {"kernel": from_score_mod(None, mask_mod, compiled=False)},
+    ):
+        with pytest.raises(TypeError, match=rf"must return a tensor of torch\.bool .* got .*{got}"):
+            qa.attention(q, k, v, depth=depth, **options)

@@ -34,13 +34,33 @@ def over_pairs(function: Callable[..., Any], scored: bool = False) -> Callable[.
 
     The function is written for single numbers, as in FlexAttention. Where its result does not
     depend on a dimension, the dimension is expanded (stride 0).
+
+    Raises:
+        TypeError: when it is called, for a mask that returns anything but booleans: numbers would
+            be joined with others bit by bit.
     """
-    found = function
+    found = function if scored else _boolean(function)
     # From the innermost dimension outwards.
     for axis in (3, 2, 1, 0):
         dims = [0 if i == axis else None for i in range(4)]
         found = torch.vmap(found, in_dims=(*([0] if scored else []), *dims))
     return found
+
+
+def _boolean(mask_mod: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+    """``mask_mod``, whose result has to be a tensor of bool."""
+
+    def checked(*at: torch.Tensor) -> torch.Tensor:
+        kept = mask_mod(*at)
+        if isinstance(kept, torch.Tensor) and kept.dtype == torch.bool:
+            return kept
+        got = kept.dtype if isinstance(kept, torch.Tensor) else type(kept).__name__
+        raise TypeError(
+            "a mask function (mask_mod, Mask.keeps) must return a tensor of torch.bool from the "
+            f"tensors it gets, got {got}"
+        )
+
+    return checked
 
 
 @dataclass(frozen=True, slots=True)
