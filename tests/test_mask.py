@@ -125,8 +125,15 @@ def test_dropout_under_a_mask_drops_what_it_drops_without_one(depth: int) -> Non
 
 def test_a_soft_cap_with_dropout_is_refused_by_name() -> None:
     q, k, v = (torch.randn(1, 1, 20, 4) for _ in range(3))
-    with pytest.raises(NotImplementedError, match="dropout"):
+    with pytest.raises(NotImplementedError, match=r"dropout is not there yet .*a soft cap"):
         qa.attention(q, k, v, attn_mask=Mask(softcap=3.0), dropout_p=0.1)
+
+
+def test_dropout_with_a_window_on_a_gpu_is_refused_by_name() -> None:
+    sizes: dict[str, Any] = {"device": "cuda", "dropout_p": 0.1, "budget": "1GiB"}
+    with pytest.raises(NotImplementedError, match=r"dropout is not there yet .* cuda"):
+        qa.plan(500, mask=Mask(window=(99, 0)), **sizes)
+    qa.plan(500, mask=Mask(causal=True, sinks=torch.zeros(8)), **sizes)
 
 
 def test_the_backward_without_autograd_gives_the_same_gradients() -> None:

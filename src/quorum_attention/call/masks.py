@@ -24,6 +24,7 @@ def under_mask(
     shape: MaskShape | None,
     *,
     needs_grad: bool,
+    dropout: bool = False,
 ) -> tuple[bool, Options]:
     """Whether a call under ``mask`` is causal, and its options, with the kernel that knows the mask
     (bias and sinks left aside).
@@ -34,7 +35,7 @@ def under_mask(
     Raises:
         ValueError, TypeError, NotImplementedError: a part of the mask does not fit, by name.
     """
-    work = Workload(*sizes, is_causal, shape)
+    work = Workload(*sizes, is_causal, shape, dropout=dropout)
     read = Sizes(work.batch, sizes.heads, sizes.n_queries, sizes.n_keys)
     call = work.call_shape(options.device.type, needs_grad)
     causal, kernel = under(mask, read, is_causal, options.kernel, call, options.device)

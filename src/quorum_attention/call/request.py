@@ -173,6 +173,7 @@ def request_of(
             options,
             shape,
             needs_grad=function == "attention_backward" or records(query, key, value),
+            dropout=p > 0.0,
         )
     work = Workload(*sizes, is_causal, shape, factor > 0, sinks is not None, p > 0.0)
     if options.plan is not None:
