@@ -21,7 +21,7 @@ _PATIENCE_S = 5.0
 # Of torch's compiler and of Python: they outlive whoever asked for them first.
 _THREADS_NOT_OURS = ("torch", "triton", "tqdm", "multiprocessing")
 _PROCESSES_NOT_OURS = ("torch/_inductor", "resource_tracker")
-_VARIABLES_NOT_OURS = ("PYTEST_", "TORCH", "TRITON", "CUDA", "KINETO")
+_VARIABLES_NOT_OURS = ("PYTEST_", "TORCH", "TRITON", "CUDA", "KINETO", "KMP_")
 _FILES_NOT_OURS = ("torchinductor_", "torch_", "pytest-of-", "pymp-")
 
 page_locked: set[int] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from helpers_models import (
     register_all,
     tiny,
 )
+from transformers import masking_utils
 
 from quorum_attention.integrations.transformers import register
 from quorum_attention.recipes import long_context
@@ -51,7 +53,8 @@ def test_logits_and_gradients(kind: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss", "llama4_text", "modernbert"])
+# Not llama4_text: rounding may choose another expert, and then gradients are another function's.
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss", "modernbert"])
 def test_sixteen_bits(kind: str, dtype: torch.dtype) -> None:
     model, ids = tiny(kind).cuda(), some_ids(2, 300)
     exact = logits_and_gradients(attended(model, "exact", torch.float64), ids)
@@ -70,6 +73,10 @@ def test_generate(kind: str, cache: str) -> None:
     model, ids = tiny(kind).cuda(), some_ids(2, 40)
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
+    if cache == "static" and kind == "llama4_text":
+        made = inspect.signature(masking_utils.create_chunked_causal_mask).parameters
+        if "block_sequence_ids" not in made:
+            pytest.skip("this Transformers cannot, whatever computes its attention")
     kwargs: dict[str, Any] = {"cache_implementation": "static"} if cache == "static" else {}
     logits = [
         torch.stack(
@@ -87,7 +94,7 @@ def test_generate(kind: str, cache: str) -> None:
 def test_a_sliding_window_of_a_long_text_takes_no_square() -> None:
     """65,536 tokens: one boolean mask of all pairs would be 4 GiB."""
     register("watched", budget="256MiB")
-    model = attended(tiny("gemma3_text"), "watched", torch.bfloat16)
+    model = attended(tiny("gemma3_text").cuda(), "watched", torch.bfloat16)
     ids = some_ids(1, 65_536)
     model(ids[:, :4096])
     torch.cuda.synchronize()

@@ -112,7 +112,8 @@ def attention(
 @lru_cache(maxsize=256)
 def _decided(of: Sequences, head_dim: int, value_dim: int, element: int) -> tuple[Assignment, bool]:
     """The assignment of a call, and whether its inputs are kept for the backward."""
-    assignment = choose(of, forward_bytes(head_dim, value_dim, element, max(4, element)))
+    sizes = forward_bytes(head_dim, value_dim, element, max(4, element))
+    assignment = choose(of, sizes, 2.0 * (head_dim + value_dim))
     complete = all(p.alone for p in assignment.query_pieces)
     # Vectors of all ranks, as they are gathered and as they lie in the shards.
     gathered = _vectors(assignment.query_pieces), _vectors(assignment.key_pieces)
