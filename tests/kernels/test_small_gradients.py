@@ -64,14 +64,19 @@ def test_against_float64(number: int) -> None:
         torch.testing.assert_close(mine.double(), theirs, atol=3e-5, rtol=1e-5)
 
 
-def test_rows_of_more_keys_than_these_take_their_delta_from_the_output() -> None:
-    """As a ring computes its backward: each part of the keys with the lse and output of all."""
-    query, key, value, grad_out = call(1, 2, 1, 6, 10, 8, 8)
-    out, lse, grads = expected(query, key, value, grad_out, None, False, 0.5)
+@pytest.mark.parametrize("scale", [0.5, 1.5, 3.0])
+def test_rows_of_more_keys_than_these_take_their_delta_from_the_output(scale: float) -> None:
+    """As a ring computes its backward: each part of the keys with the lse and output of all.
+
+    At large scales a row has 99 % and more of its weight in one part. That is not all; but from
+    1 - 2**-12 on it is taken for all, which moves delta by as little.
+    """
+    query, key, value, grad_out = call(1, 2, 1, 60, 10, 8, 8)
+    out, lse, grads = expected(query, key, value, grad_out, None, False, scale)
     parts = [
         small_gradients(
             grad_out, query, key[:, :, part], value[:, :, part], out.float(), lse.float(), None,
-            False, 0.5,
+            False, scale,
         )
         for part in (slice(0, 4), slice(4, 10))
     ]  # fmt: skip
@@ -79,7 +84,7 @@ def test_rows_of_more_keys_than_these_take_their_delta_from_the_output() -> None
     for mine, theirs in zip(
         (dq + dq_2, torch.cat([dk, dk_2], 2), torch.cat([dv, dv_2], 2)), grads, strict=True
     ):
-        torch.testing.assert_close(mine.double(), theirs, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(mine.double(), theirs, atol=1e-2, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
