@@ -32,11 +32,11 @@ def _bounds(
 ) -> None:
     if BY_QUERY:
         _, _, _, _, start, begin, end, stop = keys_of_run(
-            entries, 0, first, n, left, right, 64, 64, WINDOW, False
+            entries, 0, first, n, left, right, 64, 64, WINDOW, False, 7
         )
     else:
         start, begin, end, stop = rows_of_run(
-            entries, 0, first, n, left, right, 64, 64, WINDOW, False
+            entries, 0, first, n, left, right, 64, 64, WINDOW, False, 7
         )
     tl.store(found, start)
     tl.store(found + 1, begin)
