@@ -23,6 +23,7 @@ from threading import Lock
 from typing import Any, TypeVar
 
 import torch
+from torch import library
 from torch._functorch.utils import enable_single_level_autograd_function
 
 from quorum_attention.autograd import (
@@ -401,16 +402,16 @@ def _late(name: str) -> Callable[..., Any]:
     return call
 
 
-def _register() -> torch.library.Library:
-    library = torch.library.Library(NAME, "DEF")
+def _register() -> library.Library:
+    made = library.Library(NAME, "DEF")
     for name, schema in _SCHEMAS.items():
         which = name.removeprefix("attention") or "_forward"
-        library.define(name + schema, tags=_TAGS)
-        library.impl(name, _late(which), "CompositeExplicitAutograd")
-        library.impl(name, _late(f"_recorded{which}"), "Autograd")
-        torch.library.register_fake(f"{NAME}::{name}", _late(f"_fake{which}"), lib=library)
-        torch.library.register_vmap(f"{NAME}::{name}", _late(f"_map{which}"), lib=library)
-    return library
+        made.define(name + schema, tags=_TAGS)
+        made.impl(name, _late(which), "CompositeExplicitAutograd")
+        made.impl(name, _late(f"_recorded{which}"), "Autograd")
+        library.register_fake(f"{NAME}::{name}", _late(f"_fake{which}"), lib=made)
+        library.register_vmap(f"{NAME}::{name}", _late(f"_map{which}"), lib=made)
+    return made
 
 
 if not hasattr(getattr(torch.ops, NAME), "attention"):
