@@ -236,7 +236,7 @@ class _Attention(torch.autograd.Function):
         out, lse, kept = forward(call, query, key, value)
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(*(kept if call.kept else (query, key, value, out, lse)))
-        ctx.call, ctx.kept_any = call, bool(kept)
+        ctx.call = call
         ctx.like = [(t.shape, t.dtype, t.device) for t in (query, key, value)]
         return out
 
@@ -247,7 +247,8 @@ class _Attention(torch.autograd.Function):
         saved = ctx.saved_tensors
         if call.kept:
             rest: Sequence[torch.Tensor] = saved
-            inputs = [torch.empty(s, dtype=d, device=w) for s, d, w in ctx.like]
+            # Only their sizes are used: one element each.
+            inputs = [torch.empty((), dtype=d, device=w).expand(s) for s, d, w in ctx.like]
         else:
             inputs, rest = list(saved[:3]), saved[3:]
         made = backward(call, grad_out.contiguous(), inputs[0], inputs[1], inputs[2], rest)
