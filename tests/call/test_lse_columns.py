@@ -208,3 +208,17 @@ def test_small_upstream_gradients_are_not_lost_beside_it(wider: torch.dtype) -> 
     )  # fmt: skip
     for mine, exact in zip(found, wanted(given, grad_lse), strict=True):
         assert_close(mine / exact.abs().max(), exact / exact.abs().max(), 1e-2)
+
+
+def test_rows_without_a_gradient_do_not_scale_the_others_down() -> None:
+    """Values near fp16's largest number beside small gradients, of which some are 0."""
+    given = inputs(5, 61, heads=4, dtype=torch.float16)
+    given.value.copy_(torch.sign(given.value.float()) * 60_000)
+    grad_lse = upstream_of(given, 1e-4)
+    grad_lse[..., ::2] = 0.0
+    leaves = [t.clone().requires_grad_() for t in given.three]
+    _, lse = qa.attention_with_lse(*leaves, depth=1)
+    found = torch.autograd.grad(lse, leaves[:2], grad_lse)
+    for mine, exact in zip(found, wanted(given, grad_lse, out_too=False)[:2], strict=True):
+        # Some of these gradients are among fp16's smallest numbers.
+        assert float((mine.double() - exact).abs().max()) <= 4 * 2.0**-24

@@ -195,15 +195,18 @@ class Reference:
         them in range, lose each when they are rounded to the smallest numbers there are."""
         own = self.case.kernel.startswith(("function", "scores"))
         lost = _least(self.dtype) * (8 * self.shared if own else self.shared)
-        if self.dtype == torch.float16 and self.do.numel():
-            # An upstream gradient near fp16's largest number is divided before it is used, lest dS
-            # overflow; the smallest numbers count for as much more.
-            do = self.do.nan_to_num(0.0, 0.0, 0.0).norm(dim=-1).max()
-            if self.made.grad_lse is not None:
-                do = do + 2 * self.made.grad_lse.abs().max()
-            v = self.v.nan_to_num(0.0, 0.0, 0.0).norm(dim=-1).max() if self.v.numel() else 0.0
-            lost *= max(1.0, float(do) * max(2 * float(v), 2.0) / 2**14)
-        return lost
+        return lost * self._division()
+
+    def _division(self) -> float:
+        """By how much an upstream gradient near fp16's largest number is divided before it is used,
+        lest dS overflow; the smallest numbers count for as much more."""
+        if self.dtype != torch.float16 or not self.do.numel():
+            return 1.0
+        do = self.do.nan_to_num(0.0, 0.0, 0.0).norm(dim=-1).max()
+        if self.made.grad_lse is not None:
+            do = do + 2 * self.made.grad_lse.abs().max()
+        v = self.v.nan_to_num(0.0, 0.0, 0.0).norm(dim=-1).max() if self.v.numel() else 0.0
+        return max(1.0, float(do) * max(2 * float(v), 2.0) / 2**14)
 
     def sums(self, terms: int) -> float:
         """How far off a sum of so many terms may be, as a share of that of their sizes: only torch
@@ -254,6 +257,13 @@ class Reference:
         # D of an output with all of its own errors, the rounding to the inputs' dtype among them.
         out_off = self.out_off + self.w * self.out.abs() + _least(self.dtype)
         rounded = _sane(p * (do.abs() * out_off).sum(-1, keepdim=True))
+        # A row of dO far below the largest of those that share its key head: divided with them, it
+        # is among the smallest numbers.
+        least = _least(self.dtype) * self._division() if self._division() > 1 else 0.0
+        sunk = least * torch.ones_like(do)
+        rounded = rounded + _sane(
+            p * (sunk @ v.abs().mT + (sunk * self.out.abs()).sum(-1, keepdim=True))
+        )
         held = (do.abs() * self.out.abs()).sum(-1, keepdim=True)
         if self.out_unit > self.w:
             # Whoever asks for an output of fewer digits than the inputs have hands those back.
@@ -291,7 +301,7 @@ class Reference:
             + self._parts()
         )
         terms = self.sums(p.shape[-2] * self.shared)
-        loose = bound + self.rescale * terms * self._grouped(p.mT @ do.abs())
+        loose = bound + self.rescale * self._grouped(p.mT @ (terms * do.abs() + sunk))
         found["grad_value"] = Wanted(*map(self._shaped, (exact, bound, loose)))
         if self.case.mask_grad:
             found["grad_mask"] = self._of_mask(ds, ds_off, rounded)

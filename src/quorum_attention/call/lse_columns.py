@@ -152,5 +152,7 @@ def _factor(gradient: torch.Tensor, *dtypes: torch.dtype) -> torch.Tensor:
     """Powers of two, above the magnitudes of ``gradient`` as far as all ``dtypes`` hold them."""
     lowest = max(math.frexp(torch.finfo(dtype).tiny)[1] for dtype in dtypes)
     highest = min(math.frexp(torch.finfo(dtype).max)[1] for dtype in dtypes)
-    exponent = torch.frexp(gradient).exponent.clamp_(lowest, highest - 1)
+    # frexp says 2**0 of a row with no gradient, and the largest row decides how all are scaled.
+    exponent = torch.frexp(gradient).exponent.masked_fill_(gradient == 0, lowest)
+    exponent = exponent.clamp_(lowest, highest - 1)
     return torch.ldexp(torch.ones_like(gradient), exponent)
