@@ -132,8 +132,8 @@ def test_a_soft_cap_with_dropout_is_refused_by_name() -> None:
 def test_dropout_with_a_window_on_a_gpu_is_refused_by_name() -> None:
     sizes: dict[str, Any] = {"device": "cuda", "dropout_p": 0.1, "budget": "1GiB"}
     with pytest.raises(NotImplementedError, match=r"dropout is not there yet .* cuda"):
-        qa.plan(500, mask=Mask(window=(99, 0)), **sizes)
-    qa.plan(500, mask=Mask(causal=True, sinks=torch.zeros(8)), **sizes)
+        qa.plan(500, attn_mask=Mask(window=(99, 0)), **sizes)
+    qa.plan(500, attn_mask=Mask(causal=True, sinks=torch.zeros(8)), **sizes)
 
 
 def test_the_backward_without_autograd_gives_the_same_gradients() -> None:

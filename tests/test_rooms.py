@@ -30,6 +30,7 @@ FLOORS = (
     ("bench", "checking", "distributed", "integrations", "pool", "verification"),
     ("recipes",),
     ("cli",),
+    ("__main__",),
 )
 LEVEL = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 FILES = sorted(p for p in ROOT.rglob("*.py") if p != ROOT / "__init__.py")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -137,3 +139,10 @@ def test_recover_really_fails_and_comes_back(
     assert ours["peak_bytes"] <= found["budget_bytes"]
     assert ours["errors"]["out"] < 1e-5
     assert Path(picture).exists()
+
+
+@pytest.mark.parametrize("module", ["quorum_attention", "quorum_attention.cli"])
+def test_the_package_runs_as_a_program(module: str) -> None:
+    command = [sys.executable, "-m", module, "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == qa.__version__

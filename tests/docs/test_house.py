@@ -13,7 +13,7 @@ PACKAGE = Path(quorum_attention.__file__).parent
 FILES = [
     path for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
 ]
-ROOMS = {path.stem for path in FILES if path.stem != "__init__"}
+ROOMS = {path.stem for path in FILES if not path.stem.startswith("__")}
 
 
 def test_the_house_on_one_page_has_every_room() -> None:

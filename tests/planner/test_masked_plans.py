@@ -115,10 +115,10 @@ def test_plans_and_estimates_of_a_mask() -> None:
     """A window is planned with the pairs that it keeps; a plan runs the call it was made for."""
     sizes = {"heads": 2, "head_dim": 8, "dtype": torch.float32, "device": "cpu"}
     mask = qa.Mask(causal=True, window=(200, 0), sinks=torch.zeros(2))
-    window = qa.plan(4096, mask=mask, levels=(7,), **sizes)
+    window = qa.plan(4096, attn_mask=mask, levels=(7,), **sizes)
     plain = qa.plan(4096, is_causal=True, levels=(7,), **sizes)
     assert window.predicted_seconds < plain.predicted_seconds / 2
-    slots = qa.plan(4096, mask=mask, levels=(7,), over_inputs=False, **sizes)
+    slots = qa.plan(4096, attn_mask=mask, levels=(7,), over_inputs=False, **sizes)
     assert slots.schedule.left_out > 0.3
     q, k, v = (torch.randn(1, 2, 4096, 8) for _ in range(3))
     report = qa.Report()
@@ -126,7 +126,19 @@ def test_plans_and_estimates_of_a_mask() -> None:
     assert report.forward is not None
     assert report.forward.levels == (7,)
     assert torch.allclose(found, qa.attention(q, k, v, attn_mask=mask), atol=1e-5)
-    estimate = qa.estimate(4096, mask=mask, **sizes)
+    estimate = qa.estimate(4096, attn_mask=mask, **sizes)
     assert estimate.forward.predicted_seconds < plain.predicted_seconds
     with pytest.raises(TypeError, match="mask must be a quorum_attention"):
-        qa.plan(4096, mask=torch.zeros(1), **sizes)  # type: ignore[arg-type]
+        qa.plan(4096, attn_mask=torch.zeros(1), **sizes)  # type: ignore[arg-type]
+
+
+def test_the_earlier_name_of_the_mask_still_works() -> None:
+    sizes = {"heads": 2, "head_dim": 8, "dtype": torch.float32, "device": "cpu"}
+    mask = qa.Mask(causal=True, window=(200, 0))
+    wanted = qa.plan(4096, attn_mask=mask, **sizes).describe()
+    for call in (qa.plan, qa.estimate):
+        with pytest.warns(DeprecationWarning, match="attn_mask"):
+            found = call(4096, mask=mask, **sizes)
+        assert wanted in found.describe()
+        with pytest.raises(TypeError, match="one argument"):
+            call(4096, mask=mask, attn_mask=mask, **sizes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -66,6 +67,7 @@ def plan(
     over_inputs: bool | None = None,
     kernel: str | InnerKernel = "auto",
     backward: bool = False,
+    attn_mask: Mask | None = None,
     mask: Mask | None = None,
 ) -> Plan:
     """Plan an attention call of ``n_tokens`` queries.
@@ -94,7 +96,9 @@ def plan(
             them through slots. None leaves each of these choices to the planner.
         kernel: an inner kernel, or its name.
         backward: plan the backward pass instead of the forward.
-        mask: of the call; its tensors have to fit the sizes given.
+        attn_mask: of the call; its tensors have to fit the sizes given. A tensor is given as
+            ``Mask(bias=tensor)``.
+        mask: the earlier name of ``attn_mask``, deprecated.
 
     Raises:
         BudgetError: the budget is too small; names the smallest that works.
@@ -106,7 +110,7 @@ def plan(
     work = replace(work, dropout=chance(dropout_p, "dropout_p") > 0.0)
     where = _device(device)
     backward = switch(backward, "backward")
-    work, kernel = _under(mask, work, kernel, where, backward)
+    work, kernel = _under(_one_mask(attn_mask, mask), work, kernel, where, backward)
     bytes_given = None if budget is None else parse_bytes(budget)
     wish = _wish(
         work, where, bytes_given, levels, depth, layout, tile, accumulator, heads_per_group, n_cap,
@@ -115,6 +119,20 @@ def plan(
     place = _place(where, inputs, results_given, dtype, backward)
     chosen, found = decide_untried(work, wish, kernel, place, where, backward=backward)
     return Plan(work, found, place, chosen.name, bytes_given, backward)
+
+
+def _one_mask(attn_mask: Mask | None, mask: Mask | None) -> Mask | None:
+    """The mask of a call, by whichever name it came.
+
+    Raises:
+        TypeError: it came by both.
+    """
+    if mask is None:
+        return attn_mask
+    if attn_mask is not None:
+        raise TypeError("attn_mask and mask are one argument, under its name and its earlier name")
+    warnings.warn("mask is called attn_mask, as in attention()", DeprecationWarning, stacklevel=3)
+    return mask
 
 
 def _under(
@@ -128,7 +146,7 @@ def _under(
     if mask is None:
         return work, kernel
     if not isinstance(mask, Mask):
-        raise TypeError(f"mask must be a quorum_attention.Mask, got {shown(mask)}")
+        raise TypeError(f"attn_mask must be a quorum_attention.Mask, got {shown(mask)}")
     bias = None if mask.bias is None else mask_shape(mask.bias, len(work.batch_shape))
     sizes = Sizes(work.batch, work.heads, work.n_queries, work.n_keys)
     call = work.call_shape(where.type, backward)
@@ -333,6 +351,7 @@ def estimate(n_tokens: int, *, budget: int | str | None = None, **call: object) 
         if name in call:
             raise TypeError(f"estimate does not take {name}: it chooses, and plans both passes")
     options: dict[str, Any] = dict(call)
+    options["attn_mask"] = _one_mask(options.get("attn_mask"), options.pop("mask", None))
     forward = plan(n_tokens, budget=budget, **options)
     backward = plan(n_tokens, budget=budget, backward=True, **options)
     limit = None if budget is None else parse_bytes(budget)
@@ -364,7 +383,9 @@ def estimate(n_tokens: int, *, budget: int | str | None = None, **call: object) 
 def _has_own_mask(made: Plan, options: Mapping[str, Any]) -> bool:
     """Whether the kernel of ``made`` knows a mask."""
     where = torch.device(made.place.device_type)
-    _, wanted = _under(options.get("mask"), made.work, options.get("kernel", "auto"), where, False)
+    _, wanted = _under(
+        options.get("attn_mask"), made.work, options.get("kernel", "auto"), where, False
+    )
     kernel = made.kernel if wanted == "auto" else wanted
     return pairs_of(made.work, get_kernel(kernel)).verdict is not None
 
@@ -373,7 +394,7 @@ def _uncut(made: Plan, options: Mapping[str, Any]) -> Plan:
     """The forward of ``made`` as one monolithic call of all heads."""
     work, place = made.work, made.place
     where = torch.device(place.device_type)
-    _, kernel = _under(options.get("mask"), work, options.get("kernel", "auto"), where, False)
+    _, kernel = _under(options.get("attn_mask"), work, options.get("kernel", "auto"), where, False)
     chosen = select_kernel(kernel, work.call_shape(where.type, False), where, tried=False)
     wish = Wish(
         budget_bytes=0,
