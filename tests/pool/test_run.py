@@ -150,3 +150,27 @@ def test_other_errors_come_through_and_workers_stay() -> None:
     assert all(each.alive for each in workers)
     for each in workers:
         each.pipe.close()
+
+
+def test_whoever_comes_takes_parts() -> None:
+    """A worker that comes while a pass runs; and one that comes when the last one is lost."""
+    coming = [[], [worker(ending(3))], []]
+
+    def recruits(wait: bool) -> list[Worker]:
+        return [worker(well)] if wait else coming.pop(0) if coming else []
+
+    first = worker(ending(2))
+    report = PoolPass(devices=["device 0"])
+    parts = parts_of(SIZES, 2, even=False)
+    ended: list[Part] = []
+    coordinator = Coordinator(
+        [first], Begin(1, False, SIZES, {}), parts, lambda p: None, lambda p, s: ended.append(p),
+        report, recruits=recruits,
+    )  # fmt: skip
+    coordinator.run()
+    assert sorted(ended) == sorted(parts)
+    assert len(report.devices) == 3
+    assert [line for line in report.history if "joined" in line] == [
+        "device 1: joined",
+        "device 2: joined",
+    ]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quorum_attention.execution.report import Report
-from quorum_attention.pool.parts import Part, Sizes
+from quorum_attention.pool.parts import Sizes
 from quorum_attention.pool.shared import Handle
 
 
@@ -33,13 +33,14 @@ class Begin:
 class Compute:
     """Compute a part of the pass that has begun.
 
-    ``sums`` is where the gradients of its keys and values go, if they have to be added up.
+    In a pool ``part`` is a ``Part``, and ``sums`` is where the gradients of its keys and values go,
+    if they have to be added up.
     """
 
     number: int
     index: int
-    part: Part
-    sums: tuple[Handle, Handle] | None = None
+    part: Any
+    sums: Any = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,7 +140,7 @@ class Pool:
         done: Callable[[Part, tuple[Handle, Handle] | None], None],
     ) -> None:
         """Run a pass of parts on the workers; see ``Coordinator``."""
-        report.devices = [f"{w.device} ({w.name})" for w in self._workers]
+        report.devices = [worker.label for worker in self._workers]
         report.parts = len(parts)
         Coordinator(self._workers, begin, parts, sums, done, report).run()
 

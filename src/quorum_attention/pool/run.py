@@ -1,7 +1,8 @@
 """A pass on a pool: the machine says which part comes next, workers compute it.
 
 The coordinator computes nothing. A worker that ends, hangs or runs out of memory gives its part
-back, and the others finish.
+back, and the others finish. Who the workers are and how one talks to them is not its matter: a
+pool's are processes of this machine.
 """
 
 from __future__ import annotations
@@ -9,24 +10,61 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn, Protocol
 
 from quorum_attention.errors import OutOfMemoryError
-from quorum_attention.execution.control.events import DeviceLost, UnitDone
+from quorum_attention.execution.control.events import DeviceJoined, DeviceLost, UnitDone
 from quorum_attention.execution.control.instructions import GiveUp
 from quorum_attention.execution.control.machine import Limits, Machine
-from quorum_attention.pool.messages import Begin, Compute, Done, End, Failed
-from quorum_attention.pool.parts import Part
+from quorum_attention.pool.messages import Compute, Done, End, Failed
 from quorum_attention.pool.report import PoolPass, Ran
-from quorum_attention.pool.shared import Handle
-from quorum_attention.pool.workers import Worker, listen
+from quorum_attention.pool.workers import listen
 
 # A worker hangs if a part takes so many times what its pace, or the pace of others, makes it; and
 # at least so many seconds.
 _HUNG_TIMES, _HUNG_SECONDS = 20.0, 60.0
+# Seconds after which it is asked again whether workers have come, where some may.
+_ASK_SECONDS = 0.5
 _WHOLE: tuple[int, ...] = ()
 
-Sums = Callable[[Part], "tuple[Handle, Handle] | None"]
+
+class Work(Protocol):
+    """A part of a pass, as far as the coordinator knows it."""
+
+    def pairs(self, sizes: Any) -> int:
+        """How much work it is."""
+
+
+class Start(Protocol):
+    """What workers have to know of a pass; ``Begin`` in a pool."""
+
+    @property
+    def number(self) -> int:
+        """Of the pass."""
+
+    @property
+    def sizes(self) -> Any:
+        """Of the call, for ``Work.pairs``."""
+
+
+class Hand(Protocol):
+    """A worker, as far as the coordinator knows it."""
+
+    alive: bool
+
+    @property
+    def label(self) -> str:
+        """Its device, for people."""
+
+    def send(self, message: object) -> bool:
+        """Send a message; False if the worker is gone."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+
+Listen = Callable[[Sequence[Any], "float | None"], "list[tuple[Any, Done | Failed | None]]"]
+Recruits = Callable[[bool], Sequence[Hand]]
 
 
 @dataclass(slots=True)
@@ -45,23 +83,29 @@ class Coordinator:
         sums: where the gradients of a part's keys and values go, if they have to be added up.
         done: called with each part that is done, and with what ``sums`` had returned for it.
         report: what happened.
+        listen: what workers say next, as ``workers.listen``.
+        recruits: workers that have come since it was asked last; asked with True, when the last one
+            is about to leave, it waits for one as long as one may come. None: nobody comes.
     """
 
     def __init__(
         self,
-        workers: Sequence[Worker],
-        begin: Begin,
-        parts: Sequence[Part],
-        sums: Sums,
-        done: Callable[[Part, tuple[Handle, Handle] | None], None],
+        workers: Sequence[Hand],
+        begin: Start,
+        parts: Sequence[Any],
+        sums: Callable[[Any], Any],
+        done: Callable[[Any, Any], None],
         report: PoolPass,
+        listen: Listen = listen,
+        recruits: Recruits | None = None,
     ) -> None:
-        self._workers, self._begin, self._parts = workers, begin, parts
+        self._workers, self._begin, self._parts = list(workers), begin, list(parts)
         self._sums, self._done, self._report = sums, done, report
+        self._listen, self._recruits = listen, recruits
         alive = {number: 1 for number, worker in enumerate(workers) if worker.alive}
-        self._machine = Machine(parts, _never, Limits(0, 0), alive)  # type: ignore[arg-type]
+        self._machine = Machine(parts, _never, Limits(0, 0), alive)
         self._running: dict[int, _Running] = {}
-        self._targets: dict[int, tuple[Handle, Handle] | None] = {}
+        self._targets: dict[int, Any] = {}
         self._pace: dict[int, float] = {}
         self._errors: list[str] = []
 
@@ -79,6 +123,7 @@ class Coordinator:
                 if not self._workers[number].send(self._begin):
                     self._lost(number, "its worker has ended")
             while not self._machine.finished:
+                self._join()
                 self._launch()
                 self._hear()
         except Exception:
@@ -104,13 +149,22 @@ class Coordinator:
         limit = time.monotonic() + _HUNG_SECONDS
         try:
             while self._running and time.monotonic() < limit:
-                for worker, answer in listen([self._workers[n] for n in self._running], 1.0):
+                for worker, answer in self._listen([self._workers[n] for n in self._running], 1.0):
                     number = next(n for n in self._running if self._workers[n] is worker)
                     del self._running[number]
                     if answer is None:
                         worker.kill()
         finally:
             self._stop()
+
+    def _join(self, wait: bool = False) -> None:
+        """Take in workers that have come."""
+        for worker in self._recruits(wait) if self._recruits is not None else ():
+            number = len(self._workers)
+            self._workers.append(worker)
+            self._report.devices.append(worker.label)
+            if worker.send(self._begin):
+                self._machine.on(DeviceJoined(number, 1))
 
     def _launch(self) -> None:
         """A part for each device that has none."""
@@ -121,7 +175,7 @@ class Coordinator:
             launch = self._machine.next(number)
             if launch is None:
                 continue
-            part: Part = launch.group  # type: ignore[assignment]
+            part: Any = launch.group
             index = self._parts.index(part)
             target = self._targets[index] = self._sums(part)
             self._running[number] = _Running(index, time.perf_counter())
@@ -135,7 +189,9 @@ class Coordinator:
         ends = {number: self._limit(number) + one.begun for number, one in self._running.items()}
         soonest = min(ends.values(), default=now)
         seconds = None if soonest == float("inf") else max(0.0, soonest - now)
-        heard = listen([self._workers[n] for n in self._running], seconds)
+        if self._recruits is not None:
+            seconds = _ASK_SECONDS if seconds is None else min(seconds, _ASK_SECONDS)
+        heard = self._listen([self._workers[n] for n in self._running], seconds)
         # What is done first: a failure may end the pass.
         for worker, answer in sorted(heard, key=lambda one: not isinstance(one[1], Done)):
             number = numbers[id(worker)]
@@ -154,7 +210,7 @@ class Coordinator:
 
     def _limit(self, number: int) -> float:
         """Seconds after which a worker's part is taken from it."""
-        pairs = self._parts[self._running[number].index].pairs(self._begin.sizes)
+        pairs: int = self._parts[self._running[number].index].pairs(self._begin.sizes)
         pace = self._pace.get(number) or max(self._pace.values(), default=0.0)
         if not pace:
             return float("inf") if len(self._running) == 1 else 3600.0
@@ -165,7 +221,7 @@ class Coordinator:
         part, now = self._parts[answer.index], time.perf_counter()
         self._pace[number] = (now - running.begun) / max(1, part.pairs(self._begin.sizes))
         self._done(part, self._targets.pop(answer.index))
-        self._machine.on(UnitDone(number, part, _WHOLE))  # type: ignore[arg-type]
+        self._machine.on(UnitDone(number, part, _WHOLE))
         began = self._began
         self._report.ran.append(
             Ran(number, answer.index, running.begun - began, now - began, answer.report)
@@ -190,6 +246,8 @@ class Coordinator:
         worker = self._workers[number]
         if end:
             worker.kill()
+        if len(self._machine.devices) == 1:
+            self._join(wait=True)
         order = self._machine.on(DeviceLost(number))
         self._report.history.append(f"{self._report.devices[number]}: {why}")
         if isinstance(order, GiveUp) or (not self._machine.devices and not self._machine.finished):

@@ -36,6 +36,11 @@ class Worker:
     name: str = ""
     alive: bool = True
 
+    @property
+    def label(self) -> str:
+        """Its device, for people."""
+        return f"{self.device} ({self.name})"
+
     def send(self, message: object) -> bool:
         """Send a message; False if the worker is gone."""
         try:
