@@ -99,7 +99,8 @@ def attention(
             (earlier, the backward raises torch's error about a changed tensor).
         out_dtype: of the result, None for the query's. Merging is in fp32 (fp64 for fp64 inputs)
             in any case; torch.float32 leaves out the last rounding.
-        progress: True for a progress bar on stderr, or a callable (done, total, label).
+        progress: True for a progress bar (plain lines where none can be drawn), or a callable
+            (done, total, label).
         report: a ``Report`` to fill with what happened.
 
     Returns:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
-import pty
 import re
 import subprocess
 import sys
@@ -14,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers_terminal import in_a_terminal
 
 import quorum_attention as qa
-from quorum_attention import progress
 from quorum_attention.cli import COMMANDS, main, output, parser
 from quorum_attention.cli.output import say, show_table
 
@@ -161,30 +159,6 @@ def test_columns_are_a_wish_also_of_commands(
     assert max(map(len, table)) <= 60
 
 
-def in_a_terminal(code: str, columns: int) -> str:
-    """What a program shows in a terminal of so many columns."""
-    above, below = pty.openpty()
-    environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR")}
-    environment |= {"TERM": "xterm", "LINES": "40"}
-    command = ["bash", "-c", f'stty cols {columns} rows 40; exec "$@"', "-", sys.executable, "-c"]
-    done = subprocess.Popen(
-        [*command, code], stdin=below, stdout=below, stderr=below, env=environment
-    )
-    os.close(below)
-    shown = b""
-    while True:
-        try:
-            part = os.read(above, 4096)
-        except OSError:  # nobody writes any more
-            break
-        if not part:
-            break
-        shown += part
-    os.close(above)
-    assert done.wait(timeout=60) == 0, shown
-    return shown.decode()
-
-
 def test_a_terminal_breaks_sentences_between_words() -> None:
     shown = in_a_terminal(f"from quorum_attention.cli.output import say; say({SENTENCE!r})", 50)
     lines = shown.splitlines()
@@ -202,43 +176,6 @@ def test_what_failed_stands_out_in_rows_and_in_columns(columns: int) -> None:
     )
     assert "\x1b[31mout of" in shown
     assert "\x1b[31mok" not in shown
-
-
-def test_a_terminal_shows_a_bar() -> None:
-    code = (
-        "import time\n"
-        "from quorum_attention.progress import progress_bar\n"
-        "with progress_bar() as update:\n"
-        "    for done in range(5):\n"
-        "        update(done + 1, 5, 'forward')\n"
-        "        time.sleep(0.2)\n"
-    )
-    shown = in_a_terminal(code, 80)
-    assert "━" in shown
-    assert "5/5" in shown
-
-
-def test_a_pipe_gets_plain_lines_of_progress(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    clock = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
-    with progress.progress_bar() as update:
-        for done in range(1, 101):
-            clock[0] += 1.0
-            update(done, 100, "forward")
-    printed = capsys.readouterr()
-    lines = printed.err.splitlines()
-    assert printed.out == ""
-    assert lines[0] == "forward: 10 of 100 after 10 s, about 90 s left"
-    assert lines[-1] == "forward: 100 of 100 after 100 s"
-    assert len(lines) == 10
-    assert "\x1b" not in printed.err
-    with progress.progress_bar() as update:
-        update(1, 1, "forward")
-        clock[0] += 90
-        update(2, 1000, "backward")  # little is done, but it is time to say something
-    assert capsys.readouterr().err == "backward: 2 of 1000 after 90 s\n"
 
 
 STATUS = (
@@ -270,13 +207,6 @@ def test_a_status_in_a_terminal_changes_and_what_is_done_stays() -> None:
     assert [line for line in stays if line.startswith("[b]measured")] == [
         "[b]measured[/b] 0", "[b]measured[/b] 1",
     ]  # fmt: skip
-
-
-def test_what_is_done_at_once_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress.progress_bar() as update:
-        for done in range(1, 101):
-            update(done, 100, "forward")
-    assert capsys.readouterr().err == ""
 
 
 WRONG = """

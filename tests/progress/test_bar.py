@@ -1,0 +1,319 @@
+"""Progress bars behave: in a terminal, a pipe, a notebook, inside each other and in threads; and
+leave nothing behind."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from helpers_terminal import in_a_terminal, screen
+
+import quorum_attention as qa
+from quorum_attention.progress import bar, notebook, progress_bar
+
+# Bars wait less than half a second here.
+START = (
+    "import time, threading\n"
+    "from quorum_attention.progress import bar, progress_bar\n"
+    "bar._PATIENCE = 0.02\n"
+)
+WAIT = "time.sleep(0.03)\n"
+
+
+def frames(shown: str) -> list[list[str]]:
+    """The labels of the bars on the screen, from time to time."""
+    screens = (screen(shown[:end]) for end in range(0, len(shown), 40))
+    return [[line.split()[0] for line in lines if "━" in line] for lines in screens]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    return now
+
+
+def test_a_terminal_shows_a_bar_and_keeps_nothing_of_it() -> None:
+    code = (
+        f"{START}print('before')\n"
+        "with progress_bar() as update:\n"
+        "    for done in range(5):\n"
+        "        update(done + 1, 5, '[b]forward')\n"
+        "        time.sleep(0.15)\n"
+        "print('after')\n"
+    )
+    shown = in_a_terminal(code, 80)
+    assert "━" in shown
+    assert "5/5" in shown
+    assert "[b]forward" in shown, "a label is no markup"
+    assert screen(shown) == ["before", "after", ""]
+
+
+def test_an_exception_in_the_middle_leaves_no_bar() -> None:
+    code = (
+        f"{START}try:\n"
+        "    with progress_bar() as update:\n"
+        f"        {WAIT}"
+        "        update(1, 3, 'forward')\n"
+        "        time.sleep(0.15)\n"
+        "        raise RuntimeError('in the middle')\n"
+        "except RuntimeError as error:\n"
+        "    print(error)\n"
+        "assert threading.active_count() == 1\n"
+    )
+    shown = in_a_terminal(code, 80)
+    assert "1/3" in shown
+    assert screen(shown) == ["in the middle", ""]
+
+
+def test_bars_inside_a_bar_stand_below_it() -> None:
+    code = (
+        f"{START}with progress_bar() as outer:\n"
+        f"    {WAIT}"
+        "    for step in range(2):\n"
+        "        outer(step, 2, 'backward')\n"
+        "        with progress_bar() as inner:\n"
+        f"            {WAIT}"
+        "            inner(1, 4, 'recomputed')\n"
+        "            time.sleep(0.15)\n"
+        "            print('said meanwhile')\n"
+        "    outer(1, 2, 'backward')\n"
+        "    time.sleep(0.15)\n"
+        "print('after')\n"
+    )
+    shown = in_a_terminal(code, 80)
+    assert "recomputed" in shown
+    assert ["backward", "recomputed"] in frames(shown)
+    assert screen(shown) == ["said meanwhile", "said meanwhile", "after", ""]
+
+
+def test_bars_of_two_threads_share_the_terminal() -> None:
+    code = (
+        f"{START}def work(label, pause):\n"
+        "    with progress_bar() as update:\n"
+        f"        {WAIT}"
+        "        for done in range(3):\n"
+        "            update(done, 3, label)\n"
+        "            time.sleep(pause)\n"
+        "both = [threading.Thread(target=work, args=a) for a in (('one', 0.1), ('two', 0.2))]\n"
+        "[t.start() for t in both]; [t.join() for t in both]\n"
+        "print('after', threading.active_count())\n"
+    )
+    shown = in_a_terminal(code, 80)
+    assert any(sorted(labels) == ["one", "two"] for labels in frames(shown))
+    assert screen(shown) == ["after 1", ""]
+
+
+def test_what_is_printed_to_a_file_meanwhile_gets_there(tmp_path: Path) -> None:
+    code = (
+        f"{START}with progress_bar() as update:\n"
+        f"    {WAIT}"
+        "    update(1, 3, 'forward')\n"
+        "    print('a result')\n"
+    )
+    shown = in_a_terminal(code, 80, stdout=str(tmp_path / "out.txt"))
+    assert "1/3" in shown
+    assert (tmp_path / "out.txt").read_text() == "a result\n"
+
+
+def test_a_pipe_gets_plain_lines(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bar() as update:
+        for done in range(1, 101):
+            clock[0] += 1.0
+            update(done, 100, "forward")
+    printed = capsys.readouterr()
+    lines = printed.err.splitlines()
+    assert printed.out == ""
+    assert lines[0] == "forward: 10 of 100 after 10 s, about 90 s left"
+    assert lines[-1] == "forward: 100 of 100 after 100 s"
+    assert len(lines) == 10
+    assert "\x1b" not in printed.err
+    with progress_bar() as update:
+        update(1, 1, "forward")
+        clock[0] += 90
+        update(2, 1000, "backward")  # little is done, but it is time to say something
+    assert capsys.readouterr().err == "backward: 2 of 1000 after 90 s\n"
+
+
+def test_colours_that_are_forced_do_not_make_a_pipe_a_terminal() -> None:
+    code = f"{START}with progress_bar() as update:\n    {WAIT}    update(1, 3, 'forward')\n"
+    environment = {**os.environ, "FORCE_COLOR": "1", "TTY_COMPATIBLE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
+    assert done.stderr == ""
+
+
+def test_what_is_done_at_once_says_nothing_and_loads_nothing() -> None:
+    code = (
+        f"import sys\n{START}with progress_bar() as update:\n"
+        "    for done in range(1, 101):\n"
+        "        update(done, 100, 'forward')\n"
+        "assert 'rich' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+
+
+def test_lines_of_two_threads_do_not_mix(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each line is written at once: a log that is shared keeps them whole."""
+
+    class Log(io.StringIO):
+        def __init__(self) -> None:
+            super().__init__()
+            self.written: list[str] = []
+
+        def write(self, text: str) -> int:
+            self.written.append(text)
+            return len(text)
+
+    log = Log()
+    monkeypatch.setattr(sys, "stderr", log)
+
+    def work(label: str) -> None:
+        with progress_bar() as update:
+            clock[0] += 50
+            update(1, 2, label)
+
+    threads = [threading.Thread(target=work, args=(label,)) for label in ("one", "two")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [text.split(":")[0] for text in sorted(log.written)] == ["one", "two"]
+    assert all(text.endswith("\n") and text.count("\n") == 1 for text in log.written)
+
+
+@pytest.mark.parametrize("state", ["missing", "closed", "full"])
+def test_a_log_that_cannot_be_written_ends_no_call(
+    state: str, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+    log = {"missing": None, "closed": io.StringIO(), "full": Full()}[state]
+    if state == "closed":
+        log.close()
+    monkeypatch.setattr(sys, "stderr", log)
+    with progress_bar() as update:
+        clock[0] += 50
+        update(1, 2, "forward")
+
+
+class Cell:
+    """The output of a notebook's cell: what was displayed, by handle, as it is now."""
+
+    def __init__(self) -> None:
+        self.outputs: list[dict[str, str]] = []
+        self.drawn = 0
+
+    def display(self, data: dict[str, str], *, raw: bool, display_id: bool) -> Cell.Handle:
+        assert raw
+        assert display_id
+        self.outputs.append(data)
+        return self.Handle(self, len(self.outputs) - 1)
+
+    class Handle:
+        def __init__(self, cell: Cell, number: int) -> None:
+            self.cell, self.number = cell, number
+
+        def update(self, data: dict[str, str], *, raw: bool) -> None:
+            assert raw
+            self.cell.outputs[self.number] = data
+            self.cell.drawn += 1
+
+
+@pytest.fixture
+def cell(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cell]:
+    """A process that a Jupyter kernel runs, as far as this package can see."""
+    shown = Cell()
+    ipython, display = types.ModuleType("IPython"), types.ModuleType("IPython.display")
+    ipython.get_ipython = lambda: types.SimpleNamespace(kernel=object())  # type: ignore
+    display.display = shown.display  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    yield shown
+    assert all(output == {"text/html": "", "text/plain": ""} for output in shown.outputs)
+
+
+def test_a_notebook_shows_a_bar_that_is_gone_afterwards(cell: Cell, clock: list[float]) -> None:
+    with progress_bar() as update:
+        update(0, 10, "a <b>")
+        assert cell.outputs == [], "short calls show none"
+        clock[0] += 1
+        update(2, 10, "a <b>")
+        clock[0] += 1
+        update(4, 10, "a <b>")
+        (now,) = cell.outputs
+        assert '<progress value="4" max="10">' in now["text/html"]
+        assert "a &lt;b&gt;: 4 of 10, about 3 s left" in now["text/html"]
+        assert now["text/plain"] == "a <b>: 4 of 10, about 3 s left"
+        for _ in range(1000):
+            update(5, 10, "a <b>")
+        assert cell.drawn == 1, "drawn ten times a second at most"
+    assert len(cell.outputs) == 1
+
+
+def test_in_a_notebook_bars_are_nested_and_survive_errors(cell: Cell, clock: list[float]) -> None:
+    def fail() -> None:
+        with progress_bar() as outer:
+            clock[0] += 1
+            outer(1, 3, "backward")
+            with progress_bar() as inner:
+                clock[0] += 1
+                inner(1, 2, "forward")
+                assert ["backward" in o["text/html"] for o in cell.outputs] == [True, False]
+                raise KeyError("stop")
+
+    with pytest.raises(KeyError):
+        fail()
+    assert len(cell.outputs) == 2
+
+
+def test_in_a_notebook_two_threads_have_a_bar_each(cell: Cell, clock: list[float]) -> None:
+    barrier = threading.Barrier(2, timeout=20)
+
+    def work(label: str) -> None:
+        with progress_bar() as update:
+            barrier.wait()
+            clock[0] += 1
+            update(1, 2, label)
+            barrier.wait()
+
+    threads = [threading.Thread(target=work, args=(label,)) for label in ("one", "two")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(cell.outputs) == 2
+
+
+def test_a_call_shows_its_bar_in_a_notebook(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bar, "_PATIENCE", 0.0)
+    monkeypatch.setattr(notebook, "_SECONDS", 0.0)
+    q = torch.randn(1, 2, 300, 8)
+    plan = qa.plan(
+        300, heads=2, head_dim=8, dtype=torch.float32, levels=(7,), tile=16, over_inputs=False
+    )
+    qa.attention(q, q, q, plan=plan, progress=True)
+    assert len(cell.outputs) == 1
+    assert cell.drawn == plan.n_tasks * plan.n_groups
+
+
+def test_ipython_in_a_terminal_is_no_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    ipython = types.ModuleType("IPython")
+    for shell in (None, types.SimpleNamespace()):
+        ipython.get_ipython = lambda shell=shell: shell  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "IPython", ipython)
+        assert not notebook.in_notebook()
