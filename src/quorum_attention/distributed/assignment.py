@@ -138,11 +138,14 @@ class Assignment:
         of: the call's sizes.
         shares: by rank and stage, blocks. Stages of a rank have no key/value head in common; two
             blocks anywhere have the same query heads, or none in common.
+        whole_heads: rank r has all pairs of the r-th of equal shares of the heads and of the
+            key/value heads.
     """
 
     way: str
     of: Sequences
     shares: tuple[Stages, ...]
+    whole_heads: bool = False
 
     @cached_property
     def n_stages(self) -> int:

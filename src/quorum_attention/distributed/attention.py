@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from quorum_attention.counts import real_number, shown, switch, whole_number
+from quorum_attention.counts import one_of, real_number, shown, switch, whole_number
 from quorum_attention.distributed.assignment import (
     Assignment,
     Sequences,
@@ -20,7 +20,9 @@ from quorum_attention.distributed.assignment import (
 )
 from quorum_attention.distributed.report import ShardedReport
 from quorum_attention.distributed.run import Sharded, backward, forward
+from quorum_attention.distributed.swap import Swap
 from quorum_attention.distributed.ways import choose
+from quorum_attention.distributed.whole_heads import ByHeads, Exchanged, turns_of
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.uncompiled import uncompiled
 
@@ -42,7 +44,7 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-    lengths: Sequence[int] | None = None,
+    lengths: Sequence[int] | str | None = None,
     budget: int | str | None = None,
     depth: int | str = "auto",
     kernel: str | InnerKernel = "auto",
@@ -67,8 +69,9 @@ def attention(
         is_causal: token i of the whole sequence sees tokens j <= i.
         scale: of the scores; None is head_dim ** -0.5.
         enable_gqa: allow fewer key/value heads than query heads.
-        lengths: rows of every rank, if they are known: else they are gathered first. The host waits
-            for that, and ranks that do not agree on sizes, dtype or options raise.
+        lengths: rows of every rank, if they are known, or "equal" if all have as many as this one:
+            else they are gathered first. The host waits for that, and ranks that do not agree on
+            sizes, dtype or options raise.
         budget, depth, kernel: as in ``quorum_attention.attention``, for each rank by itself: every
         part that a rank computes recovers from a lack of memory on its own. What the rows of a part
             take that are gathered from other ranks comes on top of the budget.
@@ -101,46 +104,65 @@ def attention(
     options = {"budget": budget, "depth": depth, "kernel": kernel}
     head_dim, value_dim = query.shape[-1], value.shape[-1]
     element = inputs[0].element_size()
-    assignment, kept = _decided(of, head_dim, value_dim, element)
+    decided = _decided(of, head_dim, value_dim, element)
+    assignment = decided.assignment
     if report is not None:
-        _fill(report, assignment, group.rank(), kept, head_dim, value_dim, element)
-    call = Sharded(assignment, group, factor, options, kept, report)
-    out: torch.Tensor = _Attention.apply(*inputs, call)  # type: ignore[no-untyped-call]
+        _fill(report, decided, group.rank())
+    out: torch.Tensor
+    if assignment.whole_heads:
+        shared = of.heads // of.kv_heads
+        turns = turns_of(of.kv_heads // of.ranks, shared, batch * decided.most_bytes)
+        if report is not None:
+            report.stages = len(turns)
+        given = {**options, "scale": factor, "enable_gqa": shared > 1, "is_causal": causal}
+        exchanged = Exchanged(Swap(group, sizes), turns, given, report)
+        out = ByHeads.apply(*inputs, exchanged)  # type: ignore[no-untyped-call]
+    else:
+        call = Sharded(assignment, group, factor, options, decided.kept, report)
+        out = _Attention.apply(*inputs, call)  # type: ignore[no-untyped-call]
     return out.to(query.dtype).reshape(*query.shape[:-1], value_dim)
 
 
+class _Decided(NamedTuple):
+    """How a call is shared.
+
+    Attributes:
+        kept: whether its inputs stay where they were computed with until the backward.
+        most_bytes: received in a forward by the rank that receives most, of one batch entry.
+    """
+
+    assignment: Assignment
+    kept: bool
+    most_bytes: int
+
+
 @lru_cache(maxsize=256)
-def _decided(of: Sequences, head_dim: int, value_dim: int, element: int) -> tuple[Assignment, bool]:
-    """The assignment of a call, and whether its inputs are kept for the backward."""
-    sizes = forward_bytes(head_dim, value_dim, element, max(4, element))
+def _decided(of: Sequences, head_dim: int, value_dim: int, element: int) -> _Decided:
+    state = max(4, element)
+    sizes = forward_bytes(head_dim, value_dim, element, state)
     assignment = choose(of, sizes, 2.0 * (head_dim + value_dim))
+    if assignment.whole_heads:
+        # The log-sum-exp stays where it was computed.
+        sizes = forward_bytes(head_dim, value_dim, element, 0)
     complete = all(p.alone for p in assignment.query_pieces)
     # Vectors of all ranks, as they are gathered and as they lie in the shards.
     gathered = _vectors(assignment.query_pieces), _vectors(assignment.key_pieces)
     own = of.tokens * of.heads, of.tokens * of.kv_heads
     each = head_dim + value_dim
     small = sum(gathered) * each <= _KEPT_SHARE * sum(own) * each
-    return assignment, complete and small
+    return _Decided(assignment, complete and small, assignment.most_received(sizes))
 
 
 def _vectors(pieces: Sequence[Any]) -> int:
     return sum(piece.vectors for piece in pieces)
 
 
-def _fill(
-    report: ShardedReport,
-    assignment: Assignment,
-    rank: int,
-    kept: bool,
-    head_dim: int,
-    value_dim: int,
-    element: int,
-) -> None:
-    sizes = forward_bytes(head_dim, value_dim, element, max(4, element))
+def _fill(report: ShardedReport, decided: _Decided, rank: int) -> None:
+    assignment = decided.assignment
     report.way, report.rank, report.ranks = assignment.way, rank, assignment.of.ranks
     report.pairs, report.imbalance = assignment.pairs(rank), assignment.imbalance
-    report.most_forward_bytes = assignment.most_received(sizes)
-    report.stages, report.kept = assignment.n_stages, kept
+    report.most_forward_bytes = decided.most_bytes
+    report.stages, report.kept = assignment.n_stages, decided.kept
     report.forward_bytes = report.backward_bytes = 0
     report.calls.clear()
 
@@ -194,10 +216,13 @@ def _agreed(
     value: torch.Tensor,
     causal: bool,
     scale: float | None,
-    lengths: Sequence[int] | None,
+    lengths: Sequence[int] | str | None,
 ) -> tuple[int, ...]:
     """Rows of every rank; gathered, unless they are given."""
     rows = query.shape[-2]
+    if isinstance(lengths, str):
+        one_of(lengths, "lengths", ("equal",))
+        return (rows,) * group.size()
     if lengths is not None:
         sizes = tuple(whole_number(n, "lengths", 0) for n in lengths)
         if len(sizes) != group.size() or sizes[group.rank()] != rows:

@@ -108,7 +108,8 @@ def heads(of: Sequences) -> Assignment:
             if stop:
                 parts.append((Interval(last, last + 1), Interval(0, stop)))
         shares.append(_staged(of, parts))
-    return Assignment("heads exchanged", of, tuple(shares))
+    whole = of.tokens > 0 and not of.heads % of.ranks and not of.kv_heads % of.ranks
+    return Assignment("heads exchanged", of, tuple(shares), whole)
 
 
 def _point(of: Sequences, at: Fraction) -> tuple[int, int]:

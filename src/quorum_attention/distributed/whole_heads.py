@@ -1,0 +1,170 @@
+"""A sharded pass where heads divide by the ranks: exchanged, computed whole, exchanged back.
+
+Nothing is merged and nothing added up: a rank has all rows of its heads. All messages are sent
+first, in turns of some heads each; while the heads of one turn are computed those of the next are
+on their way, and the results of the one before. What came is kept for the backward in place of the
+shards, so only the upstream gradient moves again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from quorum_attention.api import attention_backward, attention_with_lse
+from quorum_attention.distributed.report import ShardedReport
+from quorum_attention.distributed.swap import Part, Swap, opened
+from quorum_attention.execution.report import Report
+
+# What a rank receives in about 20 microseconds: less is not worth a call more.
+_ONE_TURN_BYTES = 4 << 20
+
+
+class Turn(NamedTuple):
+    """Heads that are computed together, [start, stop) within each rank's share."""
+
+    heads: tuple[int, int]
+    kv_heads: tuple[int, int]
+
+
+@lru_cache(maxsize=256)
+def turns_of(kv_heads: int, shared: int, nbytes: int) -> tuple[Turn, ...]:
+    """The turns of a rank's share; the first and the last are short: nothing runs beside the
+    first's messages, nor beside the last's.
+
+    Args:
+        kv_heads: key/value heads of the share.
+        shared: query heads of each.
+        nbytes: of all messages that a rank receives.
+    """
+    if kv_heads == 1 or nbytes < _ONE_TURN_BYTES:
+        edges: tuple[int, ...] = (0, kv_heads)
+    else:
+        end = max(1, kv_heads // 4)
+        edges = (0, end, kv_heads - end, kv_heads)
+    return tuple(
+        Turn((low * shared, high * shared), (low, high))
+        for low, high in pairwise(edges)
+        if low < high
+    )
+
+
+@dataclass(slots=True)
+class Exchanged:
+    """A call whose heads are exchanged, on one rank.
+
+    Attributes:
+        options: keyword arguments of every attention call.
+    """
+
+    swap: Swap
+    turns: Sequence[Turn]
+    options: dict[str, Any]
+    report: ShardedReport | None
+
+    def call_options(self) -> dict[str, Any]:
+        """For one attention call."""
+        if self.report is None:
+            return self.options
+        self.report.calls.append(Report())
+        return {**self.options, "report": self.report.calls[-1]}
+
+
+def forward(
+    call: Exchanged, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keep: bool
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Output of this rank's rows, and what the backward needs.
+
+    Args:
+        query: (batch, heads, rows, head_dim) of this rank's shard; key and value likewise.
+    """
+    swap = call.swap
+    coming = [swap.to_heads(_parts(turn, query, key, value)) for turn in call.turns]
+    coming.reverse()
+    out = query.new_empty((*query.shape[:3], value.shape[3]))
+    kept, going = [], []
+    for turn in call.turns:
+        now = coming.pop()
+        rows, keys, values = now.arrived()
+        part, lse = attention_with_lse(rows, keys, values, **call.call_options())
+        going.append(swap.to_rows(part, out, turn.heads[0]))
+        if keep:
+            kept += [now.inbox, part, lse]
+    for one in going:
+        one.written()
+    if call.report is not None:
+        call.report.forward_bytes = swap.received_bytes([query, key, value], [out])
+    return out, kept
+
+
+def backward(
+    call: Exchanged,
+    grad_out: torch.Tensor,
+    shapes: Sequence[torch.Size],
+    kept: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    """The gradients of this rank's rows of query, key and value.
+
+    Args:
+        shapes: of the three.
+        kept: what the forward returned.
+    """
+    swap = call.swap
+    coming = [swap.to_heads([(grad_out, turn.heads)]) for turn in call.turns]
+    grads = [grad_out.new_empty(shape) for shape in shapes]
+    head_dim, value_dim = shapes[0][3], shapes[2][3]
+    going = []
+    for number, (turn, now) in enumerate(zip(call.turns, coming, strict=True)):
+        inbox, part, lse = kept[3 * number : 3 * number + 3]
+        (heads, kv_heads), (upstream,) = (_count(turn.heads), _count(turn.kv_heads)), now.arrived()
+        query, key, value = opened(
+            inbox, [(heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim)]
+        )
+        made = attention_backward(upstream, query, key, value, part, lse, **call.call_options())
+        starts = turn.heads[0], turn.kv_heads[0], turn.kv_heads[0]
+        going += [swap.to_rows(*each) for each in zip(made, grads, starts, strict=True)]
+    for one in going:
+        one.written()
+    if call.report is not None:
+        call.report.backward_bytes = swap.received_bytes([grad_out], grads)
+    return grads
+
+
+def _parts(
+    turn: Turn, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[Part, ...]:
+    return (query, turn.heads), (key, turn.kv_heads), (value, turn.kv_heads)
+
+
+def _count(heads: tuple[int, int]) -> int:
+    return heads[1] - heads[0]
+
+
+class ByHeads(torch.autograd.Function):
+    """A call whose heads are exchanged, with its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Exchanged
+    ) -> torch.Tensor:
+        """Output of this rank's rows."""
+        keep = any(ctx.needs_input_grad)
+        out, kept = forward(call, query, key, value, keep)
+        ctx.save_for_backward(*kept)
+        ctx.call, ctx.shapes = call, [t.shape for t in (query, key, value)]
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
+        """The gradients of this rank's rows."""
+        return (*backward(ctx.call, grad_out, ctx.shapes, ctx.saved_tensors), None)
+
+
+__all__ = ["ByHeads", "Exchanged", "Turn", "backward", "forward", "turns_of"]
