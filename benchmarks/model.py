@@ -1,17 +1,19 @@
 """Quorum attention inside a model, on one GPU: a window, a decoder layer's step, its longest text.
 
     python benchmarks/model.py [--only window,layer,longest] [--tokens N] [--memory 16GiB]
-        [--most N] [--json FILE]
+        [--most N] [--times N] [--rounds N] [--json FILE]
 
 ``window``: a causal window of 4,096 tokens as anyone would call it, beside torch's compiled
 FlexAttention whose block lists are made beforehand and not timed; everything on the device, in
 turn, medians. ``layer``: a decoder layer of Qwen3-8B's shape in bf16, forward and a backward that
 recomputes it (gradient checkpointing), attention by SDPA, by quorum attention and by it in a budget
-of 2 GiB; floating-point operations are counted with the recomputation. ``longest``: the longest
-text that one such layer can be trained on in so much device memory: as it comes with SDPA; and with
-everything that goes token by token done in tiles, tensors in host memory, and attention in half of
-the memory. The layer is written out in plain torch, so nothing but torch and this package is
-needed. Needs a CUDA device; ``--device cpu`` runs small sizes to see that it works.
+of 2 GiB; floating-point operations are counted with the recomputation. Attention's working memory
+is what a forward and a backward of it alone take at most beyond q, k, v, o and their gradients.
+``longest``: the longest text that one such layer can be trained on in so much device memory: as it
+comes with SDPA; and with everything that goes token by token done in tiles, tensors in host memory,
+and attention in half of the memory. With ``--times 8`` the second is tried at eight times the
+first's length and no other. The layer is written out in plain torch, so nothing but torch and this
+package is needed. Needs a CUDA device; ``--device cpu`` runs small sizes to see that it works.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ import quorum_attention as qa
 from quorum_attention.sizes import format_bytes, parse_bytes, parse_count
 from quorum_attention.writing import write_text
 
-_WINDOW, _ROUNDS, _TILE = 4096, 5, 8192
+_WINDOW, _TILE = 4096, 8192
 # Heads, key/value heads, head dimension.
 _WINDOWED = ((8, 8, 64), (32, 8, 128))
 # Of a device's memory, what is left of it beside the tiles, for attention.
@@ -109,10 +111,10 @@ def wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def in_turn(runs: dict[str, Callable[[], Any]], device: str) -> dict[str, float]:
+def in_turn(runs: dict[str, Callable[[], Any]], device: str, rounds: int) -> dict[str, float]:
     """Median seconds of each, one after the other in each round; the first round is not timed."""
     found: dict[str, list[float]] = {name: [] for name in runs}
-    for round_ in range(_ROUNDS + 1):
+    for round_ in range(rounds + 1):
         for name, run in runs.items():
             wait(device)
             began = time.perf_counter()
@@ -123,7 +125,7 @@ def in_turn(runs: dict[str, Callable[[], Any]], device: str) -> dict[str, float]
     return {name: statistics.median(times) for name, times in found.items()}
 
 
-def window(tokens: int, device: str, out: Console) -> list[dict[str, Any]]:
+def window(tokens: int, device: str, rounds: int, out: Console) -> list[dict[str, Any]]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     rows = []
@@ -147,7 +149,7 @@ def window(tokens: int, device: str, out: Console) -> list[dict[str, Any]]:
                 q, k, v, block_mask=b, enable_gqa=True
             )
         with torch.no_grad():
-            forward = in_turn(runs, device)
+            forward = in_turn(runs, device, rounds)
         both = in_turn(
             {
                 name: lambda run=run, q=q, k=k, v=v, g=grad: torch.autograd.grad(
@@ -156,6 +158,7 @@ def window(tokens: int, device: str, out: Console) -> list[dict[str, Any]]:
                 for name, run in runs.items()
             },
             device,
+            rounds,
         )
         row = {"heads": heads, "kv_heads": kv_heads, "width": width, "tokens": tokens,
                "window": near, "forward": forward, "forward+backward": both}  # fmt: skip
@@ -167,29 +170,53 @@ def window(tokens: int, device: str, out: Console) -> list[dict[str, Any]]:
     return rows
 
 
-def layer(tokens: int, device: str, out: Console) -> list[dict[str, Any]]:
+def working_memory(tokens: int, model: Layer, attend: Attention) -> int:
+    """Device bytes of attention alone, forward and backward, beyond its tensors and gradients."""
+    here = next(model.parameters())
+    heads = (model.heads, model.kv_heads, model.kv_heads, model.heads)
+    q, k, v, grad = (
+        torch.randn(1, h, tokens, model.width, device=here.device, dtype=here.dtype) for h in heads
+    )
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
+    attend(q, k, v).backward(grad)
+    # Of q, k, v and o there are the gradients of three, and o.
+    made = q.nbytes + sum(t.nbytes for t in (q, k, v))
+    return torch.cuda.max_memory_allocated() - before - made
+
+
+def layer(tokens: int, device: str, rounds: int, out: Console) -> list[dict[str, Any]]:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = Layer(device == "cpu").to(device, dtype)
-    x = torch.randn(1, tokens, model.hidden, device=device, dtype=dtype, requires_grad=True)
-    grad = torch.randn_like(x)
     rows = []
     ways = {"sdpa": sdpa, "quorum": quorum(None), "quorum in 2 GiB": quorum("2GiB")}
     for name, attend in ways.items():
-
-        def step(attend: Attention = attend) -> None:
-            made: torch.Tensor = checkpoint(model, x, attend, use_reentrant=False)
-            made.backward(grad)
-            x.grad = None
-            model.zero_grad(set_to_none=True)
-
+        row: dict[str, Any] = {"attention": name, "tokens": tokens}
         try:
-            seconds = in_turn({name: step}, device)[name]
+            # It is also the first call, which compiles and plans.
+            row["working_bytes"] = (
+                working_memory(tokens, model, attend) if device == "cuda" else None
+            )
+            x = torch.randn(1, tokens, model.hidden, device=device, dtype=dtype, requires_grad=True)
+            grad = torch.randn_like(x)
+
+            def step(
+                attend: Attention = attend, x: torch.Tensor = x, grad: torch.Tensor = grad
+            ) -> None:
+                made: torch.Tensor = checkpoint(model, x, attend, use_reentrant=False)
+                made.backward(grad)
+                x.grad = None
+                model.zero_grad(set_to_none=True)
+
+            row["seconds"] = in_turn({name: step}, device, rounds)[name]
         except torch.OutOfMemoryError as error:
             out.print(f"{name}: {str(error).splitlines()[0]}")
             continue
-        rate = model.operations(tokens) / seconds / 1e12
-        rows.append({"attention": name, "tokens": tokens, "seconds": seconds, "tflops": rate})
-        out.print(rows[-1], f"36 layers: {36 * seconds:.1f} s")
+        row["tflops"] = model.operations(tokens) / row["seconds"] / 1e12
+        rows.append(row)
+        out.print(row, f"36 layers: {36 * row['seconds']:.1f} s")
     return rows
 
 
@@ -225,7 +252,9 @@ def host_step(model: Layer, x: torch.Tensor, grad: torch.Tensor, budget: int, de
     return grad_x
 
 
-def longest(memory: int, most: int, device: str, out: Console) -> list[dict[str, Any]]:
+def longest(
+    memory: int, most: int, times: int | None, device: str, out: Console
+) -> list[dict[str, Any]]:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = Layer(device == "cpu").to(device, dtype)
 
@@ -240,6 +269,9 @@ def longest(memory: int, most: int, device: str, out: Console) -> list[dict[str,
     rows = []
     for name, step in (("sdpa", as_it_comes), ("quorum, tiles, host memory", everything)):
         fits, too_long, tokens = 0, most + 1, min(_TILE, most)
+        if rows and times:
+            most = tokens = times * rows[0]["tokens"]
+            too_long = most + 1
         while tokens > fits:
             began = time.perf_counter()
             done = runs(step, tokens, memory, device)
@@ -281,6 +313,8 @@ def main() -> None:
     parser.add_argument("--only", default="window,layer,longest")
     parser.add_argument("--tokens", type=parse_count, default=262_144)
     parser.add_argument("--most", type=parse_count, default=2_097_152, help="longest that is tried")
+    parser.add_argument("--times", type=int, help="of SDPA's length, tried and no other")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--memory", type=parse_bytes, default=16 << 30)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--json", metavar="FILE")
@@ -291,12 +325,12 @@ def main() -> None:
     if options.device == "cuda":
         found["device"] = torch.cuda.get_device_name()
     if "window" in chosen:
-        found["window"] = window(options.tokens, options.device, out)
+        found["window"] = window(options.tokens, options.device, options.rounds, out)
     if "layer" in chosen:
-        found["layer"] = layer(options.tokens, options.device, out)
+        found["layer"] = layer(options.tokens, options.device, options.rounds, out)
     if "longest" in chosen:
         out.print(f"longest length in {format_bytes(options.memory)}")
-        found["longest"] = longest(options.memory, options.most, options.device, out)
+        found["longest"] = longest(options.memory, options.most, options.times, options.device, out)
     if options.json:
         write_text(options.json, json.dumps(found, indent=1))
 

