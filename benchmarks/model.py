@@ -144,7 +144,8 @@ def window(tokens: int, device: str, rounds: int, out: Console) -> list[dict[str
                 lambda b, h, i, j, near=near: (j <= i) & (i - j < near),
                 None, None, tokens, tokens, device=device, _compile=True,
             )  # fmt: skip
-            flex = torch.compile(flex_attention)
+            torch.compiler.reset()  # or the second shape would get kernels for any size
+            flex = torch.compile(flex_attention, dynamic=False)
             runs["flex"] = lambda q=q, k=k, v=v, b=blocks, flex=flex: flex(
                 q, k, v, block_mask=b, enable_gqa=True
             )

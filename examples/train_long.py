@@ -317,9 +317,7 @@ def longest(options: argparse.Namespace) -> dict[str, Any]:
         with first_layers(model, count):
             found[way] = {"layers": count, **followed(model, way, weights, options)}
         del model
-        gc.collect()
-        if options.device == "cuda":
-            torch.cuda.empty_cache()
+        emptied(options.device)
     return {"memory": options.memory, "ways": found}
 
 
@@ -391,6 +389,13 @@ def plot(found: dict[str, Any], path: str) -> None:
     figure.savefig(path, dpi=150)
 
 
+def emptied(device: str) -> None:
+    """Let go of what nobody holds: a model that was changed in place refers to itself."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
 def memory_of(device: str) -> int:
     """What steps may take: of a GPU all but what CUDA itself needs."""
     if device == "cuda":
@@ -439,7 +444,7 @@ def main() -> None:
             found[part.__name__] = part(options)
             if options.json:
                 write_text(options.json, json.dumps(found, indent=1))
-            gc.collect()
+            emptied(options.device)
     if options.plot and "longest" in found:
         plot(found, options.plot)
 
