@@ -7,6 +7,7 @@ from os import PathLike
 from typing import Any
 
 from quorum_attention.execution.total import Total
+from quorum_attention.html_table import html_table
 from quorum_attention.sizes import format_bytes, format_seconds
 
 
@@ -78,6 +79,35 @@ class PassReport:
         on_device = sum(self.stages.values()) - transfers
         return min(1.0, max(0.0, 1 - (self.seconds - on_device) / transfers))
 
+    def cells(self) -> dict[str, str]:
+        """What ``lines`` say, by label, for a table."""
+        passed = ", ".join(self.without_dropout)
+        moved = f"{format_bytes(self.loaded_bytes)}, {format_bytes(self.stored_bytes)}"
+        found = {
+            "kernel": self.kernel,
+            "levels": " x ".join(map(str, self.levels)) or "none (monolithic)",
+            "units": f"{self.units} ({self.n_groups} head group(s) of {self.heads_per_group})",
+            "accumulators": self.accumulator,
+            "time": format_seconds(self.seconds),
+            "peak memory, planned": format_bytes(self.planned_peak_bytes),
+            "measured": None if self.peak_bytes is None else format_bytes(self.peak_bytes),
+            "budget": None if self.budget_bytes is None else format_bytes(self.budget_bytes),
+            "copied in, out": moved,
+            "stages": ", ".join(
+                f"{stage} {format_seconds(spent)}" for stage, spent in self.stages.items() if spent
+            ),
+            "transfers hidden": None if self.overlap is None else f"{self.overlap:.0%}",
+            "dropout": None
+            if self.dropout_p is None
+            else f"{self.dropout_p:g} of seed {self.dropout_seed}",
+            "passed over, without dropout": passed,
+            "tokens left out": f"{self.left_out:.0%}" if self.left_out else None,
+            "units run again": str(self.repeated_units) if self.repeated_units else None,
+            "recovered": "; ".join(self.recoveries),
+            "recoveries cost": format_seconds(self.recovery_seconds) if self.recoveries else None,
+        }
+        return {label: text for label, text in found.items() if text}
+
     def lines(self) -> list[str]:
         """The report in lines, for people."""
         levels = " x ".join(map(str, self.levels)) or "none (monolithic)"
@@ -146,6 +176,19 @@ class Report:
         from quorum_attention.pictures import draw_report
 
         draw_report(path, self.to_dict())
+
+    def _repr_html_(self) -> str:
+        """For notebooks: a table with a column for each pass."""
+        passes = {"forward": self.forward, "backward": self.backward}
+        ran = {name: part for name, part in passes.items() if part is not None}
+        if not ran:
+            total = html_table("Total", self.total.rows()) if self.total.rows() else ""
+            return total or html_table("Report: nothing has run yet", [])
+        cells = [part.cells() for part in ran.values()]
+        labels = list(dict.fromkeys(label for one in cells for label in one))
+        rows = [(label, [one.get(label, "") for one in cells]) for label in labels]
+        rows += [("mask gradient", [line]) for line in self.mask_gradient]
+        return html_table("Report", rows, list(ran))
 
     def __str__(self) -> str:
         parts = []

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from threading import Lock
 from typing import Any
 
+from quorum_attention.html_table import html_table
 from quorum_attention.sizes import format_bytes, format_seconds
 
 # One for all: it is held for a few additions, and a lock of its own would keep a total from being
@@ -84,6 +85,30 @@ class Total:
         """The total in plain types, for JSON."""
         with _LOCK:
             return asdict(self)
+
+    def rows(self) -> list[tuple[str, list[str]]]:
+        """The total as rows of a table; none where nothing has run."""
+        if not self.forwards + self.backwards:
+            return []
+        rows = [
+            ("passes", [f"{self.forwards} forward(s), {self.backwards} backward(s)"]),
+            ("of them cut", [str(self.cut)]),
+            ("time", [format_seconds(self.seconds)]),
+            ("largest peak of memory", [format_bytes(self.peak_bytes)]),
+        ]
+        if self.recoveries:
+            cost = format_seconds(self.recovery_seconds)
+            rows.append(("recoveries", [f"{self.recoveries}, which cost {cost}"]))
+        # A copy: another thread may meet another kernel meanwhile.
+        for name, own in dict(self.kernels).items():
+            text = f"{own.passes} pass(es), {own.cut} cut, {format_seconds(own.seconds)}"
+            rows.append((f"kernel {name}", [text]))
+        return rows
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the total as a table."""
+        rows = self.rows()
+        return html_table("Total" if rows else "Total: nothing has run yet", rows)
 
     def __str__(self) -> str:
         if not self.forwards + self.backwards:

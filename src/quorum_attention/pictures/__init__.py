@@ -2,7 +2,8 @@
 
 from quorum_attention.pictures.canvas import check_drawable
 from quorum_attention.pictures.coverage import draw_coverage
+from quorum_attention.pictures.inline import coverage_svg
 from quorum_attention.pictures.recovery import draw_recovery
 from quorum_attention.pictures.report import draw_report
 
-__all__ = ["check_drawable", "draw_coverage", "draw_recovery", "draw_report"]
+__all__ = ["check_drawable", "coverage_svg", "draw_coverage", "draw_recovery", "draw_report"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 from quorum_attention.writing import check_target, replacing
 
 INK = "#22262b"
+# On coloured areas: stays dark where a page turns INK to its own colour (inline.py).
+ON_COLOUR = "#22262c"
 SOFT = "#6b7280"
 PAPER = "#ffffff"
 MASKED = "#e6e8eb"
@@ -79,3 +82,11 @@ def above(axes: Any, points: int, text: str, size: int, colour: str, weight: str
         text, (0, 1), (0, points), xycoords="axes fraction", textcoords="offset points",
         size=size, color=colour, weight=weight,
     )  # fmt: skip
+
+
+def explain(figure: Any, left: float, top: float, columns: int, text: str) -> None:
+    """Write what a picture shows, for someone who sees one for the first time: ``text`` in lines of
+    so many characters, from ``left`` and ``top`` (shares of the figure) on downwards."""
+    figure.text(
+        left, top, textwrap.fill(text, columns), color=SOFT, size=9.5, va="top", linespacing=1.45
+    )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import pi
 from os import PathLike
 
-from quorum_attention.pictures.canvas import INK, SOFT, new_figure, save
+from quorum_attention.pictures.canvas import INK, SOFT, explain, new_figure, save
 from quorum_attention.pictures.colours import oklch
 from quorum_attention.sizes import format_seconds
 
@@ -32,7 +32,7 @@ def draw_gantt(
         raise ValueError("passes: nothing ran, so there is nothing to draw")
     rows = [len(names) for names, _ in passes.values()]
     # In heights of a bar: a title above each chart, and its axis below.
-    total = sum(n + 3.2 for n in rows)
+    total = sum(n + 3.2 for n in rows) + 1.9
     figure = new_figure(11.0, 0.26 * total)
     top = 1.0
     for (title, (names, bars)), n in zip(passes.items(), rows, strict=True):
@@ -55,4 +55,9 @@ def draw_gantt(
             f"{title}: {format_seconds(last)}", loc="left", fontsize=10, color=INK, weight="bold"
         )
         axes.set_xlabel("seconds", fontsize=8, color=SOFT)
+    explain(
+        figure, 0.17, 1.6 / total, 125,
+        "Each piece is one part of the call (some of its heads, or of their rows), on the device "
+        "that took it when it was free; colours tell parts apart. The line: all parts are done.",
+    )  # fmt: skip
     save(figure, path)

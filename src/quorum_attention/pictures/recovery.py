@@ -7,9 +7,18 @@ from os import PathLike
 from typing import Any
 
 from quorum_attention.decomposition import Decomposition
-from quorum_attention.pictures.canvas import INK, PAPER, SOFT, above, bare, new_figure, save
+from quorum_attention.pictures.canvas import (
+    INK,
+    PAPER,
+    SOFT,
+    above,
+    bare,
+    explain,
+    new_figure,
+    save,
+)
 from quorum_attention.pictures.colours import oklch
-from quorum_attention.pictures.coverage import summary
+from quorum_attention.pictures.coverage import about_square, summary
 from quorum_attention.pictures.square import draw_square
 from quorum_attention.sizes import format_bytes
 
@@ -37,15 +46,21 @@ def draw_recovery(
     Raises:
         ImportError: matplotlib is not installed.
     """
-    figure = new_figure(12.4, 6.9)
-    left = figure.add_axes((0.055, 0.11, 0.415, 0.73))
-    right = figure.add_axes((0.545, 0.11, 0.42, 0.73))
-    figure.text(0.055, 0.948, summary(decomposition, is_causal), color=INK, size=15, weight="bold")
+    figure = new_figure(12.4, 7.5)
+    left = figure.add_axes((0.055, 0.18, 0.415, 0.675))
+    right = figure.add_axes((0.545, 0.18, 0.42, 0.675))
+    figure.text(0.055, 0.952, summary(decomposition, is_causal), color=INK, size=15, weight="bold")
     note = draw_square(left, decomposition, is_causal)
     above(left, 13, note, 10, SOFT, "normal")
-    above(left, 30, "The score square, task by task", 12, INK, "bold")
+    above(left, 30, "All pairs of a query and a key", 12, INK, "bold")
+    explain(figure, 0.055, 0.098, 80, about_square(decomposition, is_causal))
     _draw_bars(right, budget_bytes, bars)
-    above(right, 30, "Memory", 12, INK, "bold")
+    above(right, 30, "Memory of the same call", 12, INK, "bold")
+    explain(
+        figure, 0.545, 0.098, 80,
+        "Most memory that each method had at once, beyond what was there before the call. "
+        "Green ran inside the budget (the dashed line), red did not, or would not.",
+    )  # fmt: skip
     save(figure, path)
 
 

@@ -7,11 +7,19 @@ from math import pi
 from os import PathLike
 from typing import Any
 
-from quorum_attention.pictures.canvas import INK, SOFT, bare, new_figure, save
+from quorum_attention.pictures.canvas import INK, SOFT, bare, explain, new_figure, save
 from quorum_attention.pictures.colours import oklch
 from quorum_attention.sizes import format_bytes, format_seconds
 
 _WALL = "#22262b"
+# Inches at the bottom for what the words mean.
+_FOOT = 0.95
+_WORDS = (
+    "gather, h2d: a task's rows are collected and copied to the device. compute: calls of the "
+    "attention kernel. merge: their results are joined to those of other tasks. d2h, scatter: "
+    "results are copied back to their places. Stages run beside each other, so together they may "
+    "take longer than the clock on the wall. Memory is beyond what was there before the call."
+)
 _LIMITS = {"measured": oklch(0.72, 0.125, 2.75), "planned": "#c3c8ce", "budget": "#e6e8eb"}
 
 
@@ -29,8 +37,9 @@ def draw_report(path: str | PathLike[str], report: Mapping[str, Any]) -> None:
     passes = [(name, part) for name, part in report.items() if part is not None]
     if not passes:
         raise ValueError("report: nothing has run yet, so there is nothing to draw")
-    figure = new_figure(12.4, 0.2 + 2.5 * len(passes))
-    height = 1 / len(passes)
+    inches = 2.5 * len(passes) + _FOOT
+    figure = new_figure(12.4, inches)
+    height = 2.5 / inches
     for row, (name, part) in enumerate(passes):
         bottom = 1 - (row + 1) * height
         left = figure.add_axes((0.03, bottom + 0.1 * height, 0.57, 0.68 * height))
@@ -40,14 +49,17 @@ def draw_report(path: str | PathLike[str], report: Mapping[str, Any]) -> None:
         )
         _draw_stages(left, part)
         _draw_memory(right, part)
+    explain(figure, 0.03, (_FOOT - 0.15) / inches, 160, _WORDS)
     save(figure, path)
 
 
 def _title(name: str, part: Mapping[str, Any]) -> str:
-    levels = " x ".join(map(str, part["levels"])) or "none"
-    title = f"{name}: levels {levels}, {part['units']} units on {part['kernel']}"
+    levels = " x ".join(map(str, part["levels"]))
+    cut = f"cut into {levels} chunks" if part["levels"] else "not cut"
+    plural = "" if part["units"] == 1 else "s"
+    title = f"{name}: {cut}, {part['units']} unit{plural} of work, kernel {part['kernel']}"
     if part["recoveries"]:
-        title += f", {len(part['recoveries'])} recoveries"
+        title += f", {len(part['recoveries'])} times recovered from running out of memory"
     return title
 
 
@@ -61,17 +73,19 @@ def _draw_stages(axes: Any, part: Mapping[str, Any]) -> None:
     axes.text(
         0, -0.42, f"wall clock {format_seconds(part['seconds'])}", color=INK, size=10.5, va="center"
     )
-    start = 0.0
+    start = place = 0.0
     for number, stage in enumerate(part["stages"]):
         spent = stages.get(stage, 0.0)
         colour = oklch(0.74, 0.11, 2 * pi * number / 6 + 0.6)
         axes.barh(1.0, spent, left=start, height=0.32, color=[colour])
+        words = f"■ {stage} {format_seconds(spent)}"
         axes.text(
-            number * 0.173, 1.55, f"■ {stage} {spent:.2g}", color=colour, size=9, va="center",
+            place, 1.55, words, color=colour, size=8.7, va="center",
             transform=axes.get_yaxis_transform(),
         )  # fmt: skip
+        place += 0.0108 * (len(words) + 2)
         start += spent
-    words = "device seconds by stage"
+    words = "time by stage, on the device"
     if part.get("overlap") is not None:
         words += f"; {part['overlap']:.0%} of the transfers hidden"
     if not stages:
@@ -91,5 +105,5 @@ def _draw_memory(axes: Any, part: Mapping[str, Any]) -> None:
     axes.set_ylim(1.85, -0.75)
     for place, (label, size) in enumerate(known.items()):
         axes.barh(0.9 * place, size, height=0.32, color=[_LIMITS[label]])
-        words = f"{label} {'peak ' if label != 'budget' else ''}{format_bytes(size)}"
-        axes.text(0, 0.9 * place - 0.36, words, color=INK, size=10, va="center")
+        words = f"{label} {'peak of memory ' if label != 'budget' else ''}{format_bytes(size)}"
+        axes.text(0, 0.9 * place - 0.4, words, color=INK, size=10, va="center")

@@ -6,11 +6,11 @@ from itertools import pairwise
 from typing import Any
 
 from quorum_attention.decomposition import Decomposition
-from quorum_attention.pictures.canvas import INK, MASKED, PAPER, SOFT, bare
+from quorum_attention.pictures.canvas import MASKED, ON_COLOUR, PAPER, SOFT, bare
 from quorum_attention.pictures.colours import Colour, task_colour
 from quorum_attention.pictures.geometry import Point, blocks, chunk_edges, shallow, split
 
-_MAX_BLOCKS = 20_000
+MAX_BLOCKS = 20_000
 _LABELLED_CHUNKS = 13
 
 
@@ -20,11 +20,13 @@ def draw_square(
     is_causal: bool,
     n_queries: int | None = None,
     n_keys: int | None = None,
+    limit: int = MAX_BLOCKS,
 ) -> str:
-    """Draw the square on ``axes``; returns a line of text to put above it."""
+    """Draw the square on ``axes``, in about ``limit`` blocks at most; returns a line of text to put
+    above it."""
     from matplotlib.collections import PolyCollection
 
-    shape = shallow(decomposition, _MAX_BLOCKS, is_causal)
+    shape = shallow(decomposition, limit, is_causal)
     rows = shape.n_tokens if n_queries is None else min(n_queries, shape.n_tokens)
     columns = shape.n_tokens if n_keys is None else min(n_keys, shape.n_tokens)
     edges = chunk_edges(shape)
@@ -52,18 +54,19 @@ def draw_square(
     _frame(axes, rows, columns)
     _chunk_numbers(axes, edges, rows, columns)
     if not shape.levels:
-        return "one call computes every kept pair"
+        return "one call computes every pair"
     if shape.depth < decomposition.depth:
-        return f"each pair in exactly one task; drawn to level {shape.depth} of the recursion"
+        drawn = f"{shape.depth} of {decomposition.depth} levels of cutting drawn"
+        return f"each pair in exactly one task; {drawn}"
     if shape.depth > 1:
-        return "each pair in exactly one task: hue is the first owner chunk, shade the second"
+        return "each pair in exactly one task: hue is its first number, shade its second"
     if numbered:
-        return "each pair in exactly one task: number and colour name the task that owns it"
-    return "each pair in exactly one task: colour is the chunk that owns it"
+        return "each pair in exactly one task: number and colour say which"
+    return "each pair in exactly one task: its colour says which"
 
 
 def _number(axes: Any, at: Point, number: int) -> None:
-    axes.text(*at, str(number), ha="center", va="center", size=10.5, color=INK, zorder=4)
+    axes.text(*at, str(number), ha="center", va="center", size=10.5, color=ON_COLOUR, zorder=4)
 
 
 def _grid(axes: Any, edges: list[int], rows: int, columns: int, is_causal: bool) -> None:
@@ -102,6 +105,9 @@ def _chunk_numbers(axes: Any, edges: list[int], rows: int, columns: int) -> None
                 names.append(str(chunk))
         axis.set_ticks(places, names)
         axis.set_tick_params(length=0, labelsize=9.5, labelcolor=SOFT)
-    unit = "chunk" if len(edges) > 2 else "token"
+    unit = f"position (0 to {max(columns, rows):,})"
+    if len(edges) > 2:
+        size = max(stop - start for start, stop in pairwise(edges))
+        unit = f"number of their chunk ({size:,} tokens each)"
     axes.set_xlabel(f"keys, by {unit}", color=SOFT, size=10.5)
-    axes.set_ylabel(f"queries, by {unit}", color=SOFT, size=10.5)
+    axes.set_ylabel("queries", color=SOFT, size=10.5)

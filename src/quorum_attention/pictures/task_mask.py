@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quorum_attention.decomposition import Decomposition, Task
-from quorum_attention.pictures.canvas import INK, MASKED, PAPER, SOFT, bare
+from quorum_attention.pictures.canvas import INK, MASKED, ON_COLOUR, PAPER, SOFT, bare
 from quorum_attention.pictures.colours import Colour, task_colour
 from quorum_attention.pictures.geometry import Point, chunk_edges
 
@@ -30,7 +30,7 @@ def draw_task_mask(axes: Any, shape: Decomposition, is_causal: bool) -> str:
     axes.add_collection(PolyCollection(masked, facecolors=MASKED, **quiet))
     axes.add_collection(PolyCollection(kept, facecolors=[colour], **quiet))
     axes.add_collection(
-        PolyCollection(owned, facecolors="none", edgecolors=INK, linewidths=1.6, zorder=4)
+        PolyCollection(owned, facecolors="none", edgecolors=ON_COLOUR, linewidths=1.6, zorder=4)
     )
     calls = _number_calls(axes, task, is_causal, colour)
     _name_spans(axes, task, shape)
@@ -38,7 +38,7 @@ def draw_task_mask(axes: Any, shape: Decomposition, is_causal: bool) -> str:
     share = task.n_tokens / shape.n_tokens if shape.n_tokens else 0.0
     name = f"task {', '.join(map(str, task.path))}" if task.path else "the whole call"
     plural = "" if calls == 1 else "s"
-    return f"{name}: {share:.1%} of the tokens, {calls} plain kernel call{plural}"
+    return f"{name}: {share:.1%} of the tokens, {calls} call{plural} of the attention kernel"
 
 
 def _example(shape: Decomposition) -> tuple[int, ...]:
@@ -84,7 +84,7 @@ def _number_calls(axes: Any, task: Task, is_causal: bool, colour: Colour) -> int
                     r.n_keys,
                     r.n_queries,
                     fill=False,
-                    edgecolor=INK,
+                    edgecolor=ON_COLOUR,
                     linewidth=0.9 if few else 0.4,
                     linestyle=(0, (3, 2)),
                     zorder=5,
@@ -96,7 +96,7 @@ def _number_calls(axes: Any, task: Task, is_causal: bool, colour: Colour) -> int
                 r.key_start + r.n_keys / shift,
                 r.query_stop - r.n_queries / shift,
                 str(number),
-                ha="center", va="center", size=11, color=INK, zorder=6,
+                ha="center", va="center", size=11, color=ON_COLOUR, zorder=6,
                 bbox={"boxstyle": "circle,pad=0.25", "facecolor": colour, "edgecolor": "none"},
             )  # fmt: skip
     return len(calls)
@@ -117,21 +117,21 @@ def _name_spans(axes: Any, task: Task, shape: Decomposition) -> None:
     axes.set_xticks(places, names)
     axes.set_yticks(places, names)
     axes.tick_params(length=0, labelsize=9.5, labelcolor=SOFT)
-    axes.set_xlabel("the task's keys, by chunk", color=SOFT, size=10.5)
-    axes.set_ylabel("the task's queries, by chunk", color=SOFT, size=10.5)
+    axes.set_xlabel("the task's keys, by number of their chunk", color=SOFT, size=10.5)
+    axes.set_ylabel("the task's queries", color=SOFT, size=10.5)
 
 
 def _legend(axes: Any, colour: Colour, any_masked: bool) -> None:
     from matplotlib.patches import Patch
 
-    handles = [Patch(facecolor=colour, label="kept")]
+    handles = [Patch(facecolor=colour, label="computed here")]
     if any_masked:
-        handles.append(Patch(facecolor=MASKED, label="left to other tasks"))
+        handles.append(Patch(facecolor=MASKED, label="elsewhere"))
     handles += [
-        Patch(facecolor="none", edgecolor=INK, linewidth=1.6, label="owner's diagonal"),
-        Patch(facecolor="none", edgecolor=INK, linestyle=(0, (3, 2)), label="one plain call"),
+        Patch(facecolor="none", edgecolor=INK, linewidth=1.6, label="a chunk with itself"),
+        Patch(facecolor="none", edgecolor=INK, linestyle=(0, (3, 2)), label="one kernel call"),
     ]
     axes.legend(
-        handles=handles, loc="upper left", bbox_to_anchor=(-0.02, -0.085), ncols=4, frameon=False,
-        fontsize=9.5, labelcolor=SOFT, handlelength=1.2, columnspacing=1.4, borderpad=0,
+        handles=handles, loc="upper left", bbox_to_anchor=(-0.02, -0.075), ncols=4, frameon=False,
+        fontsize=9.5, labelcolor=SOFT, handlelength=1.2, columnspacing=1.2, borderpad=0,
     )  # fmt: skip

@@ -23,6 +23,7 @@ from quorum_attention.execution.masks import mask_shape
 from quorum_attention.execution.placement import Placement
 from quorum_attention.execution.trimming import pairs_of
 from quorum_attention.execution.workload import DTYPE_NAMES, ELEMENT_BYTES, GroupSize, Workload
+from quorum_attention.html_table import html_table
 from quorum_attention.kernels.masked import Sizes, under
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
@@ -324,6 +325,31 @@ class Estimate:
                 f"{'' if other.kernel == self.forward.kernel else f', kernel {other.kernel}'}"
             )
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """For notebooks: a table for each plan, and one of the alternatives."""
+        fits = "fits" if self.fits_monolithic else "does not fit"
+        rows = [
+            (
+                " x ".join(map(str, other.levels)) or "none",
+                [
+                    format_bytes(other.peak_bytes),
+                    format_seconds(other.predicted_seconds),
+                    other.kernel,
+                ],
+            )
+            for other in self.alternatives
+        ]
+        others = html_table(
+            "Alternatives (forward), with other levels" if rows else _NO_OTHERS,
+            rows,
+            ["peak memory", "predicted", "kernel"] if rows else [],
+        )
+        whole = html_table(
+            "Estimate",
+            [("monolithic call, forward", [f"{format_bytes(self.monolithic_bytes)}, {fits}"])],
+        )
+        return whole + self.forward.html_table() + self.backward.html_table() + others
 
     def __str__(self) -> str:
         return self.describe()

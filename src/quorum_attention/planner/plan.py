@@ -10,6 +10,7 @@ from quorum_attention.decomposition import Census, Decomposition, Task
 from quorum_attention.execution.placement import Placement
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.workload import Workload, count_groups
+from quorum_attention.html_table import html_table
 from quorum_attention.planner.search import Candidate
 from quorum_attention.sizes import format_bytes, format_seconds
 
@@ -93,34 +94,64 @@ class Plan:
         """Write a picture of the coverage to ``path`` (needs matplotlib: the ``draw`` extra)."""
         from quorum_attention.pictures import draw_coverage
 
-        draw_coverage(self.decomposition, self.work.is_causal, path)
+        work = self.work
+        draw_coverage(
+            self.decomposition,
+            work.is_causal,
+            path,
+            n_queries=work.n_queries,
+            n_keys=work.n_keys,
+        )
 
     def describe(self) -> str:
         """The plan in words, with the reasons."""
+        first, *rest = self._lines()
+        return "\n".join([first[1], *(f"{label}: {text}" for label, text in rest)])
+
+    def html_table(self) -> str:
+        """What ``describe`` says as a table in HTML."""
+        first, *rest = self._lines()
+        return html_table(f"Plan: {first[1]}", [(label, [text]) for label, text in rest])
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the table, and the picture of ``draw`` where matplotlib is installed and
+        the picture is no burden for a page."""
+        from quorum_attention.pictures import coverage_svg
+
+        work = self.work
+        drawn = coverage_svg(self.decomposition, work.is_causal, work.n_queries, work.n_keys)
+        return self.html_table() + (f'<div style="margin-top:1em">{drawn}</div>' if drawn else "")
+
+    def _lines(self) -> list[tuple[str, str]]:
+        """(what, words about it), the call itself first."""
         work, schedule, footprint = self.work, self.schedule, self.candidate.footprint
         cut, cost = self.decomposition, self.candidate.cost
         name = "backward" if self.backward else "forward"
         queries = f"{work.n_queries:,} queries x {work.n_keys:,} keys"
         heads = f"{work.batch} x {work.heads} heads ({work.kv_heads} key/value)"
-        lines = [
+        call = (
             f"{name} of {queries}, {heads}, head_dim {work.head_dim}, "
-            f"{str(work.dtype).removeprefix('torch.')}{', causal' if work.is_causal else ''}",
-        ]
+            f"{str(work.dtype).removeprefix('torch.')}{', causal' if work.is_causal else ''}"
+        )
+        lines = [("call", call)]
         if not cut.levels:
-            lines.append("levels: none, one monolithic task for each head group")
+            lines.append(("levels", "none, one monolithic task for each head group"))
         else:
             share = 100 * schedule.largest_task / max(1, cut.n_tokens)
-            lines.append(
-                f"levels: {' x '.join(map(str, cut.levels))} chunks ({cut.layout}), "
+            levels = (
+                f"{' x '.join(map(str, cut.levels))} chunks ({cut.layout}), "
                 f"{self.n_tasks:,} tasks of at most {schedule.largest_task:,} tokens "
                 f"({share:.{1 if share >= 0.1 else 4}f}% of the sequence)"
             )
-        lines.append(
-            f"units: {self.n_groups} head group(s) of {schedule.group.batch} x "
+            lines.append(("levels", levels))
+        units = (
+            f"{self.n_groups} head group(s) of {schedule.group.batch} x "
             f"{schedule.group.kv_heads} key/value heads x {self.n_tasks:,} task(s), "
             f"{schedule.n_cap} resident at once, {schedule.streams} kernel call(s) in flight"
         )
-        lines.append(f"kernel: {self.kernel} on {self.place.device_type}, {schedule.route.words}")
+        lines.append(("units", units))
+        kernel = f"{self.kernel} on {self.place.device_type}, {schedule.route.words}"
+        lines.append(("kernel", kernel))
         parts = [
             f"{label} {format_bytes(n)}"
             for label, n in (
@@ -132,7 +163,8 @@ class Plan:
             if n
         ]
         within = f" of {format_bytes(self.budget_bytes)}" if self.budget_bytes is not None else ""
-        lines.append(f"peak memory: {format_bytes(self.peak_bytes)}{within} ({', '.join(parts)})")
+        peak = f"{format_bytes(self.peak_bytes)}{within} ({', '.join(parts)})"
+        lines.append(("peak memory", peak))
         terms = [
             f"{label} {format_seconds(seconds)}"
             for label, seconds in (
@@ -143,17 +175,16 @@ class Plan:
                 ("host", cost.issue),
             )
         ]
-        lines.append(
-            f"predicted: {format_seconds(cost.seconds)} ({', '.join(terms)}, "
+        predicted = (
+            f"{format_seconds(cost.seconds)} ({', '.join(terms)}, "
             f"{'overlapped' if cost.overlaps else 'one after the other'})"
         )
+        lines.append(("predicted", predicted))
         if cost.preparation:
-            lines.append(
-                f"first call: about {format_seconds(cost.preparation)} more, for the kernel to "
-                f"prepare its shapes"
-            )
-        lines.append(f"why: {self.candidate.why or 'the only one that was asked for'}")
-        return "\n".join(lines)
+            more = f"about {format_seconds(cost.preparation)} more"
+            lines.append(("first call", f"{more}, for the kernel to prepare its shapes"))
+        lines.append(("why", self.candidate.why or "the only one that was asked for"))
+        return lines
 
     def __str__(self) -> str:
         return self.describe()

@@ -1,0 +1,62 @@
+"""The picture of a coverage inside an HTML page, in the page's own colours."""
+
+from __future__ import annotations
+
+import io
+import re
+from importlib.util import find_spec
+
+from quorum_attention.decomposition import Decomposition
+from quorum_attention.pictures.canvas import INK, MASKED, PAPER, SOFT
+from quorum_attention.pictures.coverage import coverage_figure
+from quorum_attention.pictures.geometry import blocks, shallow
+
+# More blocks than that would make a page slow; ``draw_coverage`` draws them to a file.
+MOST_BLOCKS = 2000
+
+
+def coverage_svg(
+    decomposition: Decomposition,
+    is_causal: bool,
+    n_queries: int | None = None,
+    n_keys: int | None = None,
+) -> str | None:
+    """``draw_coverage`` as an <svg> element: text and empty cells take the page's colour, so it can
+    be read on a light page and on a dark one. None: matplotlib is not installed, or the picture
+    would have more than ``MOST_BLOCKS`` blocks."""
+    drawn = shallow(decomposition, MOST_BLOCKS, is_causal)
+    each = sum(1 for _ in blocks(drawn.task(tuple(c - 1 for c in drawn.levels)), is_causal))
+    if each * drawn.n_tasks > MOST_BLOCKS or find_spec("matplotlib") is None:
+        return None
+    figure = coverage_figure(
+        decomposition, is_causal, n_queries=n_queries, n_keys=n_keys, limit=MOST_BLOCKS
+    )
+    file = io.StringIO()
+    figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    return _of_the_page(file.getvalue())
+
+
+def _of_the_page(svg: str) -> str:
+    """The <svg> element alone, with colours of the page it stands in."""
+    svg = svg[svg.index("<svg") :].strip()
+    # Its rules for every element would hold for the rest of the page too.
+    svg = re.sub(r"<style[^>]*>.*?</style>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(<svg [^>]*?)width="[^"]*" height="[^"]*"', r"\1", svg, count=1, flags=re.DOTALL)
+    svg = re.sub(r'(<svg [^>]*?)height="[^"]*"', r"\1", svg, count=1, flags=re.DOTALL)
+    svg = re.sub(r'(<svg [^>]*?) width="[^"]*"', r"\1", svg, count=1, flags=re.DOTALL)
+    svg = svg.replace(
+        "<svg ",
+        '<svg role="img" style="width:100%;max-width:62em;height:auto;stroke-linejoin:round;'
+        'stroke-linecap:butt" ',
+        1,
+    )
+    for colour, opacity in ((INK, 1), (SOFT, 0.7), (MASKED, 0.13)):
+        for kind in ("fill", "stroke"):
+            svg = svg.replace(
+                f"{kind}: {colour}", f"{kind}: currentColor; {kind}-opacity: {opacity}"
+            )
+    return svg.replace(f"fill: {PAPER}", "fill: none")
+
+
+__all__ = ["MOST_BLOCKS", "coverage_svg"]
