@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from quorum_attention.autograd import differentiable
 from quorum_attention.call.gradients import given_of
-from quorum_attention.call.options import Device, Written
+from quorum_attention.call.options import Budget, Devices, Written, several
 from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.call.settings import filled
 from quorum_attention.call.validation import as_tensor
@@ -37,12 +36,12 @@ def attention(
     enable_gqa: bool = False,
     *,
     dropout_seed: int | None = None,
-    budget: int | str | None = None,
+    budget: Budget | None = None,
     plan: Plan | None = None,
     depth: int | str = "auto",
     kernel: str | InnerKernel = "auto",
     accumulator: str = "auto",
-    devices: Device | Sequence[Device] | None = None,
+    devices: Devices | None = None,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     progress: Any = None,
@@ -80,7 +79,8 @@ def attention(
             torch's generator of the CPU in each call that has dropout; the report says it.
         budget: device bytes the call may take beyond what is allocated when it begins, as a
             number or "2GiB"; None: what is free now, less a tenth. On the CPU this is host
-            memory. Holds for the forward and, separately, for the backward.
+            memory. Holds for the forward and, separately, for the backward. Where several devices
+            compute it holds for each; a list has one for each.
         plan: from ``quorum_attention.plan``; pins the forward, and kernel and levels after it.
         depth: levels of decomposition; 0 is the monolithic call. A number pins the depth: an
             out-of-memory failure is then reported, not recovered from.
@@ -88,8 +88,9 @@ def attention(
             InnerKernel; "auto" takes the fastest that can run the call, in this budget.
         accumulator: where unfinished rows are kept between tasks: "device", "host" or "auto".
         devices: where to compute; None: the inputs' device, or for host inputs the current CUDA
-            device if there is one. One device; for several see ``pool.Pool`` and
-            ``distributed.attention``.
+            device if there is one. Several, ["cuda:0", "cuda:1"], or "all" CUDA devices of this
+            machine, share the call: a worker process for each, started by the first such call and
+            ended with the program (docs/devices.md). Or a ``pool.Pool`` of one's own.
         out: preallocated result (..., heads, n_queries, value_dim) of any dtype and residency. It
             may be one of several interleaved views of a tensor, but must share no memory with the
             inputs nor overlap itself. A read-only array or memory map is refused; a tensor over an
@@ -122,7 +123,8 @@ def attention(
     )  # fmt: skip
     if torch.compiler.is_dynamo_compiling() or is_traced(query, key, value):
         return _traced(call, written)[0]
-    return attend(*request_of("attention", *call, filled(written)), out)[0]
+    made = request_of if devices is None else _request_of
+    return attend(*made("attention", *call, filled(written)), out)[0]
 
 
 def attention_with_lse(
@@ -136,12 +138,12 @@ def attention_with_lse(
     enable_gqa: bool = False,
     *,
     dropout_seed: int | None = None,
-    budget: int | str | None = None,
+    budget: Budget | None = None,
     plan: Plan | None = None,
     depth: int | str = "auto",
     kernel: str | InnerKernel = "auto",
     accumulator: str = "auto",
-    devices: Device | Sequence[Device] | None = None,
+    devices: Devices | None = None,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     progress: Any = None,
@@ -161,7 +163,8 @@ def attention_with_lse(
     )  # fmt: skip
     if torch.compiler.is_dynamo_compiling() or is_traced(query, key, value):
         return _traced(call, written)
-    return attend(*request_of("attention", *call, filled(written)), out)
+    made = request_of if devices is None else _request_of
+    return attend(*made("attention", *call, filled(written)), out)
 
 
 def attend(
@@ -177,11 +180,21 @@ def attend(
     return request.back(result), request.back(lse)
 
 
+def _request_of(function: str, *call: Any) -> tuple[Tensors, Request]:
+    """``request_of``, of a call for which several devices may be named."""
+    if not several(call[-1].devices):
+        return request_of(function, *call)
+    from quorum_attention.pool.request import request_on_several  # processes, only where used
+
+    return request_on_several(function, *call)
+
+
 def _traced(call: _Call, written: Written) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of a call that is traced: as an operator, if one can be called so."""
     query, key, value, mask, p, seed, is_causal, scale, enable_gqa, out, out_dtype = call
     if (
         out is None
+        and not several(written.devices)
         and isinstance(query, torch.Tensor)
         and isinstance(key, torch.Tensor)
         and isinstance(value, torch.Tensor)
@@ -203,7 +216,7 @@ def _traced(call: _Call, written: Written) -> tuple[torch.Tensor, torch.Tensor]:
 def _outside_of_graphs(call: _Call, written: Written) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of a call that is no operator: torch's compiler breaks its graph around it."""
     refuse_traces("attention", query=call[0], key=call[1], value=call[2])
-    return attend(*request_of("attention", *call, filled(written)), call[-2])
+    return attend(*_request_of("attention", *call, filled(written)), call[-2])
 
 
 @uncompiled
@@ -221,12 +234,12 @@ def attention_backward(
     *,
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
-    budget: int | str | None = None,
+    budget: Budget | None = None,
     plan: Plan | None = None,
     depth: int | str = "auto",
     kernel: str | InnerKernel = "auto",
     accumulator: str = "auto",
-    devices: Device | Sequence[Device] | None = None,
+    devices: Devices | None = None,
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     grad_lse: torch.Tensor | None = None,
     grad_mask: torch.Tensor | bool = False,
@@ -258,7 +271,7 @@ def attention_backward(
     written = filled(Written(budget, plan, depth, kernel, accumulator, devices, progress, report))
     refuse_traces("attention_backward", query=query, key=key, value=value)
     originals = as_tensor(query, "query"), as_tensor(key, "key"), as_tensor(value, "value")
-    tensors, request = request_of(
+    tensors, request = _request_of(
         "attention_backward", *originals, attn_mask, dropout_p, dropout_seed, is_causal, scale,
         enable_gqa, None, None, written,
     )  # fmt: skip

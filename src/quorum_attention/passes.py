@@ -62,6 +62,8 @@ def run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch
         if tensors.sinks is not None:
             lse.copy_(tensors.sinks.detach()[:, None])
         return out.zero_(), lse
+    if request.runner is not None:
+        return request.runner.forward(tensors, request)
     place = forward_place(tensors, request)
     asked = Asked(work, request.options, place, request.out_dtype, request.records, False)
     if request.records and request.options.budget_bytes is not None:
@@ -92,6 +94,8 @@ def run_backward(tensors: Tensors, request: Request, given: Given) -> tuple[torc
                 given.grad_out, given.out, given.lse, tensors.sinks, given.grad_lse
             )
         return (*found, of_sinks)
+    if request.runner is not None and not _is_trivial(tensors):
+        return request.runner.backward(tensors, request, given)
     if not given.of_mask:
         return _run_backward(tensors, request, given)
     held = 0 if given.grad_mask is not None else _mask_gradient_bytes(tensors, request)

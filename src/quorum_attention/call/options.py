@@ -17,6 +17,15 @@ from quorum_attention.planner.plan import Plan
 from quorum_attention.sizes import parse_bytes
 
 Device = str | torch.device
+
+
+class Several:
+    """Devices that share one call: a ``pool.Pool``."""
+
+
+# What may name the devices of a call, and its budget: one for all devices or one for each.
+Devices = Device | Sequence[Device] | Several
+Budget = int | str | Sequence[int | str]
 _AUTO = "auto"
 
 
@@ -27,12 +36,12 @@ class Written(NamedTuple):
         total: a report to whose total the call is added; of ``settings.using``, not of the call.
     """
 
-    budget: int | str | None = None
+    budget: Budget | None = None
     plan: Plan | None = None
     depth: int | str = _AUTO
     kernel: str | InnerKernel = _AUTO
     accumulator: str = _AUTO
-    devices: Device | Sequence[Device] | None = None
+    devices: Devices | None = None
     progress: Any = None
     report: Report | None = None
     total: Report | None = None
@@ -61,6 +70,15 @@ class Written(NamedTuple):
         return tuple([report for report in both if report is not None])
 
 
+def several(devices: Any) -> bool:
+    """Whether ``devices`` of a call says that several compute it, or may say so."""
+    if isinstance(devices, str):
+        return devices == "all"
+    return isinstance(devices, Several) or (
+        isinstance(devices, (list, tuple)) and len(devices) > 1
+    )
+
+
 def options_of(written: Written, home: torch.device) -> Options:
     """The options of a call.
 
@@ -76,6 +94,10 @@ def options_of(written: Written, home: torch.device) -> Options:
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"plan must come from quorum_attention.plan, got {type(plan).__name__}")
     levels = depth_of(depth)
+    if isinstance(budget, (list, tuple)):
+        raise ValueError(
+            f"budget must be one number of bytes where one device computes, got {shown(budget)}"
+        )
     if plan is not None and levels is not None:
         raise ValueError("plan and depth cannot both be given: a plan pins its own depth")
     if report is not None and not isinstance(report, Report):
@@ -83,7 +105,7 @@ def options_of(written: Written, home: torch.device) -> Options:
     check_progress(progress)
     where = one_of(accumulator, "accumulator", ("auto", "device", "host"))
     return Options(
-        budget_bytes=None if budget is None else parse_bytes(budget),
+        budget_bytes=None if budget is None else parse_bytes(budget),  # type: ignore[arg-type]
         plan=plan,
         depth=levels,
         kernel=kernel if plan is None or kernel != "auto" else plan.kernel,
@@ -123,7 +145,7 @@ def depth_of(depth: int | str) -> int | None:
         ) from None
 
 
-def compute_device(inputs: torch.device, devices: Device | Sequence[Device] | None) -> torch.device:
+def compute_device(inputs: torch.device, devices: Devices | None) -> torch.device:
     """The device that computes a call whose inputs are on ``inputs``.
 
     Raises:
@@ -136,7 +158,8 @@ def compute_device(inputs: torch.device, devices: Device | Sequence[Device] | No
         raise TypeError(f"devices must be None, a device or a list of one, got {shown(devices)}")
     if len(chosen) != 1:
         raise NotImplementedError(
-            f"devices must name one device, got {len(chosen)}; several are not supported yet"
+            f"devices must name one device, got {len(chosen)}; several are taken by attention, "
+            "attention_with_lse and attention_backward"
         )
     device = present(chosen[0], "devices")
     if not on_host(inputs) and device != inputs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -31,6 +31,9 @@ from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.mask import Mask
 from quorum_attention.planner.options import Options
 
+if TYPE_CHECKING:
+    from quorum_attention.call.gradients import Given
+
 # What arguments may be; ``as_tensor`` says which of them.
 Array = torch.Tensor | np.ndarray
 
@@ -45,6 +48,18 @@ class Tensors(NamedTuple):
     value: torch.Tensor
     mask: torch.Tensor | None
     sinks: torch.Tensor | None = None
+
+
+class Runner(Protocol):
+    """Runs the passes of a call somewhere else than on one device of this process."""
+
+    def forward(self, tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse), as ``passes.run_forward``."""
+
+    def backward(
+        self, tensors: Tensors, request: Request, given: Given
+    ) -> tuple[torch.Tensor, ...]:
+        """The gradients of query, key and value, as ``passes.run_backward``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +80,7 @@ class Request:
         progress, report: as they were given.
         sums: the reports to whose totals the passes of the call are added.
         dropout: which probabilities are dropped; None: none.
+        runner: runs the passes on several devices; None: ``options.device`` does.
     """
 
     work: Workload
@@ -80,6 +96,7 @@ class Request:
     report: Report | None
     sums: tuple[Report, ...] = ()
     dropout: Dropout | None = None
+    runner: Runner | None = None
 
     def with_heads(self, given: torch.Tensor, dims: int) -> torch.Tensor:
         """A caller's tensor that has ``dims`` dimensions without heads: a view with heads."""
@@ -98,13 +115,16 @@ class Request:
             same: whether the same pairs are dropped all along that dimension.
 
         Raises:
-            NotImplementedError: a plan was given, or dropout that cannot be told apart so.
+            NotImplementedError: a plan or several devices were given, or dropout that cannot be
+                told apart so.
         """
         if self.options.plan is not None:
             raise NotImplementedError(
                 "plan cannot be given under torch.vmap, which adds a dimension that it was not "
                 "made for"
             )
+        if self.runner is not None:
+            raise NotImplementedError("devices cannot be several under torch.vmap")
         batch = (size, *self.work.batch_shape)
         shape = None if mask is None else mask_shape(mask, len(batch))
         work = replace(self.work, batch_shape=batch, mask=shape)

@@ -1,0 +1,146 @@
+"""A call for which several devices are named, checked."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from quorum_attention.call.options import Budget, Written, several
+from quorum_attention.call.request import Request, Tensors, request_of
+from quorum_attention.call.validation import as_tensor
+from quorum_attention.counts import shown
+from quorum_attention.execution.device.lookup import on_host
+from quorum_attention.kernels.masked.reading import Sizes, read
+from quorum_attention.kernels.registry import get_kernel
+from quorum_attention.kernels.traits import traits_of
+from quorum_attention.mask import Mask
+from quorum_attention.pool.call import Asked, PoolCall
+from quorum_attention.pool.kept import kept_pool
+from quorum_attention.pool.names import names_of
+from quorum_attention.pool.pool import Pool
+from quorum_attention.pool.report import PoolReport
+from quorum_attention.sizes import parse_bytes
+
+
+def request_on_several(
+    function: str, *call: Any, pool_report: PoolReport | None = None
+) -> tuple[Tensors, Request]:
+    """``request_of``, for devices that may be several.
+
+    Args:
+        call: its other arguments.
+        pool_report: filled with what happened, beside the call's own report.
+
+    Raises:
+        Errors as of ``request_of``; NotImplementedError: what several devices cannot do, by name.
+    """
+    query, key, value, attn_mask, *numbers, out, out_dtype, written = call
+    devices = written.devices
+    pool = devices if isinstance(devices, Pool) else None
+    names = names_of(devices) if pool is None else [worker.device for worker in pool.workers]
+    if pool is None and len(names) == 1:
+        one = written._replace(devices=names[0], budget=_of_one(written.budget))
+        return request_of(
+            function, query, key, value, attn_mask, *numbers, out, out_dtype, one
+        )
+    _check(written)
+    budgets = _budgets(written.budget, len(names))
+    described = attn_mask if isinstance(attn_mask, Mask) else None
+    if described is not None:
+        attn_mask = Mask(bias=described.bias, sinks=described.sinks)
+        described = replace(described, bias=None, sinks=None)
+    # This process computes nothing: its own request is of where the inputs are.
+    home = as_tensor(query, "query").device
+    here = written._replace(
+        budget=None, kernel="auto", devices="cpu" if on_host(home) else home
+    )
+    tensors, request = request_of(
+        function, query, key, value, attn_mask, *numbers, out, out_dtype, here
+    )
+    if request.mask_grad:
+        raise NotImplementedError(
+            "attn_mask that requires a gradient is not taken by several devices: give one, or a "
+            "mask that requires none"
+        )
+    work = request.work
+    if described is not None and not (described.is_structured or described.softcap):
+        described = None
+    if described is not None:
+        sizes = Sizes(work.batch, work.heads, work.n_queries, work.n_keys)
+        read(described, sizes, work.is_causal)
+        for keeps in _functions(described):
+            _check_sent(keeps)
+    pool = kept_pool(names) if pool is None else pool
+    if not pool.devices:
+        raise RuntimeError("the pool has no worker: it was closed, or all of them were lost")
+    asked = Asked(budgets, written.depth, written.kernel, written.accumulator, described)
+    return tensors, replace(request, runner=PoolCall(pool, asked, pool_report))
+
+
+def _check(written: Written) -> None:
+    """Raise NotImplementedError for options that several devices cannot have."""
+    if written.plan is not None:
+        raise NotImplementedError(
+            "plan is for one device; several plan their parts by themselves: give budget, depth "
+            "or kernel"
+        )
+    kernel = written.kernel
+    if not isinstance(kernel, str):
+        raise NotImplementedError(
+            f"kernel must be a name where several devices compute, got {shown(kernel)}: other "
+            "processes do not have the object"
+        )
+    if kernel != "auto":
+        traits = traits_of(get_kernel(kernel))
+        if traits.own_attention or traits.probed_as is not None:
+            raise NotImplementedError(
+                f"kernel {kernel!r} computes another attention, of positions in the whole call; "
+                "several devices have parts of it: name one device"
+            )
+
+
+def _budgets(budget: Budget | None, count: int) -> tuple[int | None, ...]:
+    """A budget for each device.
+
+    Raises:
+        ValueError, TypeError: it makes no sense.
+    """
+    if budget is None:
+        return (None,) * count
+    if isinstance(budget, (list, tuple)):
+        if len(budget) != count:
+            raise ValueError(
+                f"budget must be one number of bytes or one for each of the {count} devices, got "
+                f"{len(budget)}"
+            )
+        return tuple(parse_bytes(one) for one in budget)
+    return (parse_bytes(budget),) * count  # type: ignore[arg-type]
+
+
+def _of_one(budget: Budget | None) -> Budget | None:
+    return budget[0] if isinstance(budget, (list, tuple)) and len(budget) == 1 else budget
+
+
+def _functions(mask: Mask) -> Iterator[Any]:
+    if mask.keeps is not None:
+        yield mask.keeps
+    for one in (*mask.either, *mask.every):
+        yield from _functions(one)
+
+
+def _check_sent(keeps: Any) -> None:
+    try:
+        pickle.dumps(keeps)
+    except Exception as error:
+        raise NotImplementedError(
+            f"Mask.keeps must be sent to other processes where several devices compute, and "
+            f"{shown(keeps)} cannot be ({type(error).__name__}: {error}): use a function of a "
+            "module, not one made inside another function"
+        ) from None
+
+
+__all__ = ["request_on_several"]
