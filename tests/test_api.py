@@ -366,7 +366,11 @@ MANY = torch.zeros(1, 2, 50, 8, requires_grad=True)
         ({"kernel": "magic"}, ValueError, "no kernel is named 'magic'; there are: "),
         ({"kernel": 3}, TypeError, "kernel must be a name or an InnerKernel, not int"),
         ({"kernel": "cudnn"}, NotImplementedError, "kernel 'cudnn' cannot run this call"),
-        ({"devices": ["cpu", "cpu"]}, NotImplementedError, "devices must name one device, got 2"),
+        (
+            {"devices": ["cpu", "cpu"], "budget": ["1MiB"]},
+            ValueError,
+            "budget must be one number of bytes or one for each of the 2 devices, got 1",
+        ),
         ({"devices": "meta"}, NotImplementedError, "devices must be 'cpu' or 'cuda'"),
     ],
 )

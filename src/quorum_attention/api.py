@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from quorum_attention.autograd import differentiable
+from quorum_attention.autograd import attend
 from quorum_attention.call.gradients import given_of
 from quorum_attention.call.options import Budget, Devices, Written, several
 from quorum_attention.call.request import Request, Tensors, request_of
@@ -18,7 +18,7 @@ from quorum_attention.kernels.outside import is_traced, refuse_traces
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.uncompiled import uncompiled
 from quorum_attention.mask import Mask
-from quorum_attention.passes import beside_casts, run_backward, run_forward
+from quorum_attention.passes import beside_casts, run_backward
 from quorum_attention.planner.plan import Plan
 from quorum_attention.traced import as_operator
 
@@ -167,26 +167,13 @@ def attention_with_lse(
     return attend(*made("attention", *call, filled(written)), out)
 
 
-def attend(
-    tensors: Tensors, request: Request, out: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of a call that has been checked; ``out`` as its caller gave it."""
-    if request.records:
-        result, lse = differentiable(tensors, request)
-    else:
-        result, lse = beside_casts(request, lambda left: run_forward(tensors, left))
-        if out is not None:
-            return as_tensor(out, "out", written=True), request.back(lse)
-    return request.back(result), request.back(lse)
-
-
 def _request_of(function: str, *call: Any) -> tuple[Tensors, Request]:
     """``request_of``, of a call for which several devices may be named."""
     if not several(call[-1].devices):
         return request_of(function, *call)
-    from quorum_attention.pool.request import request_on_several  # processes, only where used
+    from quorum_attention.pool.kept import request_on_devices  # processes, only where they are used
 
-    return request_on_several(function, *call)
+    return request_on_devices(function, *call)
 
 
 def _traced(call: _Call, written: Written) -> tuple[torch.Tensor, torch.Tensor]:

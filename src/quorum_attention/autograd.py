@@ -16,6 +16,7 @@ import torch
 from quorum_attention.call.gradients import Given
 from quorum_attention.call.request import Request, Tensors
 from quorum_attention.call.transforms import records
+from quorum_attention.call.validation import as_tensor
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.traits import captures
 from quorum_attention.kernels.uncompiled import uncompiled
@@ -220,3 +221,16 @@ def differentiable(tensors: Tensors, request: Request) -> tuple[torch.Tensor, to
     # the result for a view of that input.
     result: tuple[torch.Tensor, torch.Tensor] = _Attention.apply(*tensors, request)
     return result
+
+
+def attend(
+    tensors: Tensors, request: Request, out: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of a call that has been checked; ``out`` as its caller gave it."""
+    if request.records:
+        result, lse = differentiable(tensors, request)
+    else:
+        result, lse = beside_casts(request, lambda left: run_forward(tensors, left))
+        if out is not None:
+            return as_tensor(out, "out", written=True), request.back(lse)
+    return request.back(result), request.back(lse)

@@ -261,7 +261,7 @@ def _run(
         with (
             backend_of(device).current(device),
             _peak_memory(device, report),
-            _progress(request) as progress,
+            progress_of(request) as progress,
             torch.no_grad(),
             without_autocast("cpu", device.type),
             named_out_of_memory(pinned=plan.schedule.pinned),
@@ -353,7 +353,8 @@ def _peak_memory(device: torch.device, report: PassReport) -> Iterator[None]:
             report.peak_bytes = counted()
 
 
-def _progress(request: Request) -> AbstractContextManager[Progress | None]:
+def progress_of(request: Request) -> AbstractContextManager[Progress | None]:
+    """A context that gives what progress of the call is told to, or None."""
     if request.progress is None or request.progress is False:
         return nullcontext(None)
     if request.progress is True:

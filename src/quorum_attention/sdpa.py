@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from quorum_attention.api import attend
+from quorum_attention.autograd import attend
 from quorum_attention.call.options import Device, Written
 from quorum_attention.call.request import request_of
 from quorum_attention.call.settings import (

@@ -74,9 +74,7 @@ def several(devices: Any) -> bool:
     """Whether ``devices`` of a call says that several compute it, or may say so."""
     if isinstance(devices, str):
         return devices == "all"
-    return isinstance(devices, Several) or (
-        isinstance(devices, (list, tuple)) and len(devices) > 1
-    )
+    return isinstance(devices, Several) or (isinstance(devices, (list, tuple)) and len(devices) > 1)
 
 
 def options_of(written: Written, home: torch.device) -> Options:
@@ -105,7 +103,7 @@ def options_of(written: Written, home: torch.device) -> Options:
     check_progress(progress)
     where = one_of(accumulator, "accumulator", ("auto", "device", "host"))
     return Options(
-        budget_bytes=None if budget is None else parse_bytes(budget),  # type: ignore[arg-type]
+        budget_bytes=None if budget is None else parse_bytes(budget),
         plan=plan,
         depth=levels,
         kernel=kernel if plan is None or kernel != "auto" else plan.kernel,

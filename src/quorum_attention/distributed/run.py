@@ -19,6 +19,7 @@ from quorum_attention.distributed.exchange import Delivery, Parcel
 from quorum_attention.distributed.report import ShardedReport
 from quorum_attention.distributed.stages import Gathered
 from quorum_attention.execution.report import Report
+from quorum_attention.execution.workload import state_dtype
 from quorum_attention.kernels.merge import add_, empty_, merge_
 
 
@@ -176,7 +177,7 @@ def forward(
     Args:
         query: (batch, heads, rows, head_dim) of this rank's shard; key and value likewise.
     """
-    assignment, state = call.assignment, _state_dtype(query.dtype)
+    assignment, state = call.assignment, state_dtype(query.dtype)
     out = query.new_empty((*query.shape[:3], value.shape[3]))
     lse = torch.empty(query.shape[:3], dtype=state, device=query.device)
     kept: list[torch.Tensor] = []
@@ -219,7 +220,7 @@ def backward(
         query, key, value: of this rank's shard; where inputs were kept only their sizes are used.
         rest: output and lse of this rank's rows; or the tensors that the forward kept.
     """
-    assignment, state = call.assignment, _state_dtype(query.dtype)
+    assignment, state = call.assignment, state_dtype(query.dtype)
     by_query = (grad_out,) if call.kept else (grad_out, query, rest[0], rest[1])
     by_key = () if call.kept else (key, value)
     grads = [
@@ -252,10 +253,6 @@ def backward(
             b.received_bytes for pair in backs for b in pair
         )
     return grads[0], grads[1], grads[2]
-
-
-def _state_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _statistics(

@@ -152,6 +152,8 @@ class Report:
     ``attn_mask`` was computed, if it was, and one for each recovery of it. On CUDA, measuring the
     peak resets torch's peak-memory counter of the device.
 
+    ``pool`` says which of several devices did what (``pool.PoolReport``); None where one computed.
+
     ``total`` adds up all passes of all calls that the report was given to, be it by ``report=`` or
     by ``quorum_attention.using(report=...)``, which fills nothing else.
     """
@@ -159,6 +161,7 @@ class Report:
     forward: PassReport | None = None
     backward: PassReport | None = None
     mask_gradient: list[str] = field(default_factory=list)
+    pool: Any = None
     total: Total = field(default_factory=Total)
 
     def to_dict(self) -> dict[str, Any]:
@@ -169,6 +172,8 @@ class Report:
         }
         if self.mask_gradient:
             found["mask_gradient"] = list(self.mask_gradient)
+        if self.pool is not None:
+            found["pool"] = self.pool.to_dict()
         return found
 
     def draw(self, path: str | PathLike[str]) -> None:
@@ -197,4 +202,6 @@ class Report:
                 first, *rest = part.lines()
                 parts.append("\n".join([f"{name}: {first}", *(f"  {line}" for line in rest)]))
         parts += [f"mask gradient: {line}" for line in self.mask_gradient]
+        if self.pool is not None:
+            parts.append(str(self.pool))
         return "\n".join(parts) or "nothing has run yet"

@@ -69,7 +69,7 @@ class Workload:
     @property
     def state_dtype(self) -> torch.dtype:
         """What statistics and gradients accumulate in: fp32, or fp64 for fp64 inputs."""
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
+        return state_dtype(self.dtype)
 
     @property
     def pairs(self) -> int:
@@ -95,6 +95,11 @@ class Workload:
             positive_scale=self.positive_scale,
             dropout=self.dropout,
         )
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What statistics and gradients of inputs of ``dtype`` accumulate in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True, slots=True)

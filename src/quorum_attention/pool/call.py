@@ -3,72 +3,218 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from quorum_attention.call.gradients import Given
 from quorum_attention.call.mapped import Mappings
 from quorum_attention.call.request import Request, Tensors
-from quorum_attention.execution.device.lookup import on_host
+from quorum_attention.execution.device.lookup import backend_of, on_host
+from quorum_attention.execution.workload import state_dtype
+from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.mask import Mask
+from quorum_attention.passes import progress_of
 from quorum_attention.pool.messages import Begin
-from quorum_attention.pool.parts import Part, Sizes, parts_of
-from quorum_attention.pool.report import PoolPass, PoolReport
-from quorum_attention.pool.shared import Handle, Shared, opened, room
+from quorum_attention.pool.parts import Sizes, parts_of
+from quorum_attention.pool.report import PoolPass, PoolReport, as_one
+from quorum_attention.pool.shared import Shared, made_for
+from quorum_attention.pool.totals import Totals
+from quorum_attention.pool.touched import Touching
 
 if TYPE_CHECKING:
     from quorum_attention.pool.pool import Pool
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Options of a call as its workers get them.
+
+    Attributes:
+        budgets: one for each device of the pool; None: what is free there.
+        depth, kernel, accumulator: as in ``api.attention``.
+        mask: what is masked beside a mask tensor; no bias and no sinks are in it.
+    """
+
+    budgets: tuple[int | None, ...]
+    depth: int | str
+    kernel: str | InnerKernel
+    accumulator: str
+    mask: Mask | None
+
+
 class PoolCall:
-    """A call on a pool.
+    """A call on a pool: runs the passes of a ``Request`` there.
 
     Inputs that had to be copied into shared memory stay there until the backward.
     """
 
-    def __init__(
-        self, pool: Pool, tensors: Tensors, request: Request, report: PoolReport | None
-    ) -> None:
-        self.pool, self.request, self.report = pool, request, report
-        self._mask = tensors.mask
+    def __init__(self, pool: Pool, asked: Asked, report: PoolReport | None = None) -> None:
+        self._pool, self._asked = pool, asked
+        self._report = PoolReport() if report is None else report
+        self._watched = report is not None
         self._kept: dict[str, Shared] = {}
-        work = request.work
-        # A part of a causal head's rows is causal from the lower right, which needs squares.
-        rows = tensors.mask is None and (not work.is_causal or work.n_queries == work.n_keys)
-        self.sizes = Sizes(
-            work.batch, work.heads, work.kv_heads, work.n_queries, work.n_keys, work.is_causal, rows
-        )
-        options = request.options
-        self.options = {
-            "budget": options.budget_bytes,
-            "depth": "auto" if options.depth is None else options.depth,
-            "kernel": options.kernel,
-            "scale": request.scale,
-        }
 
-    def parts(self) -> list[Part]:
-        """The parts of a pass on the workers that are alive."""
-        names = self.pool.names
-        return parts_of(self.sizes, len(names), even=len(set(names)) == 1)
+    def forward(self, tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and lse; in shared memory, or on the inputs' device."""
+        query, key, value = (t.detach() for t in tensors[:3])
+        given, rows = request.out, query.shape[:-1]
+        with self._told(request, backward=False) as report, torch.no_grad():
+            mappings = Mappings.now()
+            flattened = {"query": flat(query), "key": flat(key), "value": flat(value)}
+            handles = self._inputs(report, mappings, flattened, tensors, request)
+            lse = made_for(rows, state_dtype(query.dtype), query.device)
+            if given is None:
+                out = made_for((*rows, value.shape[-1]), request.out_dtype, query.device)
+                target = Shared(flat(out), flat(out))
+            else:
+                out, target = given.detach(), Shared.written(flat(given.detach()), mappings)
+                torch.autograd.graph.increment_version(given)
+            handles |= {"out": Shared(target.handle, target.tensor), "lse": shared(flat(lse, 2))}
+            self._run(request, report, handles, query, None, [] if given is not None else [out])
+            if target.tensor.data_ptr() != out.data_ptr():
+                out.view(target.tensor.shape).copy_(target.tensor)
+        return (out if given is None else given), lse
 
-    def inputs(
-        self, report: PoolPass, mappings: Mappings, tensors: dict[str, torch.Tensor]
-    ) -> dict[str, Handle]:
+    def backward(
+        self, tensors: Tensors, request: Request, given: Given
+    ) -> tuple[torch.Tensor, ...]:
+        """The gradients of query, key and value; in shared memory, or on the inputs' device.
+
+        Raises:
+            NotImplementedError: the gradient of a mask is asked for.
+        """
+        if given.of_mask:
+            raise NotImplementedError(
+                "the gradient of attn_mask is not computed by several devices: name one"
+            )
+        three = query, key, value = tuple(t.detach() for t in tensors[:3])
+        with self._told(request, backward=True) as report, torch.no_grad():
+            mappings = Mappings.now()
+            inputs = {
+                "query": flat(query), "key": flat(key), "value": flat(value),
+                "grad_out": flat(given.grad_out.detach()), "out": flat(given.out.detach()),
+                "lse": flat(given.lse.detach(), 2),
+            }  # fmt: skip
+            if given.grad_lse is not None:
+                inputs["grad_lse"] = flat(given.grad_lse.detach(), 2)
+            names = ("grad_query", "grad_key", "grad_value")
+            try:
+                handles = self._inputs(report, mappings, inputs, tensors, request)
+                if given.grads is None:
+                    made = [made_for(t.shape, t.dtype, t.device) for t in three]
+                    targets = [Shared(flat(t), flat(t)) for t in made]
+                else:
+                    made = list(given.grads)
+                    targets = [Shared.written(flat(t.detach()), mappings) for t in made]
+                    torch.autograd.graph.increment_version(made)
+                handles |= dict(zip(names, targets, strict=True))
+                totals = Totals(self.sizes(request), flat(key), flat(value))
+                fresh = [] if given.grads is not None else made
+                self._run(request, report, handles, query, totals, fresh)
+                totals.store(targets[1].tensor, targets[2].tensor)
+                for result, target in zip(made, targets, strict=True):
+                    if target.tensor.data_ptr() != result.data_ptr():
+                        result.detach().view(target.tensor.shape).copy_(target.tensor)
+            finally:
+                for name in ("grad_out", "out", "lse", "grad_lse"):
+                    self._kept.pop(name, None)
+        return tuple(made)
+
+    def sizes(self, request: Request) -> Sizes:
+        """The sizes of the call, and how it may be cut."""
+        work, described = request.work, self._asked.mask is not None
+        # Dropped pairs are counted in positions of the whole sequence.
+        rows = request.dropout is None
+        return Sizes(
+            work.batch, work.heads, work.kv_heads, work.n_queries, work.n_keys, work.is_causal,
+            rows, all_keys=described or work.mask is not None,
+        )  # fmt: skip
+
+    def _run(
+        self,
+        request: Request,
+        report: PoolPass,
+        tensors: dict[str, Shared],
+        query: torch.Tensor,
+        totals: Totals | None,
+        fresh: Sequence[torch.Tensor],
+    ) -> None:
+        """A pass; ``fresh``: results that nobody has written to."""
+        pool, asked, sizes = self._pool, self._asked, self.sizes(request)
+        names = list(zip(pool.names, asked.budgets, strict=False))
+        even = len(set(names)) == 1 and not (asked.mask is not None and asked.mask.is_structured)
+        parts = parts_of(sizes, len(names), even=even)
+        dropout = request.dropout
+        options: dict[str, Any] = {
+            "depth": asked.depth, "kernel": asked.kernel, "accumulator": asked.accumulator,
+            "scale": request.scale, "mask": asked.mask, "records": request.records,
+            "dropout": dropout, "watched": self._watched,
+            "unequal": len(set(asked.budgets)) > 1,
+        }  # fmt: skip
+        handles = {name: one.handle for name, one in tensors.items()}
+        begin = Begin(pool.number(), totals is not None, sizes, handles, options)
+        home = query.device
+        # Others do not know this process's streams.
+        backend_of(home).synchronize(home)
+        if request.report is not None:
+            options["watched"] = True
+        budgets = [
+            None if b is None else max(0, b - (request.cast_bytes if name == str(home) else 0))
+            for b, name in zip(asked.budgets, (w.device for w in pool.workers), strict=False)
+        ]
+        fresh = [] if all(on_host(torch.device(name)) for name in pool.devices) else fresh
+        with Touching(fresh), progress_of(request) as progress:
+            pool.run(begin, parts, report, totals, budgets, progress)
+
+    def _inputs(
+        self,
+        report: PoolPass,
+        mappings: Mappings,
+        flattened: dict[str, torch.Tensor],
+        tensors: Tensors,
+        request: Request,
+    ) -> dict[str, Shared]:
         """Inputs as workers get them."""
-        if self._mask is not None:
-            missing = 4 - self._mask.dim()
-            mask = self._mask.reshape((1,) * missing + self._mask.shape)
-            tensors = {**tensors, "mask": mask}
-        for name, tensor in tensors.items():
+        begun = time.perf_counter()
+        if tensors.mask is not None:
+            flattened["mask"] = flat_mask(tensors.mask.detach(), request.work.batch_shape)
+        if tensors.sinks is not None:
+            flattened["sinks"] = tensors.sinks.detach()
+        for name, tensor in flattened.items():
             if name not in self._kept:
                 self._kept[name] = Shared.of(tensor, mappings)
                 report.copied_bytes += self._kept[name].copied_bytes
-        return {name: self._kept[name].handle for name in tensors}
+        report.copy_seconds = time.perf_counter() - begun
+        return {name: self._kept[name] for name in flattened}
 
-    def forget(self, name: str) -> None:
-        """Let go of an input's copy."""
-        self._kept.pop(name, None)
+    @contextmanager
+    def _told(self, request: Request, *, backward: bool) -> Iterator[PoolPass]:
+        """A pass's report, in the call's own."""
+        report = PoolPass()
+        name = "backward" if backward else "forward"
+        setattr(self._report, name, report)
+        if request.report is not None:
+            request.report.pool = self._report
+        yield report
+        made = as_one(report, backward)
+        if request.report is not None:
+            setattr(request.report, name, made)
+        for sums in request.sums:
+            sums.total.add(
+                made.kernel, backward=backward, seconds=report.seconds, cut=report.parts > 1,
+                peak_bytes=made.peak_bytes or made.planned_peak_bytes,
+                recoveries=len(made.recoveries), recovery_seconds=made.recovery_seconds,
+            )  # fmt: skip
+
+
+def shared(tensor: torch.Tensor) -> Shared:
+    """A tensor that others can have as it is."""
+    return Shared(tensor, tensor)
 
 
 def flat(tensor: torch.Tensor, last: int = 3) -> torch.Tensor:
@@ -77,134 +223,12 @@ def flat(tensor: torch.Tensor, last: int = 3) -> torch.Tensor:
     return tensor.reshape(count, *tensor.shape[tensor.dim() - last :])
 
 
-def attend(call: PoolCall, tensors: Tensors) -> torch.Tensor:
-    """The output of a call that has been checked, with its gradients recorded."""
-    result: torch.Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-        tensors.query, tensors.key, tensors.value, call
-    )
-    return result
+def flat_mask(mask: torch.Tensor, batch: tuple[int, ...]) -> torch.Tensor:
+    """A mask as (batch or 1, heads or 1, n_queries or 1, n_keys or 1); a view where it can be."""
+    mask = mask[(None,) * (len(batch) + 3 - mask.dim())]
+    if all(n == 1 for n in mask.shape[:-3]):
+        return mask.reshape(1, *mask.shape[-3:])
+    return mask.expand(*batch, *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])
 
 
-def _made(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A result that workers can write to."""
-    if on_host(device):
-        return room(tuple(shape), dtype)
-    return torch.empty(tuple(shape), dtype=dtype, device=device)
-
-
-def _state_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _forward(
-    call: PoolCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and lse; in shared memory, or on the inputs' device."""
-    report, mappings = PoolPass(), Mappings.now()
-    if call.report is not None:
-        call.report.forward = report
-    given, rows = call.request.out, query.shape[:-1]
-    handles = call.inputs(
-        report, mappings, {"query": flat(query), "key": flat(key), "value": flat(value)}
-    )
-    lse = _made(rows, _state_dtype(query.dtype), query.device)
-    if given is None:
-        out = _made((*rows, value.shape[-1]), call.request.out_dtype, query.device)
-        target = Shared(flat(out), flat(out))
-    else:
-        out, target = given.detach(), Shared.written(flat(given.detach()), mappings)
-    handles |= {"out": target.handle, "lse": flat(lse, 2)}
-    begin = Begin(call.pool.number(), False, call.sizes, handles, call.options)
-    call.pool.run(begin, call.parts(), report, lambda part: None, lambda part, sums: None)
-    if target.tensor.data_ptr() != out.data_ptr():
-        out.view(target.tensor.shape).copy_(target.tensor)
-    return out, lse
-
-
-def _backward(
-    call: PoolCall,
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> list[torch.Tensor]:
-    """The gradients of query, key and value; in shared memory, or on the inputs' device."""
-    report, mappings = PoolPass(), Mappings.now()
-    if call.report is not None:
-        call.report.backward = report
-    inputs = {"query": query, "key": key, "value": value, "grad_out": grad_out, "out": out}
-    flattened = {name: flat(tensor) for name, tensor in inputs.items()}
-    handles = call.inputs(report, mappings, {**flattened, "lse": flat(lse, 2)})
-    made = [_made(t.shape, t.dtype, t.device) for t in (query, key, value)]
-    names = ("grad_query", "grad_key", "grad_value")
-    handles |= {name: flat(t) for name, t in zip(names, made, strict=True)}
-    totals = _Totals(call.sizes, flat(key), flat(value))
-    begin = Begin(call.pool.number(), True, call.sizes, handles, call.options)
-    try:
-        call.pool.run(begin, call.parts(), report, totals.room, totals.add)
-    finally:
-        for name in ("grad_out", "out", "lse"):
-            call.forget(name)
-    totals.store(flat(made[1]), flat(made[2]))
-    return made
-
-
-class _Totals:
-    """Gradients of those key/value heads that several parts read, added up in fp32 (or fp64)."""
-
-    def __init__(self, sizes: Sizes, key: torch.Tensor, value: torch.Tensor) -> None:
-        self._sizes, self._like = sizes, (key, value)
-        self._dtype = _state_dtype(key.dtype)
-        self._sums: dict[tuple[int, int], list[torch.Tensor]] = {}
-
-    def room(self, part: Part) -> tuple[Handle, Handle] | None:
-        """Where a worker puts a part's gradients; None: in the results themselves."""
-        if part.whole:
-            return None
-        kv, keys = part.kv(self._sizes), part.n_keys(self._sizes)
-        first, second = (
-            _made((1, kv.length, keys, t.shape[3]), self._dtype, t.device) for t in self._like
-        )
-        return first, second
-
-    def add(self, part: Part, sums: tuple[Handle, Handle] | None) -> None:
-        """Add the gradients of a part that is done."""
-        if sums is None:
-            return
-        kv = part.kv(self._sizes)
-        for number, head in enumerate(range(*kv)):
-            totals = self._sums.setdefault(
-                (part.entry, head),
-                [torch.zeros(t.shape[2:], dtype=self._dtype, device=t.device) for t in self._like],
-            )
-            for total, handle in zip(totals, sums, strict=True):
-                rows = opened(handle)[0, number]
-                total[: rows.shape[0]] += rows
-
-    def store(self, grad_key: torch.Tensor, grad_value: torch.Tensor) -> None:
-        """Put the sums where they belong, rounded once."""
-        for (entry, head), (first, second) in self._sums.items():
-            grad_key[entry, head] = first
-            grad_value[entry, head] = second
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: PoolCall
-    ) -> torch.Tensor:
-        out, lse = _forward(call, query.detach(), key.detach(), value.detach())
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.call = call
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
-        saved = [tensor.detach() for tensor in ctx.saved_tensors]
-        return (*_backward(ctx.call, grad_out, *saved), None)
-
-
-__all__ = ["PoolCall", "attend", "flat"]
+__all__ = ["Asked", "PoolCall", "flat", "flat_mask"]

@@ -6,25 +6,27 @@ import atexit
 import os
 from collections.abc import Sequence
 from threading import Lock
+from typing import Any
 
-import torch
-
+from quorum_attention.call.options import Budget
+from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.pool.names import names_of
 from quorum_attention.pool.pool import Pool
+from quorum_attention.pool.request import request_on_several
 
 # A process that was forked off has the pools of its parent, and may not use them.
 _pools: dict[tuple[int, tuple[str, ...]], Pool] = {}
 _lock = Lock()
 
 
-def kept_pool(devices: str | Sequence[str | torch.device]) -> Pool:
+def kept_pool(devices: Sequence[str]) -> Pool:
     """The pool of these devices that calls share. It is started where there is none, or where no
     worker of it is left; a worker that was lost is started again.
 
     Raises:
         ValueError, TypeError, RuntimeError: as ``Pool``.
     """
-    names = tuple(names_of(devices))
+    names = tuple(devices)
     with _lock:
         pool = _pools.get((os.getpid(), names))
         if pool is None:
@@ -34,6 +36,28 @@ def kept_pool(devices: str | Sequence[str | torch.device]) -> Pool:
         else:
             pool.mend()
         return pool
+
+
+def request_on_devices(function: str, *call: Any) -> tuple[Tensors, Request]:
+    """``request_of``, where ``devices`` may be several or a pool.
+
+    Raises:
+        Errors as of ``request_of`` and ``request_on_several``.
+    """
+    written = call[-1]
+    if isinstance(written.devices, Pool):
+        pool = written.devices
+        return request_on_several(function, *call, count=len(pool.workers), pool_of=lambda: pool)
+    names = names_of(written.devices)
+    if len(names) == 1:
+        one = written._replace(devices=names[0], budget=_of_one(written.budget))
+        every: tuple[Any, ...] = (*call[:-1], one)
+        return request_of(function, *every)
+    return request_on_several(function, *call, count=len(names), pool_of=lambda: kept_pool(names))
+
+
+def _of_one(budget: Budget | None) -> Budget | None:
+    return budget[0] if isinstance(budget, (list, tuple)) and len(budget) == 1 else budget
 
 
 def close() -> None:
@@ -48,4 +72,4 @@ def close() -> None:
         _pools.clear()
 
 
-__all__ = ["close", "kept_pool"]
+__all__ = ["close", "kept_pool", "request_on_devices"]

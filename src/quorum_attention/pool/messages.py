@@ -18,8 +18,9 @@ class Begin:
         number: of the pass, in this pool.
         backward: which of the two it is.
         tensors: by name: query, key, value, mask, out, lse; grad_out, grad_query, grad_key,
-            grad_value.
-        options: keyword arguments of each call.
+            grad_value; grad_lse, sinks.
+        options: of each call.
+        budget: bytes that each part may take on the device; None: what is free.
     """
 
     number: int
@@ -27,6 +28,7 @@ class Begin:
     sizes: Sizes
     tensors: dict[str, Handle]
     options: dict[str, Any] = field(default_factory=dict)
+    budget: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,12 @@ _TILE = 128
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes of a call; ``rows_may_be_cut``: whether a head may be cut between rows."""
+    """The sizes of a call.
+
+    Attributes:
+        rows_may_be_cut: whether a head may be cut between rows.
+        all_keys: whether a part has all keys also where none of its queries sees the last of them.
+    """
 
     batch: int
     heads: int
@@ -28,6 +33,7 @@ class Sizes:
     n_keys: int
     is_causal: bool
     rows_may_be_cut: bool = True
+    all_keys: bool = False
 
     @property
     def share(self) -> int:
@@ -53,14 +59,13 @@ class Part(NamedTuple):
 
     def n_keys(self, sizes: Sizes) -> int:
         """How many keys it reads, from the first."""
-        return self.rows.stop if sizes.is_causal and sizes.rows_may_be_cut else sizes.n_keys
+        cut = sizes.is_causal and sizes.rows_may_be_cut and not sizes.all_keys
+        return min(self.rows.stop, sizes.n_keys) if cut else sizes.n_keys
 
     def pairs(self, sizes: Sizes) -> int:
-        """Query-key pairs, as if keys and queries had the same positions where it is causal."""
+        """Query-key pairs, as if nothing but later keys were masked."""
         low, high = self.rows
-        if not sizes.is_causal:
-            return self.heads.length * (high - low) * sizes.n_keys
-        return self.heads.length * (high * (high + 1) - low * (low + 1)) // 2
+        return self.heads.length * (_pairs(sizes, high) - _pairs(sizes, low))
 
 
 def parts_of(sizes: Sizes, devices: int, even: bool = True) -> list[Part]:
@@ -135,6 +140,14 @@ def _cut(sizes: Sizes, head: int, pieces: int) -> Iterator[Part]:
         yield from _piece(entry, first + high[0], 1, 0, high[1])
 
 
+def _pairs(sizes: Sizes, rows: int) -> int:
+    """Query-key pairs of the first so many rows of a head."""
+    if not sizes.is_causal:
+        return rows * sizes.n_keys
+    square = min(rows, sizes.n_keys)
+    return square * (square + 1) // 2 + (rows - square) * sizes.n_keys
+
+
 def _piece(entry: int, head: int, count: int, low: int, high: int) -> Iterator[Part]:
     if count > 0 and low < high:
         yield Part(entry, Interval(head, head + count), Interval(low, high), False)
@@ -144,10 +157,20 @@ def _point(sizes: Sizes, at: float) -> tuple[int, int]:
     """Query head and row at which ``at`` heads' work is done."""
     head = math.floor(at + 1e-9)
     part = max(0.0, at - head)
-    row = (math.sqrt(part) if sizes.is_causal else part) * sizes.n_queries
+    row = _row(sizes, part)
     if not sizes.rows_may_be_cut:
         return round(at), 0
     return head, min(sizes.n_queries, round(row / _TILE) * _TILE)
+
+
+def _row(sizes: Sizes, part: float) -> float:
+    """The row at which a part of a head's work is done."""
+    if not sizes.is_causal:
+        return part * sizes.n_queries
+    pairs = part * _pairs(sizes, sizes.n_queries)
+    square = min(sizes.n_queries, sizes.n_keys)
+    above = square * square / 2
+    return math.sqrt(2 * pairs) if pairs <= above else square + (pairs - above) / sizes.n_keys
 
 
 __all__ = ["Part", "Sizes", "parts_of"]

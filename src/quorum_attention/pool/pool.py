@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from threading import Lock
 from types import TracebackType
+from typing import Any
 
 import torch
 
-from quorum_attention.call.options import Written
-from quorum_attention.call.request import request_of
-from quorum_attention.counts import shown, whole_number
-from quorum_attention.execution.device.lookup import every_device, on_host, present
+from quorum_attention.autograd import attend
+from quorum_attention.call.options import Budget, Several, Written
+from quorum_attention.counts import whole_number
 from quorum_attention.kernels.uncompiled import uncompiled
 from quorum_attention.mask import Mask
-from quorum_attention.pool.call import PoolCall, attend
+from quorum_attention.pool.hired import Hired
 from quorum_attention.pool.messages import Begin
+from quorum_attention.pool.names import names_of
 from quorum_attention.pool.parts import Part
 from quorum_attention.pool.report import PoolPass, PoolReport
+from quorum_attention.pool.request import request_on_several
 from quorum_attention.pool.run import Coordinator
-from quorum_attention.pool.shared import Handle
-from quorum_attention.pool.workers import start
+from quorum_attention.pool.totals import Totals
+from quorum_attention.pool.workers import Worker, start
 
 
-class Pool:
+class Pool(Several):
     """Worker processes, one for each device, that share the work of an attention call.
 
     A call is cut into parts that do not depend on each other: key/value heads first, then, where
@@ -34,7 +37,8 @@ class Pool:
     Inputs in shared memory (``tensor.share_memory_()``), mapped from files, or on a CUDA device are
     handed over as they are; others are copied into shared memory, and the report says how much.
 
-    Use it as a context manager, or ``close`` it; it also ends with the program.
+    Give it to calls as ``devices=``, or use its own ``attention``. Use it as a context manager, or
+    ``close`` it; it also ends with the program. Calls of several threads follow one another.
 
     Args:
         devices: as torch writes them, "cuda:0" or "cpu"; or "all" CUDA devices of this machine.
@@ -48,11 +52,17 @@ class Pool:
     def __init__(
         self, devices: str | Sequence[str | torch.device] = "all", *, threads: int | None = None
     ) -> None:
-        names = _names(devices)
+        names = names_of(devices)
         count = None if threads is None else whole_number(threads, "threads", 1)
         self._threads = count
         self._workers = start(names, count)
         self._passes = 0
+        self._lock = Lock()
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        """All of its workers, also those that are gone."""
+        return tuple(self._workers)
 
     @property
     def devices(self) -> list[str]:
@@ -66,7 +76,15 @@ class Pool:
 
     def join(self, device: str | torch.device) -> None:
         """Start a worker for one more device, or for one whose worker was lost."""
-        self._workers += start(_names([device]), self._threads)
+        self._workers += start(names_of([device]), self._threads)
+
+    def mend(self) -> None:
+        """Start a worker in the place of each that was lost."""
+        with self._lock:
+            for number, worker in enumerate(self._workers):
+                if not worker.alive or not worker.process.is_alive():
+                    worker.kill()
+                    self._workers[number] = start([worker.device], self._threads)[0]
 
     def close(self) -> None:
         """End the workers; the pool is of no use afterwards."""
@@ -91,24 +109,29 @@ class Pool:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
+        attn_mask: torch.Tensor | Mask | None = None,
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
         *,
-        budget: int | str | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: int | None = None,
+        budget: Budget | None = None,
         depth: int | str = "auto",
         kernel: str = "auto",
         out: torch.Tensor | None = None,
+        progress: Any = None,
         report: PoolReport | None = None,
     ) -> torch.Tensor:
         """``quorum_attention.attention`` on all devices of the pool, with gradients.
 
         Args:
-            query, key, value, attn_mask, is_causal, scale, enable_gqa: as there; tensors in host
-                memory or on a CUDA device. ``attn_mask`` gets no gradient here.
-            budget, depth, kernel: as there, of each device.
-            out: preallocated result.
+            query, key, value, attn_mask, is_causal, scale, enable_gqa, dropout_p, dropout_seed: as
+                there; tensors in host memory or on a CUDA device. ``attn_mask`` gets no gradient
+                here.
+            budget: of each device; a list has one for each.
+            depth, kernel: as there, of each device.
+            out, progress: as there; progress is counted in parts.
             report: filled with what happened.
 
         Returns:
@@ -118,53 +141,59 @@ class Pool:
             Errors as of ``quorum_attention.attention``; RuntimeError: no worker is left, with what
             was done until then.
         """
-        if isinstance(attn_mask, Mask):
-            raise NotImplementedError("attn_mask must be a tensor or None in a pool, got a Mask")
-        written = Written(budget=budget, depth=depth, kernel=kernel)
-        tensors, request = request_of(
-            "attention", query, key, value, attn_mask, 0.0, None, is_causal, scale, enable_gqa, out,
-            None, written,
+        written = Written(
+            budget=budget, depth=depth, kernel=kernel, devices=self, progress=progress
+        )
+        tensors, request = request_on_several(
+            "attention", query, key, value, attn_mask, dropout_p, dropout_seed, is_causal, scale,
+            enable_gqa, out, None, written, count=len(self._workers), pool_of=lambda: self,
+            pool_report=report,
         )  # fmt: skip
-        if request.mask_grad:
-            raise NotImplementedError("attn_mask that requires a gradient is not taken by a pool")
-        if not self.devices:
-            raise RuntimeError("the pool has no worker: it was closed, or all of them were lost")
-        return request.back(attend(PoolCall(self, tensors, request, report), tensors))
+        return attend(tensors, request, out)[0]
 
     def run(
         self,
         begin: Begin,
         parts: list[Part],
         report: PoolPass,
-        sums: Callable[[Part], tuple[Handle, Handle] | None],
-        done: Callable[[Part, tuple[Handle, Handle] | None], None],
+        totals: Totals | None,
+        budgets: Sequence[int | None],
+        progress: Callable[[int, int, str], None] | None = None,
     ) -> None:
-        """Run a pass of parts on the workers; see ``Coordinator``."""
-        report.devices = [worker.label for worker in self._workers]
-        report.parts = len(parts)
-        Coordinator(self._workers, begin, parts, sums, done, report).run()
+        """Run a pass of parts on the workers; see ``Coordinator``.
+
+        Args:
+            totals: adds up gradients; None in a forward.
+            budgets: of each worker; those beyond have the last one's.
+            progress: told parts that are done.
+        """
+        label = "backward" if begin.backward else "forward"
+        done = 0
+
+        def ended(part: Part, made: Any) -> None:
+            nonlocal done
+            if totals is not None:
+                totals.add(part, made)
+            done += 1
+            if progress is not None:
+                progress(done, len(parts), label)
+
+        def sums(part: Part) -> Any:
+            return None if totals is None else totals.room(part)
+
+        with self._lock:
+            report.devices = [worker.label for worker in self._workers]
+            report.parts = len(parts)
+            hired = [
+                Hired(worker, budgets[min(number, len(budgets) - 1)])
+                for number, worker in enumerate(self._workers)
+            ]
+            Coordinator(hired, begin, parts, sums, ended, report).run()
 
     def number(self) -> int:
         """A number for a pass."""
         self._passes += 1
         return self._passes
-
-
-def _names(devices: str | Sequence[str | torch.device]) -> list[str]:
-    if devices == "all":
-        every = every_device()
-        if not every:
-            raise ValueError('devices="all" needs a CUDA device, and there is none here')
-        return [str(device) for device in every]
-    if isinstance(devices, (str, torch.device)):
-        devices = [devices]
-    if not devices:
-        raise ValueError("devices must name at least one device, got none")
-    places = [present(device, "devices") for device in devices]
-    own = [place for place in places if not on_host(place)]
-    if len(set(own)) < len(own):
-        raise ValueError(f"devices must name each GPU once, got {shown([str(p) for p in places])}")
-    return [str(place) for place in places]
 
 
 __all__ = ["Pool"]

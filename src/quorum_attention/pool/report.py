@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from quorum_attention.execution.report import Report
+from quorum_attention.execution.report import PassReport, Report
 from quorum_attention.sizes import format_bytes, format_seconds
 
 
@@ -34,6 +35,7 @@ class PoolPass:
         devices: names, in the pool's order.
         seconds: wall-clock time of the pass.
         copied_bytes: of tensors that other processes could not have as they were.
+        copy_seconds: that handing over the inputs took, copies and all.
         parts: how many parts the call had.
         ran: what ran where and when; its parts in the order in which they ended.
         history: a line for each device that failed or joined.
@@ -42,6 +44,7 @@ class PoolPass:
     devices: list[str] = field(default_factory=list)
     seconds: float = 0.0
     copied_bytes: int = 0
+    copy_seconds: float = 0.0
     parts: int = 0
     ran: list[Ran] = field(default_factory=list)
     history: list[str] = field(default_factory=list)
@@ -49,6 +52,21 @@ class PoolPass:
     def busy(self, device: int) -> float:
         """Seconds in which a device computed."""
         return sum(one.stop - one.start for one in self.ran if one.device == device)
+
+    def to_dict(self) -> dict[str, Any]:
+        """In plain types, for JSON."""
+        return {
+            "devices": list(self.devices),
+            "seconds": self.seconds,
+            "copied_bytes": self.copied_bytes,
+            "copy_seconds": self.copy_seconds,
+            "parts": self.parts,
+            "ran": [
+                {"device": one.device, "part": one.index, "start": one.start, "stop": one.stop}
+                for one in self.ran
+            ],
+            "history": list(self.history),
+        }
 
     def __str__(self) -> str:
         lines = [
@@ -70,5 +88,43 @@ class PoolReport:
     forward: PoolPass | None = None
     backward: PoolPass | None = None
 
+    def to_dict(self) -> dict[str, Any]:
+        """In plain types, for JSON: of each part who computed it and when."""
+        both = (("forward", self.forward), ("backward", self.backward))
+        return {name: None if one is None else one.to_dict() for name, one in both}
 
-__all__ = ["PoolPass", "PoolReport", "Ran"]
+    def __str__(self) -> str:
+        both = (("forward", self.forward), ("backward", self.backward))
+        return "\n".join(f"{name}: {one}" for name, one in both if one is not None)
+
+
+def as_one(of: PoolPass, backward: bool) -> PassReport:
+    """A pass of several devices as that of one: counts are sums, peaks those of the worst part."""
+    name = "backward" if backward else "forward"
+    parts = [(one, getattr(one.report, name)) for one in of.ran]
+    watched: list[tuple[Ran, PassReport]] = [(one, part) for one, part in parts if part is not None]
+    kernels = {kernel: None for one in of.ran for kernel in one.report.total.kernels}
+    found = PassReport(
+        kernel="+".join(kernels), levels=(), planned_levels=(), n_groups=of.parts,
+        heads_per_group=0, n_cap=0, accumulator="none", seconds=of.seconds,
+        recoveries=list(of.history),
+    )  # fmt: skip
+    if watched:
+        _, deepest = max(watched, key=lambda pair: len(pair[1].levels))
+        for field_name in ("levels", "planned_levels", "heads_per_group", "n_cap", "accumulator",
+                           "streams", "budget_bytes", "dropout_p", "dropout_seed"):  # fmt: skip
+            setattr(found, field_name, getattr(deepest, field_name))
+    for one, part in watched:
+        found.units += part.units
+        found.loaded_bytes += part.loaded_bytes
+        found.stored_bytes += part.stored_bytes
+        found.repeated_units += part.repeated_units
+        found.recovery_seconds += part.recovery_seconds
+        found.planned_peak_bytes = max(found.planned_peak_bytes, part.planned_peak_bytes)
+        if part.peak_bytes is not None:
+            found.peak_bytes = max(found.peak_bytes or 0, part.peak_bytes)
+        found.recoveries += [f"{of.devices[one.device]}: {line}" for line in part.recoveries]
+    return found
+
+
+__all__ = ["PoolPass", "PoolReport", "Ran", "as_one"]

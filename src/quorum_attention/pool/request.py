@@ -1,15 +1,13 @@
-"""A call for which several devices are named, checked."""
+"""A call on a pool, checked."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from quorum_attention.call.options import Budget, Written, several
+from quorum_attention.call.options import Budget, Written
 from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.call.validation import as_tensor
 from quorum_attention.counts import shown
@@ -19,48 +17,44 @@ from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.traits import traits_of
 from quorum_attention.mask import Mask
 from quorum_attention.pool.call import Asked, PoolCall
-from quorum_attention.pool.kept import kept_pool
-from quorum_attention.pool.names import names_of
-from quorum_attention.pool.pool import Pool
+from quorum_attention.pool.masked import sendable
 from quorum_attention.pool.report import PoolReport
 from quorum_attention.sizes import parse_bytes
 
+if TYPE_CHECKING:
+    from quorum_attention.pool.pool import Pool
+
 
 def request_on_several(
-    function: str, *call: Any, pool_report: PoolReport | None = None
+    function: str,
+    *call: Any,
+    count: int,
+    pool_of: Callable[[], Pool],
+    pool_report: PoolReport | None = None,
 ) -> tuple[Tensors, Request]:
-    """``request_of``, for devices that may be several.
+    """``request_of``, for several devices.
 
     Args:
         call: its other arguments.
+        count: how many devices there are.
+        pool_of: gives their pool, once the call has been found to be well.
         pool_report: filled with what happened, beside the call's own report.
 
     Raises:
         Errors as of ``request_of``; NotImplementedError: what several devices cannot do, by name.
     """
     query, key, value, attn_mask, *numbers, out, out_dtype, written = call
-    devices = written.devices
-    pool = devices if isinstance(devices, Pool) else None
-    names = names_of(devices) if pool is None else [worker.device for worker in pool.workers]
-    if pool is None and len(names) == 1:
-        one = written._replace(devices=names[0], budget=_of_one(written.budget))
-        return request_of(
-            function, query, key, value, attn_mask, *numbers, out, out_dtype, one
-        )
     _check(written)
-    budgets = _budgets(written.budget, len(names))
+    budgets = _budgets(written.budget, count)
     described = attn_mask if isinstance(attn_mask, Mask) else None
     if described is not None:
         attn_mask = Mask(bias=described.bias, sinks=described.sinks)
         described = replace(described, bias=None, sinks=None)
     # This process computes nothing: its own request is of where the inputs are.
     home = as_tensor(query, "query").device
-    here = written._replace(
-        budget=None, kernel="auto", devices="cpu" if on_host(home) else home
-    )
-    tensors, request = request_of(
-        function, query, key, value, attn_mask, *numbers, out, out_dtype, here
-    )
+    here = written._replace(budget=None, kernel="auto", devices="cpu" if on_host(home) else home)
+    every: tuple[Any, ...] = (query, key, value, attn_mask, *numbers, out, out_dtype, here)
+    tensors, request = request_of(function, *every)
     if request.mask_grad:
         raise NotImplementedError(
             "attn_mask that requires a gradient is not taken by several devices: give one, or a "
@@ -74,10 +68,11 @@ def request_on_several(
         read(described, sizes, work.is_causal)
         for keeps in _functions(described):
             _check_sent(keeps)
-    pool = kept_pool(names) if pool is None else pool
+    pool = pool_of()
     if not pool.devices:
         raise RuntimeError("the pool has no worker: it was closed, or all of them were lost")
-    asked = Asked(budgets, written.depth, written.kernel, written.accumulator, described)
+    sent = None if described is None else sendable(described)
+    asked = Asked(budgets, written.depth, written.kernel, written.accumulator, sent)
     return tensors, replace(request, runner=PoolCall(pool, asked, pool_report))
 
 
@@ -118,11 +113,7 @@ def _budgets(budget: Budget | None, count: int) -> tuple[int | None, ...]:
                 f"{len(budget)}"
             )
         return tuple(parse_bytes(one) for one in budget)
-    return (parse_bytes(budget),) * count  # type: ignore[arg-type]
-
-
-def _of_one(budget: Budget | None) -> Budget | None:
-    return budget[0] if isinstance(budget, (list, tuple)) and len(budget) == 1 else budget
+    return (parse_bytes(budget),) * count
 
 
 def _functions(mask: Mask) -> Iterator[Any]:

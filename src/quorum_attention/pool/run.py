@@ -50,7 +50,9 @@ class Start(Protocol):
 class Hand(Protocol):
     """A worker, as far as the coordinator knows it."""
 
-    alive: bool
+    @property
+    def alive(self) -> bool:
+        """Whether it has not ended, nor been given up."""
 
     @property
     def label(self) -> str:

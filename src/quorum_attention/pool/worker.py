@@ -6,18 +6,25 @@ import pickle
 import signal
 import time
 import traceback
+from collections.abc import Iterable
+from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 
-from quorum_attention.api import attention_backward, attention_with_lse
+from quorum_attention.call.gradients import given_of
+from quorum_attention.call.options import Written
+from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.errors import BudgetError, OutOfMemoryError
 from quorum_attention.execution.device.lookup import backend_of, on_host
 from quorum_attention.execution.report import Report
+from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.mask import Mask
+from quorum_attention.passes import run_backward, run_forward
+from quorum_attention.pool.local import Local
+from quorum_attention.pool.masked import masked
 from quorum_attention.pool.messages import Begin, Compute, Done, End, Failed, Ready
-from quorum_attention.pool.parts import Part, Sizes
+from quorum_attention.pool.parts import Part
 from quorum_attention.pool.shared import opened
 
 
@@ -61,8 +68,8 @@ def _answer(one: _Pass, message: Compute) -> Done | Failed:
         one.compute(message, report)
     except Exception as error:
         memory = isinstance(error, (OutOfMemoryError, torch.OutOfMemoryError, MemoryError))
-        # A budget is as small for the others.
-        memory = memory and not isinstance(error, BudgetError)
+        # A budget is as small for the others, or theirs are others.
+        memory = memory and (one.unequal or not isinstance(error, BudgetError))
         said = error if _can_be_sent(error) else f"{type(error).__name__}: {error}"
         return Failed(message.number, message.index, memory, said, traceback.format_exc())
     return Done(message.number, message.index, time.perf_counter() - begun, report)
@@ -81,44 +88,98 @@ class _Pass:
     def __init__(self, message: Begin, device: torch.device) -> None:
         self._sizes, self._backward = message.sizes, message.backward
         self._tensors = {name: opened(handle) for name, handle in message.tensors.items()}
-        self._options: dict[str, Any] = {**message.options, "enable_gqa": True}
-        self._device = device
+        self._options, self._budget, self._device = message.options, message.budget, device
+
+    @property
+    def unequal(self) -> bool:
+        """Whether budgets differ."""
+        return bool(self._options.get("unequal"))
 
     def compute(self, message: Compute, report: Report) -> None:
         """Compute a part; its results are in place when this returns."""
-        options = {**self._options, "devices": self._device, "report": report}
-        part, sizes = message.part, self._sizes
-        options |= _masked(sizes, part, self._tensors.get("mask"))
         if self._backward:
-            self._gradients(message, options)
+            at = self._gradients(message, report)
         else:
-            self._statistics(part, options)
-        backend_of(self._device).synchronize(self._device)
+            at = self._statistics(message.part, report)
+        at.store()
+        for device in {self._device, *(t.device for t in self._tensors.values())}:
+            backend_of(device).synchronize(device)
 
-    def _statistics(self, part: Part, options: dict[str, Any]) -> None:
-        query, key, value = (self._of(n, part) for n in ("query", "key", "value"))
-        out, lse = self._of("out", part), self._of("lse", part)
-        _, got = attention_with_lse(query, key, value, out=out, **options)
-        lse.copy_(got)
+    def _statistics(self, part: Part, report: Report) -> Local:
+        at = self._local(part, ("query", "key", "value", "out"))
+        query, key, value = (at.read(self._of(n, part)) for n in ("query", "key", "value"))
+        out, lse = at.result(self._of("out", part)), self._of("lse", part)
+        tensors, request = self._request(part, (query, key, value), at, report, out=out)
+        _, made = run_forward(tensors, request)
+        at.results.append((lse, made))
+        return at
 
-    def _gradients(self, message: Compute, options: dict[str, Any]) -> None:
+    def _gradients(self, message: Compute, report: Report) -> Local:
         part = message.part
-        names = ("grad_out", "query", "key", "value", "out", "lse")
-        grad_out, query, key, value, out, lse = (self._of(name, part) for name in names)
+        names = ("query", "key", "value", "grad_out", "out", "lse")
+        at = self._local(part, (*names, "grad_query", "grad_key", "grad_value"))
+        query, key, value, grad_out, out, lse = (at.read(self._of(n, part)) for n in names)
+        grad_lse = at.read(self._of("grad_lse", part)) if "grad_lse" in self._tensors else None
         target = self._of("grad_query", part)
         if message.sums is None:
-            grads = target, self._of("grad_key", part), self._of("grad_value", part)
+            keys = (self._of(name, part) for name in ("grad_key", "grad_value"))
+            grads = (at.result(target), *(at.result(one) for one in keys))
         else:
             # All three in the state's dtype: those of keys and values are added up with others.
-            first, second = (opened(handle) for handle in message.sums)
-            grads = (
-                torch.empty(target.shape, dtype=first.dtype, device=target.device),
-                first,
-                second,
-            )
-        attention_backward(grad_out, query, key, value, out, lse, grads=grads, **options)
-        if message.sums is not None:
-            target.copy_(grads[0])
+            first, second = (at.result(opened(handle)) for handle in message.sums)
+            made = torch.empty(target.shape, dtype=first.dtype, device=first.device)
+            grads = (made, first, second)
+            at.results.append((target, made))
+        three = query, key, value
+        tensors, request = self._request(part, three, at, report)
+        given = given_of(
+            tensors, request, grad_out, out, lse, grads, False, grad_lse, three
+        )  # fmt: skip
+        run_backward(tensors, request, given)
+        return at
+
+    def _local(self, part: Part, names: Iterable[str]) -> Local:
+        free = self._budget
+        if free is None:
+            free = backend_of(self._device).free_bytes(self._device)
+        return Local(self._device, free // 2, (self._of(name, part) for name in names))
+
+    def _request(
+        self,
+        part: Part,
+        three: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        at: Local,
+        report: Report,
+        out: torch.Tensor | None = None,
+    ) -> tuple[Tensors, Request]:
+        """The part's own call."""
+        asked, mask = self._options, self._tensors.get("mask")
+        described: Mask | None = asked.get("mask")
+        sinks = self._tensors.get("sinks")
+        attn_mask, causal = masked(self._sizes, part, described, mask, sinks)
+        if isinstance(attn_mask, torch.Tensor):
+            attn_mask = at.read(attn_mask)
+        elif attn_mask is not None:
+            changes = {n: getattr(attn_mask, n) for n in ("bias", "sinks")}
+            changes = {n: None if t is None else at.read(t) for n, t in changes.items()}
+            attn_mask = replace(attn_mask, **changes)
+        budget = None if self._budget is None else max(0, self._budget - at.copied_bytes)
+        watched = asked.get("watched", True)
+        written = Written(
+            budget=budget, depth=asked["depth"], kernel=asked["kernel"],
+            accumulator=asked["accumulator"], devices=self._device,
+            report=report if watched else None, total=report,
+        )  # fmt: skip
+        dropout: Dropout | None = asked.get("dropout")
+        p, seed = (0.0, None) if dropout is None else (dropout.p, dropout.seed)
+        function = "attention_backward" if self._backward else "attention"
+        tensors, request = request_of(
+            function, *three, attn_mask, p, seed, causal, asked["scale"], True, out, None, written
+        )
+        if dropout is not None:
+            dropout = dropout.at(part.heads.start, part.entry)
+        # A gradient may follow: the kernel that is chosen has to have one.
+        return tensors, replace(request, dropout=dropout, records=asked.get("records", False))
 
     def _of(self, name: str, part: Part) -> torch.Tensor:
         """The part of a tensor (batch, heads, rows, ...)."""
@@ -127,27 +188,6 @@ class _Pass:
             kv = part.kv(self._sizes)
             return tensor[:, kv.start : kv.stop, : part.n_keys(self._sizes)]
         return tensor[:, part.heads.start : part.heads.stop, part.rows.start : part.rows.stop]
-
-
-def _masked(sizes: Sizes, part: Part, mask: torch.Tensor | None) -> dict[str, Any]:
-    """The arguments of a part's call that say which pairs it keeps.
-
-    Args:
-        mask: (batch or 1, heads or 1, rows or 1, keys or 1) of the whole call.
-    """
-    found: dict[str, Any] = {}
-    if mask is not None:
-        spans = ((part.entry, part.entry + 1), part.heads, part.rows, (0, sizes.n_keys))
-        slices = tuple(
-            slice(None) if n == 1 else slice(*span)
-            for n, span in zip(mask.shape, spans, strict=True)
-        )
-        found["attn_mask"] = mask[slices]
-    if not sizes.is_causal:
-        return found
-    if part.rows.start == 0:
-        return {**found, "is_causal": True}
-    return {"attn_mask": Mask(causal="lower_right", bias=found.get("attn_mask"))}
 
 
 __all__ = ["work"]

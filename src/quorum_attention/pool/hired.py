@@ -1,0 +1,69 @@
+"""A worker in one pass: what it is sent is made for it, and taken back if it is lost."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from quorum_attention.execution.device.lookup import on_host
+from quorum_attention.pool.messages import Begin, Compute
+from quorum_attention.pool.shared import Handle, OnDevice
+from quorum_attention.pool.workers import Worker
+
+
+class Hired:
+    """A worker as the coordinator of a pass has it.
+
+    Args:
+        worker: of the pool.
+        budget: bytes that each of its parts may take on its device; None: what is free.
+    """
+
+    def __init__(self, worker: Worker, budget: int | None) -> None:
+        self._worker, self._budget = worker, budget
+        self._given: list[OnDevice] = []
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has not ended, nor been given up."""
+        return self._worker.alive
+
+    @property
+    def label(self) -> str:
+        """Its device, for people."""
+        return self._worker.label
+
+    @property
+    def pipe(self) -> Any:
+        """To listen to it."""
+        return self._worker.pipe
+
+    def send(self, message: object) -> bool:
+        """Send a message; False if the worker is gone."""
+        if isinstance(message, Begin):
+            tensors = {name: self._given_to(one) for name, one in message.tensors.items()}
+            message = replace(message, tensors=tensors, budget=self._budget)
+        elif isinstance(message, Compute) and message.sums is not None:
+            message = replace(message, sums=tuple(self._given_to(one) for one in message.sums))
+        return self._worker.send(message)
+
+    def kill(self) -> None:
+        """End it at once. What it had of devices' memory counts as given back."""
+        self._worker.kill()
+        for one in self._given:
+            with suppress(Exception):
+                one.release()
+        self._given.clear()
+
+    def _given_to(self, handle: Handle) -> Handle:
+        if isinstance(handle, torch.Tensor) and not on_host(handle.device):
+            made = OnDevice.of(handle)
+            self._given.append(made)
+            return made
+        return handle
+
+
+__all__ = ["Hired"]
