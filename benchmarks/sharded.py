@@ -5,11 +5,14 @@
 One process a GPU, NCCL; inputs on the devices, sharded by sequence. Seconds of a forward, and of a
 forward and backward through autograd: medians, of the slowest rank. Ratios are to cuDNN on one
 device with the whole sequence ("one device"), and to that time divided by the ranks ("linear").
+A method that raises an error is left out, and the error said; one that hangs takes its process with
+it, so give doubtful ones a process of their own (``--methods``; results of both go to one file).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -28,6 +31,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quorum_attention import distributed as sharded
 
+# torch's context parallel replaces the function by its own.
+_SDPA = functional.scaled_dot_product_attention
+
 
 @dataclass(frozen=True)
 class Case:
@@ -39,8 +45,11 @@ class Case:
     head_dim: int
     dtype: torch.dtype
     shards: tuple[int, ...] | None = None
-    rounds: int = 7
-    others: bool = True
+    rounds: int = 5
+    methods: tuple[str, ...] = (
+        "one device", "ours", "plain exchange", "torch ring flash", "torch ring cudnn",
+        "ringmaster",
+    )  # fmt: skip
 
 
 def cases(ranks: int) -> dict[str, Case]:
@@ -52,42 +61,59 @@ def cases(ranks: int) -> dict[str, Case]:
     return {
         "8192-a-gpu": Case(8192 * ranks, 64, 8, 128, torch.bfloat16, rounds=15),
         "131072": Case(131072, 32, 8, 128, torch.bfloat16),
-        "1048576": Case(1 << 20, 8, 8, 64, torch.float16, rounds=3),
-        "5-over-1-uneven": Case(odd, 5, 1, 64, torch.float16, uneven, rounds=3, others=False),
-        "5-over-1-even": Case(odd, 5, 1, 64, torch.float16, even, rounds=3, others=False),
+        "1048576": Case(1 << 20, 8, 8, 64, torch.float16, rounds=2),
+        "5-over-1-uneven": Case(odd, 5, 1, 64, torch.float16, uneven, rounds=2, methods=("ours",)),
+        "5-over-1-even": Case(odd, 5, 1, 64, torch.float16, even, rounds=2, methods=("ours",)),
     }
 
 
 def main() -> None:
     """Start a process for each GPU, and let the first print a line for each case."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", default="")
-    parser.add_argument("--json")
+    parser.add_argument("--cases", default="", help="names, with commas; all")
+    parser.add_argument("--methods", default="", help="names, with commas; those of the case")
+    parser.add_argument("--rounds", type=int, help="those of the case")
+    parser.add_argument("--json", help="file to write; what it has of other methods stays")
     given = parser.parse_args()
     ranks = torch.cuda.device_count()
     names = given.cases.split(",") if given.cases else list(cases(ranks))
+    methods = given.methods.split(",") if given.methods else None
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29533")
-    torch.multiprocessing.spawn(rank_main, (ranks, names, given.json), nprocs=ranks)
+    torch.multiprocessing.spawn(
+        rank_main, (ranks, names, methods, given.rounds, given.json), nprocs=ranks
+    )
 
 
-def rank_main(rank: int, ranks: int, names: list[str], target: str | None) -> None:
+def rank_main(
+    rank: int,
+    ranks: int,
+    names: list[str],
+    chosen: list[str] | None,
+    rounds: int | None,
+    target: str | None,
+) -> None:
     """All cases on one rank."""
-    torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
     dist.init_process_group("nccl", rank=rank, world_size=ranks, device_id=device)
     document: dict[str, Any] = {
         "machine": f"{ranks} x {torch.cuda.get_device_name()}", "torch": torch.__version__,
         "date": datetime.date.today().isoformat(), "cases": {},
     }  # fmt: skip
+    if target and Path(target).exists():
+        document["cases"] = json.loads(Path(target).read_text(encoding="utf-8"))["cases"]
     for name in names:
         case = cases(ranks)[name]
-        found = measure(case, rank, ranks, device)
-        document["cases"][name] = found
+        found = measure(case, rank, ranks, device, chosen or list(case.methods), rounds)
+        case_of = document["cases"].setdefault(name, {})
+        one = found.get("one device", case_of.get("one device"))
+        case_of.update({m: _compared(*row, one, ranks) for m, row in found.items()})
         if rank == 0:
-            for method, (forward, both, said) in found.items():
+            for method in found:
+                forward, both, said = case_of[method]
                 print(
-                    f"{name:18} {method:14} {forward * 1e3:10.3f} {both * 1e3:10.3f} ms  {said}",
+                    f"{name:18} {method:20} {forward * 1e3:10.3f} {both * 1e3:10.3f} ms  {said}",
                     flush=True,
                 )
             if target:
@@ -95,8 +121,51 @@ def rank_main(rank: int, ranks: int, names: list[str], target: str | None) -> No
     dist.destroy_process_group()
 
 
-def measure(case: Case, rank: int, ranks: int, device: torch.device) -> dict[str, Any]:
-    """Seconds of each method on one case."""
+def _compared(
+    forward: float, both: float, said: str, one: tuple[float, float, str] | None, ranks: int
+) -> tuple[float, float, str]:
+    """A row with its ratios to one device, where that was measured."""
+    if not one or not forward or one[0] == forward:
+        return forward, both, said
+    speed = one[0] / forward, one[1] / both
+    words = (
+        f"{speed[0]:.2f}; {speed[1]:.2f} times one device, "
+        f"{speed[0] / ranks:.3f}; {speed[1] / ranks:.3f} of linear. {said}"
+    )
+    return forward, both, words.rstrip(". ")
+
+
+@dataclass
+class Setting:
+    """What a method is made from.
+
+    Attributes:
+        whole, mine: query, key, value and upstream gradient of the sequence, and of this rank.
+        sizes: rows of every rank.
+    """
+
+    rank: int
+    ranks: int
+    device: torch.device
+    sizes: tuple[int, ...]
+    whole: list[torch.Tensor]
+    mine: list[torch.Tensor]
+
+
+@dataclass
+class Method:
+    """A way to make a call; ``around`` is entered before the clock starts."""
+
+    call: Callable[..., torch.Tensor]
+    tensors: list[torch.Tensor]
+    together: bool = True
+    around: Callable[[], Any] = contextlib.nullcontext
+
+
+def measure(
+    case: Case, rank: int, ranks: int, device: torch.device, names: list[str], rounds: int | None
+) -> dict[str, Any]:
+    """Seconds of each method on one case, and what there is to say."""
     sizes = case.shards or (case.tokens // ranks,) * ranks
     start, stop = [0, *accumulate(sizes)][rank : rank + 2]
     torch.manual_seed(0)
@@ -105,97 +174,90 @@ def measure(case: Case, rank: int, ranks: int, device: torch.device) -> dict[str
     ]
     whole = [torch.randn(s, device=device, dtype=case.dtype) for s in shapes]
     mine = [t[:, :, start:stop].contiguous() for t in whole]
-    report = sharded.ShardedReport()
-
-    def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return sharded.attention(
-            q, k, v, is_causal=True, enable_gqa=True, lengths=sizes, report=report
-        )
-
-    methods: dict[str, tuple[Callable[..., Any], list[torch.Tensor], bool]] = {
-        "one device": (_one_device, whole, False), "ours": (ours, mine, True),
-    }  # fmt: skip
-    if case.others and case.heads % ranks == 0 and case.kv_heads % ranks == 0:
-        methods["heads, plain"] = (_plain_exchange(ranks), mine, True)
-        methods["torch's ring"] = (_torch_ring(device, ranks, mine), mine, True)
-    found: dict[str, Any] = {}
-    timed = {name: ([], []) for name in methods}  # type: ignore[var-annotated]
-    broken = {}
-    for number in range(case.rounds + 1):
-        for name, (call, tensors, together) in methods.items():
-            if name in broken:
-                continue
-            try:
-                pair = _times(call, tensors, rank == 0 or together, together)
-            except Exception as error:
-                broken[name] = f"{type(error).__name__}: {error}"[:200]
-                continue
-            if number:
-                timed[name][0].append(pair[0])
-                timed[name][1].append(pair[1])
-    for name, (forwards, boths) in timed.items():
-        if name in broken:
-            found[name] = (0.0, 0.0, broken[name])
-            continue
-        pair_ = torch.tensor([statistics.median(forwards), statistics.median(boths)], device=device)
-        if name != "one device":
-            dist.all_reduce(pair_, op=dist.ReduceOp.MAX)
-        found[name] = (*pair_.tolist(), str(report) if name == "ours" else "")
-    base = found["one device"]
-    for name in list(found):
-        if name not in ("one device", *broken):
-            forward, both, said = found[name]
-            speed = base[0] / forward, base[1] / both
-            share = speed[0] / ranks, speed[1] / ranks
-            words = (
-                f"{speed[0]:.2f}; {speed[1]:.2f} times one device, "
-                f"{share[0]:.3f}; {share[1]:.3f} of linear"
-            )
-            found[name] = (forward, both, f"{words}. {said}")
-    if rank == 0 and case.tokens <= 1 << 17:
-        found["ours"] = (
-            *found["ours"][:2],
-            found["ours"][2] + _difference(whole, mine, ours, start, stop),
-        )
-    elif case.tokens <= 1 << 17:
-        _difference(whole, mine, ours, start, stop)
-    del whole, mine
+    setting = Setting(rank, ranks, device, sizes, whole, mine)
+    methods, found = _prepared(setting, names)
+    timed: dict[str, list[tuple[float, float]]] = {name: [] for name in methods}
+    for _ in range(rounds or case.rounds):
+        for name, method in methods.items():
+            timed[name].append(_times(method, rank == 0 or method.together))
+    for name, pairs in timed.items():
+        median = [statistics.median(times) for times in zip(*pairs, strict=True)]
+        slowest = torch.tensor(median, device=device)
+        if methods[name].together:
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        found[name] = (*slowest.tolist(), "")
+    if "ours" in methods:
+        said = _said(case, setting, methods["ours"])
+        found["ours"] = (*found["ours"][:2], said)
+    del whole, mine, setting, methods
     torch.cuda.empty_cache()
     return found
 
 
-def _difference(
-    whole: list[torch.Tensor], mine: list[torch.Tensor], ours: Any, start: int, stop: int
-) -> str:
-    """The largest difference to one device's result, forward and gradients."""
+def _prepared(setting: Setting, names: list[str]) -> tuple[dict[str, Method], dict[str, Any]]:
+    """The methods that work here, each called once; and why others do not."""
+    methods: dict[str, Method] = {}
+    broken: dict[str, Any] = {}
+    for name in names:
+        said = ""
+        try:
+            method = METHODS[name](setting)
+            _times(method, setting.rank == 0 or method.together)
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"[:300]
+        every: list[Any] = [None] * setting.ranks
+        dist.all_gather_object(every, said)
+        if any(every):
+            broken[name] = (0.0, 0.0, next(words for words in every if words))
+        else:
+            methods[name] = method
+        torch.cuda.empty_cache()
+    return methods, broken
+
+
+def _said(case: Case, setting: Setting, ours: Method) -> str:
+    """The report of a call of ours, and how far its gradients are from one device's."""
+    report = sharded.ShardedReport()
+    q, k, v = (t.detach().requires_grad_() for t in setting.mine[:3])
+    sharded.attention(
+        q, k, v, is_causal=True, enable_gqa=True, lengths=setting.sizes, report=report
+    ).backward(setting.mine[3])
+    del q, k, v
+    if case.tokens > 1 << 17:
+        return str(report)
+    start = sum(setting.sizes[: setting.rank])
+    rows = slice(start, start + setting.sizes[setting.rank])
+    return str(report) + _difference(setting, ours.call, rows)
+
+
+def _difference(setting: Setting, ours: Callable[..., torch.Tensor], rows: slice) -> str:
+    """The largest difference to one device's gradients."""
     results = []
-    for call, tensors in ((_one_device, whole), (ours, mine)):
+    for call, tensors in ((_one_device, setting.whole), (ours, setting.mine)):
         q, k, v = (t.detach().clone().requires_grad_() for t in tensors[:3])
         call(q, k, v).backward(tensors[3])
         results.append([t.grad for t in (q, k, v)])
     worst = [
-        float((a[:, :, start:stop].float() - b.float()).abs().max() / a.float().abs().max())
+        float((a[:, :, rows].float() - b.float()).abs().max() / a.float().abs().max())
         for a, b in zip(*results, strict=True)
     ]
     return "; gradients differ from one device's by " + ", ".join(f"{w:.1e}" for w in worst)
 
 
-def _times(
-    call: Callable[..., Any], tensors: list[torch.Tensor], runs: bool, together: bool
-) -> tuple[float, float]:
+def _times(method: Method, runs: bool) -> tuple[float, float]:
     """Seconds of a forward without gradients, and of a forward and backward."""
-    q, k, v = (t.detach().requires_grad_() for t in tensors[:3])
-    with torch.no_grad():
-        forward = _timed(lambda: call(q, k, v), runs, together)
+    q, k, v = (t.detach().requires_grad_() for t in method.tensors[:3])
+    with method.around(), torch.no_grad():
+        forward = _timed(lambda: method.call(q, k, v), runs)
 
     def both() -> None:
-        q.grad = k.grad = v.grad = None
-        call(q, k, v).backward(tensors[3])
+        method.call(q, k, v).backward(method.tensors[3])
 
-    return forward, _timed(both, runs, together)
+    with method.around():
+        return forward, _timed(both, runs)
 
 
-def _timed(work: Callable[[], Any], runs: bool, together: bool) -> float:
+def _timed(work: Callable[[], Any], runs: bool) -> float:
     torch.cuda.synchronize()
     dist.barrier()
     torch.cuda.synchronize()
@@ -208,7 +270,14 @@ def _timed(work: Callable[[], Any], runs: bool, together: bool) -> float:
 
 def _one_device(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return _SDPA(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def _ours(setting: Setting) -> Method:
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return sharded.attention(q, k, v, is_causal=True, enable_gqa=True, lengths=setting.sizes)
+
+    return Method(call, setting.mine)
 
 
 class _Swap(torch.autograd.Function):
@@ -233,29 +302,71 @@ class _Swap(torch.autograd.Function):
         return _Swap.apply(grad.contiguous(), ctx.ranks, not ctx.back), None, None
 
 
-def _plain_exchange(ranks: int) -> Callable[..., Any]:
+def _plain_exchange(setting: Setting) -> Method:
+    ranks = setting.ranks
+
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         inner = [_Swap.apply(t, ranks, False) for t in (q, k, v)]
         return _Swap.apply(_one_device(*inner), ranks, True)
 
-    return call
+    return Method(call, setting.mine)
 
 
-def _torch_ring(device: torch.device, ranks: int, mine: list[torch.Tensor]) -> Callable[..., Any]:
+def _torch_ring(setting: Setting, backend: SDPBackend) -> Method:
+    """Torch's own context parallel; its shards are a head and a tail of the sequence, so the same
+    tensors are other tokens to it."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
 
-    mesh = init_device_mesh("cuda", (ranks,))
+    mesh = init_device_mesh("cuda", (setting.ranks,))
+    tokens, share = sum(setting.sizes), setting.mine[0].shape[1] // setting.mine[1].shape[1]
+
+    def around() -> Any:
+        # It shards what is named here, in place, and takes device and length from the first (an
+        # empty list is an IndexError); the shards of query, key and value are made already.
+        buffer = torch.zeros(tokens, device=setting.device)
+        return context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0])
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        # Its buffers are whole sequences that it shards in place; here the shards are made already.
-        share = q.shape[1] // k.shape[1]
-        with context_parallel(mesh):
-            keys, values = (t.repeat_interleave(share, 1) if share > 1 else t for t in (k, v))
-            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-                return functional.scaled_dot_product_attention(q, keys, values, is_causal=True)
+        keys, values = (t.repeat_interleave(share, 1) if share > 1 else t for t in (k, v))
+        with sdpa_kernel(backend):
+            return functional.scaled_dot_product_attention(q, keys, values, is_causal=True)
 
-    return call
+    return Method(call, setting.mine, around=around)
+
+
+def _ringmaster(setting: Setting) -> Method:
+    """What axolotl-ringmaster takes by itself where key/value heads divide: an exchange of heads
+    around a model's kernel, here SDPA over cuDNN. (Its balanced rings need flash-attn.)"""
+    from ringmaster import CPRuntime, RingmasterConfig, set_runtime
+    from ringmaster.strategies.ulysses import make_ulysses_attention
+
+    group = dist.group.WORLD
+    config = RingmasterConfig(size=setting.ranks)
+    set_runtime(CPRuntime(config, ulysses_group=group, cp_group=group))
+    exchanged = make_ulysses_attention("sdpa")
+    module = torch.nn.Module()
+    module.is_causal = True  # type: ignore[assignment]
+    module.num_key_value_groups = (  # type: ignore[assignment]
+        setting.mine[0].shape[1] // setting.mine[1].shape[1]
+    )
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            out: torch.Tensor = exchanged(module, q, k, v, None, is_causal=True)[0]
+        return out.transpose(1, 2)
+
+    return Method(call, setting.mine)
+
+
+METHODS: dict[str, Callable[[Setting], Method]] = {
+    "one device": lambda setting: Method(_one_device, setting.whole, together=False),
+    "ours": _ours,
+    "plain exchange": _plain_exchange,
+    "torch ring flash": lambda setting: _torch_ring(setting, SDPBackend.FLASH_ATTENTION),
+    "torch ring cudnn": lambda setting: _torch_ring(setting, SDPBackend.CUDNN_ATTENTION),
+    "ringmaster": _ringmaster,
+}
 
 
 if __name__ == "__main__":

@@ -20,15 +20,22 @@ TOLERANCES = {
 }  # fmt: skip
 
 
-def spawn(work: Any, ranks: int, folder: Path, *args: Any) -> None:
+# Where a process has its tensors.
+HOME = [torch.device("cpu")]
+
+
+def spawn(work: Any, ranks: int, folder: Path, *args: Any, backend: str = "gloo") -> None:
     """Run ``work(rank, *args)`` on the ranks of a group; fails if one of them fails."""
     store = folder / f"store-{ranks}"
-    mp.spawn(_run, (ranks, str(store), work, args), nprocs=ranks)
+    mp.spawn(_run, (ranks, str(store), work, args, backend), nprocs=ranks)
 
 
-def _run(rank: int, ranks: int, store: str, work: Any, args: tuple[Any, ...]) -> None:
+def _run(rank: int, ranks: int, store: str, work: Any, args: tuple[Any, ...], backend: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    if backend == "nccl":
+        HOME[0] = torch.device("cuda", rank)
+        torch.cuda.set_device(HOME[0])
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
     try:
         work(rank, *args)
     finally:
@@ -40,7 +47,7 @@ def inputs_of(
 ) -> list[torch.Tensor]:
     """Query, key, value and upstream gradient of the whole sequence."""
     shapes = [(heads, dim), (kv_heads, dim), (kv_heads, value_dim), (heads, value_dim)]
-    return [torch.randn(batch, h, tokens, d, dtype=dtype) for h, d in shapes]
+    return [torch.randn(batch, h, tokens, d, dtype=dtype).to(HOME[0]) for h, d in shapes]
 
 
 def exact(tensors: list[torch.Tensor], causal: bool) -> list[torch.Tensor]:
@@ -51,7 +58,9 @@ def exact(tensors: list[torch.Tensor], causal: bool) -> list[torch.Tensor]:
     keys, values = (t.repeat_interleave(share, 1) for t in (k, v))
     scores = (q @ keys.mT) * q.shape[-1] ** -0.5
     if causal:
-        scores = scores.masked_fill(~torch.ones(n, n, dtype=torch.bool).tril(), -torch.inf)
+        scores = scores.masked_fill(
+            ~torch.ones(n, n, dtype=torch.bool, device=q.device).tril(), -torch.inf
+        )
     out = scores.softmax(-1) @ values
     out.backward(upstream)
     return [out.detach(), *(t.grad for t in (q, k, v))]  # type: ignore[list-item]

@@ -1,0 +1,58 @@
+"""Sharded calls on the GPUs of this machine, with NCCL, against float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers_ranks import compare, inputs_of, random_calls, spawn
+
+from quorum_attention.distributed import whole_heads
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+# Heads, key/value heads, rows of the two ranks.
+SHAPES = [
+    (8, 4, (256, 256), True),
+    (8, 8, (300, 77), True),
+    (8, 4, (129, 1000), False),
+    (5, 1, (700, 301), True),
+    (4, 1, (512, 512), True),
+    (2, 2, (0, 640), True),
+]
+
+
+def _all_of_it(rank: int) -> None:
+    for turns in (1 << 30, 0):
+        whole_heads._ONE_TURN_BYTES = turns
+        whole_heads.turns_of.cache_clear()
+        for number, (heads, kv_heads, sizes, causal) in enumerate(SHAPES):
+            for dtype in (torch.bfloat16, torch.float16, torch.float32):
+                torch.manual_seed(number)
+                tensors = inputs_of(heads, kv_heads, sum(sizes), 64, 64, dtype, 1 + number % 2)
+                compare(rank, list(sizes), tensors, causal, lengths=sizes)
+    random_calls(11, 40)
+    _no_waits()
+
+
+def _no_waits() -> None:
+    """A call whose heads divide never has its host wait for a GPU."""
+    from quorum_attention import distributed as sharded
+
+    tensors = inputs_of(8, 4, 512, 64, 64, torch.bfloat16, 1)
+    q, k, v = (t.requires_grad_() for t in tensors[:3])
+    for checked in (False, False, True):
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if checked else "default")
+        try:
+            sharded.attention(q, k, v, is_causal=True, enable_gqa=True, lengths="equal").backward(
+                tensors[3]
+            )
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    dist.barrier()
+
+
+def test_two_gpus(tmp_path: Path) -> None:
+    spawn(_all_of_it, 2, tmp_path, backend="nccl")
