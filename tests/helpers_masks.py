@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from quorum_attention import Mask
+from quorum_attention.decomposition import Rows
+from quorum_attention.kernels.dropout import Dropout, dropped
 
 
 def dense(mask: Mask, batch: int, heads: int, n_queries: int, n_keys: int) -> torch.Tensor:
@@ -65,6 +67,7 @@ def exact(
     scale: float,
     *,
     is_causal: bool = False,
+    dropout: Dropout | None = None,
 ) -> Exact:
     """The textbook in float64, with materialised scores and torch's own gradients."""
     (batch, heads, n_queries, _), n_keys = query.shape, key.shape[2]
@@ -92,6 +95,10 @@ def exact(
     if mask.bias is not None and mask.bias.requires_grad:
         inputs.append(bias)
     p = (scores - lse[..., None]).exp()[..., :n_keys]
+    if dropout is not None:
+        at = torch.arange(n_queries)
+        gone = dropped(dropout, batch, heads, at, [Rows(0, n_keys, 0)])
+        p = p.masked_fill(gone, 0.0) * dropout.rescale
     out = p @ values
     grads = torch.autograd.grad(out, inputs, grad_out.double())
     return Exact(out.detach(), lse.detach().masked_fill(~live, -torch.inf), grads)

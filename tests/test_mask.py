@@ -129,11 +129,14 @@ def test_a_soft_cap_with_dropout_is_refused_by_name() -> None:
         qa.attention(q, k, v, attn_mask=Mask(softcap=3.0), dropout_p=0.1)
 
 
-def test_dropout_with_a_window_on_a_gpu_is_refused_by_name() -> None:
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_dropout_under_a_mask_on_a_gpu_is_planned_for_the_native_kernel(
+    softcap: float | None,
+) -> None:
     sizes: dict[str, Any] = {"device": "cuda", "dropout_p": 0.1, "budget": "1GiB"}
-    with pytest.raises(NotImplementedError, match=r"dropout is not there yet .* cuda"):
-        qa.plan(500, attn_mask=Mask(window=(99, 0)), **sizes)
-    qa.plan(500, attn_mask=Mask(causal=True, sinks=torch.zeros(8)), **sizes)
+    for mask in (Mask(window=(99, 0)), Mask(causal="lower_right", documents=torch.arange(500))):
+        plan = qa.plan(500, attn_mask=replace(mask, softcap=softcap), **sizes)
+        assert plan.kernel.name == "native"
 
 
 def test_the_backward_without_autograd_gives_the_same_gradients() -> None:

@@ -12,6 +12,7 @@ from helpers_masks import exact, off, random_mask
 
 import quorum_attention as qa
 from quorum_attention import Mask
+from quorum_attention.kernels.dropout import Dropout
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -35,11 +36,16 @@ def test_random_masks_against_float64(seed: int, inputs: str) -> None:
         softcap=draw.choice([None, None, 5.0]),
         sinks=draw.choice([None, torch.randn(heads)]),
     )
-    want = exact(q, k, v, grad_out, mask, 0.125)
     options: dict[str, Any] = {"enable_gqa": True, "scale": 0.125, "devices": "cuda"}
+    dropout = None
+    if seed % 3 == 0:
+        dropout = Dropout(draw.choice([0.1, 0.5]), draw.randrange(2**63))
+        options |= {"dropout_p": dropout.p, "dropout_seed": dropout.seed}
+    want = exact(q, k, v, grad_out, mask, 0.125, dropout=dropout)
     if draw.random() < 0.5 and max(n_queries, n_keys) >= 256:
         options["depth"] = draw.choice([1, 2])
-    if mask.softcap is None and dtype != torch.float32 and draw.random() < 0.4:
+    plain = mask.softcap is None and dropout is None
+    if plain and dtype != torch.float32 and draw.random() < 0.4:
         options["kernel"] = draw.choice(["cudnn", "flash"])
     tensors = [t.to(inputs).requires_grad_() for t in (q, k, v)]
     placed = replace(mask, sinks=None if mask.sinks is None else mask.sinks.requires_grad_())
@@ -48,10 +54,11 @@ def test_random_masks_against_float64(seed: int, inputs: str) -> None:
     learned = tensors if placed.sinks is None else [*tensors, placed.sinks]
     grads = torch.autograd.grad(out, learned, grad_out.to(inputs))
     of_results, of_grads = TOLERANCE[dtype]
-    assert off(out, want.out) <= of_results
+    size = 1.0 if dropout is None else dropout.rescale
+    assert off(out, want.out) <= size * of_results
     assert off(lse, want.lse) <= of_results
     for grad, wanted in zip(grads, want.grads, strict=True):
-        assert off(grad, wanted) <= of_grads
+        assert off(grad, wanted) <= size * of_grads
 
 
 def test_a_window_takes_no_more_memory_than_its_tokens() -> None:

@@ -123,7 +123,7 @@ class MaskedKernel:
             captures=True,
             sparse=True,
             pairwise=True,
-            dropout=own.dropout and called is not None and not self._native,
+            dropout=own.dropout and called is not None,
             whole_calls=True,
         )
 
@@ -186,7 +186,7 @@ class MaskedKernel:
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``forward`` allocates at any one time."""
         if self._native:
-            return self._launch_bytes(extent) + self.base.forward_workspace_bytes(call, extent) * (
+            return self._launch_bytes(call) + self.base.forward_workspace_bytes(call, extent) * (
                 2 if extent.direct and not self._uniform else 1
             )
         inside = self._largest_call(extent)
@@ -205,7 +205,7 @@ class MaskedKernel:
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
         if self._native:
-            return self._launch_bytes(extent) + self.base.backward_workspace_bytes(call, extent) * (
+            return self._launch_bytes(call) + self.base.backward_workspace_bytes(call, extent) * (
                 2 if extent.direct and not self._uniform else 1
             )
         inside = self._largest_call(extent)
@@ -224,9 +224,9 @@ class MaskedKernel:
             most += numbers * (_wide(call) + 4)
         return most + MERGE_WORKSPACE_BYTES
 
-    def _launch_bytes(self, extent: Extent) -> int:
+    def _launch_bytes(self, call: CallShape) -> int:
         """What the tables of a launch have more than those of the kernel without a mask."""
-        return max(native.table_bytes for native in self._native.values())
+        return max(native.table_bytes(dropout=call.dropout) for native in self._native.values())
 
     def _largest_call(self, extent: Extent) -> Extent:
         """The extent of one call of the operator: of a part, or of several joined."""
@@ -395,7 +395,7 @@ class MaskedKernel:
             parts = [
                 native.whole_forward(
                     query[at], key[at], value[at], causal, scale, _rows_of_entries(bias, at),
-                    out_dtype,
+                    out_dtype, dropout and dropout.at(0, at.start),
                 )
                 for at, native in self._native_calls(query)
             ]  # fmt: skip
@@ -427,7 +427,7 @@ class MaskedKernel:
             parts = [
                 native.whole_backward(
                     grad_out[at], query[at], key[at], value[at], out[at], lse[at], causal, scale,
-                    _rows_of_entries(bias, at), grad_dtype,
+                    _rows_of_entries(bias, at), grad_dtype, dropout and dropout.at(0, at.start),
                 )
                 for at, native in self._native_calls(query)
             ]  # fmt: skip

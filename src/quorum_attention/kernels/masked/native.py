@@ -16,7 +16,8 @@ from quorum_attention.decomposition import CLEAR, MASKED, Ranges, Rectangle, Row
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.native.kernel import Axis, HostTable, NativeKernel, host_table
-from quorum_attention.kernels.native.runs import FIELDS, Piece
+from quorum_attention.kernels.native.options import UNLIMITED
+from quorum_attention.kernels.native.runs import Piece, columns
 
 # Bytes of the tables that are remembered, in host memory.
 _TABLE_BYTES = 64 << 20
@@ -34,22 +35,16 @@ class NativeUnderMask(NativeKernel):
         super().__init__(softcap=base.options.softcap or None, allow_tf32=base.allow_tf32)
         self._geometry = geometry
         band = geometry.band
-        # The kernel tests ``q - k + distance`` against left and right: with an offset in the
-        # distance, these are never below 0. A band without a lower bound is all diagonals.
-        self._shift = 0
-        if band.low is not None and band.high is not None:
-            self._shift = band.high
-            self.options = replace(self.options, left=max(0, band.high - band.low), right=0)
-        elif band.low is not None:
-            self._shift = band.low
-            self.options = replace(self.options, left=0, right=-1)
+        # A band without a lower bound is all diagonals.
+        if band.low is not None:
+            high = UNLIMITED if band.high is None else band.high
+            self.options = replace(self.options, left=-band.low, right=high, signed=True)
         self._tables: Cache[HostTable] = Cache(_TABLE_BYTES, lambda made: int(made.both.nbytes))
 
-    @property
-    def table_bytes(self) -> int:
+    def table_bytes(self, *, dropout: bool) -> int:
         """Bytes that the blocks add to the tables of a launch."""
         blocks = self._geometry.blocks
-        return 0 if blocks is None else 4 * 2 * 2 * len(FIELDS) * len(blocks)
+        return 0 if blocks is None else 4 * 2 * 2 * columns(dropout) * len(blocks)
 
     def _table(
         self,
@@ -61,13 +56,14 @@ class NativeUnderMask(NativeKernel):
         device: torch.device,
         shifts: bool = False,
     ) -> HostTable:
-        assert not shifts, "distances here are not those of positions: no dropout"
-
         def make() -> HostTable:
             found = list(self._pieces(rectangles, task))
-            return host_table(found, n_rows, block, axis, pinned=device.type == "cuda")
+            pinned = device.type == "cuda"
+            made = host_table(found, n_rows, block, axis, pinned=pinned, shifts=shifts)
+            # A window moves where runs begin.
+            return made._replace(aligned=False) if self.options.windowed else made
 
-        return self._tables.get((rectangles, task, n_rows, block, axis, device.type), make)
+        return self._tables.get((rectangles, task, n_rows, block, axis, device.type, shifts), make)
 
     def _pieces(self, rectangles: Sequence[Rectangle], task: Task | None) -> Iterator[Piece]:
         band = self._geometry.band
@@ -85,7 +81,7 @@ class NativeUnderMask(NativeKernel):
                     diagonal = None
                     if verdict is not CLEAR and band.low is None and band.high is not None:
                         diagonal = band.high + apart
-                    yield Piece(part, apart + self._shift, diagonal)
+                    yield Piece(part, apart, diagonal, -shift[0])
 
     def _blocks(self, r: Ranges) -> Iterator[tuple[int, int, int, int]]:
         """The blocks of the geometry within ``r``."""

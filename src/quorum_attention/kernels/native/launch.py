@@ -10,7 +10,7 @@ import torch
 
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.native.config import Config, padded
-from quorum_attention.kernels.native.options import UNLIMITED, ScoreOptions
+from quorum_attention.kernels.native.options import ScoreOptions
 from quorum_attention.kernels.native.runs import Runs
 
 # In fp16, P is computed times 2**lift. A forward's largest P is 1: 2**8 P does not overflow, and P
@@ -128,7 +128,7 @@ def launch_forward(
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3],
             *lse.stride(), *_bias_strides(extras.bias, batch, heads),
             extras.bias_row, extras.bias_column,
-            given.scale, extras.options.softcap, *_window(extras.options),
+            given.scale, extras.options.softcap, *extras.options.bounds,
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, LIFT=lift, LIFTED=2.0**lift,
             RESUME=resume, READ=way, DROPOUT=_dropout(extras, runs),
             **_shared(given, extras, head_dim, value.shape[-1]),
@@ -186,7 +186,7 @@ def launch_backward(
         )  # fmt: skip
         masks = (*_bias_strides(extras.bias, batch, heads), extras.bias_row, extras.bias_column)
         # The lift is no compile-time constant: it would compile again for other lengths.
-        window = _window(extras.options)
+        window = extras.options.bounds
         scores = (given.scale, extras.options.softcap, *window, float(lift), 2.0**-lift)
         if by_query_runs.n_blocks:
             way, read = _as_read(by_query, by_query.block_n, width, key, value)
@@ -316,11 +316,6 @@ def _describe(tensor: torch.Tensor, block_rows: int, width: int) -> Any:
 def _pointers(extras: Extras, spare: torch.Tensor) -> tuple[torch.Tensor, ...]:
     every = (extras.bias, extras.slopes, extras.query_bits, extras.key_bits, extras.drops)
     return tuple(spare if tensor is None else tensor for tensor in every)
-
-
-def _window(options: ScoreOptions) -> tuple[int, int]:
-    left, right = options.left, options.right
-    return UNLIMITED if left < 0 else left, UNLIMITED if right < 0 else right
 
 
 def _bias_strides(bias: torch.Tensor | None, batch: int, heads: int) -> tuple[int, ...]:

@@ -22,12 +22,15 @@ class ScoreOptions:
             limit.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 is none.
         slopes: (query heads,) fp32, ALiBi: ``slope * |i - j|`` is subtracted; None is none.
+        signed: ``left`` and ``right`` may be below 0 (a band that begins beyond the query, or ends
+            before it), and UNLIMITED is no limit.
     """
 
     left: int = -1
     right: int = -1
     softcap: float = 0.0
     slopes: torch.Tensor | None = None
+    signed: bool = False
 
     @classmethod
     def of(
@@ -68,8 +71,17 @@ class ScoreOptions:
 
     @property
     def windowed(self) -> bool:
-        """Whether there is a sliding window."""
+        """Whether there is a sliding window. (A band with ``left`` below 0 has ``right`` above.)"""
         return self.left >= 0 or self.right >= 0
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """``left`` and ``right``, UNLIMITED where there is no limit."""
+        if self.signed:
+            return self.left, self.right
+        return UNLIMITED if self.left < 0 else self.left, (
+            UNLIMITED if self.right < 0 else self.right
+        )
 
     @property
     def positional(self) -> bool:
