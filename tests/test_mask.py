@@ -123,10 +123,41 @@ def test_dropout_under_a_mask_drops_what_it_drops_without_one(depth: int) -> Non
         assert off(grad, want.double()) <= 1e-4
 
 
-def test_a_soft_cap_with_dropout_is_refused_by_name() -> None:
-    q, k, v = (torch.randn(1, 1, 20, 4) for _ in range(3))
-    with pytest.raises(NotImplementedError, match=r"dropout is not there yet .*a soft cap"):
-        qa.attention(q, k, v, attn_mask=Mask(softcap=3.0), dropout_p=0.1)
+@pytest.mark.parametrize("seed", range(6))
+def test_dropout_with_a_soft_cap_against_float64(seed: int) -> None:
+    """Where scores are in memory, some rows at a time: parts in both orders, tried rules, cuts."""
+    draw = random.Random(random.random() + seed)
+    batch, n_queries = draw.choice([1, 2]), draw.choice([5, 70, 260])
+    n_keys = n_queries if draw.random() < 0.5 else draw.choice([3, 90])
+    dtype = draw.choice([torch.float32, torch.float64])
+    shapes = ((4, n_queries), (2, n_keys), (2, n_keys), (4, n_queries))
+    q, k, v, grad_out = (torch.randn(batch, h, n, 8, dtype=dtype) for h, n in shapes)
+    mask = random_mask(draw, batch, 4, n_queries, n_keys)
+    if seed % 2:
+        mask = replace(mask, window=(30, 0), causal=True)  # triangles of both kinds
+    mask = replace(mask, softcap=3.0, sinks=torch.randn(4) if seed % 3 else None)
+    dropout = Dropout(draw.choice([0.1, 0.5]), draw.randrange(2**63))
+    options: dict[str, Any] = {"dropout_p": dropout.p, "dropout_seed": dropout.seed}
+    if max(n_queries, n_keys) >= 90:
+        options["depth"] = draw.choice([0, 1, 2])
+    print(mask, options)
+    want = exact(q, k, v, grad_out, mask, 0.3, dropout=dropout)
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    out, lse = qa.attention_with_lse(*inputs, attn_mask=mask, scale=0.3, enable_gqa=True, **options)
+    grads = torch.autograd.grad(out, inputs, grad_out)
+    of_results, of_grads = TOLERANCE[dtype]
+    assert off(out, want.out) <= 2 * of_results
+    assert off(lse, want.lse) <= of_results
+    for grad, wanted in zip(grads, want.grads, strict=False):
+        assert off(grad, wanted) <= 2 * of_grads
+
+
+def test_dropout_under_a_mask_on_a_kernel_without_it_is_refused_by_name() -> None:
+    sizes: dict[str, Any] = {"device": "cuda", "dropout_p": 0.1, "budget": "1GiB"}
+    with pytest.raises(
+        NotImplementedError, match="kernel 'flash' cannot run this call: it has no dropout"
+    ):
+        qa.plan(500, attn_mask=Mask(window=(99, 0)), kernel="flash", **sizes)
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])

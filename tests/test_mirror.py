@@ -43,8 +43,9 @@ ELSEWHERE = {
     "native/test_runs.py": ("kernels/native/bits.py",),
     # Random masks in every route, against float64.
     "test_mask.py": (
-        "call/masks.py", "kernels/masked/choice.py", "kernels/masked/geometry.py",
-        "kernels/masked/kernel.py", "kernels/masked/reading.py", "kernels/masked/tiles.py",
+        "call/masks.py", "kernels/masked/calls.py", "kernels/masked/choice.py",
+        "kernels/masked/geometry.py", "kernels/masked/kernel.py", "kernels/masked/parts.py",
+        "kernels/masked/reading.py", "kernels/masked/tiles.py",
     ),
     "native/test_masked.py": ("kernels/masked/native.py",),
     # The machine with its events, its instructions, its queue, and what it checks.

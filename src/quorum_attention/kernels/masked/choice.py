@@ -47,14 +47,7 @@ def under(
     if found.keeps_all and mask.softcap is None:
         return found.is_causal, wanted
     base = _base(wanted, call, device, mask.softcap, tried=tried)
-    kernel = found.kernel(base)
-    if call.dropout and not kernel.traits.dropout:
-        cause = "a soft cap" if mask.softcap is not None else f"{call.dtype} on {device.type}"
-        raise NotImplementedError(
-            f"dropout is not there yet under a Mask that takes kernel {kernel.name!r} ({cause}); "
-            "give dropout_p=0, or the mask as a tensor"
-        )
-    return found.is_causal, kernel
+    return found.is_causal, found.kernel(base)
 
 
 def _base(

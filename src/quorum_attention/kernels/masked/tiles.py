@@ -1,15 +1,19 @@
 """Attention over rectangles with scores in memory, some rows at a time: any dtype, any device.
 
 It runs what no other kernel here can: a soft cap on a CPU or in float64, and masks that an operator
-refuses. Scores are computed in fp32 (fp64 for fp64 inputs).
+refuses. Scores are computed in fp32 (fp64 for fp64 inputs). Dropout is that of
+``kernels/dropout.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from quorum_attention.decomposition import Rows
+from quorum_attention.kernels.dropout import Dropout, dropped, dropped_bytes
 from quorum_attention.kernels.protocol import CallShape, Extent
 from quorum_attention.kernels.workspace import SLACK_BYTES
 
@@ -17,6 +21,28 @@ from quorum_attention.kernels.workspace import SLACK_BYTES
 _SCORE_BYTES = 8 << 20
 # Score matrices that are alive at one time.
 _FORWARD_MATRICES, _BACKWARD_MATRICES = 4, 6
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """Which pairs of a rectangle are dropped.
+
+    Attributes:
+        dropout: of the heads and batch entries at hand.
+        queries: (rows,) int64, positions in the whole sequence, in the order of the rows.
+        keys: runs of the rectangle's keys, ascending.
+        turned: whether the keys of the call are in descending order.
+    """
+
+    dropout: Dropout
+    queries: torch.Tensor
+    keys: Sequence[Rows]
+    turned: bool
+
+    def of(self, batch: int, heads: int, rows: slice) -> torch.Tensor:
+        """Of some rows: (batch, heads, rows, keys) bool, True where a pair is dropped."""
+        found = dropped(self.dropout, batch, heads, self.queries[rows], self.keys)
+        return found.flip(-1) if self.turned else found
 
 
 class Tiles:
@@ -41,6 +67,7 @@ class Tiles:
         scale: float,
         bias: torch.Tensor | None,
         out_dtype: torch.dtype | None = None,
+        gone: Gone | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``WholeCalls``; ``out`` in fp32 (fp64 for fp64 inputs)."""
         work = _work_dtype(query)
@@ -58,6 +85,8 @@ class Tiles:
             largest = scores.amax(dim=-1, keepdim=True)
             p = scores.sub_(largest.masked_fill(largest == -torch.inf, 0.0)).exp_()
             total = p.sum(dim=-1, keepdim=True)
+            if gone is not None:
+                _drop_(p, gone, rows)
             outs[..., rows, :] = (p @ values[..., seen, :]).div_(
                 total.masked_fill(total == 0.0, 1.0)
             )
@@ -76,6 +105,7 @@ class Tiles:
         scale: float,
         bias: torch.Tensor | None,
         grad_dtype: torch.dtype | None = None,
+        gone: Gone | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See ``WholeCalls``; gradients in fp32 (fp64 for fp64 inputs)."""
         work = _work_dtype(query)
@@ -92,9 +122,15 @@ class Tiles:
             scores, slack = self._scores(part, some_keys.mT, scale, rows, causal, bias)
             p = scores.sub_(lses[..., rows, :]).exp_()
             do = upstream[..., rows, :].to(work)
-            grads[2][:, :, seen].add_((p.mT @ do).sum(dim=2))
+            products = do @ some_values.mT
+            weights = p
+            if gone is not None:
+                # What is dropped has neither a weight nor a product.
+                weights = _drop_(p.clone(), gone, rows)
+                _drop_(products, gone, rows)
+            grads[2][:, :, seen].add_((weights.mT @ do).sum(dim=2))
             delta = (do * outs[..., rows, :].to(work)).sum(dim=-1, keepdim=True)
-            ds = p.mul_((do @ some_values.mT).sub_(delta))
+            ds = p.mul_(products.sub_(delta))
             if slack is not None:
                 ds.mul_(slack)
             grad_query[..., rows, :] = (ds @ some_keys).mul_(scale)
@@ -141,7 +177,7 @@ class Tiles:
         sizes = _Sizes(call, extent)
         copies = sizes.keys + sizes.rows_at_once * (call.head_dim + call.value_dim) * sizes.item
         results = sizes.rows * (call.value_dim + 1) * sizes.item
-        return _FORWARD_MATRICES * sizes.scores + copies + results + SLACK_BYTES
+        return _FORWARD_MATRICES * sizes.scores + copies + results + sizes.gone + SLACK_BYTES
 
     def backward_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes that ``whole_backward`` takes, its results among them."""
@@ -151,7 +187,8 @@ class Tiles:
         # A part of the key gradients for each query head, and their sum.
         results = sizes.rows * call.head_dim * sizes.item + sizes.keys
         parts = (sizes.shared + 1) * sizes.keys
-        return _BACKWARD_MATRICES * sizes.scores + copies + results + parts + SLACK_BYTES
+        matrices = (_BACKWARD_MATRICES + call.dropout) * sizes.scores
+        return matrices + copies + results + parts + sizes.gone + SLACK_BYTES
 
 
 class _Sizes:
@@ -161,11 +198,24 @@ class _Sizes:
         one = lanes * max(1, extent.max_keys) * self.item
         at_once = min(max(1, extent.max_queries), max(1, _SCORE_BYTES // one))
         self.scores = at_once * one
+        self.gone = 0
+        if call.dropout:
+            shape = (extent.batch, extent.query_heads, at_once, max(1, extent.max_keys))
+            # And the same in the other order.
+            self.gone = dropped_bytes(*shape) + lanes * at_once * extent.max_keys
         self.rows = lanes * extent.max_queries
         self.rows_at_once = lanes * at_once
         self.shared = extent.query_heads // max(1, extent.key_heads)
         width = call.head_dim + call.value_dim
         self.keys = extent.batch * extent.key_heads * extent.max_keys * width * self.item
+
+
+def _drop_(p: torch.Tensor, gone: Gone, rows: slice) -> torch.Tensor:
+    """Drop pairs of (b, hk, g, rows, keys) in place; the others are divided by the chance to stay.
+    Keys may be the first ones alone."""
+    batch, key_heads, shared = p.shape[:3]
+    lost = gone.of(batch, key_heads * shared, rows)[..., : p.shape[-1]]
+    return p.masked_fill_(lost.unflatten(1, (key_heads, -1)), 0.0).mul_(gone.dropout.rescale)
 
 
 def _rows(query: torch.Tensor, n_keys: int) -> Iterator[slice]:

@@ -1,0 +1,350 @@
+"""A task under a ``Mask``, by calls of a kernel that knows only plain and causal rectangles.
+
+What a mask keeps of a task's rectangles is a short list of parts (``calls.py``). Only ragged ones
+are given a mask, made for them alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from quorum_attention.decomposition import Ranges, Rectangle
+from quorum_attention.decomposition.batches import Batch
+from quorum_attention.kernels.cache import Cache
+from quorum_attention.kernels.masked.calls import Call, calls_of, limits_of
+from quorum_attention.kernels.masked.geometry import TESTED, Geometry, Place
+from quorum_attention.kernels.masked.tiles import Gone, Tiles
+from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, add_all_, merge_
+from quorum_attention.kernels.positions import positions
+from quorum_attention.kernels.protocol import (
+    CallShape,
+    Extent,
+    Gradients,
+    InnerKernel,
+    MaskShape,
+    Operator,
+    Statistics,
+    TaskTensors,
+)
+from quorum_attention.kernels.rectangles import four_dims
+from quorum_attention.kernels.traits import operator
+from quorum_attention.kernels.views import Pick, jth_of_group, key_rows, query_rows
+
+# Tasks whose parts are remembered.
+_MOST_TASKS = 512
+_RAGGED = MaskShape(boolean=True, batch=True, heads=True, rows=True)
+
+
+class ByParts:
+    """See above; for tasks whose batch entries have one geometry.
+
+    Args:
+        geometries: all that tasks may have.
+        base: what computes the parts: an operator, or ``dense``, for which ``Tiles`` stands in.
+        softcap: of scores; ``base`` has it if it is an operator.
+    """
+
+    def __init__(
+        self, geometries: Sequence[Geometry], base: InnerKernel, softcap: float | None
+    ) -> None:
+        called = operator(base)
+        self.base, self.tiles = base, Tiles(softcap)
+        self.by_operator = called is not None
+        self._operator: Operator | Tiles = self.tiles if called is None else called
+        self._geometries = tuple(geometries)
+        self._ragged = any(g.rules or not g.band.keeps_all for g in self._geometries)
+        self._calls_of: Cache[tuple[Call, ...]] = Cache(_MOST_TASKS, lambda calls: 1)
+
+    def forward_bytes(self, call: CallShape, extent: Extent) -> int:
+        """Upper bound of the device bytes ``forward`` allocates at any one time."""
+        inside = self._largest_call(extent)
+        most = self._turned_bytes(call, inside, backward=False) + self._tile_bytes(call, extent)
+        if self.by_operator:
+            most += self.base.forward_workspace_bytes(replace(call, is_causal=True), inside)
+        else:
+            most += self.tiles.forward_bytes(call, inside)
+        if self._ragged:
+            most = max(most, self._ragged_bytes(call, inside, backward=False))
+        if extent.direct:
+            rows = extent.batch * extent.query_heads * extent.n_tokens
+            most += rows * (call.value_dim + 1) * _wide(call) + rows * call.value_dim * 4
+        return most + MERGE_WORKSPACE_BYTES
+
+    def backward_bytes(self, call: CallShape, extent: Extent) -> int:
+        """Upper bound of the device bytes ``backward`` allocates at any one time."""
+        inside = self._largest_call(extent)
+        most = self._turned_bytes(call, inside, backward=True) + self._tile_bytes(call, extent)
+        if self.by_operator:
+            most += self.base.backward_workspace_bytes(replace(call, is_causal=True), inside)
+        else:
+            most += self.tiles.backward_bytes(call, inside)
+        if self._ragged:
+            most = max(most, self._ragged_bytes(call, inside, backward=True))
+        rows = extent.batch * extent.query_heads * extent.n_tokens
+        most += 2 * rows * _wide(call)  # the lse without empty rows
+        if extent.direct:
+            keys = extent.batch * extent.key_heads * extent.n_tokens
+            numbers = rows * call.head_dim + keys * (call.head_dim + call.value_dim)
+            most += numbers * (_wide(call) + 4)
+        return most + MERGE_WORKSPACE_BYTES
+
+    def _largest_call(self, extent: Extent) -> Extent:
+        """The extent of one call of the operator: of a part, or of several joined."""
+        queries, keys = limits_of(self._geometries, (extent.max_queries, extent.max_keys))
+        return replace(extent, max_queries=queries, max_keys=keys, direct=False)
+
+    def _tile_bytes(self, call: CallShape, extent: Extent) -> int:
+        """The mask of a tile of a call with dropout, and what tests its pairs."""
+        if not call.dropout:
+            return 0
+        lanes = extent.batch * extent.query_heads
+        item = call.dtype.itemsize
+        return (lanes * (2 + 2 * item) + 64) * min(1024, extent.max_queries) * TESTED
+
+    def _turned_bytes(self, call: CallShape, extent: Extent, *, backward: bool) -> int:
+        """Copies of a triangle's rows in the other order."""
+        width = call.head_dim + call.value_dim
+        rows = extent.batch * extent.query_heads * extent.max_queries
+        keys = extent.batch * extent.key_heads * extent.max_keys
+        copies = rows * width * (2 if backward else 1) + keys * width
+        return 2 * copies * call.dtype.itemsize + rows * 8
+
+    def _ragged_bytes(self, call: CallShape, extent: Extent, *, backward: bool) -> int:
+        """A ragged part: its tests, its mask, and the call."""
+        queries, keys = (
+            min(TESTED, extent.max_queries),
+            min(2 * TESTED, extent.max_keys),
+        )
+        least = replace(extent, max_queries=queries, max_keys=keys)
+        masked = replace(call, mask=_RAGGED, is_causal=False)
+        lanes = extent.batch * extent.query_heads
+        tests = (lanes * (2 + 2 * call.dtype.itemsize) + 64) * queries * keys
+        if self._takes_masks(call):
+            ask = self.base.backward_workspace_bytes if backward else (
+                self.base.forward_workspace_bytes
+            )  # fmt: skip
+            return tests + ask(masked, least)
+        ask = self.tiles.backward_bytes if backward else self.tiles.forward_bytes
+        return tests + ask(masked, least)
+
+    def _takes_masks(self, call: CallShape) -> bool:
+        return self.by_operator and self.base.refusal(replace(call, mask=_RAGGED)) is None
+
+    def forward(
+        self, task: TaskTensors, geometry: Geometry, out: torch.Tensor, lse: torch.Tensor
+    ) -> None:
+        """Merge the task's kept pairs into ``out`` and ``lse``, in place."""
+        if task.dropout is not None and self.by_operator:
+            self.base.forward(self._tile_by_tile(task, geometry), Statistics(out, lse))
+            return
+        for call in self._calls(task, geometry):
+            self._forward_call(task, call, geometry, out, lse)
+
+    def _forward_call(
+        self, task: TaskTensors, call: Call, geometry: Geometry, out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:  # fmt: skip
+        at, turned = call.batch, call.kind == "upper"
+        used, bias = self._with_mask(task, call, geometry)
+        drops = self._drops(task, call)
+        for pick in _head_views(used, task, bias is not None):
+            part, part_lse = used.whole_forward(
+                _rows(pick(task.query), at, turned),
+                _keys(task.key, at, turned),
+                _keys(task.value, at, turned),
+                call.kind in ("lower", "upper"),
+                task.scale,
+                None if bias is None else _of_heads(pick, bias, task.query.shape[1]),
+                **drops,
+            )
+            if turned:
+                part, part_lse = part.flip(2), part_lse.flip(2)
+            with task.timed("merge"):
+                merge_(query_rows(pick(out), at), query_rows(pick(lse), at), part, part_lse)
+            del part, part_lse
+
+    def backward(self, task: TaskTensors, geometry: Geometry, grads: Gradients) -> None:
+        """Add the task's gradients into ``grads``, in place; rows without a key have lse 0."""
+        if task.dropout is not None and self.by_operator:
+            self.base.backward(self._tile_by_tile(task, geometry), grads)
+            return
+        for call in self._calls(task, geometry):
+            self._backward_call(task, call, geometry, grads)
+
+    def _backward_call(
+        self, task: TaskTensors, call: Call, geometry: Geometry, grads: Gradients
+    ) -> None:
+        at, turned = call.batch, call.kind == "upper"
+        scaling = grads.scaling
+        used, bias = self._with_mask(task, call, geometry)
+        drops = self._drops(task, call)
+        for pick in _head_views(used, task, bias is not None):
+            found = used.whole_backward(
+                _rows(pick(grads.grad_out), at, turned),
+                _rows(pick(task.query), at, turned),
+                _keys(task.key, at, turned),
+                _keys(task.value, at, turned),
+                _rows(pick(grads.out), at, turned),
+                _rows(pick(grads.lse), at, turned),
+                call.kind in ("lower", "upper"),
+                task.scale,
+                None if bias is None else _of_heads(pick, bias, task.query.shape[1]),
+                **drops,
+            )
+            if turned:
+                found = (found[0].flip(2), found[1].flip(2), found[2].flip(2))
+            targets = (
+                query_rows(pick(grads.grad_query), at),
+                key_rows(grads.grad_key, at),
+                key_rows(grads.grad_value, at),
+            )
+            with task.timed("merge"):
+                add_all_(
+                    targets,
+                    found,
+                    2.0**-scaling.shift,
+                    scaling.unscale,
+                    scaling.overflow,
+                )
+            del found
+
+    def _calls(self, task: TaskTensors, geometry: Geometry) -> tuple[Call, ...]:
+        """The operator calls of a task; remembered, because each head group has the same."""
+        if 0 in task.query.shape[:2]:
+            return ()
+        rectangles = tuple(r for r in task.rectangles if r.n_queries > 0 and r.n_keys > 0)
+        masked = bool(rectangles) and task.has_mask(rectangles[0])
+        single = masked or task.query.shape[0] != 1 or task.dropout is not None
+        limits = limits_of((geometry,), (task.max_queries, task.max_keys))
+        key = (task.task, rectangles, geometry, task.is_causal, single, limits)
+        return self._calls_of.get(
+            key,
+            lambda: tuple(calls_of(task.task, rectangles, geometry, limits, single=single)),
+        )
+
+    def _with_mask(
+        self, task: TaskTensors, call: Call, geometry: Geometry
+    ) -> tuple[Operator | Tiles, torch.Tensor | None]:
+        """What runs a call, and the mask it is given: the call's own, and that of ragged parts."""
+        r = call.batch.first
+        bias = None if call.batch.count > 1 else task.bias(r)
+        if bias is not None:
+            bias = four_dims(bias)
+            if call.kind == "upper":
+                bias = bias.flip(2, 3)
+        used: Operator | Tiles = self._operator
+        if call.kind == "ragged":
+            tested = self._tested(task, call, geometry)
+            bias = tested if bias is None else bias + tested
+        if bias is not None and self.by_operator and not self._masked_calls(task):
+            used = self.tiles
+        return used, bias
+
+    def _drops(self, task: TaskTensors, call: Call) -> dict[str, Any]:
+        """What ``Tiles`` is told of dropout; operators drop tile by tile, without this."""
+        if task.dropout is None:
+            return {}
+        r, turned = call.batch.first, call.kind == "upper"
+        queries = positions(task.task, r.query_start, r.query_stop, task.query.device)
+        keys = task.task.segments(r.key_start, r.key_stop)
+        return {"gone": Gone(task.dropout, queries.flip(0) if turned else queries, keys, turned)}
+
+    def _tile_by_tile(self, task: TaskTensors, geometry: Geometry) -> TaskTensors:
+        """A task with dropout, as its kernel computes it tile by tile: the rectangles around its
+        parts, and a mask for each tile that is asked for."""
+        calls = self._calls(task, geometry)
+        every = [replace(r, causal=False) for call in calls for r in call.batch.rectangles()]
+
+        def bias(r: Rectangle) -> torch.Tensor:
+            device = task.query.device
+            queries = positions(task.task, r.query_start, r.query_stop, device)
+            keys = positions(task.task, r.key_start, r.key_stop, device)
+            block = Ranges.of(
+                int(queries[0]), int(queries[-1]) + 1, int(keys[0]), int(keys[-1]) + 1
+            )
+            tested = self._additive(task, geometry, queries, keys, block)
+            given = task.bias(r)
+            return tested if given is None else four_dims(given) + tested
+
+        return replace(task, rectangles=tuple(every), bias=bias)
+
+    def _masked_calls(self, task: TaskTensors) -> bool:
+        query, key = task.query, task.key
+        return self._takes_masks(
+            CallShape(
+                query.device.type, query.dtype, query.shape[1], key.shape[1], query.shape[-1],
+                task.value.shape[-1], needs_grad=True,
+            )
+        )  # fmt: skip
+
+    def _tested(self, task: TaskTensors, call: Call, geometry: Geometry) -> torch.Tensor:
+        """The mask of a ragged part, additive, (b|1, h|1, queries, keys)."""
+        r, device = call.batch.first, task.query.device
+        q0, k0 = r.query_start + call.query_shift, r.key_start + call.key_shift
+        queries = torch.arange(q0, q0 + r.n_queries, device=device)
+        keys = torch.arange(k0, k0 + r.n_keys, device=device)
+        block = Ranges.of(q0, q0 + r.n_queries, k0, k0 + r.n_keys)
+        return self._additive(task, geometry, queries, keys, block)
+
+    def _additive(
+        self,
+        task: TaskTensors,
+        geometry: Geometry,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        block: Ranges,
+    ) -> torch.Tensor:
+        """What band and rules mask of a tile, additive, (b|1, h|1, queries, keys)."""
+        device, first = task.query.device, task.first_head
+        entries = torch.tensor(task.entries, device=device)
+        heads = torch.arange(first, first + task.query.shape[1], device=device)
+        at = Place(entries, heads, queries, keys, block)
+        kept = geometry.kept(at)
+        kept = four_dims(kept)
+        # Where a dimension is expanded, one of its entries is enough.
+        for dim in (0, 1):
+            if kept.shape[dim] > 1 and kept.stride(dim) == 0:
+                kept = kept.narrow(dim, 0, 1)
+        zero = torch.zeros((), dtype=task.query.dtype, device=device)
+        return torch.where(kept, zero, torch.full_like(zero, -torch.inf))
+
+
+def _rows(tensor: torch.Tensor, at: Batch, turned: bool) -> torch.Tensor:
+    rows = query_rows(tensor, at)
+    return rows.flip(2) if turned else rows
+
+
+def _keys(tensor: torch.Tensor, at: Batch, turned: bool) -> torch.Tensor:
+    rows = key_rows(tensor, at)
+    return rows.flip(2) if turned else rows
+
+
+def _head_views(used: Operator | Tiles, task: TaskTensors, masked: bool) -> Iterator[Pick]:
+    """The query heads of one call each: all of them, if the operator takes grouped heads."""
+    heads, key_heads = task.query.shape[1], task.key.shape[1]
+    tokens = max(task.query.shape[2], task.key.shape[2])
+    if (
+        heads == key_heads
+        or isinstance(used, Tiles)
+        or used.takes_whole(heads, key_heads, tokens, masked, True)
+    ):
+        yield lambda tensor: tensor
+        return
+    for j in range(heads // key_heads):
+        yield partial(jth_of_group, key_heads, j)
+
+
+def _of_heads(pick: Pick, bias: torch.Tensor, heads: int) -> torch.Tensor:
+    return pick(bias) if bias.shape[1] == heads and heads > 1 else bias
+
+
+def _wide(call: CallShape) -> int:
+    return 8 if call.dtype == torch.float64 else 4
+
+
+__all__ = ["ByParts"]
