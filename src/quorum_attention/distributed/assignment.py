@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from quorum_attention.decomposition.intervals import Interval, covered, cut, union, within, without
 
@@ -20,12 +20,16 @@ class Sequences:
         starts: rank r holds the tokens [starts[r], starts[r + 1]); the last entry is the number of
             tokens of the whole sequence.
         heads, kv_heads: query heads and key/value heads; the second divides the first.
+        units: what may be given to a rank by itself: "pairs" of any kind; "rows" with all their
+            keys (under a mask: nothing is merged then); "heads" (with dropout, whose pairs are
+            numbered by head).
     """
 
     starts: tuple[int, ...]
     heads: int
     kv_heads: int
     is_causal: bool
+    units: Literal["pairs", "rows", "heads"] = "pairs"
 
     @property
     def ranks(self) -> int:
@@ -63,6 +67,9 @@ class Sequences:
         if low >= high or not heads.length:
             return
         mine = Interval(low, high)
+        if self.units == "rows":
+            yield Block(heads, mine, (Interval(0, self.tokens),), below=self.is_causal)
+            return
         if not self.is_causal:
             yield Block(heads, mine, (Interval(0, self.tokens),))
             return
@@ -80,18 +87,22 @@ class Block:
         queries: positions.
         keys: positions, ascending and disjoint.
         causal: of the square ``keys == (queries,)`` the lower triangle, diagonal included, is kept.
+        below: a mask keeps keys up to the query's position.
     """
 
     heads: Interval
     queries: Interval
     keys: tuple[Interval, ...]
     causal: bool = False
+    below: bool = False
 
     @property
     def pairs(self) -> int:
         """Kept pairs of all its heads."""
-        n = self.queries.length
-        one = n * (n + 1) // 2 if self.causal else n * sum(k.length for k in self.keys)
+        n, low = self.queries.length, self.queries.start if self.below else 0
+        one = n * sum(k.length for k in self.keys)
+        if self.causal or self.below:
+            one = n * (n + 1) // 2 + n * low
         return self.heads.length * one
 
 

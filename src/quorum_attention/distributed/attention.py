@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from quorum_attention.counts import one_of, real_number, shown, switch, whole_number
+from quorum_attention.call.dropout import checked_dropout
+from quorum_attention.counts import real_number, switch
+from quorum_attention.distributed.agreement import agreed, check_shard
 from quorum_attention.distributed.assignment import (
     Assignment,
     Sequences,
     forward_bytes,
 )
+from quorum_attention.distributed.calls import Calls
+from quorum_attention.distributed.masks import Shards, checked_mask, whole_mask
 from quorum_attention.distributed.report import ShardedReport
 from quorum_attention.distributed.run import Sharded, backward, forward
 from quorum_attention.distributed.swap import Swap
 from quorum_attention.distributed.ways import choose
 from quorum_attention.distributed.whole_heads import ByHeads, Exchanged, turns_of
+from quorum_attention.kernels.dropout import LARGEST_SEED
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.uncompiled import uncompiled
+from quorum_attention.mask import Mask
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Inputs are kept for the backward where they take at most this much of what the shards take.
 _KEPT_SHARE = 1.25
 # 16-bit calls of so few pairs are computed in fp32: on one device they get an exact delta
@@ -39,11 +46,14 @@ def attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    attn_mask: torch.Tensor | Mask | None = None,
     *,
     group: dist.ProcessGroup | None = None,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
     lengths: Sequence[int] | str | None = None,
     budget: int | str | None = None,
     depth: int | str = "auto",
@@ -65,10 +75,18 @@ def attention(
             device of the group's backend (NCCL: CUDA; Gloo: CPU).
         key: (..., kv_heads, rows, head_dim), value: (..., kv_heads, rows, value_dim): the same
             rows. Batch dimensions, heads and dtype are the same on all ranks.
+        attn_mask: a ``Mask`` of the whole sequence, the same on all ranks. Ids of documents and
+            paddings may be of this rank's rows only; then they are gathered. Or a tensor that
+            broadcasts to (..., heads, tokens, tokens) of the whole call. Under a mask whole rows
+            are given to ranks, with all keys. The gradient of ``sinks`` is of what this rank
+            computes; the sum over the ranks is the whole.
         group: the process group; None is the default one.
         is_causal: token i of the whole sequence sees tokens j <= i.
         scale: of the scores; None is head_dim ** -0.5.
         enable_gqa: allow fewer key/value heads than query heads.
+        dropout_p, dropout_seed: as in ``quorum_attention.attention``: with the same seed on all
+            ranks the same pairs are dropped as on one device. None: each rank draws a seed for what
+            it computes. With dropout whole heads are given to ranks.
         lengths: rows of every rank, if they are known, or "equal" if all have as many as this one:
             else they are gathered first. The host waits for that, and ranks that do not agree on
             sizes, dtype or options raise.
@@ -83,6 +101,7 @@ def attention(
     Raises:
         TypeError, ValueError: arguments that do not fit, also among ranks (unless ``lengths`` is
             given); before anything is sent.
+        NotImplementedError: a mask that requires a gradient (but for its sinks).
         RuntimeError: there is no process group. Errors of ``quorum_attention.attention`` come
             through; the other ranks then wait until the group's timeout.
     """
@@ -94,33 +113,79 @@ def attention(
     check_shard(query, key, value, switch(enable_gqa, "enable_gqa"))
     causal = switch(is_causal, "is_causal")
     factor = None if scale is None else real_number(scale, "scale")
-    sizes = _agreed(group, query, key, value, causal, factor, lengths)
-    starts = (0, *accumulate(sizes))
-    of = Sequences(starts, query.shape[-3], key.shape[-3], causal)
-    batch = math.prod(query.shape[:-3])
-    inputs = [t.reshape(batch, *t.shape[-3:]) for t in (query, key, value)]
-    if query.element_size() == 2 and batch * of.heads * of.tokens**2 <= _WIDENED_PAIRS:
-        inputs = [t.float() for t in inputs]
+    mask = checked_mask(attn_mask)
+    dropout = _dropout(dropout_p, dropout_seed)
+    sizes = agreed(group, (query, key, value), causal, factor, mask, dropout_seed, lengths)
+    if mask is not None:
+        batch_shape = query.shape[:-3]
+        shards = Shards(group, sizes, batch_shape, query.shape[-3], query.device)
+        mask = whole_mask(mask, shards)
     options = {"budget": budget, "depth": depth, "kernel": kernel}
-    head_dim, value_dim = query.shape[-1], value.shape[-1]
-    element = inputs[0].element_size()
-    decided = _decided(of, head_dim, value_dim, element)
-    assignment = decided.assignment
+    whole = (query.shape[-3], sum(sizes))
+    calls = Calls(factor, options, whole, report, mask, dropout)
+    with _without_autocast(query, key, value) as inputs:
+        return _computed(inputs, group, sizes, causal, calls)
+
+
+def _computed(
+    inputs: Sequence[torch.Tensor],
+    group: dist.ProcessGroup,
+    sizes: tuple[int, ...],
+    causal: bool,
+    calls: Calls,
+) -> torch.Tensor:
+    """The result of a call that has been checked."""
+    query, key, value = inputs
+    mask, batch = calls.mask, math.prod(query.shape[:-3])
+    units: Literal["pairs", "rows", "heads"] = "pairs"
+    if mask is not None or calls.dropout is not None:
+        units = "rows" if calls.dropout is None else "heads"
+    leans = causal or (mask is not None and bool(mask.causal))
+    starts = (0, *accumulate(sizes))
+    of = Sequences(starts, query.shape[-3], key.shape[-3], leans, units)
+    flat = [t.reshape(batch, *t.shape[-3:]) for t in (query, key, value)]
+    if query.element_size() == 2 and batch * of.heads * of.tokens**2 <= _WIDENED_PAIRS:
+        flat = [t.float() for t in flat]
+    decided = _decided(of, query.shape[-1], value.shape[-1], flat[0].element_size())
+    report = calls.report
     if report is not None:
         _fill(report, decided, group.rank())
+    sinks = None if mask is None else mask.sinks
     out: torch.Tensor
-    if assignment.whole_heads:
+    if decided.assignment.whole_heads:
         shared = of.heads // of.kv_heads
         turns = turns_of(of.kv_heads // of.ranks, shared, batch * decided.most_bytes)
         if report is not None:
             report.stages = len(turns)
-        given = {**options, "scale": factor, "enable_gqa": shared > 1, "is_causal": causal}
-        exchanged = Exchanged(Swap(group, sizes), turns, given, report)
-        out = ByHeads.apply(*inputs, exchanged)  # type: ignore[no-untyped-call]
+        exchanged = Exchanged(Swap(group, sizes), turns, calls, causal)
+        out = ByHeads.apply(*flat, sinks, exchanged)  # type: ignore[no-untyped-call]
     else:
-        call = Sharded(assignment, group, factor, options, decided.kept, report)
-        out = _Attention.apply(*inputs, call)  # type: ignore[no-untyped-call]
-    return out.to(query.dtype).reshape(*query.shape[:-1], value_dim)
+        if causal and mask is not None:
+            # Of some rows of a head: causal then is a matter of the mask, which knows where.
+            calls = replace(calls, mask=mask & Mask(causal=True))
+        call = Sharded(decided.assignment, group, calls, decided.kept)
+        out = _Attention.apply(*flat, sinks, call)  # type: ignore[no-untyped-call]
+    return out.to(query.dtype).reshape(*query.shape[:-1], value.shape[-1])
+
+
+@contextmanager
+def _without_autocast(*inputs: torch.Tensor) -> Iterator[Sequence[torch.Tensor]]:
+    """The inputs as autocast wants them, and no more casts inside."""
+    kind = inputs[0].device.type
+    if not torch.is_autocast_enabled(kind) or inputs[0].dtype == torch.float64:
+        yield inputs
+        return
+    dtype = torch.get_autocast_dtype(kind)
+    inputs = tuple(t.to(dtype) for t in inputs)
+    with torch.autocast(kind, enabled=False):
+        yield inputs
+
+
+def _dropout(dropout_p: float, dropout_seed: int | None) -> tuple[float, int] | None:
+    p, seed = checked_dropout(dropout_p, dropout_seed, draws=True)
+    if p == 0.0:
+        return None
+    return p, int(torch.randint(LARGEST_SEED, ())) if seed is None else seed
 
 
 class _Decided(NamedTuple):
@@ -167,100 +232,21 @@ def _fill(report: ShardedReport, decided: _Decided, rank: int) -> None:
     report.calls.clear()
 
 
-def check_shard(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
-) -> None:
-    """Refuse a rank's tensors that do not fit each other.
-
-    Raises:
-        TypeError, ValueError: they do not; the message names the argument.
-    """
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor, got {shown(tensor)}")
-        if tensor.dim() < 3:
-            raise ValueError(
-                f"{name} must be (..., heads, rows, head_dim), got shape {tuple(tensor.shape)}"
-            )
-        if tensor.dtype not in _DTYPES:
-            raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {tensor.dtype}")
-        if tensor.dtype != query.dtype or tensor.device != query.device:
-            raise ValueError(
-                f"{name} must have the query's dtype and device, {query.dtype} on "
-                f"{query.device}, got {tensor.dtype} on {tensor.device}"
-            )
-        if (*tensor.shape[:-3], tensor.shape[-2]) != (*query.shape[:-3], query.shape[-2]):
-            raise ValueError(
-                f"{name} must have the query's batch dimensions and rows, "
-                f"{(*query.shape[:-3], query.shape[-2])}, got shape {tuple(tensor.shape)}"
-            )
-    if key.shape[-1] != query.shape[-1] or key.shape[-3] != value.shape[-3]:
-        raise ValueError(
-            "key must have the query's head_dim and the value's heads, got shapes "
-            f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}"
-        )
-    heads, kv_heads = query.shape[-3], key.shape[-3]
-    if not heads or not kv_heads or heads % kv_heads:
-        raise ValueError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
-    if heads != kv_heads and not enable_gqa:
-        raise ValueError(
-            f"there are {heads} query heads and {kv_heads} key/value heads, which "
-            "enable_gqa=True allows"
-        )
-
-
-def _agreed(
-    group: dist.ProcessGroup,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    causal: bool,
-    scale: float | None,
-    lengths: Sequence[int] | str | None,
-) -> tuple[int, ...]:
-    """Rows of every rank; gathered, unless they are given."""
-    rows = query.shape[-2]
-    if isinstance(lengths, str):
-        one_of(lengths, "lengths", ("equal",))
-        return (rows,) * group.size()
-    if lengths is not None:
-        sizes = tuple(whole_number(n, "lengths", 0) for n in lengths)
-        if len(sizes) != group.size() or sizes[group.rank()] != rows:
-            raise ValueError(
-                f"lengths must have an entry for each of {group.size()} ranks, and {rows} for rank "
-                f"{group.rank()}, got {shown(list(sizes))}"
-            )
-        return sizes
-    batch = math.prod(query.shape[:-3])
-    told = (
-        rows, batch, query.shape[-3], key.shape[-3], query.shape[-1], value.shape[-1],
-        _DTYPES.index(query.dtype), int(causal), -1 if scale is None else hash(scale),
-    )  # fmt: skip
-    mine = torch.tensor(told, dtype=torch.int64, device=query.device)
-    every = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(every, mine, group=group)
-    listed = torch.stack(every).tolist()
-    words = (
-        "batch size", "heads", "kv_heads", "head_dim", "value_dim", "dtype", "is_causal", "scale",
-    )  # fmt: skip
-    for number, word in enumerate(words, start=1):
-        if len({one[number] for one in listed}) > 1:
-            raise ValueError(
-                f"the ranks do not agree on {word}; rank {group.rank()} has "
-                f"query {tuple(query.shape)} {query.dtype}, key {tuple(key.shape)}, "
-                f"is_causal={causal}, scale={scale}"
-            )
-    return tuple(one[0] for one in listed)
-
-
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Sharded
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+        call: Sharded,
     ) -> torch.Tensor:
         out, lse, kept = forward(call, query, key, value)
         if any(ctx.needs_input_grad):
-            ctx.save_for_backward(*(kept if call.kept else (query, key, value, out, lse)))
+            rest = kept if call.kept else [query, key, value, out, lse]
+            ctx.save_for_backward(*rest, *call.calls.read())
+            ctx.count = len(rest)
         ctx.call = call
         ctx.like = [(t.shape, t.dtype, t.device) for t in (query, key, value)]
         return out
@@ -269,15 +255,16 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
         call: Sharded = ctx.call
-        saved = ctx.saved_tensors
+        rest: Sequence[torch.Tensor] = ctx.saved_tensors[: ctx.count]
         if call.kept:
-            rest: Sequence[torch.Tensor] = saved
             # Only their sizes are used: one element each.
             inputs = [torch.empty((), dtype=d, device=w).expand(s) for s, d, w in ctx.like]
         else:
-            inputs, rest = list(saved[:3]), saved[3:]
-        made = backward(call, grad_out.contiguous(), inputs[0], inputs[1], inputs[2], rest)
-        return (*made, None)
+            inputs, rest = list(rest[:3]), rest[3:]
+        of_sinks = call.calls.room_for_sinks() if ctx.needs_input_grad[3] else None
+        query, key, value = inputs
+        made = backward(call, grad_out.contiguous(), query, key, value, rest, of_sinks)
+        return (*made, of_sinks, None)
 
 
 __all__ = ["attention"]

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from quorum_attention.api import attention_backward, attention_with_lse
 from quorum_attention.distributed.assignment import Assignment, Block, Piece
+from quorum_attention.distributed.calls import Calls
 from quorum_attention.distributed.exchange import Delivery, Parcel
 from quorum_attention.distributed.report import ShardedReport
 from quorum_attention.distributed.stages import Gathered
-from quorum_attention.execution.report import Report
 from quorum_attention.execution.workload import state_dtype
 from quorum_attention.kernels.merge import add_, empty_, merge_
 
@@ -28,16 +26,19 @@ class Sharded:
     """A call on one rank.
 
     Attributes:
-        options: keyword arguments of every attention call.
+        calls: how its attention calls are made.
         kept: the forward's inputs stay where they were computed with until the backward.
     """
 
     assignment: Assignment
     group: dist.ProcessGroup
-    scale: float | None
-    options: dict[str, Any]
+    calls: Calls
     kept: bool
-    report: ShardedReport | None
+
+    @property
+    def report(self) -> ShardedReport | None:
+        """To be filled."""
+        return self.calls.report
 
     @property
     def rank(self) -> int:
@@ -58,14 +59,6 @@ class Sharded:
         """The pieces of a stage that this rank sends or receives."""
         here = self.rank
         return [p for p in pieces if p.stage == stage and here in (p.rank, p.owner)]
-
-    def call_options(self) -> dict[str, Any]:
-        """For one attention call."""
-        options = {**self.options, "enable_gqa": True, "scale": self.scale}
-        if self.report is not None:
-            self.report.calls.append(Report())
-            options["report"] = self.report.calls[-1]
-        return options
 
 
 class Inward:
@@ -213,10 +206,12 @@ def backward(
     key: torch.Tensor,
     value: torch.Tensor,
     rest: Sequence[torch.Tensor],
+    of_sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of this rank's rows.
 
     Args:
+        of_sinks: to which the gradients of sinks are added, of the pairs computed here.
         query, key, value: of this rank's shard; where inputs were kept only their sizes are used.
         rest: output and lse of this rank's rows; or the tensors that the forward kept.
     """
@@ -239,7 +234,7 @@ def backward(
         queries, gathered = now.arrived()
         if call.kept:
             queries, gathered = _held(call, stage, queries, held)
-        made = _Gradients(call, stage, queries, gathered, state)
+        made = _Gradients(call, stage, queries, gathered, state, of_sinks)
         backs.append(
             (
                 Back(call, stage, assignment.query_pieces, made.queries, grads[:1], state),
@@ -274,9 +269,9 @@ def _statistics(
 
     def computed(block: Block, out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         kv = assignment.of.kv_of(heads)
-        return attention_with_lse(
+        return call.calls.forward(
             rows.at(block.queries), keys.over(block.keys, kv), values.over(block.keys, kv),
-            is_causal=block.causal, out_dtype=out_dtype, **call.call_options(),
+            block.causal, heads, block.queries, out_dtype,
         )  # fmt: skip
 
     if len(blocks) == 1:
@@ -346,6 +341,7 @@ class _Gradients:
         queries: Sequence[tuple[Gathered, ...]],
         keys: Sequence[Gathered],
         state: torch.dtype,
+        of_sinks: torch.Tensor | None,
     ) -> None:
         self.queries: list[tuple[Gathered, ...]] = []
         self.keys: list[tuple[Gathered, ...]] = []
@@ -353,6 +349,7 @@ class _Gradients:
         if not blocks:
             return
         self._call, self._inputs, self._gathered = call, queries, keys
+        self._of_sinks = of_sinks
         # Of one block the results are what the kernel returns, and may be rounded at once.
         alone = len(blocks) == 1 and call.assignment.alone(call.rank, stage)
         dtype = keys[0].tensor.dtype if alone else state
@@ -383,9 +380,9 @@ class _Gradients:
                 torch.empty(t.shape, dtype=state, device=t.device) for t in (query, key, value)
             )
             mine = (query_grad, key_grad, value_grad)
-        attention_backward(
-            grad_out, query, key, value, out, lse,
-            is_causal=block.causal, grads=mine, **self._call.call_options(),
+        self._call.calls.backward(
+            (grad_out, query, key, value, out, lse), block.causal, block.heads, block.queries,
+            self._of_sinks, mine,
         )  # fmt: skip
         if written:
             return

@@ -56,6 +56,8 @@ def choose(of: Sequences, sizes: RowBytes, pair_flops: float = 0.0) -> Assignmen
     Args:
         pair_flops: floating-point operations of one pair of one head.
     """
+    if of.units != "pairs":
+        return heads(of)
     found = [way for way in every_way(of) if way.of.ranks]
     even = [way for way in found if way.imbalance <= _TOLERATED]
     if not even:
@@ -115,6 +117,8 @@ def heads(of: Sequences) -> Assignment:
 def _point(of: Sequences, at: Fraction) -> tuple[int, int]:
     """Head and row where a share of the work ends that is ``at`` heads large."""
     head, part = divmod(at, 1)
+    if of.units == "heads":
+        return int(head), 0
     row = math.sqrt(part) if of.is_causal else float(part)
     return int(head), _rounded(row * of.tokens, of.tokens)
 

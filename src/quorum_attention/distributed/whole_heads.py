@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from quorum_attention.api import attention_backward, attention_with_lse
-from quorum_attention.distributed.report import ShardedReport
+from quorum_attention.decomposition.intervals import Interval
+from quorum_attention.distributed.calls import Calls
 from quorum_attention.distributed.swap import Part, Swap, opened
-from quorum_attention.execution.report import Report
 
 # What a rank receives in about 20 microseconds: less is not worth a call more.
 _ONE_TURN_BYTES = 4 << 20
@@ -60,20 +59,19 @@ class Exchanged:
     """A call whose heads are exchanged, on one rank.
 
     Attributes:
-        options: keyword arguments of every attention call.
+        calls: how its attention calls are made.
     """
 
     swap: Swap
     turns: Sequence[Turn]
-    options: dict[str, Any]
-    report: ShardedReport | None
+    calls: Calls
+    is_causal: bool
 
-    def call_options(self) -> dict[str, Any]:
-        """For one attention call."""
-        if self.report is None:
-            return self.options
-        self.report.calls.append(Report())
-        return {**self.options, "report": self.report.calls[-1]}
+    def numbers(self, turn: Turn, heads: int) -> tuple[Interval, Interval]:
+        """Heads and rows of a turn in the whole call, which has so many heads."""
+        first = self.swap.rank * (heads // self.swap.ranks)
+        start, stop = turn.heads
+        return Interval(first + start, first + stop), Interval(0, self.swap.tokens)
 
 
 def forward(
@@ -92,14 +90,15 @@ def forward(
     for turn in call.turns:
         now = coming.pop()
         rows, keys, values = now.arrived()
-        part, lse = attention_with_lse(rows, keys, values, **call.call_options())
+        numbers = call.numbers(turn, query.shape[1])
+        part, lse = call.calls.forward(rows, keys, values, call.is_causal, *numbers)
         going.append(swap.to_rows(part, out, turn.heads[0]))
         if keep:
             kept += [now.inbox, part, lse]
     for one in going:
         one.written()
-    if call.report is not None:
-        call.report.forward_bytes = swap.received_bytes([query, key, value], [out])
+    if call.calls.report is not None:
+        call.calls.report.forward_bytes = swap.received_bytes([query, key, value], [out])
     return out, kept
 
 
@@ -108,12 +107,14 @@ def backward(
     grad_out: torch.Tensor,
     shapes: Sequence[torch.Size],
     kept: Sequence[torch.Tensor],
+    of_sinks: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """The gradients of this rank's rows of query, key and value.
 
     Args:
         shapes: of the three.
         kept: what the forward returned.
+        of_sinks: to which the gradients of sinks are added, of the heads computed here.
     """
     swap = call.swap
     coming = [swap.to_heads([(grad_out, turn.heads)]) for turn in call.turns]
@@ -126,13 +127,16 @@ def backward(
         query, key, value = opened(
             inbox, [(heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim)]
         )
-        made = attention_backward(upstream, query, key, value, part, lse, **call.call_options())
+        made = call.calls.backward(
+            (upstream, query, key, value, part, lse), call.is_causal,
+            *call.numbers(turn, shapes[0][1]), of_sinks,
+        )  # fmt: skip
         starts = turn.heads[0], turn.kv_heads[0], turn.kv_heads[0]
         going += [swap.to_rows(*each) for each in zip(made, grads, starts, strict=True)]
     for one in going:
         one.written()
-    if call.report is not None:
-        call.report.backward_bytes = swap.received_bytes([grad_out], grads)
+    if call.calls.report is not None:
+        call.calls.report.backward_bytes = swap.received_bytes([grad_out], grads)
     return grads
 
 
@@ -151,20 +155,26 @@ class ByHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Exchanged
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+        call: Exchanged,
     ) -> torch.Tensor:
         """Output of this rank's rows."""
-        keep = any(ctx.needs_input_grad)
-        out, kept = forward(call, query, key, value, keep)
-        ctx.save_for_backward(*kept)
+        out, kept = forward(call, query, key, value, any(ctx.needs_input_grad))
+        ctx.save_for_backward(*kept, *call.calls.read())
         ctx.call, ctx.shapes = call, [t.shape for t in (query, key, value)]
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
-        """The gradients of this rank's rows."""
-        return (*backward(ctx.call, grad_out, ctx.shapes, ctx.saved_tensors), None)
+        """The gradients of this rank's rows; of sinks, those of the heads computed here."""
+        of_sinks = ctx.call.calls.room_for_sinks() if ctx.needs_input_grad[3] else None
+        made = backward(ctx.call, grad_out, ctx.shapes, ctx.saved_tensors, of_sinks)
+        return (*made, of_sinks, None)
 
 
 __all__ = ["ByHeads", "Exchanged", "Turn", "backward", "forward", "turns_of"]

@@ -1,0 +1,129 @@
+"""The attention calls of a rank: heads and rows of the whole call, with its mask and dropout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from quorum_attention.api import attention_backward, attention_with_lse
+from quorum_attention.call.gradients import given_of
+from quorum_attention.call.options import Written
+from quorum_attention.call.request import Request, Tensors, request_of
+from quorum_attention.call.settings import filled
+from quorum_attention.decomposition.intervals import Interval
+from quorum_attention.distributed.masks import part_of, tensors_of
+from quorum_attention.distributed.report import ShardedReport
+from quorum_attention.execution.report import Report
+from quorum_attention.mask import Mask
+from quorum_attention.passes import run_backward, run_forward
+
+Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """What all calls of a rank have in common.
+
+    Attributes:
+        scale, options: of every call; budget, depth and kernel.
+        sizes: query heads and tokens of the whole call.
+        mask: of the whole call; None: what a call says by ``causal`` is all.
+        dropout: chance and seed.
+    """
+
+    scale: float | None
+    options: dict[str, Any]
+    sizes: tuple[int, int]
+    report: ShardedReport | None = None
+    mask: Mask | None = None
+    dropout: tuple[float, int] | None = None
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        causal: bool,
+        heads: Interval,
+        rows: Interval,
+        out_dtype: torch.dtype | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and log-sum-exp of some rows of some heads; the whole call's numbers of both."""
+        mask = None if self.mask is None else part_of(self.mask, heads, rows, self.sizes)
+        if self.dropout is None:
+            return attention_with_lse(
+                query, key, value, mask, is_causal=causal, out_dtype=out_dtype, **self._options()
+            )
+        tensors, request = self._request("attention", (query, key, value), mask, causal, heads)
+        return run_forward(tensors, replace(request, out_dtype=out_dtype or request.out_dtype))
+
+    def backward(
+        self,
+        given: tuple[torch.Tensor, ...],
+        causal: bool,
+        heads: Interval,
+        rows: Interval,
+        of_sinks: torch.Tensor | None,
+        grads: Three | None = None,
+    ) -> Three:
+        """The gradients of such a call; ``grads`` are filled.
+
+        Args:
+            given: upstream gradient, query, key, value, output, log-sum-exp.
+            of_sinks: (query heads of the whole call,), to which these heads' gradients are added.
+        """
+        mask = None if self.mask is None else part_of(self.mask, heads, rows, self.sizes)
+        if self.dropout is None:
+            grad_out, query, key, value, out, lse = given
+            made = attention_backward(
+                grad_out, query, key, value, out, lse, mask, is_causal=causal, grads=grads,
+                grad_sinks=of_sinks is not None, **self._options(),
+            )  # fmt: skip
+        else:
+            grad_out, *inputs, out, lse = given
+            tensors, request = self._request("attention_backward", inputs, mask, causal, heads)
+            read = given_of(tensors, request, grad_out, out, lse, grads, False, None, inputs)
+            made = run_backward(tensors, request, read._replace(of_sinks=of_sinks is not None))
+        if of_sinks is not None:
+            of_sinks[heads.start : heads.stop] += made[3]
+        return made[0], made[1], made[2]
+
+    def read(self) -> list[torch.Tensor]:
+        """Tensors of the mask: changed before the backward, they would give a wrong one."""
+        return [] if self.mask is None else tensors_of(self.mask)
+
+    def room_for_sinks(self) -> torch.Tensor:
+        """Zeros for the gradient of the mask's sinks."""
+        assert self.mask is not None
+        assert self.mask.sinks is not None
+        return torch.zeros_like(self.mask.sinks)
+
+    def _options(self) -> dict[str, Any]:
+        """For one call."""
+        options = {**self.options, "enable_gqa": True, "scale": self.scale}
+        if self.report is not None:
+            self.report.calls.append(Report())
+            options["report"] = self.report.calls[-1]
+        return options
+
+    def _request(
+        self, function: str, inputs: Any, mask: Mask | None, causal: bool, heads: Interval
+    ) -> tuple[Tensors, Request]:
+        """A call with dropout, whose heads are numbered as in the whole call."""
+        assert self.dropout is not None
+        report = None
+        if self.report is not None:
+            report = Report()
+            self.report.calls.append(report)
+        (query, key, value), (p, seed) = inputs, self.dropout
+        tensors, request = request_of(
+            function, query, key, value, mask, p, seed, causal, self.scale, True, None, None,
+            filled(Written(**self.options, report=report)),
+        )  # fmt: skip
+        assert request.dropout is not None
+        return tensors, replace(request, dropout=request.dropout.at(heads.start, 0))
+
+
+__all__ = ["Calls", "Three"]

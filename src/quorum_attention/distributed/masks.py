@@ -1,0 +1,220 @@
+"""A mask of a sharded call: made whole from what each rank holds, and cut for what a rank computes.
+
+The mask is that of the whole sequence, the same on all ranks. Ids of documents and paddings may be
+of a rank's own rows: they are gathered, a number for each token.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from quorum_attention.counts import shown
+from quorum_attention.decomposition.intervals import Interval
+from quorum_attention.mask import Keeps, Mask
+
+
+class Shards(NamedTuple):
+    """Where the rows of a sharded call are.
+
+    Attributes:
+        sizes: rows of every rank.
+        device: of the call's tensors.
+    """
+
+    group: dist.ProcessGroup
+    sizes: tuple[int, ...]
+    batch_shape: tuple[int, ...]
+    heads: int
+    device: torch.device
+
+    @property
+    def batch(self) -> int:
+        """Batch entries."""
+        return math.prod(self.batch_shape)
+
+    @property
+    def tokens(self) -> int:
+        """Rows of all ranks."""
+        return sum(self.sizes)
+
+    @property
+    def rows(self) -> int:
+        """Rows of this rank."""
+        return self.sizes[self.group.rank()]
+
+
+def checked_mask(attn_mask: Any) -> Mask | None:
+    """The argument ``attn_mask`` as a ``Mask``.
+
+    Raises:
+        TypeError, NotImplementedError: it is none, or has a bias that learns.
+    """
+    if attn_mask is None or isinstance(attn_mask, Mask):
+        mask = attn_mask
+    elif isinstance(attn_mask, torch.Tensor):
+        mask = Mask(bias=attn_mask)
+    else:
+        raise TypeError(f"attn_mask must be a Mask, a tensor or None, got {shown(attn_mask)}")
+    if mask is not None and mask.bias is not None and mask.bias.requires_grad:
+        raise NotImplementedError(
+            "attn_mask requires a gradient, which a sharded call does not give: it would be of "
+            "queries times keys on every rank; detach it, or use quorum_attention.attention"
+        )
+    return mask
+
+
+def whole_mask(mask: Mask, shards: Shards) -> Mask:
+    """The mask of the whole sequence: ids and paddings of this rank's rows gathered.
+
+    Raises:
+        ValueError: a field fits neither the whole call nor this rank's rows, by name.
+    """
+    changed: dict[str, Any] = {}
+    if mask.documents is not None:
+        given = mask.documents if isinstance(mask.documents, tuple) else (mask.documents,)
+        every = tuple(_gathered(ids, shards, "attn_mask.documents") for ids in given)
+        if any(a is not b for a, b in zip(every, given, strict=True)):
+            changed["documents"] = every if len(every) == 2 else every[0]
+    if mask.key_padding is not None:
+        padding = _gathered(mask.key_padding, shards, "attn_mask.key_padding")
+        if padding is not mask.key_padding:
+            changed["key_padding"] = padding
+    if mask.bias is not None:
+        _check_bias(mask.bias, shards)
+        changed.update(_flat(mask.bias, shards.batch_shape))
+    if mask.sinks is not None and mask.sinks.shape != (shards.heads,):
+        raise ValueError(
+            f"attn_mask.sinks must be one for each of the {shards.heads} query heads, got "
+            f"{tuple(mask.sinks.shape)}"
+        )
+    for name in ("either", "every"):
+        below = getattr(mask, name)
+        made = tuple(whole_mask(one, shards) for one in below)
+        if any(a is not b for a, b in zip(below, made, strict=True)):
+            changed[name] = made
+    return replace(mask, **changed) if changed else mask
+
+
+def _gathered(mine: torch.Tensor, shards: Shards, name: str) -> torch.Tensor:
+    """A tensor with a number for each token of the whole call, from each rank's or as it is."""
+    columns, most = mine.shape[-1], max(shards.sizes)
+    if mine.dim() == 2 and mine.shape[0] not in (1, shards.batch):
+        raise ValueError(f"{name} must have a batch of {shards.batch}, got {tuple(mine.shape)}")
+    # Where one rank has all rows the two cannot be told apart there, so all of them gather.
+    if len(shards.sizes) == 1 or (columns == shards.tokens and most < shards.tokens):
+        return mine
+    if columns not in (shards.rows, shards.tokens):
+        raise ValueError(
+            f"{name} must be for the {shards.rows} rows of this rank or all {shards.tokens}, got "
+            f"shape {tuple(mine.shape)}"
+        )
+    entries = (mine if mine.dim() == 2 else mine[None])[:, : shards.rows]
+    padded = torch.zeros((shards.batch, most), dtype=torch.int64, device=shards.device)
+    padded[:, : shards.rows] = entries
+    every = [torch.empty_like(padded) for _ in shards.sizes]
+    dist.all_gather(every, padded, group=shards.group)
+    whole = torch.cat([t[:, :n] for t, n in zip(every, shards.sizes, strict=True)], dim=1)
+    return whole.to(mine.dtype)
+
+
+def _check_bias(bias: torch.Tensor, shards: Shards) -> None:
+    tokens, sizes = shards.tokens, bias.shape
+    fits = (
+        (len(sizes) < 1 or sizes[-1] in (1, tokens))
+        and (len(sizes) < 2 or sizes[-2] in (1, tokens))
+        and (len(sizes) < 3 or sizes[-3] in (1, shards.heads))
+    )
+    if not fits:
+        raise ValueError(
+            "attn_mask as a tensor (or its bias) must broadcast to (..., "
+            f"{shards.heads}, {tokens}, {tokens}), the heads, queries and keys of the whole call, "
+            f"got {tuple(sizes)}"
+        )
+
+
+def _flat(bias: torch.Tensor, batch_shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """The bias with one batch dimension, where there are several."""
+    if bias.dim() < 4 or len(batch_shape) < 2:
+        return {}
+    every = bias.expand(*batch_shape, *bias.shape[-3:])
+    return {"bias": every.reshape(-1, *bias.shape[-3:])}
+
+
+def signature_of(mask: Mask, rows: int) -> tuple[Any, ...]:
+    """What must be the same on all ranks; of tensors for each token, of whose rows they are."""
+
+    def kind(ids: torch.Tensor | None) -> Any:
+        return None if ids is None else (ids.dim() > 1, ids.shape[-1] == rows)
+
+    both = mask.documents if isinstance(mask.documents, tuple) else (mask.documents,)
+    bias = None if mask.bias is None else tuple(mask.bias.shape)
+    given = (mask.key_lengths is not None, mask.keeps is not None, bias, mask.sinks is not None)
+    below = tuple(signature_of(one, rows) for one in (*mask.either, *mask.every))
+    return (
+        mask.causal, mask.offset, mask.sides, mask.chunk, tuple(kind(ids) for ids in both),
+        kind(mask.key_padding), given, mask.softcap, len(mask.either), below,
+    )  # fmt: skip
+
+
+def part_of(mask: Mask, heads: Interval, rows: Interval, sizes: tuple[int, int]) -> Mask:
+    """What a mask of the whole call is for some heads and queries, and all keys.
+
+    Args:
+        sizes: query heads and tokens of the whole call.
+    """
+    n_heads, tokens = sizes
+    every_row, every_head = rows == (0, tokens), heads == (0, n_heads)
+    if every_row and every_head:
+        return mask
+    changed: dict[str, Any] = {}
+    if mask.sinks is not None:
+        changed["sinks"] = mask.sinks[heads.start : heads.stop]
+    if mask.bias is not None:
+        changed["bias"] = _cut(mask.bias, heads, rows)
+    if mask.keeps is not None:
+        changed["keeps"] = _moved(mask.keeps, heads.start, rows.start)
+    if not every_row:
+        # As many queries as keys: "lower_right" is "upper_left".
+        changed["offset"] = (mask.offset or 0) + rows.start
+        changed["causal"] = bool(mask.causal)
+        if mask.documents is not None:
+            both = mask.documents if isinstance(mask.documents, tuple) else (mask.documents,) * 2
+            changed["documents"] = (both[0][..., rows.start : rows.stop], both[1])
+    for name in ("either", "every"):
+        below = getattr(mask, name)
+        if below:
+            changed[name] = tuple(part_of(one, heads, rows, sizes) for one in below)
+    return replace(mask, **changed) if changed else mask
+
+
+def _cut(bias: torch.Tensor, heads: Interval, rows: Interval) -> torch.Tensor:
+    if bias.dim() > 1 and bias.shape[-2] > 1:
+        bias = bias[..., rows.start : rows.stop, :]
+    if bias.dim() > 2 and bias.shape[-3] > 1:
+        bias = bias[..., heads.start : heads.stop, :, :]
+    return bias
+
+
+@lru_cache(maxsize=64)
+def _moved(keeps: Keeps, head: int, row: int) -> Keeps:
+    """The function for heads and queries that are counted from ``head`` and ``row`` on."""
+    if not head and not row:
+        return keeps
+    return lambda b, h, q, k: keeps(b, h + head, q + row, k)
+
+
+def tensors_of(mask: Mask) -> list[torch.Tensor]:
+    """Tensors of a mask: changed before the backward, they would give a wrong one."""
+    documents = mask.documents if isinstance(mask.documents, tuple) else (mask.documents,)
+    every = (*documents, mask.key_padding, mask.key_lengths, mask.bias, mask.sinks)
+    found = [t for t in every if t is not None]
+    return found + [t for one in (*mask.either, *mask.every) for t in tensors_of(one)]
+
+
+__all__ = ["Shards", "checked_mask", "part_of", "signature_of", "tensors_of", "whole_mask"]

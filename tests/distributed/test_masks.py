@@ -1,0 +1,194 @@
+"""Sharded calls under masks, with sinks, bias and dropout: what one device gives, in float64."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers_masks import exact, off, random_mask
+from helpers_ranks import inputs_of, spawn
+
+import quorum_attention as qa
+from quorum_attention import Mask
+from quorum_attention import distributed as sharded
+from quorum_attention.decomposition.intervals import Interval
+from quorum_attention.distributed import whole_heads
+from quorum_attention.distributed.masks import part_of
+
+ALLOWED = {torch.float64: 1e-11, torch.float32: 3e-5, torch.bfloat16: 3e-2}
+
+
+def _drawn(draw: random.Random, ranks: int) -> tuple[list[int], int, int, torch.dtype]:
+    sizes = [draw.choice([0, 1, draw.randint(1, 40)]) for _ in range(ranks)]
+    if draw.random() < 0.5:
+        sizes = [draw.randint(1, 40)] * ranks
+    sizes[0] += 1
+    kv_heads = draw.choice([1, 2, ranks])
+    dtype = draw.choice([torch.float64, torch.float64, torch.float32, torch.bfloat16])
+    return sizes, kv_heads * draw.choice([1, 2, 3]), kv_heads, dtype
+
+
+def _full(draw: random.Random, batch: int, heads: int, tokens: int) -> Mask:
+    mask = random_mask(draw, batch, heads, tokens, tokens)
+    if draw.random() < 0.4:
+        mask = replace(mask, sinks=torch.randn(heads, dtype=torch.float64).requires_grad_())
+    if draw.random() < 0.2:
+        mask = replace(mask, softcap=2.0)
+    if draw.random() < 0.3:
+        shape = draw.choice([(tokens,), (heads, 1, tokens), (batch, 1, tokens, tokens)])
+        mask = replace(mask, bias=torch.randn(shape, dtype=torch.float64))
+    return mask
+
+
+def _of_rank(draw: random.Random, mask: Mask, start: int, stop: int) -> Mask:
+    """The mask with ids and paddings of a rank's own rows; the same fields on all ranks."""
+    if mask.documents is not None and draw.random() < 0.5:
+        both = mask.documents
+        own = tuple(t[..., start:stop] for t in (both if isinstance(both, tuple) else (both,)))
+        mask = replace(mask, documents=own if len(own) == 2 else own[0])
+    if mask.key_padding is not None and draw.random() < 0.5:
+        mask = replace(mask, key_padding=mask.key_padding[..., start:stop])
+    return mask
+
+
+def _random_masks(rank: int, group: dist.ProcessGroup, count: int) -> None:
+    ranks = dist.get_world_size(group)
+    for number in range(count):
+        draw = random.Random(f"masks {ranks} {number}")
+        sizes, heads, kv_heads, dtype = _drawn(draw, ranks)
+        tokens, batch = sum(sizes), draw.choice([1, 2])
+        if max(sizes) == tokens:  # whose rows a tensor is of cannot be told apart
+            sizes[1], tokens = sizes[1] + 3, tokens + 3
+        torch.manual_seed(number)
+        tensors = inputs_of(heads, kv_heads, tokens, 8, 8, dtype, batch)
+        mask = _full(draw, batch, heads, tokens)
+        if mask.bias is not None and mask.bias.dim() == 4 and dtype == torch.bfloat16:
+            mask = replace(mask, bias=None)
+        causal = draw.random() < 0.3
+        wanted = exact(*tensors, mask, 0.3, is_causal=causal)
+        start, stop = [0, *accumulate(sizes)][rank : rank + 2]
+        mine = [t[:, :, start:stop].clone() for t in tensors]
+        q, k, v = (t.requires_grad_() for t in mine[:3])
+        own = _of_rank(draw, mask, start, stop)
+        sinks = None
+        if mask.sinks is not None:
+            sinks = mask.sinks.detach().to(dtype).requires_grad_()
+            own = replace(own, sinks=sinks)
+            wanted = exact(*tensors, replace(mask, sinks=sinks.double()), 0.3, is_causal=causal)
+        out = sharded.attention(
+            q, k, v, own, group=group, scale=0.3, enable_gqa=True, is_causal=causal
+        )
+        out.backward(mine[3])
+        found = [out, *(t.grad for t in (q, k, v))]
+        for name, got, true in zip(
+            ("out", "query", "key", "value"), found, (wanted.out, *wanted.grads), strict=False
+        ):
+            if got.numel():
+                error = off(got, true[:, :, start:stop])
+                assert error <= ALLOWED[dtype], (number, name, error, sizes, own)
+        if sinks is not None:
+            total = sinks.grad.double()
+            dist.all_reduce(total, group=group)
+            assert off(total, wanted.grads[3]) <= 3 * ALLOWED[dtype], (number, "sinks")
+
+
+def _dropout(rank: int, group: dist.ProcessGroup) -> None:
+    """The same pairs are dropped as on one device, heads that divide or not."""
+    ranks = dist.get_world_size(group)
+    for heads, kv_heads, mask in (
+        (2 * ranks, ranks, None),
+        (5, 1, None),
+        (1, 1, None),
+        (2 * ranks, 2 * ranks, Mask(window=(7, 0), sinks=torch.randn(2 * ranks))),
+        (5, 5, Mask(causal=True)),
+    ):
+        torch.manual_seed(heads)
+        tensors = inputs_of(heads, kv_heads, 20 * ranks, 8, 8, torch.float64, 2)
+        if mask is not None and mask.sinks is not None:
+            mask = replace(mask, sinks=torch.linspace(-1, 1, heads, dtype=torch.float64))
+        options = {"dropout_p": 0.4, "dropout_seed": 11, "enable_gqa": True, "is_causal": True}
+        one = [t.clone().requires_grad_() for t in tensors[:3]]
+        whole = qa.attention(*one, mask, **options)
+        whole.backward(tensors[3])
+        rows = slice(20 * rank, 20 * rank + 20)
+        mine = [t[:, :, rows].clone().requires_grad_() for t in tensors[:3]]
+        out = sharded.attention(*mine, mask, group=group, **options)
+        out.backward(tensors[3][:, :, rows])
+        for got, true in zip((out, *mine), (whole, *one), strict=True):
+            got, true = (got, true) if got is out else (got.grad, true.grad)
+            assert off(got, true[:, :, rows]) < 1e-11
+    q, k, v = (torch.randn(1, ranks, 8, 8, requires_grad=True) for _ in range(3))
+    out = sharded.attention(q, k, v, dropout_p=0.5, group=group)
+    out.sum().backward()
+    assert not torch.equal(out, sharded.attention(q, k, v, dropout_p=0.5, group=group))
+
+
+def _under_autocast(rank: int, group: dist.ProcessGroup) -> None:
+    q, k, v = (torch.randn(1, 2, 8, 8, requires_grad=True) for _ in range(3))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = sharded.attention(q, k, v, group=group)
+    assert out.dtype == torch.bfloat16
+    out.sum().backward()
+    assert q.grad.dtype == torch.float32
+
+
+def _refusals(rank: int, group: dist.ProcessGroup) -> None:
+    """All ranks raise, before anything is sent."""
+    q = torch.randn(1, 2, 10, 8)
+    n = 10 * dist.get_world_size(group)
+    with pytest.raises(ValueError, match="attn_mask"):
+        sharded.attention(q, q, q, Mask(window=rank), group=group)
+    with pytest.raises(ValueError, match="documents"):
+        sharded.attention(q, q, q, Mask(documents=torch.zeros(7, dtype=torch.int64)), group=group)
+    with pytest.raises(ValueError, match=r"attn_mask.*broadcast"):
+        sharded.attention(q, q, q, torch.zeros(10, 10), group=group)
+    with pytest.raises(ValueError, match="sinks"):
+        sharded.attention(q, q, q, Mask(sinks=torch.zeros(3)), group=group)
+    with pytest.raises(NotImplementedError, match="attn_mask requires a gradient"):
+        sharded.attention(q, q, q, torch.zeros(n, requires_grad=True), group=group)
+    with pytest.raises(TypeError, match="attn_mask"):
+        sharded.attention(q, q, q, 3, group=group)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="dropout_p"):
+        sharded.attention(q, q, q, dropout_p=2.0, group=group)
+    documents = torch.zeros(n, dtype=torch.int64)
+    k = q.clone().requires_grad_()
+    out = sharded.attention(k, k, k, Mask(documents=documents), group=group)
+    documents[3] = 1
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        out.sum().backward()
+
+
+def _all_of_it(rank: int) -> None:
+    pair = dist.new_group([0, 1])
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    whole_heads._ONE_TURN_BYTES = 0
+    _random_masks(rank, everyone, 12)
+    _dropout(rank, everyone)
+    if rank < 2:
+        _random_masks(rank, pair, 14)
+        _dropout(rank, pair)
+        _under_autocast(rank, pair)
+        _refusals(rank, pair)
+
+
+def test_on_processes(tmp_path: Path) -> None:
+    spawn(_all_of_it, 3, tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_part_is_what_the_whole_says_of_it(seed: int) -> None:
+    from helpers_masks import dense
+
+    draw = random.Random(seed)
+    n, heads = draw.randint(2, 60), 4
+    mask = random_mask(draw, 2, heads, n, n)
+    low, first = draw.randint(0, n - 1), draw.randint(0, heads - 1)
+    rows, some = Interval(low, draw.randint(low + 1, n)), Interval(first, heads)
+    part = dense(part_of(mask, some, rows, (heads, n)), 2, some.length, rows.length, n)
+    assert torch.equal(part, dense(mask, 2, heads, n, n)[:, slice(*some), slice(*rows)])
