@@ -53,7 +53,7 @@ _LARGEST_HEADER = 100 << 20  # the format's own limit
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class Entry:
     """A tensor of a file: bytes ``start`` to ``stop`` after the header."""
 
     name: str
@@ -102,18 +102,18 @@ def create_tensors(path: Path_, tensors: Wanted) -> dict[str, torch.Tensor]:
         OSError: the file exists or cannot be created, or the disk has no room for it.
         TypeError: a dtype the format does not have.
     """
-    header, entries = _laid_out(tensors, {})
+    layout = laid_out(tensors, {})
     with open(path, "x+b") as file:
         try:
-            reserve(file, len(header) + _end(entries), path)
+            reserve(file, layout.n_bytes, path)
         except BaseException:
             with suppress(OSError):
                 os.unlink(path)
             raise
         file.seek(0)
-        file.write(header)
+        file.write(layout.header)
         file.flush()
-    return {entry.name: _mapped(path, "r+", len(header), entry) for entry in entries}
+    return {e.name: _mapped(path, "r+", len(layout.header), e) for e in layout.entries}
 
 
 @contextmanager
@@ -138,25 +138,50 @@ def writing_tensors(
         OSError: the file cannot be written, or the disk has no room for it.
         TypeError: a dtype the format does not have.
     """
-    header, entries = _laid_out(tensors, {**metadata, "complete": "true"})
+    layout = laid_out(tensors, {**metadata, "complete": "true"})
     with replacing(path) as file:
-        total = len(header) + _end(entries)
-        reserve(file, total, path)
-        mapping = mmap.mmap(file.fileno(), total)
-        tensors_of = {}
-        for entry in entries:
-            begin, n_bytes = len(header) + entry.start, entry.stop - entry.start
-            raw = np.frombuffer(mapping, np.uint8, n_bytes, begin) if n_bytes else None
-            tensors_of[entry.name] = _as_tensor(raw, begin, entry)
-        yield tensors_of
+        reserve(file, layout.n_bytes, path)
+        mapping = mmap.mmap(file.fileno(), layout.n_bytes)
+        yield layout.tensors(mapping)
         mapping.flush()
         os.fsync(file.fileno())
         file.seek(0)
-        file.write(header)
+        file.write(layout.header)
 
 
-def _laid_out(tensors: Wanted, metadata: Mapping[str, str]) -> tuple[bytes, list[_Entry]]:
-    """The first bytes of a file of these tensors (length and header), and where each tensor is."""
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The bytes of a file of tensors.
+
+    Attributes:
+        header: its first bytes; without them it cannot be loaded.
+        entries: where each tensor is after them.
+    """
+
+    header: bytes
+    entries: tuple[Entry, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        """Of the whole file."""
+        return len(self.header) + max((entry.stop for entry in self.entries), default=0)
+
+    def tensors(self, mapping: mmap.mmap) -> dict[str, torch.Tensor]:
+        """The tensors of a file that is mapped whole, by name: writes to them go to the file."""
+        found = {}
+        for entry in self.entries:
+            begin, n_bytes = len(self.header) + entry.start, entry.stop - entry.start
+            raw = np.frombuffer(mapping, np.uint8, n_bytes, begin) if n_bytes else None
+            found[entry.name] = as_tensor(raw, begin, entry)
+        return found
+
+
+def laid_out(tensors: Wanted, metadata: Mapping[str, str]) -> Layout:
+    """A safetensors file of these tensors.
+
+    Raises:
+        TypeError: a dtype the format does not have.
+    """
     header: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
     entries = []
     end = 0
@@ -166,15 +191,11 @@ def _laid_out(tensors: Wanted, metadata: Mapping[str, str]) -> tuple[bytes, list
             raise TypeError(f"{name} has dtype {dtype}, which a safetensors file cannot hold here")
         start, end = end, end + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-        entries.append(_Entry(name, dtype, tuple(shape), start, end))
+        entries.append(Entry(name, dtype, tuple(shape), start, end))
     text = json.dumps(header).encode()
     # The format allows spaces after the header; they put the data on an aligned address.
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text, entries
-
-
-def _end(entries: list[_Entry]) -> int:
-    return max((entry.stop for entry in entries), default=0)
+    return Layout(len(text).to_bytes(8, "little") + text, tuple(entries))
 
 
 class _RepeatedNameError(ValueError):
@@ -189,7 +210,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _entries(path: Path_, text: bytes, n_bytes: int) -> list[_Entry]:
+def _entries(path: Path_, text: bytes, n_bytes: int) -> list[Entry]:
     """The tensors of a header, in its order, checked as the safetensors library checks them.
 
     Args:
@@ -234,7 +255,7 @@ def _entries(path: Path_, text: bytes, n_bytes: int) -> list[_Entry]:
     return entries
 
 
-def _entry(path: Path_, name: str, found: Any) -> _Entry:
+def _entry(path: Path_, name: str, found: Any) -> Entry:
     """The tensor ``name`` from its part of a header, ``found``."""
     wrong = f"{path} is corrupt: {name}"
     if not isinstance(found, dict):
@@ -261,7 +282,7 @@ def _entry(path: Path_, name: str, found: Any) -> _Entry:
             f"{wrong} has shape {shape} of {found['dtype']}, {needed} bytes, but data_offsets "
             f"{offsets} are {offsets[1] - offsets[0]} bytes apart"
         )
-    return _Entry(name, dtype, tuple(shape), *offsets)
+    return Entry(name, dtype, tuple(shape), *offsets)
 
 
 def _are_sizes(found: Any) -> bool:
@@ -270,18 +291,18 @@ def _are_sizes(found: Any) -> bool:
     )
 
 
-def _mapped(path: Path_, mode: str, begin: int, entry: _Entry) -> torch.Tensor:
+def _mapped(path: Path_, mode: str, begin: int, entry: Entry) -> torch.Tensor:
     """A tensor, mapped from a file whose data begin at byte ``begin``."""
     start, n_bytes = begin + entry.start, entry.stop - entry.start
     if n_bytes == 0:
-        return _as_tensor(None, start, entry)
+        return as_tensor(None, start, entry)
     if mode != "r" and start % entry.dtype.itemsize:
         raise ValueError(f"{path}: {entry.name} is not aligned, so it cannot be written in place")
     array = np.memmap(path, dtype=np.uint8, mode=mode, offset=start, shape=(n_bytes,))  # type: ignore[call-overload]
-    return _as_tensor(array, start, entry)
+    return as_tensor(array, start, entry)
 
 
-def _as_tensor(raw: Any, start: int, entry: _Entry) -> torch.Tensor:
+def as_tensor(raw: Any, start: int, entry: Entry) -> torch.Tensor:
     """The tensor of the mapped bytes ``raw``, which begin at byte ``start`` of a file."""
     if raw is None:
         return torch.empty(entry.shape, dtype=entry.dtype)

@@ -58,29 +58,40 @@ def run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch
         if out is None:
             size = (*rows, work.value_dim)
             out = torch.empty(size, dtype=request.out_dtype, device=query.device)
-        lse = torch.full(rows, float("-inf"), dtype=work.state_dtype, device=query.device)
+        lse = request.lse
+        if lse is None:
+            lse = torch.empty(rows, dtype=work.state_dtype, device=query.device)
+        lse.fill_(float("-inf"))
         if tensors.sinks is not None:
             lse.copy_(tensors.sinks.detach()[:, None])
         return out.zero_(), lse
     if request.runner is not None:
         return request.runner.forward(tensors, request)
-    place = forward_place(tensors, request)
-    asked = Asked(work, request.options, place, request.out_dtype, request.records, False)
-    if request.records and request.options.budget_bytes is not None:
-        after = replace(asked, place=place_after(place, request), backward=True)
-        held = _mask_gradient_bytes(tensors, request) if request.mask_grad else 0
-        decision = decide_both(asked, after, beside=held)
-    else:
-        decision = decide(asked)
+    asked, decision = decide_forward(tensors, request)
     if request.mask_grad:
         check_mask_gradient(decision.kernel)
 
     def job_of(call: Call, report: PassReport | None, progress: Progress | None) -> Job:
-        return forward_job(call, request.out_dtype, out, report, progress)
+        return forward_job(call, request.out_dtype, out, report, progress, request.lse)
 
-    given = () if out is None else (out,)
+    given = tuple(t for t in (out, request.lse) if t is not None)
     result, lse = _run(tensors, request, asked, decision, job_of, given)
     return result, lse
+
+
+def decide_forward(tensors: Tensors, request: Request) -> tuple[Asked, Decision]:
+    """How a forward would be run, of a call that is neither empty nor without keys.
+
+    Raises:
+        BudgetError, NotImplementedError: it cannot be.
+    """
+    place = forward_place(tensors, request)
+    asked = Asked(request.work, request.options, place, request.out_dtype, request.records, False)
+    if request.records and request.options.budget_bytes is not None:
+        after = replace(asked, place=place_after(place, request), backward=True)
+        held = _mask_gradient_bytes(tensors, request) if request.mask_grad else 0
+        return asked, decide_both(asked, after, beside=held)
+    return asked, decide(asked)
 
 
 def run_backward(tensors: Tensors, request: Request, given: Given) -> tuple[torch.Tensor, ...]:
@@ -130,10 +141,7 @@ def _run_widened(tensors: Tensors, request: Request, given: Given) -> tuple[torc
 def _run_gradients(tensors: Tensors, request: Request, given: Given) -> tuple[torch.Tensor, ...]:
     work, options = request.work, request.options
     grad_out, out, lse, grads = given[:4]
-    place = backward_place(tensors, request, given)
-    # The dtype of the output goes into the choice, so that the forward's kernel is taken again.
-    asked = Asked(work, options, place, out.dtype, True, True, _together(request, given))
-    decision = decide(asked)
+    asked, decision = decide_backward(tensors, request, given)
     of_mask = _mask_gradient(tensors, request, given, decision.kernel) if given.of_mask else ()
 
     def job_of(call: Call, report: PassReport | None, progress: Progress | None) -> Job:
@@ -148,6 +156,19 @@ def _run_gradients(tensors: Tensors, request: Request, given: Given) -> tuple[to
         return backward_job(call, upstream, carrier, lse, grads, report, progress)
 
     return (*_run(tensors, request, asked, decision, job_of, grads or ()), *of_mask)
+
+
+def decide_backward(tensors: Tensors, request: Request, given: Given) -> tuple[Asked, Decision]:
+    """How a backward would be run, of a call that is neither empty nor without keys.
+
+    Raises:
+        BudgetError, NotImplementedError: it cannot be.
+    """
+    work, options = request.work, request.options
+    place = backward_place(tensors, request, given)
+    # The dtype of the output goes into the choice, so that the forward's kernel is taken again.
+    asked = Asked(work, options, place, given.out.dtype, True, True, _together(request, given))
+    return asked, decide(asked)
 
 
 def _mask_gradient_bytes(tensors: Tensors, request: Request) -> int:

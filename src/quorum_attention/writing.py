@@ -90,12 +90,12 @@ def replacing(path: str | PathLike[str]) -> Iterator[BinaryIO]:
         OSError: see ``check_target``; or the disk is full. The file at ``path`` is as it was.
     """
     target = check_target(path)
-    _remove_stale(target)
+    remove_stale(target)
     file = _unfinished(target)
     try:
         with file:
             with suppress(FileNotFoundError):
-                _take_permissions(file.fileno(), os.stat(target))
+                take_permissions(file.fileno(), os.stat(target))
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -105,7 +105,7 @@ def replacing(path: str | PathLike[str]) -> Iterator[BinaryIO]:
         with suppress(OSError):
             os.unlink(file.name)
         raise
-    _sync_directory(target.parent)
+    sync_directory(target.parent)
 
 
 @contextmanager
@@ -195,7 +195,8 @@ def _free_bytes(file: BinaryIO) -> int:
     return disk.f_bavail * disk.f_frsize
 
 
-def _stem(target: Path) -> str:
+def stem_of(target: Path) -> str:
+    """What names of files beside ``target`` begin with: its name, shortened where it is long."""
     return os.fsdecode(os.fsencode(target.name)[:_LONGEST_NAME])
 
 
@@ -203,7 +204,7 @@ def _unfinished(target: Path) -> BinaryIO:
     """A new file beside ``target``, locked as long as it is open."""
     while True:
         file = open(  # noqa: SIM115 - closed by replacing()
-            target.with_name(f"{_stem(target)}.{secrets.token_hex(4)}{UNFINISHED}"), "x+b"
+            target.with_name(f"{stem_of(target)}.{secrets.token_hex(4)}{UNFINISHED}"), "x+b"
         )
         _lock(file)
         # Before it was locked, another process may have removed it as stale.
@@ -212,9 +213,9 @@ def _unfinished(target: Path) -> BinaryIO:
         file.close()
 
 
-def _remove_stale(target: Path) -> None:
+def remove_stale(target: Path) -> None:
     """Remove the unfinished files of killed processes beside ``target``: those without a lock."""
-    pattern = re.compile(re.escape(_stem(target)) + r"\.[0-9a-f]{8}" + re.escape(UNFINISHED))
+    pattern = re.compile(re.escape(stem_of(target)) + r"\.[0-9a-f]{8}" + re.escape(UNFINISHED))
     with suppress(OSError):
         for name in os.listdir(target.parent):
             if pattern.fullmatch(name):
@@ -226,23 +227,33 @@ def _remove_stale(target: Path) -> None:
 def _lock(file: BinaryIO) -> bool:
     """Lock ``file`` without waiting. False where another process holds it, or the system has no
     locks."""
+    return locked(file) is True
+
+
+def locked(file: BinaryIO) -> bool | None:
+    """Lock ``file`` without waiting: whether it could be. None where the system has no locks."""
     try:
         import fcntl  # not on every system
-
+    except ImportError:
+        return None
+    try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (ImportError, OSError):
+    except BlockingIOError:
         return False
+    except OSError:
+        return None
     return True
 
 
-def _take_permissions(handle: int, old: os.stat_result) -> None:
+def take_permissions(handle: int, old: os.stat_result) -> None:
+    """Give an open file the owner and the permissions of the one that it replaces."""
     with suppress(OSError):  # only root may give files away
         os.fchown(handle, old.st_uid, old.st_gid)
     with suppress(OSError):
         os.fchmod(handle, stat.S_IMODE(old.st_mode))
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
     """Write the names in ``directory`` to the disk, where the system can: a new one then outlasts a
     power failure."""
     with suppress(OSError):

@@ -231,15 +231,22 @@ def test_a_kill_leaves_the_earlier_output_and_nothing_that_loads(
     assert in_folder(inputs).keys() == before.keys()
 
 
-def test_what_another_process_is_writing_is_left_to_it(inputs: Path, earlier: Path) -> None:
+@pytest.mark.parametrize("option", [[], ["--resume"], ["--restart"]])
+def test_what_another_process_is_writing_is_left_to_it(
+    inputs: Path, earlier: Path, option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     process = started(inputs, earlier)
+    before = in_folder(inputs)
     (other,) = earlier.parent.glob("*.unfinished")
-    assert main(["run", str(inputs), str(earlier), *CPU]) == 0
-    assert other.exists()
+    assert main(["run", str(inputs), str(earlier), *CPU, *option]) == 2
+    assert "is being written by another process" in capsys.readouterr().err
+    assert in_folder(inputs) == before
     process.terminate()
     process.communicate(timeout=60)
     assert not other.exists()
+    assert main(["run", str(inputs), str(earlier), *CPU, *option]) == 0
     assert set(open_tensors(earlier)) == {"out"}
+    assert not other.exists()
 
 
 def full(handle: int, start: int, n_bytes: int) -> None:

@@ -21,6 +21,7 @@ def forward_place(tensors: Tensors, request: Request) -> Placement:
         request.out is not None,
         request.out_dtype,
         lie_well(query, key, value),
+        lse_given=request.lse is not None,
     )
 
 
@@ -50,5 +51,10 @@ def place_after(place: Placement, request: Request) -> Placement:
     divided = divided_bytes(result, work, here=place.resident)
     copies = (divided is None) + copied
     return replace(
-        place, results_given=False, result_dtype=work.dtype, copied=copies, divided=divided
+        place,
+        results_given=False,
+        result_dtype=work.dtype,
+        copied=copies,
+        divided=divided,
+        lse_given=False,
     )

@@ -81,6 +81,8 @@ class Request:
         sums: the reports to whose totals the passes of the call are added.
         dropout: which probabilities are dropped; None: none.
         runner: runs the passes on several devices; None: ``options.device`` does.
+        lse: a tensor for the log-sum-exp, (*batch, heads, n_queries) in the state's dtype, in
+            memory that the budget does not count; None: it is made.
     """
 
     work: Workload
@@ -97,6 +99,7 @@ class Request:
     sums: tuple[Report, ...] = ()
     dropout: Dropout | None = None
     runner: Runner | None = None
+    lse: torch.Tensor | None = None
 
     def with_heads(self, given: torch.Tensor, dims: int) -> torch.Tensor:
         """A caller's tensor that has ``dims`` dimensions without heads: a view with heads."""

@@ -31,11 +31,11 @@ from quorum_attention.cli.child import (
     Spec,
 )
 from quorum_attention.cli.output import print_json, say, show_table
-from quorum_attention.cli.run import read_qkv
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.files import create_tensors, open_tensors
+from quorum_attention.on_disk.inputs import read_qkv
 from quorum_attention.pictures import check_drawable
 from quorum_attention.planner import Plan, plan
 from quorum_attention.sizes import format_bytes, format_seconds

@@ -131,6 +131,7 @@ class Job:
             call.in_place,
             divided=0 if self.is_divided else None,
             lse_here="lse" not in self.tensors or self.tensors["lse"].device == device,
+            lse_given="lse" in self.results.tensors,
         )
         return Case(call.work, call.kernel, self.spec, place)
 
@@ -255,14 +256,17 @@ def forward_job(
     out: torch.Tensor | None = None,
     report: PassReport | None = None,
     progress: Progress | None = None,
+    lse: torch.Tensor | None = None,
 ) -> Job:
     """The forward of a call.
 
     Its results are out (*batch, heads, n_queries, value_dim) in ``out_dtype``, on the inputs'
     device (or the given ``out``, filled), and lse (*batch, heads, n_queries), natural log, in the
-    state's dtype.
+    state's dtype (or the given ``lse``).
     """
     given = {} if out is None else {"out": out}
+    if lse is not None:
+        given["lse"] = lse
     results = Results(FORWARD, call.work, out_dtype, call.query.device, call.device, given)
     return Job(call, FORWARD, _inputs(call), results, report, progress)
 

@@ -25,6 +25,7 @@ class Placement:
         divided: bytes of the divided copy of an upstream gradient that the inputs' dtype cannot
             hold, which is made first (execution/upstream.py). None: it is not divided.
         lse_here: whether the lse of a backward is on the device that computes; plans assume it.
+        lse_given: whether the caller passed the lse of a forward too.
     """
 
     device_type: str
@@ -35,6 +36,7 @@ class Placement:
     copied: int = 0
     divided: int | None = None
     lse_here: bool = True
+    lse_given: bool = False
 
     @property
     def in_place(self) -> bool:

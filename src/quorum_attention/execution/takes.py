@@ -76,7 +76,9 @@ def result_bytes(case: Case) -> tuple[int, ...]:
 
 
 def final_bytes(case: Case) -> tuple[int, ...]:
-    """Bytes of each state that is a result itself (the log-sum-exp)."""
+    """Bytes of each state that is a result itself (the log-sum-exp), if the budget counts them."""
+    if case.place.lse_given:
+        return ()
     size = case.work.state_dtype.itemsize
     return tuple(s.count(case.work) * size for s in case.spec.states if s.over is None)
 

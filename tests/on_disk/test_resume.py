@@ -1,0 +1,206 @@
+"""A stopped ``run`` loses the head group that it was at, and nothing else: what ``--resume`` makes of
+the rest is bit for bit what one run would have made, or it refuses by name."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+import quorum_attention as qa
+from quorum_attention.cli import main
+from quorum_attention.cli import run as command
+from quorum_attention.cli.stopping import Stopped
+from quorum_attention.on_disk.compute import Work, compute_here
+from quorum_attention.on_disk.parts import Part
+
+HEADS = 4
+# Head by head, cut at depth 1.
+EACH = ["--device", "cpu", "--keep-every", "1", "--depth", "1"]
+UNFINISHED, JOURNAL = "out.run.unfinished", "out.run.journal"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Inputs of a forward and of a backward, and results of an earlier call."""
+    torch.manual_seed(1)
+    qkv = {name: torch.randn(1, HEADS, 300, 16) for name in "qkv"}
+    out, lse = qa.attention_with_lse(*qkv.values(), devices="cpu")
+    safetensors.torch.save_file(qkv, tmp_path / "qkv")
+    safetensors.torch.save_file({"out": out, "lse": lse.contiguous()}, tmp_path / "forward")
+    safetensors.torch.save_file({"grad_out": torch.randn_like(out)}, tmp_path / "upstream")
+    safetensors.torch.save_file({"old": torch.ones(3)}, tmp_path / "out")
+    return tmp_path
+
+
+def inputs(folder: Path, backward: bool) -> list[str]:
+    names = ["qkv", "forward", "upstream"] if backward else ["qkv"]
+    return [*(["--backward"] if backward else ["--lse"]), *(str(folder / name) for name in names)]
+
+
+def run(folder: Path, *options: str, backward: bool = False, out: str = "out") -> int:
+    return main(["run", *inputs(folder, backward), str(folder / out), *EACH, *options])
+
+
+@pytest.fixture
+def stop_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Have the next run stopped by a signal when so many parts are computed and kept."""
+
+    def stopped(parts: int) -> None:
+        def compute(work: Work, left: Sequence[Part]) -> Iterator[Part]:
+            for number, part in enumerate(compute_here(work, left)):
+                if number == parts:
+                    # The part is computed, but not kept.
+                    raise Stopped(15)
+                yield part
+
+        monkeypatch.setattr(command, "_computer", lambda options: compute)
+
+    yield stopped
+
+
+def go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_computer", lambda options: compute_here)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("parts", range(HEADS))
+def test_a_resumed_run_gives_what_one_run_gives(
+    folder: Path,
+    backward: bool,
+    parts: int,
+    stop_after: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    old = (folder / "out").read_bytes()
+    assert run(folder, backward=backward, out="whole") == 0
+    stop_after(parts)
+    assert run(folder, backward=backward) == 128 + 15
+    assert (folder / "out").read_bytes() == old
+    said = capsys.readouterr().err
+    assert (folder / JOURNAL).exists() == (parts > 0)
+    assert (folder / UNFINISHED).exists() == (parts > 0)
+    assert (f"{parts} of {HEADS} head groups are done and kept" in said) == (parts > 0)
+    go_on(monkeypatch)
+    assert run(folder, "--resume", "--json", backward=backward) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["parts"] == HEADS
+    assert shown["resumed_parts"] == (parts or None)
+    passes = shown["total"]["backwards" if backward else "forwards"]
+    assert passes == HEADS - parts
+    assert tensors(folder / "out") == tensors(folder / "whole")
+    assert not (folder / JOURNAL).exists()
+    assert not (folder / UNFINISHED).exists()
+
+
+def tensors(path: Path) -> dict[str, bytes]:
+    return {name: t.numpy().tobytes() for name, t in safetensors.torch.load_file(path).items()}
+
+
+def test_what_is_unfinished_is_not_destroyed_without_a_word(
+    folder: Path,
+    stop_after: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stop_after(2)
+    run(folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    go_on(monkeypatch)
+    capsys.readouterr()
+    assert run(folder) == 2
+    said = capsys.readouterr().err
+    assert "2 of 4 head groups are done" in said
+    assert "--resume" in said
+    assert "--restart" in said
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert run(folder, "--restart", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["resumed_parts"] is None
+    assert run(folder, out="whole") == 0
+    assert tensors(folder / "out") == tensors(folder / "whole")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--causal"], "--causal was False and is True"),
+        (["--scale", "0.5"], "--scale was not given and is 0.5"),
+        (["--budget", "1GiB"], "--budget was not given and is 1073741824"),
+        (["--out-dtype", "fp64"], "the results"),
+        (["--kernel", "dense"], "--kernel was auto and is dense"),
+        (["--depth", "2"], "--depth was 1 and is 2"),
+    ],
+)
+def test_other_arguments_are_refused_by_name(
+    folder: Path,
+    options: list[str],
+    said: str,
+    stop_after: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stop_after(1)
+    run(folder)
+    go_on(monkeypatch)
+    capsys.readouterr()
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert run(folder, "--resume", *options) == 2
+    assert said in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_changed_input_is_refused_by_name(
+    folder: Path,
+    stop_after: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stop_after(1)
+    run(folder)
+    go_on(monkeypatch)
+    given = safetensors.torch.load_file(folder / "qkv")
+    given["k"][0, 0, 0, 0] += 1
+    when = (folder / "qkv").stat()
+    safetensors.torch.save_file(given, folder / "qkv")
+    os.utime(folder / "qkv", ns=(when.st_atime_ns, when.st_mtime_ns))
+    assert run(folder, "--resume") == 2
+    said = capsys.readouterr().err
+    assert "input 1" in said
+    assert "its content was" in said
+    assert "its time" not in said
+
+
+def test_an_input_that_changes_meanwhile_ends_the_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def compute(work: Work, left: Sequence[Part]) -> Iterator[Part]:
+        for number, part in enumerate(compute_here(work, left)):
+            if number == 1:
+                os.utime(folder / "qkv", ns=(1, 1))
+            yield part
+
+    old = (folder / "out").read_bytes()
+    monkeypatch.setattr(command, "_computer", lambda options: compute)
+    assert run(folder) == 2
+    assert "was changed while it was read" in capsys.readouterr().err
+    assert (folder / "out").read_bytes() == old
+
+
+def test_another_version_is_refused_by_name(
+    folder: Path,
+    stop_after: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stop_after(1)
+    run(folder)
+    go_on(monkeypatch)
+    monkeypatch.setattr(qa, "__version__", "99.0")
+    assert run(folder, "--resume") == 2
+    assert "quorum-attention's version was" in capsys.readouterr().err
