@@ -1,5 +1,5 @@
-"""A stopped ``run`` loses the head group that it was at, and nothing else: what ``--resume`` makes of
-the rest is bit for bit what one run would have made, or it refuses by name."""
+"""A stopped ``run`` loses the head group that it was at, and nothing else. What ``--resume`` makes
+of the rest is bit for bit what one run would have made, or it refuses by name."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run(folder: Path, *options: str, backward: bool = False, out: str = "out") -
 
 
 @pytest.fixture
-def stop_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Have the next run stopped by a signal when so many parts are computed and kept."""
 
     def stopped(parts: int) -> None:
@@ -61,7 +61,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None
 
         monkeypatch.setattr(command, "_computer", lambda options: compute)
 
-    yield stopped
+    return stopped
 
 
 def go_on(monkeypatch: pytest.MonkeyPatch) -> None:
