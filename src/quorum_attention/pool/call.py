@@ -70,11 +70,11 @@ class PoolCall:
             lse = made_for(rows, state_dtype(query.dtype), query.device)
             if given is None:
                 out = made_for((*rows, value.shape[-1]), request.out_dtype, query.device)
-                target = Shared(flat(out), flat(out))
+                target = Shared.made(flat(out))
             else:
                 out, target = given.detach(), Shared.written(flat(given.detach()), mappings)
                 torch.autograd.graph.increment_version(given)
-            handles |= {"out": Shared(target.handle, target.tensor), "lse": shared(flat(lse, 2))}
+            handles |= {"out": target, "lse": Shared.made(flat(lse, 2))}
             self._run(request, report, handles, query, None, [] if given is not None else [out])
             if target.tensor.data_ptr() != out.data_ptr():
                 out.view(target.tensor.shape).copy_(target.tensor)
@@ -107,7 +107,7 @@ class PoolCall:
                 handles = self._inputs(report, mappings, inputs, tensors, request)
                 if given.grads is None:
                     made = [made_for(t.shape, t.dtype, t.device) for t in three]
-                    targets = [Shared(flat(t), flat(t)) for t in made]
+                    targets = [Shared.made(flat(t)) for t in made]
                 else:
                     made = list(given.grads)
                     targets = [Shared.written(flat(t.detach()), mappings) for t in made]
@@ -210,11 +210,6 @@ class PoolCall:
                 peak_bytes=made.peak_bytes or made.planned_peak_bytes,
                 recoveries=len(made.recoveries), recovery_seconds=made.recovery_seconds,
             )  # fmt: skip
-
-
-def shared(tensor: torch.Tensor) -> Shared:
-    """A tensor that others can have as it is."""
-    return Shared(tensor, tensor)
 
 
 def flat(tensor: torch.Tensor, last: int = 3) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.pool.messages import Begin, Compute
-from quorum_attention.pool.shared import Handle, OnDevice
+from quorum_attention.pool.shared import Handle, OnDevice, Shared
 from quorum_attention.pool.workers import Worker
 
 
@@ -59,11 +59,13 @@ class Hired:
         self._given.clear()
 
     def _given_to(self, handle: Handle) -> Handle:
-        if isinstance(handle, torch.Tensor) and not on_host(handle.device):
-            made = OnDevice.of(handle)
-            self._given.append(made)
-            return made
-        return handle
+        if not isinstance(handle, torch.Tensor):
+            return handle
+        if on_host(handle.device):
+            return Shared.made(handle).handle
+        made = OnDevice.of(handle)
+        self._given.append(made)
+        return made
 
 
 __all__ = ["Hired"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 
 from quorum_attention.call.mapped import Mappings
 from quorum_attention.execution.device.lookup import on_host
+from quorum_attention.execution.device.page_locks import ask_for_huge_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,26 +117,26 @@ class Shared:
     @classmethod
     def of(cls, tensor: torch.Tensor, mappings: Mappings) -> Shared:
         """An input, copied into shared memory if other processes cannot have its memory."""
-        if tensor.is_shared():
-            return cls(tensor, tensor)
-        found = _in_file(tensor, mappings, written=False)
+        found = _as_it_is(tensor, mappings, written=False)
         if found is not None:
             return cls(found, tensor)
         copy = room(tuple(tensor.shape), tensor.dtype)
         copy.copy_(tensor)
-        return cls(copy, copy, copy.nbytes)
+        return cls(_as_it_is(copy, mappings) or copy, copy, copy.nbytes)
 
     @classmethod
     def written(cls, tensor: torch.Tensor, mappings: Mappings) -> Shared:
         """A given result; in shared memory of its own if others cannot write to it (``tensor`` then
         is that memory, to be copied at the end)."""
-        if tensor.is_shared():
-            return cls(tensor, tensor)
-        found = _in_file(tensor, mappings, written=True)
+        found = _as_it_is(tensor, mappings, written=True)
         if found is not None:
             return cls(found, tensor)
-        made = room(tuple(tensor.shape), tensor.dtype)
-        return cls(made, made)
+        return cls.made(room(tuple(tensor.shape), tensor.dtype))
+
+    @classmethod
+    def made(cls, tensor: torch.Tensor) -> Shared:
+        """A tensor from ``made_for``, or a view of one."""
+        return cls(_in_room(tensor) or tensor, tensor)
 
 
 def room(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -143,10 +146,60 @@ def room(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         RuntimeError: shared memory (/dev/shm on Linux) has no room for it.
     """
     n_bytes = torch.empty(shape, dtype=dtype, device="meta").nbytes
-    storage = torch.UntypedStorage._new_shared(n_bytes, device="cpu")
+    if n_bytes and hasattr(os, "memfd_create"):
+        storage = _nameless(n_bytes).untyped_storage()
+    else:
+        storage = torch.UntypedStorage._new_shared(n_bytes, device="cpu")
     made = torch.empty(0, dtype=dtype)
     made.set_(storage, 0, shape)  # type: ignore[call-overload]
     return made
+
+
+# The memory that this process made without a name: first address -> (address after it, file).
+_rooms: dict[int, tuple[int, int]] = {}
+
+
+def _nameless(n_bytes: int) -> torch.Tensor:
+    """Shared memory, (n_bytes,) uint8, that has no name in /dev/shm and does not count against its
+    size, which containers often have set low. Others open it through this process's open files."""
+    file = os.memfd_create("quorum-attention")
+    try:
+        os.ftruncate(file, n_bytes)
+        memory = mmap.mmap(file, n_bytes)
+    except BaseException:
+        os.close(file)
+        raise
+    made: torch.Tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    start = made.data_ptr()
+    _rooms[start] = start + n_bytes, file
+    weakref.finalize(memory, _forget, start, file)
+    ask_for_huge_pages(made)
+    return made
+
+
+def _forget(start: int, file: int) -> None:
+    del _rooms[start]
+    os.close(file)
+
+
+def _in_room(tensor: torch.Tensor) -> InFile | None:
+    """The tensor as a part of memory made by ``room``."""
+    if not on_host(tensor.device):
+        return None
+    start = tensor.untyped_storage().data_ptr()
+    if start not in _rooms:
+        return None
+    _, file = _rooms[start]
+    path = f"/proc/{os.getpid()}/fd/{file}"
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    return InFile(path, tensor.data_ptr() - start, shape, strides, tensor.dtype, True)
+
+
+def _as_it_is(tensor: torch.Tensor, mappings: Mappings, written: bool = False) -> Handle | None:
+    """The tensor as others can have it without a copy; None if they cannot."""
+    if tensor.is_shared():
+        return tensor
+    return _in_room(tensor) or _in_file(tensor, mappings, written)
 
 
 def made_for(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
