@@ -144,7 +144,8 @@ def _simulated(
         scaled = share * part.heads.length / heads
         return one(heads, kv.length) * scaled / devices[device][1]
 
-    return simulate(of, [name for name, _ in devices], seconds)
+    paces = {number: 1 / speed for number, (_, speed) in enumerate(devices)}
+    return simulate(of, [name for name, _ in devices], seconds, paces=paces)
 
 
 __all__ = ["SPEEDS", "add_to", "devices_of", "run"]

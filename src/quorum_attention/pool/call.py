@@ -167,9 +167,11 @@ class PoolCall:
             None if b is None else max(0, b - (request.cast_bytes if name == str(home) else 0))
             for b, name in zip(asked.budgets, (w.device for w in pool.workers), strict=False)
         ]
+        work = request.work
+        kind = (work.dtype, work.head_dim, work.value_dim, work.is_causal, asked.kernel)
         fresh = [] if all(on_host(torch.device(name)) for name in pool.devices) else fresh
         with Touching(fresh), progress_of(request) as progress:
-            pool.run(begin, parts, report, totals, budgets, progress)
+            pool.run(begin, parts, report, totals, budgets, kind, progress)
 
     def _inputs(
         self,

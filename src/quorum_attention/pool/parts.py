@@ -105,6 +105,24 @@ def parts_of(sizes: Sizes, devices: int, even: bool = True) -> list[Part]:
     return found
 
 
+def joined(sizes: Sizes, one: Part, other: Part) -> Part | None:
+    """Two parts as one, where the second goes on where the first ends and one call can compute
+    both; else None."""
+    if one.entry != other.entry:
+        return None
+    if one.heads == other.heads and one.rows.stop == other.rows.start:
+        heads, rows = one.heads, Interval(one.rows.start, other.rows.stop)
+    elif one.rows == other.rows and one.heads.stop == other.heads.start:
+        heads, rows = Interval(one.heads.start, other.heads.stop), one.rows
+    else:
+        return None
+    first, last = heads.start // sizes.share, (heads.stop - 1) // sizes.share
+    complete = heads == (first * sizes.share, (last + 1) * sizes.share)
+    if first != last and not complete:
+        return None  # a call has as many query heads for each key/value head
+    return Part(one.entry, heads, rows, complete and rows == (0, sizes.n_queries))
+
+
 def _most_pieces(sizes: Sizes) -> int:
     """Into how many pieces a key/value head can be cut."""
     rows = sizes.n_queries // _TILE if sizes.rows_may_be_cut else 1
@@ -173,4 +191,4 @@ def _row(sizes: Sizes, part: float) -> float:
     return math.sqrt(2 * pairs) if pairs <= above else square + (pairs - above) / sizes.n_keys
 
 
-__all__ = ["Part", "Sizes", "parts_of"]
+__all__ = ["Part", "Sizes", "joined", "parts_of"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from threading import Lock
 from types import TracebackType
 from typing import Any
@@ -17,7 +18,7 @@ from quorum_attention.mask import Mask
 from quorum_attention.pool.hired import Hired
 from quorum_attention.pool.messages import Begin
 from quorum_attention.pool.names import names_of
-from quorum_attention.pool.parts import Part
+from quorum_attention.pool.parts import Part, joined
 from quorum_attention.pool.report import PoolPass, PoolReport
 from quorum_attention.pool.request import request_on_several
 from quorum_attention.pool.run import Coordinator
@@ -158,6 +159,7 @@ class Pool(Several):
         report: PoolPass,
         totals: Totals | None,
         budgets: Sequence[int | None],
+        work: tuple[Any, ...],
         progress: Callable[[int, int, str], None] | None = None,
     ) -> None:
         """Run a pass of parts on the workers; see ``Coordinator``.
@@ -165,6 +167,7 @@ class Pool(Several):
         Args:
             totals: adds up gradients; None in a forward.
             budgets: of each worker; those beyond have the last one's.
+            work: what the time of a pair depends on; with it paces are remembered.
             progress: told parts that are done.
         """
         label = "backward" if begin.backward else "forward"
@@ -181,14 +184,26 @@ class Pool(Several):
         def sums(part: Part) -> Any:
             return None if totals is None else totals.room(part)
 
+        kind = begin.backward, *work
         with self._lock:
+            paces = {
+                number: worker.paces[kind]
+                for number, worker in enumerate(self._workers)
+                if kind in worker.paces
+            }
             report.devices = [worker.label for worker in self._workers]
             report.parts = len(parts)
             hired = [
                 Hired(worker, budgets[min(number, len(budgets) - 1)])
                 for number, worker in enumerate(self._workers)
             ]
-            Coordinator(hired, begin, parts, sums, ended, report).run()
+            coordinator = Coordinator(
+                hired, begin, parts, sums, ended, report,
+                join=partial(joined, begin.sizes), paces=paces,
+            )  # fmt: skip
+            coordinator.run()
+            for number, pace in coordinator.paces.items():
+                self._workers[number].paces[kind] = pace
 
     def number(self) -> int:
         """A number for a pass."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,6 +99,23 @@ class PoolReport:
         return "\n".join(f"{name}: {one}" for name, one in both if one is not None)
 
 
+def ran(
+    device: int, parts: Sequence[tuple[int, int]], start: float, stop: float, report: Report
+) -> list[Ran]:
+    """Parts that a device computed at once, each with its share of the time.
+
+    Args:
+        parts: number and work of each.
+        report: of all together; it goes with the first.
+    """
+    every, before, found = max(1, sum(work for _, work in parts)), 0, []
+    for number, work in parts:
+        first, last = (start + (stop - start) * at / every for at in (before, before + work))
+        found.append(Ran(device, number, first, last, report if not before else Report()))
+        before += work
+    return found
+
+
 def as_one(of: PoolPass, backward: bool) -> PassReport:
     """A pass of several devices as that of one: counts are sums, peaks those of the worst part."""
     name = "backward" if backward else "forward"
@@ -127,4 +145,4 @@ def as_one(of: PoolPass, backward: bool) -> PassReport:
     return found
 
 
-__all__ = ["PoolPass", "PoolReport", "Ran", "as_one"]
+__all__ = ["PoolPass", "PoolReport", "Ran", "as_one", "ran"]

@@ -8,16 +8,16 @@ pool's are processes of this machine.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.control.events import DeviceJoined, DeviceLost, UnitDone
 from quorum_attention.execution.control.instructions import GiveUp
 from quorum_attention.execution.control.machine import Limits, Machine
+from quorum_attention.pool.dispatch import Dispatcher
 from quorum_attention.pool.messages import Compute, Done, End, Failed
-from quorum_attention.pool.report import PoolPass, Ran
+from quorum_attention.pool.report import PoolPass, ran
 from quorum_attention.pool.workers import listen
 
 # A worker hangs if a part takes so many times what its pace, or the pace of others, makes it; and
@@ -69,12 +69,6 @@ Listen = Callable[[Sequence[Any], "float | None"], "list[tuple[Any, Done | Faile
 Recruits = Callable[[bool], Sequence[Hand]]
 
 
-@dataclass(slots=True)
-class _Running:
-    index: int
-    begun: float
-
-
 class Coordinator:
     """Runs one pass.
 
@@ -88,6 +82,12 @@ class Coordinator:
         listen: what workers say next, as ``workers.listen``.
         recruits: workers that have come since it was asked last; asked with True, when the last one
             is about to leave, it waits for one as long as one may come. None: nobody comes.
+        join: two parts as one, which a worker computes at once; None where they are none. No
+            function: parts stay as they are.
+        paces: seconds a pair of workers by number, as far as they are known beforehand.
+
+    Attributes:
+        paces: those that were seen.
     """
 
     def __init__(
@@ -100,15 +100,21 @@ class Coordinator:
         report: PoolPass,
         listen: Listen = listen,
         recruits: Recruits | None = None,
+        join: Callable[[Any, Any], Any] | None = None,
+        paces: Mapping[int, float] | None = None,
     ) -> None:
         self._workers, self._begin, self._parts = list(workers), begin, list(parts)
         self._sums, self._done, self._report = sums, done, report
         self._listen, self._recruits = listen, recruits
         alive = {number: 1 for number, worker in enumerate(workers) if worker.alive}
         self._machine = Machine(parts, _never, Limits(0, 0), alive)
-        self._running: dict[int, _Running] = {}
+        self._numbers = {part: number for number, part in enumerate(self._parts)}
+        self._dispatch = Dispatcher(
+            self._machine, lambda part: part.pairs(begin.sizes), join, paces
+        )
+        self._running = self._dispatch.orders
         self._targets: dict[int, Any] = {}
-        self._pace: dict[int, float] = {}
+        self.paces: dict[int, float] = {}
         self._errors: list[str] = []
 
     def run(self) -> None:
@@ -153,7 +159,7 @@ class Coordinator:
             while self._running and time.monotonic() < limit:
                 for worker, answer in self._listen([self._workers[n] for n in self._running], 1.0):
                     number = next(n for n in self._running if self._workers[n] is worker)
-                    del self._running[number]
+                    self._dispatch.lost(number)
                     if answer is None:
                         worker.kill()
         finally:
@@ -170,18 +176,16 @@ class Coordinator:
 
     def _launch(self) -> None:
         """A part for each device that has none."""
-        for number in list(self._machine.devices):
-            if number in self._running:
+        for number in self._dispatch.idle():
+            if number not in self._machine.devices:
+                continue  # lost meanwhile
+            order = self._dispatch.take(number, time.perf_counter())
+            if order is None:
                 continue
-            self._machine.start(number)
-            launch = self._machine.next(number)
-            if launch is None:
-                continue
-            part: Any = launch.group
-            index = self._parts.index(part)
-            target = self._targets[index] = self._sums(part)
-            self._running[number] = _Running(index, time.perf_counter())
-            if not self._workers[number].send(Compute(self._begin.number, index, part, target)):
+            index = self._numbers[order.units[0]]
+            target = self._targets[index] = self._sums(order.part)
+            message = Compute(self._begin.number, index, order.part, target)
+            if not self._workers[number].send(message):
                 self._lost(number, "its worker has ended")
 
     def _hear(self) -> None:
@@ -212,26 +216,25 @@ class Coordinator:
 
     def _limit(self, number: int) -> float:
         """Seconds after which a worker's part is taken from it."""
-        pairs: int = self._parts[self._running[number].index].pairs(self._begin.sizes)
-        pace = self._pace.get(number) or max(self._pace.values(), default=0.0)
-        if not pace:
+        if not self.paces:
             return float("inf") if len(self._running) == 1 else 3600.0
-        return max(_HUNG_SECONDS, _HUNG_TIMES * pace * pairs)
+        pace = self.paces.get(number) or max(self.paces.values())
+        return max(_HUNG_SECONDS, _HUNG_TIMES * pace * self._running[number].pairs)
 
     def _finished(self, number: int, answer: Done) -> None:
-        running = self._running.pop(number)
-        part, now = self._parts[answer.index], time.perf_counter()
-        self._pace[number] = (now - running.begun) / max(1, part.pairs(self._begin.sizes))
-        self._done(part, self._targets.pop(answer.index))
-        self._machine.on(UnitDone(number, part, _WHOLE))
+        now = time.perf_counter()
+        order = self._dispatch.done(number, now)
+        self.paces[number] = self._dispatch.paces[number]
+        self._done(order.part, self._targets.pop(answer.index))
+        for unit in order.units:
+            self._machine.on(UnitDone(number, unit, _WHOLE))
+        shares = [(self._numbers[unit], unit.pairs(self._begin.sizes)) for unit in order.units]
         began = self._began
-        self._report.ran.append(
-            Ran(number, answer.index, running.begun - began, now - began, answer.report)
-        )
+        self._report.ran += ran(number, shares, order.begun - began, now - began, answer.report)
 
     def _failed(self, number: int, answer: Failed) -> None:
         if not answer.memory:
-            self._running.pop(number)
+            self._dispatch.lost(number)
             there = RuntimeError(
                 f"in the worker of {self._report.devices[number]}:\n{answer.trace}"
             )
@@ -244,7 +247,7 @@ class Coordinator:
 
     def _lost(self, number: int, why: str, end: bool = True) -> None:
         """A device leaves the pass; its part goes back."""
-        self._running.pop(number, None)
+        self._dispatch.lost(number)
         worker = self._workers[number]
         if end:
             worker.kill()

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from quorum_attention.execution.control.events import DeviceLost, UnitDone
 from quorum_attention.execution.control.instructions import GiveUp
 from quorum_attention.execution.control.machine import Limits, Machine
 from quorum_attention.execution.report import Report
-from quorum_attention.pool.parts import Part, Sizes, parts_of
-from quorum_attention.pool.report import PoolPass, Ran
+from quorum_attention.pool.dispatch import Dispatcher, Order
+from quorum_attention.pool.parts import Part, Sizes, joined, parts_of
+from quorum_attention.pool.report import PoolPass, ran
 
 _WHOLE: tuple[int, ...] = ()
 
@@ -23,6 +25,7 @@ def simulate(
     names: Sequence[str],
     seconds: Callable[[int, Part], float],
     lost: Mapping[int, float] | None = None,
+    paces: Mapping[int, float] | None = None,
 ) -> PoolPass:
     """A pass on devices that are not here.
 
@@ -31,6 +34,7 @@ def simulate(
         names: of the devices; those of equal names are taken to be alike.
         seconds: predicted seconds of a part on a device, by its number.
         lost: devices that fail, and after how many seconds.
+        paces: relative times of devices, by number, as far as they are known beforehand.
 
     Returns:
         The report that a pool would have filled, its times predicted.
@@ -41,39 +45,39 @@ def simulate(
     parts = parts_of(sizes, len(names), even=len(set(names)) == 1)
     report = PoolPass(devices=list(names), parts=len(parts))
     machine = Machine(parts, _never, Limits(0, 0), dict.fromkeys(range(len(names)), 1))  # type: ignore[arg-type]
-    # (time, order, device, part), of failures with None; the order makes equal times repeatable.
-    events: list[tuple[float, int, int, Part | None]] = []
-    begun: dict[int, float] = {}
+    numbers = {part: number for number, part in enumerate(parts)}
+    dispatch = Dispatcher(machine, lambda part: part.pairs(sizes), partial(joined, sizes), paces)
+    # (time, tie, device, order), of failures with None; the tie makes equal times repeatable.
+    events: list[tuple[float, int, int, Order | None]] = []
     for device, at in (lost or {}).items():
         heapq.heappush(events, (at, -1 - device, device, None))
 
     def launch(device: int, now: float) -> None:
-        machine.start(device)
-        found = machine.next(device)
-        if found is not None:
-            part: Part = found.group  # type: ignore[assignment]
-            begun[device] = now
-            heapq.heappush(events, (now + seconds(device, part), device, device, part))
+        order = dispatch.take(device, now)
+        if order is not None:
+            heapq.heappush(events, (now + seconds(device, order.part), device, device, order))
 
-    for device in range(len(names)):
+    for device in dispatch.idle():
         launch(device, 0.0)
     now = 0.0
     while not machine.finished:
-        now, _, device, part = heapq.heappop(events)
+        now, _, device, order = heapq.heappop(events)
         if device not in machine.devices:
             continue  # what a lost device would have finished
-        if part is None:
-            order = machine.on(DeviceLost(device))
-            begun.pop(device, None)
+        if order is None:
+            answer = machine.on(DeviceLost(device))
+            dispatch.lost(device)
             report.history.append(f"{names[device]}: lost after {now:.3g} s")
-            if isinstance(order, GiveUp):
+            if isinstance(answer, GiveUp):
                 raise RuntimeError(f"no device is left after {now:.3g} s: {machine.history}")
         else:
-            machine.on(UnitDone(device, part, _WHOLE))  # type: ignore[arg-type]
-            report.ran.append(Ran(device, parts.index(part), begun.pop(device), now, Report()))
-        for other in machine.devices:
-            if other not in begun:
-                launch(other, now)
+            dispatch.done(device, now)
+            for unit in order.units:
+                machine.on(UnitDone(device, unit, _WHOLE))
+            shares = [(numbers[unit], unit.pairs(sizes)) for unit in order.units]
+            report.ran += ran(device, shares, order.begun, now, Report())
+        for other in dispatch.idle():
+            launch(other, now)
     report.seconds = now
     return report
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -28,6 +28,7 @@ class Worker:
         process, pipe: to talk to it.
         name: the device's own name.
         alive: whether it has not ended, nor been given up.
+        paces: seconds a pair, by what they depend on, as seen last.
     """
 
     device: str
@@ -35,6 +36,7 @@ class Worker:
     pipe: Connection
     name: str = ""
     alive: bool = True
+    paces: dict[Any, float] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
