@@ -23,6 +23,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,8 @@ def compared(
     for place in (devices, where if where != "cpu" else "cuda:0"):
         leaves = [t.detach().clone().requires_grad_() for t in three]
         more = {"report": report} if place is devices and report is not None else {}
+        if place is not devices:
+            options.pop("budget", None)
         out, lse = qa.attention_with_lse(*leaves, enable_gqa=True, devices=place, **options, **more)
         grad = torch.randn_like(out) if grad is None else grad
         out.backward(grad)
@@ -114,6 +117,7 @@ class Steps:
         self.results: dict[str, Any] = {}
 
     def run(self, name: str, step: Callable[[], Any]) -> None:
+        """Run a step, if there is time."""
         if time.perf_counter() - BEGUN > self._seconds:
             say(f"{name}: left out, the time is over")
             return
@@ -210,30 +214,18 @@ def measure(steps: Steps, pool: Pool, tokens: int, heads: int, budget: str, roun
     say(f"inputs of {q.nbytes >> 20} MiB each")
     found: dict[str, list[tuple[float, float]]] = {"one": [], "all": []}
     details: list[Any] = []
+    same: dict[str, Any] = {"is_causal": True, "budget": budget}
     kept: dict[str, Any] = {}
     for turn in range(rounds):
         for name, devices in (("one", "cuda:0"), ("all", pool)):
             report = qa.Report()
             told = {"report": report} if name == "all" else {}
-            first, (out, lse) = timed(
-                lambda: qa.attention_with_lse(
-                    q, k, v, is_causal=True, budget=budget, devices=devices, **told
-                )
-            )  # noqa: B023
+            forward = partial(qa.attention_with_lse, q, k, v, **same, devices=devices, **told)
+            first, (out, lse) = timed(forward)
+            after = (grad, q, k, v, out, lse)
             second, grads = timed(
-                lambda: qa.attention_backward(
-                    grad,
-                    q,
-                    k,
-                    v,
-                    out,
-                    lse,
-                    is_causal=True,
-                    budget=budget,  # noqa: B023
-                    devices=devices,
-                    **told,
-                )
-            )  # noqa: B023
+                partial(qa.attention_backward, *after, **same, devices=devices, **told)
+            )
             found[name].append((first, second))
             say(f"{budget} {name}: {first:.3f} {second:.3f}")
             if name == "all":
@@ -248,7 +240,7 @@ def measure(steps: Steps, pool: Pool, tokens: int, heads: int, budget: str, roun
             if turn == 0:
                 rows = slice(0, tokens, max(1, tokens // 4096))
                 kept[name] = [t[:, :, rows].clone() for t in (out, *grads)]
-            del out, lse, grads
+            del out, lse, grads, after
     differ = max(error(a, b) for a, b in zip(kept["one"], kept["all"], strict=True))
     best = {name: [min(one[i] for one in rows) for i in (0, 1)] for name, rows in found.items()}
     both = {name: sum(rows) for name, rows in best.items()}

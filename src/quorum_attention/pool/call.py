@@ -201,7 +201,9 @@ class PoolCall:
         name = "backward" if backward else "forward"
         setattr(self._report, name, report)
         if request.report is not None:
-            request.report.pool = self._report
+            if request.report.pool is None:
+                request.report.pool = self._report
+            setattr(request.report.pool, name, report)
         yield report
         made = as_one(report, backward)
         if request.report is not None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.multiprocessing
 
 from quorum_attention.call.mapped import Mappings
 from quorum_attention.execution.device.lookup import on_host
@@ -195,10 +196,24 @@ def _in_room(tensor: torch.Tensor) -> InFile | None:
     return InFile(path, tensor.data_ptr() - start, shape, strides, tensor.dtype, True)
 
 
+def _opened_here(tensor: torch.Tensor) -> InFile | None:
+    """Torch's shared memory as a file that this process has open.
+
+    What torch sends instead, a copy of the file's number, outlives a receiver that was killed.
+    """
+    by_number = torch.multiprocessing.get_sharing_strategy() == "file_descriptor"
+    if not (on_host(tensor.device) and by_number and os.path.isdir("/proc/self/fd")):
+        return None
+    file, _ = tensor.untyped_storage()._share_fd_cpu_()
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    offset = int(tensor.storage_offset()) * tensor.element_size()
+    return InFile(f"/proc/{os.getpid()}/fd/{file}", offset, shape, strides, tensor.dtype, True)
+
+
 def _as_it_is(tensor: torch.Tensor, mappings: Mappings, written: bool = False) -> Handle | None:
     """The tensor as others can have it without a copy; None if they cannot."""
     if tensor.is_shared():
-        return tensor
+        return _opened_here(tensor) or tensor
     return _in_room(tensor) or _in_file(tensor, mappings, written)
 
 
