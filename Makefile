@@ -1,7 +1,8 @@
 # make demo   an attention call that runs out of memory, recovered, on whatever device is here
 # make test   lint, types, tests
+# make docs   the pages of docs/ as a site, into site/
 # make resolve   whether the pins can be had from the default index, on every Python here; installs nothing
-# The first two set up an environment of their own in .venv first.
+# The first three set up an environment of their own in .venv first.
 
 PYTHON ?= python3
 VENV := .venv
@@ -20,7 +21,7 @@ CONSTRAINTS := -c constraints.txt
 TORCH := "$(shell grep '^torch==' constraints.txt)"
 endif
 
-.PHONY: demo test lint types resolve clean
+.PHONY: demo test lint types docs resolve clean
 
 # torch first and by its exact version: a resolver left free would fetch the largest build there is.
 $(VENV)/.run: pyproject.toml constraints.txt
@@ -51,6 +52,11 @@ lint: $(VENV)/.dev
 types: $(VENV)/.dev
 	$(BIN)/mypy
 
+# The warning is of a later MkDocs, which the pins leave out.
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "site/index.html"
+
 # Local wheels, which may ask for less than those of the index do, are left out.
 resolve:
 	@for v in 3.10 3.11 3.12 3.13; do \
@@ -62,4 +68,4 @@ resolve:
 	done
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache

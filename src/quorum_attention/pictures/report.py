@@ -102,7 +102,7 @@ def _draw_memory(axes: Any, part: Mapping[str, Any]) -> None:
     }
     known = {label: size for label, size in sizes.items() if size is not None}
     axes.set_xlim(0, max(1, *known.values()) * 1.01)
-    axes.set_ylim(1.85, -0.75)
+    axes.set_ylim(2.1, -0.75)
     for place, (label, size) in enumerate(known.items()):
         axes.barh(0.9 * place, size, height=0.32, color=[_LIMITS[label]])
         words = f"{label} {'peak of memory ' if label != 'budget' else ''}{format_bytes(size)}"

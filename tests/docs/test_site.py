@@ -1,0 +1,172 @@
+"""The site of docs/: every page is on its menu, every public name in its reference, every link
+leads somewhere, and it builds without a warning."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from helpers_docs import ROOT
+
+import quorum_attention as qa
+
+DOCS = ROOT / "docs"
+PAGES = sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+REFERENCE = sorted((DOCS / "reference").glob("*.md"))
+OBJECT = re.compile(r"^::: ([\w.]+)\n    options:\n      heading: ([\w.]+)$", re.M)
+# Subpackages whose names are all for users.
+PUBLIC = ("pool", "distributed", "recipes")
+spec = importlib.util.spec_from_file_location("docs_hooks", DOCS / "hooks.py")
+assert spec is not None
+assert spec.loader is not None
+hooks = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(hooks)
+
+
+def on_menu() -> list[str]:
+    """The pages of the menu, in order."""
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
+    return re.findall(r": ([\w/-]+\.md)$", nav, re.M)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_is_on_the_menu_once(page: str) -> None:
+    times = Counter(on_menu())[page]
+    assert times == 1, (
+        f"docs/{page} is on the site's menu {times} times: add a line 'Title: {page}' below 'nav:' "
+        f"in mkdocs.yml, where readers look for it ('Inside:' is for those who change the code)"
+    )
+
+
+def test_the_menu_has_no_page_that_is_gone() -> None:
+    assert set(on_menu()) <= set(PAGES)
+
+
+def described() -> dict[str, str]:
+    """By the name that users write: where the reference says it is defined."""
+    found: dict[str, str] = {}
+    for page in REFERENCE:
+        text = page.read_text(encoding="utf-8")
+        listed = OBJECT.findall(text)
+        assert len(listed) == text.count(":::"), f"{page.name}: each needs a heading"
+        for home, name in listed:
+            assert name not in found, f"{name} is in the reference twice"
+            found[name] = home
+    return found
+
+
+def public_names() -> list[str]:
+    names = [f"quorum_attention.{name}" for name in qa.__all__]
+    for part in PUBLIC:
+        module = importlib.import_module(f"quorum_attention.{part}")
+        names += [f"{module.__name__}.{name}" for name in module.__all__]
+    return names
+
+
+@pytest.mark.parametrize("name", public_names())
+def test_the_reference_has_every_public_name(name: str) -> None:
+    place, _, attribute = name.rpartition(".")
+    value = getattr(importlib.import_module(place), attribute)
+    home = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', attribute)}"
+    entry = f"::: {home}\n    options:\n      heading: {name}\n      toc_label: {attribute}\n"
+    assert name in described(), f"add this to a page of docs/reference:\n\n{entry}"
+
+
+def test_the_reference_describes_what_users_get() -> None:
+    """The object named in a heading is the one whose docstring is shown."""
+    needs = {"transformers": "transformers", "ray": "ray"}
+    for name, home in described().items():
+        parts = name.split(".")
+        if any(importlib.util.find_spec(needs[part]) is None for part in parts if part in needs):
+            continue
+        place, _, attribute = name.rpartition(".")
+        wanted = getattr(importlib.import_module(place), attribute)
+        room, _, defined = home.rpartition(".")
+        shown = getattr(importlib.import_module(room), defined)
+        # ``kernels`` is a subpackage that can be called as the function.
+        assert shown is wanted or name == "quorum_attention.kernels", name
+        assert shown.__doc__, name
+
+
+def test_parts_of_the_readme_stand_on_pages_with_links_that_lead_on() -> None:
+    text = hooks.part("Limits")
+    assert "(devices.md)" in text or "(native.md)" in text
+    assert "](docs/" not in text
+    with pytest.raises(ValueError, match="no heading 'Nonsense'"):
+        hooks.part("Nonsense")
+
+
+def test_links_to_the_repository_become_names() -> None:
+    assert hooks.outside("[raw](../benchmarks/results), [x](a.md)") == (
+        "raw (`benchmarks/results`), [x](a.md)"
+    )
+    assert hooks.outside("[`examples/a.py`](../examples/a.py)") == "`examples/a.py`"
+
+
+class Links(HTMLParser):
+    """Where a page links to, and what in it can be linked to."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.targets: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(page.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if value and ((tag == "a" and name == "href") or (tag == "img" and name == "src")):
+                self.targets.append(value)
+            elif value and name == "id":
+                self.anchors.add(value)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("mkdocs", reason="the extra docs is not installed")
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_the_site_builds_and_its_links_lead_somewhere(site: Path) -> None:
+    pages = {path: Links(path) for path in site.rglob("*.html") if path.name != "404.html"}
+    assert len(pages) == len(PAGES)
+    followed = 0
+    for page, links in pages.items():
+        for target in links.targets:
+            parts = urlsplit(target)
+            if parts.scheme or parts.netloc:
+                continue
+            there = (page.parent / unquote(parts.path)).resolve() if parts.path else page
+            there = there / "index.html" if there.is_dir() else there
+            assert there.exists(), (page, target)
+            if parts.fragment and there in pages:
+                followed += 1
+                # Material's own: to the top of a page, and to one's place in a list.
+                known = pages[there].anchors | {"", "__skip"}
+                assert unquote(parts.fragment) in known, (page, target)
+    assert followed > 100
+
+
+def test_pages_of_the_site_have_what_they_are_for(site: Path) -> None:
+    limits = (site / "limits" / "index.html").read_text(encoding="utf-8")
+    assert "second" in limits
+    assert "of the README" not in limits
+    calls = (site / "reference" / "calls" / "index.html").read_text(encoding="utf-8")
+    assert "never expanded beyond one rectangle" in calls, "docstrings are on the page"
+    assert (site / "images" / "coverage.png").exists()
+    assert not (site / "data").exists()
