@@ -75,6 +75,7 @@ class Failed:
 
     Attributes:
         memory: whether memory ran out at every depth; others may still compute it.
+        broken: whether the worker can compute nothing any more, and ends.
         error: the exception, if it can be sent, else its text.
         trace: the traceback in words.
     """
@@ -84,6 +85,7 @@ class Failed:
     memory: bool
     error: BaseException | str
     trace: str
+    broken: bool = False
 
 
 __all__ = ["Begin", "Compute", "Done", "End", "Failed", "Ready"]

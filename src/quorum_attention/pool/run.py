@@ -233,6 +233,9 @@ class Coordinator:
         self._report.ran += ran(number, shares, order.begun - began, now - began, answer.report)
 
     def _failed(self, number: int, answer: Failed) -> None:
+        if answer.broken:
+            self._lost(number, f"its device has failed ({answer.error})")
+            return
         if not answer.memory:
             self._dispatch.lost(number)
             there = RuntimeError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.workload import state_dtype
 from quorum_attention.pool.parts import Part, Sizes
 from quorum_attention.pool.shared import made_for
@@ -29,6 +30,8 @@ class Totals:
         first, second = (
             made_for((1, kv.length, keys, t.shape[3]), self._dtype, t.device) for t in self._like
         )
+        # Its memory may have been a sum that is still being read; the worker would not wait for it.
+        backend_of(first.device).synchronize(first.device)
         return first, second
 
     def add(self, part: Part, sums: tuple[torch.Tensor, torch.Tensor] | None) -> None:

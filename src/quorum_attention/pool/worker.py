@@ -71,7 +71,10 @@ def _answer(one: _Pass, message: Compute) -> Done | Failed:
         # A budget is as small for the others, or theirs are others.
         memory = memory and (one.unequal or not isinstance(error, BudgetError))
         said = error if _can_be_sent(error) else f"{type(error).__name__}: {error}"
-        return Failed(message.number, message.index, memory, said, traceback.format_exc())
+        # After an error of its own a CUDA device takes nothing more from this process.
+        broken = not memory and "CUDA error" in str(error)
+        trace = traceback.format_exc()
+        return Failed(message.number, message.index, memory, said, trace, broken)
     return Done(message.number, message.index, time.perf_counter() - begun, report)
 
 

@@ -1,0 +1,133 @@
+"""One call on two GPUs gives what one of them gives, wherever tensors are, whoever is killed."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from multiprocessing import resource_sharer
+from typing import Any
+
+import pytest
+import torch
+
+import quorum_attention as qa
+from quorum_attention import Mask
+from quorum_attention.pool import Pool
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two GPUs")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(["cuda:0", "cuda:1"]) as made:
+        yield made
+    resource_sharer.stop(timeout=5)  # type: ignore[attr-defined]
+
+
+def compare(devices: Any, three: list[torch.Tensor], **options: Any) -> qa.Report:
+    """A call and its gradients on several devices and on one."""
+    report = qa.Report()
+    found = []
+    grad = torch.randn(*three[0].shape[:-1], three[2].shape[-1]).to(three[0])
+    alone = three[0].device if three[0].is_cuda else "cuda:0"
+    for place, more in ((devices, {"report": report}), (alone, {})):
+        leaves = [t.detach().clone().requires_grad_() for t in three]
+        out, lse = qa.attention_with_lse(*leaves, enable_gqa=True, devices=place, **options, **more)
+        out.backward(grad)
+        assert out.device == three[0].device
+        found.append([out.detach(), lse.detach(), *(t.grad for t in leaves)])
+        options.pop("budget", None)
+    for got, wanted in zip(*found, strict=True):
+        assert got.device == wanted.device
+        assert got.dtype == wanted.dtype
+        largest = wanted.abs().max().clamp_min(1.0).float()
+        assert (got.float() - wanted.float()).abs().max() <= 6e-3 * largest
+    return report
+
+
+def inputs(
+    kv_heads: int, share: int, n: int, where: str = "cpu", m: int | None = None, d: int = 64
+) -> list[torch.Tensor]:
+    shapes = (kv_heads * share, n, d), (kv_heads, m or n, d), (kv_heads, m or n, d)
+    made = [torch.randn(2, *shape, device="cuda:0").half().to(where) for shape in shapes]
+    return [t.share_memory_() for t in made] if where == "cpu" else made
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda:0", "cuda:1"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("kv_heads", "share"), [(4, 1), (2, 3), (1, 1), (3, 1)])
+def test_as_on_one_device(pool: Pool, where: str, causal: bool, kv_heads: int, share: int) -> None:
+    report = compare(pool, inputs(kv_heads, share, 2000, where), is_causal=causal)
+    ran = report.pool.forward.ran
+    assert {one.device for one in ran} == {0, 1}
+    assert sorted(one.index for one in ran) == list(range(report.pool.forward.parts))
+    assert report.pool.forward.copied_bytes == 0
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda:0"])
+def test_in_a_small_budget(pool: Pool, where: str) -> None:
+    report = compare(pool, inputs(2, 1, 30_000, where), is_causal=True, budget=["96MiB", "64MiB"])
+    for one in report.pool.forward.ran:
+        if one.report.forward is not None:
+            limit = (96 << 20, 64 << 20)[one.device]
+            assert one.report.forward.peak_bytes is not None
+            assert one.report.forward.peak_bytes <= limit
+
+
+def test_ordinary_memory_is_copied_once(pool: Pool) -> None:
+    three = [t.clone() for t in inputs(2, 1, 3000)]
+    report = compare(pool, three)
+    assert report.pool.forward.copied_bytes == sum(t.nbytes for t in three)
+    assert report.pool.backward.copied_bytes <= 2 * three[0].nbytes
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda:0"])
+def test_masks_and_dropout(pool: Pool, where: str) -> None:
+    three = inputs(3, 1, 900, where)
+    compare(pool, three, attn_mask=Mask(causal=True, window=200))
+    compare(pool, three, attn_mask=torch.randn(3, 900, 900).half().to(where))
+    compare(pool, three, dropout_p=0.2, dropout_seed=5)
+
+
+def test_all_by_name() -> None:
+    try:
+        compare("all", inputs(2, 1, 1000, "cuda:0"), is_causal=True)
+    finally:
+        qa.pool.close()
+
+
+def test_a_cpu_beside_a_gpu() -> None:
+    with Pool(["cuda:0", "cpu"]) as pool:
+        compare(pool, inputs(4, 1, 600), is_causal=True)
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda:0"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_worker_is_killed(where: str, seed: int) -> None:
+    """At a random moment: the other one finishes, and nothing stays behind."""
+    gc.collect()
+    before = torch.cuda.memory_allocated("cuda:0")
+    with Pool(["cuda:0", "cuda:1"]) as pool:
+        three = inputs(4, 1, 20_000, where)
+        compare(pool, three, is_causal=True)
+        worker = random.Random(seed).choice(pool.workers)
+        timer = threading.Timer(
+            random.Random(seed).random() * 0.1, os.kill, (worker.process.pid, signal.SIGKILL)
+        )
+        timer.start()
+        compare(pool, three, is_causal=True)
+        timer.join()
+        worker.process.join()
+        compare(pool, three, is_causal=True)
+        assert len(pool.devices) == 1
+        pool.mend()
+        compare(pool, three, is_causal=True)
+        assert len(pool.devices) == 2
+    del three
+    gc.collect()
+    torch.cuda.ipc_collect()
+    assert torch.cuda.memory_allocated("cuda:0") <= before + (1 << 20)
