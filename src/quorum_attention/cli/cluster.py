@@ -12,12 +12,9 @@ from quorum_attention.planner import plan
 from quorum_attention.pool.parts import Part, Sizes
 from quorum_attention.pool.report import PoolPass
 from quorum_attention.pool.simulate import simulate
+from quorum_attention.pool.speeds import SPEEDS
 from quorum_attention.sizes import format_seconds
 
-# Relative to an H200, whose rates the planner assumes (docs/planner.md). FlashAttention's published
-# forward at head dimension 128 over cuDNN's there: 740 TFLOP/s on an H100 (version 3), 225 on an
-# A100 (version 2); an H20 by its peak.
-SPEEDS = {"H200": 1.0, "H100": 0.95, "H800": 0.95, "A100": 0.36, "H20": 0.15}
 _ENTRY = re.compile(r"(?:(\d+)x)?([A-Za-z][A-Za-z0-9-]*)(?::([0-9.]+))?")
 
 

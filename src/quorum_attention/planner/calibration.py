@@ -57,8 +57,23 @@ def cache_file() -> Path:
 
 def device_key(device: torch.device, dtype: torch.dtype) -> str:
     """What a calibration is valid for: the device model, torch, and the width of the dtype."""
-    width = f"{dtype.itemsize * 8} bit"
-    return f"{backend_of(device).model(device)}, torch {torch.__version__}, {width}"
+    return _key(backend_of(device).model(device), dtype)
+
+
+def _key(model: str, dtype: torch.dtype) -> str:
+    return f"{model}, torch {torch.__version__}, {dtype.itemsize * 8} bit"
+
+
+def calibrated_flops(model: str, dtype: torch.dtype, head_dim: int) -> tuple[float, float] | None:
+    """FLOP/s of a forward and of a backward of a device model, whether or not such a device is
+    here; None where none has been calibrated."""
+    try:
+        entry = _known()[_key(model, dtype)]
+        table = {int(d): (float(a), float(b)) for d, (a, b) in entry["flops"].items()}
+        found = by_head_dim(table, head_dim)
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError):
+        return None
+    return found if all(math.isfinite(rate) and rate > 0 for rate in found) else None
 
 
 @lru_cache(maxsize=1)

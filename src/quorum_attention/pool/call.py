@@ -146,9 +146,13 @@ class PoolCall:
     ) -> None:
         """A pass; ``fresh``: results that nobody has written to."""
         pool, asked, sizes = self._pool, self._asked, self.sizes(request)
-        names = list(zip(pool.names, asked.budgets, strict=False))
-        even = len(set(names)) == 1 and not (asked.mask is not None and asked.mask.is_structured)
-        parts = parts_of(sizes, len(names), even=even)
+        work = request.work
+        kind = (work.dtype, work.head_dim, work.value_dim, work.is_causal, asked.kernel)
+        even = pool.alike(asked.budgets, (totals is not None, *kind))
+        if asked.mask is not None and asked.mask.is_structured:
+            even = False  # parts of as many rows may be of unequal work
+        paces = pool.paces((totals is not None, *kind))
+        parts = parts_of(sizes, len(pool.devices), even, list(paces.values()))
         dropout = request.dropout
         options: dict[str, Any] = {
             "depth": asked.depth, "kernel": asked.kernel, "accumulator": asked.accumulator,
@@ -167,11 +171,9 @@ class PoolCall:
             None if b is None else max(0, b - (request.cast_bytes if name == str(home) else 0))
             for b, name in zip(asked.budgets, (w.device for w in pool.workers), strict=False)
         ]
-        work = request.work
-        kind = (work.dtype, work.head_dim, work.value_dim, work.is_causal, asked.kernel)
         fresh = [] if all(on_host(torch.device(name)) for name in pool.devices) else fresh
         with Touching(fresh), progress_of(request) as progress:
-            pool.run(begin, parts, report, totals, budgets, kind, progress)
+            pool.run(begin, parts, report, totals, budgets, (totals is not None, *kind), progress)
 
     def _inputs(
         self,

@@ -8,7 +8,6 @@ A device that would still be at a part when the others could have done all the r
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +16,9 @@ from quorum_attention.execution.control.machine import Machine
 
 # The share of what a device will presumably do that it takes at once.
 _SHARE = 0.55
-# Devices this much slower than the quickest are asked whether they help at all.
+# Only of devices this much quicker another one may be in the way, and not for so few seconds.
 _SLOW = 1.25
+_SHORT_SECONDS = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,18 +139,17 @@ class Dispatcher:
         return (self._left + begun) * speeds[device] / sum(speeds.values())
 
     def _hinders(self, device: int, now: float) -> bool:
-        """Whether the others would end sooner than this device its next part."""
-        others = [number for number in self._machine.devices if number != device]
-        if self._pace(device) <= _SLOW * min(map(self._pace, others), default=0.0):
+        """Whether quicker devices would do all the rest sooner than this one its next part."""
+        pace = self._pace(device)
+        quicker = {n: self._pace(n) for n in self._machine.devices if self._pace(n) * _SLOW < pace}
+        busy, work = self._busy(now), self._pairs(self._machine.queue.waiting[0])
+        if not quicker or (self.paces and pace * work < _SHORT_SECONDS):
             return False
-        waiting = self._machine.queue.waiting
-        busy = self._busy(now)
-        ends = [(busy.get(number, 0.0), number) for number in others]
-        heapq.heapify(ends)
-        for part in waiting:
-            end, number = ends[0]
-            heapq.heapreplace(ends, (end + self._pace(number) * self._pairs(part), number))
-        return self._pace(device) * self._pairs(waiting[0]) > max(end for end, _ in ends)
+        speeds = sum(1 / each for each in quicker.values())
+        begun = sum(busy.get(number, 0.0) / each for number, each in quicker.items())
+        # As if what is left could be cut at will, and a part beyond that.
+        rest = (self._left + begun) / speeds + work * min(quicker.values())
+        return pace * work > rest
 
 
 __all__ = ["Dispatcher", "Order"]

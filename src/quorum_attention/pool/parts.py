@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,8 +11,10 @@ from quorum_attention.decomposition.intervals import Interval
 
 # The largest part is such a share of what one device has to do in all. A lost worker loses no more.
 _OF_A_DEVICE = 4
-# Parts for each device where devices are not alike, at least.
+# Where devices are not alike: parts for each device, and for the slowest that counts, at least.
 _UNEQUAL = 10
+# Devices that together do less than this share of the work do not count there; and most parts.
+_NEGLIGIBLE, _MOST_PARTS = 0.03, 2000
 # Rows are cut at multiples of a kernel's tile.
 _TILE = 128
 
@@ -68,7 +70,9 @@ class Part(NamedTuple):
         return self.heads.length * (_pairs(sizes, high) - _pairs(sizes, low))
 
 
-def parts_of(sizes: Sizes, devices: int, even: bool = True) -> list[Part]:
+def parts_of(
+    sizes: Sizes, devices: int, even: bool = True, paces: Collection[float] = ()
+) -> list[Part]:
     """The parts of a call for so many devices, in the order in which devices should take them.
 
     Large parts come first and small ones last, so that devices end together though nobody knows
@@ -77,7 +81,8 @@ def parts_of(sizes: Sizes, devices: int, even: bool = True) -> list[Part]:
     even end.
 
     Args:
-        even: whether the devices are alike; if they are not, ends are cut finer.
+        even: whether the devices are alike; if they are not, everything is cut finer.
+        paces: how long each takes for a pair, relative to the others, where that is known.
     """
     heads = sizes.batch * sizes.kv_heads
     if heads == 0 or not sizes.n_queries:
@@ -89,7 +94,7 @@ def parts_of(sizes: Sizes, devices: int, even: bool = True) -> list[Part]:
         cut, wanted = heads % devices, devices // math.gcd(heads % devices or 1, devices)
     else:
         # The slowest device may have a small part of the work to do: small pieces only.
-        cut, wanted = heads, -(-_UNEQUAL * devices // heads)
+        cut, wanted = heads, math.ceil(_UNEQUAL * _slowest(devices, paces) / heads)
     pieces = min(wanted, _most_pieces(sizes))
     cut = cut if pieces > 1 else 0
     found: list[Part] = []
@@ -103,6 +108,18 @@ def parts_of(sizes: Sizes, devices: int, even: bool = True) -> list[Part]:
     for head in range(heads - cut, heads):
         found += _cut(sizes, head, pieces)
     return found
+
+
+def _slowest(devices: int, paces: Collection[float]) -> float:
+    """How many times the work of the slowest device that counts all of it is; at least as many as
+    there are devices."""
+    speeds = sorted(1 / pace for pace in paces)
+    every, left_out = sum(speeds), 0.0
+    for speed in speeds:
+        left_out += speed
+        if left_out > _NEGLIGIBLE * every:
+            return min(_MOST_PARTS / _UNEQUAL, max(devices, every / speed))
+    return devices
 
 
 def joined(sizes: Sizes, one: Part, other: Part) -> Part | None:

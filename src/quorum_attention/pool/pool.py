@@ -22,8 +22,12 @@ from quorum_attention.pool.parts import Part, joined
 from quorum_attention.pool.report import PoolPass, PoolReport
 from quorum_attention.pool.request import request_on_several
 from quorum_attention.pool.run import Coordinator
+from quorum_attention.pool.speeds import expected_paces
 from quorum_attention.pool.totals import Totals
 from quorum_attention.pool.workers import Worker, start
+
+# Devices whose paces differ by no more are taken to be alike.
+_ALIKE = 1.5
 
 
 class Pool(Several):
@@ -152,6 +156,19 @@ class Pool(Several):
         )  # fmt: skip
         return attend(tensors, request, out)[0]
 
+    def alike(self, budgets: Sequence[int | None], kind: tuple[Any, ...]) -> bool:
+        """Whether workers that are alive may be taken to be equally quick.
+
+        Args:
+            budgets: of each worker.
+            kind: as of ``run``.
+        """
+        here = [(n, worker) for n, worker in enumerate(self._workers) if worker.alive]
+        if len({(w.name, budgets[min(n, len(budgets) - 1)]) for n, w in here}) > 1:
+            return False
+        paces = [worker.paces[kind] for _, worker in here if kind in worker.paces]
+        return len(paces) < len(here) or max(paces) <= _ALIKE * min(paces)
+
     def run(
         self,
         begin: Begin,
@@ -159,7 +176,7 @@ class Pool(Several):
         report: PoolPass,
         totals: Totals | None,
         budgets: Sequence[int | None],
-        work: tuple[Any, ...],
+        kind: tuple[Any, ...],
         progress: Callable[[int, int, str], None] | None = None,
     ) -> None:
         """Run a pass of parts on the workers; see ``Coordinator``.
@@ -167,7 +184,8 @@ class Pool(Several):
         Args:
             totals: adds up gradients; None in a forward.
             budgets: of each worker; those beyond have the last one's.
-            work: what the time of a pair depends on; with it paces are remembered.
+            kind: pass, dtype, head dimension and what else the time of a pair depends on; with it
+                paces are remembered.
             progress: told parts that are done.
         """
         label = "backward" if begin.backward else "forward"
@@ -184,13 +202,8 @@ class Pool(Several):
         def sums(part: Part) -> Any:
             return None if totals is None else totals.room(part)
 
-        kind = begin.backward, *work
         with self._lock:
-            paces = {
-                number: worker.paces[kind]
-                for number, worker in enumerate(self._workers)
-                if kind in worker.paces
-            }
+            paces = self.paces(kind)
             report.devices = [worker.label for worker in self._workers]
             report.parts = len(parts)
             hired = [
@@ -204,6 +217,21 @@ class Pool(Several):
             coordinator.run()
             for number, pace in coordinator.paces.items():
                 self._workers[number].paces[kind] = pace
+
+    def paces(self, kind: tuple[Any, ...]) -> dict[int, float]:
+        """Seconds a pair of each worker: as seen last, or as expected."""
+        backward, dtype, head_dim, *_ = kind
+        if not any(kind in worker.paces for worker in self._workers) and len(set(self.names)) <= 1:
+            return {}  # alike, and nothing else is known
+        here = {n: worker for n, worker in enumerate(self._workers) if worker.alive}
+        names = [(worker.device, worker.name) for worker in here.values()]
+        expected = expected_paces(names, dtype, head_dim, backward=backward)
+        paces = dict(zip(here, expected, strict=True))
+        seen = {n: worker.paces[kind] for n, worker in here.items() if kind in worker.paces}
+        # What was expected of the others goes by how those that were seen kept to it.
+        scales = [pace / paces[number] for number, pace in seen.items()]
+        scale = sum(scales) / len(scales) if scales else 1.0
+        return {n: seen.get(n, pace * scale) for n, pace in paces.items()}
 
     def number(self) -> int:
         """A number for a pass."""

@@ -42,7 +42,8 @@ def simulate(
     Raises:
         RuntimeError: all devices fail before the pass ends.
     """
-    parts = parts_of(sizes, len(names), even=len(set(names)) == 1)
+    known = list((paces or {}).values())
+    parts = parts_of(sizes, len(names), len(set(names)) == 1, known)
     report = PoolPass(devices=list(names), parts=len(parts))
     machine = Machine(parts, _never, Limits(0, 0), dict.fromkeys(range(len(names)), 1))  # type: ignore[arg-type]
     numbers = {part: number for number, part in enumerate(parts)}
