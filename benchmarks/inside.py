@@ -173,7 +173,8 @@ def graphs(device: str, out: Console) -> list[dict[str, Any]]:
             vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=16,
             num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, use_cache=False, **more,
         )  # fmt: skip
-        for name in (register(min_tokens=0), "sdpa"):
+        ways = [(name, padded) for name in (register(min_tokens=0), "sdpa") for padded in (1, 0)]
+        for name, padded in ways:
             torch.compiler.reset()
             counters.clear()
             with torch.device(device):
@@ -181,10 +182,12 @@ def graphs(device: str, out: Console) -> list[dict[str, Any]]:
             compiled = torch.compile(model, backend="aot_eager")
             for tokens in (300, 250, 200, 350, 400):
                 ids = torch.randint(96, (1, tokens), device=device)
-                compiled(input_ids=ids).logits.sum().backward()
+                given = {"attention_mask": torch.ones_like(ids)} if padded else {}
+                compiled(input_ids=ids, **given).logits.sum().backward()
             row = {
                 "model": kind,
                 "attention": name,
+                "attention_mask": bool(padded),
                 "graph_breaks": sum(counters["graph_break"].values()),
                 "reasons": list(counters["graph_break"]),
                 "frames_compiled": counters["frames"]["ok"],

@@ -4,11 +4,12 @@
         [--most N] [--times N] [--rounds N] [--json FILE]
 
 ``window``: a causal window of 4,096 tokens as anyone would call it, beside torch's compiled
-FlexAttention whose block lists are made beforehand and not timed; everything on the device, in
-turn, medians. ``layer``: a decoder layer of Qwen3-8B's shape in bf16, forward and a backward that
-recomputes it (gradient checkpointing), attention by SDPA, by quorum attention and by it in a budget
-of 2 GiB; floating-point operations are counted with the recomputation. Attention's working memory
-is what a forward and a backward of it alone take at most beyond q, k, v, o and their gradients.
+FlexAttention whose block lists are made beforehand and not timed, and the same on cuDNN by plain
+rectangles and triangles; everything on the device, in turn, medians. ``layer``: a decoder layer of
+Qwen3-8B's shape in bf16, forward and a backward that recomputes it (gradient checkpointing),
+attention by SDPA, by quorum attention and by it in a budget of 2 GiB; floating-point operations are
+counted with the recomputation. Attention's working memory is what a forward and a backward of it
+alone take at most beyond q, k, v, o and their gradients.
 ``longest``: the longest text that one such layer can be trained on in so much device memory: as it
 comes with SDPA; and with everything that goes token by token done in tiles, tensors in host memory,
 and attention in half of the memory. With ``--times 8`` the second is tried at eight times the
@@ -140,6 +141,9 @@ def window(tokens: int, device: str, rounds: int, out: Console) -> list[dict[str
         mask = qa.Mask(causal=True, window=(near - 1, -1))
         runs = {"quorum": lambda q=q, k=k, v=v, m=mask: qa.attention(q, k, v, m, enable_gqa=True)}
         if device == "cuda":
+            runs["quorum on cudnn"] = lambda q=q, k=k, v=v, m=mask: qa.attention(
+                q, k, v, m, enable_gqa=True, kernel="cudnn"
+            )
             blocks = create_block_mask(
                 lambda b, h, i, j, near=near: (j <= i) & (i - j < near),
                 None, None, tokens, tokens, device=device, _compile=True,

@@ -10,6 +10,7 @@ import torch
 
 from quorum_attention.integrations.transformers.comparison import agrees
 from quorum_attention.integrations.transformers.described import DescribedMask
+from quorum_attention.integrations.transformers.in_graph import described_in_graph
 from quorum_attention.integrations.transformers.recognition import (
     Parts,
     Sizes,
@@ -19,7 +20,6 @@ from quorum_attention.integrations.transformers.recognition import (
 from quorum_attention.kernels.uncompiled import uncompiled
 
 
-@uncompiled
 def quorum_mask(
     batch_size: int,
     q_length: int,
@@ -44,6 +44,54 @@ def quorum_mask(
     Returns:
         A ``DescribedMask``; for one query what SDPA has: a tensor (batch, 1, 1, kv_length) or None.
     """
+    if torch.compiler.is_compiling() and q_length != 1:
+        found = _in_graph(
+            (batch_size, q_length, kv_length), q_offset, kv_offset, mask_function, attention_mask
+        )
+        if found is not None:
+            return found
+    return _read(
+        batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device,
+        **others,
+    )  # fmt: skip
+
+
+def _in_graph(
+    sizes: tuple[int, int, int],
+    q_offset: int | torch.Tensor,
+    kv_offset: int,
+    mask_function: Callable[..., torch.Tensor] | None,
+    attention_mask: torch.Tensor | DescribedMask | None,
+) -> DescribedMask | None:
+    """The description, where a graph need not be left for it."""
+    from transformers import masking_utils
+
+    if isinstance(attention_mask, DescribedMask):
+        return attention_mask
+    if mask_function is None:
+        mask_function = masking_utils.causal_mask_function
+    padding = None
+    if attention_mask is not None:
+        padding = masking_utils.prepare_padding_mask(attention_mask, sizes[2], kv_offset)
+        padding = padding[: sizes[0], kv_offset : kv_offset + sizes[2]].bool()
+    elif mask_function is not masking_utils.causal_mask_function:
+        return None  # packed documents, for all that is known: of those a tensor is asked
+    return described_in_graph(sizes, q_offset - kv_offset, mask_function, padding)
+
+
+@uncompiled
+def _read(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor,
+    kv_offset: int,
+    mask_function: Callable[..., torch.Tensor] | None,
+    attention_mask: torch.Tensor | DescribedMask | None,
+    device: torch.device | str,
+    **others: Any,
+) -> DescribedMask | torch.Tensor | None:
+    """See ``quorum_mask``; outside of graphs."""
     from transformers import masking_utils
 
     if isinstance(attention_mask, DescribedMask):

@@ -1,0 +1,110 @@
+"""Masks inside a compiled graph: what symbols say of a mask function, and no breaks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from helpers_masks import dense
+from helpers_models import VOCABULARY, attended, distance, register_all, tiny
+from torch._dynamo.utils import counters
+from transformers import masking_utils as made
+
+from quorum_attention.integrations.transformers.in_graph import described_in_graph
+
+ids = torch.arange(40)[None] // 9
+FUNCTIONS = {
+    "causal": made.causal_mask_function,
+    "everything": made.bidirectional_mask_function,
+    "window": made.sliding_window_causal_mask_function(7),
+    "window of one": made.sliding_window_causal_mask_function(1),
+    "both sides": made.sliding_window_bidirectional_mask_function(5),
+    "two windows": made.and_masks(made.sliding_window_overlay(9), made.sliding_window_overlay(4)),
+    "turned round": lambda b, h, q, k: q >= k,
+    "strictly": lambda b, h, q, k: (q - 3 < k) & (k - 2 < q),
+}
+UNKNOWN = {
+    "chunks": lambda b, h, q, k: q // 8 == k // 8,
+    "packed": made.packed_sequence_mask_function(ids),
+    "blocks": made.or_masks(made.causal_mask_function, made.blockwise_overlay(ids)),
+    "before the query": lambda b, h, q, k: k < q,
+    "by head": lambda b, h, q, k: (k <= q) if h == 0 else (k >= q),
+    "by truth": lambda b, h, q, k: (k <= q) and (k > q - 3),
+    "sums": lambda b, h, q, k: q + k <= 30,
+    "signed": lambda b, h, q, k: q - k <= 3,
+    "numbers": lambda b, h, q, k: q >= 3,
+    "a constant": lambda b, h, q, k: True,
+    "a tensor": lambda b, h, q, k: torch.ones(()),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(("queries", "keys", "offset"), [(40, 40, 0), (12, 40, 28), (5, 40, 3)])
+def test_symbols_say_what_a_function_keeps(name: str, queries: int, keys: int, offset: int) -> None:
+    function = FUNCTIONS[name]
+    padding = torch.rand(2, keys) < 0.7
+    found = described_in_graph((2, queries, keys), offset, function, padding)
+    assert found is not None
+    at = torch.arange(queries)[:, None] + offset
+    kept = function(torch.zeros(()), torch.zeros(()), at, torch.arange(keys)[None])
+    kept = kept.expand(queries, keys) & padding[:, None, None]
+    assert torch.equal(dense(found.mask, 2, 1, queries, keys), kept)
+    assert not kept[..., found.seen :].any()
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_symbols_do_not_say_is_read_outside(name: str) -> None:
+    assert described_in_graph((1, 40, 40), 0, UNKNOWN[name], None) is None
+
+
+def test_an_offset_that_is_a_tensor_is_read_outside() -> None:
+    assert described_in_graph((1, 4, 40), torch.tensor(3), FUNCTIONS["causal"], None) is None
+
+
+def test_a_compiled_model_that_is_given_its_padding_is_one_graph() -> None:
+    register_all()
+    model = tiny("gemma3_text")
+    exact, ours = attended(model, "exact"), attended(model, "quorum")
+    torch.compiler.reset()
+    counters.clear()
+    compiled = torch.compile(ours, backend="eager")
+    for length in (60, 50, 40, 30, 55):
+        words = torch.randint(1, VOCABULARY, (2, length))
+        mask = torch.ones_like(words)
+        mask[0, :7] = 0
+        live = mask.bool()
+        wanted = exact(words, attention_mask=mask).logits[live]
+        found = compiled(words, attention_mask=mask).logits[live]
+        assert distance(found, wanted.double()) < 5e-6
+    assert not counters["graph_break"], counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] <= 2  # of the first length, and of any
+
+
+def test_a_function_that_is_unknown_in_a_graph_is_right_all_the_same() -> None:
+    """It breaks the graph."""
+    from transformers import Qwen3Config
+
+    from quorum_attention.integrations.transformers import register
+
+    config: Any = Qwen3Config(num_hidden_layers=1)
+    config._attn_implementation = register()
+
+    def shape(hidden: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        def same(b: Any, h: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            return words[b, q] == words[b, k]
+
+        mask = made.create_causal_mask(
+            config, hidden, torch.ones_like(words), None, and_mask_function=same
+        )
+        return dense(mask.mask, 1, 1, 20, 20) & True
+
+    words = torch.randint(3, (1, 20))
+    torch.compiler.reset()
+    found = torch.compile(shape, backend="eager")(torch.zeros(1, 20, 8), words)
+    assert torch.equal(
+        found, ((words[:, :, None] == words[:, None]) & torch.ones(20, 20).tril().bool())[:, None]
+    )
