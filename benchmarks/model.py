@@ -196,7 +196,7 @@ def layer(tokens: int, device: str, rounds: int, out: Console) -> list[dict[str,
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = Layer(device == "cpu").to(device, dtype)
     rows = []
-    ways = {"sdpa": sdpa, "quorum": quorum(None), "quorum in 2 GiB": quorum("2GiB")}
+    ways = {"sdpa": sdpa, "quorum": quorum(None), "quorum in 5 GiB": quorum("5GiB")}
     for name, attend in ways.items():
         row: dict[str, Any] = {"attention": name, "tokens": tokens}
         try:
@@ -216,7 +216,7 @@ def layer(tokens: int, device: str, rounds: int, out: Console) -> list[dict[str,
                 model.zero_grad(set_to_none=True)
 
             row["seconds"] = in_turn({name: step}, device, rounds)[name]
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, qa.BudgetError) as error:
             out.print(f"{name}: {str(error).splitlines()[0]}")
             continue
         row["tflops"] = model.operations(tokens) / row["seconds"] / 1e12

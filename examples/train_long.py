@@ -62,7 +62,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 # By kind of device: shape, tokens of ``equal`` and ``long``, attention's budget, tokens of a tile
 # of an MLP, and the most tokens that ``longest`` runs.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "cuda": {"shape": "Qwen3-8B", "equal_at": 32_768, "tokens": 262_144, "budget": "2GiB",
+    "cuda": {"shape": "Qwen3-8B", "equal_at": 32_768, "tokens": 262_144, "budget": "5GiB",
              "tile": 8192, "most": 32_768, "first": 4096},
     "cpu": {"shape": "small", "equal_at": 512, "tokens": 2048, "budget": "16MiB", "tile": 256,
             "most": 4096, "first": 256},
@@ -412,7 +412,7 @@ def asked() -> argparse.Namespace:
     parser.add_argument("--equal-at", type=parse_count, help="tokens of the comparison")
     parser.add_argument("--tokens", type=parse_count, help="tokens of the long step")
     parser.add_argument("--layers", type=lambda s: [int(n) for n in s.split(",")])
-    parser.add_argument("--budget", help="of attention")
+    parser.add_argument("--budget", help="of an attention call, with what it returns")
     parser.add_argument("--tile", type=parse_count, help="tokens of an MLP at a time")
     parser.add_argument("--rank", type=int, default=16, help="of the adapters")
     parser.add_argument("--memory", type=parse_bytes, help="that the longest text may take")

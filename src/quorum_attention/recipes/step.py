@@ -110,7 +110,8 @@ class Training:
             the weights in float32).
         lora: rank of low-rank adapters of all linear layers, the rest frozen; None trains all.
         checkpointing: whether layers are recomputed in the backward.
-        budget: of quorum attention, for one call; None: what it asks without a limit.
+        budget: of quorum attention, for one call, with its output or its gradients in it, as
+            ``register`` takes it; None: what it asks without a limit.
         device: that attention is planned for.
     """
 
@@ -222,14 +223,15 @@ def _attention(shape: ModelShape, training: Training) -> Part:
         "is_causal": True,
         "device": training.device,
         "inputs": "device",
-        "results_given": True,
     }
 
     def peak(budget: int | None) -> int:
-        passes = (
-            plan(training.tokens, budget=budget, backward=back, **sizes) for back in (False, True)
+        # A budget is of one call, with what it returns: o, or the gradients of q, k and v.
+        return max(
+            plan(training.tokens, budget=budget, backward=back, **sizes).peak_bytes
+            - _returned(shape, training, backward=back)
+            for back in (False, True)
         )
-        return max(made.peak_bytes for made in passes)
 
     # A device with room for anything: the fastest way there is.
     uncut = peak(1 << 50)
@@ -237,6 +239,13 @@ def _attention(shape: ModelShape, training: Training) -> Part:
     if "quorum attention" in training.on and training.budget is not None:
         here = min(uncut, peak(training.budget))
     return Part("attention's working memory", here, uncut, "layer", "quorum attention")
+
+
+def _returned(shape: ModelShape, training: Training, *, backward: bool) -> int:
+    """Bytes of the output of an attention call, or of its gradients."""
+    heads = shape.heads + (2 * shape.kv_heads if backward else 0)
+    tokens = training.tokens * training.batch
+    return tokens * heads * shape.head_dim * training.dtype.itemsize
 
 
 def switch_until_it_fits(
@@ -270,7 +279,9 @@ def _in_what_is_left(
     left = limit - others
     if left <= 0:
         return training, found
-    tried = replace(training, budget=left, on=(*training.on, SWITCHES[0]))
+    # The forward returns less than the backward, so neither takes more than is left.
+    budget = left + _returned(shape, training, backward=False)
+    tried = replace(training, budget=budget, on=(*training.on, SWITCHES[0]))
     try:
         return tried, step_memory(shape, tried)
     except BudgetError:
