@@ -17,12 +17,13 @@ from quorum_attention.recipes.step import (
     StepMemory,
     Training,
     advice,
+    returned_bytes,
     step_memory,
     switch_until_it_fits,
 )
 from quorum_attention.sizes import format_bytes
 
-BUDGET = 2 << 30  # of attention, where nothing is said of memory
+WORKING = 2 << 30  # of attention beyond what it returns, where nothing is said of memory
 _WHEN = {"always": "always", "layer": "in a layer's backward", "loss": "in the loss"}
 
 
@@ -74,7 +75,8 @@ def run(options: argparse.Namespace) -> int:
         options.device or best_device().type,
     )
     if options.memory is None:
-        training = replace(training, budget=options.budget or BUDGET)
+        budget = options.budget or WORKING + returned_bytes(shape, training, backward=True)
+        training = replace(training, budget=budget)
         found = step_memory(shape, replace(training, on=SWITCHES))
         fits: bool | None = None
     else:

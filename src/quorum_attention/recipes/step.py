@@ -229,7 +229,7 @@ def _attention(shape: ModelShape, training: Training) -> Part:
         # A budget is of one call, with what it returns: o, or the gradients of q, k and v.
         return max(
             plan(training.tokens, budget=budget, backward=back, **sizes).peak_bytes
-            - _returned(shape, training, backward=back)
+            - returned_bytes(shape, training, backward=back)
             for back in (False, True)
         )
 
@@ -241,7 +241,7 @@ def _attention(shape: ModelShape, training: Training) -> Part:
     return Part("attention's working memory", here, uncut, "layer", "quorum attention")
 
 
-def _returned(shape: ModelShape, training: Training, *, backward: bool) -> int:
+def returned_bytes(shape: ModelShape, training: Training, *, backward: bool) -> int:
     """Bytes of the output of an attention call, or of its gradients."""
     heads = shape.heads + (2 * shape.kv_heads if backward else 0)
     tokens = training.tokens * training.batch
@@ -280,7 +280,7 @@ def _in_what_is_left(
     if left <= 0:
         return training, found
     # The forward returns less than the backward, so neither takes more than is left.
-    budget = left + _returned(shape, training, backward=False)
+    budget = left + returned_bytes(shape, training, backward=False)
     tried = replace(training, budget=budget, on=(*training.on, SWITCHES[0]))
     try:
         return tried, step_memory(shape, tried)
@@ -320,5 +320,5 @@ def advice(found: StepMemory, fits: bool, memory: int) -> str:
 
 __all__ = [
     "LOSS_CHUNK", "MLP_TILE", "OPTIMIZERS", "SWITCHES", "Part", "StepMemory", "Training",
-    "adapters", "advice", "step_memory", "switch_until_it_fits",
+    "adapters", "advice", "returned_bytes", "step_memory", "switch_until_it_fits",
 ]  # fmt: skip
