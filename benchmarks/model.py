@@ -112,21 +112,24 @@ def wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def in_turn(runs: dict[str, Callable[[], Any]], device: str, rounds: int) -> dict[str, float]:
-    """Median seconds of each, one after the other in each round; the first round is not timed."""
+def in_turn(
+    runs: dict[str, Callable[[], Any]], device: str, rounds: int, calls: int = 1
+) -> dict[str, float]:
+    """Median seconds of a call of each, in turn; the first round is not timed."""
     found: dict[str, list[float]] = {name: [] for name in runs}
     for round_ in range(rounds + 1):
         for name, run in runs.items():
             wait(device)
             began = time.perf_counter()
-            run()
+            for _ in range(calls):
+                run()
             wait(device)
             if round_:
-                found[name].append(time.perf_counter() - began)
+                found[name].append((time.perf_counter() - began) / calls)
     return {name: statistics.median(times) for name, times in found.items()}
 
 
-def window(tokens: int, device: str, rounds: int, out: Console) -> list[dict[str, Any]]:
+def window(tokens: int, device: str, rounds: int, calls: int, out: Console) -> list[dict[str, Any]]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     rows = []
@@ -154,7 +157,7 @@ def window(tokens: int, device: str, rounds: int, out: Console) -> list[dict[str
                 q, k, v, block_mask=b, enable_gqa=True
             )
         with torch.no_grad():
-            forward = in_turn(runs, device, rounds)
+            forward = in_turn(runs, device, rounds, calls)
         both = in_turn(
             {
                 name: lambda run=run, q=q, k=k, v=v, g=grad: torch.autograd.grad(
@@ -164,9 +167,10 @@ def window(tokens: int, device: str, rounds: int, out: Console) -> list[dict[str
             },
             device,
             rounds,
+            calls,
         )
         row = {"heads": heads, "kv_heads": kv_heads, "width": width, "tokens": tokens,
-               "window": near, "forward": forward, "forward+backward": both}  # fmt: skip
+               "window": near, "calls_in_a_row": calls, "forward": forward, "forward+backward": both}  # fmt: skip
         rows.append(row)
         out.print(row)
         for name in ("forward", "forward+backward"):
@@ -238,16 +242,17 @@ def host_step(model: Layer, x: torch.Tensor, grad: torch.Tensor, budget: int, de
         for tile in tiles:
             made = model.project(x[:, tile].to(device), tile.start)
             for there, here in zip(qkv, made, strict=True):
-                there[:, :, tile] = here.to(there.device)
+                there[:, :, tile].copy_(here)
     common: dict[str, Any] = {"is_causal": True, "enable_gqa": True, "budget": budget}
     out, lse = qa.attention_with_lse(*qkv, devices=device, **common)
-    grad_out, grad_x = torch.empty_like(out), torch.empty_like(x)
+    grad_out, grad_x = (torch.empty_like(t, pin_memory=pinned) for t in (out, x))
     for tile in tiles:
         a, b = (
             each.to(device).requires_grad_() for each in (x[:, tile], out[:, :, tile].contiguous())
         )
         model.rest(a, b).backward(grad[:, tile].to(device))
-        grad_x[:, tile], grad_out[:, :, tile] = a.grad.to("cpu"), b.grad.to("cpu")
+        grad_x[:, tile].copy_(a.grad)
+        grad_out[:, :, tile].copy_(b.grad)
     grads = qa.attention_backward(grad_out, *qkv, out, lse, devices=device, **common)
     for tile in tiles:
         a = x[:, tile].to(device).requires_grad_()
@@ -268,8 +273,14 @@ def longest(
         model(x, sdpa).sum().backward()
 
     def everything(tokens: int) -> None:
-        x = torch.randn(1, tokens, model.hidden, dtype=dtype)
-        host_step(model, x, torch.ones_like(x), int(memory * _ATTENTION_SHARE), device)
+        # One tile of random numbers again and again, with other positions: drawing them takes long.
+        tile = torch.randn(1, min(_TILE, tokens), model.hidden, device=device, dtype=dtype).cpu()
+        x = torch.empty(1, tokens, model.hidden, dtype=dtype, pin_memory=device == "cuda")
+        for first in range(0, tokens, _TILE):
+            part = x[:, first : first + _TILE]
+            part.copy_(tile[:, : part.shape[1]])
+        grad = torch.ones(1, dtype=dtype).expand(x.shape)
+        host_step(model, x, grad, int(memory * _ATTENTION_SHARE), device)
 
     rows = []
     for name, step in (("sdpa", as_it_comes), ("quorum, tiles, host memory", everything)):
@@ -320,6 +331,7 @@ def main() -> None:
     parser.add_argument("--most", type=parse_count, default=2_097_152, help="longest that is tried")
     parser.add_argument("--times", type=int, help="of SDPA's length, tried and no other")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--calls", type=int, default=1, help="of a window, one after the other")
     parser.add_argument("--memory", type=parse_bytes, default=16 << 30)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--json", metavar="FILE")
@@ -330,7 +342,7 @@ def main() -> None:
     if options.device == "cuda":
         found["device"] = torch.cuda.get_device_name()
     if "window" in chosen:
-        found["window"] = window(options.tokens, options.device, options.rounds, out)
+        found["window"] = window(options.tokens, options.device, options.rounds, options.calls, out)
     if "layer" in chosen:
         found["layer"] = layer(options.tokens, options.device, options.rounds, out)
     if "longest" in chosen:
