@@ -170,7 +170,8 @@ def window(tokens: int, device: str, rounds: int, calls: int, out: Console) -> l
             calls,
         )
         row = {"heads": heads, "kv_heads": kv_heads, "width": width, "tokens": tokens,
-               "window": near, "calls_in_a_row": calls, "forward": forward, "forward+backward": both}  # fmt: skip
+               "window": near, "calls_in_a_row": calls, "forward": forward,
+               "forward+backward": both}  # fmt: skip
         rows.append(row)
         out.print(row)
         for name in ("forward", "forward+backward"):
