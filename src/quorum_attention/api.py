@@ -115,6 +115,14 @@ def attention(
             operator (docs/programs.md); with ``out`` or arrays torch.compile breaks its graph.
         BudgetError: the budget is too small; names the smallest that would do.
         OutOfMemoryError: memory ran out and nothing finer was left to try.
+
+    Example:
+        >>> q, k, v = (torch.randn(1, 8, 2048, 64, requires_grad=True) for _ in range(3))
+        >>> out = qa.attention(q, k, v, is_causal=True, budget="20MiB")
+        >>> out.sum().backward()
+        >>> expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        >>> torch.allclose(out, expected, atol=1e-4)
+        True
     """
     written = Written(budget, plan, depth, kernel, accumulator, devices, progress, report)
     call = (
@@ -155,6 +163,12 @@ def attention_with_lse(
         (out, lse): lse (..., heads, n_queries), natural log, fp32 (fp64 for fp64 inputs), -inf
         for rows without keys; on the query's device, or in host memory where the accumulators
         were there. Gradients flow through both.
+
+    Example:
+        >>> q, k, v = (torch.randn(1, 2, 300, 16) for _ in range(3))
+        >>> out, lse = qa.attention_with_lse(q, k, v)
+        >>> lse.shape
+        torch.Size([1, 2, 300])
     """
     written = Written(budget, plan, depth, kernel, accumulator, devices, progress, report)
     call = (
@@ -254,6 +268,13 @@ def attention_backward(
     Returns:
         (grad_query, grad_key, grad_value), or ``grads``; then grad_mask and grad_sinks, where asked
         for.
+
+    Example:
+        >>> q, k, v, grad_out = (torch.randn(1, 2, 300, 16) for _ in range(4))
+        >>> out, lse = qa.attention_with_lse(q, k, v, is_causal=True)
+        >>> grads = qa.attention_backward(grad_out, q, k, v, out, lse, is_causal=True)
+        >>> [tuple(grad.shape) for grad in grads]
+        [(1, 2, 300, 16), (1, 2, 300, 16), (1, 2, 300, 16)]
     """
     written = filled(Written(budget, plan, depth, kernel, accumulator, devices, progress, report))
     refuse_traces("attention_backward", query=query, key=key, value=value)

@@ -21,6 +21,15 @@ class BudgetError(OutOfMemoryError):
 
     Attributes:
         smallest_bytes: the smallest budget, in bytes, that would do; None where none is known.
+
+    Example:
+        >>> q = torch.randn(1, 2, 5000, 16)
+        >>> try:
+        ...     qa.attention(q, q, q, budget="1KiB")
+        ... except qa.BudgetError as error:
+        ...     out = qa.attention(q, q, q, budget=error.smallest_bytes)
+        >>> out.shape
+        torch.Size([1, 2, 5000, 16])
     """
 
     def __init__(self, message: str, smallest_bytes: int | None = None) -> None:

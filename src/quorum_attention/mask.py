@@ -61,6 +61,13 @@ class Mask:
 
     Raises:
         TypeError, ValueError: a field that makes no sense, by name.
+
+    Example:
+        >>> mask = qa.Mask(causal=True, window=(127, 0), key_lengths=torch.tensor([300, 200]))
+        >>> q = torch.randn(2, 4, 300, 16)
+        >>> qa.attention(q, q, q, attn_mask=mask).shape
+        torch.Size([2, 4, 300, 16])
+        >>> prefix = qa.Mask(causal=True) | qa.Mask(keeps=lambda b, h, query, key: key < 10)
     """
 
     causal: bool | Literal["upper_left", "lower_right"] = False

@@ -70,6 +70,15 @@ class patched_sdpa(using):  # noqa: N801 (used as a function is, as torch.no_gra
         enabled: False leaves all calls inside to torch's own.
 
     Other arguments, and errors, as in ``using``.
+
+    Example:
+        >>> from torch.nn import functional
+        >>> report = qa.Report()
+        >>> q = torch.randn(1, 2, 300, 16)
+        >>> with qa.patched_sdpa(min_tokens=100, report=report):
+        ...     out = functional.scaled_dot_product_attention(q, q, q)
+        >>> report.total.forwards
+        1
     """
 
     def __init__(
@@ -119,6 +128,10 @@ def patch_sdpa(
     Its options lie below those of all blocks. Called again, it replaces them.
 
     Args, errors: as of ``patched_sdpa``.
+
+    Example:
+        >>> qa.patch_sdpa(budget="2GiB")
+        >>> qa.unpatch_sdpa()
     """
     layer = layer_of(
         sdpa=True, min_tokens=min_tokens, budget=budget, depth=depth, kernel=kernel,

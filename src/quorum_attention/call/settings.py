@@ -235,6 +235,14 @@ class using(ContextDecorator):  # noqa: N801 (used as a function is, as torch.no
 
     Raises:
         TypeError, ValueError, NotImplementedError: a value that makes no sense, by name.
+
+    Example:
+        >>> report = qa.Report()
+        >>> q = torch.randn(1, 2, 300, 16)
+        >>> with qa.using(budget="16MiB", report=report):
+        ...     first, second = (qa.attention(q, q, q) for _ in range(2))
+        >>> report.total.forwards
+        2
     """
 
     def __init__(

@@ -85,6 +85,11 @@ def check_kernel(
     Raises:
         NotImplementedError: the kernel cannot run these calls; says why.
         ValueError, TypeError: an argument that makes no sense, by name.
+
+    Example:
+        >>> result = qa.check_kernel("dense", n_tokens=61, heads=2, backward=False, levels=[(3,)])
+        >>> bool(result)
+        True
     """
     kernel = get_kernel(kernel)
     default = "cuda" if torch.cuda.is_available() else "cpu"

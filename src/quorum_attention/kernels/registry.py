@@ -37,6 +37,17 @@ def register_kernel(kernel: InnerKernel) -> None:
         TypeError: it lacks a part of the ``InnerKernel`` protocol, or its traits contradict its
             methods.
         ValueError: its name is empty or "auto".
+
+    Example:
+        >>> def mine(query, key, value, *, is_causal, scale):
+        ...     scores = scale * (query @ key.mT)
+        ...     if is_causal:
+        ...         scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
+        ...     lse = torch.logsumexp(scores, -1)
+        ...     return torch.exp(scores - lse.unsqueeze(-1)) @ value, lse
+        >>> qa.register_kernel(qa.from_lse_function(mine, name="mine"))
+        >>> q = torch.randn(1, 2, 300, 16)
+        >>> out = qa.attention(q, q, q, kernel="mine", depth=1)
     """
     if isinstance(kernel, type):
         raise TypeError(f"a kernel is an object, not a class: make a {kernel.__name__} first")
@@ -72,7 +83,12 @@ def _lacking(thing: object) -> str:
 
 
 def kernels() -> dict[str, InnerKernel]:
-    """Every registered kernel by name, the preferred ones first (a copy)."""
+    """Every registered kernel by name, the preferred ones first (a copy).
+
+    Example:
+        >>> "dense" in qa.kernels()
+        True
+    """
     return {kernel.name: kernel for kernel in _in_order()}
 
 

@@ -104,6 +104,14 @@ def plan(
     Raises:
         BudgetError: the budget is too small; names the smallest that works.
         ValueError, TypeError: arguments that do not fit.
+
+    Example:
+        >>> made = qa.plan(1_048_576, is_causal=True, budget="2GiB", levels=(31,), device="cuda")
+        >>> made.n_tasks, made.peak_bytes < 2 << 30
+        (31, True)
+        >>> small = qa.plan(2048, dtype=torch.float32, levels=(7,), device="cpu")
+        >>> q = torch.randn(1, 8, 2048, 64)
+        >>> out = qa.attention(q, q, q, plan=small)  # the plan's sizes are the call's
     """
     work = _workload(
         n_tokens, n_keys, heads, kv_heads, head_dim, value_dim, batch, dtype, is_causal
@@ -372,6 +380,11 @@ def estimate(n_tokens: int, *, budget: int | str | None = None, **call: object) 
 
     Raises:
         BudgetError: nothing fits the budget.
+
+    Example:
+        >>> found = qa.estimate(1_048_576, is_causal=True, budget="2GiB", device="cuda")
+        >>> found.fits_monolithic, found.forward.peak_bytes < 2 << 30
+        (False, True)
     """
     for name in ("levels", "depth", "backward"):
         if name in call:

@@ -40,6 +40,10 @@ def quorum_sizes(max_l: int) -> tuple[int, ...]:
 
     Raises:
         TypeError, ValueError: ``max_l`` is no whole number from 1.
+
+    Example:
+        >>> quorum_sizes(9)
+        (1, 2, 3, 4, 5, 6, 8, 9)
     """
     max_l = whole_number(max_l, "max_l", 1)
     return tuple(l for l in range(1, max_l + 1) if has_interest_set(l))
@@ -73,6 +77,10 @@ def interest_set(l: int) -> tuple[int, ...]:
     Raises:
         ValueError: no set of that size is known (7 and 11 have none); names the nearest sizes.
         TypeError: ``l`` is no whole number.
+
+    Example:
+        >>> interest_set(3), interest_set(4)
+        ((0, 1, 3), (0, 1, 3, 9))
     """
     l = whole_number(l, "l", 1)
     if l in _PAPER:
@@ -93,6 +101,10 @@ def paired_interest_set(interest: Iterable[int]) -> tuple[int, ...]:
 
     Raises:
         ValueError: ``interest`` is no interest set, or does not begin with 0, 1.
+
+    Example:
+        >>> paired_interest_set((0, 1, 3))
+        (0, 1, 5)
     """
     members = tuple(interest)
     if not is_interest_set(members):
@@ -109,6 +121,10 @@ def is_interest_set(interest: Iterable[int], c: int | None = None) -> bool:
     """Whether every nonzero residue modulo ``c`` is the difference of exactly one ordered pair.
 
     ``c`` defaults to l (l - 1) + 1, the only modulus for which this is possible.
+
+    Example:
+        >>> is_interest_set((0, 1, 3)), is_interest_set((0, 1, 2))
+        (True, False)
     """
     members = tuple(interest)
     modulus = chunk_count(len(members)) if c is None else c

@@ -258,6 +258,17 @@ def from_lse_function(
 
     Raises:
         TypeError: not callable, or it lacks ``is_causal`` or ``scale``.
+
+    Example:
+        >>> def mine(query, key, value, *, is_causal, scale):
+        ...     scores = scale * (query @ key.mT)
+        ...     if is_causal:
+        ...         scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
+        ...     lse = torch.logsumexp(scores, -1)
+        ...     return torch.exp(scores - lse.unsqueeze(-1)) @ value, lse
+        >>> q = torch.randn(1, 2, 300, 16, requires_grad=True)
+        >>> out = qa.attention(q, q, q, kernel=qa.from_lse_function(mine), depth=1)
+        >>> out.sum().backward()
     """
     if not callable(function):
         raise TypeError(f"function must be callable, got {type(function).__name__}")

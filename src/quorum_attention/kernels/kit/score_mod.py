@@ -135,6 +135,13 @@ def from_score_mod(
 
     Raises:
         TypeError: a modification that cannot be called.
+
+    Example:
+        >>> def nearer(score, batch, head, query, key):
+        ...     return score - 0.1 * (query - key).abs()
+        >>> kernel = qa.from_score_mod(nearer, compiled=False)
+        >>> q = torch.randn(1, 2, 300, 16)
+        >>> out = qa.attention(q, q, q, kernel=kernel, depth=1)
     """
     for what, given in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         if given is not None and not callable(given):

@@ -1,0 +1,79 @@
+"""The examples in docstrings of public names run and print what they show; the main names have
+one."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+import quorum_attention as qa
+from quorum_attention.kernels import registry
+
+# Subpackages whose names are public too.
+PARTS = ("pool", "distributed", "recipes", "decomposition", "kernels", "kernels.kit")
+# What cannot be shown in a few lines: it needs a GPU or half a minute, is a protocol or a base.
+WITHOUT = {
+    "InnerKernel", "OutOfMemoryError", "Plan", "calibrate", "native_attention", "unpatch_sdpa",
+}  # fmt: skip
+
+
+def public() -> dict[str, Any]:
+    found = {name: getattr(qa, name) for name in qa.__all__}
+    found["kernels"] = registry.kernels  # a subpackage that can be called as this one
+    for part in PARTS:
+        module = importlib.import_module(f"quorum_attention.{part}")
+        found |= {f"{part}.{name}": getattr(module, name) for name in module.__all__}
+    return {name: value for name, value in found.items() if callable(value)}
+
+
+def examples(name: str, value: Any) -> list[doctest.DocTest]:
+    """Those of an object and of its methods; torch and the package are imported."""
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    module = importlib.import_module(value.__module__)
+    known = {**vars(module), "torch": torch, "qa": qa}
+    return [test for test in finder.find(value, name, module=False, globs=known) if test.examples]
+
+
+WITH = {name: tests for name, value in public().items() if (tests := examples(name, value))}
+
+
+@pytest.mark.parametrize("name", WITH)
+def test_examples_print_what_they_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_KERNELS", dict(registry._KERNELS))
+    if name == "NativeKernel":
+        pytest.importorskip("triton")
+    said: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    for test in WITH[name]:
+        runner.run(test, out=said.append)
+    assert runner.failures == 0, "".join(said)
+    assert runner.tries > 0
+
+
+@pytest.mark.parametrize("name", sorted(set(qa.__all__) - WITHOUT))
+def test_public_names_have_an_example(name: str) -> None:
+    assert name in WITH, f"show in a few lines how {name} is used ('Example:' in its docstring)"
+
+
+def test_an_example_that_is_wrong_fails() -> None:
+    def wrong() -> None:
+        """
+        >>> 1 + 1
+        3
+        """
+
+    runner = doctest.DocTestRunner(verbose=False)
+    for test in doctest.DocTestFinder().find(wrong, "wrong", module=False, globs={}):
+        runner.run(test, out=lambda text: None)
+    assert runner.failures == 1
+
+
+def test_public_functions_say_what_they_raise() -> None:
+    """Every public function that refuses bad input says how in its docstring."""
+    for name in ("attention", "plan", "estimate", "interest_set", "register_kernel", "using"):
+        assert "Raises:" in (inspect.getdoc(getattr(qa, name)) or ""), name
