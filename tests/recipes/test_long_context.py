@@ -97,7 +97,7 @@ def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setitem(sys.modules, name, None)
     summary = long_context(tiny("llama"))
     assert "tiled MLP" in summary.left_out
-    assert "pip install liger-kernel" in str(summary)
+    assert 'pip install "quorum-attention[long-context]"' in str(summary)
 
 
 def test_labels_are_all_that_changes_a_call() -> None:

@@ -207,7 +207,7 @@ class StreamCQSA(Method):
     def refusal(self, spec: Spec) -> str | None:
         """It is optional, and takes equal heads in 16 bits on CUDA only."""
         if importlib.util.find_spec("stream_cqsa") is None:
-            return "not installed (pip install quorum-attention[rivals])"
+            return 'not installed (pip install "quorum-attention[rivals]")'
         if spec.device != "cuda":
             return "measured on CUDA only"
         if spec.heads != spec.kv_heads or spec.dtype not in ("float16", "bfloat16"):

@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import pad
 
 from quorum_attention.execution.device.lookup import on_host
-from quorum_attention.recipes.summary import Ingredient, left_out
+from quorum_attention.recipes.summary import NO_LIGER, Ingredient, left_out
 
 NAME = "chunked loss"
 _IGNORED = -100
@@ -53,7 +53,7 @@ def _implementation(weight: torch.Tensor) -> tuple[_Sum | None, str]:
         try:
             from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
         except ImportError:
-            missing = "Liger is not installed (pip install liger-kernel)"
+            missing = NO_LIGER
         else:
             fused = LigerFusedLinearCrossEntropyLoss(
                 ignore_index=_IGNORED, reduction="sum", accum_dtype=torch.float32

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from quorum_attention.recipes.summary import Ingredient, left_out
+from quorum_attention.recipes.summary import NO_LIGER, Ingredient, left_out
 
 NAME = "tiled MLP"
 _PARTS = ("gate_proj", "up_proj", "down_proj")
@@ -24,7 +24,7 @@ def tile_mlps(model: torch.nn.Module, tokens: int) -> Ingredient:
     try:
         from liger_kernel.ops.tiled_mlp import apply_tiled_mlp
     except ImportError as error:
-        return left_out(NAME, f"Liger is not installed (pip install liger-kernel): {error}")
+        return left_out(NAME, f"{NO_LIGER}: {error}")
     found = [module for module in model.modules() if _is_gated(module)]
     if not found:
         return left_out(NAME, "no MLP of gate_proj, up_proj and down_proj (experts are not tiled)")

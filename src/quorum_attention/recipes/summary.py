@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# What a recipe says where the extra is missing.
+NO_LIGER = 'Liger is not installed (pip install "quorum-attention[long-context]")'
+
 
 @dataclass(frozen=True)
 class Ingredient:

@@ -1,0 +1,167 @@
+"""The wheel and the sdist have what belongs in them, and what is installed from them works."""
+
+from __future__ import annotations
+
+import email
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import quorum_attention as qa
+
+ROOT = Path(__file__).parents[2]
+SMOKE = Path(__file__).with_name("smoke.py")
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+BUILD = """
+import os, sys
+from setuptools import build_meta
+folder = sys.argv[1]
+print(build_meta.build_sdist(folder), build_meta.build_wheel(folder))
+"""
+OF_THE_PACKAGE = [path.relative_to(ROOT / "src") for path in (ROOT / "src").rglob("*.py")]
+
+
+def copied(folder: Path) -> Path:
+    """The checkout without what building leaves behind, which then stays out of the checkout."""
+    for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, folder / name)
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    shutil.copytree(ROOT / "src", folder / "src", ignore=ignored)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(sdist, wheel): by setuptools as it is here, so that nothing is fetched."""
+    source = copied(tmp_path_factory.mktemp("source"))
+    out = tmp_path_factory.mktemp("dist")
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD, str(out)], cwd=source, capture_output=True, text=True,
+        check=False, env={**os.environ, "PYTHONPATH": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    (sdist,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
+    return sdist, wheel
+
+
+@pytest.fixture(scope="module")
+def installed(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel installed, and nothing else."""
+    target = tmp_path_factory.mktemp("installed")
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index",
+         "--disable-pip-version-check", "--target", str(target), str(built[1])],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return target
+
+
+def test_the_wheel_has_every_file_of_the_package(built: tuple[Path, Path]) -> None:
+    names = set(zipfile.ZipFile(built[1]).namelist())
+    assert {str(path) for path in OF_THE_PACKAGE} <= names
+    assert "quorum_attention/py.typed" in names
+    others = {name for name in names if not name.startswith("quorum_attention/")}
+    assert all(".dist-info/" in name for name in others), "nothing else lands in site-packages"
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert built[1].name == f"quorum_attention-{qa.__version__}-py3-none-any.whl"
+
+
+def test_the_sdist_builds_the_same_wheel(built: tuple[Path, Path], tmp_path: Path) -> None:
+    with tarfile.open(built[0]) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.iterdir()
+    assert all((source / name).exists() for name in ("LICENSE", "README.md", "CHANGELOG.md"))
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; from setuptools import build_meta;"
+         "build_meta.build_wheel(sys.argv[1])", str(tmp_path)],
+        cwd=source, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    (wheel,) = tmp_path.glob("*.whl")
+    names = [sorted(zipfile.ZipFile(one).namelist()) for one in (wheel, built[1])]
+    assert names[0] == names[1]
+
+
+def test_the_metadata_is_what_an_index_wants(built: tuple[Path, Path]) -> None:
+    archive = zipfile.ZipFile(built[1])
+    (name,) = (n for n in archive.namelist() if n.endswith("dist-info/METADATA"))
+    data = email.message_from_bytes(archive.read(name))
+    assert (data["Name"], data["Version"]) == ("quorum-attention", qa.__version__)
+    assert 20 < len(data["Summary"]) < 200
+    assert data["Requires-Python"] == "<3.14,>=3.10"
+    assert data["License-Expression"] == "Apache-2.0"
+    assert data["Description-Content-Type"] == "text/markdown"
+    assert "# Quorum Attention" in str(data.get_payload())
+    classifiers = data.get_all("Classifier") or []
+    assert {f"Programming Language :: Python :: {v}" for v in PYTHONS} <= set(classifiers)
+    assert not any(c.startswith("License ::") for c in classifiers), "an expression takes its place"
+    assert {"draw", "transformers", "long-context", "docs", "dev"} <= set(
+        data.get_all("Provides-Extra") or []
+    )
+    (entries,) = (n for n in archive.namelist() if n.endswith("entry_points.txt"))
+    assert "quorum-attention = quorum_attention.cli:main" in archive.read(entries).decode()
+
+
+def test_what_is_installed_works(installed: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    done = subprocess.run(
+        [sys.executable, str(SMOKE)], cwd=tmp_path, env=environment, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1] == "smoke: passed"
+    said = subprocess.run(
+        [str(installed / "bin" / "quorum-attention"), "--version"], cwd=tmp_path,
+        env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert said.stdout.strip() == qa.__version__
+
+
+def interpreter(version: str) -> str | None:
+    """A Python of that version: on the path, or beside the one that runs (pyenv puts them so)."""
+    beside = sorted(Path(sys.base_prefix).parent.glob(f"{version}.*/bin/python3"))
+    for candidate in (shutil.which(f"python{version}"), *map(str, beside)):
+        if candidate is not None:
+            said = subprocess.run(
+                [candidate, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"],
+                capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            if said.stdout.strip() == version:
+                return candidate
+    return None
+
+
+@pytest.mark.parametrize("version", PYTHONS)
+def test_every_python_reads_it(version: str, installed: Path, tmp_path: Path) -> None:
+    """All files compile, and what needs no torch works; with torch: `make smoke`."""
+    python = interpreter(version)
+    if python is None:
+        pytest.skip(f"there is no Python {version} here")
+    code = (
+        "import pathlib, sys\n"
+        "for file in pathlib.Path(sys.argv[1]).rglob('*.py'):\n"
+        "    compile(file.read_text('utf-8'), str(file), 'exec')\n"
+    )
+    subprocess.run([python, "-c", code, str(installed / "quorum_attention")], check=True)
+    done = subprocess.run(
+        [python, "-S", str(SMOKE), "--no-torch"], cwd=tmp_path, capture_output=True, text=True,
+        check=False, env={"PATH": os.environ["PATH"], "PYTHONPATH": str(installed)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_changelog_begins_with_what_is_not_released_or_this_version() -> None:
+    """Keep a Changelog's form: a title, then versions, the newest first."""
+    lines = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()
+    assert lines[0] == "# Changelog"
+    versions = [line.removeprefix("## ").split(" ")[0] for line in lines if line.startswith("## ")]
+    assert versions[0].strip("[]") in ("Unreleased", qa.__version__)
+    assert qa.__version__ in [version.strip("[]") for version in versions]
