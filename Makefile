@@ -1,6 +1,7 @@
 # make demo   an attention call that runs out of memory, recovered, on whatever device is here
 # make test   lint, types, tests
 # make docs   the pages of docs/ as a site, into site/
+# make smoke   wheel and sdist, each in a fresh environment of every Python here, with the pinned dependencies
 # make resolve   whether the pins can be had from the default index, on every Python here; installs nothing
 # The first three set up an environment of their own in .venv first.
 
@@ -21,7 +22,7 @@ CONSTRAINTS := -c constraints.txt
 TORCH := "$(shell grep '^torch==' constraints.txt)"
 endif
 
-.PHONY: demo test lint types docs resolve clean
+.PHONY: demo test lint types docs smoke resolve clean
 
 # torch first and by its exact version: a resolver left free would fetch the largest build there is.
 $(VENV)/.run: pyproject.toml constraints.txt
@@ -65,6 +66,19 @@ resolve:
 	    python$$v -m pip --disable-pip-version-check install --quiet --dry-run --ignore-installed \
 	    $(if $(CONSTRAINTS),$(CONSTRAINTS),-c constraints.txt) ".[dev]" || exit 1; \
 	  echo "Python $$v: resolves"; \
+	done
+
+smoke: $(VENV)/.dev
+	@rm -rf build dist && $(BIN)/python -c "from setuptools import build_meta as b; b.build_sdist('dist'), b.build_wheel('dist')"
+	@for v in 3.10 3.11 3.12 3.13; do \
+	  if ! python$$v -m pip --version >/dev/null 2>&1; then echo "Python $$v: not here"; continue; fi; \
+	  for what in dist/*.whl dist/*.tar.gz; do \
+	    here=build/smoke/$$v; rm -rf $$here; python$$v -m venv $$here || exit 1; \
+	    $$here/bin/pip --disable-pip-version-check install --quiet -c constraints.txt \
+	      "$(shell grep '^torch==' constraints.txt)" setuptools "$$what" || exit 1; \
+	    (cd build/smoke && $$v/bin/python $(CURDIR)/tests/packaging/smoke.py) || exit 1; \
+	    echo "Python $$v: $$what works"; \
+	  done; \
 	done
 
 clean:

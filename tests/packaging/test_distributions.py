@@ -165,3 +165,6 @@ def test_the_changelog_begins_with_what_is_not_released_or_this_version() -> Non
     versions = [line.removeprefix("## ").split(" ")[0] for line in lines if line.startswith("## ")]
     assert versions[0].strip("[]") in ("Unreleased", qa.__version__)
     assert qa.__version__ in [version.strip("[]") for version in versions]
+    kinds = {line for line in lines if line.startswith("### ")}
+    known = ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")
+    assert kinds <= {f"### {kind}" for kind in known}

@@ -126,6 +126,7 @@ def test_bench_without_its_rivals(without: Any) -> None:
 def test_the_native_kernel_without_triton(without: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from quorum_attention.kernels.native import kernel as native
 
+    monkeypatch.setattr(native, "interpreted", lambda: True)  # as if a GPU were there
     monkeypatch.setattr(native, "triton_available", lambda: False)
     q = torch.randn(1, 2, 200, 16)
     with pytest.raises(NotImplementedError, match="Triton, which is not installed"):
