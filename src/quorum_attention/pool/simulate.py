@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import NoReturn
 
 from quorum_attention.execution.control.events import DeviceLost, UnitDone
 from quorum_attention.execution.control.instructions import GiveUp
@@ -45,7 +46,7 @@ def simulate(
     known = list((paces or {}).values())
     parts = parts_of(sizes, len(names), len(set(names)) == 1, known)
     report = PoolPass(devices=list(names), parts=len(parts))
-    machine = Machine(parts, _never, Limits(0, 0), dict.fromkeys(range(len(names)), 1))  # type: ignore[arg-type]
+    machine = Machine(parts, _never, Limits(0, 0), dict.fromkeys(range(len(names)), 1))
     numbers = {part: number for number, part in enumerate(parts)}
     dispatch = Dispatcher(machine, lambda part: part.pairs(sizes), partial(joined, sizes), paces)
     # (time, tie, device, order), of failures with None; the tie makes equal times repeatable.
@@ -83,7 +84,7 @@ def simulate(
     return report
 
 
-def _never() -> None:
+def _never() -> NoReturn:
     raise AssertionError("simulated devices have memory enough")
 
 

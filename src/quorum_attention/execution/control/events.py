@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from quorum_attention.execution.workload import Group
+from typing import Any, TypeAlias
 
 Path = tuple[int, ...]
+# What is handed out: a head group of a pass on one device, a part of a call on several, or anything
+# else that can be hashed. The machine only compares them.
+Group: TypeAlias = Any
 
 
 @dataclass(frozen=True, slots=True)

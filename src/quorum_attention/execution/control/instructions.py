@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from quorum_attention.execution.control.events import Path
+from quorum_attention.execution.control.events import Group, Path
 from quorum_attention.execution.control.visits import Visit
-
-if TYPE_CHECKING:
-    from quorum_attention.execution.workload import Group
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,13 +31,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from quorum_attention.execution.control.checks import check
 from quorum_attention.execution.control.events import (
     DeviceJoined,
     DeviceLost,
     Event,
+    Group,
     Headroom,
     NeedsPlan,
     OutOfMemory,
@@ -59,9 +59,6 @@ from quorum_attention.execution.control.instructions import (
 )
 from quorum_attention.execution.control.queue import Cuts, GroupTasks, Queue
 from quorum_attention.execution.control.visits import Visit
-
-if TYPE_CHECKING:
-    from quorum_attention.execution.workload import Group
 
 MOST_COARSENINGS = 2
 # The number of the device, in a pass on one device.

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from quorum_attention.decomposition import Task
 from quorum_attention.decomposition.tasks import tokens_of
-from quorum_attention.execution.control.events import Path
+from quorum_attention.execution.control.events import Group, Path
 from quorum_attention.execution.control.visits import Visit, visits
 
 if TYPE_CHECKING:
     from quorum_attention.execution.schedule import Schedule
-    from quorum_attention.execution.workload import Group
 
 
 # The task of a head group that is not cut: the whole group is one unit.
