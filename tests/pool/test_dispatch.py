@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 
@@ -56,9 +57,11 @@ def test_alike_they_take_several_heads_at_once() -> None:
     """And single ones towards the end."""
     parts = parts_of(SIZES, 2)
     machine = Machine(parts, AssertionError, Limits(0, 0), {0: 1, 1: 1})
-    dispatch = Dispatcher(machine, lambda part: part.pairs(SIZES), lambda a, b: joined(SIZES, a, b))
+    dispatch = Dispatcher(
+        machine, lambda part: part.pairs(SIZES), partial(joined, SIZES), alike=True
+    )
     orders = [dispatch.take(device, 0.0) for device in dispatch.idle()]
-    assert [order.part.heads for order in orders if order is not None] == [(0, 2), (2, 4)]
+    assert [order.part.heads for order in orders if order is not None] == [(0, 3), (3, 6)]
     assert all(order is not None and order.part.whole for order in orders)
     assert dispatch.idle() == []
 

@@ -147,7 +147,9 @@ class PoolCall:
         """A pass; ``fresh``: results that nobody has written to."""
         pool, asked, sizes = self._pool, self._asked, self.sizes(request)
         work = request.work
-        kind = (work.dtype, work.head_dim, work.value_dim, work.is_causal, asked.kernel)
+        # Sizes go by powers of two: what a pair takes depends on them, a little.
+        size = work.n_tokens.bit_length()
+        kind = (work.dtype, work.head_dim, work.value_dim, work.is_causal, asked.kernel, size)
         even = pool.alike(asked.budgets, (totals is not None, *kind))
         if asked.mask is not None and asked.mask.is_structured:
             even = False  # parts of as many rows may be of unequal work

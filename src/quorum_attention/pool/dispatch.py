@@ -14,8 +14,9 @@ from typing import Any
 
 from quorum_attention.execution.control.machine import Machine
 
-# The share of what a device will presumably do that it takes at once.
-_SHARE = 0.55
+# The share of what a device will presumably do that it takes at once: where devices are alike, and
+# where they may not be as quick as they are thought to be.
+_SHARE_ALIKE, _SHARE = 0.8, 0.55
 # Only of devices this much quicker another one may be in the way, and not for so few seconds.
 _SLOW = 1.25
 _SHORT_SECONDS = 0.01
@@ -47,6 +48,7 @@ class Dispatcher:
         join: two parts as one; None where they are none. No function: parts stay as they are.
         paces: how long each device takes for a pair, relative to the others, as far as that is
             known beforehand.
+        alike: whether devices may be taken to be equally quick.
 
     Attributes:
         orders: what devices are at, by number.
@@ -59,9 +61,11 @@ class Dispatcher:
         pairs: Callable[[Any], int],
         join: Callable[[Any, Any], Any] | None = None,
         paces: Mapping[int, float] | None = None,
+        alike: bool = False,
     ) -> None:
         self._machine, self._pairs, self._join = machine, pairs, join
         self._before = dict(paces or {})
+        self._share = _SHARE_ALIKE if alike else _SHARE
         self.paces: dict[int, float] = {}
         self._left = sum(pairs(part) for part in machine.queue.waiting)
         self.orders: dict[int, Order] = {}
@@ -76,7 +80,7 @@ class Dispatcher:
         waiting = self._machine.queue.waiting
         if not waiting or (self.orders and self._hinders(device, now)):
             return None
-        most = _SHARE * self._fair(device, now)
+        most = self._share * self._fair(device, now)
         self._machine.start(device)
         units = [self._next(device)]
         part = units[0]

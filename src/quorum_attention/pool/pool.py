@@ -213,10 +213,11 @@ class Pool(Several):
             coordinator = Coordinator(
                 hired, begin, parts, sums, ended, report,
                 join=partial(joined, begin.sizes), paces=paces,
+                alike=self.alike(budgets, kind),
             )  # fmt: skip
             coordinator.run()
             for number, pace in coordinator.paces.items():
-                self._workers[number].paces[kind] = pace
+                self._workers[number].remember(kind, pace)
 
     def paces(self, kind: tuple[Any, ...]) -> dict[int, float]:
         """Seconds a pair of each worker: as seen last, or as expected."""

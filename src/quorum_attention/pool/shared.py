@@ -37,6 +37,11 @@ class InFile:
     dtype: torch.dtype
     written: bool
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether it is shared memory of another process."""
+        return self.path.startswith("/proc/")
+
     def open(self) -> torch.Tensor:
         """Map it here."""
         spanned = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) + 1

@@ -44,11 +44,14 @@ def simulate(
         RuntimeError: all devices fail before the pass ends.
     """
     known = list((paces or {}).values())
-    parts = parts_of(sizes, len(names), len(set(names)) == 1, known)
+    alike = len(set(names)) == 1
+    parts = parts_of(sizes, len(names), alike, known)
     report = PoolPass(devices=list(names), parts=len(parts))
     machine = Machine(parts, _never, Limits(0, 0), dict.fromkeys(range(len(names)), 1))
     numbers = {part: number for number, part in enumerate(parts)}
-    dispatch = Dispatcher(machine, lambda part: part.pairs(sizes), partial(joined, sizes), paces)
+    dispatch = Dispatcher(
+        machine, lambda part: part.pairs(sizes), partial(joined, sizes), paces, alike
+    )
     # (time, tie, device, order), of failures with None; the tie makes equal times repeatable.
     events: list[tuple[float, int, int, Order | None]] = []
     for device, at in (lost or {}).items():

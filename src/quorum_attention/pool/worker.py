@@ -25,7 +25,11 @@ from quorum_attention.pool.local import Local
 from quorum_attention.pool.masked import masked
 from quorum_attention.pool.messages import Begin, Compute, Done, End, Failed, Ready
 from quorum_attention.pool.parts import Part
-from quorum_attention.pool.shared import opened
+from quorum_attention.pool.shared import InFile, OnDevice, opened
+from quorum_attention.pool.touched import Touching
+
+# Tensors of a pass that are large.
+_ROWS = ("query", "key", "value", "out", "grad_out", "grad_query", "grad_key", "grad_value")
 
 
 def work(device: str, threads: int | None, pipe: Connection) -> None:
@@ -53,7 +57,7 @@ def _obey(place: torch.device, pipe: Connection) -> None:
         if isinstance(message, Begin):
             passes[message.number] = _Pass(message, place)
         elif isinstance(message, End):
-            passes.pop(message.number, None)
+            passes.pop(message.number).end()
         else:
             try:
                 pipe.send(_answer(passes[message.number], message))
@@ -90,8 +94,17 @@ class _Pass:
 
     def __init__(self, message: Begin, device: torch.device) -> None:
         self._sizes, self._backward = message.sizes, message.backward
-        self._tensors = {name: opened(handle) for name, handle in message.tensors.items()}
+        # Opened with the first part: a pass may be over, and its memory gone, before this worker
+        # has heard that it began.
+        self._handles = message.tensors
+        self._tensors: dict[str, torch.Tensor] = {}
         self._options, self._budget, self._device = message.options, message.budget, device
+
+    def end(self) -> None:
+        """The pass is over. What was never opened is given back all the same."""
+        for handle in () if self._tensors else self._handles.values():
+            if isinstance(handle, OnDevice):
+                handle.release()
 
     @property
     def unequal(self) -> bool:
@@ -100,11 +113,18 @@ class _Pass:
 
     def compute(self, message: Compute, report: Report) -> None:
         """Compute a part; its results are in place when this returns."""
-        if self._backward:
-            at = self._gradients(message, report)
-        else:
-            at = self._statistics(message.part, report)
-        at.store()
+        if not self._tensors:
+            self._tensors = {name: opened(handle) for name, handle in self._handles.items()}
+        locks = backend_of(self._device).pins
+        names = [name for name in _ROWS if name in self._handles and locks]
+        # Ordinary files are not read ahead of time.
+        mapped = [n for n in names if isinstance(h := self._handles[n], InFile) and h.in_memory]
+        with Touching(self._of(name, message.part) for name in mapped):
+            if self._backward:
+                at = self._gradients(message, report)
+            else:
+                at = self._statistics(message.part, report)
+            at.store()
         for device in {self._device, *(t.device for t in self._tensors.values())}:
             backend_of(device).synchronize(device)
 

@@ -29,6 +29,7 @@ class Worker:
         name: the device's own name.
         alive: whether it has not ended, nor been given up.
         paces: seconds a pair, by what they depend on, as seen last.
+        warm: what paces depend on that has been seen once. Kernels are compiled then.
     """
 
     device: str
@@ -37,11 +38,18 @@ class Worker:
     name: str = ""
     alive: bool = True
     paces: dict[Any, float] = field(default_factory=dict)
+    warm: set[Any] = field(default_factory=set)
 
     @property
     def label(self) -> str:
         """Its device, for people."""
         return f"{self.device} ({self.name})"
+
+    def remember(self, kind: Any, pace: float) -> None:
+        """Note a pace, if it is not the first of its kind."""
+        if kind in self.warm:
+            self.paces[kind] = pace
+        self.warm.add(kind)
 
     def send(self, message: object) -> bool:
         """Send a message; False if the worker is gone."""

@@ -1,0 +1,90 @@
+"""Memory that other processes have: one memory, no copy, nothing left when it is gone."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from quorum_attention.call.mapped import Mappings
+from quorum_attention.pool.shared import InFile, Shared, made_for, opened, room
+from quorum_attention.pool.touched import Touching
+
+LINUX = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="not Linux")
+
+
+def files() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+@LINUX
+@pytest.mark.parametrize("kind", ["room", "torch", "view", "file"])
+def test_the_same_memory(tmp_path: Path, kind: str) -> None:
+    shape = (2, 3, 700, 16)
+    tensor = room(shape, torch.float32)
+    if kind == "torch":
+        tensor = torch.zeros(shape).share_memory_()
+    elif kind == "file":
+        tensor = torch.from_numpy(np.memmap(tmp_path / "x", np.float32, "w+", shape=shape))
+    part = tensor[1:, :, 5:300].transpose(1, 2) if kind == "view" else tensor
+    tensor.copy_(torch.randn(shape))
+    found = Shared.of(part, Mappings.now())
+    assert found.copied_bytes == 0
+    assert isinstance(found.handle, InFile)
+    there = opened(found.handle)
+    assert torch.equal(there, part)
+    part += 1  # seen there, however it was opened
+    if kind != "file":
+        assert torch.equal(there, part)
+        there.mul_(2)
+        assert torch.equal(there, part)
+
+
+@LINUX
+def test_what_is_gone_leaves_nothing() -> None:
+    gc.collect()
+    before = files()
+    tensor = room((1000, 100), torch.float64)
+    assert not tensor.any()
+    assert files() != before
+    assert not os.path.exists("/dev/shm/quorum-attention")
+    kept = tensor[3]
+    del tensor
+    gc.collect()
+    assert files() != before  # a view holds it
+    del kept
+    gc.collect()
+    assert files() == before
+
+
+def test_ordinary_memory_is_copied() -> None:
+    tensor = torch.randn(5, 7)
+    found = Shared.of(tensor, Mappings.now())
+    assert found.copied_bytes == tensor.nbytes
+    assert torch.equal(opened(found.handle), tensor)
+    target = Shared.written(tensor, Mappings.now())
+    assert target.tensor.data_ptr() != tensor.data_ptr()
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0, 2), ()])
+def test_small_shapes(shape: tuple[int, ...]) -> None:
+    made = made_for(shape, torch.float16, torch.device("cpu"))
+    assert made.shape == shape
+    assert torch.equal(opened(Shared.made(made).handle), made)
+
+
+@LINUX
+def test_pages_are_made_and_nothing_is_written() -> None:
+    tensor = room((24 << 20,), torch.uint8)
+    tensor[12345] = 7
+    tensor[-1] = 9
+    with Touching([tensor, torch.zeros(9 << 20, dtype=torch.uint8)[::2]]) as touching:
+        for thread in touching._threads:
+            thread.join()
+    assert tensor[12345] == 7
+    assert tensor[-1] == 9
+    assert int(tensor.count_nonzero()) == 2
