@@ -14,17 +14,17 @@ def main() -> int:
     given = _arguments()
     if given.seed is not None:
         return _one(given)
-    if given.rows:
-        return _rows(given)
+    if given.serve:
+        return _serve(given)
     from random_calls.summary import Summary
-    from random_calls.workers import rows
+    from random_calls.workers import How, rows
 
     started = shown = time.monotonic()
     summary = Summary(given.first)
-    for row in rows(
-        given.first, given.count, given.jobs, given.device, given.threads, given.chunk,
-        given.seconds,
-    ):  # fmt: skip
+    how = How(
+        given.device, given.jobs, given.threads, given.chunk, given.free, given.seconds
+    )  # fmt: skip
+    for row in rows(given.first, given.count, how):
         summary.add(row)
         if row["text"]:
             print(row["text"], flush=True)
@@ -36,6 +36,9 @@ def main() -> int:
     print(summary.text())
     if given.json:
         Path(given.json).write_text(json.dumps(summary.data(), indent=1), encoding="utf-8")
+    if given.compilations:
+        text = json.dumps(summary.compilations, indent=1)
+        Path(given.compilations).write_text(text, encoding="utf-8")
     return 1 if summary.outcomes["wrong"] else 0
 
 
@@ -53,14 +56,22 @@ def _arguments() -> argparse.Namespace:
         "--simplest", action="store_true", help="with --seed: look for a simpler one"
     )
     parser.add_argument("--chunk", type=int, default=2000, help="seeds of one process")
-    parser.add_argument("--rows", action="store_true", help="one line of JSON for every seed")
+    parser.add_argument(
+        "--free", action="store_true",
+        help="on a GPU: draw freely what has to be compiled for, too (up to 3 s a call)",
+    )  # fmt: skip
+    parser.add_argument("--compilations", help="file for what Triton compiled")
+    parser.add_argument(
+        "--serve", action="store_true",
+        help="read runs of seeds (first, stop) line by line; one line of JSON for every seed",
+    )  # fmt: skip
     return parser.parse_args()
 
 
 def _one(given: argparse.Namespace) -> int:
     from random_calls.run import check_seed, simplest
 
-    verdict = check_seed(given.seed, given.device)
+    verdict = check_seed(given.seed, given.device, free=given.free)
     print(verdict)
     print("errors as shares of what is allowed:", verdict.ratios)
     print("ran:", verdict.ran)
@@ -69,22 +80,30 @@ def _one(given: argparse.Namespace) -> int:
     return 1 if verdict.outcome == "wrong" else 0
 
 
-def _rows(given: argparse.Namespace) -> int:
+def _serve(given: argparse.Namespace) -> int:
     import gc
 
+    started = time.perf_counter()
     import torch
 
+    from random_calls import compilations
     from random_calls.run import check_seed
     from random_calls.summary import row_of
 
     torch.set_num_threads(given.threads)
+    if given.device != "cpu":
+        torch.zeros(1, device=given.device)
+        compilations.watch()
     gc.collect()
     gc.freeze()  # what is imported by now is not looked through again and again
-    for seed in range(given.first, given.first + given.count):
-        started = time.perf_counter()
-        row = row_of(check_seed(seed, given.device))
-        row["seconds"] = time.perf_counter() - started
-        print(json.dumps(row), flush=True)
+    start = {"start": time.perf_counter() - started}
+    for line in sys.stdin:
+        for seed in range(*map(int, line.split())):
+            row = row_of(check_seed(seed, given.device, free=given.free))
+            row["parts"] |= start
+            row["compiled"] = compilations.taken()
+            start = {}
+            print(json.dumps(row), flush=True)
     return 0
 
 

@@ -62,7 +62,7 @@ def judge(
                 break
     if bool(wrong.any()):
         theirs = yardstick.results().get(name)
-        same = theirs is not None and bool((~theirs.isfinite() & wrong).any())
+        same = theirs is not None and bool((~theirs.to(wrong.device).isfinite() & wrong).any())
         kind = "not finite, torch neither" if same else "not finite"
         return Off(name, kind, _where(wrong, got, exact), _WORST), _WORST
     if bool((must & ~broken).any()):

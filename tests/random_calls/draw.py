@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from random_calls.case import Case, Mask, Orders, Planted, Results, Scores
+from random_calls.pool import ALIKE, Kind, kind_of, pool
 
 _CORNERS = (
     *range(1, 10), 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, *range(125, 131), *range(249, 260),
@@ -36,16 +40,24 @@ _LAYOUTS = {
 }  # fmt: skip
 
 
-def draw(seed: int, device: str = "cpu") -> Case:
-    """The case of a seed; of a kind of device, because kernels differ."""
-    return _Drawing(seed, device).case()
+def draw(seed: int, device: str = "cpu", *, free: bool = False) -> Case:
+    """The case of a seed; of a kind of device, because kernels differ.
+
+    ``free``: on a GPU too, no matter how much has to be compiled for it (``pool.py``).
+    """
+    return _Drawing(seed, device, free).case()
 
 
 class _Drawing:
-    def __init__(self, seed: int, device: str) -> None:
+    def __init__(self, seed: int, device: str, free: bool) -> None:
         self.seed = seed
         self.on_cuda = device != "cpu"
         self.r = random.Random(seed)
+        number = kind_of(seed) if self.on_cuda and not free else None
+        self.kind = None if number is None else pool()[number][0]
+        # What all of some neighbouring seeds draw alike, where shapes are prepared.
+        shaped = self.kind is not None and self.kind.shaped
+        self.shared = random.Random(f"alike {seed // ALIKE}") if shaped else self.r
         # Kernels are tried out for every head dimension they meet: some at a time.
         self.odd_widths = random.Random(seed // 1000).sample(range(1, 81), 5)
 
@@ -54,6 +66,14 @@ class _Drawing:
 
     def sometimes(self, chance: float) -> bool:
         return self.r.random() < chance
+
+    @contextlib.contextmanager
+    def alike(self) -> Iterator[None]:
+        own, self.r = self.r, self.shared
+        try:
+            yield
+        finally:
+            self.r = own
 
     def tokens(self) -> int:
         where = self.one_of(
@@ -87,14 +107,10 @@ class _Drawing:
 
     def case(self) -> Case:
         r = self.r
-        n_queries, n_keys = self.lengths()
-        long = max(n_queries, n_keys)
-        batch, heads, kv_heads = self.heads(long)
-        # A few milliseconds a call: fewer of them at once where sequences are longer.
-        while math.prod(batch) * heads * n_queries * n_keys > _MOST_PAIRS and heads > 1:
-            kv_heads = max(1, kv_heads // 2)
-            heads = kv_heads * self.one_of({1: 2, 2: 1}) if kv_heads > 1 else 1
-            batch = (1,) if math.prod(batch) > 1 else batch
+        with self.alike():
+            n_queries, n_keys = self.lengths()
+            long = max(n_queries, n_keys)
+            batch, heads, kv_heads = self.sizes(n_queries, n_keys)
         head_dim = self.width(long)
         kernel = self.one_of(_CUDA_KERNELS if self.on_cuda else _CPU_KERNELS)
         interpreted = "native" in kernel and not self.on_cuda
@@ -106,10 +122,14 @@ class _Drawing:
         if interpreted:
             dtype = r.choice(["float16", "float32"])
         scores = self.scores(kernel)
+        if self.kind is not None:
+            kernel, dtype, scores = self.kind.kernel, self.kind.dtype, self.kind.scores
+            head_dim, value_dim = self.kind.head_dim, self.kind.value_dim
         plain = kernel in ("auto", "cpu", "dense", "native", "cudnn", "flash", "efficient")
-        mask = self.mask() if self.sometimes(0.27) and plain else None
-        route = self.one_of({"autograd": 45, "pair": 45, "forward": 10})
-        is_causal = self.sometimes(0.55)
+        with self.alike():
+            mask = self.mask() if self.sometimes(0.27) and plain else None
+            route = self.one_of({"autograd": 45, "pair": 45, "forward": 10})
+            is_causal = self.sometimes(0.55)
         content = self.one_of(
             {"normal": 42, "sink": 14, "sinks": 4, "one hot": 12, "large scores": 7, "tiny": 4,
              "constant": 4, "extremes": 3, "offset values": 5, "spread rows": 5}
@@ -129,13 +149,12 @@ class _Drawing:
         if planted is not None and grad in ("wide range", "loss scaled"):
             grad = "normal"  # what overflows is not told from what is not finite anyhow
         sizes = (heads // kv_heads, kv_heads, kv_heads * math.prod(batch))
-        orders = self.orders(*sizes)
-        again = None
-        if route == "pair" and self.sometimes(0.4):
-            again = self.orders(*sizes)
-        layouts = tuple(
-            "plain" if self.sometimes(0.35) else self.one_of(_LAYOUTS) for _ in range(4)
-        )
+        with self.alike():
+            orders = self.orders(*sizes)
+            again = None
+            if route == "pair" and self.sometimes(0.4):
+                again = self.orders(*sizes)
+            layouts = self.layouts()
         failure = None
         if self.sometimes(0.06) and route == "pair" and not interpreted:
             failure = (
@@ -145,14 +164,16 @@ class _Drawing:
         scale = self.scale(head_dim)
         wanted = self.wanted()
         calibrated = r.choice([0.001, 0.03, 1.0, 30.0]) if self.sometimes(0.15) else None
-        residency = r.choice(["device", "host"])
+        with self.alike():
+            residency = self.r.choice(["device", "host"])
         reported, looked_after = self.sometimes(0.7), self.sometimes(0.03)
         measured = failure is None and self.sometimes(0.003)
-        mask_grad, lse_grad = self.more_gradients(
-            mask, plain and planted is None and route != "forward" and not measured,
-            route == "autograd", orders if again is None else again,
-        )  # fmt: skip
-        return Case(
+        with self.alike():
+            mask_grad, lse_grad = self.more_gradients(
+                mask, plain and planted is None and route != "forward" and not measured,
+                route == "autograd", orders if again is None else again,
+            )  # fmt: skip
+        found = Case(
             seed=self.seed,
             batch=batch,
             heads=heads,
@@ -188,6 +209,23 @@ class _Drawing:
             # Last, so that a seed's other choices do not depend on it.
             dropout=0.0 if mask_grad or lse_grad else self.dropout(kernel, planted, content, grad),
         )
+        return found if self.kind is None else of_kind(found, self.kind)
+
+    def sizes(self, n_queries: int, n_keys: int) -> tuple[tuple[int, ...], int, int]:
+        """A batch's shape, query heads and key heads."""
+        batch, heads, kv_heads = self.heads(max(n_queries, n_keys))
+        # A few milliseconds a call: fewer of them at once where sequences are longer.
+        while math.prod(batch) * heads * n_queries * n_keys > _MOST_PAIRS and heads > 1:
+            kv_heads = max(1, kv_heads // 2)
+            heads = kv_heads * self.one_of({1: 2, 2: 1}) if kv_heads > 1 else 1
+            batch = (1,) if math.prod(batch) > 1 else batch
+        return batch, heads, kv_heads
+
+    def layouts(self) -> tuple[str, str, str, str]:
+        def one() -> str:
+            return "plain" if self.sometimes(0.35) else self.one_of(_LAYOUTS)
+
+        return one(), one(), one(), one()
 
     def more_gradients(
         self, mask: Mask | None, allowed: bool, by_autograd: bool, orders: Orders
@@ -335,3 +373,30 @@ class _Drawing:
             streams=self.r.choice([None, None, 1, 2]) if self.on_cuda else None,
             pinned=self.sometimes(0.7),
         )
+
+
+def of_kind(case: Case, kind: Kind) -> Case:
+    """A case without what its kind does not have (``pool.py``)."""
+    if not kind.masked:
+        case = replace(case, mask=None, mask_grad=False)
+    if not kind.dropped:
+        case = replace(case, dropout=0.0)
+    if not kind.of_lse:
+        case = replace(case, lse_grad=None)
+    if not kind.native:
+        return case
+    # Strides that are 1, and those that are multiples of 16, are compiled for: of statistics and
+    # of masks.
+    if case.n_queries > 1:
+        case = replace(case, n_queries=_or_odd(case.n_queries))
+    if case.mask is not None:
+        case = replace(case, n_queries=_or_odd(case.n_queries), n_keys=_or_odd(case.n_keys))
+    if "sliced" in case.layouts:
+        # All four, or none: where rows do not lie in words.
+        layouts = ("sliced",) * 4 if case.layouts[0] == "sliced" else ("plain",) * 4
+        case = replace(case, layouts=layouts)
+    return case
+
+
+def _or_odd(n: int) -> int:
+    return n if n % 16 == 0 else max(3, n | 1)

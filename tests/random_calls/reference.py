@@ -59,11 +59,28 @@ def _least(dtype: torch.dtype) -> float:
     return info.smallest_normal * (info.eps / 2 if dtype == torch.float16 else 1.0)
 
 
-class Reference:
-    """The textbook of one case, heads expanded, all batch dimensions flattened."""
+# Pairs of queries and keys from which on a GPU is the quicker one.
+_MANY = 400_000
 
-    def __init__(self, case: Case, made: Made) -> None:
-        self.case, self.made = case, made
+
+def place(case: Case, compute: torch.device) -> torch.device:
+    """Where a reference is computed.
+
+    On the CPU: of a small case each step takes some microseconds there, and a GPU that serves many
+    processes has to be waited for at each question. float64 is the same on both.
+    """
+    return compute if case.pairs >= _MANY else torch.device("cpu")
+
+
+class Reference:
+    """The textbook of one case, heads expanded, all batch dimensions flattened.
+
+    Computed on the device ``where``; default where the inputs are.
+    """
+
+    def __init__(self, case: Case, made: Made, where: torch.device | None = None) -> None:
+        self.case, self.made = case, made if where is None else made.on(where)
+        made = self.made
         self.dtype = DTYPES[case.dtype]
         self.w = unit(self.dtype)
         self.a = unit(torch.float64 if self.dtype == torch.float64 else torch.float32) * _C

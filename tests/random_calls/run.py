@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import re
+import time
 import traceback
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,8 +19,8 @@ from random_calls.case import Case, simpler
 from random_calls.compare import judge
 from random_calls.draw import draw
 from random_calls.kernels import kernel_of
-from random_calls.reference import Reference
-from random_calls.tensors import DTYPES, Made, make
+from random_calls.reference import Reference, place
+from random_calls.tensors import DTYPES, Made, changed, make
 from random_calls.yardstick import Yardstick, neighbour
 
 # Neighbours asked whether an error is one of many.
@@ -39,6 +41,8 @@ class Verdict:
         ratios: by result, the worst error as a share of what is allowed.
         ran: how each pass ran: (pass, way, levels, kernel).
         once: results that are further off than torch's, but were not again (``_happens_again``).
+        parts: seconds that were spent on "draw", "make", "call", "reference", "torch", "compare",
+            "look".
     """
 
     case: Case
@@ -49,6 +53,16 @@ class Verdict:
     ratios: dict[str, float] = field(default_factory=dict)
     ran: list[tuple[str, str, tuple[int, ...], str]] = field(default_factory=list)
     once: list[str] = field(default_factory=list)
+    parts: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """What is done within counts for a part."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.parts[part] = self.parts.get(part, 0.0) + time.perf_counter() - started
 
     def add(self, kind: str, words: str) -> None:
         """Something is wrong."""
@@ -60,9 +74,14 @@ class Verdict:
         return "\n  ".join([f"{self.outcome}: {self.case}", *self.wrong, self.refusal]).strip()
 
 
-def check_seed(seed: int, device: str = "cpu") -> Verdict:
-    """The verdict on the case of a seed."""
-    return check(draw(seed, device), device)
+def check_seed(seed: int, device: str = "cpu", *, free: bool = False) -> Verdict:
+    """The verdict on the case of a seed; ``free``: see ``draw``."""
+    started = time.perf_counter()
+    case = draw(seed, device, free=free)
+    drawn = time.perf_counter() - started
+    verdict = check(case, device)
+    verdict.parts["draw"] = drawn
+    return verdict
 
 
 def check(case: Case, device: str = "cpu") -> Verdict:
@@ -70,7 +89,8 @@ def check(case: Case, device: str = "cpu") -> Verdict:
     verdict = Verdict(case)
     compute = torch.device(device)
     lives = compute if case.residency == "device" else torch.device("cpu")
-    made = make(case, lives)
+    with verdict.timed("make"):
+        made = make(case, lives)
     done = Done()
     kernel_of(case, made.slopes)  # made once, and kept
     if case.looked_after or case.measured:
@@ -81,9 +101,11 @@ def check(case: Case, device: str = "cpu") -> Verdict:
         gc.collect()
         gc.freeze()
     try:
-        with warnings.catch_warnings():
+        with verdict.timed("call"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             perform(case, made, compute, done)
+            if compute.type == "cuda":
+                torch.cuda.synchronize(compute)
     except qa.BudgetError as error:
         # A budget here is what the call itself has named, or more.
         verdict.add("refuses the budget that it named", _first_line(error))
@@ -100,11 +122,11 @@ def check(case: Case, device: str = "cpu") -> Verdict:
     _peaks(verdict, done)
     if verdict.outcome == "right":
         _compare(verdict, made, done, compute)
-    for kept in made.kept:
-        if kept.changed():
-            verdict.add("input changed", kept.name)
-    for name in [target.name for target in done.targets if target.trespassed()]:
-        verdict.add("memory of others changed", name)
+    with verdict.timed("look"):
+        for name in changed(made.kept):
+            verdict.add("input changed", name)
+        for name in [target.name for target in done.targets if target.trespassed()]:
+            verdict.add("memory of others changed", name)
     for name in done.untaken:
         verdict.add("not where it was asked for", name)
     if case.looked_after:
@@ -168,16 +190,17 @@ def _ways(verdict: Verdict, done: Done) -> None:
 
 
 def _compare(verdict: Verdict, made: Made, done: Done, compute: torch.device) -> None:
-    case = verdict.case
-    reference = Reference(case, made)
-    results = done.results
-    wanted = reference.forward(results["out"].dtype)
+    case, results = verdict.case, done.results
     gradients = [name for name in results if name.startswith("grad")]
-    if gradients:
-        wanted |= reference.backward(results[gradients[0]].dtype)
-
+    where = place(case, compute)
+    with verdict.timed("reference"):
+        reference = Reference(case, made, where)
+        wanted = reference.forward(results["out"].dtype)
+        if gradients:
+            wanted |= reference.backward(results[gradients[0]].dtype)
+        results = {name: found.detach().to(where) for name, found in results.items()}
     last = results[gradients[0]].dtype if gradients else results["out"].dtype
-    yardstick = Yardstick(case, made, (results["out"].dtype, last))
+    yardstick = Yardstick(case, made, (results["out"].dtype, last), compute)
     out_dtype = DTYPES[case.results.out or case.dtype]
     for name, found in results.items():
         dtype = found.dtype
@@ -189,13 +212,18 @@ def _compare(verdict: Verdict, made: Made, done: Done, compute: torch.device) ->
             asked = made.mask.dtype
         if name != "lse" and dtype != asked:
             verdict.add("dtype", f"{name} is {dtype}, not {asked}")
-        off, ratio = judge(name, found, wanted[name], yardstick)
+        with verdict.timed("compare"):
+            off, ratio = judge(name, found, wanted[name], yardstick)
+            again = off is None or not off.plausible or _happens_again(case, made, name, compute)
         verdict.ratios[name] = ratio
-        if off is not None and off.plausible and not _happens_again(case, made, name, compute):
+        if off is not None and not again:
             verdict.once.append(f"{off.name}: {off.words}")
             verdict.ratios[name] = 1.0
         elif off is not None:
             verdict.add(f"{off.name} {off.kind}", off.words)
+    if yardstick.seconds:
+        verdict.parts["torch"] = yardstick.seconds
+        verdict.parts["compare"] -= yardstick.seconds
 
 
 def _happens_again(case: Case, made: Made, name: str, compute: torch.device) -> bool:
@@ -212,12 +240,12 @@ def _happens_again(case: Case, made: Made, name: str, compute: torch.device) -> 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             perform(case, other, compute, done)
-        reference = Reference(case, other)
+        reference = Reference(case, other, place(case, compute))
         wanted = reference.forward(done.results["out"].dtype)
         last = done.results[name].dtype
         if name.startswith("grad"):
             wanted |= reference.backward(last)
-        yardstick = Yardstick(case, other, (done.results["out"].dtype, last))
+        yardstick = Yardstick(case, other, (done.results["out"].dtype, last), compute)
         found += judge(name, done.results[name], wanted[name], yardstick)[0] is not None
     return found > _AGAIN // 2
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,14 @@ class Kept:
 
     def changed(self) -> bool:
         return not torch.equal(_bits(self.base), _bits(self.copy))
+
+
+def changed(kept: list[Kept]) -> list[str]:
+    """The names of what has changed; asks a GPU once, not for each."""
+    if not kept or not kept[0].base.is_cuda:
+        return [one.name for one in kept if one.changed()]
+    flags = torch.stack([(_bits(one.base) != _bits(one.copy)).any() for one in kept])
+    return [one.name for one, flag in zip(kept, flags.tolist(), strict=True) if flag]
 
 
 @dataclass
@@ -69,6 +77,16 @@ class Made:
     kept: list[Kept]
     slopes: torch.Tensor | None
     grad_lse: torch.Tensor | None = None
+
+    def on(self, device: torch.device) -> Made:
+        """The same numbers on a device."""
+        if self.query.device == device:
+            return self
+        tensors = {
+            name: None if (tensor := getattr(self, name)) is None else tensor.to(device)
+            for name in ("query", "key", "value", "grad_out", "mask", "slopes", "grad_lse")
+        }
+        return replace(self, **tensors)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

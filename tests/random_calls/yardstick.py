@@ -11,20 +11,26 @@ values and upstream gradients some per cent apart.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from random_calls.case import Case, Scores
 from random_calls.kernels import uncut
-from random_calls.reference import Reference, Wanted
+from random_calls.reference import Reference, Wanted, place
 from random_calls.tensors import DTYPES, Made
 
 _NEIGHBOURS = 8
+# Others who are asked; after them cuDNN.
+_OTHERS = 2 + _NEIGHBOURS
+_QUICK = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _GRADIENTS = ("grad_query", "grad_key", "grad_value")
 Results = dict[str, torch.Tensor]
 
@@ -32,9 +38,18 @@ Results = dict[str, torch.Tensor]
 class Yardstick:
     """torch's results and errors for one case; computed when they are asked for."""
 
-    def __init__(self, case: Case, made: Made, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    def __init__(
+        self,
+        case: Case,
+        made: Made,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        compute: torch.device | None = None,
+    ) -> None:
         # torch's gradients are those of the output alone.
-        self.case, self.made, self.dtypes = case, replace(made, grad_lse=None), dtypes
+        made = replace(made if compute is None else made.on(compute), grad_lse=None)
+        self.case, self.made, self.dtypes = case, made, dtypes
+        self.where = place(case, made.query.device)
+        self.seconds = 0.0
         self.lone = case.scores != Scores() or made.grad_lse is not None
         self._own: Results | None = None
         self._errors: list[Results] = []
@@ -56,17 +71,20 @@ class Yardstick:
             yield largest
         if self.case.scores != Scores() or self.case.dropout:
             return
-        for number in range(2 + _NEIGHBOURS):
+        for number in range(_OTHERS + self.made.query.is_cuda):
             while len(self._errors) <= number:
+                started = time.perf_counter()
                 self._errors.append(self._more(len(self._errors)))
+                self.seconds += time.perf_counter() - started
             found = self._errors[number].get(name)
             if found is not None:
                 largest = torch.maximum(largest, found)
                 yield largest
 
     def _more(self, number: int) -> Results:
-        made = self.made if number < 2 else neighbour(self.case, self.made, number)
-        reference = Reference(self.case, made)
+        own = number in (0, 1, _OTHERS)
+        made = self.made if own else neighbour(self.case, self.made, number)
+        reference = Reference(self.case, made, self.where)
         wanted = reference.forward(self.dtypes[0])
         if self.case.route != "forward":
             wanted |= reference.backward(self.dtypes[1])
@@ -102,6 +120,9 @@ def neighbour(case: Case, made: Made, number: int) -> Made:
 
 def _others(case: Case, made: Made, number: int) -> Iterator[Results]:
     """What others make of a case: what it costs little to ask first."""
+    if number == _OTHERS:
+        yield _torch(case, made, fused=True, by=[SDPBackend.CUDNN_ATTENTION])
+        return
     if number != 1:
         yield _torch(case, made, fused=False)
         if case.kernel.startswith("function"):
@@ -130,10 +151,13 @@ def _divided(made: Made) -> int:
     return math.ceil(math.log2(largest)) - 15 if largest > 0 else 0
 
 
-def _torch(case: Case, made: Made, *, fused: bool, divided: int = 0) -> Results:
+def _torch(
+    case: Case, made: Made, *, fused: bool, divided: int = 0, by: Sequence[SDPBackend] = ()
+) -> Results:
     """``scaled_dot_product_attention`` as it is called by default; ``fused``: with values as wide
     as queries, as many key heads, four dimensions and dense rows, as its fused kernels ask for.
-    ``divided``: with grad_out by so many powers of two, which is undone."""
+    ``divided``: with grad_out by so many powers of two, which is undone. ``by``: on a GPU, by these
+    kernels; default all but cuDNN's, which takes some tenths of a second for each shape."""
     gradients = case.route != "forward"
     q, k, v = (
         # Rows between words are more than torch's own kernels for GPUs can take.
@@ -155,8 +179,9 @@ def _torch(case: Case, made: Made, *, fused: bool, divided: int = 0) -> Results:
         mask = mask.expand(*q.shape[:-1], case.n_keys)
         mask = mask.reshape(-1, *mask.shape[-3:])
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    only = sdpa_kernel(list(by) or _QUICK) if made.query.is_cuda else contextlib.nullcontext()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), only:
             warnings.simplefilter("ignore")
             out = scaled_dot_product_attention(
                 queries, keys, values, mask, 0.0, is_causal, scale=scale,

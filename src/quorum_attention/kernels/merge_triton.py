@@ -5,7 +5,8 @@
 Triton compiles a kernel again for every combination of integer arguments that are 1, multiples of
 16, or neither; each compilation takes 0.7 s. These kernels gain little from that, so the integers
 are declared ``do_not_specialize``. Strides are passed as multiples of a common unit that is a
-compile-time constant: that is enough for rows to be read and written in words of 16 bytes.
+compile-time constant: that is enough for rows to be read and written in words of 16 bytes. Nor
+does the alignment of statistics and factors count, which are read one by one.
 """
 
 import math
@@ -89,7 +90,7 @@ def _to_merge(out, lse, out_i, lse_i):
 @triton.jit(
     do_not_specialize=[
         "heads", "rows", "blocks", "out_b", "out_h", "out_r", "out_i_b", "out_i_h", "out_i_r",
-        "lse_b", "lse_h", "lse_r", "lse_i_b", "lse_i_h", "lse_i_r",
+        "lse", "lse_i", "lse_b", "lse_h", "lse_r", "lse_i_b", "lse_i_h", "lse_i_r",
     ]
 )  # fmt: skip
 def _merge_kernel(
@@ -287,7 +288,8 @@ _NUMBERS = (
 
 @triton.jit(
     do_not_specialize=[
-        *(f"{name}_{i}" for i in range(3) for name in _NUMBERS), "first_end", "second_end", "alpha",
+        *(f"{name}_{i}" for i in range(3) for name in _NUMBERS), "first_end", "second_end",
+        "unscale", "overflow", "alpha",
     ]
 )  # fmt: skip
 def _add_kernel(
