@@ -1,10 +1,11 @@
 """Small calls on a CPU against torch's own, side by side: what a call that fits costs beyond it.
 
-    python benchmarks/small.py [--threads 1] [--seconds 0.4] [--json FILE]
+    python benchmarks/small.py [--threads 1] [--seconds 0.4] [--cpu-time] [--json FILE]
 
 Three columns of each: a forward without gradients, a forward that records them, and a forward with
 its backward through autograd; microseconds, medians of torch.utils.benchmark, the two methods in
-turn. "growing" has one key more in every call, as a model that decodes.
+turn. "growing" has one key more in every call, as a model that decodes. --cpu-time counts what the
+one thread computes, on cores that others use as well.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import itertools
 import json
 import platform
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -104,14 +106,16 @@ def calls(case: Case, attend: Callable[..., torch.Tensor]) -> dict[str, Callable
     return {"forward": forward, "recorded": recorded, "forward+backward": both}
 
 
-def measure(case: Case, seconds: float, threads: int) -> dict[str, dict[str, float]]:
+def measure(
+    case: Case, seconds: float, threads: int, clock: Callable[[], float]
+) -> dict[str, dict[str, float]]:
     """Microseconds by what is timed and by method, and what we take beyond torch."""
     made = {name: calls(case, attend) for name, attend in _METHODS.items()}
     times: dict[str, dict[str, list[float]]] = {}
     for _ in range(_ROUNDS):
         for name, what in made.items():
             for label, call in what.items():
-                timer = Timer("call()", globals={"call": call}, num_threads=threads)
+                timer = Timer("call()", globals={"call": call}, num_threads=threads, timer=clock)
                 found = timer.blocked_autorange(min_run_time=seconds).median * 1e6
                 times.setdefault(label, {}).setdefault(name, []).append(found)
     result = {}
@@ -129,13 +133,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=0.2, help="of each of three rounds")
+    parser.add_argument("--cpu-time", action="store_true", help="of the thread, with one thread")
     parser.add_argument("--json")
     args = parser.parse_args()
+    clock = time.perf_counter
+    if args.cpu_time:
+        args.threads, clock = 1, time.thread_time
     torch.set_num_threads(args.threads)
     rows = []
     print(f"{'batch x heads x queries x keys':44}  microseconds: torch, ours (beyond, ratio)")
     for case in CASES:
-        found = measure(case, args.seconds, args.threads)
+        found = measure(case, args.seconds, args.threads, clock)
         rows.append({"case": case.name(), **found})
         cells = [
             f"{label} {f['torch']:.0f}, {f['quorum']:.0f} ({f['beyond']:+.0f}, {f['ratio']:.2f})"
@@ -148,6 +156,7 @@ def main() -> None:
             "machine": platform.processor() or platform.machine(),
             "torch": torch.__version__,
             "threads": args.threads,
+            "time": "of the thread's processor" if args.cpu_time else "wall",
             "microseconds": rows,
         }
         with open(args.json, "w", encoding="utf-8") as file:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from quorum_attention.autograd import attend
+from quorum_attention.autograd import attend, output
 from quorum_attention.call.gradients import given_of
 from quorum_attention.call.options import Budget, Devices, Written, several
 from quorum_attention.call.request import Request, Tensors, request_of
@@ -132,7 +132,7 @@ def attention(
     if torch.compiler.is_dynamo_compiling() or is_traced(query, key, value):
         return _traced(call, written)[0]
     made = request_of if devices is None else _request_of
-    return attend(*made("attention", *call, filled(written)), out)[0]
+    return output(*made("attention", *call, filled(written)), out)
 
 
 def attention_with_lse(

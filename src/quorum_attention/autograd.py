@@ -20,7 +20,7 @@ from quorum_attention.call.validation import as_tensor
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.traits import captures
 from quorum_attention.kernels.uncompiled import uncompiled
-from quorum_attention.passes import beside_casts, run_backward, run_forward
+from quorum_attention.passes import beside_casts, run_backward, run_forward, run_recorded
 from quorum_attention.planner.options import Options
 
 SECOND = (
@@ -215,6 +215,50 @@ def mask_in_front(mask: torch.Tensor | None, dim: int | None, rank: int) -> torc
     return mask.reshape(mask.shape[0], *(1,) * (rank - mask.dim()), *mask.shape[1:])
 
 
+class _First(_Function):
+    """A first derivative, so that a second one meets a clear error."""
+
+    @staticmethod
+    @_without_defaults
+    def forward(*grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(grad.view_as(grad) for grad in grads)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        return None
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        raise NotImplementedError(SECOND)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(FORWARD_MODE)
+
+
+def _in_words(
+    grads: tuple[torch.Tensor | None, ...], upstream: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor | None, ...] | None:
+    """Replaces the gradients of an operator of torch's, whose second derivative says nothing."""
+    if not torch.is_grad_enabled():
+        return None
+    made = iter(_First.apply(*(g for g in grads if g is not None)))
+    return tuple(None if grad is None else next(made) for grad in grads)
+
+
+def recorded(tensors: Tensors, request: Request) -> torch.Tensor | None:
+    """The output of a small call, as torch's own autograd records it if anything does: that takes
+    half the time of ``differentiable``. None: it is no such call."""
+    if request.records and (
+        torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    ):
+        return None
+    found = run_recorded(tensors, request)
+    if found is not None and found.grad_fn is not None:
+        found.grad_fn.register_hook(_in_words)
+    return found
+
+
 def differentiable(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) with a gradient with respect to query, key and value."""
     # ``out`` is passed inside the request: as an argument, autograd would take it for an input, and
@@ -234,3 +278,9 @@ def attend(
         if out is not None:
             return as_tensor(out, "out", written=True), request.back(lse)
     return request.back(result), request.back(lse)
+
+
+def output(tensors: Tensors, request: Request, out: torch.Tensor | None) -> torch.Tensor:
+    """``attend`` without the log-sum-exp, for which a small call takes less."""
+    result = recorded(tensors, request)
+    return attend(tensors, request, out)[0] if result is None else request.back(result)

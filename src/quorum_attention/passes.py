@@ -41,12 +41,21 @@ from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.select import without_dropout
 from quorum_attention.kernels.sinks import sinks_gradient
 from quorum_attention.kernels.traits import check_mask_gradient
-from quorum_attention.planner.decide import Asked, Decision, decide, decide_again, decide_both
+from quorum_attention.planner.decide import (
+    Asked,
+    Decision,
+    decide,
+    decide_again,
+    decide_both,
+    decide_recorded,
+)
 from quorum_attention.planner.log import is_cut, tell_of_cut
 from quorum_attention.planner.plan import Plan
 from quorum_attention.sizes import format_bytes
 
 _Result = TypeVar("_Result")
+# Most bytes of an additive copy of a boolean mask that a graph of torch's is to keep.
+_MOST_BIAS = 1 << 20
 _JobOf = Callable[[Call, PassReport | None, Progress | None], Job]
 
 
@@ -92,6 +101,34 @@ def decide_forward(tensors: Tensors, request: Request) -> tuple[Asked, Decision]
         held = _mask_gradient_bytes(tensors, request) if request.mask_grad else 0
         return asked, decide_both(asked, after, beside=held)
     return asked, decide(asked)
+
+
+def run_recorded(tensors: Tensors, request: Request) -> torch.Tensor | None:
+    """The output of a small call by an operator that torch's autograd records, if it records, with
+    all that the backward needs; None where that is not the whole of it."""
+    query, key, value, mask, _ = tensors
+    work = request.work
+    other = (
+        request.dropout is not None or work.sinks or request.mask_grad or request.out is not None
+        or request.out_dtype != work.dtype or request.sums or len(work.batch_shape) != 1
+        or request.runner is not None
+    )  # fmt: skip
+    if other or _is_trivial(tensors):
+        return None
+    if mask is not None and mask.dtype == torch.bool and 4 * mask.numel() > _MOST_BIAS:
+        return None
+    place = forward_place(tensors, request)
+    asked = Asked(work, request.options, place, work.dtype, request.records, False)
+    kernel = decide_recorded(asked) if place.in_place else None
+    if kernel is None:
+        return None
+    try:
+        bias = None if mask is None else MaskView(mask, 1).whole(work.dtype, request.options.device)
+        return kernel.recorded_forward(query, key, value, work.is_causal, request.scale, bias)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    return None
 
 
 def run_backward(tensors: Tensors, request: Request, given: Given) -> tuple[torch.Tensor, ...]:

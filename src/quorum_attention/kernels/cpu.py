@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import replace
 
 import torch
@@ -16,6 +18,7 @@ from quorum_attention.kernels.odd_rows import (
     mend_odd_rows_,
 )
 from quorum_attention.kernels.operators import operator_reason
+from quorum_attention.kernels.outside import outside
 from quorum_attention.kernels.padding import pad_last
 from quorum_attention.kernels.protocol import (
     CallShape,
@@ -55,6 +58,7 @@ class CpuKernel(RectangleKernel):
         heads_by_thread=True,
         small_gradients=True,
         dropout=True,
+        recorded=True,
     )
 
     def refusal(self, call: CallShape) -> str | None:
@@ -127,6 +131,30 @@ class CpuKernel(RectangleKernel):
         return super().whole_backward(
             grad_out, query, key, value, out, lse, causal, scale, bias, grad_dtype
         )
+
+    def takes_recorded(self, call: CallShape) -> bool:
+        """With gradients in fp32: in 16 bits and in float64 small ones are not the operator's."""
+        if call.needs_grad and call.dtype != torch.float32:
+            return False
+        plain = call.head_dim == call.value_dim and call.positive_scale and not call.dropout
+        return plain and (call.query_heads == call.key_heads or _groups())
+
+    def recorded_forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        causal: bool,
+        scale: float,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """See ``Recorded.recorded_forward``."""
+        out: torch.Tensor
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, causal, attn_mask=bias, scale=scale
+        )
+        # Of rows without keys too it is 0, NaN or infinite (odd_rows.py).
+        return None if math.isnan(float((lse / lse).sum())) else out
 
     def rectangle_forward(
         self,
@@ -264,6 +292,32 @@ class CpuKernel(RectangleKernel):
             inside += (2 * sizes.rows + sizes.key_rows) * width * sizes.item
         adding = _widened(sizes, max(sizes.rows, parts * sizes.key_rows) * width)
         return max(_TRIAL_BYTES, backward_bytes(sizes, gradients, inside, adding))
+
+
+@functools.cache
+def _groups() -> bool:
+    """Whether the operator takes fewer key heads than query heads, and is right: it does in some
+    versions of torch."""
+    with outside(), torch.enable_grad():
+        g = torch.Generator().manual_seed(0)
+        query, grad_out = (torch.randn(2, 4, 5, 8, generator=g) for _ in range(2))
+        key, value = (torch.randn(2, 2, 7, 8, generator=g) for _ in range(2))
+        for tensor in (query, key, value):
+            tensor.requires_grad_()
+        every = [t.repeat_interleave(2, 1) for t in (key, value)]
+        results = []
+        for keys, values in ((key, value), every):
+            try:
+                out = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                    query, keys, values
+                )[0]
+                results.append((out, *torch.autograd.grad(out, (query, key, value), grad_out)))
+            except RuntimeError:
+                return False
+        return all(
+            one.shape == other.shape and torch.allclose(one, other, 1e-4, 1e-5)
+            for one, other in zip(*results, strict=True)
+        )
 
 
 def _widened(sizes: RectangleSizes, numbers: int) -> int:

@@ -310,6 +310,32 @@ class WholeCalls(InnerKernel, Protocol):
         ...
 
 
+class Recorded(InnerKernel, Protocol):
+    """A kernel whose whole calls torch's autograd can record: its operator has a gradient there."""
+
+    def takes_recorded(self, call: CallShape) -> bool:
+        """Whether such a call is one of the operator, and its gradient there is
+        ``whole_backward`` if the call needs any."""
+        ...
+
+    def recorded_forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        causal: bool,
+        scale: float,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """Output (b, h, n, dv) with a gradient of torch's where torch records any; arguments as of
+        ``whole_forward``.
+
+        None where a row has no key, or a score that is not finite: that takes more than the
+        operator.
+        """
+        ...
+
+
 class TaskCalls(InnerKernel, Protocol):
     """A kernel of whole tasks that runs a task as one call on the call's own inputs.
 

@@ -21,6 +21,7 @@ from quorum_attention.kernels.protocol import (
     Measured,
     Operator,
     Pairwise,
+    Recorded,
     Sparse,
     TaskCalls,
     WholeCalls,
@@ -62,6 +63,7 @@ class Traits:
             of an uncut call, and an equal part of all rows in its forward.
         operator: it can be called for a single rectangle (``Operator``); needs ``whole_calls``.
         measured: it says for which calls its ``rates`` have been measured (``Measured``).
+        recorded: torch's autograd can record small calls of it (``Recorded``).
 
     Raises:
         TypeError: a value of the wrong type.
@@ -87,6 +89,7 @@ class Traits:
     heads_by_thread: bool = False
     operator: bool = False
     measured: bool = False
+    recorded: bool = False
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -171,6 +174,11 @@ def measured(kernel: InnerKernel) -> Measured | None:
     return cast(Measured, kernel) if traits_of(kernel).measured else None
 
 
+def recorded(kernel: InnerKernel) -> Recorded | None:
+    """``kernel`` as one whose calls torch's autograd can record, if it can."""
+    return cast(Recorded, kernel) if traits_of(kernel).recorded else None
+
+
 def check_mask_gradient(kernel: InnerKernel) -> None:
     """Check that the gradient of a mask beside ``kernel`` is that of plain softmax.
 
@@ -198,6 +206,7 @@ METHODS = MappingProxyType(
         "task_calls": _methods(TaskCalls),
         "operator": _methods(Operator),
         "measured": _methods(Measured),
+        "recorded": _methods(Recorded),
     }
 )
 """By trait, the methods that a kernel with this trait has."""

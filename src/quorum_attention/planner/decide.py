@@ -26,9 +26,10 @@ from quorum_attention.execution.routes.whole import Whole
 from quorum_attention.execution.trimming import pairs_of
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.compiling import compile_ahead
-from quorum_attention.kernels.protocol import CallShape, InnerKernel
+from quorum_attention.kernels.protocol import CallShape, InnerKernel, Recorded
 from quorum_attention.kernels.registry import get_kernel, registrations, why_not
 from quorum_attention.kernels.select import rivals, select_kernel, unrounded_kernel
+from quorum_attention.kernels.traits import recorded
 from quorum_attention.planner import policy
 from quorum_attention.planner.calibration import machine_of, rates_known
 from quorum_attention.planner.machine import Machine
@@ -98,6 +99,23 @@ def decide(asked: Asked) -> Decision:
     """
     whole = _whole(asked)
     return _by_plan(asked) if whole is None else Decision(whole)
+
+
+def decide_recorded(asked: Asked) -> Recorded | None:
+    """The kernel that runs a forward and, if there will be one, its backward whole, by an operator
+    that torch's autograd can record; or None.
+
+    Args:
+        asked: about the forward.
+    """
+    options = asked.options
+    if not options.free or options.watched or not isinstance(options.kernel, str):
+        return None
+    name = _known_recorded(
+        rounded(asked.work), options, asked.place, asked.needs_grad,
+        torch.are_deterministic_algorithms_enabled(), registrations(), rates_known(),
+    )  # fmt: skip
+    return None if name is None else recorded(get_kernel(name))
 
 
 def decide_again(asked: Asked, failed: Decision) -> Decision:
@@ -209,6 +227,32 @@ def _known(
     if kernel is not None and pairs_of(work, kernel).verdict is None:
         return kernel.name
     return _ASK if kernel is not None or backend_of(options.device).refuses else None
+
+
+@lru_cache(maxsize=1024)
+def _known_recorded(
+    work: Workload,
+    options: Options,
+    place: Placement,
+    needs_grad: bool,
+    deterministic: bool,
+    registered: tuple[int, ...],
+    rates: object,
+) -> str | None:
+    """The name of the kernel of ``decide_recorded``; arguments as of ``_known``."""
+
+    def known(place: Placement, backward: bool) -> str | None:
+        return _known(
+            work, options, place, work.dtype, needs_grad, backward, deterministic, registered, rates
+        )
+
+    name = known(place, False)
+    # The gradient that will arrive is taken for one that has to be copied.
+    if not name or (needs_grad and name != known(replace(place, copied=1), True)):
+        return None
+    kernel = recorded(get_kernel(name))
+    call = work.call_shape(options.device.type, needs_grad)
+    return name if kernel is not None and kernel.takes_recorded(call) else None
 
 
 def _small_kernel(asked: Asked) -> InnerKernel | None:
