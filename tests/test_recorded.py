@@ -200,3 +200,17 @@ def test_grouped_heads_need_an_operator_that_has_them(monkeypatch: pytest.Monkey
     assert not kernel.takes_recorded(call)
     monkeypatch.setattr(cpu, "_groups", lambda: True)
     assert kernel.takes_recorded(call)
+
+
+def test_a_subclass_may_compute_something_else() -> None:
+    """One that is registered in place of its class: ``tests/execution/test_small_calls.py``."""
+    from quorum_attention.kernels.protocol import CallShape
+
+    class Doubled(CpuKernel):
+        def whole_forward(self, *args: object, **named: object) -> tuple[torch.Tensor, ...]:
+            out, lse = super().whole_forward(*args, **named)  # type: ignore[arg-type]
+            return 2 * out, lse
+
+    call = CallShape("cpu", torch.float32, 2, 2, 8, 8)
+    assert CpuKernel().takes_recorded(call)
+    assert not Doubled().takes_recorded(call)

@@ -133,8 +133,9 @@ class CpuKernel(RectangleKernel):
         )
 
     def takes_recorded(self, call: CallShape) -> bool:
-        """With gradients in fp32: in 16 bits and in float64 small ones are not the operator's."""
-        if call.needs_grad and call.dtype != torch.float32:
+        """With gradients in fp32: in 16 bits and in float64 small ones are not the operator's. Not
+        of a subclass, which may compute something else."""
+        if type(self) is not CpuKernel or (call.needs_grad and call.dtype != torch.float32):
             return False
         plain = call.head_dim == call.value_dim and call.positive_scale and not call.dropout
         return plain and (call.query_heads == call.key_heads or _groups())
