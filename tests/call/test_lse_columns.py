@@ -67,6 +67,19 @@ def test_one_much_larger_or_smaller_than_the_outputs(dtype: torch.dtype, size: f
             assert_close(mine, exact, GRADIENT_TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("kernel", ["cpu", "dense"])
+def test_a_small_gradient_of_the_output_beside_it(kernel: str) -> None:
+    """fp16 inputs, an fp32 result: its gradient is divided so that fp16 holds it."""
+    given = inputs(36, dtype=torch.float16)
+    given.grad_out = 1e-6 * given.grad_out.float()
+    leaves = [t.clone().requires_grad_() for t in given.three]
+    results = qa.attention_with_lse(*leaves, kernel=kernel, out_dtype=torch.float32)
+    value = torch.autograd.grad(results, leaves, (given.grad_out, upstream_of(given)))[2]
+    exact = wanted(given, torch.zeros_like(results[1]))[2]
+    # Half a number of fp16, and little more.
+    assert float((value.double() - exact).abs().max()) < 5e-8
+
+
 def test_rows_without_a_gradient_cost_the_others_no_digits() -> None:
     """In fp16 the largest row of a head decides what its rows are divided by."""
     given = inputs(40, dtype=torch.float16)

@@ -11,7 +11,8 @@ power of two; where rows have 16 bits, three columns hold the digits of p.
 
 A scaled backward (fp16) takes the product of the norms of value and upstream gradient for a bound
 of dP. So that this is one of g as well, and no larger than it has to be, f times the largest norm
-of the value is about g there, and p as large as that norm.
+of the value is about g there, and p as large as that norm; in fp16 without such a scaling p is as
+large as it can be.
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ from quorum_attention.call.request import Request, Tensors
 from quorum_attention.execution.device.backend import Backend
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.residency import Residency
+from quorum_attention.execution.scaling import scales
 from quorum_attention.execution.workload import Workload
+from quorum_attention.kernels.registry import get_kernel
+
+# The largest p in fp16, about.
+_LARGEST = 2.0**14
 
 
 def column_count(work: Workload, backend: Backend) -> int:
@@ -80,7 +86,9 @@ def with_columns(
     # Nothing flows into a row without keys.
     lse = given.lse.to(given.grad_lse.device)
     gradient = given.grad_lse.to(work.state_dtype).masked_fill(lse == -torch.inf, 0.0)
-    norms = _norms(tensors.value, work).to(gradient.device) if work.dtype == torch.float16 else 1.0
+    norms: torch.Tensor | float = 1.0
+    if work.dtype == torch.float16:
+        norms = _norms(tensors.value, work).to(gradient.device) if _scaled(request) else _LARGEST
     factor = _factor(gradient / norms, given.grad_out.dtype, work.dtype)
     grad_out, out = _wider(given.grad_out, wide.value_dim), given.out
     # Parts are rounded as kernels get them; a narrower output would round them more.
@@ -115,11 +123,18 @@ def without_columns(
     return tuple(found)
 
 
+def _scaled(request: Request) -> bool:
+    """Whether the backward may be a scaled one. In others the norm bounds nothing, and a large f
+    would only take digits from the rest of its row."""
+    kernel = request.options.kernel
+    return kernel == "auto" or scales(get_kernel(kernel), request.work)
+
+
 def _norms(value: torch.Tensor, work: Workload) -> torch.Tensor:
-    """The largest norm of a row of values for each query head, (*batch, heads, 1), from 1 to 2**14;
-    rows that are not finite do not count."""
+    """The largest norm of a row of values for each query head, (*batch, heads, 1), from 1 to
+    _LARGEST; rows that are not finite do not count."""
     rows = torch.linalg.vector_norm(value, dim=-1, dtype=torch.float32)
-    largest = rows.nan_to_num_(0.0, posinf=0.0).amax(dim=-1, keepdim=True).clamp_(1.0, 2.0**14)
+    largest = rows.nan_to_num_(0.0, posinf=0.0).amax(dim=-1, keepdim=True).clamp_(1.0, _LARGEST)
     found: torch.Tensor = largest.repeat_interleave(work.queries_per_key_head, dim=-2)
     return found
 
