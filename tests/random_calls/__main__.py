@@ -87,7 +87,8 @@ def _serve(given: argparse.Namespace) -> int:
     import torch
 
     from random_calls import compilations
-    from random_calls.run import check_seed
+    from random_calls.draw import draw
+    from random_calls.run import check_seed, failed, is_lost
     from random_calls.summary import row_of
 
     torch.set_num_threads(given.threads)
@@ -99,11 +100,18 @@ def _serve(given: argparse.Namespace) -> int:
     start = {"start": time.perf_counter() - started}
     for line in sys.stdin:
         for seed in range(*map(int, line.split())):
-            row = row_of(check_seed(seed, given.device, free=given.free))
+            try:
+                verdict = check_seed(seed, given.device, free=given.free)
+            except Exception as error:
+                verdict = failed(draw(seed, given.device, free=given.free), error)
+            row = row_of(verdict)
             row["parts"] |= start
             row["compiled"] = compilations.taken()
+            row["lost"] = verdict.outcome == "wrong" and is_lost(torch.device(given.device))
             start = {}
             print(json.dumps(row), flush=True)
+            if row["lost"]:
+                return 1
     return 0
 
 

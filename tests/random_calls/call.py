@@ -22,7 +22,8 @@ from random_calls.kernels import kernel_of
 from random_calls.tensors import DTYPES, Made, Target, target
 
 # Where no calibration is, and never one of whoever runs this.
-os.environ.setdefault("QUORUM_ATTENTION_CACHE", tempfile.mkdtemp(prefix="random-calls-"))
+if "QUORUM_ATTENTION_CACHE" not in os.environ:
+    os.environ["QUORUM_ATTENTION_CACHE"] = tempfile.mkdtemp(prefix="random-calls-")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

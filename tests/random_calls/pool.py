@@ -72,7 +72,7 @@ def pool() -> list[tuple[Kind, float]]:
 def _of_operators() -> list[tuple[Kind, float]]:
     half, brain, single, double = "float16", "bfloat16", "float32", "float64"
     table: dict[str, list[tuple[str, int, int, float]]] = {
-        "auto": [(half, 64, 64, 3), (brain, 128, 128, 1), (single, 64, 64, 5), (single, 16, 16, 3),
+        "auto": [(half, 64, 64, 2), (brain, 128, 128, 1), (single, 64, 64, 5), (single, 16, 16, 3),
                  (single, 73, 73, 1), (double, 16, 16, 1.5), (double, 40, 40, 0.5)],
         "cudnn": [(half, 16, 16, 1), (brain, 64, 64, 1.5), (half, 40, 64, 0.5)],
         "flash": [(half, 64, 64, 6), (half, 16, 16, 3), (half, 40, 40, 1), (brain, 64, 64, 4),

@@ -286,7 +286,7 @@ def _mask(case: Case, mask: Mask, g: torch.Generator) -> torch.Tensor:
             keep = torch.zeros(shape, dtype=torch.bool)
         case "lowest" if torch.cuda.is_available():
             # Kernels there take a row of such scores alone for one without keys (docs/kernels.md).
-            keep[..., 0] = True
+            keep[..., :1] = True
     if mask.kind == "bool":
         made = keep
     else:

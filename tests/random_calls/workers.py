@@ -7,6 +7,7 @@ import os
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -48,16 +49,17 @@ class How:
 class _Worker:
     """A process at work, the seeds that it has been given and what it has said of them."""
 
-    def __init__(self, lot: int, how: How) -> None:
+    def __init__(self, lot: int, how: How, cache: str) -> None:
         self.lot = lot
         self.next = self.stop = 0
         self.done = 0
+        self.lost = False
         self.heard = time.monotonic()
         command = [sys.executable, "-m", "random_calls", "--serve", "--device", how.device]
         command += ["--threads", str(how.threads), *(["--free"] if how.free else [])]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=os.environ | _NO_WORKSPACE,
+            env=os.environ | _NO_WORKSPACE | {"QUORUM_ATTENTION_CACHE": cache},
         )  # fmt: skip
 
     def give(self, seeds: Seeds) -> None:
@@ -101,17 +103,19 @@ def lots(first: int, count: int, how: How) -> list[deque[Seeds]]:
 
 def rows(first: int, count: int, how: How) -> Iterator[dict[str, Any]]:
     """What became of each seed; of one whose process died or hung, that."""
-    run = _Run(lots(first, count, how), how)
-    try:
-        yield from run.rows()
-    finally:
-        for worker in run.working:
-            worker.end()
+    with tempfile.TemporaryDirectory(prefix="random-calls-") as folder:
+        run = _Run(lots(first, count, how), how, folder)
+        try:
+            yield from run.rows()
+        finally:
+            for worker in run.working:
+                worker.end()
 
 
 class _Run:
-    def __init__(self, todo: list[deque[Seeds]], how: How) -> None:
-        self.todo, self.how = todo, how
+    def __init__(self, todo: list[deque[Seeds]], how: How, folder: str) -> None:
+        self.todo, self.how, self.folder = todo, how, folder
+        self.begun = 0
         self.heard: queue.Queue[tuple[_Worker, str | None]] = queue.Queue()
         self.working: set[_Worker] = set()
 
@@ -139,7 +143,9 @@ class _Run:
         seeds = self.seeds(lot)
         if seeds is None:
             return
-        worker = _Worker(lot, self.how)
+        # Each has a cache of its own, where no calibration is.
+        self.begun += 1
+        worker = _Worker(lot, self.how, f"{self.folder}/{self.begun}")
         self.working.add(worker)
         threading.Thread(target=self.listen, args=(worker,), daemon=True).start()
         worker.give(seeds)
@@ -160,6 +166,7 @@ class _Run:
             worker.heard = time.monotonic()
             row = json.loads(line)
             worker.next, worker.done = row["seed"] + 1, worker.done + 1
+            worker.lost = row["lost"]
             yield row
             if worker.next >= worker.stop:
                 seeds = self.seeds(worker.lot) if worker.done < self.how.chunk else None
@@ -173,9 +180,12 @@ class _Run:
         self.working.discard(worker)
         worker.end()
         if worker.next < worker.stop:
-            yield crashed(worker.next, self.how, what)
-            if worker.next + 1 < worker.stop:
-                self.todo[worker.lot].appendleft((worker.next + 1, worker.stop))
+            rest = worker.next
+            if not worker.lost:  # else it has said why
+                yield crashed(worker.next, self.how, what)
+                rest += 1
+            if rest < worker.stop:
+                self.todo[worker.lot].appendleft((rest, worker.stop))
         self.begin(worker.lot)
 
 
@@ -187,5 +197,5 @@ def crashed(seed: int, how: How, what: str) -> dict[str, Any]:
         "seed": seed, "outcome": "wrong", "kinds": [what],
         "text": f"{what}: {draw(seed, how.device, free=how.free)}",
         "refusal": "", "once": [], "ratios": {}, "ran": [], "route": "", "dtype": "", "kernel": "",
-        "parts": {}, "compiled": [],
+        "parts": {}, "compiled": [], "lost": False,
     }  # fmt: skip
