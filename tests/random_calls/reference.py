@@ -81,6 +81,7 @@ class Reference:
 
     def __init__(self, case: Case, made: Made, where: torch.device | None = None) -> None:
         self.case, self.made = case, made if where is None else made.on(where)
+        self.further = 1.0
         made = self.made
         self.dtype = DTYPES[case.dtype]
         self.w = unit(self.dtype)
@@ -218,13 +219,29 @@ class Reference:
     def _division(self) -> float:
         """By how much an upstream gradient near fp16's largest number is divided before it is used,
         lest dS overflow; the smallest numbers count for as much more."""
-        if self.dtype != torch.float16 or not self.do.numel():
+        of_out, of_lse, value = self._norms()
+        return max(1.0, (of_out + 2 * of_lse) * max(2 * value, 2.0) * self.further / 2**14)
+
+    def _further(self, *gradients: torch.Tensor) -> float:
+        """By how much it is divided beyond that, lest their sums overflow: steps of 2**8."""
+        of_out, of_lse, value = self._norms()
+        sizes = [float(t.nan_to_num(0.0, 0.0, 0.0).abs().max()) for t in gradients if t.numel()]
+        # The least that dS is bounded by, and made 2**15.
+        largest, bound = max(sizes, default=0.0), max(of_out * max(2 * value, 2.0), 2 * of_lse)
+        if not largest or not bound:
             return 1.0
+        over = math.log2(largest * 2**15 / bound / torch.finfo(torch.float16).max)
+        return 2.0 ** (8 * max(0, math.ceil(over / 8)))
+
+    def _norms(self) -> tuple[float, float, float]:
+        """Largest norms of rows of dO and V, and the largest gradient of the log-sum-exp between
+        them: what fp16 is scaled by; 0 in other dtypes."""
+        if self.dtype != torch.float16 or not self.do.numel():
+            return 0.0, 0.0, 0.0
         do = self.do.nan_to_num(0.0, 0.0, 0.0).norm(dim=-1).max()
-        if self.made.grad_lse is not None:
-            do = do + 2 * self.made.grad_lse.abs().max()
         v = self.v.nan_to_num(0.0, 0.0, 0.0).norm(dim=-1).max() if self.v.numel() else 0.0
-        return max(1.0, float(do) * max(2 * float(v), 2.0) / 2**14)
+        lse = 0.0 if self.made.grad_lse is None else float(self.made.grad_lse.abs().max())
+        return float(do), lse, float(v)
 
     def sums(self, terms: int) -> float:
         """How far off a sum of so many terms may be, as a share of that of their sizes: only torch
@@ -247,6 +264,12 @@ class Reference:
             of_lse = of_lse.unsqueeze(-1)
         apart = apart + of_lse
         ds = p * apart * slope
+        gradients = (
+            self.scale * (ds @ self.k),
+            self._grouped(self.scale * (ds.mT @ self.q)),
+            self._grouped((p * self.z).mT @ do),
+        )
+        self.further = self._further(*gradients)
         lse = self.lse.masked_fill(self.empty, 0.0).abs()
         change = self.off + (self.lse_off + self.a * (1 + lse)).unsqueeze(-1)
         if self.dtype.itemsize == 2:
@@ -269,7 +292,8 @@ class Reference:
             largest = torch.maximum(do.abs(), 2 * of_lse.abs())
             # Kernels whose backward is not scaled get it below 1 (execution/upstream.py).
             power = -24 if self.case.kernel == "dense" else -38
-            least = 2.0**power * largest.amax((-2, -1), keepdim=True) if do.numel() else 0.0
+            lost = 2.0**power * self.further
+            least = lost * largest.amax((-2, -1), keepdim=True) if do.numel() else 0.0
             each = self.w * do.abs() + least
             ds_off = ds_off + p * (
                 self.rescale * (each @ v.abs().mT) + (each * self.out.abs()).sum(-1, keepdim=True)
@@ -300,10 +324,10 @@ class Reference:
         k, q = self.k, self.q
         found = {}
         for name, exact, strict, extra in (
-            ("grad_query", self.scale * (ds @ k), ds_off + parts, lambda x: most * (x @ k.abs())),
+            ("grad_query", gradients[0], ds_off + parts, lambda x: most * (x @ k.abs())),
             (
                 "grad_key",
-                self._grouped(self.scale * (ds.mT @ q)),
+                gradients[1],
                 ds_off + parts,
                 lambda x: self._grouped(most * (x.mT @ q.abs())),
             ),
@@ -313,7 +337,7 @@ class Reference:
             terms = self.sums(max(p.shape[-2:]) * self.shared)
             loose = bound + extra(rounded) + terms * extra(ds.abs())
             found[name] = Wanted(*map(self._shaped, (exact, bound, loose)))
-        exact = self._grouped((p * self.z).mT @ do)
+        exact = gradients[2]
         share = self.w + self.a + self.by_keys + self.by_rows
         bound = (_sane(p_off) + share * p + tiny).mT @ do.abs() + p.mT @ each
         bound = (
