@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 _CELL = "text-align:left;vertical-align:top;padding:.15em 1em .15em 0;background:none"
+# A page without a doctype gives tables colours and sizes of their own.
+_TABLE = "border-collapse:collapse;border:none;margin:0;color:inherit;font-size:inherit"
 _SOFT = f"{_CELL};font-weight:normal;opacity:.7"
 
 
@@ -37,7 +39,7 @@ def html_table(
         lines.append(f'<tr style="background:none">{head}{filled}</tr>')
     top = "caption-side:top;text-align:left;font-weight:bold;padding:.3em 0;color:inherit"
     return (
-        '<table style="border-collapse:collapse;border:none;margin:0">'
+        f'<table style="{_TABLE}">'
         f'<caption style="{top}">{escape(caption)}</caption>{"".join(lines)}</table>'
     )
 
