@@ -116,7 +116,7 @@ def attention(
         BudgetError: the budget is too small; names the smallest that would do.
         OutOfMemoryError: memory ran out and nothing finer was left to try.
 
-    Example:
+    Examples:
         >>> q, k, v = (torch.randn(1, 8, 2048, 64, requires_grad=True) for _ in range(3))
         >>> out = qa.attention(q, k, v, is_causal=True, budget="20MiB")
         >>> out.sum().backward()
@@ -164,7 +164,7 @@ def attention_with_lse(
         for rows without keys; on the query's device, or in host memory where the accumulators
         were there. Gradients flow through both.
 
-    Example:
+    Examples:
         >>> q, k, v = (torch.randn(1, 2, 300, 16) for _ in range(3))
         >>> out, lse = qa.attention_with_lse(q, k, v)
         >>> lse.shape
@@ -269,7 +269,7 @@ def attention_backward(
         (grad_query, grad_key, grad_value), or ``grads``; then grad_mask and grad_sinks, where asked
         for.
 
-    Example:
+    Examples:
         >>> q, k, v, grad_out = (torch.randn(1, 2, 300, 16) for _ in range(4))
         >>> out, lse = qa.attention_with_lse(q, k, v, is_causal=True)
         >>> grads = qa.attention_backward(grad_out, q, k, v, out, lse, is_causal=True)

@@ -22,7 +22,7 @@ class BudgetError(OutOfMemoryError):
     Attributes:
         smallest_bytes: the smallest budget, in bytes, that would do; None where none is known.
 
-    Example:
+    Examples:
         >>> q = torch.randn(1, 2, 5000, 16)
         >>> try:
         ...     qa.attention(q, q, q, budget="1KiB")

@@ -62,7 +62,7 @@ class Mask:
     Raises:
         TypeError, ValueError: a field that makes no sense, by name.
 
-    Example:
+    Examples:
         >>> mask = qa.Mask(causal=True, window=(127, 0), key_lengths=torch.tensor([300, 200]))
         >>> q = torch.randn(2, 4, 300, 16)
         >>> qa.attention(q, q, q, attn_mask=mask).shape

@@ -71,7 +71,7 @@ class patched_sdpa(using):  # noqa: N801 (used as a function is, as torch.no_gra
 
     Other arguments, and errors, as in ``using``.
 
-    Example:
+    Examples:
         >>> from torch.nn import functional
         >>> report = qa.Report()
         >>> q = torch.randn(1, 2, 300, 16)
@@ -129,7 +129,7 @@ def patch_sdpa(
 
     Args, errors: as of ``patched_sdpa``.
 
-    Example:
+    Examples:
         >>> qa.patch_sdpa(budget="2GiB")
         >>> qa.unpatch_sdpa()
     """

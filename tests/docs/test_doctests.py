@@ -57,7 +57,7 @@ def test_examples_print_what_they_show(name: str, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("name", sorted(set(qa.__all__) - WITHOUT))
 def test_public_names_have_an_example(name: str) -> None:
-    assert name in WITH, f"show in a few lines how {name} is used ('Example:' in its docstring)"
+    assert name in WITH, f"show in a few lines how {name} is used ('Examples:' in its docstring)"
 
 
 def test_an_example_that_is_wrong_fails() -> None:

@@ -168,5 +168,6 @@ def test_pages_of_the_site_have_what_they_are_for(site: Path) -> None:
     assert "of the README" not in limits
     calls = (site / "reference" / "calls" / "index.html").read_text(encoding="utf-8")
     assert "never expanded beyond one rectangle" in calls, "docstrings are on the page"
+    assert calls.count('<span class="gp">&gt;&gt;&gt; </span>') > 10, "and their examples, as code"
     assert (site / "images" / "coverage.png").exists()
     assert not (site / "data").exists()

@@ -236,7 +236,7 @@ class using(ContextDecorator):  # noqa: N801 (used as a function is, as torch.no
     Raises:
         TypeError, ValueError, NotImplementedError: a value that makes no sense, by name.
 
-    Example:
+    Examples:
         >>> report = qa.Report()
         >>> q = torch.randn(1, 2, 300, 16)
         >>> with qa.using(budget="16MiB", report=report):

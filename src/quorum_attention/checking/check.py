@@ -86,7 +86,7 @@ def check_kernel(
         NotImplementedError: the kernel cannot run these calls; says why.
         ValueError, TypeError: an argument that makes no sense, by name.
 
-    Example:
+    Examples:
         >>> result = qa.check_kernel("dense", n_tokens=61, heads=2, backward=False, levels=[(3,)])
         >>> bool(result)
         True

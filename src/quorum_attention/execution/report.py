@@ -157,7 +157,7 @@ class Report:
     ``total`` adds up all passes of all calls that the report was given to, be it by ``report=`` or
     by ``quorum_attention.using(report=...)``, which fills nothing else.
 
-    Example:
+    Examples:
         >>> report = qa.Report()
         >>> q = torch.randn(1, 2, 300, 16)
         >>> out = qa.attention(q, q, q, depth=1, report=report)

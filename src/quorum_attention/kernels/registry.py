@@ -38,7 +38,7 @@ def register_kernel(kernel: InnerKernel) -> None:
             methods.
         ValueError: its name is empty or "auto".
 
-    Example:
+    Examples:
         >>> def mine(query, key, value, *, is_causal, scale):
         ...     scores = scale * (query @ key.mT)
         ...     if is_causal:
@@ -85,7 +85,7 @@ def _lacking(thing: object) -> str:
 def kernels() -> dict[str, InnerKernel]:
     """Every registered kernel by name, the preferred ones first (a copy).
 
-    Example:
+    Examples:
         >>> "dense" in qa.kernels()
         True
     """

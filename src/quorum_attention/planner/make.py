@@ -105,7 +105,7 @@ def plan(
         BudgetError: the budget is too small; names the smallest that works.
         ValueError, TypeError: arguments that do not fit.
 
-    Example:
+    Examples:
         >>> made = qa.plan(1_048_576, is_causal=True, budget="2GiB", levels=(31,), device="cuda")
         >>> made.n_tasks, made.peak_bytes < 2 << 30
         (31, True)
@@ -381,7 +381,7 @@ def estimate(n_tokens: int, *, budget: int | str | None = None, **call: object) 
     Raises:
         BudgetError: nothing fits the budget.
 
-    Example:
+    Examples:
         >>> found = qa.estimate(1_048_576, is_causal=True, budget="2GiB", device="cuda")
         >>> found.fits_monolithic, found.forward.peak_bytes < 2 << 30
         (False, True)

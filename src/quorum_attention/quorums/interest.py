@@ -41,7 +41,7 @@ def quorum_sizes(max_l: int) -> tuple[int, ...]:
     Raises:
         TypeError, ValueError: ``max_l`` is no whole number from 1.
 
-    Example:
+    Examples:
         >>> quorum_sizes(9)
         (1, 2, 3, 4, 5, 6, 8, 9)
     """
@@ -78,7 +78,7 @@ def interest_set(l: int) -> tuple[int, ...]:
         ValueError: no set of that size is known (7 and 11 have none); names the nearest sizes.
         TypeError: ``l`` is no whole number.
 
-    Example:
+    Examples:
         >>> interest_set(3), interest_set(4)
         ((0, 1, 3), (0, 1, 3, 9))
     """
@@ -102,7 +102,7 @@ def paired_interest_set(interest: Iterable[int]) -> tuple[int, ...]:
     Raises:
         ValueError: ``interest`` is no interest set, or does not begin with 0, 1.
 
-    Example:
+    Examples:
         >>> paired_interest_set((0, 1, 3))
         (0, 1, 5)
     """
@@ -122,7 +122,7 @@ def is_interest_set(interest: Iterable[int], c: int | None = None) -> bool:
 
     ``c`` defaults to l (l - 1) + 1, the only modulus for which this is possible.
 
-    Example:
+    Examples:
         >>> is_interest_set((0, 1, 3)), is_interest_set((0, 1, 2))
         (True, False)
     """

@@ -259,7 +259,7 @@ def from_lse_function(
     Raises:
         TypeError: not callable, or it lacks ``is_causal`` or ``scale``.
 
-    Example:
+    Examples:
         >>> def mine(query, key, value, *, is_causal, scale):
         ...     scores = scale * (query @ key.mT)
         ...     if is_causal:

@@ -84,7 +84,7 @@ class LongNetKernel:
         ValueError: no settings, or one that makes no sense.
         TypeError: an inner kernel of another kind.
 
-    Example:
+    Examples:
         >>> kernel = qa.LongNetKernel([(64, 1), (128, 2)])
         >>> q = torch.randn(1, 2, 300, 16)
         >>> out = qa.attention(q, q, q, kernel=kernel, depth=1)

@@ -136,7 +136,7 @@ def from_score_mod(
     Raises:
         TypeError: a modification that cannot be called.
 
-    Example:
+    Examples:
         >>> def nearer(score, batch, head, query, key):
         ...     return score - 0.1 * (query - key).abs()
         >>> kernel = qa.from_score_mod(nearer, compiled=False)

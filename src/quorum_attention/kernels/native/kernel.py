@@ -88,7 +88,7 @@ class NativeKernel:
     Raises:
         TypeError, ValueError: an argument that makes no sense, by name.
 
-    Example:
+    Examples:
         >>> kernel = qa.NativeKernel(window=(4095, 0), softcap=50.0)
         >>> kernel.name
         'native'
