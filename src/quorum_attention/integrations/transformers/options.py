@@ -7,6 +7,7 @@ from typing import Any
 
 from quorum_attention.call.options import depth_of
 from quorum_attention.counts import one_of, shown, whole_number
+from quorum_attention.distributed import ShardedReport
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
@@ -24,14 +25,16 @@ class Options:
         budget, kernel, depth, accumulator, report: as in ``attention``.
         min_tokens: calls of fewer queries go to SDPA if their mask is none, or a causal square;
             None: 1,024, or 0 where a budget, a kernel or a depth is given.
+        sharded: the sequence is sharded over the ranks of a group.
     """
 
     budget: int | str | None = None
     kernel: str | InnerKernel = "auto"
     depth: int | str = "auto"
     accumulator: str = "auto"
-    report: Report | None = None
+    report: Report | ShardedReport | None = None
     min_tokens: int | None = None
+    sharded: bool = False
 
     def __post_init__(self) -> None:
         """Here, because the first call may be hours after ``register``."""
@@ -43,8 +46,11 @@ class Options:
         one_of(self.accumulator, "accumulator", ("auto", "device", "host"))
         if self.min_tokens is not None:
             whole_number(self.min_tokens, "min_tokens", 0)
-        if self.report is not None and not isinstance(self.report, Report):
-            raise TypeError(f"report must be a Report or None, got {shown(self.report)}")
+        kind: type = ShardedReport if self.sharded else Report
+        if self.report is not None and not isinstance(self.report, kind):
+            raise TypeError(f"report must be a {kind.__name__} or None, got {shown(self.report)}")
+        if self.sharded and (self.accumulator != "auto" or self.min_tokens is not None):
+            raise ValueError("accumulator and min_tokens cannot be given with group")
 
     @property
     def shortest(self) -> int:
@@ -63,6 +69,13 @@ class Options:
             "accumulator": self.accumulator,
             "report": self.report,
         }
+
+    def of_shard(self) -> dict[str, Any]:
+        """Keyword arguments of ``distributed.attention``."""
+        return {
+            "budget": self.budget, "kernel": self.kernel, "depth": self.depth,
+            "report": self.report,
+        }  # fmt: skip
 
 
 __all__ = ["MIN_TOKENS", "Options"]

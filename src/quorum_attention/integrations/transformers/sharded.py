@@ -1,0 +1,330 @@
+"""A model whose sequence is sharded over the ranks of a group: its masks and its attention.
+
+Each rank runs the model on its own rows. Transformers makes masks of these rows alone; what they
+mean for the whole sequence is found when the first layer calls its attention: the ranks tell each
+other what their masks ask for, then positions and padding, a number or two for each token. Other
+layers of that forward use what was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from quorum_attention import distributed
+from quorum_attention.integrations.transformers.closures import MaskFunction, known
+from quorum_attention.integrations.transformers.described import DescribedMask
+from quorum_attention.integrations.transformers.keywords import refuse
+from quorum_attention.integrations.transformers.options import Options
+from quorum_attention.kernels.uncompiled import uncompiled
+from quorum_attention.mask import Mask
+
+
+class Asked(NamedTuple):
+    """What the functions of a mask ask for, as numbers that ranks can compare.
+
+    Attributes:
+        left, right: tokens before and after a query that it sees; -1 is no limit.
+        chunk: tokens; 0: no chunks.
+        packed: whether these rows are of several documents.
+        refused: whether there is anything else, which is not known for a whole sequence.
+    """
+
+    causal: bool = False
+    left: int = -1
+    right: int = -1
+    chunk: int = 0
+    packed: bool = False
+    refused: bool = False
+
+    def near(self, left: int, right: int) -> Asked:
+        """Only keys within so many tokens."""
+        lefts = [n for n in (self.left, left) if n >= 0]
+        rights = [n for n in (self.right, right) if n >= 0]
+        return self._replace(left=min(lefts, default=-1), right=min(rights, default=-1))
+
+
+def asked_of(function: MaskFunction, asked: Asked | None = None) -> Asked:
+    """What ``function`` asks of a pair, and what is asked already."""
+    asked = asked or Asked()
+    what = known(function)
+    name = "" if what is None else what.name
+    if what is None or name == "":
+        return asked._replace(refused=True)
+    if name == "causal_mask_function":
+        return asked._replace(causal=True)
+    if name == "sliding_window_overlay":
+        return asked.near(int(what["sliding_window"]) - 1, -1)
+    if name == "sliding_window_bidirectional_overlay":
+        return asked.near(int(what["sliding_window"]), int(what["sliding_window"]))
+    if name == "chunked_overlay":
+        size = int(what["chunk_size"])
+        # Chunks that count from the first token that is no padding differ between sequences.
+        shifted = bool(what["left_padding"].any()) or asked.chunk not in (0, size)
+        return asked._replace(chunk=size, refused=asked.refused or shifted)
+    if name == "and_masks":
+        for part in what["mask_functions"]:
+            asked = asked_of(part, asked)
+        return asked
+    if name == "packed_sequence_mask_function":
+        return asked._replace(packed=True)
+    if name == "remap_positions_for_packed_sequence":
+        # Chunks then count from a document's start, which positions say.
+        return asked_of(what["mask_function"], asked)
+    return asked._replace(refused=name != "bidirectional_mask_function")
+
+
+class ShardedMask(DescribedMask):
+    """What a mask of this rank's rows asks for, until it is known for the whole sequence.
+
+    Attributes:
+        asked: by its functions.
+        padding: (batch, rows) bool, True where a token is none; None: there is none.
+    """
+
+    def __init__(
+        self, asked: Asked, padding: torch.Tensor | None, sizes: tuple[int, int, int, int]
+    ) -> None:
+        super().__init__(Mask(), sizes, sizes[3])
+        self.asked = asked
+        self.padding = padding
+        self.found: tuple[Mask, tuple[int, ...]] | None = None
+
+    def whole(
+        self, group: dist.ProcessGroup, positions: Any, device: torch.device
+    ) -> tuple[Mask, tuple[int, ...]]:
+        """The mask of the whole sequence, and the rows of every rank; all ranks ask together."""
+        if self.found is None:
+            self.found = _found(self, group, positions, device)
+        return self.found
+
+
+def sharded_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., torch.Tensor] | None = None,
+    attention_mask: torch.Tensor | ShardedMask | None = None,
+    **others: Any,
+) -> ShardedMask:
+    """As ``quorum_mask``, of this rank's rows."""
+    from transformers import masking_utils
+
+    if isinstance(attention_mask, ShardedMask):
+        return attention_mask
+    asked = asked_of(mask_function or masking_utils.causal_mask_function)
+    if q_length != kv_length or int(q_offset) != kv_offset:
+        asked = asked._replace(refused=True)  # a cache that is not empty
+    padding = None
+    if attention_mask is not None:
+        padding = attention_mask[:, kv_offset : kv_offset + kv_length].to(torch.bool)
+        if padding.shape[1] != kv_length:
+            asked = asked._replace(refused=True)
+    return ShardedMask(asked, padding, (batch_size, 1, q_length, kv_length))
+
+
+# What the ranks tell each other before positions and padding, after ``Asked``.
+_MORE = ("rows", "batch", "padded", "placed")
+
+
+def _found(
+    mask: ShardedMask, group: dist.ProcessGroup, positions: Any, device: torch.device
+) -> tuple[Mask, tuple[int, ...]]:
+    batch, _, rows, _ = mask.sizes
+    shapes = ((rows,), (1, rows), (batch, rows))
+    fits = isinstance(positions, torch.Tensor) and positions.shape in shapes
+    padded = mask.padding is not None
+    asked = mask.asked._replace(refused=mask.asked.refused or not (fits or positions is None))
+    mine = torch.tensor([*map(int, asked), rows, batch, padded, fits], device=device)
+    told = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(told, mine, group=group)
+    listed = torch.stack(told).tolist()
+    _check(listed)
+    sizes = tuple(one[len(asked)] for one in listed)
+    padded = any(one[-2] for one in listed)
+    numbers = torch.zeros((2, batch, max(sizes)), dtype=torch.int64, device=device)
+    numbers[1, :, :rows] = 1 if mask.padding is None else mask.padding.to(numbers)
+    if fits:
+        numbers[0, :, :rows] = positions
+    every = [torch.empty_like(numbers) for _ in sizes]
+    dist.all_gather(every, numbers, group=group)
+    whole = torch.cat([t[:, :, :n] for t, n in zip(every, sizes, strict=True)], dim=2)
+    return _as_mask(asked, whole[0] if fits else None, whole[1] if padded else None, sizes), sizes
+
+
+def _check(listed: list[list[int]]) -> None:
+    """Raise the same error on all ranks.
+
+    Raises:
+        NotImplementedError, ValueError: a mask that cannot be honoured; ranks that do not agree.
+    """
+    count = len(Asked._fields)
+    names = (*Asked._fields, *_MORE)
+    if any(one[names.index("refused")] for one in listed):
+        raise NotImplementedError(
+            "attention over a group honours causal masks, windows, chunks, padding and documents "
+            "packed by position_ids (batch, rows); this model asks for another mask, chunks behind "
+            "left padding, positions of another shape, or a cache that holds keys already"
+        )
+    for name in ("causal", "left", "right", "chunk", "batch", "placed"):
+        if len({one[names.index(name)] for one in listed}) > 1:
+            raise ValueError(f"the ranks do not agree on {name}: {[one[:count] for one in listed]}")
+    packed = any(one[names.index("packed")] for one in listed)
+    if packed and not listed[0][names.index("placed")]:
+        raise NotImplementedError(
+            "documents are packed here, and this model does not hand position_ids to its attention"
+        )
+
+
+def _as_mask(
+    asked: Asked,
+    positions: torch.Tensor | None,
+    padding: torch.Tensor | None,
+    sizes: tuple[int, ...],
+) -> Mask:
+    """The mask of the whole sequence.
+
+    Args:
+        positions, padding: (batch, tokens).
+    """
+    documents = None
+    if positions is not None:
+        _check_places(positions, sizes)
+        if padding is None:
+            begins = positions.diff() != 1
+            if bool(begins.any()):
+                documents = torch.nn.functional.pad(begins.cumsum(1), (1, 0))
+    window = (asked.left, asked.right)
+    chunk: int | None = asked.chunk or None
+    if documents is not None and positions is not None and chunk is not None:
+        counts = positions // chunk
+        documents, chunk = documents * (counts.max() + 1) + counts, None
+    kept = None if padding is None or bool(padding.all()) else padding.bool()
+    return Mask(
+        causal=asked.causal, window=None if window == (-1, -1) else window, chunk=chunk,
+        documents=documents, key_padding=kept,
+    )  # fmt: skip
+
+
+def _check_places(positions: torch.Tensor, sizes: tuple[int, ...]) -> None:
+    """Refuse positions that begin at 0 on every rank and go up by one: their places are missing.
+
+    Raises:
+        ValueError: they do.
+    """
+    filled = [shard for shard in positions.split(sizes, dim=1) if shard.shape[1]]
+    places = [torch.arange(t.shape[1], device=t.device).expand_as(t) for t in filled]
+    if len(filled) > 1 and all(torch.equal(a, b) for a, b in zip(filled, places, strict=True)):
+        raise ValueError(
+            "position_ids begin at 0 on every rank: give each rank those of its place in the "
+            "sequence, or call sharded_positions(model, group=...) once (if each rank holds a "
+            "document of its own, attention needs no group)"
+        )
+
+
+def attend_sharded(
+    options: Options,
+    group: dist.ProcessGroup,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | DescribedMask | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_ids: Any = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """One attention of a layer over the sequence of all ranks; arguments as in ``attend``."""
+    refuse(others, module)
+    name = type(module).__name__
+    if query.shape[2] != key.shape[2]:
+        raise NotImplementedError(
+            f"attention over a group takes as many queries as keys on each rank; {name} gives "
+            f"{query.shape[2]} and {key.shape[2]}: caches and decoding are for one device"
+        )
+    if attention_mask is None:
+        causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+        if causal is None:
+            raise ValueError(
+                f"{name} gives its attention neither a mask nor is_causal: whether it is causal is "
+                "not known"
+            )
+        asked = Asked(causal=bool(causal))
+        if sliding_window is not None:
+            asked = asked.near(sliding_window - 1, -1 if causal else sliding_window - 1)
+        sizes = (query.shape[0], 1, query.shape[2], query.shape[2])
+        attention_mask = ShardedMask(asked, None, sizes)
+    if not isinstance(attention_mask, ShardedMask):
+        raise NotImplementedError(
+            f"attention over a group makes its masks itself; {name} was given one of shape "
+            f"{tuple(attention_mask.shape)}"
+        )
+    mask, lengths = attention_mask.whole(group, position_ids, query.device)
+    if softcap is not None or s_aux is not None:
+        mask = replace(mask, softcap=softcap, sinks=s_aux)
+    plain = not any(
+        part is not None
+        for part in (mask.window, mask.chunk, mask.documents, mask.key_padding, softcap, s_aux)
+    )
+    out = distributed.attention(
+        query, key, value, None if plain else mask, group=group, lengths=lengths,
+        is_causal=plain and bool(mask.causal), scale=scaling, dropout_p=dropout,
+        enable_gqa=query.shape[1] != key.shape[1], **options.of_shard(),
+    )  # fmt: skip
+    return out.transpose(1, 2).contiguous(), None
+
+
+def sharded_positions(
+    model: torch.nn.Module, *, group: dist.ProcessGroup | None = None
+) -> torch.utils.hooks.RemovableHandle:
+    """Give a model's forwards ``position_ids`` of this rank's place, where a call has none.
+
+    Each such forward begins with the ranks telling each other their rows, for which the host waits.
+
+    Args:
+        model: called with ``input_ids`` or ``inputs_embeds`` (batch, rows, ...) by name.
+        group: over which the sequence is sharded; None is the default one.
+
+    Returns:
+        A handle; its ``remove()`` takes it back.
+    """
+
+    def placed(_: torch.nn.Module, args: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if named.get("position_ids") is not None:
+            return args, named
+        ids = named.get("input_ids")
+        ids = named.get("inputs_embeds") if ids is None else ids
+        if ids is None:
+            raise TypeError("a sharded model must be given input_ids or inputs_embeds by name")
+        everyone = dist.group.WORLD if group is None else group
+        assert everyone is not None
+        mine = torch.tensor([ids.shape[1]], device=ids.device)
+        every = [torch.empty_like(mine) for _ in range(everyone.size())]
+        dist.all_gather(every, mine, group=everyone)
+        start = sum(torch.cat(every).tolist()[: everyone.rank()])
+        positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
+        return args, {**named, "position_ids": positions}
+
+    return model.register_forward_pre_hook(uncompiled(placed), with_kwargs=True)
+
+
+__all__ = [
+    "Asked",
+    "ShardedMask",
+    "asked_of",
+    "attend_sharded",
+    "sharded_mask",
+    "sharded_positions",
+]

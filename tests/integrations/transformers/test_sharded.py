@@ -1,0 +1,148 @@
+"""Models whose sequence is sharded over ranks: logits and gradients of one process."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers_ranks import spawn
+
+pytest.importorskip("transformers")
+
+from helpers_models import attended, distance, register_all, tiny
+
+from quorum_attention.distributed import ShardedReport
+from quorum_attention.integrations.transformers import register, sharded_positions
+
+
+def _of_all(
+    model: Any, ids: torch.Tensor, keep: torch.Tensor, **asked: Any
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits of one process, and gradients of a weighted sum of squares of tokens that are kept."""
+    model.zero_grad()
+    logits = model(input_ids=ids, **asked).logits
+    weights = torch.linspace(0.5, 1.5, logits.numel(), dtype=torch.float64).view(logits.shape)
+    (logits.double().square() * weights * keep[..., None]).mean().backward()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return logits.detach(), grads
+
+
+def _same(
+    rank: int,
+    kind: str,
+    sizes: list[int],
+    group: dist.ProcessGroup,
+    *,
+    positions: torch.Tensor | None = None,
+    padding: torch.Tensor | None = None,
+    change: dict[str, Any] | None = None,
+    hooked: bool = False,
+) -> None:
+    """The shards of a model's sequence against the whole, both in float64."""
+    torch.manual_seed(3)
+    model = tiny(kind, change).double()
+    tokens, batch = sum(sizes), 2 if padding is not None else 1
+    ids = torch.randint(1, 96, (batch, tokens))
+    keep = torch.ones(batch, tokens) if padding is None else padding.double()
+    whole: dict[str, Any] = {} if padding is None else {"attention_mask": padding}
+    if positions is not None:
+        whole["position_ids"] = positions
+    exact, exact_grads = _of_all(attended(model, "exact", torch.float64), ids, keep, **whole)
+    rows = slice(*[0, *accumulate(sizes)][rank : rank + 2])
+    places = torch.arange(tokens)[None] if positions is None else positions
+    mine: dict[str, Any] = {} if hooked else {"position_ids": places[:, rows]}
+    if padding is not None:
+        mine["attention_mask"] = padding[:, rows]
+    report = ShardedReport()
+    register("sharded", group=group, report=report)
+    ours = attended(model, "sharded", torch.float64)
+    if hooked:
+        sharded_positions(ours, group=group)
+    logits = ours(input_ids=ids[:, rows], **mine).logits
+    weights = torch.linspace(0.5, 1.5, exact.numel(), dtype=torch.float64).view(exact.shape)
+    part = logits.square() * weights[:, rows] * keep[:, rows, None]
+    (part.sum() / exact.numel()).backward()
+    real = keep[:, rows].bool()
+    assert distance(logits.detach()[real], exact[:, rows][real]) < 1e-7, (kind, sizes)
+    assert report.ranks == len(sizes)
+    for name, weight in ours.named_parameters():
+        if name in exact_grads:
+            total = torch.zeros_like(weight) if weight.grad is None else weight.grad.clone()
+            dist.all_reduce(total, group=group)
+            found = distance(total, exact_grads[name])
+            # Norms are in float32 in some models, whatever the dtype.
+            assert found < 1e-6, (kind, name, found)
+
+
+def _models(rank: int, sizes: list[int], group: dist.ProcessGroup) -> None:
+    tokens = sum(sizes)
+    _same(rank, "llama", sizes, group)
+    _same(rank, "qwen3", sizes, group, hooked=True, change={"num_key_value_heads": 2})
+    edge = sizes[0]
+    for cuts in ([edge, edge + 3], [edge - 3, edge + 5], [4]):
+        lengths = [b - a for a, b in zip([0, *cuts], [*cuts, tokens], strict=True)]
+        packed = torch.cat([torch.arange(n) for n in lengths])[None]
+        _same(rank, "llama", sizes, group, positions=packed)
+    left = torch.ones(2, tokens, dtype=torch.long)
+    left[1, : edge + 2] = 0
+    right = torch.ones(2, tokens, dtype=torch.long)
+    right[0, -2:] = 0
+    for padding in (left, right):
+        _same(rank, "llama", sizes, group, padding=padding)
+    _same(rank, "mistral", sizes, group)
+    _same(rank, "gemma2", sizes, group)
+    _same(rank, "gpt_oss", sizes, group)
+    _same(rank, "llama4_text", sizes, group)
+
+
+def _refusals(rank: int, group: dist.ProcessGroup) -> None:
+    """All ranks raise the same."""
+    register("sharded", group=group)
+    model = attended(tiny("llama"), "sharded")
+    ids = torch.randint(1, 96, (1, 8))
+    with pytest.raises(ValueError, match="begin at 0 on every rank"):
+        model(input_ids=ids)
+    places = torch.arange(8)[None] + 8 * rank
+    mask = torch.ones(1, 1, 8, 8, dtype=torch.bool)
+    with pytest.raises(NotImplementedError, match="makes its masks itself"):
+        model(input_ids=ids, position_ids=places, attention_mask=mask)
+    with pytest.raises(NotImplementedError, match="cu_seq_lens_q"):
+        model(input_ids=ids, position_ids=places, cu_seq_lens_q=torch.tensor([0, 8]))
+    other = attended(tiny("mistral" if rank else "llama", {"num_hidden_layers": 1}), "sharded")
+    with pytest.raises(ValueError, match="do not agree on left"):
+        other(input_ids=ids, position_ids=places)
+    cached = attended(tiny("llama"), "sharded")
+    cached.config.use_cache = True
+    past = cached(input_ids=ids, position_ids=places).past_key_values
+    with pytest.raises(NotImplementedError, match="cache"):
+        cached(input_ids=ids, position_ids=places + 8, past_key_values=past)
+    with pytest.raises(ValueError, match="min_tokens"):
+        register("sharded", group=group, min_tokens=3)
+    with pytest.raises(TypeError, match="group"):
+        register("sharded", group="world")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="ShardedReport"):
+        register("sharded", group=group, report=3)  # type: ignore[arg-type]
+
+
+def _all_of_it(rank: int) -> None:
+    register_all()
+    pair = dist.new_group([0, 1])
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    packed = torch.cat([torch.arange(n) for n in (5, 9, 17)])[None]
+    _same(rank, "llama", [9, 14, 8], everyone, positions=packed)
+    left = torch.ones(2, 31, dtype=torch.long)
+    left[1, :11] = 0
+    _same(rank, "mistral", [9, 14, 8], everyone, padding=left)
+    _same(rank, "qwen3", [9, 14, 8], everyone, hooked=True)
+    if rank < 2:
+        _models(rank, [16, 11], pair)
+        _refusals(rank, pair)
+
+
+def test_on_processes(tmp_path: Path) -> None:
+    spawn(_all_of_it, 3, tmp_path)
