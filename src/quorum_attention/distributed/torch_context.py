@@ -1,0 +1,136 @@
+"""In place of torch's own context parallel: the same arguments, another attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from quorum_attention.counts import shown, whole_number
+from quorum_attention.distributed.attention import attention
+from quorum_attention.distributed.report import ShardedReport
+from quorum_attention.kernels.protocol import InnerKernel
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@contextmanager
+def context_parallel(
+    mesh: DeviceMesh | dist.ProcessGroup,
+    *,
+    buffers: Sequence[torch.Tensor] | None = None,
+    buffer_seq_dims: Sequence[int] | None = None,
+    no_restore_buffers: set[torch.Tensor] | None = None,
+    budget: int | str | None = None,
+    depth: int | str = "auto",
+    kernel: str | InnerKernel = "auto",
+    report: ShardedReport | None = None,
+) -> Iterator[None]:
+    """As ``torch.distributed.tensor.experimental.context_parallel``, by ``distributed.attention``.
+
+    Within the block each of ``buffers`` holds this rank's rows, and
+    ``torch.nn.functional.scaled_dot_product_attention`` is over the rows of all ranks. Other than
+    torch's: shards are contiguous, in the order of the ranks, so results need not be put in order;
+    the length need not divide by anything; heads may be grouped; and dropout and masks that
+    broadcast to the queries and keys of the whole sequence are honoured. Modules that imported the
+    function by name before keep torch's own. Not for several threads at once.
+
+    Args:
+        mesh: of one dimension; or a process group.
+        buffers: tensors that all ranks have whole, sharded in place and put back at the end.
+        buffer_seq_dims: the dimension of the tokens of each.
+        no_restore_buffers: those of them that are not put back.
+        budget, depth, kernel, report: of ``distributed.attention``, for every call.
+
+    Raises:
+        ValueError: buffers that do not fit each other or their dimensions.
+        TypeError: ``mesh`` is neither.
+    """
+    group = mesh if isinstance(mesh, dist.ProcessGroup) else _group_of(mesh)
+    given, dims = list(buffers or ()), list(buffer_seq_dims or ())
+    kept = no_restore_buffers or set()
+    lengths = _lengths(given, dims, group.size())
+    if any(not any(one is buffer for buffer in given) for one in kept):
+        raise ValueError("no_restore_buffers must be among buffers")
+    whole = [None if any(b is k for k in kept) else b.detach().clone() for b in given]
+    options: dict[str, Any] = {
+        "budget": budget, "depth": depth, "kernel": kernel, "report": report,
+    }  # fmt: skip
+    functional: Any = torch.nn.functional
+    original = functional.scaled_dot_product_attention
+
+    def scaled_dot_product_attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        return attention(
+            query, key, value, attn_mask, group=group, is_causal=is_causal, scale=scale,
+            enable_gqa=enable_gqa, dropout_p=dropout_p, lengths=lengths,
+            **options,
+        )  # fmt: skip
+
+    for buffer, dim in zip(given, dims, strict=True):
+        assert lengths is not None
+        start = [0, *accumulate(lengths)][group.rank()]
+        mine = buffer.detach().narrow(dim, start, lengths[group.rank()]).clone()
+        _become(buffer, mine)
+    functional.scaled_dot_product_attention = scaled_dot_product_attention
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = original
+        for buffer, before in zip(given, whole, strict=True):
+            if before is not None:
+                _become(buffer, before)
+
+
+def _group_of(mesh: Any) -> dist.ProcessGroup:
+    if not hasattr(mesh, "get_group"):
+        raise TypeError(f"mesh must be a DeviceMesh or a process group, got {shown(mesh)}")
+    if mesh.ndim != 1:
+        raise ValueError(f"mesh must have one dimension, got {mesh.ndim}: give mesh['name']")
+    group: dist.ProcessGroup = mesh.get_group()
+    return group
+
+
+def _lengths(
+    buffers: Sequence[torch.Tensor], dims: Sequence[int], ranks: int
+) -> tuple[int, ...] | None:
+    """Rows of every rank, as equal as can be; None without buffers."""
+    if len(buffers) != len(dims):
+        raise ValueError(f"buffer_seq_dims must be one for each of {len(buffers)} buffers")
+    tokens = set()
+    for buffer, dim in zip(buffers, dims, strict=True):
+        if buffer.requires_grad and buffer.is_leaf:
+            raise ValueError("buffers must not require a gradient")
+        whole_number(dim, "buffer_seq_dims", 0)
+        if dim >= buffer.dim():
+            raise ValueError(f"buffer_seq_dims: {dim} is none of {tuple(buffer.shape)}")
+        tokens.add(buffer.shape[dim])
+    if len(tokens) > 1:
+        raise ValueError(f"buffers must have the same number of tokens, got {sorted(tokens)}")
+    if not tokens:
+        return None
+    (n,) = tokens
+    return tuple(n * (rank + 1) // ranks - n * rank // ranks for rank in range(ranks))
+
+
+def _become(buffer: torch.Tensor, content: torch.Tensor) -> None:
+    """Make a tensor another's copy, in place, whatever its shape."""
+    with torch.no_grad():
+        buffer.resize_(content.shape)
+        buffer.copy_(content)
+
+
+__all__ = ["context_parallel"]
