@@ -167,7 +167,7 @@ def _all_of_it(rank: int) -> None:
     pair = dist.new_group([0, 1])
     everyone = dist.group.WORLD
     assert everyone is not None
-    whole_heads._ONE_TURN_BYTES = 0
+    whole_heads._TURNS = 2
     _random_masks(rank, everyone, 12)
     _dropout(rank, everyone)
     if rank < 2:

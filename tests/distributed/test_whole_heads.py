@@ -15,17 +15,20 @@ from quorum_attention.distributed.swap import Swap, opened
 
 
 @pytest.mark.parametrize(("kv_heads", "shared"), [(1, 8), (2, 1), (3, 4), (4, 8), (9, 2), (32, 1)])
-def test_turns_have_every_head_once(kv_heads: int, shared: int) -> None:
-    turns = whole_heads.turns_of(kv_heads, shared, 1 << 30)
-    assert [h for t in turns for h in range(*t.heads)] == list(range(kv_heads * shared))
-    assert [h for t in turns for h in range(*t.kv_heads)] == list(range(kv_heads))
-    assert len(turns) == min(3, kv_heads)
-    assert len(whole_heads.turns_of(kv_heads, shared, 1000)) == 1
+@pytest.mark.parametrize("turns", [1, 3])
+def test_turns_have_every_head_once(
+    kv_heads: int, shared: int, turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole_heads, "_TURNS", turns)
+    made = whole_heads.turns_of(kv_heads, shared)
+    assert [h for t in made for h in range(*t.heads)] == list(range(kv_heads * shared))
+    assert [h for t in made for h in range(*t.kv_heads)] == list(range(kv_heads))
+    assert len(made) == min(turns, kv_heads)
 
 
 def _in_turns(rank: int) -> None:
     pairs = [dist.new_group([0, 1]), dist.group.WORLD]
-    whole_heads._ONE_TURN_BYTES = 0
+    whole_heads._TURNS = 3
     for group, sizes in zip(pairs, ([5, 12], [7, 0, 4]), strict=True):
         if rank >= len(sizes):
             continue

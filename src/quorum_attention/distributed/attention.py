@@ -154,7 +154,7 @@ def _computed(
     out: torch.Tensor
     if decided.assignment.whole_heads:
         shared = of.heads // of.kv_heads
-        turns = turns_of(of.kv_heads // of.ranks, shared, batch * decided.most_bytes)
+        turns = turns_of(of.kv_heads // of.ranks, shared)
         if report is not None:
             report.stages = len(turns)
         exchanged = Exchanged(Swap(group, sizes), turns, calls, causal)

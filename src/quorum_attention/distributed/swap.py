@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+_WORD = 16
 # Of a tensor of the shard, some heads of each rank's share: [start, stop) within a share.
 Part = tuple[torch.Tensor, tuple[int, int]]
 
@@ -57,14 +58,19 @@ class Swap:
         Args:
             parts: tensors (batch, all heads, rows of the shard, dim) of one dtype.
         """
-        first = parts[0][0]
-        batch = first.shape[0]
         sizes = [(stop - start, tensor.shape[3]) for tensor, (start, stop) in parts]
-        width = sum(heads * dim for heads, dim in sizes)
+        dtype = parts[0][0].dtype
+        tensors = in_words([tensor for tensor, _ in parts])
+        first = tensors[0]
+        batch = first.shape[0]
+        counts = [
+            (stop - start, t.shape[3]) for t, (_, (start, stop)) in zip(tensors, parts, strict=True)
+        ]
+        width = sum(heads * dim for heads, dim in counts)
         inbox = first.new_empty((self.tokens, batch, width))
         outbox = first.new_empty(((self._high - self._low) * self.rows, batch, width))
         at = 0
-        for (tensor, (start, _)), (heads, dim) in zip(parts, sizes, strict=True):
+        for tensor, (_, (start, _)), (heads, dim) in zip(tensors, parts, counts, strict=True):
             if self._low < self._high:
                 room = _columns(outbox, 0, self.rows, self._high - self._low, at, heads, dim)
                 room.copy_(self._by_token(tensor, self._low, self._high, start, heads))
@@ -73,7 +79,7 @@ class Swap:
                 room.copy_(self._by_token(tensor, self.rank, self.rank + 1, start, heads))
             at += heads * dim
         work = self._sent(inbox[self._first : self._last], outbox, self._theirs, self._mine)
-        return ToHeads(inbox, sizes, work, outbox)
+        return ToHeads(inbox.view(dtype), sizes, work, outbox)
 
     def to_rows(self, part: torch.Tensor, target: torch.Tensor, start: int) -> ToRows:
         """Send rows of heads back to the ranks whose shards they are of; write those that come.
@@ -84,7 +90,8 @@ class Swap:
             start: where the part's heads begin within each rank's share.
         """
         message = part.permute(2, 0, 1, 3).contiguous()
-        batch, heads, _, dim = part.shape
+        message, target = in_words([message, target])
+        _, batch, heads, dim = message.shape
         others = self._high - self._low
         inbox = message.new_empty((others * self.rows, batch, heads, dim))
         outbox = message[self._first : self._last]
@@ -127,6 +134,21 @@ class Swap:
         )
 
 
+def in_words(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The same tensors in words of 16 bytes, if all of them consist of such; views.
+
+    A copy between layouts goes element by element, and takes as long for small ones as for large.
+    """
+    for tensor in tensors:
+        step = _WORD // tensor.element_size()
+        *outer, inner = tensor.stride()
+        if inner != 1 or tensor.shape[-1] % step or tensor.data_ptr() % _WORD:
+            return tensors
+        if any(stride % step for stride in (*outer, tensor.storage_offset())):
+            return tensors
+    return [tensor.view(torch.complex128) for tensor in tensors]
+
+
 def _columns(
     message: torch.Tensor, first: int, rows: int, ranks: int, at: int, heads: int, dim: int
 ) -> torch.Tensor:
@@ -154,11 +176,17 @@ class ToHeads:
     work: Any
     outbox: torch.Tensor | None
 
-    def arrived(self) -> list[torch.Tensor]:
-        """Views (batch, heads, rows of all shards, dim) of the message that came."""
+    def arrived(self, *, held: bool = False) -> list[torch.Tensor]:
+        """Views (batch, heads, rows of all shards, dim) of the message that came.
+
+        Args:
+            held: keep what was sent as long as this object, because only the current stream waits.
+        """
         if self.work is not None:
             self.work.wait()
-        self.work = self.outbox = None
+        self.work = None
+        if not held:
+            self.outbox = None
         return opened(self.inbox, self.sizes)
 
 
@@ -190,4 +218,4 @@ class ToRows:
         self.work = self.message = None
 
 
-__all__ = ["Part", "Swap", "ToHeads", "ToRows", "opened"]
+__all__ = ["Part", "Swap", "ToHeads", "ToRows", "in_words", "opened"]

@@ -1,16 +1,15 @@
 """A sharded pass where heads divide by the ranks: exchanged, computed whole, exchanged back.
 
-Nothing is merged and nothing added up: a rank has all rows of its heads. All messages are sent
-first, in turns of some heads each; while the heads of one turn are computed those of the next are
-on their way, and the results of the one before. What came is kept for the backward in place of the
-shards, so only the upstream gradient moves again.
+Nothing is merged and nothing added up: a rank has all rows of its heads. It may compute them in
+turns of some heads each. Then all messages are sent first, and while one turn is computed those of
+the next are on their way, and the results of the one before. What came is kept for the backward in
+place of the shards, so only the upstream gradient moves again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -19,10 +18,13 @@ from torch.autograd.function import once_differentiable
 
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.distributed.calls import Calls
-from quorum_attention.distributed.swap import Part, Swap, opened
+from quorum_attention.distributed.lanes import Lanes
+from quorum_attention.distributed.swap import Part, Swap, ToRows, opened
 
-# What a rank receives in about 20 microseconds: less is not worth a call more.
-_ONE_TURN_BYTES = 4 << 20
+# Into how many calls a rank's heads are cut, and on how many streams these are computed. Cut calls
+# end one after the other, and each leaves most of the device idle for a while: on H200s that takes
+# longer than what it hides of the messages (docs/distributed.md).
+_TURNS, _LANES = 1, 1
 
 
 class Turn(NamedTuple):
@@ -32,26 +34,16 @@ class Turn(NamedTuple):
     kv_heads: tuple[int, int]
 
 
-@lru_cache(maxsize=256)
-def turns_of(kv_heads: int, shared: int, nbytes: int) -> tuple[Turn, ...]:
-    """The turns of a rank's share; the first and the last are short: nothing runs beside the
-    first's messages, nor beside the last's.
+def turns_of(kv_heads: int, shared: int) -> list[Turn]:
+    """The turns of a rank's share.
 
     Args:
         kv_heads: key/value heads of the share.
         shared: query heads of each.
-        nbytes: of all messages that a rank receives.
     """
-    if kv_heads == 1 or nbytes < _ONE_TURN_BYTES:
-        edges: tuple[int, ...] = (0, kv_heads)
-    else:
-        end = max(1, kv_heads // 4)
-        edges = (0, end, kv_heads - end, kv_heads)
-    return tuple(
-        Turn((low * shared, high * shared), (low, high))
-        for low, high in pairwise(edges)
-        if low < high
-    )
+    count = min(_TURNS, kv_heads)
+    edges = [kv_heads * turn // count for turn in range(count + 1)]
+    return [Turn((low * shared, high * shared), (low, high)) for low, high in pairwise(edges)]
 
 
 @dataclass(slots=True)
@@ -66,6 +58,10 @@ class Exchanged:
     turns: Sequence[Turn]
     calls: Calls
     is_causal: bool
+
+    def lanes(self, device: torch.device) -> Lanes:
+        """Where its turns are computed."""
+        return Lanes(device, min(_LANES, len(self.turns)) if self.calls.plain else 1)
 
     def numbers(self, turn: Turn, heads: int) -> tuple[Interval, Interval]:
         """Heads and rows of a turn in the whole call, which has so many heads."""
@@ -84,17 +80,18 @@ def forward(
     """
     swap = call.swap
     coming = [swap.to_heads(_parts(turn, query, key, value)) for turn in call.turns]
-    coming.reverse()
     out = query.new_empty((*query.shape[:3], value.shape[3]))
     kept, going = [], []
-    for turn in call.turns:
-        now = coming.pop()
-        rows, keys, values = now.arrived()
-        numbers = call.numbers(turn, query.shape[1])
-        part, lse = call.calls.forward(rows, keys, values, call.is_causal, *numbers)
-        going.append(swap.to_rows(part, out, turn.heads[0]))
+    lanes = call.lanes(query.device)
+    for number, (turn, now) in enumerate(zip(call.turns, coming, strict=True)):
+        with lanes.of(number):
+            rows, keys, values = now.arrived(held=lanes.several)
+            numbers = call.numbers(turn, query.shape[1])
+            part, lse = call.calls.forward(rows, keys, values, call.is_causal, *numbers)
+            going.append(swap.to_rows(part, out, turn.heads[0]))
         if keep:
             kept += [now.inbox, part, lse]
+    lanes.join()
     for one in going:
         one.written()
     if call.calls.report is not None:
@@ -119,25 +116,43 @@ def backward(
     swap = call.swap
     coming = [swap.to_heads([(grad_out, turn.heads)]) for turn in call.turns]
     grads = [grad_out.new_empty(shape) for shape in shapes]
-    head_dim, value_dim = shapes[0][3], shapes[2][3]
-    going = []
+    going: list[ToRows] = []
+    lanes = call.lanes(grad_out.device)
     for number, (turn, now) in enumerate(zip(call.turns, coming, strict=True)):
-        inbox, part, lse = kept[3 * number : 3 * number + 3]
-        (heads, kv_heads), (upstream,) = (_count(turn.heads), _count(turn.kv_heads)), now.arrived()
-        query, key, value = opened(
-            inbox, [(heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim)]
-        )
-        made = call.calls.backward(
-            (upstream, query, key, value, part, lse), call.is_causal,
-            *call.numbers(turn, shapes[0][1]), of_sinks,
-        )  # fmt: skip
-        starts = turn.heads[0], turn.kv_heads[0], turn.kv_heads[0]
-        going += [swap.to_rows(*each) for each in zip(made, grads, starts, strict=True)]
+        with lanes.of(number):
+            (upstream,) = now.arrived(held=lanes.several)
+            given = (upstream, *kept[3 * number : 3 * number + 3])
+            going += _turned_back(call, turn, given, grads, of_sinks)
+    lanes.join()
     for one in going:
         one.written()
     if call.calls.report is not None:
         call.calls.report.backward_bytes = swap.received_bytes([grad_out], grads)
     return grads
+
+
+def _turned_back(
+    call: Exchanged,
+    turn: Turn,
+    given: tuple[torch.Tensor, ...],
+    grads: Sequence[torch.Tensor],
+    of_sinks: torch.Tensor | None,
+) -> list[ToRows]:
+    """The gradients of a turn, on their way to ``grads``.
+
+    Args:
+        given: upstream gradient, and what the forward kept of the turn.
+    """
+    upstream, inbox, part, lse = given
+    (heads, kv_heads), head_dim = (_count(turn.heads), _count(turn.kv_heads)), grads[0].shape[3]
+    sizes = [(heads, head_dim), (kv_heads, head_dim), (kv_heads, grads[2].shape[3])]
+    query, key, value = opened(inbox, sizes)
+    made = call.calls.backward(
+        (upstream, query, key, value, part, lse), call.is_causal,
+        *call.numbers(turn, grads[0].shape[1]), of_sinks,
+    )  # fmt: skip
+    starts = turn.heads[0], turn.kv_heads[0], turn.kv_heads[0]
+    return [call.swap.to_rows(*each) for each in zip(made, grads, starts, strict=True)]
 
 
 def _parts(
