@@ -24,10 +24,13 @@ from quorum_attention.passes import run_backward, run_forward
 from quorum_attention.pool.local import Local
 from quorum_attention.pool.masked import masked
 from quorum_attention.pool.messages import Begin, Compute, Done, End, Failed, Ready
+from quorum_attention.pool.openings import Openings
 from quorum_attention.pool.parts import Part
 from quorum_attention.pool.shared import InFile, OnDevice, opened
 from quorum_attention.pool.touched import Touching
 
+# After so many seconds without work a worker lets go of memory of the pool's process.
+_IDLE_SECONDS = 1.0
 # Tensors of a pass that are large.
 _ROWS = ("query", "key", "value", "out", "grad_out", "grad_query", "grad_key", "grad_value")
 
@@ -47,15 +50,18 @@ def work(device: str, threads: int | None, pipe: Connection) -> None:
 
 def _obey(place: torch.device, pipe: Connection) -> None:
     passes: dict[int, _Pass] = {}
+    openings = Openings()
     while True:
         try:
+            if openings and not passes and not pipe.poll(_IDLE_SECONDS):
+                openings.clear()
             message = pipe.recv()
         except (EOFError, OSError):
             return  # the pool is gone
         if message is None:
             return
         if isinstance(message, Begin):
-            passes[message.number] = _Pass(message, place)
+            passes[message.number] = _Pass(message, place, openings)
         elif isinstance(message, End):
             passes.pop(message.number).end()
         else:
@@ -92,12 +98,13 @@ def _can_be_sent(error: BaseException) -> bool:
 class _Pass:
     """A pass in a worker."""
 
-    def __init__(self, message: Begin, device: torch.device) -> None:
+    def __init__(self, message: Begin, device: torch.device, openings: Openings) -> None:
         self._sizes, self._backward = message.sizes, message.backward
         # Opened with the first part: a pass may be over, and its memory gone, before this worker
         # has heard that it began.
         self._handles = message.tensors
         self._tensors: dict[str, torch.Tensor] = {}
+        self._openings = openings
         self._options, self._budget, self._device = message.options, message.budget, device
 
     def end(self) -> None:
@@ -114,7 +121,9 @@ class _Pass:
     def compute(self, message: Compute, report: Report) -> None:
         """Compute a part; its results are in place when this returns."""
         if not self._tensors:
-            self._tensors = {name: opened(handle) for name, handle in self._handles.items()}
+            open_ = self._openings.open
+            self._tensors = {name: open_(handle) for name, handle in self._handles.items()}
+            self._openings.forget_unused()
         locks = backend_of(self._device).pins
         names = [name for name in _ROWS if name in self._handles and locks]
         # Ordinary files are not read ahead of time.
