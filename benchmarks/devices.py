@@ -1,12 +1,12 @@
 """One call on several GPUs of a machine, against one of them.
 
-    python benchmarks/devices.py [--seconds 300] [--heads 8] [--tokens 1048576] [--json FILE]
+    python benchmarks/devices.py [--seconds 300] [--budgets 1GiB:8:3 128MiB:8:2] [--json FILE]
 
 First a few calls are compared with one device's. Then 1,048,576 tokens, causal, fp16, inputs and
-results in host memory, forward and backward at 1 GiB and at 128 MiB a device, in turn with one
-device of the same machine; what the simulator says beside it. Then more calls are compared: inputs
-on either device, heads that do not divide, masks, dropout, workers that are killed. A step that
-would begin after ``--seconds`` is left out. Needs two CUDA devices.
+results in host memory, forward and backward within budgets (each with its number of heads and of
+turns), in turn with one device of the same machine; what the simulator says beside it. Then more
+calls are compared: inputs on either device, heads that do not divide, masks, dropout, workers that
+are killed. A step that would begin after ``--seconds`` is left out. Needs two CUDA devices.
 """
 
 from __future__ import annotations
@@ -247,7 +247,8 @@ def measure(steps: Steps, pool: Pool, tokens: int, heads: int, budget: str, roun
     both = {name: sum(rows) for name, rows in best.items()}
     simulated = simulated_seconds(tokens, heads, budget, len(pool.devices))
     steps.results[f"{budget}"] = {
-        "seconds": found, "parts": details, "difference": differ, "simulated": simulated,
+        "heads": heads, "seconds": found, "parts": details, "difference": differ,
+        "simulated": simulated,
         "forward": best["one"][0] / best["all"][0],
         "backward": best["one"][1] / best["all"][1],
         "both": both["one"] / both["all"],
@@ -277,9 +278,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--tokens", type=int, default=1 << 20)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--budgets", nargs="*", default=["1GiB", "128MiB"])
+    parser.add_argument("--budgets", nargs="*", default=["1GiB:8:3", "128MiB:8:2"])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     steps = Steps(options.seconds)
@@ -294,13 +293,10 @@ def main() -> None:
     with Pool("all") as pool:
         say(f"workers started in {time.perf_counter() - begun:.1f} s: {pool.names}")
         check_first(steps, pool)
-        for budget in options.budgets:
-            steps.run(
-                f"times at {budget}",
-                lambda budget=budget: measure(
-                    steps, pool, options.tokens, options.heads, budget, options.rounds
-                ),
-            )
+        for asked in options.budgets:
+            budget, heads, rounds = asked.split(":")
+            step = partial(measure, steps, pool, options.tokens, int(heads), budget, int(rounds))
+            steps.run(f"times at {budget}", step)
             if options.json:
                 options.json.write_text(json.dumps(steps.results, indent=1, default=str))
         check_more(steps, pool)
