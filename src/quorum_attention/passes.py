@@ -312,6 +312,8 @@ def _run(
         if watched is not None and request.dropout is not None:
             _note_dropout(report, request.dropout, asked, decision)
         report.recoveries.extend(recoveries)
+        if watched is not None:
+            watched.pool = None
         if watched is not None and asked.backward:
             watched.backward = report
         elif watched is not None:

@@ -162,6 +162,23 @@ def test_given_results_and_progress(pool: Pool) -> None:
         near(one, other)
 
 
+def test_autocast_and_compile(pool: Pool) -> None:
+    q = torch.randn(1, 4, 100, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        near(qa.attention(q, q, q, devices=pool), qa.attention(q, q, q))
+    compiled = torch.compile(lambda t: qa.attention(t * 2, t, t, devices=pool), backend="eager")
+    near(compiled(q), qa.attention(q * 2, q, q))
+
+
+def test_a_report_is_of_the_last_call(pool: Pool) -> None:
+    q, report = torch.randn(1, 2, 100, 8), qa.Report()
+    qa.attention(q, q, q, devices=pool, report=report)
+    assert report.pool is not None
+    qa.attention(q, q, q, report=report)
+    assert report.pool is None
+    assert report.total.forwards == 2
+
+
 def test_sinks_have_their_gradient(pool: Pool) -> None:
     q = torch.randn(1, 4, 100, 8)
     found = []
