@@ -80,7 +80,8 @@ class Pool(Several):
         return [worker.name for worker in self._workers if worker.alive]
 
     def join(self, device: str | torch.device) -> None:
-        """Start a worker for one more device, or for one whose worker was lost."""
+        """Start a worker for one more device, or for one whose worker was lost. It takes part in a
+        pass that is running."""
         self._workers += start(names_of([device]), self._threads)
 
     def mend(self) -> None:
@@ -206,14 +207,21 @@ class Pool(Several):
             paces = self.paces(kind)
             report.devices = [worker.label for worker in self._workers]
             report.parts = len(parts)
-            hired = [
-                Hired(worker, budgets[min(number, len(budgets) - 1)])
-                for number, worker in enumerate(self._workers)
-            ]
+            hired: list[Hired] = []
+
+            def recruits(wait: bool = False) -> list[Hired]:
+                """Workers that have joined since it was asked last."""
+                found = [
+                    Hired(worker, budgets[min(number, len(budgets) - 1)])
+                    for number, worker in enumerate(self._workers[len(hired) :], len(hired))
+                ]
+                hired.extend(found)
+                return found
+
             coordinator = Coordinator(
-                hired, begin, parts, sums, ended, report,
+                recruits(), begin, parts, sums, ended, report,
                 join=partial(joined, begin.sizes), paces=paces,
-                alike=self.alike(budgets, kind),
+                alike=self.alike(budgets, kind), recruits=recruits,
             )  # fmt: skip
             coordinator.run()
             for number, pace in coordinator.paces.items():
