@@ -150,7 +150,13 @@ def test_given_results_and_progress(pool: Pool) -> None:
     assert got is out
     wanted, lse = qa.attention_with_lse(q, k, k, enable_gqa=True)
     near(out.float(), wanted)
-    assert told[-1][0] == told[-1][1] == len(told)
+    assert [total for _, total, _ in told] == [2] * len(told)
+    assert told[-1][0] == 2
+    told.clear()
+    many = torch.randn(1, 9, 50, 8)
+    qa.attention(many, many, many, devices=pool, progress=lambda *said: told.append(said))
+    assert sorted(told) == told
+    assert told[-1][0] == told[-1][1]
     grads = tuple(torch.empty_like(t) for t in (q, k, k))
     made = qa.attention_backward(
         wanted, q, k, k, wanted, lse, enable_gqa=True, devices=pool, grads=grads
@@ -177,6 +183,19 @@ def test_a_report_is_of_the_last_call(pool: Pool) -> None:
     qa.attention(q, q, q, report=report)
     assert report.pool is None
     assert report.total.forwards == 2
+
+
+def test_results_of_any_layout(pool: Pool) -> None:
+    q = torch.randn(2, 3, 4, 60, 8)
+    out = torch.empty(60, 3, 2, 4, 8).permute(2, 1, 3, 0, 4)
+    got = qa.attention(q, q, q, devices=pool, out=out)
+    assert got is out
+    near(out, qa.attention(q, q, q))
+    wanted, lse = qa.attention_with_lse(q, q, q)
+    grads = tuple(torch.empty(3, 2, 60, 4, 8).permute(1, 0, 3, 2, 4) for _ in range(3))
+    qa.attention_backward(wanted, q, q, q, wanted, lse, devices=pool, grads=grads)
+    for one, other in zip(grads, qa.attention_backward(wanted, q, q, q, wanted, lse), strict=True):
+        near(one, other)
 
 
 def test_sinks_have_their_gradient(pool: Pool) -> None:

@@ -77,7 +77,7 @@ class PoolCall:
             handles |= {"out": target, "lse": Shared.made(flat(lse, 2))}
             self._run(request, report, handles, query, None, [] if given is not None else [out])
             if target.tensor.data_ptr() != out.data_ptr():
-                out.view(target.tensor.shape).copy_(target.tensor)
+                out.copy_(target.tensor.reshape(out.shape))
         return (out if given is None else given), lse
 
     def backward(
@@ -119,7 +119,7 @@ class PoolCall:
                 totals.store(targets[1].tensor, targets[2].tensor)
                 for result, target in zip(made, targets, strict=True):
                     if target.tensor.data_ptr() != result.data_ptr():
-                        result.detach().view(target.tensor.shape).copy_(target.tensor)
+                        result.detach().copy_(target.tensor.reshape(result.shape))
             finally:
                 for name in ("grad_out", "out", "lse", "grad_lse"):
                     self._kept.pop(name, None)

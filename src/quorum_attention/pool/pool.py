@@ -190,15 +190,12 @@ class Pool(Several):
             progress: told parts that are done.
         """
         label = "backward" if begin.backward else "forward"
-        done = 0
 
         def ended(part: Part, made: Any) -> None:
-            nonlocal done
             if totals is not None:
                 totals.add(part, made)
-            done += 1
             if progress is not None:
-                progress(done, len(parts), label)
+                progress(len(report.ran), len(parts), label)
 
         def sums(part: Part) -> Any:
             return None if totals is None else totals.room(part)

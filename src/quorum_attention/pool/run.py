@@ -227,12 +227,12 @@ class Coordinator:
         now = time.perf_counter()
         order = self._dispatch.done(number, now)
         self.paces[number] = self._dispatch.paces[number]
-        self._done(order.part, self._targets.pop(answer.index))
         for unit in order.units:
             self._machine.on(UnitDone(number, unit, _WHOLE))
         shares = [(self._numbers[unit], unit.pairs(self._begin.sizes)) for unit in order.units]
         began = self._began
         self._report.ran += ran(number, shares, order.begun - began, now - began, answer.report)
+        self._done(order.part, self._targets.pop(answer.index))
 
     def _failed(self, number: int, answer: Failed) -> None:
         if answer.broken:
