@@ -7,6 +7,7 @@ import re
 from functools import lru_cache
 from typing import Any
 
+from quorum_attention.cli import masks
 from quorum_attention.cli.output import print_json, say
 from quorum_attention.planner import plan
 from quorum_attention.pool.parts import Part, Sizes
@@ -69,6 +70,7 @@ def run(options: argparse.Namespace, sizes: dict[str, Any]) -> int:
     for name, values in {**usual, "device": (None, "cuda")}.items():
         if getattr(options, name) not in values:
             raise ValueError(f"--{name} does not go with --devices")
+    masks.refuse(options, "--devices")
     devices: list[tuple[str, float]] = options.devices
     kv_heads = sizes["kv_heads"] or sizes["heads"]
     of = Sizes(

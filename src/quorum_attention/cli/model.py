@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 
 import torch
 
+from quorum_attention.cli import masks
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say, show_table
 from quorum_attention.execution.device.lookup import best_device
@@ -63,6 +64,7 @@ def run(options: argparse.Namespace) -> int:
     for name, usual in (("heads", None), ("kv_heads", None), ("head_dim", 64), ("kernel", "auto")):
         if getattr(options, name) != usual:
             raise ValueError(f"--{name.replace('_', '-')} does not go with --model")
+    masks.refuse(options, "--model")
     shape = read_shape(options.model)
     training = Training(
         options.tokens,

@@ -101,8 +101,9 @@ def add_sizes(
     tokens_required: bool,
     usual_tokens: str = "",
     usual_dtype: str = "float16",
+    causal: bool = True,
 ) -> None:
-    """The sizes of a call."""
+    """The sizes of a call; ``causal``: and whether it is causal."""
     parser.add_argument(
         "--tokens", type=count_of, required=tokens_required, metavar="N",
         help="number of queries and of keys: 100000, 1e6, or 1M, which is 1,048,576"
@@ -119,7 +120,8 @@ def add_sizes(
         "--dtype", type=dtype_of, metavar="DTYPE",
         help=f"one of {', '.join(DTYPES)} (default: {usual_dtype})",
     )  # fmt: skip
-    add_causal(parser)
+    if causal:
+        add_causal(parser)
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:

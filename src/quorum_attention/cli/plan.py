@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from quorum_attention.cli import cluster, model
+from quorum_attention.cli import cluster, masks, model
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.help import GLOSSARY
 from quorum_attention.cli.output import print_json, say
@@ -50,7 +50,8 @@ class Estimate:
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    shared.add_sizes(parser, tokens_required=True)
+    shared.add_sizes(parser, tokens_required=True, causal=False)
+    masks.add_to(parser, files=False)
     parser.add_argument("--batch", type=shared.count_of, default=1, metavar="N", help="sequences")
     shared.add_budget(parser, "device memory, e.g. 2GiB (default: what is free)")
     parser.add_argument(
@@ -62,13 +63,15 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def _sizes(options: argparse.Namespace) -> dict[str, Any]:
+    mask, is_causal, _ = masks.mask_of(options)
     return {
         "heads": options.heads or 8,
         "kv_heads": options.kv_heads,
         "head_dim": options.head_dim,
         "batch": options.batch,
         "dtype": options.dtype or torch.float16,
-        "is_causal": options.causal,
+        "is_causal": is_causal,
+        "attn_mask": mask,
         "budget": options.budget,
         "device": options.device,
         "kernel": options.kernel,

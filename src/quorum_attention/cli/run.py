@@ -17,17 +17,22 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 import quorum_attention
 from quorum_attention.call.options import Written
+from quorum_attention.cli import masks
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.help import GLOSSARY
 from quorum_attention.cli.output import print_json, say, warn
 from quorum_attention.execution.report import Report
+from quorum_attention.files import metadata_of, open_tensors
 from quorum_attention.kernels import get_kernel
+from quorum_attention.mask import Mask
+from quorum_attention.npy import is_npy
 from quorum_attention.on_disk.call import FileCall, file_call
 from quorum_attention.on_disk.compute import compute_here
 from quorum_attention.on_disk.fingerprint import fingerprint
@@ -53,7 +58,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--backward", action="store_true", help="gradients; the inputs have grad_out, out, lse too"
     )
-    shared.add_causal(parser)
+    masks.add_to(parser, files=True)
     parser.add_argument(
         "--scale", type=_scale, metavar="X", help="of the scores (default: head_dim ** -0.5)"
     )
@@ -110,11 +115,14 @@ def _run(options: argparse.Namespace) -> int:
     written = Written(
         budget=options.budget, depth=options.depth, kernel=options.kernel, devices=device
     )
+    mask, is_causal, mask_files = masks.mask_of(options, inputs.mask)
+    _check_forward(options, inputs)
     tensors = {role: tensor for role, tensor in inputs.tensors.items() if role != "mask"}
     call = file_call(
-        tensors, inputs.mask, written,
-        is_causal=options.causal, scale=options.scale, out_dtype=options.out_dtype,
+        tensors, mask, written,
+        is_causal=is_causal, scale=options.scale, out_dtype=options.out_dtype,
     )  # fmt: skip
+    inputs = replace(inputs, files=(*inputs.files, *mask_files))
     wanted = call.results(lse=options.lse)
     output = output_of(options.output, wanted, _metadata(options))
     _check(options, inputs, output)
@@ -122,7 +130,7 @@ def _run(options: argparse.Namespace) -> int:
         files, has = ", ".join(options.input), "has" if len(options.input) == 1 else "have"
         warn(f"{files} also {has} {', '.join(inputs.unknown)}, which nothing is done with")
     if not options.json:
-        say(_headline(call, inputs, device))
+        say(_headline(options, call, device))
     report = Report()
     seen = {f"input {number}": fingerprint(f) for number, f in enumerate(inputs.files, start=1)}
     mode: Mode = "resume" if options.resume else "restart" if options.restart else "new"
@@ -130,17 +138,21 @@ def _run(options: argparse.Namespace) -> int:
         call, output, header_of(call, wanted, _arguments(options), seen), report,
         mode=mode, heads=options.keep_every, compute=_computer(options), say=warn,
     )  # fmt: skip
-    _tell(options, inputs, report, outcome)
+    _tell(options, inputs, call, report, outcome)
     return 0
 
 
-def _tell(options: argparse.Namespace, inputs: Inputs, report: Report, outcome: Outcome) -> None:
+def _tell(
+    options: argparse.Namespace, inputs: Inputs, call: FileCall, report: Report, outcome: Outcome
+) -> None:
+    bias = call.mask.bias if isinstance(call.mask, Mask) else call.mask
     if options.json:
         print_json(
             {
                 "output": options.output,
                 "is_causal": options.causal,
-                "mask": None if inputs.mask is None else list(inputs.mask.shape),
+                "mask": None if bias is None else list(bias.shape),
+                "keeps": masks.words(options, None),
                 "unknown": inputs.unknown,
                 **report.to_dict(),
                 "total": report.total.to_dict(),
@@ -178,9 +190,7 @@ def _check(options: argparse.Namespace, inputs: Inputs, output: Output) -> None:
 def _arguments(options: argparse.Namespace) -> dict[str, Any]:
     """The options that a result depends on, by their names, as JSON has them."""
     return {
-        f"--{name.replace('_', '-')}": value
-        if isinstance(value, (bool, int, float))
-        else str(value)
+        masks.option(name): value if isinstance(value, (bool, int, float)) else str(value)
         for name, value in vars(options).items()
         if name not in _ASIDE and value is not None
     }
@@ -196,14 +206,37 @@ def _metadata(options: argparse.Namespace) -> dict[str, str]:
     }
 
 
-def _headline(call: FileCall, inputs: Inputs, device: torch.device) -> str:
+def _check_forward(options: argparse.Namespace, inputs: Inputs) -> None:
+    """Refuse a backward of another call than the forward that wrote its output."""
+    if not options.backward:
+        return
+    for file in inputs.files:
+        if is_npy(file) or "out" not in open_tensors(file):
+            continue
+        before = json.loads(metadata_of(file).get("arguments", "{}"))
+        for name in (*masks.NAMES, "scale") if "causal" in before else ():
+            # A mask is a file, which may be called otherwise now.
+            was, now = before.get(name), getattr(options, name)
+            same = (was is None) == (now is None) if name in masks.FILES else _plain(now) == was
+            if not same:
+                raise ValueError(
+                    f"{file} was written by a forward with {masks.option(name)} {was}, and this is "
+                    f"a backward with {now}"
+                )
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _headline(options: argparse.Namespace, call: FileCall, device: torch.device) -> str:
     def size(tensor: torch.Tensor) -> str:
         return " x ".join(map(str, tensor.shape))
 
-    given = inputs.tensors
+    given = call.tensors
     dtype = str(given["query"].dtype).removeprefix("torch.")
-    mask = "no mask" if inputs.mask is None else f"mask {size(inputs.mask)} of the file"
     return (
         f"{'backward: ' if call.backward else ''}queries {size(given['query'])}, keys "
-        f"{size(given['key'])}, {dtype}, {shared.causality(call.is_causal)}, {mask}, on {device}"
+        f"{size(given['key'])}, {dtype}, {shared.causality(options.causal)}, "
+        f"{masks.words(options, call.mask)}, on {device}"
     )

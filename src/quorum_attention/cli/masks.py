@@ -1,0 +1,170 @@
+"""Options of commands that say which pairs a call keeps."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quorum_attention.cli import options as shared
+from quorum_attention.mask import Mask
+from quorum_attention.on_disk.inputs import read_one
+
+# Options, by what ``argparse`` calls them, that make a mask.
+NAMES = (
+    "causal", "lower_right", "offset", "window", "chunk", "softcap", "mask", "documents", "lengths",
+    "sinks",
+)  # fmt: skip
+# Those that name a file, and what the tensor may be called there.
+FILES = {
+    "mask": ("attn_mask", "mask"),
+    "documents": ("documents", "document_ids", "ids"),
+    "lengths": ("key_lengths", "lengths"),
+    "sinks": ("sinks",),
+}
+_FILE = "FILE"
+
+
+def add_to(parser: argparse.ArgumentParser, *, files: bool) -> None:
+    """Add the options to a command.
+
+    Args:
+        files: whether also those that name a file.
+    """
+    shared.add_causal(parser)
+    parser.add_argument(
+        "--lower-right", action="store_true",
+        help="causal, and the last query sees the last key (queries that follow a cache)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--offset", type=_whole, metavar="N",
+        help="position of the first query, for --window and --chunk (default: 0)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--window", type=_window, metavar="N",
+        help="keys within N tokens of the query, or LEFT,RIGHT; -1 is no limit",
+    )  # fmt: skip
+    parser.add_argument(
+        "--chunk", type=shared.count_of, metavar="N", help="only pairs in the same N tokens"
+    )
+    parser.add_argument("--softcap", type=_positive, metavar="X", help="scores: X * tanh(s / X)")
+    if not files:
+        return
+    parser.add_argument(
+        "--mask", metavar=_FILE, help="mask, boolean or additive, that broadcasts to the scores"
+    )
+    parser.add_argument(
+        "--documents", metavar=_FILE, help="integers (tokens,) or (batch, tokens): pairs of one id"
+    )
+    parser.add_argument(
+        "--lengths", metavar=_FILE, help="integers (batch,): the first so many keys of each entry"
+    )
+    parser.add_argument("--sinks", metavar=_FILE, help="(heads,): a logit of each without a value")
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
+
+
+def _window(text: str) -> int | tuple[int, int]:
+    try:
+        sides = [int(side) for side in text.split(",")]
+    except ValueError:
+        sides = []
+    if not 1 <= len(sides) <= 2 or min(sides) < -1:
+        raise argparse.ArgumentTypeError(
+            f"must be a number of tokens, or LEFT,RIGHT, each from -1 (no limit), got {text!r}"
+        )
+    return sides[0] if len(sides) == 1 else (sides[0], sides[1])
+
+
+def _positive(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not (math.isfinite(found) and found > 0):
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+    return found
+
+
+def mask_of(
+    options: argparse.Namespace, given: torch.Tensor | None = None
+) -> tuple[torch.Tensor | Mask | None, bool, tuple[Path, ...]]:
+    """(mask, is_causal, files that were read) as options say.
+
+    Args:
+        given: a mask among the command's inputs.
+
+    Raises:
+        OSError, ValueError, TypeError: a file cannot be read, or does not fit.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    files = []
+    for option, names in FILES.items():
+        if getattr(options, option, None) is not None:
+            tensors[option], file = read_one(getattr(options, option), names)
+            files.append(file)
+    bias = tensors.pop("mask", None)
+    if bias is not None and given is not None:
+        raise ValueError("there is a mask among the inputs and another with --mask: one must go")
+    bias = given if bias is None else bias
+    fields: dict[str, Any] = {
+        "offset": options.offset, "window": options.window, "chunk": options.chunk,
+        "softcap": options.softcap, "documents": tensors.get("documents"),
+        "key_lengths": tensors.get("lengths"), "sinks": tensors.get("sinks"),
+    }  # fmt: skip
+    fields = {name: value for name, value in fields.items() if value is not None}
+    if options.lower_right:
+        fields["causal"] = "lower_right"
+    is_causal = options.causal and not options.lower_right
+    if options.offset is not None and is_causal:
+        # is_causal counts from the first query, whatever the offset.
+        fields["causal"], is_causal = True, False
+    return (Mask(bias=bias, **fields) if fields else bias), is_causal, tuple(files)
+
+
+def refuse(options: argparse.Namespace, beside: str) -> None:
+    """Refuse any mask but --causal beside another option.
+
+    Raises:
+        ValueError: one is given.
+    """
+    for name in NAMES[1:]:
+        if getattr(options, name, None) not in (None, False):
+            raise ValueError(f"{option(name)} does not go with {beside}")
+
+
+def option(name: str) -> str:
+    """An option as users write it."""
+    return f"--{name.replace('_', '-')}"
+
+
+def words(options: argparse.Namespace, mask: torch.Tensor | Mask | None) -> str:
+    """The mask in words, for people."""
+    bias = mask.bias if isinstance(mask, Mask) else mask
+    said = [] if bias is None else [f"mask {' x '.join(map(str, bias.shape))} of the file"]
+    for name in ("lower_right", "offset", "window", "chunk", "softcap", *list(FILES)[1:]):
+        value = getattr(options, name, None)
+        if value is not None and value is not False:
+            shown = "" if value is True else f" {_shown(value)}"
+            said.append(f"{name.replace('_', '-')}{shown}")
+    return ", ".join(said) or "no mask"
+
+
+def _shown(value: Any) -> str:
+    return (
+        ",".join(map(str, value))
+        if isinstance(value, Sequence) and not isinstance(value, str)
+        else str(value)
+    )
+
+
+__all__ = ["FILES", "NAMES", "add_to", "mask_of", "option", "refuse", "words"]
