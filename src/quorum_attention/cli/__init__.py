@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _user_error(error: BaseException) -> int:
-    said = str(error)
+    said = str(error) or type(error).__name__
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         said = f"{error.filename}: {error.strerror}"
     print(f"quorum-attention: {said}", file=sys.stderr)

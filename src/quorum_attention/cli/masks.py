@@ -46,24 +46,34 @@ def add_to(parser: argparse.ArgumentParser, *, files: bool) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--window", type=_window, metavar="N",
-        help="keys within N tokens of the query, or LEFT,RIGHT; -1 is no limit",
+        help="keys within N tokens of the query, or LEFT,RIGHT; -1 is no limit (default: all keys)",
     )  # fmt: skip
     parser.add_argument(
-        "--chunk", type=shared.count_of, metavar="N", help="only pairs in the same N tokens"
-    )
-    parser.add_argument("--softcap", type=_positive, metavar="X", help="scores: X * tanh(s / X)")
+        "--chunk", type=shared.count_of, metavar="N",
+        help="only pairs in the same N tokens (default: all pairs)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--softcap", type=_positive, metavar="X",
+        help="scores become X * tanh(score / X) (default: they stay)",
+    )  # fmt: skip
     if not files:
         return
     parser.add_argument(
-        "--mask", metavar=_FILE, help="mask, boolean or additive, that broadcasts to the scores"
+        "--mask", metavar=_FILE, help="boolean or additive, broadcast to the scores (default: none)"
     )
     parser.add_argument(
-        "--documents", metavar=_FILE, help="integers (tokens,) or (batch, tokens): pairs of one id"
+        "--documents",
+        metavar=_FILE,
+        help="integers, (tokens,) or (batch, tokens): pairs of one id (default: all)",
     )
     parser.add_argument(
-        "--lengths", metavar=_FILE, help="integers (batch,): the first so many keys of each entry"
+        "--lengths",
+        metavar=_FILE,
+        help="integers (batch,): the first so many keys of each entry (default: all)",
     )
-    parser.add_argument("--sinks", metavar=_FILE, help="(heads,): a logit of each without a value")
+    parser.add_argument(
+        "--sinks", metavar=_FILE, help="(heads,): a logit of each without a value (default: none)"
+    )
 
 
 def _whole(text: str) -> int:

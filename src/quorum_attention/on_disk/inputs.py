@@ -64,9 +64,13 @@ def read_inputs(named: Sequence[str], needed: Sequence[str] = FORWARD) -> Inputs
     whence: dict[str, tuple[str, str]] = {}
     unknown: list[str] = []
     files: dict[Path, None] = {}
+    folders = {Path(text) for text in named if os.path.isdir(text)}
     for name, file, tensor in _opened(named):
-        files[file] = None
         role = _ROLES.get(name)
+        in_folder = file.parent in folders
+        if role not in roles and in_folder:
+            continue  # a folder may have results too, and they may be replaced
+        files[file] = None
         if role not in roles:
             unknown.append(name)
         elif role in found:

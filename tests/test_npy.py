@@ -1,0 +1,175 @@
+"""Tensors in .npy files: NumPy's, mapped; damaged ones and strange dtypes are refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import quorum_attention as qa
+from quorum_attention.cli import main
+from quorum_attention.npy import laid_out_npy, open_npy
+
+CPU = ["--device", "cpu"]
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(24, dtype=np.float32).reshape(2, 3, 4),
+        np.asfortranarray(np.arange(24, dtype=np.float16).reshape(2, 3, 4)),
+        np.array(3.5),
+        np.zeros((0, 7), np.float64),
+        np.array([True, False]),
+        np.arange(5, dtype=np.int64),
+        np.arange(5, dtype=np.uint32),
+    ],
+    ids=lambda array: f"{array.dtype}{array.shape}",
+)
+def test_what_numpy_wrote_is_read(tmp_path: Path, array: np.ndarray) -> None:
+    path = tmp_path / "a.npy"
+    np.save(path, array)
+    found = open_npy(path)
+    assert tuple(found.shape) == array.shape
+    np.testing.assert_array_equal(found.numpy(), array)
+    assert found.numpy().dtype == array.dtype
+    # The second version of the format.
+    with open(path, "wb") as file:
+        np.lib.format.write_array(file, array, (2, 0))
+    np.testing.assert_array_equal(open_npy(path).numpy(), array)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3, 4)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_what_is_laid_out_is_read_by_numpy(
+    tmp_path: Path, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    layout = laid_out_npy("x", shape, dtype)
+    values = torch.randn(shape).to(dtype)
+    (tmp_path / "x.npy").write_bytes(layout.header + values.numpy().tobytes())
+    assert len((tmp_path / "x.npy").read_bytes()) == layout.n_bytes
+    found = np.load(tmp_path / "x.npy")
+    np.testing.assert_array_equal(found, values.numpy())
+    assert found.dtype == values.numpy().dtype
+
+
+@pytest.mark.parametrize(
+    ("array", "said"),
+    [
+        (np.zeros(3, ">f4"), "byte order"),
+        (np.zeros(3, "V2"), "bfloat16, maybe"),
+        (np.zeros(3, "U4"), "elements of '<U4'"),
+        (np.zeros(3, np.complex128), "elements of '<c16'"),
+        (np.zeros(3, [("a", "f4")]), "elements of"),
+    ],
+)
+def test_other_elements_are_refused_by_name(tmp_path: Path, array: np.ndarray, said: str) -> None:
+    np.save(tmp_path / "a.npy", array)
+    with pytest.raises(ValueError, match=said):
+        open_npy(tmp_path / "a.npy")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda data: data[:-1], "truncated"),
+        (lambda data: data + b"x", "corrupt"),
+        (lambda data: data[:60], "not a .npy file"),
+        (lambda data: b"", "not a .npy file"),
+        (lambda data: data.replace(b"(3,)", b"(-3,"), "not a .npy file"),
+        (lambda data: data.replace(b"(3,)", b"(99)"), "not a .npy file"),
+        (lambda data: data[:6] + b"\x09" + data[7:], "not a .npy file"),
+        (lambda data: data.replace(b"descr", b"descx"), "not a .npy file"),
+    ],
+)  # fmt: skip
+def test_damaged_files_are_refused_by_name(tmp_path: Path, change, said: str) -> None:
+    path = tmp_path / "a.npy"
+    np.save(path, np.zeros(3))
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(ValueError, match=said) as raised:
+        open_npy(path)
+    assert str(path) in str(raised.value)
+
+
+@settings(max_examples=150, deadline=None)
+@given(at=st.integers(0, 250), byte=st.integers(0, 255))
+def test_any_byte_may_be_wrong(
+    tmp_path_factory: pytest.TempPathFactory, at: int, byte: int
+) -> None:
+    """A damaged file is an error that says so, or other numbers: never a crash."""
+    path = tmp_path_factory.getbasetemp() / "damaged.npy"
+    np.save(path, np.arange(12.0))
+    data = bytearray(path.read_bytes())
+    data[at % len(data)] = byte
+    path.write_bytes(data)
+    try:
+        open_npy(path).clone()
+    except ValueError as error:
+        if str(path) not in str(error):
+            raise
+
+
+@pytest.fixture
+def arrays(tmp_path: Path) -> dict[str, np.ndarray]:
+    made = {name: np.random.default_rng(1).normal(size=(2, 3, 40, 8)) for name in "qkv"}
+    made = {name: array.astype(np.float32) for name, array in made.items()}
+    (tmp_path / "call").mkdir()
+    for name, array in made.items():
+        np.save(tmp_path / f"{name}.npy", array)
+        np.save(tmp_path / "call" / f"{name}.npy", array)
+    return made
+
+
+def test_npy_files_in_and_out(tmp_path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """A file for each tensor, a folder, or other names; results in one file or in a folder."""
+    q, k, v = arrays.values()
+    wanted, lse = (t.numpy() for t in qa.attention_with_lse(q, k, v, is_causal=True, devices="cpu"))
+    options = [*CPU, "--causal"]
+    each = [str(tmp_path / f"{name}.npy") for name in "qkv"]
+    (tmp_path / "q.npy").rename(tmp_path / "layer 3.npy")
+    each[0] = f"q={tmp_path / 'layer 3.npy'}"
+    assert main(["run", *each, str(tmp_path / "out.npy"), *options]) == 0
+    np.testing.assert_allclose(np.load(tmp_path / "out.npy"), wanted, atol=1e-6)
+    folder = tmp_path / "results"
+    assert main(["run", str(tmp_path / "call"), f"{folder}/", *options, "--lse"]) == 0
+    assert sorted(path.name for path in folder.iterdir()) == ["lse.npy", "out.npy"]
+    np.testing.assert_allclose(np.load(folder / "out.npy"), wanted, atol=1e-6)
+    np.testing.assert_allclose(np.load(folder / "lse.npy"), lse, atol=1e-5)
+    upstream = np.random.default_rng(2).normal(size=wanted.shape).astype(np.float32)
+    np.save(tmp_path / "do.npy", upstream)
+    given = [str(tmp_path / "call"), f"{folder}/", str(tmp_path / "do.npy")]
+    assert main(["run", "--backward", *given, f"{folder}/", *options]) == 0
+    tensors = [torch.from_numpy(array).requires_grad_() for array in arrays.values()]
+    qa.attention(*tensors, is_causal=True).backward(torch.from_numpy(upstream))
+    for name, tensor in zip(("dq", "dk", "dv"), tensors, strict=True):
+        torch.testing.assert_close(torch.from_numpy(np.load(folder / f"{name}.npy")), tensor.grad)
+
+
+def test_what_npy_files_cannot_have_is_said_before_any_work(
+    tmp_path: Path, arrays: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(*arguments: str) -> str:
+        before = sorted(tmp_path.rglob("*"))
+        assert main(["run", *arguments, *CPU]) == 2
+        assert sorted(tmp_path.rglob("*")) == before
+        return capsys.readouterr().err
+
+    call, out = str(tmp_path / "call"), str(tmp_path / "out.npy")
+    assert "can have one result, and there are out, lse" in said(call, out, "--lse")
+    assert "bfloat16, which .npy files do not know" in said(call, out, "--out-dtype", "bf16")
+    assert "no folder" in said(call, str(tmp_path / "q.npy") + "/")
+    assert "there is no directory" in said(call, str(tmp_path / "no" / "such") + "/")
+    (tmp_path / "empty").mkdir()
+    assert "a folder without .npy files" in said(str(tmp_path / "empty"), out)
+    assert "both are the query" in said(call, str(tmp_path / "q.npy"), out)
+    assert "is the input" in said(call, str(tmp_path / "call" / "q.npy"))
+    half = {name: torch.zeros(1, 1, 4, 4, dtype=torch.bfloat16) for name in "qkv"}
+    safetensors.torch.save_file(half, tmp_path / "half")
+    assert "give another --out-dtype" in said(str(tmp_path / "half"), out)
+    np.save(tmp_path / "call" / "out.npy", np.zeros(3))
+    assert "is the input" in said(call, f"{call}/")
