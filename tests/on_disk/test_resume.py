@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -171,7 +172,7 @@ def test_a_changed_input_is_refused_by_name(
     os.utime(folder / "qkv", ns=(when.st_atime_ns, when.st_mtime_ns))
     assert run(folder, "--resume") == 2
     said = capsys.readouterr().err
-    assert "input 1" in said
+    assert "the file of the query, the key, the value" in said
     assert "its content was" in said
     assert "its time" not in said
 
@@ -204,3 +205,23 @@ def test_another_version_is_refused_by_name(
     monkeypatch.setattr(qa, "__version__", "99.0")
     assert run(folder, "--resume") == 2
     assert "quorum-attention's version was" in capsys.readouterr().err
+
+
+def test_the_same_files_in_other_places_are_refused(
+    tmp_path: Path,
+    stop_after: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Keys as values, and values as keys."""
+    for name in ("q", "a", "b"):
+        np.save(tmp_path / f"{name}.npy", np.random.randn(2, 30, 8).astype(np.float32))
+    q, a, b = (str(tmp_path / f"{name}.npy") for name in ("q", "a", "b"))
+    out = [str(tmp_path / "out.npy"), *EACH]
+    stop_after(1)
+    assert main(["run", q, f"k={a}", f"v={b}", *out]) == 128 + 15
+    go_on(monkeypatch)
+    capsys.readouterr()
+    assert main(["run", q, f"v={a}", f"k={b}", *out, "--resume"]) == 2
+    assert "the file of the key" in capsys.readouterr().err
+    assert main(["run", f"v={b}", f"k={a}", q, *out, "--resume"]) == 0

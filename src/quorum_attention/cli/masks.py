@@ -107,8 +107,8 @@ def _positive(text: str) -> float:
 
 def mask_of(
     options: argparse.Namespace, given: torch.Tensor | None = None
-) -> tuple[torch.Tensor | Mask | None, bool, tuple[Path, ...]]:
-    """(mask, is_causal, files that were read) as options say.
+) -> tuple[torch.Tensor | Mask | None, bool, dict[str, Path]]:
+    """(mask, is_causal, the files that were read by their options) as options say.
 
     Args:
         given: a mask among the command's inputs.
@@ -117,11 +117,10 @@ def mask_of(
         OSError, ValueError, TypeError: a file cannot be read, or does not fit.
     """
     tensors: dict[str, torch.Tensor] = {}
-    files = []
-    for option, names in FILES.items():
-        if getattr(options, option, None) is not None:
-            tensors[option], file = read_one(getattr(options, option), names)
-            files.append(file)
+    files: dict[str, Path] = {}
+    for name, names in FILES.items():
+        if getattr(options, name, None) is not None:
+            tensors[name], files[option(name)] = read_one(getattr(options, name), names)
     bias = tensors.pop("mask", None)
     if bias is not None and given is not None:
         raise ValueError("there is a mask among the inputs and another with --mask: one must go")
@@ -138,7 +137,7 @@ def mask_of(
     if options.offset is not None and is_causal:
         # is_causal counts from the first query, whatever the offset.
         fields["causal"], is_causal = True, False
-    return (Mask(bias=bias, **fields) if fields else bias), is_causal, tuple(files)
+    return (Mask(bias=bias, **fields) if fields else bias), is_causal, files
 
 
 def refuse(options: argparse.Namespace, beside: str) -> None:

@@ -18,6 +18,7 @@ import argparse
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -122,7 +123,7 @@ def _run(options: argparse.Namespace) -> int:
         tensors, mask, written,
         is_causal=is_causal, scale=options.scale, out_dtype=options.out_dtype,
     )  # fmt: skip
-    inputs = replace(inputs, files=(*inputs.files, *mask_files))
+    inputs = replace(inputs, files=(*inputs.files, *mask_files.values()))
     wanted = call.results(lse=options.lse)
     output = output_of(options.output, wanted, _metadata(options))
     _check(options, inputs, output)
@@ -132,7 +133,7 @@ def _run(options: argparse.Namespace) -> int:
     if not options.json:
         say(_headline(options, call, device))
     report = Report()
-    seen = {f"input {number}": fingerprint(f) for number, f in enumerate(inputs.files, start=1)}
+    seen = _fingerprints({**{f"the {r}": file for r, file in inputs.where.items()}, **mask_files})
     mode: Mode = "resume" if options.resume else "restart" if options.restart else "new"
     outcome = run_call(
         call, output, header_of(call, wanted, _arguments(options), seen), report,
@@ -164,8 +165,8 @@ def _tell(
         )
     else:
         say(str(report))
-        if outcome.parts > 1:
-            say(f"in {outcome.parts} parts, the last of which is above; all: {report.total}")
+        if report.total.forwards + report.total.backwards > 1:
+            say(f"that was the last of {outcome.parts} parts; all of this run: {report.total}")
         say(GLOSSARY)
         say(f"wrote {options.output}")
     # A call without queries or keys is no pass, and leaves nothing to draw.
@@ -187,12 +188,24 @@ def _check(options: argparse.Namespace, inputs: Inputs, output: Output) -> None:
                 raise ValueError(f"--draw must be another file than the {name}, got {options.draw}")
 
 
+def _fingerprints(used: dict[str, Path]) -> dict[str, Any]:
+    """Those of files by what they are for: the same files in other places are other inputs."""
+    roles: dict[Path, list[str]] = {}
+    for role, file in used.items():
+        roles.setdefault(file, []).append(role)
+    return {f"the file of {', '.join(names)}": fingerprint(f) for f, names in roles.items()}
+
+
 def _arguments(options: argparse.Namespace) -> dict[str, Any]:
     """The options that a result depends on, by their names, as JSON has them."""
+    given = {
+        n: value for n, value in vars(options).items() if n not in _ASIDE and value is not None
+    }
+    # A file may be called otherwise now.
+    given = {n: True if n in masks.FILES else value for n, value in given.items()}
     return {
         masks.option(name): value if isinstance(value, (bool, int, float)) else str(value)
-        for name, value in vars(options).items()
-        if name not in _ASIDE and value is not None
+        for name, value in given.items()
     }
 
 

@@ -35,11 +35,13 @@ class Inputs:
         tensors: by role, as ``NAMES`` has them.
         unknown: the names of what they hold besides.
         files: all that was opened, without repeats.
+        where: the file of each tensor, by role.
     """
 
     tensors: dict[str, torch.Tensor]
     unknown: tuple[str, ...] = ()
-    files: tuple[Path, ...] = field(default=())
+    files: tuple[Path, ...] = ()
+    where: dict[str, Path] = field(default_factory=dict)
 
     @property
     def mask(self) -> torch.Tensor | None:
@@ -61,7 +63,7 @@ def read_inputs(named: Sequence[str], needed: Sequence[str] = FORWARD) -> Inputs
     """
     roles = (*needed, "mask")
     found: dict[str, torch.Tensor] = {}
-    whence: dict[str, tuple[str, str]] = {}
+    whence: dict[str, tuple[str, Path]] = {}
     unknown: list[str] = []
     files: dict[Path, None] = {}
     folders = {Path(text) for text in named if os.path.isdir(text)}
@@ -75,14 +77,14 @@ def read_inputs(named: Sequence[str], needed: Sequence[str] = FORWARD) -> Inputs
             unknown.append(name)
         elif role in found:
             other, where = whence[role]
-            if where == str(file):
+            if where == file:
                 raise ValueError(f"{file} has both {other} and {name}: one of them must go")
             raise ValueError(
                 f"{where} has {other} and {file} has {name}: one of them must go, because both are "
                 f"the {role}"
             )
         else:
-            found[role], whence[role] = tensor, (name, str(file))
+            found[role], whence[role] = tensor, (name, file)
     for role in needed:
         if role not in found:
             there = ", ".join([*(name for name, _ in whence.values()), *unknown])
@@ -91,7 +93,8 @@ def read_inputs(named: Sequence[str], needed: Sequence[str] = FORWARD) -> Inputs
                 f"{', '.join(named)} {has} no tensor named {' or '.join(NAMES[role])} ({role}); "
                 f"there is {there or 'none'}"
             )
-    return Inputs(found, tuple(unknown), tuple(files))
+    of_role = {role: whence[role][1] for role in roles if role in whence}
+    return Inputs(found, tuple(unknown), tuple(files), of_role)
 
 
 def read_qkv(path: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

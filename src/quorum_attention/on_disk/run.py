@@ -128,7 +128,7 @@ def run_call(
                     _check_inputs(header.inputs)
                     found.done(part.number)
         except BaseException:
-            if found.journal.end:
+            if done:
                 say(
                     f"{len(done)} of {len(parts)} head groups are done and kept: --resume goes on "
                     f"from there"

@@ -129,7 +129,8 @@ def writing(output: Output, header: Header, mode: Mode) -> Iterator[Unfinished]:
                 yield found
                 found.finish()
             except BaseException:
-                kept = found.journal.end > 0
+                # By the file: an interrupt may have come right after it was made.
+                kept = found.journal.path.exists()
                 if not kept and not found.named:
                     _remove(output.targets)
                 raise
