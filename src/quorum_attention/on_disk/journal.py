@@ -92,10 +92,14 @@ class Journal:
             OSError: it cannot be written; it then says what it said before.
         """
         line = _line({"part": part})
-        if self.end:
-            self._append(line)
-        else:
-            self._create(_line(_header_record(self.header)) + line)
+        try:
+            if self.end:
+                self._append(line)
+            else:
+                self._create(_line(_header_record(self.header)) + line)
+        except OSError as error:
+            # With the file's name, which a full disk does not say.
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
         self.done.add(part)
 
     def finish(self) -> None:
