@@ -12,7 +12,6 @@ import torch
 
 from quorum_attention.api import attention_backward
 from quorum_attention.call.options import Written
-from quorum_attention.call.request import Request, Tensors
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.device.lookup import HOST, backend_of, on_host
@@ -252,8 +251,6 @@ def _forward(
 ) -> None:
     accumulated = settings.in_file and call.out_dtype != call.work.state_dtype
     out = space[0] if accumulated else targets["out"]
-    tensors: Tensors
-    request: Request
     tensors, request = call.of_part(part, written, out)
     given = lse_given(call, in_file=settings.in_file)
     lse = targets.get("lse", space[-1] if space else None)
