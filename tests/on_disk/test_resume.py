@@ -225,3 +225,43 @@ def test_the_same_files_in_other_places_are_refused(
     assert main(["run", q, f"v={a}", f"k={b}", *out, "--resume"]) == 2
     assert "the file of the key" in capsys.readouterr().err
     assert main(["run", f"v={b}", f"k={a}", q, *out, "--resume"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("damage", "resumed"),
+    [
+        (lambda text: text[:-3], 2),
+        (lambda text: text + b"12345678 {", 3),
+        (lambda text: text.replace(b'"part":1', b'"part":3'), 1),
+        (lambda text: text[:20] + b"?" + text[21:], None),
+        (lambda text: b"", None),
+    ],
+    ids=["torn", "torn, longer", "another part", "the first line", "empty"],
+)
+def test_a_damaged_journal_costs_time_and_no_bit(
+    folder: Path,
+    damage: Callable[[bytes], bytes],
+    resumed: int | None,
+    stop_after: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What a damaged line said to be done is computed again; without a first line it is refused."""
+    assert run(folder, out="whole") == 0
+    stop_after(3)
+    run(folder)
+    go_on(monkeypatch)
+    journal = folder / JOURNAL
+    journal.write_bytes(damage(journal.read_bytes()))
+    capsys.readouterr()
+    code = run(folder, "--resume", "--json")
+    shown = capsys.readouterr()
+    if resumed is None:
+        assert code == 2
+        assert f"{JOURNAL} is damaged" in shown.err
+        assert run(folder, "--restart") == 0
+    else:
+        assert code == 0
+        assert "damaged" in shown.err
+        assert json.loads(shown.out)["resumed_parts"] == resumed
+    assert tensors(folder / "out") == tensors(folder / "whole")
