@@ -69,16 +69,21 @@ class Swap:
         width = sum(heads * dim for heads, dim in counts)
         inbox = first.new_empty((self.tokens, batch, width))
         outbox = first.new_empty(((self._high - self._low) * self.rows, batch, width))
-        at = 0
-        for tensor, (_, (start, _)), (heads, dim) in zip(tensors, parts, counts, strict=True):
-            if self._low < self._high:
+        starts = [start for _, (start, _) in parts]
+        if self._low < self._high:
+            at = 0
+            for tensor, start, (heads, dim) in zip(tensors, starts, counts, strict=True):
                 room = _columns(outbox, 0, self.rows, self._high - self._low, at, heads, dim)
                 room.copy_(self._by_token(tensor, self._low, self._high, start, heads))
-            if self._apart:
+                at += heads * dim
+        work = self._sent(inbox[self._first : self._last], outbox, self._theirs, self._mine)
+        # Beside the transfer:
+        if self._apart:
+            at = 0
+            for tensor, start, (heads, dim) in zip(tensors, starts, counts, strict=True):
                 room = _columns(inbox, self.start, self.rows, 1, at, heads, dim)
                 room.copy_(self._by_token(tensor, self.rank, self.rank + 1, start, heads))
-            at += heads * dim
-        work = self._sent(inbox[self._first : self._last], outbox, self._theirs, self._mine)
+                at += heads * dim
         return ToHeads(inbox.view(dtype), sizes, work, outbox)
 
     def to_rows(self, part: torch.Tensor, target: torch.Tensor, start: int) -> ToRows:
@@ -96,11 +101,11 @@ class Swap:
         inbox = message.new_empty((others * self.rows, batch, heads, dim))
         outbox = message[self._first : self._last]
         work = self._sent(inbox, outbox, self._mine, self._theirs)
+        own = None
         if self._apart:
-            own = self._by_token(target, self.rank, self.rank + 1, start, heads)
-            own[0].copy_(message[self.start : self.start + self.rows])
+            own = self._by_token(target, self.rank, self.rank + 1, start, heads)[0]
         place = self._by_token(target, self._low, self._high, start, heads)
-        return ToRows(inbox, place, work, message)
+        return ToRows(inbox, place, work, message, own, self.start)
 
     def received_bytes(self, there: Sequence[torch.Tensor], back: Sequence[torch.Tensor]) -> int:
         """Bytes that this rank receives from others.
@@ -203,19 +208,28 @@ def opened(inbox: torch.Tensor, sizes: Sequence[tuple[int, int]]) -> list[torch.
 
 @dataclass(slots=True)
 class ToRows:
-    """Rows of this rank's shard, on their way back."""
+    """Rows of this rank's shard, on their way back.
+
+    Attributes:
+        place: where those of other ranks belong.
+        message: what was sent, (rows of all shards, ...); its rows from ``start`` on are this
+            rank's, and belong into ``own``, if they are not on their way as well.
+    """
 
     inbox: torch.Tensor
     place: torch.Tensor
     work: Any
-    message: torch.Tensor | None
+    message: torch.Tensor
+    own: torch.Tensor | None
+    start: int
 
     def written(self) -> None:
-        """Write what came where it belongs."""
+        """Write all of them where they belong; once."""
+        if self.own is not None:
+            self.own.copy_(self.message[self.start : self.start + len(self.own)])
         if self.work is not None:
             self.work.wait()
             self.place.copy_(self.inbox.view(self.place.shape))
-        self.work = self.message = None
 
 
 __all__ = ["Part", "Swap", "ToHeads", "ToRows", "in_words", "opened"]
