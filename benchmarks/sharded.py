@@ -37,7 +37,12 @@ _SDPA = functional.scaled_dot_product_attention
 
 @dataclass(frozen=True)
 class Case:
-    """A causal call of batch 1; ``shards`` None: equal ones; ``warm``: called once untimed."""
+    """A causal call of batch 1.
+
+    Attributes:
+        shards: rows of each rank; None: equal ones.
+        warm: one device is called once untimed, as all others are.
+    """
 
     tokens: int
     heads: int
@@ -211,14 +216,14 @@ def measure(
 def _prepared(
     setting: Setting, names: list[str], warm: bool
 ) -> tuple[dict[str, Method], dict[str, Any]]:
-    """The methods that work here, each called once if ``warm``; and why others do not."""
+    """The methods that work here, called once (one device if ``warm``); why others do not."""
     methods: dict[str, Method] = {}
     broken: dict[str, Any] = {}
     for name in names:
         said = ""
         try:
             method = METHODS[name](setting)
-            if warm:
+            if warm or method.together:
                 _times(method, setting.rank == 0 or method.together)
         except Exception as error:
             said = f"{type(error).__name__}: {error}"[:300]

@@ -40,13 +40,6 @@ class Calls:
     mask: Mask | None = None
     dropout: tuple[float, int] | None = None
 
-    @property
-    def plain(self) -> bool:
-        """Whether nothing but sizes decides how a call is computed."""
-        given = self.options["budget"], self.mask, self.dropout
-        automatic = self.options["kernel"] == "auto" and self.options["depth"] == "auto"
-        return automatic and all(each is None for each in given)
-
     def forward(
         self,
         query: torch.Tensor,

@@ -181,17 +181,11 @@ class ToHeads:
     work: Any
     outbox: torch.Tensor | None
 
-    def arrived(self, *, held: bool = False) -> list[torch.Tensor]:
-        """Views (batch, heads, rows of all shards, dim) of the message that came.
-
-        Args:
-            held: keep what was sent as long as this object, because only the current stream waits.
-        """
+    def arrived(self) -> list[torch.Tensor]:
+        """Views (batch, heads, rows of all shards, dim) of the message that came."""
         if self.work is not None:
             self.work.wait()
-        self.work = None
-        if not held:
-            self.outbox = None
+        self.work = self.outbox = None
         return opened(self.inbox, self.sizes)
 
 

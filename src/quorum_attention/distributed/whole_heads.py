@@ -18,13 +18,11 @@ from torch.autograd.function import once_differentiable
 
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.distributed.calls import Calls
-from quorum_attention.distributed.lanes import Lanes
 from quorum_attention.distributed.swap import Part, Swap, ToRows, opened
 
-# Into how many calls a rank's heads are cut, and on how many streams these are computed. Cut calls
-# end one after the other, and each leaves most of the device idle for a while: on H200s that takes
-# longer than what it hides of the messages (docs/distributed.md).
-_TURNS, _LANES = 1, 1
+# Into how many calls a rank's heads are cut. The end of each leaves most of the device idle for a
+# while: on H200s that takes longer than what more calls hide of the messages.
+_TURNS = 1
 
 
 class Turn(NamedTuple):
@@ -59,10 +57,6 @@ class Exchanged:
     calls: Calls
     is_causal: bool
 
-    def lanes(self, device: torch.device) -> Lanes:
-        """Where its turns are computed."""
-        return Lanes(device, min(_LANES, len(self.turns)) if self.calls.plain else 1)
-
     def numbers(self, turn: Turn, heads: int) -> tuple[Interval, Interval]:
         """Heads and rows of a turn in the whole call, which has so many heads."""
         first = self.swap.rank * (heads // self.swap.ranks)
@@ -82,16 +76,13 @@ def forward(
     coming = [swap.to_heads(_parts(turn, query, key, value)) for turn in call.turns]
     out = query.new_empty((*query.shape[:3], value.shape[3]))
     kept, going = [], []
-    lanes = call.lanes(query.device)
-    for number, (turn, now) in enumerate(zip(call.turns, coming, strict=True)):
-        with lanes.of(number):
-            rows, keys, values = now.arrived(held=lanes.several)
-            numbers = call.numbers(turn, query.shape[1])
-            part, lse = call.calls.forward(rows, keys, values, call.is_causal, *numbers)
-            going.append(swap.to_rows(part, out, turn.heads[0]))
+    for turn, now in zip(call.turns, coming, strict=True):
+        rows, keys, values = now.arrived()
+        numbers = call.numbers(turn, query.shape[1])
+        part, lse = call.calls.forward(rows, keys, values, call.is_causal, *numbers)
+        going.append(swap.to_rows(part, out, turn.heads[0]))
         if keep:
             kept += [now.inbox, part, lse]
-    lanes.join()
     for one in going:
         one.written()
     if call.calls.report is not None:
@@ -117,13 +108,10 @@ def backward(
     coming = [swap.to_heads([(grad_out, turn.heads)]) for turn in call.turns]
     grads = [grad_out.new_empty(shape) for shape in shapes]
     going: list[ToRows] = []
-    lanes = call.lanes(grad_out.device)
     for number, (turn, now) in enumerate(zip(call.turns, coming, strict=True)):
-        with lanes.of(number):
-            (upstream,) = now.arrived(held=lanes.several)
-            given = (upstream, *kept[3 * number : 3 * number + 3])
-            going += _turned_back(call, turn, given, grads, of_sinks)
-    lanes.join()
+        (upstream,) = now.arrived()
+        given = (upstream, *kept[3 * number : 3 * number + 3])
+        going += _turned_back(call, turn, given, grads, of_sinks)
     for one in going:
         one.written()
     if call.calls.report is not None:

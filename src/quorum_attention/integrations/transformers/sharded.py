@@ -30,7 +30,6 @@ class Asked(NamedTuple):
     Attributes:
         left, right: tokens before and after a query that it sees; -1 is no limit.
         chunk: tokens; 0: no chunks.
-        packed: whether these rows are of several documents.
         refused: whether there is anything else, which is not known for a whole sequence.
     """
 
@@ -38,7 +37,6 @@ class Asked(NamedTuple):
     left: int = -1
     right: int = -1
     chunk: int = 0
-    packed: bool = False
     refused: bool = False
 
     def near(self, left: int, right: int) -> Asked:
@@ -71,9 +69,8 @@ def asked_of(function: MaskFunction, asked: Asked | None = None) -> Asked:
             asked = asked_of(part, asked)
         return asked
     if name == "packed_sequence_mask_function":
-        return asked._replace(packed=True)
+        return asked  # of these rows; what positions say counts
     if name == "remap_positions_for_packed_sequence":
-        # Chunks then count from a document's start, which positions say.
         return asked_of(what["mask_function"], asked)
     return asked._replace(refused=name != "bidirectional_mask_function")
 
@@ -175,10 +172,12 @@ def _check(listed: list[list[int]]) -> None:
     for name in ("causal", "left", "right", "chunk", "batch", "placed"):
         if len({one[names.index(name)] for one in listed}) > 1:
             raise ValueError(f"the ranks do not agree on {name}: {[one[:count] for one in listed]}")
-    packed = any(one[names.index("packed")] for one in listed)
-    if packed and not listed[0][names.index("placed")]:
+    known = listed[0][names.index("placed")] or any(one[names.index("padded")] for one in listed)
+    if listed[0][names.index("causal")] and not known:
         raise NotImplementedError(
-            "documents are packed here, and this model does not hand position_ids to its attention"
+            "this model does not hand position_ids to its attention, so whether documents are "
+            "packed over several ranks is not known: give attention_mask (batch, rows), of ones if "
+            "need be, which says that there are none"
         )
 
 
@@ -196,7 +195,9 @@ def _as_mask(
     documents = None
     if positions is not None:
         _check_places(positions, sizes)
-        if padding is None:
+        # As Transformers: a mask of padding says that there is one document, and a mask in both
+        # directions does not ask.
+        if padding is None and asked.causal:
             begins = positions.diff() != 1
             if bool(begins.any()):
                 documents = torch.nn.functional.pad(begins.cumsum(1), (1, 0))
