@@ -18,7 +18,6 @@ ABSENT = (
 )  # fmt: skip
 STEPS = {
     "the package": "import quorum_attention as qa",
-    "a function": "import quorum_attention as qa; qa.attention; qa.plan; qa.Report; qa.Mask",
     "every public name": "import quorum_attention as qa; [getattr(qa, n) for n in qa.__all__]",
     "a call": (
         "import quorum_attention as qa; q = torch.randn(1, 2, 200, 16);"
