@@ -31,7 +31,8 @@ def run(settings: Settings, runner: Runner) -> list[Section]:
     def draw(axes: Any) -> None:
         axes.barh(list(found), [max(1, lengths[-1]) for lengths in found.values()])
         axes.set_xscale("log", base=2)
-        axes.set_xlabel("tokens, forward+backward")
+        axes.xaxis.set_major_formatter(lambda tokens, _: short(round(tokens)))
+        axes.set_xlabel("longest sequence in tokens, forward and backward")
 
     columns = ["method"]
     columns += ["forward+backward" if backward else "forward" for backward in settings.passes]

@@ -73,8 +73,14 @@ def _figure(
                 axes.plot(*zip(*points, strict=True), marker="o", label=method)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.set_xlabel("tokens")
-        axes.set_ylabel(f"time over {against}")
+        lengths = settings.lengths()
+        axes.set_xticks(lengths, [short(tokens) for tokens in lengths])
+        low, high = axes.get_ylim()
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}" if high < 10 * low else "")
+        axes.set_xlabel("tokens of the sequence")
+        axes.set_ylabel(f"time, in times of {against} (lower is faster)")
+        axes.grid(alpha=0.25)
         axes.legend()
 
     return draw
