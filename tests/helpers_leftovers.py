@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from quorum_attention.execution.device.lookup import BACKENDS
+
 ON_GPU = torch.cuda.is_available()
 # Kernels keep small tables of numbers on the device, on purpose.
 _KEPT_BYTES = 1 << 20
@@ -48,7 +50,10 @@ class Standing:
 
 
 def standing() -> Standing:
-    """How things stand now."""
+    """How things stand now; without memory of results, which is kept for the next call."""
+    kept = BACKENDS["cuda"].kept
+    if kept is not None:
+        kept.give_back()
     return Standing(
         _device_bytes(),
         frozenset(page_locked),

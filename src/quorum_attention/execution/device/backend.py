@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from quorum_attention.execution.device.clock import Clock, HostClock
+from quorum_attention.execution.device.kept import Kept
 from quorum_attention.execution.device.mover import Mover
 from quorum_attention.execution.device.page_locks import PageLocks
 from quorum_attention.kernels.lanes import Lanes
@@ -53,6 +54,7 @@ class Backend(ABC):
         pins: page-locked host memory makes copies faster.
         most_streams: more kernel calls in flight at once than this save no time.
         remembers: schedules found for it are remembered on disk, because their searches take long.
+        kept: the memory of results that is kept between calls; None: none is.
         word_bytes: the address and the size of each row must be multiples of this for its kernels.
     """
 
@@ -64,6 +66,7 @@ class Backend(ABC):
     most_streams = 1
     remembers = False
     word_bytes = 1
+    kept: Kept | None = None
 
     def is_here(self) -> bool:
         """Whether this machine has such a device."""
@@ -80,6 +83,8 @@ class Backend(ABC):
     def give_back_cached(self) -> None:
         """After a failure: give back memory that the allocator holds but no tensor uses."""
         gc.collect()
+        if self.kept is not None:
+            self.kept.give_back()
 
     def rounding(self, sizes: Sequence[int]) -> int:
         """Bytes that its allocator may take beyond the sum of tensors of ``sizes`` bytes."""

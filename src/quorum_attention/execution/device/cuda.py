@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -12,6 +13,7 @@ import torch
 from quorum_attention.execution.device.backend import Backend, TrialSizes
 from quorum_attention.execution.device.clock import Clock, HostClock
 from quorum_attention.execution.device.cuda_mover import CudaMover, by_address, cuda_runtime
+from quorum_attention.execution.device.kept import Kept, Locker
 from quorum_attention.execution.device.mover import Mover
 from quorum_attention.execution.device.page_locks import PageLocks
 from quorum_attention.execution.device.rates import h200_rates
@@ -38,6 +40,9 @@ class Cuda(Backend):
     word_bytes = 16
     _prepared = False
 
+    def __init__(self) -> None:
+        self.kept = Kept(Locker(_lock, _unlock, _wait_for_all))
+
     def is_here(self) -> bool:
         """Whether torch finds a CUDA device."""
         return torch.cuda.is_available()
@@ -59,7 +64,7 @@ class Cuda(Backend):
         return max(0, min(free + reserved - allocated, limit - allocated))
 
     def give_back_cached(self) -> None:
-        """Collect garbage, and empty the caching allocator."""
+        """Collect garbage, give back what was kept of results, and empty the caching allocator."""
         super().give_back_cached()
         torch.cuda.empty_cache()
 
@@ -152,6 +157,35 @@ class Cuda(Backend):
                 host[1].copy_(near[1], non_blocking=True)
 
         return both
+
+
+def _lock(address: int, n_bytes: int) -> bool:
+    """Page-lock memory. In a thread, because a refusal sets CUDA's last error for its thread, where
+    the next kernel would be blamed for it."""
+    runtime: Any = torch.cuda.cudart()
+    device, found = torch.cuda.current_device(), []
+
+    def lock() -> None:
+        torch.cuda.set_device(device)
+        found.append(int(runtime.cudaHostRegister(address, n_bytes, 0)) == 0)
+
+    thread = threading.Thread(target=lock, name="locks a result")
+    thread.start()
+    thread.join()
+    return bool(found) and found[0]
+
+
+def _unlock(address: int) -> None:
+    runtime: Any = torch.cuda.cudart()
+    runtime.cudaHostUnregister(address)
+
+
+def _wait_for_all() -> None:
+    """Hold the host until every device that this process uses has done all its work."""
+    used = getattr(torch._C, "_cuda_hasPrimaryContext", lambda index: True)
+    for index in range(torch.cuda.device_count()):
+        if used(index):
+            torch.cuda.synchronize(index)
 
 
 def numbered(device: torch.device) -> torch.device:

@@ -72,8 +72,9 @@ class Residency:
     ) -> torch.Tensor:
         """An uninitialised tensor here for a result that is computed on ``compute``.
 
-        If it can be page-locked it begins at a page, so that it can be locked head by head
-        (device/page_locks.py); a large one begins at a huge page, which the system is asked for.
+        If it can be page-locked it lies in memory that was kept (device/kept.py), or begins at a
+        page, so that it can be locked head by head (device/page_locks.py); a large one begins at a
+        huge page, which the system is asked for.
 
         Raises:
             OutOfMemoryError: as ``empty``.
@@ -81,13 +82,27 @@ class Residency:
         n_bytes = dtype.itemsize * math.prod(shape)
         if n_bytes < WORTH_LOCKING_BYTES or not self.lockable(compute):
             return self.empty(shape, dtype, what)
+        kept = backend_of(compute).kept
+        if kept is None:
+            return self._fresh(n_bytes, what).view(dtype).view(shape)
+        found = kept.take(n_bytes)
+        if found is None:
+            try:
+                found = kept.lend(self._fresh(n_bytes, what))
+            except OutOfMemoryError:
+                kept.give_back()
+                found = kept.lend(self._fresh(n_bytes, what))
+        return found.view(dtype).view(shape)
+
+    def _fresh(self, n_bytes: int, what: str) -> torch.Tensor:
+        """(n_bytes,) uint8 that begins at a page, of a large one at a huge page."""
         page = PAGE_BYTES if n_bytes < _WORTH_HUGE_PAGES else HUGE_PAGE_BYTES
         room = self.empty((n_bytes + page,), torch.uint8, what)
         at = -room.data_ptr() % page
         found = room[at : at + n_bytes]
         if page == HUGE_PAGE_BYTES:
             ask_for_huge_pages(found)
-        return found.view(dtype).view(shape)
+        return found
 
     def travelling(
         self, shape: tuple[int, ...], dtype: torch.dtype, compute: torch.device

@@ -1,0 +1,251 @@
+"""Memory of results that is kept between calls: who may use it when, and that it is given back."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from quorum_attention.errors import OutOfMemoryError
+from quorum_attention.execution.device.cuda import Cuda
+from quorum_attention.execution.device.kept import Kept, Locker
+from quorum_attention.execution.device.lookup import BACKENDS
+from quorum_attention.execution.device.page_locks import WORTH_LOCKING_BYTES
+from quorum_attention.execution.device.residency import Residency
+
+MIB = 1 << 20
+
+
+class Driver:
+    """Locks and unlocks, made up.
+
+    Attributes:
+        locked: bytes by address.
+        waits: how often the host waited for the devices.
+        refuses: whether nothing more is locked.
+    """
+
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}
+        self.waits = 0
+        self.refuses = False
+        self.now = 0.0
+
+    def lock(self, address: int, n_bytes: int) -> bool:
+        if self.refuses:
+            return False
+        assert not any(a < address + n_bytes and address < a + n for a, n in self.locked.items())
+        self.locked[address] = n_bytes
+        return True
+
+    def unlock(self, address: int) -> None:
+        del self.locked[address]
+
+    def wait(self) -> None:
+        self.waits += 1
+
+    def kept(self, most_bytes: int = 64 * MIB) -> Kept:
+        return Kept(Locker(self.lock, self.unlock, self.wait), most_bytes, lambda: self.now)
+
+
+@pytest.fixture
+def driver() -> Iterator[Driver]:
+    yield Driver()
+    gc.collect()
+
+
+def fresh(n_bytes: int) -> torch.Tensor:
+    return torch.zeros(n_bytes, dtype=torch.uint8)
+
+
+def test_what_is_freed_is_locked_once_and_used_again(driver: Driver) -> None:
+    kept = driver.kept()
+    assert kept.take(MIB) is None
+    lent = kept.lend(fresh(MIB))
+    address = lent.data_ptr()
+    view = lent[5:].view(torch.uint8)
+    del lent
+    assert kept.take(MIB) is None, "a view still uses it"
+    del view
+    assert not driver.locked
+    for round_ in range(3):
+        again = kept.take(MIB - 4096 * round_)
+        assert again is not None
+        assert again.data_ptr() == address
+        assert again.nbytes == MIB - 4096 * round_
+        assert driver.locked == {address: MIB}
+        # Memory that was never locked has no copies under way.
+        assert driver.waits == round_
+        del again
+    kept.give_back()
+    assert not driver.locked
+    assert kept.take(MIB) is None
+
+
+def test_what_is_used_is_never_lent_again_nor_given_back(driver: Driver) -> None:
+    kept = driver.kept()
+    lent = kept.lend(fresh(MIB)).fill_(3)
+    others = [lent.numpy(), lent.view(torch.float16), torch.utils.dlpack.from_dlpack(lent)]
+    del lent
+    while others:
+        gc.collect()
+        kept.give_back()
+        assert kept.take(MIB) is None
+        assert int(np.asarray(others[-1]).reshape(-1).view(np.uint8)[MIB // 2]) == 3
+        others.pop()
+    assert kept.take(MIB) is not None
+    gc.collect()
+    kept.give_back()
+
+
+def test_only_memory_of_about_the_size_is_taken(driver: Driver) -> None:
+    kept = driver.kept()
+    for size in (8 * MIB, 10 * MIB, 20 * MIB):
+        kept.lend(fresh(size))
+    assert kept.take(4 * MIB) is None
+    assert kept.take(21 * MIB) is None
+    first, second, third = (kept.take(8 * MIB) for _ in range(3))
+    assert first is not None
+    assert second is not None
+    assert third is None
+    assert sorted(driver.locked.values()) == [8 * MIB, 10 * MIB]
+    del first, second
+    kept.give_back()
+    assert not driver.locked
+
+
+def test_it_is_given_back_when_unused_or_too_much(driver: Driver) -> None:
+    kept = driver.kept(16 * MIB)
+    large = fresh(17 * MIB)
+    assert kept.lend(large) is large, "more than is kept"
+    for _ in range(2):
+        held = []
+        for _ in range(10):
+            found = kept.take(MIB)
+            held.append(kept.lend(fresh(MIB)) if found is None else found)
+        del held, found
+    assert len(driver.locked) == 10
+    driver.now = 9.0
+    again = kept.take(MIB)
+    driver.now = 12.0
+    assert kept.take(30 * MIB) is None, "only to look for what is old"
+    assert len(driver.locked) == 1
+    del again
+    held = [kept.lend(fresh(4 * MIB)) for _ in range(10)]
+    del held
+    assert sum(room.memory.nbytes for room in kept._freed) <= 16 * MIB
+    kept.give_back()
+    assert not driver.locked
+
+
+def test_what_cannot_be_locked_is_not_kept(driver: Driver) -> None:
+    kept = driver.kept()
+    kept.lend(fresh(MIB))
+    driver.refuses = True
+    assert kept.take(MIB) is None
+    assert kept.take(MIB) is None
+    assert not driver.locked
+
+
+def test_an_interrupt_leaves_nothing_locked_for_ever(driver: Driver) -> None:
+    kept = driver.kept()
+    kept.lend(fresh(MIB))
+    for _ in range(2):
+        kept.take(MIB)
+    assert len(driver.locked) == 1
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    broken = Kept(Locker(driver.lock, driver.unlock, interrupted), MIB, lambda: driver.now)
+    broken._freed.extend(kept._freed)
+    kept._freed.clear()
+    with pytest.raises(KeyboardInterrupt):
+        broken.take(MIB)
+    kept._freed.extend(broken._freed)
+    kept.give_back()
+    assert not driver.locked
+
+
+def test_threads_never_share_memory(driver: Driver) -> None:
+    """Random sizes by several threads; each writes its own number, and reads it."""
+    kept = driver.kept(4 * MIB)
+    wrong: list[str] = []
+    lock = threading.Lock()
+    locked, unlocked = driver.lock, driver.unlock
+    kept.locker = Locker(
+        lambda address, n: _under(lock, locked, address, n),
+        lambda address: _under(lock, unlocked, address),
+        driver.wait,
+    )
+
+    def work(number: int) -> None:
+        draw = random.Random(number)
+        held: list[torch.Tensor] = []
+        for _ in range(300):
+            size = draw.choice((4096, 8192, 65536, 1 << 18))
+            found = kept.take(size)
+            if found is None:
+                found = kept.lend(fresh(size))
+            held.append(found.fill_(number))
+            if len(held) > draw.randrange(8):
+                one = held.pop(draw.randrange(len(held)))
+                if not bool((one == number).all()):
+                    wrong.append(f"memory of thread {number}")
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    gc.collect()
+    kept.give_back()
+    assert not wrong
+    assert not driver.locked
+
+
+def _under(lock: threading.Lock, do, *given):  # type: ignore[no-untyped-def]
+    with lock:
+        return do(*given)
+
+
+def test_results_beside_a_gpu_lie_in_it(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Cuda()
+    backend.kept = driver.kept()
+    monkeypatch.setitem(BACKENDS, "cuda", backend)
+    gpu = torch.device("cuda", 0)
+
+    def result(rows: int) -> torch.Tensor:
+        return Residency(torch.device("cpu")).result((1, 2, rows, 64), torch.float16, "it", gpu)
+
+    small = result(WORTH_LOCKING_BYTES // 512)
+    assert small.shape == (1, 2, WORTH_LOCKING_BYTES // 512, 64)
+    del small
+    rows = WORTH_LOCKING_BYTES // 128
+    first = result(rows)
+    address = first.data_ptr()
+    assert address % 4096 == 0
+    assert first.is_contiguous()
+    del first
+    second = result(rows)
+    assert second.data_ptr() == address
+    assert driver.locked == {address: second.nbytes}
+    # Where host memory is short, what is kept is given back first.
+    del second
+    tried: list[int] = []
+    empty = Residency.empty
+
+    def short(self, shape, dtype, what):  # type: ignore[no-untyped-def]
+        tried.append(len(driver.locked))
+        if len(tried) == 1:
+            raise OutOfMemoryError("missing")
+        return empty(self, shape, dtype, what)
+
+    monkeypatch.setattr(Residency, "empty", short)
+    assert result(4 * rows) is not None
+    assert tried == [1, 0]
