@@ -1,128 +1,136 @@
-"""Tight budgets: the kernel that "auto" plans for beside cuDNN, from and to page-locked memory.
+"""Plain calls under ever smaller budgets, against the same call within the first of them.
 
-    python benchmarks/tight.py [--cases 1048576,524288x128,gqa] [--repeats 1] [--json FILE]
+    python benchmarks/tight.py [--tokens 1048576] [--heads 2] [--kv-heads 2] [--head-dim 64]
+        [--budgets 1GiB,128MiB,64MiB] [--rounds 2] [--before ../before/src] [--json FILE]
 
-Causal, batch 1. For every budget and kernel the median seconds of forward and backward after a
-first call, what was predicted, the plan and the peak of device memory. Needs a CUDA device.
+Causal, fp16 (bf16 with --bfloat16), batch 1, inputs in page-locked host memory, results made by the
+call, gradients by autograd. Seconds are medians after a first call, ratios are to the first budget
+of the same version. Of every call the peak of device memory is held against the budget, and rows
+from both ends of every result against those within the first budget. Needs a CUDA device.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
+import platform
 import statistics
-import time
+from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from plain import both
+from versions import Version
 
-import quorum_attention as qa
-from quorum_attention.sizes import format_bytes, parse_bytes
-from quorum_attention.writing import write_text
-
-# tokens, heads, kv_heads, head_dim, dtype, budgets
-CASES: dict[str, tuple[int, int, int, int, torch.dtype, tuple[str, ...]]] = {
-    "1048576": (1 << 20, 8, 8, 64, torch.float16, ("128MiB",)),
-    "524288x128": (1 << 19, 8, 8, 128, torch.float16, ("256MiB",)),
-    "gqa": (1 << 18, 32, 8, 128, torch.bfloat16, ("256MiB",)),
-}
+# Two plans round differently.
+_ACCEPTED = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+_ROWS = 4096
 
 
-def measure(case: str, budget: str, kernel: str, repeats: int) -> dict[str, Any]:
-    """Both passes of one call."""
-    tokens, heads, kv_heads, head_dim, dtype, _ = CASES[case]
+class Calls:
+    """The call, its tensors, and the results that others are held against."""
 
-    def made(n_heads: int) -> torch.Tensor:
-        shape = (1, n_heads, tokens, head_dim)
-        return torch.randn(shape, dtype=dtype, device="cuda").cpu().pin_memory()
+    def __init__(self, given: argparse.Namespace) -> None:
+        torch.manual_seed(0)
+        self.given = given
+        self.dtype = torch.bfloat16 if given.bfloat16 else torch.float16
+        kv_heads = given.kv_heads or given.heads
+        self.heads = (given.heads, kv_heads, kv_heads, given.heads)
+        self.tensors = [
+            torch.randn(1, h, given.tokens, given.head_dim, device="cuda", dtype=self.dtype)
+            .cpu()
+            .pin_memory()
+            for h in self.heads
+        ]
+        torch.cuda.empty_cache()
+        self.usual: list[torch.Tensor] | None = None
 
-    query, grad, out, grad_query = (made(heads) for _ in range(4))
-    key, value, grad_key, grad_value = (made(kv_heads) for _ in range(4))
-    torch.cuda.empty_cache()
-    options: dict[str, Any] = {
-        "is_causal": True, "enable_gqa": heads != kv_heads, "budget": budget, "kernel": kernel,
-    }  # fmt: skip
-    seconds: list[tuple[float, float]] = []
-    report: qa.Report | None = None
-    for attempt in range(repeats + 2):
-        # Timing every stage of thousands of units costs a fifth: one run more for the report.
-        report = qa.Report() if attempt > repeats else None
-        began = time.perf_counter()
-        _, lse = qa.attention_with_lse(query, key, value, out=out, report=report, **options)
-        torch.cuda.synchronize()
-        half = time.perf_counter()
-        qa.attention_backward(
-            grad, query, key, value, out, lse, grads=(grad_query, grad_key, grad_value),
-            report=report, **options,
-        )  # fmt: skip
-        torch.cuda.synchronize()
-        seconds.append((half - began, time.perf_counter() - half))
-    assert report is not None
-    found: dict[str, Any] = {"case": case, "budget": budget, "kernel": kernel}
-    timed = seconds[1:-1]
-    for index, part in enumerate((report.forward, report.backward)):
-        assert part is not None
-        assert part.peak_bytes is not None
-        assert part.peak_bytes <= parse_bytes(budget)
-        plan = qa.plan(
-            tokens, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype,
-            is_causal=True, budget=budget, kernel=kernel, backward=index == 1,
-        )  # fmt: skip
-        found["backward" if index else "forward"] = {
-            "seconds": statistics.median(t[index] for t in timed),
-            "first": seconds[0][index],
-            "predicted": plan.predicted_seconds,
-            "kernel": part.kernel,
-            "levels": part.levels,
-            "slots": part.n_cap,
-            "peak_bytes": part.peak_bytes,
-        }
-    return found
+    def measure(self, qa: Any, budget: str) -> dict[str, Any]:
+        """First and later seconds, peak and plans of the call within ``budget``."""
+        kept: list[torch.Tensor] = []
+
+        def forward(*three: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = qa.attention(
+                *three, is_causal=True, enable_gqa=True, budget=budget
+            )
+            kept[:] = [found, *three]
+            return found
+
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        seconds = [
+            both(forward, self.tensors[:3], self.tensors[3]) for _ in range(1 + self.given.rounds)
+        ]
+        peak = torch.cuda.max_memory_allocated() - before
+        ends = [_ends(kept[0].detach()), *(_ends(t.grad) for t in kept[1:] if t.grad is not None)]
+        if self.usual is None:
+            self.usual = ends
+        errors = [float((a - b).norm() / b.norm()) for a, b in zip(ends, self.usual, strict=True)]
+        assert max(errors) < _ACCEPTED[self.dtype], f"{budget}: {errors}"
+        plans = [
+            qa.plan(
+                self.given.tokens, heads=self.heads[0], kv_heads=self.heads[1],
+                head_dim=self.given.head_dim, dtype=self.dtype, is_causal=True, budget=budget,
+                backward=backward,
+            )
+            for backward in (False, True)
+        ]  # fmt: skip
+        kept.clear()
+        gc.collect()
+        return {
+            "seconds": seconds, "peak_bytes": peak, "errors": errors,
+            "predicted": [plan.predicted_seconds for plan in plans],
+            "budget_bytes": plans[0].budget_bytes,
+            "plans": [str(plan).splitlines()[1:4] for plan in plans],
+        }  # fmt: skip
 
 
-def _write(result: dict[str, Any], path: str | None) -> None:
-    if path:
-        write_text(path, json.dumps(result, indent=1))
+def _ends(tensor: torch.Tensor) -> torch.Tensor:
+    """Rows from both ends, in fp32."""
+    return torch.cat((tensor[:, :, :_ROWS], tensor[:, :, -_ROWS:]), dim=2).float()
 
 
 def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--cases", default=",".join(CASES))
-    parser.add_argument("--repeats", type=int, default=1)
+    """Measure, print a line for each budget, write JSON if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=1 << 20)
+    parser.add_argument("--heads", type=int, default=2)
+    parser.add_argument("--kv-heads", type=int)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--bfloat16", action="store_true")
+    parser.add_argument("--budgets", default="1GiB,512MiB,256MiB,128MiB,64MiB")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--before", type=Path, help="src of an older version")
     parser.add_argument("--json")
-    args = parser.parse_args()
-    result: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(), "torch": torch.__version__,
-        "cudnn": torch.backends.cudnn.version(), "date": datetime.date.today().isoformat(),
-        "runs": [],
+    given = parser.parse_args()
+    versions = {} if given.before is None else {"before": Version(given.before)}
+    versions["now"] = Version(Path(__file__).resolve().parents[1] / "src")
+    document: dict[str, Any] = {
+        "machine": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "python": platform.python_version(), "date": datetime.date.today().isoformat(),
+        "call": {k: v for k, v in vars(given).items() if isinstance(v, (int, str))}, "runs": [],
     }  # fmt: skip
-    table = Table("case", "budget", "kernel", "pass", "ran on", "plan", "s", "predicted", "peak")
-    for case in args.cases.split(","):
-        for budget in CASES[case][-1]:
-            for kernel in ("cudnn", "auto"):
-                try:
-                    run = measure(case, budget, kernel, args.repeats)
-                except qa.BudgetError as error:
-                    result["runs"].append(
-                        {"case": case, "budget": budget, "kernel": kernel, "error": str(error)}
-                    )
-                    table.add_row(case, budget, kernel, "does not fit")
-                    _write(result, args.json)
-                    continue
-                result["runs"].append(run)
-                for name in ("forward", "backward"):
-                    part = run[name]
-                    table.add_row(
-                        case, budget, kernel, name, part["kernel"],
-                        f"{part['levels']}, {part['slots']} slots", f"{part['seconds']:.3f}",
-                        f"{part['predicted']:.3f}", format_bytes(part["peak_bytes"]),
-                    )  # fmt: skip
-                _write(result, args.json)
-    Console(width=140).print(table)
+    calls, base = Calls(given), {}
+    for budget in given.budgets.split(","):
+        for name, version in versions.items():
+            with version.active() as qa:
+                found = calls.measure(qa, budget)
+            medians = [statistics.median(part) for part in zip(*found["seconds"][1:], strict=True)]
+            first = base.setdefault(name, medians)
+            ratio = medians[0] / first[0], sum(medians) / sum(first)
+            fits = "" if found["peak_bytes"] <= found["budget_bytes"] else " TOO MUCH MEMORY"
+            print(
+                f"{budget:>7} {name:6} {medians[0]:.3f}, {medians[1]:.3f} s "
+                f"({ratio[0]:.2f}; {ratio[1]:.2f}; first {sum(found['seconds'][0]):.1f} s); "
+                f"predicted {found['predicted'][0]:.3f}, {found['predicted'][1]:.3f}; peak "
+                f"{found['peak_bytes'] / 2**20:.1f} MiB{fits}; off {max(found['errors']):.1e}",
+                flush=True,
+            )
+            document["runs"].append({"budget": budget, "version": name, **found})
+            if given.json:
+                Path(given.json).write_text(json.dumps(document, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

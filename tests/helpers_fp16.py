@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 from helpers_attention import Inputs, exact
+from helpers_plans import passing
 
 import quorum_attention as qa
 
-ROUTES = ("direct", "over_inputs", "slots", "slots of a strided query")
+ROUTES = ("direct", "over_inputs", "slots", "slots of a strided query", "passing")
 _LARGEST = 65_504.0
 
 
@@ -68,6 +69,7 @@ def wrong(call: Drawn, route: str, seed: int) -> str | None:
     levels = {
         "direct": [()],
         "over_inputs": [(3,), (7,), (13,)],
+        "passing": [(7,)],
     }.get(route, [(), (1,), (3,), (7,), (3, 7)])
     more = {"levels": rng.choice(levels), "tile": rng.choice([8, 16, 128])}
     more |= {"layout": rng.choice(["aligned", "balanced"])}
@@ -82,6 +84,10 @@ def wrong(call: Drawn, route: str, seed: int) -> str | None:
         head_dim=q.shape[3], value_dim=v.shape[3], dtype=q.dtype, is_causal=call.is_causal,
         device="cpu", backward=True, **more,
     )  # fmt: skip
+    if route == "passing":
+        sizes = [rng.choice([1, 16, 64, 100, 400]) for _ in range(2)]
+        plan = passing(plan, *sizes, group=rng.randint(1, k.shape[1]), n_cap=rng.choice([1, 2, 3]))
+        more["sizes"] = sizes
     dtype = torch.float16 if route == "direct" else rng.choice([torch.float16, torch.float32])
     # Whatever is not written stays NaN.
     grads = tuple(torch.full(t.shape, torch.nan, dtype=dtype) for t in (q, k, v))

@@ -5,9 +5,38 @@ from __future__ import annotations
 from dataclasses import replace
 
 import quorum_attention as qa
+from quorum_attention.execution.case import Case
+from quorum_attention.execution.pass_spec import spec_of
+from quorum_attention.execution.routes.passing import Passing
+from quorum_attention.execution.routes.slots import Slots
+from quorum_attention.execution.schedule import schedule_of
+from quorum_attention.execution.workload import GroupSize
+from quorum_attention.kernels import get_kernel
+from quorum_attention.planner.machine import assumed
+from quorum_attention.planner.search import price
 
 
 def unpinned(plan: qa.Plan) -> qa.Plan:
     """The plan with its decomposition, but free to recover from running out of memory."""
     schedule = replace(plan.schedule, pinned=False)
     return replace(plan, candidate=replace(plan.candidate, schedule=schedule))
+
+
+def passing(
+    plan: qa.Plan,
+    queries: int,
+    keys: int,
+    *,
+    group: int = 1,
+    n_cap: int = 2,
+    kernel: qa.InnerKernel | None = None,
+) -> qa.Plan:
+    """The call of ``plan`` on the route ``passing``: queries stay in a forward, keys in a
+    backward. Its own decomposition takes over if that fails."""
+    work, place = plan.work, plan.place
+    stays = "key" if plan.backward else "query"
+    route = Passing(stays, queries, keys, Slots(1, "host"), n_cap)
+    schedule = schedule_of(work, plan.decomposition, GroupSize(1, group), route)
+    case = Case(work, kernel or get_kernel(plan.kernel), spec_of(plan.backward), place)
+    machine = assumed(place.device_type, work.dtype, work.head_dim)
+    return replace(plan, candidate=price(schedule, case, machine))

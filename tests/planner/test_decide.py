@@ -29,14 +29,19 @@ def planned(budget: str, **call) -> qa.Plan:
     return qa.plan(N, budget=budget, is_causal=True, device="cuda", inputs="host", **call)
 
 
+def cut(budget: str, **call) -> qa.Plan:
+    """Tasks of one level: where no rows pass by, the preferred kernel is held up by many calls."""
+    return planned(budget, depth=1, **call)
+
+
 def test_the_preferred_kernel_where_there_is_room() -> None:
     for backward in (False, True):
         assert planned("1GiB", backward=backward).kernel == "cudnn"
 
 
 def test_another_where_it_is_clearly_faster() -> None:
-    tight = planned("128MiB", backward=True)
-    named = planned("128MiB", backward=True, kernel="cudnn")
+    tight = cut("128MiB", backward=True)
+    named = cut("128MiB", backward=True, kernel="cudnn")
     assert tight.kernel == "native"
     assert tight.predicted_seconds < 0.9 * named.predicted_seconds
     assert named.kernel == "cudnn"
@@ -44,7 +49,7 @@ def test_another_where_it_is_clearly_faster() -> None:
 
 def test_only_where_rates_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     def kernel() -> str:
-        return planned("128MiB", backward=True, head_dim=96).kernel
+        return cut("128MiB", backward=True, head_dim=96).kernel
 
     assert kernel() != "native"
     monkeypatch.setattr(qa.NativeKernel, "keeps_pace", lambda self, call: True)
@@ -85,7 +90,7 @@ def test_a_kernel_is_believed_before_it_is_taken() -> None:
             return answer
 
         return quickest(
-            work, Wish(128 << 20), get_kernel("cudnn"), [get_kernel("native")],
+            work, Wish(128 << 20, depth=1), get_kernel("cudnn"), [get_kernel("native")],
             Placement("cuda", False, False, torch.float16),
             machine_of(torch.device("cuda"), torch.float16, 64), backward=True, believed=believed,
         )[0].name  # fmt: skip
@@ -186,7 +191,7 @@ def test_a_rival_is_left_out_only_where_no_search_would_take_it(
     def decided(tokens: int) -> tuple[Any, ...]:
         found = qa.plan(
             tokens, heads=4, dtype=torch.float16, is_causal=True, budget=budget, backward=backward,
-            device="cuda", inputs="host",
+            device="cuda", inputs="host", depth=1,
         )  # fmt: skip
         return found.kernel, found.levels, found.peak_bytes, found.predicted_seconds
 

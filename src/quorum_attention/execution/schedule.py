@@ -73,6 +73,10 @@ class Route(ABC):
     def words(self) -> str:
         """The route in words, for people."""
 
+    def parts(self, schedule: Schedule, work: Workload) -> str:
+        """What a head group is computed in, in words."""
+        return f"{schedule.n_tasks:,} task(s)"
+
     @abstractmethod
     def check(self, shape: Decomposition, group: GroupSize) -> None:
         """Refuse a decomposition or a head group that the route cannot have.

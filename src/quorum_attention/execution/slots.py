@@ -201,3 +201,28 @@ def slot_layout(
             if state.over is not None:
                 built.finish(f"final_{state.name}", state.columns(work), result_dtype, state.over)
     return built.layout()
+
+
+@lru_cache(maxsize=64)
+def axis_layout(
+    spec: PassSpec,
+    work: Workload,
+    group: GroupSize,
+    axis: Axis,
+    rows: int,
+    result_dtype: torch.dtype,
+) -> SlotLayout:
+    """The layout of the inputs and states of ``rows`` queries or keys alone, with finished rows as
+    in ``slot_layout``."""
+    built = _Builder(group, work.queries_per_key_head, (rows, rows))
+    for item in spec.inputs:
+        if item.axis == axis:
+            built.add(item.name, axis, item.columns(work), item.dtype(work))
+    states = [state for state in spec.states if state.axis == axis]
+    for state in states:
+        built.add(f"state_{state.name}", axis, state.columns(work), work.state_dtype)
+    if result_dtype != work.state_dtype:
+        for state in states:
+            if state.over is not None:
+                built.finish(f"final_{state.name}", state.columns(work), result_dtype, state.over)
+    return built.layout()

@@ -48,6 +48,8 @@ class Load:
         begun: host time beside the kernel calls, in multiples of the time of one call.
         passes: how often the fixed time of a pass is spent.
         even: whether all units take the same time.
+        calls: the kernel calls of a head, where they are no tasks': (queries, keys, causal, how
+            many) of each size; None: those of the decomposition's tasks.
     """
 
     units: int
@@ -65,6 +67,7 @@ class Load:
     begun: int = 0
     passes: int = 0
     even: bool = True
+    calls: tuple[tuple[int, int, bool, int], ...] | None = None
 
 
 def result_bytes(case: Case) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from quorum_attention.decomposition.pieces import Pieces, pieces_of
 from quorum_attention.execution.case import Case
 from quorum_attention.execution.pass_spec import PassSpec
 from quorum_attention.execution.schedule import Schedule
-from quorum_attention.execution.workload import Workload
+from quorum_attention.execution.workload import Workload, count_groups
 from quorum_attention.kernels.traits import Traits, traits_of
 from quorum_attention.planner.machine import Machine
 
@@ -142,6 +142,24 @@ def _sample(
     )
 
 
+def _sample_of(calls: tuple[tuple[int, int, bool, int], ...], units: int) -> _Sample:
+    """The calls of a head, which come one by one, in ``units``; each unit copies one run."""
+    every = tuple(
+        (Batch(Rectangle(0, queries, 0, keys, causal)), count)
+        for queries, keys, causal, count in calls
+    )
+    return _Sample(
+        every,
+        sum(count for _, count in every),
+        sum(call.first.pairs * count for call, count in every),
+        sum(call.first.n_queries * count for call, count in every),
+        1.0,
+        max(1, units),
+        len(every),
+        0.0,
+    )
+
+
 def _batches(rectangles: tuple[Rectangle, ...], at_once: Pieces | None) -> Iterable[Batch]:
     """The operator calls of some rectangles, as far as limits let them be batches."""
     if at_once in (None, "halves"):
@@ -222,9 +240,13 @@ def cost(schedule: Schedule, case: Case, machine: Machine) -> Cost:
     group, load = schedule.group, schedule.route.load(schedule, case)
     lanes = group.batch * group.kv_heads * work.queries_per_key_head
     together = schedule.limits if group.batch == 1 else None
-    sample = _sample(
-        schedule.decomposition, work.is_causal, work.n_queries, work.n_keys, together, load.at_once
-    )
+    if load.calls is None:
+        sample = _sample(
+            schedule.decomposition, work.is_causal, work.n_queries, work.n_keys, together,
+            load.at_once,
+        )  # fmt: skip
+    else:
+        sample = _sample_of(load.calls, load.units // max(1, count_groups(work, group)))
     # Pairs of the whole pass over those of the sample.
     scale = work.pairs * (work.batch * work.heads) / max(1, sample.pairs * lanes)
     call_seconds = machine.backward_call_seconds if spec.backward else machine.call_seconds

@@ -4,7 +4,7 @@ A search takes a tenth of a second and more, of which the first call of every pr
 two or four. What it finds follows from the call's sizes, the wish, the kernel and the machine's
 rates, and from this package's own code: all of that is in an entry's name. An entry is the schedule
 and no price: it is priced again, and searched for again where it does not fit. Only schedules
-through slots of untrimmed tasks are remembered, and only for GPUs.
+through slots of untrimmed tasks, and on the route ``passing``, are remembered, and only for GPUs.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ import torch
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.execution.case import Case
 from quorum_attention.execution.device.lookup import BACKENDS
+from quorum_attention.execution.routes.passing import Passing
 from quorum_attention.execution.routes.slots import Slots
-from quorum_attention.execution.schedule import Schedule
+from quorum_attention.execution.schedule import Route, Schedule
 from quorum_attention.execution.workload import GroupSize
 from quorum_attention.kernels.traits import is_bare
 from quorum_attention.planner.machine import Machine
@@ -55,9 +56,13 @@ def find(name: str) -> tuple[Schedule, str] | None:
     """The schedule of that name, and why it was taken; None if there is none."""
     entry = _known().get(name)
     try:
-        n_tokens, levels, layout, tile, group, limits, route, why = entry  # type: ignore[misc]
+        n_tokens, levels, layout, tile, group, limits, fields, passing, why = entry  # type: ignore[misc]
         shape = Decomposition(n_tokens, tuple(levels), layout, tile)
-        return Schedule(shape, GroupSize(*group), Slots(*route), *limits), str(why)
+        route: Route = Slots(*fields)
+        if passing is not None:
+            side, queries, keys, n_cap = passing
+            route = Passing(side, queries, keys, Slots(*fields), n_cap)
+        return Schedule(shape, GroupSize(*group), route, *limits), str(why)
     except (TypeError, ValueError):
         return None
 
@@ -65,12 +70,16 @@ def find(name: str) -> tuple[Schedule, str] | None:
 def note(name: str, schedule: Schedule, why: str) -> None:
     """Remember ``schedule``, if it is of the kind that is. What cannot be written is not."""
     route, shape = schedule.route, schedule.decomposition
+    passing = None
+    if isinstance(route, Passing):
+        passing = (route.stays, route.queries, route.keys, route.n_cap)
+        route = route.instead
     if not isinstance(route, Slots) or route.trimmed is not None or schedule.pinned:
         return
     entry = [
         shape.n_tokens, shape.levels, shape.layout, shape.tile,
         (schedule.group.batch, schedule.group.kv_heads), schedule.limits,
-        (route.n_cap, route.accumulator, route.streams), why,
+        (route.n_cap, route.accumulator, route.streams), passing, why,
     ]  # fmt: skip
     _known()[name] = entry
     with suppress(OSError):

@@ -146,7 +146,7 @@ class Plan:
             lines.append(("levels", levels))
         units = (
             f"{self.n_groups} head group(s) of {schedule.group.batch} x "
-            f"{schedule.group.kv_heads} key/value heads x {self.n_tasks:,} task(s), "
+            f"{schedule.group.kv_heads} key/value heads x {schedule.route.parts(schedule, work)}, "
             f"{schedule.n_cap} resident at once, {schedule.streams} kernel call(s) in flight"
         )
         lines.append(("units", units))

@@ -67,10 +67,26 @@ TRIMMED_SINGLE = (2, 3, 4, 5, 6, 8, 10)
 # Without such a mask, tasks are trimmed where queries and keys differ by at least this factor.
 LOPSIDED = 2
 
+# --- Rows that stay while others pass by -------------------------------------------------------
+
+# Rows of a chunk that stays, in waves of the device (one head group's together), and the parts of
+# a chunk that a passing block may be, the largest first.
+WAVES_STAYING = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24)
+PARTS_PASSING = (1, 2, 3, 4, 5, 6, 8, 10, 11, 12, 15, 16, 22, 24, 33)
+# Multiples of rows, and the fewest of a chunk or block.
+TILE = 128
+LEAST_ROWS = 1024
+# Where a device has no waves.
+ROWS_OF_A_WAVE = 16_384
+# Most times that blocks pass by chunks, all head groups together.
+MOST_PASSAGES = 200_000
+
 # --- Which of two is taken --------------------------------------------------------------------
 
 # A decomposed call must be predicted to take less than this share of the monolithic call's time.
 CLEARLY = 0.95
+# The same of rows that pass by against tasks through slots.
+CLEARLY_PASSING = 0.9
 # The first call's extra time counts for at most this share of the seconds: it decides between
 # schedules that are about equally fast.
 FIRST_CALL_COUNTS = 0.02

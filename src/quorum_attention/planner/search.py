@@ -26,7 +26,7 @@ from quorum_attention.execution.workload import GroupSize, Workload, group_sizes
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.remembered import remembered
 from quorum_attention.kernels.traits import traits_of
-from quorum_attention.planner import known, policy
+from quorum_attention.planner import known, passing, policy
 from quorum_attention.planner.cost import Cost, cost, least_seconds
 from quorum_attention.planner.footprint import Footprint, footprint_of
 from quorum_attention.planner.machine import Machine
@@ -208,7 +208,26 @@ def _searched(case: Case, wish: Wish, pairs: Pairs, machine: Machine) -> Candida
             search.look(_schedules(case, wish, pairs, n_tasks=counts))
     if search.nothing and wish.levels is None and wish.enforce_budget:
         search.look(_schedules(case, wish, pairs, shapes=_deep(case, wish, pairs)))
-    return search.taken()
+    return _or_passing(search.taken(), case, wish, machine)
+
+
+def _or_passing(taken: Candidate, case: Case, wish: Wish, machine: Machine) -> Candidate:
+    """``taken``; or, if that is clearly faster, rows that pass by a chunk (passing.py)."""
+    asked = (wish.levels, wish.depth, wish.accumulator, wish.group, wish.n_cap, wish.streams)
+    free = wish.enforce_budget and wish.over_inputs is None and not wish.pinned
+    enough = taken.cost.seconds * policy.CLEARLY_PASSING
+    floor = least_seconds(case.work, machine, case.spec)
+    if not free or any(one is not None for one in asked) or floor >= enough:
+        return taken
+    found = [
+        price(schedule, case, machine)
+        for schedule in passing.schedules(taken.schedule, wish.budget_bytes, case, machine)
+    ]
+    best = min(found, key=_score, default=taken)
+    if best.cost.seconds >= enough:
+        return taken
+    spent = format_seconds(taken.cost.seconds)
+    return replace(best, why=f"predicted clearly faster than tasks through slots ({spent})")
 
 
 @dataclass(slots=True)

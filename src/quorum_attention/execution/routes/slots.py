@@ -166,17 +166,17 @@ class Slots(Route):
         given = {id(result) for result in job.results.tensors.values()}
         results = job.results.make(home.device)
         final = [
-            RowTensor(_with_columns(result, state), state.axis)
+            RowTensor(with_columns(result, state), state.axis)
             for state, result in zip(spec.states, results, strict=True)
         ]
         homes = [
             rows
             if job.results.dtype_of(state) == call.work.state_dtype
-            else GroupBuffer(_accumulator(job, schedule, state, home), state.axis)
+            else GroupBuffer(accumulator(job, schedule, state, home), state.axis)
             for state, rows in zip(spec.states, final, strict=True)
         ]
         inputs = tuple(
-            Input(item.name, RowTensor(_with_columns(job.tensors[item.name], item), item.axis))
+            Input(item.name, RowTensor(with_columns(job.tensors[item.name], item), item.axis))
             for item in spec.inputs
         )
         scalings: list[BackwardScaling] = []
@@ -280,12 +280,12 @@ def _gathered(job: Job, schedule: Schedule, unit: Unit, tools: Tools) -> TaskTen
     return job.task(schedule.limits, unit.group, tools, task, rectangles, three)
 
 
-def _with_columns(tensor: torch.Tensor, rows: RowSpec) -> torch.Tensor:
+def with_columns(tensor: torch.Tensor, rows: RowSpec) -> torch.Tensor:
     """``tensor`` as (*batch, heads, rows, width); the width is 1 for one number a row."""
     return tensor.unsqueeze(-1) if rows.width == "one" else tensor
 
 
-def _accumulator(job: Job, schedule: Schedule, state: StateSpec, home: Residency) -> torch.Tensor:
+def accumulator(job: Job, schedule: Schedule, state: StateSpec, home: Residency) -> torch.Tensor:
     """Memory in which the state of one head group waits between visits: (entries, heads, n, width)
     in the state dtype."""
     work, group = job.call.work, schedule.group

@@ -1,0 +1,55 @@
+"""A chunk that stays, and blocks that pass by: every pair once, and the first and last visits."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from quorum_attention.decomposition.passage import Passage
+
+
+@pytest.mark.parametrize("stays", ["query", "key"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_every_pair_is_in_one_rectangle(stays, is_causal) -> None:
+    draw = random.Random(torch.initial_seed())
+    for _ in range(300):
+        n_queries, n_keys = (draw.randint(1, 40) for _ in range(2))
+        queries, keys = (draw.randint(1, 45) for _ in range(2))
+        passage = Passage(stays, n_queries, n_keys, queries, keys, is_causal)
+        seen = np.zeros((n_queries, n_keys), dtype=int)
+        chunks_of: dict[int, list[int]] = {}
+        for chunk in range(passage.n_chunks):
+            plain = passage.plain_blocks(chunk)
+            assert set(plain) <= set(passage.blocks(chunk))
+            for block in passage.blocks(chunk):
+                chunks_of.setdefault(block, []).append(chunk)
+                both = passage.chunk(chunk), passage.block(block)
+                rows, columns = both if stays == "query" else both[::-1]
+                found = passage.rectangles(chunk, block)
+                assert found, "a block without pairs"
+                size = keys if stays == "query" else queries
+                whole = len(found) == 1 and found[0].pairs == rows.length * columns.length
+                full = (columns if stays == "query" else rows).stop % size == 0
+                assert (block in plain) == (whole and full and not found[0].causal)
+                for r in found:
+                    there = seen[rows.start : rows.stop, columns.start : columns.stop]
+                    part = there[r.query_start : r.query_stop, r.key_start : r.key_stop]
+                    assert part.shape == (r.n_queries, r.n_keys)
+                    assert r.pairs > 0
+                    if r.causal:
+                        assert r.n_queries == r.n_keys
+                        assert rows.start + r.query_start == columns.start + r.key_start
+                        part += np.tril(np.ones(part.shape, dtype=int))
+                    else:
+                        part += 1
+        kept = np.ones((n_queries, n_keys), dtype=int)
+        assert np.array_equal(seen, np.tril(kept) if is_causal else kept)
+        if stays == "key":
+            assert set(chunks_of) == set(range(passage.n_blocks))
+            for block, chunks in chunks_of.items():
+                assert chunks[0] == 0
+                assert chunks == list(range(chunks[-1] + 1))
+                assert chunks[-1] == passage.last_chunk(block)

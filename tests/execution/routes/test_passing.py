@@ -1,0 +1,208 @@
+"""The route ``passing``: exact, in order, and recovered from."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers_attention import GRADIENT_TOLERANCE, Inputs, assert_close, exact, inputs
+from helpers_plans import passing
+
+import quorum_attention as qa
+from quorum_attention.execution.device.fake import FakeDevice, FakeEvent, FakeMover, FakeStream
+from quorum_attention.execution.routes.passing import Passing
+from quorum_attention.execution.routes.slots import Slots
+from quorum_attention.kernels.cpu import CpuKernel
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SIZES = {"heads": 4, "kv_heads": 2, "head_dim": 8, "value_dim": 6}
+
+
+def plan(  # type: ignore[no-untyped-def]
+    n: int, queries: int, keys: int, *, backward: bool, group: int = 1, n_cap: int = 2,
+    is_causal: bool = True, dtype=torch.float16, n_keys: int | None = None, kernel="cpu", **more,
+) -> qa.Plan:  # fmt: skip
+    sizes = {**SIZES, **more}
+    made = qa.plan(
+        n, is_causal=is_causal, dtype=dtype, backward=backward, device="cpu", levels=(7,),
+        layout="balanced", over_inputs=False, kernel=kernel, n_keys=n_keys, **sizes,
+    )  # fmt: skip
+    own = None if isinstance(kernel, str) else kernel
+    return passing(made, queries, keys, group=group, n_cap=n_cap, kernel=own)
+
+
+def run(given, plans, *, is_causal=True, report=None, device=None):  # type: ignore[no-untyped-def]
+    call = {"is_causal": is_causal, "enable_gqa": True, "devices": "cpu", "report": report}
+    with device if device is not None else FakeDevice():
+        out, lse = qa.attention_with_lse(*given.three, **call, plan=plans[0])
+        grads = qa.attention_backward(given.grad_out, *given.three, out, lse, **call, plan=plans[1])
+    return out, lse, *grads
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("n_cap", [1, 2, 3])
+def test_it_is_exact_with_copies_as_late_as_they_may_be(dtype, n_cap) -> None:
+    given = inputs(101, dtype=dtype, **SIZES)
+    plans = [plan(101, 32, 20, backward=b, n_cap=n_cap, dtype=dtype) for b in (False, True)]
+    report = qa.Report()
+    found = run(given, plans, report=report)
+    wanted = exact(given, is_causal=True, gradients=True)
+    for mine, right in zip((found[0], *found[2:]), (wanted.out, *wanted.grads), strict=True):
+        assert_close(mine, right, GRADIENT_TOLERANCE[dtype])
+    assert report.forward is not None
+    assert report.backward is not None
+    # Two head groups; 4 chunks of 32 queries against 2, 4, 5 and 6 blocks; 6 of 20 keys against 4,
+    # 4, 3, 3, 2 and 1.
+    assert report.forward.units == 2 * 17
+    assert report.backward.units == 2 * 17
+    assert report.forward.accumulator == "none"
+    assert report.backward.accumulator == "host"
+    assert not report.forward.recoveries
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("left_out", ["_ready", "_stored"])
+def test_it_waits_for_what_it_has_to(left_out, backward, monkeypatch) -> None:
+    """Without one of the events results are wrong."""
+    given = inputs(64, dtype=torch.float32, **SIZES)
+    plans = [plan(64, 16, 16, backward=b, dtype=torch.float32) for b in (False, True)]
+    right = run(given, plans)
+    made = FakeMover.__init__
+
+    class Ignored(FakeEvent):
+        def record(self, stream: FakeStream) -> None:
+            """Nobody is told."""
+
+    def without(self, device, n_slots, clock) -> None:  # type: ignore[no-untyped-def]
+        made(self, device, n_slots, clock)
+        setattr(self, left_out, [Ignored() for _ in range(n_slots)])
+
+    monkeypatch.setattr(FakeMover, "__init__", without)
+    wrong = run(given, plans)
+    part = slice(2, None) if backward else slice(0, 2)
+    assert not all(torch.equal(a, b) for a, b in zip(wrong[part], right[part], strict=True))
+
+
+def test_random_sizes_are_exact() -> None:
+    draw = random.Random(torch.initial_seed())
+    for _ in range(40):
+        n, n_keys = draw.randint(1, 60), draw.randint(1, 60)
+        if draw.random() < 0.5:
+            n_keys = n
+        causal, dtype = draw.random() < 0.6, draw.choice([torch.float16, torch.float64])
+        heads = draw.choice([(4, 2), (2, 2), (3, 1), (6, 3)])
+        sizes = {"heads": heads[0], "kv_heads": heads[1], "head_dim": 8, "value_dim": 6}
+        group, n_cap = draw.randint(1, heads[1]), draw.randint(1, 4)
+        batch = draw.choice([(1,), (2,), (2, 1)])
+        given = inputs(n, n_keys=n_keys, batch=batch, dtype=dtype, **sizes)
+        plans = [
+            plan(n, draw.randint(1, 70), draw.randint(1, 70), backward=b, is_causal=causal,
+                 dtype=dtype, group=group, n_cap=n_cap, n_keys=n_keys, batch=math.prod(batch),
+                 **sizes)
+            for b in (False, True)
+        ]  # fmt: skip
+        found = run(given, plans, is_causal=causal)
+        wanted = exact(given, is_causal=causal, gradients=True)
+        for mine, right in zip((found[0], *found[2:]), (wanted.out, *wanted.grads), strict=True):
+            assert_close(mine, right, GRADIENT_TOLERANCE[dtype])
+
+
+class Failing(CpuKernel):
+    """Runs out of memory in chosen calls, counted from 0."""
+
+    name = "failing"
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.fail_at: set[int] = set()
+
+    def _count(self) -> None:
+        self.calls += 1
+        if self.calls - 1 in self.fail_at:
+            raise torch.OutOfMemoryError("made up")
+
+    def forward(self, task, state) -> None:  # type: ignore[no-untyped-def]
+        self._count()
+        super().forward(task, state)
+
+    def backward(self, task, grads) -> None:  # type: ignore[no-untyped-def]
+        self._count()
+        super().backward(task, grads)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_any_call_may_run_out_of_memory(backward: bool) -> None:
+    """What is left goes through slots; head groups that are done stay done."""
+    sizes, n = {"heads": 3, "kv_heads": 3, "head_dim": 8, "value_dim": 8}, 60
+    given, kernel = inputs(n, dtype=torch.float32, **sizes), Failing()
+    wanted = exact(given, is_causal=True, gradients=True)
+    made = plan(n, 20, 15, backward=backward, dtype=torch.float32, kernel=kernel, **sizes)
+    out, lse = wanted.out.float(), wanted.lse.float()
+
+    def computed(report: qa.Report):  # type: ignore[no-untyped-def]
+        kernel.calls = 0
+        call = {"is_causal": True, "plan": made, "report": report, "kernel": kernel}
+        with FakeDevice():
+            if backward:
+                return qa.attention_backward(given.grad_out, *given.three, out, lse, **call)
+            return (qa.attention(*given.three, **call),)
+
+    kernel.fail_at = set()
+    computed(qa.Report())
+    computed(report := qa.Report())
+    part = report.backward if backward else report.forward
+    assert part is not None
+    units = part.units
+    assert kernel.calls == units
+    for number in range(units):
+        kernel.fail_at, report = {number, number + 9}, qa.Report()
+        found = computed(report)
+        part = report.backward if backward else report.forward
+        assert part is not None
+        assert "through slots" in part.recoveries[0]
+        done = number // (units // 3)
+        # Seven tasks a head group, and one call more for each that fails.
+        assert kernel.calls <= number + 1 + 7 * 7 * (3 - done) + 1
+        for mine, right in zip(found, wanted.grads if backward else (wanted.out,), strict=True):
+            assert_close(mine, right, GRADIENT_TOLERANCE[torch.float32])
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    for queries, keys, n_cap in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
+        with pytest.raises(ValueError, match="at least 1"):
+            Passing("query", queries, keys, Slots(), n_cap)
+    with pytest.raises(ValueError, match="'query' or 'key'"):
+        Passing("both", 1, 1, Slots())  # type: ignore[arg-type]
+    made = plan(60, 20, 20, backward=False)
+    with pytest.raises(ValueError, match="one batch entry"):
+        made.schedule.route.check(made.decomposition, replace(made.schedule.group, batch=2))
+
+
+@pytest.mark.parametrize("broken", [None, torch.inf, torch.nan])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_an_overflow_is_scaled_down(broken, is_causal) -> None:
+    """Every query attends to one key, whose dV is a sum over all of them. Beside a number that is
+    not finite it takes tasks to tell which gradients that leaves."""
+    n, heads = 512, 2
+    q, k, v = (torch.randn(1, heads, n, 64) for _ in range(3))
+    u = torch.nn.functional.normalize(torch.randn(64), dim=0)
+    q, k[:, :, n // 8] = q / 2 + 6 * u, 20 * u
+    given = Inputs(q.half(), k.half(), (v / 8).half(), torch.full_like(q, 1 / n).half())
+    wanted = exact(given, is_causal=is_causal, gradients=True)
+    assert wanted.grads is not None
+    if broken is not None:
+        given.query[0, 0, 300, 3] = broken
+    sizes = {"heads": heads, "kv_heads": heads, "head_dim": 64, "value_dim": 64}
+    plans = [
+        plan(n, 128, 64, backward=b, group=2, is_causal=is_causal, **sizes) for b in (False, True)
+    ]
+    report = qa.Report()
+    found = run(given, plans, is_causal=is_causal, report=report)
+    assert report.backward is not None
+    assert report.backward.repeated_units > 0
+    whole = slice(0 if broken is None else 1, None)
+    for mine, right in zip((found[0], *found[2:]), (wanted.out, *wanted.grads), strict=True):
+        torch.testing.assert_close(mine[:, whole].double(), right[:, whole], atol=2e-3, rtol=0)

@@ -1,0 +1,183 @@
+"""The route ``passing`` and kept memory of results on a GPU: exact, within budget, nothing left."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from helpers_attention import Inputs, exact, inputs
+from helpers_plans import passing
+
+import quorum_attention as qa
+from quorum_attention.execution.device.lookup import BACKENDS
+from quorum_attention.execution.routes.passing import Passing
+from quorum_attention.kernels import get_kernel
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+ERRORS = {torch.float16: 3e-3, torch.bfloat16: 2e-2}
+
+
+def plan(work, kernel: str, queries: int, keys: int, group: int, *, backward: bool) -> qa.Plan:  # type: ignore[no-untyped-def]
+    made = qa.plan(**work, backward=backward, levels=(7,), kernel=kernel, device="cuda",
+                   inputs="host", n_cap=1, accumulator="host")  # fmt: skip
+    return passing(made, queries, keys, group=group)
+
+
+def both(given, plans, report=None, **call):  # type: ignore[no-untyped-def]
+    call = {"is_causal": True, "enable_gqa": True, "devices": "cuda", "report": report, **call}
+    out, lse = qa.attention_with_lse(*given.three, plan=plans[0], **call)
+    grads = qa.attention_backward(given.grad_out, *given.three, out, lse, plan=plans[1], **call)
+    return out, *grads
+
+
+def check(found, given, *, is_causal: bool, dtype) -> None:  # type: ignore[no-untyped-def]
+    wanted = exact(given, is_causal=is_causal, gradients=True)
+    assert wanted.grads is not None
+    for mine, right in zip(found, (wanted.out, *wanted.grads), strict=True):
+        error = (mine.double() - right).norm() / right.norm()
+        assert float(error) < ERRORS[dtype]
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "flash", "efficient"])
+@pytest.mark.parametrize("dtype", list(ERRORS))
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_it_is_exact_and_within_its_plan(kernel, dtype, is_causal) -> None:
+    n, sizes = 1500, {"heads": 4, "kv_heads": 2, "head_dim": 64}
+    given = inputs(n, dtype=dtype, **sizes)
+    work = {"n_tokens": n, **sizes, "dtype": dtype, "is_causal": is_causal}
+    plans = [
+        plan(work, kernel, 640, 256, 1, backward=False),
+        plan(work, kernel, 200, 512, 2, backward=True),
+    ]
+    report = qa.Report()
+    found = both(given, plans, report, is_causal=is_causal)
+    check(found, given, is_causal=is_causal, dtype=dtype)
+    for part in (report.forward, report.backward):
+        assert part is not None
+        assert part.peak_bytes is not None
+        assert not part.recoveries
+        assert part.peak_bytes <= part.planned_peak_bytes
+
+
+def test_a_tight_budget_is_planned_so() -> None:
+    n, sizes = 1 << 17, {"heads": 2, "kv_heads": 2, "head_dim": 64}
+    given = inputs(n, dtype=torch.float16, **sizes)
+    report = qa.Report()
+    call = {"is_causal": True, "devices": "cuda"}
+    out, lse = qa.attention_with_lse(*given.three, budget="48MiB", report=report, **call)
+    grads = qa.attention_backward(given.grad_out, *given.three, out, lse, budget="48MiB",
+                                  report=report, **call)  # fmt: skip
+    made = qa.plan(n, heads=2, head_dim=64, dtype=torch.float16, is_causal=True, budget="48MiB",
+                   backward=True)  # fmt: skip
+    assert isinstance(made.schedule.route, Passing)
+    for part in (report.forward, report.backward):
+        assert part is not None
+        assert part.peak_bytes is not None
+        assert part.peak_bytes <= 48 << 20
+        assert not part.recoveries
+    usual, lse = qa.attention_with_lse(*(t.cuda() for t in given.three), is_causal=True)
+    others = qa.attention_backward(given.grad_out.cuda(), *(t.cuda() for t in given.three), usual,
+                                   lse, is_causal=True)  # fmt: skip
+    for mine, theirs in zip((out, *grads), (usual, *others), strict=True):
+        error = (mine.cuda().double() - theirs.double()).norm() / theirs.double().norm()
+        assert float(error) < 1.5e-2  # of the uncut call: fp16 loses digits in its dV
+
+
+def sink(n: int, heads: int) -> Inputs:
+    """Every query attends to one key alone, and every gradient points the same way."""
+    q, k, v = (torch.randn(1, heads, n, 64) for _ in range(3))
+    u = torch.nn.functional.normalize(torch.randn(64), dim=0)
+    q, k[:, :, n // 8] = q / 2 + 6 * u, 20 * u
+    # Values are small, so the bound of the scaling leaves the gradients large.
+    return Inputs(q.half(), k.half(), (v / 8).half(), torch.full_like(q, 1 / n).half())
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_an_overflow_is_scaled_down_and_rows_that_are_not_finite_go_through_slots(
+    is_causal,
+) -> None:
+    n, sizes = 1024, {"heads": 2, "kv_heads": 2, "head_dim": 64}
+    work = {"n_tokens": n, **sizes, "dtype": torch.float16, "is_causal": is_causal}
+    plans = [plan(work, "cudnn", *blocks, 2, backward=b)
+             for b, blocks in ((False, (512, 256)), (True, (512, 512)))]  # fmt: skip
+    given = sink(n, 2)
+    report = qa.Report()
+    found = both(given, plans, report, is_causal=is_causal)
+    wanted = exact(given, is_causal=is_causal, gradients=True)
+    assert wanted.grads is not None
+    for mine, right in zip(found, (wanted.out, *wanted.grads), strict=True):
+        torch.testing.assert_close(mine.double(), right, atol=2e-3, rtol=0)
+    assert report.backward is not None
+    assert report.backward.repeated_units > 0
+    assert not report.backward.recoveries
+    # Head 0 holds a number that is not finite; head 1 comes out right.
+    given.query[0, 0, 100, 3] = float("nan")
+    report = qa.Report()
+    found = both(given, plans, report, is_causal=is_causal)
+    assert report.backward is not None
+    assert not bool(found[1][0, 0].isfinite().all())
+    for mine, right in zip(found, (wanted.out, *wanted.grads), strict=True):
+        torch.testing.assert_close(mine[:, 1:].double(), right[:, 1:], atol=2e-3, rtol=0)
+
+
+def test_running_out_of_memory_goes_on_through_slots(monkeypatch) -> None:
+    n, sizes = 2048, {"heads": 3, "kv_heads": 3, "head_dim": 64}
+    work = {"n_tokens": n, **sizes, "dtype": torch.float16, "is_causal": True}
+    plans = [plan(work, "cudnn", *blocks, 1, backward=b)
+             for b, blocks in ((False, (512, 256)), (True, (256, 512)))]  # fmt: skip
+    given = inputs(n, dtype=torch.float16, **sizes)
+    kernel = get_kernel("cudnn")
+    calls = {"forward": 0, "backward": 0}
+    for name in calls:
+        real = getattr(type(kernel), name)
+
+        def failing(self, *of, name=name, real=real):  # type: ignore[no-untyped-def]
+            calls[name] += 1
+            if calls[name] == 30:
+                raise torch.OutOfMemoryError("made up")
+            return real(self, *of)
+
+        monkeypatch.setattr(type(kernel), name, failing)
+    report = qa.Report()
+    found = both(given, plans, report)
+    check(found, given, is_causal=True, dtype=torch.float16)
+    for part in (report.forward, report.backward):
+        assert part is not None
+        assert len(part.recoveries) == 1
+        assert "through slots" in part.recoveries[0]
+
+
+def test_memory_of_results_is_used_again_and_given_back() -> None:
+    n, sizes = 1 << 15, {"heads": 4, "head_dim": 64}
+    given = inputs(n, dtype=torch.float16, **sizes)
+    leaves = [t.pin_memory().requires_grad_() for t in given.three]
+
+    def call() -> torch.Tensor:
+        return qa.attention(*leaves, is_causal=True, devices="cuda", budget="64MiB")
+
+    first = call()
+    wanted, address = first.detach().clone(), first.data_ptr()
+    assert not first.is_pinned()
+    del first
+    second = call()
+    assert second.data_ptr() == address
+    assert second.is_pinned()
+    assert torch.equal(second, wanted)
+    # A copy that is under way when its source is freed gets the right bytes.
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        copied = second.detach().to("cuda", non_blocking=True)
+    del second
+    third = qa.attention(*(t.detach() * 2 for t in leaves), is_causal=True, devices="cuda",
+                         budget="64MiB")  # fmt: skip
+    assert third.data_ptr() == address
+    torch.cuda.synchronize()
+    assert torch.equal(copied.cpu(), wanted)
+    del third
+    gc.collect()
+    kept = BACKENDS["cuda"].kept
+    assert kept is not None
+    kept.give_back()
+    assert kept.take(1 << 24) is None
