@@ -51,7 +51,7 @@ def test_room_for_tasks_is_used_for_tasks() -> None:
     [
         {"depth": 1}, {"levels": (553,)}, {"n_cap": 1}, {"accumulator": "host"}, {"streams": 1},
         {"heads_per_group": 1}, {"kernel": "native"}, {"dropout_p": 0.1}, {"over_inputs": False},
-        {"mask": qa.Mask(window=4096)}, {"inputs": "device", "budget": "20GiB"},
+        {"attn_mask": qa.Mask(window=4096)}, {"inputs": "device", "budget": "20GiB"},
     ],
     ids=str,
 )  # fmt: skip
