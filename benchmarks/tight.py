@@ -103,6 +103,7 @@ def main() -> None:
     parser.add_argument("--budgets", default="1GiB,512MiB,256MiB,128MiB,64MiB")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--before", type=Path, help="src of an older version")
+    parser.add_argument("--only-now", default="", help="budgets that the older version is spared")
     parser.add_argument("--json")
     given = parser.parse_args()
     versions = {} if given.before is None else {"before": Version(given.before)}
@@ -115,6 +116,8 @@ def main() -> None:
     calls, base = Calls(given), {}
     for budget in given.budgets.split(","):
         for name, version in versions.items():
+            if name == "before" and budget in given.only_now.split(","):
+                continue
             with version.active() as qa:
                 found = calls.measure(qa, budget)
             medians = [statistics.median(part) for part in zip(*found["seconds"][1:], strict=True)]

@@ -137,9 +137,16 @@ class Steps:
         """The shift of the probabilities of all its heads."""
         return usual_shift(self.n_keys) - _off_the_shift(max(self.taken.values(), default=0))
 
-    def divide_(self, grad_out: torch.Tensor, value: torch.Tensor, unscale: torch.Tensor) -> None:
-        """Divide ``grad_out`` (b, h, n, dv) in place; ``unscale`` (b, hk) gets the divisors."""
-        divide_gradient_(grad_out, value, unscale, usual_shift(self.n_keys))
+    def divide_(
+        self,
+        grad_out: torch.Tensor,
+        value: torch.Tensor,
+        unscale: torch.Tensor,
+        norms: torch.Tensor | None = None,
+    ) -> None:
+        """Divide ``grad_out`` (b, h, n, dv) in place; ``unscale`` (b, hk) gets the divisors;
+        ``norms`` as in ``divide_gradient_``."""
+        divide_gradient_(grad_out, value, unscale, usual_shift(self.n_keys), norms)
         for (entry, head), steps in self.taken.items():
             further = 2.0 ** _off_the_gradient(steps)
             _head(grad_out, value, entry, head).div_(further)

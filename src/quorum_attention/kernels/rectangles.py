@@ -501,4 +501,5 @@ def _pick_bias(pick: Pick, bias: torch.Tensor, query_heads: int) -> torch.Tensor
 
 def _shifted_lse(lse: torch.Tensor, shift: int) -> torch.Tensor:
     """``lse - shift ln 2``, with 0 for rows without keys: exp(-inf - 0) = 0, where -inf is NaN."""
-    return (lse - shift * math.log(2.0)).masked_fill_(lse == -torch.inf, 0.0)
+    shifted = lse - shift * math.log(2.0)
+    return shifted.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=0.0)

@@ -36,8 +36,22 @@ class Scaling:
     overflow: torch.Tensor | None = None
 
 
+def value_norms(value: torch.Tensor) -> torch.Tensor | None:
+    """What ``divide_gradient_`` can be given for several gradients beside one ``value`` (b, hk, m,
+    dv): on a GPU its norms, which take a launch; elsewhere None."""
+    if not (value.is_cuda and value.is_contiguous() and triton_available()):
+        return None
+    from quorum_attention.kernels.scaling_triton import value_norms_triton
+
+    return value_norms_triton(value)
+
+
 def divide_gradient_(
-    grad_out: torch.Tensor, value: torch.Tensor, unscale: torch.Tensor, shift: int
+    grad_out: torch.Tensor,
+    value: torch.Tensor,
+    unscale: torch.Tensor,
+    shift: int,
+    norms: torch.Tensor | None = None,
 ) -> None:
     """Divide ``grad_out`` in place by a power of two for every key/value head.
 
@@ -46,12 +60,13 @@ def divide_gradient_(
         value: (b, hk, m, dv).
         unscale: (b, hk) fp32, receives the divisors.
         shift: probabilities will be computed times 2**shift.
+        norms: ``value_norms(value)``, if that is known.
     """
     dense = grad_out.is_contiguous() and value.is_contiguous()
     if grad_out.is_cuda and dense and triton_available():
         from quorum_attention.kernels.scaling_triton import divide_gradient_triton_
 
-        divide_gradient_triton_(grad_out, value, unscale, shift - LOG2_LARGEST)
+        divide_gradient_triton_(grad_out, value, unscale, shift - LOG2_LARGEST, norms)
         return
     batch, key_heads = unscale.shape
     shared = grad_out.shape[1] // max(1, key_heads)

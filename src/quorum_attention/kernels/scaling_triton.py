@@ -15,27 +15,48 @@ _PROGRAMS = 1024
 
 
 def divide_gradient_triton_(
-    grad_out: torch.Tensor, value: torch.Tensor, unscale: torch.Tensor, excess: int
+    grad_out: torch.Tensor,
+    value: torch.Tensor,
+    unscale: torch.Tensor,
+    excess: int,
+    norms: torch.Tensor | None = None,
 ) -> None:
     """See ``scaling.divide_gradient_``; dense (b, h, n, d) tensors, allocates (2, b, hk) fp32.
 
-    ``excess`` is the shift of the probabilities minus ``LOG2_LARGEST``.
+    Args:
+        excess: the shift of the probabilities minus ``LOG2_LARGEST``.
+        norms: (2, b, hk) fp32 whose second half has the norms of ``value``; the first is changed.
     """
     batch, key_heads = unscale.shape
-    norms = torch.zeros((2, batch, key_heads), dtype=torch.float32, device=grad_out.device)
-    if norms.numel() == 0:
+    if batch * key_heads == 0:
         return
     shared = grad_out.shape[1] // key_heads
     if ahead.RUNNING:
         ahead.wait("norm")
         ahead.wait("divide")
+    if norms is None:
+        norms = value_norms_triton(value)
+    else:
+        norms[0].zero_()
     with torch.cuda.device_of(grad_out):
-        for tensor, heads, target in ((grad_out, shared, norms[0]), (value, 1, norms[1])):
-            _launch(_norm_kernel, tensor, heads, batch * key_heads, target)
+        _launch(_norm_kernel, grad_out, shared, batch * key_heads, norms[0])
         _launch(
             _divide_kernel, grad_out, shared, batch * key_heads, norms, unscale,
             batch * key_heads, excess,
         )  # fmt: skip
+
+
+def value_norms_triton(value: torch.Tensor) -> torch.Tensor:
+    """(2, b, hk) fp32: 0, and the largest norm of a row of each head of ``value``, (b, hk, n, d)
+    and dense."""
+    batch, key_heads = value.shape[:2]
+    norms = torch.zeros((2, batch, key_heads), dtype=torch.float32, device=value.device)
+    if ahead.RUNNING:
+        ahead.wait("norm")
+    if norms.numel():
+        with torch.cuda.device_of(value):
+            _launch(_norm_kernel, value, 1, batch * key_heads, norms[1])
+    return norms
 
 
 def compile_norm(dtype: torch.dtype, width: int):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from quorum_attention.decomposition import Rows
-from quorum_attention.execution.device.clock import Clock
+from quorum_attention.execution.device.clock import Clock, NoClock
 from quorum_attention.execution.device.mover import local_part
 from quorum_attention.execution.device.page_locks import PageLocks
 from quorum_attention.execution.device.stream_mover import StreamMover
@@ -99,13 +99,20 @@ class CudaMover(StreamMover):
         self.locks = locks
         self._is_current = device.index == torch.cuda.current_device()
         self._locked: dict[int, bool] = {}
+        # The stream of the present stage, and whether stages are timed on the current stream.
+        self._stage: Any = compute
+        self._timed = not isinstance(clock, NoClock)
         self._runtime = cuda_runtime()
         self._copies = None if self._runtime is None else _Copies(self._runtime)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """A context with ``stream`` as the current stream."""
+        self._stage = stream
         # On the current device the compute stream is the current stream already.
-        here = self._is_current and stream is self.compute
+        # On the current device the compute stream is the current stream already. Copies by address
+        # name their stream: to make it current takes longer than to issue them.
+        named = self._copies is not None and not self._timed
+        here = self._is_current and (stream is self.compute or named)
         return nullcontext() if here else torch.cuda.stream(stream)
 
     def issue(self, stream: Any, *, given_up: bool) -> None:
@@ -181,12 +188,13 @@ class CudaMover(StreamMover):
                     else:
                         self._copies.add(theirs, ours, n_bytes)
         else:
-            for piece in pieces:
-                part, other = local_part(slot, piece), far[:, piece.start : piece.stop]
-                if up:
-                    self._copy(part, other, other)
-                else:
-                    self._copy(other, part, other)
+            with torch.cuda.stream(self._stage):
+                for piece in pieces:
+                    part, other = local_part(slot, piece), far[:, piece.start : piece.stop]
+                    if up:
+                        self._copy(part, other, other)
+                    else:
+                        self._copy(other, part, other)
         return sum(piece.stop - piece.start for piece in pieces) * row * heads
 
     def _add_parts(self, ours: int, theirs: int, n_bytes: int, *, up: bool) -> None:
@@ -201,8 +209,7 @@ class CudaMover(StreamMover):
             if locked:
                 self._copies.add(target, source, count)
             else:
-                stream = torch.cuda.current_stream(self.device)
-                self._copies.at_once(target, source, count, stream)
+                self._copies.at_once(target, source, count, self._stage)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, far: torch.Tensor) -> None:
         """Copy (heads, rows, width); ``far`` is the one of the two tensors outside of the slot."""
@@ -241,7 +248,7 @@ class CudaMover(StreamMover):
             n_bytes,
             lines,
             runtime.cudaMemcpyKind.cudaMemcpyDefault,
-            torch.cuda.current_stream(self.device).cuda_stream,
+            self._stage.cuda_stream,
         )
         if int(status) != 0:
             raise RuntimeError(

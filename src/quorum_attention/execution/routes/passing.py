@@ -42,7 +42,7 @@ from quorum_attention.execution.takes import (
 )
 from quorum_attention.execution.tools import Tools
 from quorum_attention.execution.workload import Group, GroupSize, Workload, count_groups
-from quorum_attention.kernels.scaling import Scaling
+from quorum_attention.kernels.scaling import Scaling, value_norms
 from quorum_attention.kernels.traits import traits_of
 
 # At least the bytes of each small tensor that a scaled backward makes.
@@ -337,6 +337,7 @@ class _Passes:
         self.number = 0
         self.last_unit: dict[int, int] = {}
         self.steps = Steps(self.work.n_keys)
+        self.norms: torch.Tensor | None = None
         if job.scaled:
             device, shape = job.call.device, (1, schedule.group.kv_heads)
             self.unscale = [
@@ -417,6 +418,8 @@ class _Passes:
         with mover.compute_stage(slot), self.tools.clock.timed("gather"):
             for state in states:
                 self._fill(staying, state)
+            if self.job.scaled:
+                self.norms = value_norms(staying["value"])
         blocks = self.passage.blocks(number)
         for block in blocks:
             self._unit(number, block, staying)
@@ -480,7 +483,7 @@ class _Passes:
         if not self.job.scaled:
             return Scaling()
         unscale = self.unscale[slot][:, : self.heads]
-        self.steps.divide_(fields["grad_out"], staying["value"], unscale)
+        self.steps.divide_(fields["grad_out"], staying["value"], unscale, self.norms)
         return Scaling(self.steps.shift, unscale, self.overflow[:, : self.heads])
 
     def _accumulate(
