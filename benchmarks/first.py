@@ -1,5 +1,7 @@
 """First calls in new processes, over second ones: without any caches on disk, and with kept ones.
 
+Caches are Triton's, this package's, and the bytecode of all that Python imports.
+
     python benchmarks/first.py [--cases 262144,65536-gqa] [--source ../before/src] [--json FILE]
 
 Plain calls (plain.py): inputs in page-locked host memory, results made by the call, gradients by
@@ -54,6 +56,8 @@ def in_a_new_process(case: str, source: Path, caches: Path) -> list[list[float]]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(paths), "TRITON_CACHE_DIR": str(caches / "triton"),
         "QUORUM_ATTENTION_CACHE": str(caches / "own"),
+        # An installed package has its bytecode; some machines forbid a process to write it.
+        "PYTHONPYCACHEPREFIX": str(caches / "bytecode"), "PYTHONDONTWRITEBYTECODE": "",
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, __file__, "--within", case],

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import torch
 
 # What is kept at most, and of the host's memory.
-_MOST_BYTES = 2 << 30
+_MOST_BYTES = 4 << 30
 _MOST_OF_HOST = 1 / 32
 # What no call has used for so many seconds is given back by the next.
 _SECONDS = 10.0
