@@ -85,8 +85,11 @@ MOST_PASSAGES = 200_000
 
 # A decomposed call must be predicted to take less than this share of the monolithic call's time.
 CLEARLY = 0.95
-# The same of rows that pass by against tasks through slots.
-CLEARLY_PASSING = 0.9
+# Rows that pass by move fewer bytes than tasks through slots: they are taken wherever they are
+# predicted to take less than this share of the time. They are not looked at where tasks take less
+# than so many times the arithmetic alone.
+PASSING = 1.0
+NEARLY_ARITHMETIC = 1.03
 # The first call's extra time counts for at most this share of the seconds: it decides between
 # schedules that are about equally fast.
 FIRST_CALL_COUNTS = 0.02

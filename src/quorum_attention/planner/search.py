@@ -212,11 +212,11 @@ def _searched(case: Case, wish: Wish, pairs: Pairs, machine: Machine) -> Candida
 
 
 def _or_passing(taken: Candidate, case: Case, wish: Wish, machine: Machine) -> Candidate:
-    """``taken``; or, if that is clearly faster, rows that pass by a chunk (passing.py)."""
+    """``taken``; or, if that is faster, rows that pass by a chunk (passing.py)."""
     asked = (wish.levels, wish.depth, wish.accumulator, wish.group, wish.n_cap, wish.streams)
     free = wish.enforce_budget and wish.over_inputs is None and not wish.pinned
-    enough = taken.cost.seconds * policy.CLEARLY_PASSING
-    floor = least_seconds(case.work, machine, case.spec)
+    enough = taken.cost.seconds * policy.PASSING
+    floor = least_seconds(case.work, machine, case.spec) * policy.NEARLY_ARITHMETIC
     if not free or any(one is not None for one in asked) or floor >= enough:
         return taken
     found = [
@@ -227,7 +227,7 @@ def _or_passing(taken: Candidate, case: Case, wish: Wish, machine: Machine) -> C
     if best.cost.seconds >= enough:
         return taken
     spent = format_seconds(taken.cost.seconds)
-    return replace(best, why=f"predicted clearly faster than tasks through slots ({spent})")
+    return replace(best, why=f"predicted faster than tasks through slots ({spent})")
 
 
 @dataclass(slots=True)
