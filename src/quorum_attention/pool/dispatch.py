@@ -17,6 +17,9 @@ from quorum_attention.execution.control.machine import Machine
 # The share of what a device will presumably do that it takes at once: where devices are alike, and
 # where they may not be as quick as they are thought to be.
 _SHARE_ALIKE, _SHARE = 0.8, 0.55
+# Devices that were as quick as each other before take all at once: a call that copies beside its
+# kernels waits for its first and for its last copies.
+_SHARE_SURE = 1.001
 # Only of devices this much quicker another one may be in the way, and not for so few seconds.
 _SLOW = 1.25
 _SHORT_SECONDS = 0.01
@@ -49,6 +52,7 @@ class Dispatcher:
         paces: how long each device takes for a pair, relative to the others, as far as that is
             known beforehand.
         alike: whether devices may be taken to be equally quick.
+        sure: whether they were, and gain by long calls.
 
     Attributes:
         orders: what devices are at, by number.
@@ -62,10 +66,11 @@ class Dispatcher:
         join: Callable[[Any, Any], Any] | None = None,
         paces: Mapping[int, float] | None = None,
         alike: bool = False,
+        sure: bool = False,
     ) -> None:
         self._machine, self._pairs, self._join = machine, pairs, join
         self._before = dict(paces or {})
-        self._share = _SHARE_ALIKE if alike else _SHARE
+        self._share = _SHARE_SURE if alike and sure else _SHARE_ALIKE if alike else _SHARE
         self.paces: dict[int, float] = {}
         self._left = sum(pairs(part) for part in machine.queue.waiting)
         self.orders: dict[int, Order] = {}

@@ -2,8 +2,8 @@
 
 Mapping a gibibyte, page after page, takes 0.1 to 0.2 s, and taking it apart a tenth of that. The
 backward reads what the forward has read. So a worker keeps what its last pass had open until
-another pass has had no use for it, or it has had nothing to do for a while; and a thread takes
-mappings apart, beside the next pass.
+another pass has had no use for it, or the other process has freed it; and a thread takes mappings
+apart, beside the next pass.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _File = tuple[int, int]
 @dataclass(slots=True)
 class _Mapping:
     memory: torch.Tensor
+    path: str
     used: bool = True
 
 
@@ -49,7 +50,7 @@ class Openings:
             # As long as it is mapped here, no other file has these numbers.
             name = (found.st_dev, found.st_ino)
             if name not in self._every:
-                self._every[name] = _Mapping(self._mapped(file, found.st_size))
+                self._every[name] = _Mapping(self._mapped(file, found.st_size), handle.path)
         finally:
             os.close(file)
         mapping = self._every[name]
@@ -65,9 +66,9 @@ class Openings:
         for one in self._every.values():
             one.used = False
 
-    def clear(self) -> None:
-        """Let go of everything that no tensor uses."""
-        self._every.clear()
+    def forget_gone(self) -> None:
+        """Let go of what the other process has no more, and what no tensor uses here."""
+        self._every = {name: one for name, one in self._every.items() if _is(one.path, name)}
 
     def _mapped(self, file: int, n_bytes: int) -> torch.Tensor:
         """All of a file, (n_bytes,) uint8; taken apart when nothing refers to it any more."""
@@ -86,6 +87,15 @@ class Openings:
         weakref.finalize(memory, self._reaper.add, start, n_bytes).atexit = False
         made: torch.Tensor = torch.frombuffer(memory, dtype=torch.uint8)
         return made
+
+
+def _is(path: str, name: _File) -> bool:
+    """Whether a path still leads to a file."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return False
+    return (found.st_dev, found.st_ino) == name
 
 
 class _Reaper:

@@ -13,6 +13,7 @@ import torch
 from quorum_attention.autograd import attend
 from quorum_attention.call.options import Budget, Several, Written
 from quorum_attention.counts import whole_number
+from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.kernels.uncompiled import uncompiled
 from quorum_attention.mask import Mask
 from quorum_attention.pool.hired import Hired
@@ -28,6 +29,8 @@ from quorum_attention.pool.workers import Worker, start
 
 # Devices whose paces differ by no more are taken to be alike.
 _ALIKE = 1.5
+# As equal as kernels of the same work are from one time to the next.
+_SURE = 1.1
 
 
 class Pool(Several):
@@ -170,6 +173,13 @@ class Pool(Several):
         paces = [worker.paces[kind] for _, worker in here if kind in worker.paces]
         return len(paces) < len(here) or max(paces) <= _ALIKE * min(paces)
 
+    def _sure(self, kind: tuple[Any, ...]) -> bool:
+        """Whether workers have been equally quick, and copy beside their kernels."""
+        here = [worker for worker in self._workers if worker.alive]
+        paces = [worker.paces.get(kind, 0.0) for worker in here]
+        overlap = all(backend_of(torch.device(worker.device)).overlaps for worker in here)
+        return overlap and 0.0 < max(paces) <= _SURE * min(paces)
+
     def run(
         self,
         begin: Begin,
@@ -218,7 +228,7 @@ class Pool(Several):
             coordinator = Coordinator(
                 recruits(), begin, parts, sums, ended, report,
                 join=partial(joined, begin.sizes), paces=paces,
-                alike=self.alike(budgets, kind), recruits=recruits,
+                alike=self.alike(budgets, kind), recruits=recruits, sure=self._sure(kind),
             )  # fmt: skip
             coordinator.run()
             for number, pace in coordinator.paces.items():

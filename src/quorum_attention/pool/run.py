@@ -85,7 +85,8 @@ class Coordinator:
         join: two parts as one, which a worker computes at once; None where they are none. No
             function: parts stay as they are.
         paces: seconds a pair of workers by number, as far as they are known beforehand.
-        alike: whether they may be taken to be equally quick.
+        alike, sure: whether they may be taken to be equally quick; whether they were, and gain by
+            long calls.
 
     Attributes:
         paces: those that were seen.
@@ -104,6 +105,7 @@ class Coordinator:
         join: Callable[[Any, Any], Any] | None = None,
         paces: Mapping[int, float] | None = None,
         alike: bool = False,
+        sure: bool = False,
     ) -> None:
         self._workers, self._begin, self._parts = list(workers), begin, list(parts)
         self._sums, self._done, self._report = sums, done, report
@@ -112,7 +114,7 @@ class Coordinator:
         self._machine = Machine(parts, _never, Limits(0, 0), alive)
         self._numbers = {part: number for number, part in enumerate(self._parts)}
         self._dispatch = Dispatcher(
-            self._machine, lambda part: part.pairs(begin.sizes), join, paces, alike
+            self._machine, lambda part: part.pairs(begin.sizes), join, paces, alike, sure
         )
         self._running = self._dispatch.orders
         self._targets: dict[int, Any] = {}

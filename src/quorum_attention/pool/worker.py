@@ -6,7 +6,7 @@ import pickle
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
@@ -29,9 +29,9 @@ from quorum_attention.pool.parts import Part
 from quorum_attention.pool.shared import InFile, OnDevice, opened
 from quorum_attention.pool.touched import Touching
 
-# After so many seconds without work a worker lets go of memory of the pool's process; after more,
-# of memory on its device.
-_IDLE_SECONDS, _LONG_SECONDS = 1.0, 9.0
+# How often a worker without work looks whether the pool's process has freed memory; and after how
+# long it gives back what it holds on its device.
+_IDLE_SECONDS, _LONG_SECONDS = 1.0, 10.0
 # Tensors of a pass that are large.
 _ROWS = ("query", "key", "value", "out", "grad_out", "grad_query", "grad_key", "grad_value")
 
@@ -52,20 +52,10 @@ def work(device: str, threads: int | None, pipe: Connection) -> None:
 def _obey(place: torch.device, pipe: Connection) -> None:
     passes: dict[int, _Pass] = {}
     openings = Openings()
-    # What is let go of after so many seconds without work; nothing before the first.
-    every = (
-        (_IDLE_SECONDS, openings.clear),
-        (_LONG_SECONDS, backend_of(place).give_back_cached),
-    )
-    holds: tuple[tuple[float, Callable[[], object]], ...] = ()
     while True:
         try:
-            if holds and not passes:
-                for seconds, let_go in holds:
-                    if pipe.poll(seconds):
-                        break
-                    let_go()
-                holds = ()
+            if not passes:
+                _wait(place, pipe, openings)
             message = pipe.recv()
         except (EOFError, OSError):
             return  # the pool is gone
@@ -73,7 +63,6 @@ def _obey(place: torch.device, pipe: Connection) -> None:
             return
         if isinstance(message, Begin):
             passes[message.number] = _Pass(message, place, openings)
-            holds = every
         elif isinstance(message, End):
             passes.pop(message.number).end()
         else:
@@ -81,6 +70,19 @@ def _obey(place: torch.device, pipe: Connection) -> None:
                 pipe.send(_answer(passes[message.number], message))
             except BrokenPipeError:
                 return
+
+
+def _wait(place: torch.device, pipe: Connection, openings: Openings) -> None:
+    """Wait for a message; let go of memory meanwhile: at once of what the pool's process has freed,
+    after a while of what is held on the device."""
+    waited = 0.0
+    while waited < _LONG_SECONDS or openings:
+        if pipe.poll(_IDLE_SECONDS):
+            return
+        waited += _IDLE_SECONDS
+        openings.forget_gone()
+        if waited == _LONG_SECONDS:
+            backend_of(place).give_back_cached()
 
 
 def _answer(one: _Pass, message: Compute) -> Done | Failed:
