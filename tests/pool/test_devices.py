@@ -135,8 +135,17 @@ def test_by_their_names() -> None:
     assert "parts on 2 devices" in said
     assert report.to_dict()["pool"]["forward"]["parts"] == 4
     assert report.total.forwards == 1
+    leaf = q.clone().requires_grad_()
+    out = qa.attention(leaf, q, q, is_causal=True, devices=TWO)
     pools.close()
     assert not pools.kept._pools
+    out.sum().backward()  # by other workers
+    alone = q.clone().requires_grad_()
+    qa.attention(alone, q, q, is_causal=True).sum().backward()
+    assert leaf.grad is not None
+    assert alone.grad is not None
+    near(leaf.grad, alone.grad)
+    pools.close()
 
 
 def test_given_results_and_progress(pool: Pool) -> None:

@@ -155,6 +155,14 @@ def test_a_closed_pool() -> None:
         pool.attention(q, q, q)
 
 
+def test_a_pool_that_is_closed_before_the_backward() -> None:
+    q = torch.randn(1, 1, 10, 8, requires_grad=True)
+    with Pool("cpu", threads=1) as pool:
+        out = pool.attention(q, q, q)
+    with pytest.raises(RuntimeError, match="no worker"):
+        out.sum().backward()
+
+
 @pytest.mark.parametrize(
     ("devices", "said"),
     [([], "at least one"), ("tpu", "devices"), (["cuda:99"], "CUDA device"), ("all", "CUDA")],

@@ -138,6 +138,18 @@ def test_the_last_one_lost() -> None:
         run(ending(1), ending(1))
 
 
+def test_nobody_there() -> None:
+    gone = worker(well)
+    gone.alive = False
+    report = PoolPass(devices=["device 0"])
+    parts = parts_of(SIZES, 2)
+    with pytest.raises(RuntimeError, match=r"no device is left after 0 of \d+ parts"):
+        Coordinator(
+            [gone], Begin(1, False, SIZES, {}), parts, lambda p: None, lambda p, s: None, report
+        ).run()
+    gone.pipe.close()
+
+
 def test_other_errors_come_through_and_workers_stay() -> None:
     workers = [worker(failing(1, False, ValueError("scale"))), worker(well)]
     report = PoolPass(devices=["device 0", "device 1"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -53,8 +53,10 @@ class PoolCall:
     Inputs that had to be copied into shared memory stay there until the backward.
     """
 
-    def __init__(self, pool: Pool, asked: Asked, report: PoolReport | None = None) -> None:
-        self._pool, self._asked = pool, asked
+    def __init__(
+        self, pool_of: Callable[[], Pool], asked: Asked, report: PoolReport | None = None
+    ) -> None:
+        self._pool_of, self._asked = pool_of, asked
         self._report = PoolReport() if report is None else report
         self._watched = report is not None
         self._kept: dict[str, Shared] = {}
@@ -145,7 +147,9 @@ class PoolCall:
         fresh: Sequence[torch.Tensor],
     ) -> None:
         """A pass; ``fresh``: results that nobody has written to."""
-        pool, asked, sizes = self._pool, self._asked, self.sizes(request)
+        pool, asked, sizes = self._pool_of(), self._asked, self.sizes(request)
+        if not pool.devices:
+            raise RuntimeError("the pool has no worker: it was closed, or all of them were lost")
         work = request.work
         # Sizes go by powers of two: what a pair takes depends on them, a little.
         size = work.n_tokens.bit_length()

@@ -37,7 +37,7 @@ def request_on_several(
     Args:
         call: its other arguments.
         count: how many devices there are.
-        pool_of: gives their pool, once the call has been found to be well.
+        pool_of: gives their pool, for each pass.
         pool_report: filled with what happened, beside the call's own report.
 
     Raises:
@@ -68,12 +68,9 @@ def request_on_several(
         read(described, sizes, work.is_causal)
         for keeps in _functions(described):
             _check_sent(keeps)
-    pool = pool_of()
-    if not pool.devices:
-        raise RuntimeError("the pool has no worker: it was closed, or all of them were lost")
     sent = None if described is None else sendable(described)
     asked = Asked(budgets, written.depth, written.kernel, written.accumulator, sent)
-    return tensors, replace(request, runner=PoolCall(pool, asked, pool_report))
+    return tensors, replace(request, runner=PoolCall(pool_of, asked, pool_report))
 
 
 def _check(written: Written) -> None:

@@ -134,6 +134,8 @@ class Coordinator:
             for number in list(self._machine.devices):
                 if not self._workers[number].send(self._begin):
                     self._lost(number, "its worker has ended")
+            if not self._machine.devices and not self._machine.finished:
+                self._give_up()
             while not self._machine.finished:
                 self._join()
                 self._launch()
