@@ -22,7 +22,7 @@ extrapolated.
 through them followed; the length found is then run, and a shorter one where it does not fit, unless
 it is more than ``--most`` tokens. (With everything, checkpoints are in host memory, so ``--layers``
 counts there as well: the device has the same to hold, whatever the number of layers that run. The
-host holds 2 x hidden bytes a token and layer.)
+host holds 2 x hidden bytes a token and layer. And attention's budget has to hold what it returns.)
 """
 
 from __future__ import annotations
@@ -60,20 +60,19 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 # By kind of device: shape, tokens of ``equal`` and ``long``, attention's budget, tokens of a tile
-# of an MLP, and the most tokens that ``longest`` runs.
+# of an MLP; and of ``longest`` the most tokens that it runs, those it begins with, and how many
+# times as many with everything.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cuda": {"shape": "Qwen3-8B", "equal_at": 32_768, "tokens": 262_144, "budget": "5GiB",
-             "tile": 8192, "most": 32_768, "first": 4096},
+             "tile": 8192, "most": 32_768, "first": 4096, "longer": 32},
     "cpu": {"shape": "small", "equal_at": 512, "tokens": 2048, "budget": "16MiB", "tile": 256,
-            "most": 4096, "first": 256},
+            "most": 4096, "first": 256, "longer": 8},
 }  # fmt: skip
 WAYS = {
     "sdpa": "SDPA, as it comes",
     "attention": "attention recovered",
     "everything": "everything",
 }
-# With everything, ``longest`` begins with texts so many times as long.
-LONGER = 8
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -321,6 +320,25 @@ def longest(options: argparse.Namespace) -> dict[str, Any]:
     return {"memory": options.memory, "ways": found}
 
 
+def reach(points: list[dict[str, Any]], memory: int, grain: int) -> int:
+    """Tokens at which the line through the last two points reaches ``memory``."""
+    a, b = points[-2:]
+    slope = (b["peak"] - a["peak"]) / (b["tokens"] - a["tokens"])
+    return int(b["tokens"] + (memory - b["peak"]) / slope) // grain * grain
+
+
+def with_long(found: dict[str, Any]) -> None:
+    """Let ``longest`` know what the step of ``long`` took, if that was a longer text."""
+    if "long" not in found or "longest" not in found:
+        return
+    way, tokens = found["longest"]["ways"]["everything"], found["long"]["tokens"]
+    if tokens > way["points"][-1]["tokens"]:
+        step_of = found["long"]["steps"][-1]
+        way["points"].append({"tokens": tokens, "peak": step_of["peak"]})
+        way["tokens"] = reach(way["points"], found["longest"]["memory"], 512)
+        print(f"{WAYS['everything']}: with the long step's, {way['tokens']:,} tokens by the line")
+
+
 def followed(model: Any, way: str, weights: int, options: argparse.Namespace) -> dict[str, Any]:
     """The memory of two lengths, and what the line through them comes to."""
 
@@ -331,15 +349,12 @@ def followed(model: Any, way: str, weights: int, options: argparse.Namespace) ->
         print(f"{WAYS[way]}: {tokens:,} tokens, {format_bytes(watched.peak)}", flush=True)
         return {"tokens": tokens, "peak": watched.peak, "seconds": watched.seconds}
 
-    def along() -> int:
-        """Where the line through the last two points reaches the limit."""
-        a, b = points[-2:]
-        slope = (b["peak"] - a["peak"]) / (b["tokens"] - a["tokens"])
-        return int(b["tokens"] + (options.memory - b["peak"]) / slope) // grain * grain
-
-    first, grain = options.first * (LONGER if way == "everything" else 1), options.first // 8
+    first, grain = (
+        options.first * (options.longer if way == "everything" else 1),
+        options.first // 8,
+    )
     points = [point(first), point(2 * first)]
-    best, ran = along(), False
+    best, ran = reach(points, options.memory, grain), False
     while not ran and 2 * first < best <= options.most:
         try:
             points.append(point(best))
@@ -349,7 +364,7 @@ def followed(model: Any, way: str, weights: int, options: argparse.Namespace) ->
             continue
         ran = points[-1]["peak"] <= options.memory
         if not ran:
-            best = min(along(), best - grain)
+            best = min(reach(points, options.memory, grain), best - grain)
     print(f"{WAYS[way]}: {best:,} tokens in {format_bytes(options.memory)}"
           f"{'' if ran else ' by the line: not run'}", flush=True)  # fmt: skip
     return {"points": points, "tokens": best, "ran": ran}
@@ -363,29 +378,31 @@ def plot(found: dict[str, Any], path: str) -> None:
     axes = figure.add_subplot()
     memory = found["longest"]["memory"]
     for way, one in found["longest"]["ways"].items():
-        points = list(one["points"])
-        if way == "everything" and "long" in found:
-            tokens, last = found["long"]["tokens"], found["long"]["steps"][-1]
-            points.append({"tokens": tokens, "peak": last["peak"]})
-        points.sort(key=lambda point: point["tokens"])
+        points = sorted(one["points"], key=lambda point: point["tokens"])
         lengths = [point["tokens"] for point in points]
+        # The first two lie on each other: one is broad.
         drawn = axes.plot(
-            lengths, [p["peak"] / 2**30 for p in points], "o-", label=f"{WAYS[way]}: measured"
-        )
+            lengths, [p["peak"] / 2**30 for p in points], "o-", label=WAYS[way],
+            linewidth=6 if way == "sdpa" else 1.5, alpha=0.4 if way == "sdpa" else 1,
+        )  # fmt: skip
         if one["tokens"] > lengths[-1]:
             ends = [points[-1]["peak"] / 2**30, memory / 2**30]
             axes.plot([lengths[-1], one["tokens"]], ends, ":", color=drawn[0].get_color())
-        axes.annotate(
-            f"{one['tokens']:,}", (one["tokens"], memory / 2**30), rotation=35,
-            xytext=(0, 4), textcoords="offset points",
-        )  # fmt: skip
+        if way != "attention" or one["tokens"] != found["longest"]["ways"]["sdpa"]["tokens"]:
+            axes.annotate(
+                f"{one['tokens']:,}", (one["tokens"], memory / 2**30), ha="center",
+                xytext=(0, 5), textcoords="offset points",
+            )  # fmt: skip
     axes.axhline(memory / 2**30, color="black", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
+    axes.set_ylim(top=memory / 2**30 * 1.5)
+    axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}K")
+    axes.yaxis.set_major_formatter(lambda size, _: f"{size:g}")
     axes.set_xlabel("tokens of one text")
     axes.set_ylabel("memory of a step, GiB")
-    axes.set_title(f"{found['shape']}'s shape, random weights (dotted: by the line)", pad=45)
-    axes.legend()
+    axes.set_title(f"{found['shape']}'s shape, random weights (dotted: by the line, not run)")
+    axes.legend(loc="lower right")
     figure.savefig(path, dpi=150)
 
 
@@ -406,7 +423,9 @@ def memory_of(device: str) -> int:
 def asked() -> argparse.Namespace:
     """The command line, with defaults for the device."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="equal,long,longest")
+    parser.add_argument(
+        "--only", default="equal,long,longest", help="parts; none draws what --json has"
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"])
     parser.add_argument("--shape", choices=list(SHAPES))
     parser.add_argument("--equal-at", type=parse_count, help="tokens of the comparison")
@@ -417,6 +436,7 @@ def asked() -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=16, help="of the adapters")
     parser.add_argument("--memory", type=parse_bytes, help="that the longest text may take")
     parser.add_argument("--first", type=parse_count, help="shortest text of longest")
+    parser.add_argument("--longer", type=int, help="times that, with everything")
     parser.add_argument("--most", type=parse_count, help="longest text that longest runs")
     parser.add_argument("--plot", metavar="FILE", help="a picture, .png or .svg")
     parser.add_argument("--json", metavar="FILE", help="what is there already is kept and added to")
@@ -435,16 +455,19 @@ def main() -> None:
     found: dict[str, Any] = {}
     if options.json and Path(options.json).exists():
         found = json.loads(Path(options.json).read_text(encoding="utf-8"))
-    found |= {"shape": options.shape, "torch": torch.__version__, "version": qa.__version__}
-    found["device"] = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
-    print(f"{options.shape}'s shape, random weights, adapters of rank {options.rank}, "
-          f"{found['device']}", flush=True)  # fmt: skip
-    for part in (equal, long, longest):
-        if part.__name__ in options.only.split(","):
-            found[part.__name__] = part(options)
-            if options.json:
-                write_text(options.json, json.dumps(found, indent=1))
-            emptied(options.device)
+    parts = [part for part in (equal, long, longest) if part.__name__ in options.only.split(",")]
+    if parts:
+        found |= {"shape": options.shape, "torch": torch.__version__, "version": qa.__version__}
+        found["device"] = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+        print(f"{options.shape}'s shape, random weights, adapters of rank {options.rank}, "
+              f"{found['device']}", flush=True)  # fmt: skip
+    for part in parts:
+        found[part.__name__] = part(options)
+        with_long(found)
+        if options.json:
+            write_text(options.json, json.dumps(found, indent=1))
+        emptied(options.device)
+    with_long(found)
     if options.plot and "longest" in found:
         plot(found, options.plot)
 

@@ -125,12 +125,11 @@ def test_train_long(
     """All three parts on a text so short that it takes seconds."""
     pytest.importorskip("transformers")
     example = loaded(ROOT / "examples" / "train_long.py")
-    monkeypatch.setattr(example, "LONGER", 4)
     sizes = {"num_hidden_layers": 2, "vocab_size": 4096}
     monkeypatch.setitem(example.SHAPES, "small", {**example.SHAPES["small"], **sizes})
     file = tmp_path / "found.json"
     asked = {"--device": "cpu", "--equal-at": "96", "--tokens": "256", "--layers": "1,2",
-             "--first": "32", "--most": "256", "--memory": "20MiB", "--tile": "64",
+             "--first": "32", "--most": "256", "--memory": "20MiB", "--tile": "64", "--longer": "4",
              "--json": str(file)}  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["x", *(word for pair in asked.items() for word in pair)])
     example.main()
