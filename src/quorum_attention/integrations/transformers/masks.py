@@ -73,7 +73,10 @@ def _in_graph(
     padding = None
     if attention_mask is not None:
         padding = masking_utils.prepare_padding_mask(attention_mask, sizes[2], kv_offset)
-        padding = padding[: sizes[0], kv_offset : kv_offset + sizes[2]].bool()
+        stop = kv_offset + sizes[2]
+        if padding.shape[0] < sizes[0] or padding.shape[1] < stop:
+            return None
+        padding = padding[: sizes[0], kv_offset:stop].bool()
     elif mask_function is not masking_utils.causal_mask_function:
         return None  # packed documents, for all that is known: of those a tensor is asked
     return described_in_graph(sizes, q_offset - kv_offset, mask_function, padding)
