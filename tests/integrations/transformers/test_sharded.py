@@ -87,6 +87,7 @@ def _models(rank: int, sizes: list[int], group: dist.ProcessGroup) -> None:
         lengths = [b - a for a, b in zip([0, *cuts], [*cuts, tokens], strict=True)]
         packed = torch.cat([torch.arange(n) for n in lengths])[None]
         _same(rank, "llama", sizes, group, positions=packed)
+    _same(rank, "gpt_oss", sizes, group, positions=packed)  # does not ask for documents
     left = torch.ones(2, tokens, dtype=torch.long)
     left[1, : edge + 2] = 0
     right = torch.ones(2, tokens, dtype=torch.long)

@@ -30,6 +30,7 @@ class Asked(NamedTuple):
     Attributes:
         left, right: tokens before and after a query that it sees; -1 is no limit.
         chunk: tokens; 0: no chunks.
+        packed: whether these rows are of several documents, and the model asks for that.
         refused: whether there is anything else, which is not known for a whole sequence.
     """
 
@@ -37,6 +38,7 @@ class Asked(NamedTuple):
     left: int = -1
     right: int = -1
     chunk: int = 0
+    packed: bool = False
     refused: bool = False
 
     def near(self, left: int, right: int) -> Asked:
@@ -69,7 +71,7 @@ def asked_of(function: MaskFunction, asked: Asked | None = None) -> Asked:
             asked = asked_of(part, asked)
         return asked
     if name == "packed_sequence_mask_function":
-        return asked  # of these rows; what positions say counts
+        return asked._replace(packed=True)  # of these rows; what positions say counts
     if name == "remap_positions_for_packed_sequence":
         return asked_of(what["mask_function"], asked)
     return asked._replace(refused=name != "bidirectional_mask_function")
@@ -152,6 +154,7 @@ def _found(
     every = [torch.empty_like(numbers) for _ in sizes]
     dist.all_gather(every, numbers, group=group)
     whole = torch.cat([t[:, :, :n] for t, n in zip(every, sizes, strict=True)], dim=2)
+    asked = asked._replace(packed=any(one[Asked._fields.index("packed")] for one in listed))
     return _as_mask(asked, whole[0] if fits else None, whole[1] if padded else None, sizes), sizes
 
 
@@ -198,9 +201,7 @@ def _as_mask(
         # As Transformers: a mask of padding says that there is one document, and a mask in both
         # directions does not ask.
         if padding is None and asked.causal:
-            begins = positions.diff() != 1
-            if bool(begins.any()):
-                documents = torch.nn.functional.pad(begins.cumsum(1), (1, 0))
+            documents = _documents(positions, sizes, asked.packed)
     window = (asked.left, asked.right)
     chunk: int | None = asked.chunk or None
     if documents is not None and positions is not None and chunk is not None:
@@ -211,6 +212,22 @@ def _as_mask(
         causal=asked.causal, window=None if window == (-1, -1) else window, chunk=chunk,
         documents=documents, key_padding=kept,
     )  # fmt: skip
+
+
+def _documents(
+    positions: torch.Tensor, sizes: tuple[int, ...], packed: bool
+) -> torch.Tensor | None:
+    """Ids of documents, which begin where positions do not go up by one; None: one only.
+
+    Args:
+        packed: whether a rank's mask says that there are some among its rows. If none does though
+            there are, the model (or its cache) does not ask for documents.
+    """
+    inside = any(bool((shard.diff() != 1).any()) for shard in positions.split(sizes, dim=1))
+    begins = positions.diff() != 1
+    if not bool(begins.any()) or (inside and not packed):
+        return None
+    return torch.nn.functional.pad(begins.cumsum(1), (1, 0))
 
 
 def _check_places(positions: torch.Tensor, sizes: tuple[int, ...]) -> None:
