@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
@@ -123,8 +122,12 @@ def attention(
     options = {"budget": budget, "depth": depth, "kernel": kernel}
     whole = (query.shape[-3], sum(sizes))
     calls = Calls(factor, options, whole, report, mask, dropout)
-    with _without_autocast(query, key, value) as inputs:
+    kind, inputs = query.device.type, (query, key, value)
+    if not torch.is_autocast_enabled(kind) or query.dtype == torch.float64:
         return _computed(inputs, group, sizes, causal, calls)
+    dtype = torch.get_autocast_dtype(kind)
+    with torch.autocast(kind, enabled=False):
+        return _computed([t.to(dtype) for t in inputs], group, sizes, causal, calls)
 
 
 def _computed(
@@ -143,7 +146,9 @@ def _computed(
     leans = causal or (mask is not None and bool(mask.causal))
     starts = (0, *accumulate(sizes))
     of = Sequences(starts, query.shape[-3], key.shape[-3], leans, units)
-    flat = [t.reshape(batch, *t.shape[-3:]) for t in (query, key, value)]
+    flat: Sequence[torch.Tensor] = inputs
+    if query.dim() != 4:
+        flat = [t.reshape(batch, *t.shape[-3:]) for t in inputs]
     if query.element_size() == 2 and batch * of.heads * of.tokens**2 <= _WIDENED_PAIRS:
         flat = [t.float() for t in flat]
     decided = _decided(of, query.shape[-1], value.shape[-1], flat[0].element_size())
@@ -165,20 +170,8 @@ def _computed(
             calls = replace(calls, mask=mask & Mask(causal=True))
         call = Sharded(decided.assignment, group, calls, decided.kept)
         out = _Attention.apply(*flat, sinks, call)  # type: ignore[no-untyped-call]
-    return out.to(query.dtype).reshape(*query.shape[:-1], value.shape[-1])
-
-
-@contextmanager
-def _without_autocast(*inputs: torch.Tensor) -> Iterator[Sequence[torch.Tensor]]:
-    """The inputs as autocast wants them, and no more casts inside."""
-    kind = inputs[0].device.type
-    if not torch.is_autocast_enabled(kind) or inputs[0].dtype == torch.float64:
-        yield inputs
-        return
-    dtype = torch.get_autocast_dtype(kind)
-    inputs = tuple(t.to(dtype) for t in inputs)
-    with torch.autocast(kind, enabled=False):
-        yield inputs
+    out = out.to(query.dtype)
+    return out if query.dim() == 4 else out.reshape(*query.shape[:-1], value.shape[-1])
 
 
 def _dropout(dropout_p: float, dropout_seed: int | None) -> tuple[float, int] | None:
