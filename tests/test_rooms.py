@@ -29,7 +29,7 @@ FLOORS = (
     ("traced",),
     ("api",),
     ("sdpa",),
-    ("bench", "checking", "distributed", "on_disk", "verification"),
+    ("bench", "checking", "distributed", "farm", "on_disk", "verification"),
     ("integrations",),
     ("recipes",),
     ("cli",),

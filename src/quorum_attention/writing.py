@@ -109,14 +109,17 @@ def replacing(path: str | PathLike[str]) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def folder_of_now(prefix: str) -> Iterator[Path]:
+def folder_of_now(prefix: str, within: str | PathLike[str] | None = None) -> Iterator[Path]:
     """A new folder for temporary files, removed at the end with all that is in it.
 
     A process that is killed leaves its folder; the next that asks for one of the same ``prefix``
     removes it.
+
+    Args:
+        within: the folder that it is made in; None: the system's for temporary files.
     """
-    _remove_stale_folders(prefix)
-    with tempfile.TemporaryDirectory(prefix=prefix) as name:
+    _remove_stale_folders(prefix, Path(within or tempfile.gettempdir()))
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=within) as name:
         folder = Path(name)
         # Locked as long as it is in use.
         with open(folder / _IN_USE, "x+b") as mark:
@@ -124,9 +127,9 @@ def folder_of_now(prefix: str) -> Iterator[Path]:
             yield folder
 
 
-def _remove_stale_folders(prefix: str) -> None:
+def _remove_stale_folders(prefix: str, within: Path) -> None:
     """Remove the folders of killed processes: those that have a mark, and no lock on it."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{glob.escape(prefix)}*"):
+    for folder in within.glob(f"{glob.escape(prefix)}*"):
         with suppress(OSError), open(folder / _IN_USE, "r+b") as mark:
             if _lock(mark):
                 shutil.rmtree(folder, ignore_errors=True)

@@ -219,7 +219,7 @@ def _as_it_is(tensor: torch.Tensor, mappings: Mappings, written: bool = False) -
     """The tensor as others can have it without a copy; None if they cannot."""
     if tensor.is_shared():
         return _opened_here(tensor) or tensor
-    return _in_room(tensor) or _in_file(tensor, mappings, written)
+    return _in_room(tensor) or in_file(tensor, mappings, written)
 
 
 def made_for(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -234,7 +234,7 @@ def opened(handle: Handle) -> torch.Tensor:
     return handle if isinstance(handle, torch.Tensor) else handle.open()
 
 
-def _in_file(tensor: torch.Tensor, mappings: Mappings, written: bool) -> InFile | None:
+def in_file(tensor: torch.Tensor, mappings: Mappings, written: bool) -> InFile | None:
     """The tensor as a part of a file that other processes can open and see the same bytes in."""
     found = mappings.in_file(tensor)
     if found is None:
@@ -255,4 +255,4 @@ def _in_file(tensor: torch.Tensor, mappings: Mappings, written: bool) -> InFile 
     return InFile(path, offset, tuple(tensor.shape), tensor.stride(), tensor.dtype, written)
 
 
-__all__ = ["Handle", "InFile", "OnDevice", "Shared", "made_for", "opened", "room"]
+__all__ = ["Handle", "InFile", "OnDevice", "Shared", "in_file", "made_for", "opened", "room"]

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Iterable
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from typing import Protocol
 
 import torch
 
@@ -67,7 +68,7 @@ def _obey(place: torch.device, pipe: Connection) -> None:
             passes.pop(message.number).end()
         else:
             try:
-                pipe.send(_answer(passes[message.number], message))
+                pipe.send(answer(passes[message.number], message))
             except BrokenPipeError:
                 return
 
@@ -85,7 +86,19 @@ def _wait(place: torch.device, pipe: Connection, openings: Openings) -> None:
             backend_of(place).give_back_cached()
 
 
-def _answer(one: _Pass, message: Compute) -> Done | Failed:
+class Computing(Protocol):
+    """A pass in a worker."""
+
+    @property
+    def unequal(self) -> bool:
+        """Whether other workers may have more memory."""
+
+    def compute(self, message: Compute, report: Report) -> None:
+        """Compute a part; its results are in place when this returns."""
+
+
+def answer(one: Computing, message: Compute) -> Done | Failed:
+    """Compute a part, and say how that ended."""
     begun = time.perf_counter()
     report = Report()
     try:
@@ -236,4 +249,4 @@ class _Pass:
         return tensor[:, part.heads.start : part.heads.stop, part.rows.start : part.rows.stop]
 
 
-__all__ = ["work"]
+__all__ = ["answer", "work"]

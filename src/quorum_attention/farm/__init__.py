@@ -1,0 +1,5 @@
+"""Task farms: attention calls larger than a machine, by workers of a Ray cluster."""
+
+from quorum_attention.farm.farm import Farm
+
+__all__ = ["Farm"]

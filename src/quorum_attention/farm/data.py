@@ -1,0 +1,146 @@
+"""How a farm's workers get rows of inputs, and where they leave results and states."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from quorum_attention.decomposition.intervals import Interval
+from quorum_attention.pool.shared import InFile
+
+_MOST_BYTES = 1 << 30  # of one write: the system takes 2 GiB less a page
+
+
+class Stored(Protocol):
+    """A tensor (batch, heads, rows, ...) that is kept in pieces by somebody else."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor."""
+
+    def rows(self, entry: int, heads: Interval, rows: Interval) -> torch.Tensor:
+        """(1, heads, rows, ...), in host memory."""
+
+
+Source = torch.Tensor | InFile | Stored
+
+
+class Reader:
+    """Rows of a tensor (batch, heads, rows, ...), wherever it is."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = _mapped(source) if isinstance(source, InFile) else source
+
+    def __call__(self, entry: int, heads: Interval, rows: Interval) -> torch.Tensor:
+        """(1, heads, rows, ...); of a file a view, nothing is read yet."""
+        source = self._source
+        if isinstance(source, torch.Tensor):
+            return source[entry : entry + 1, heads.start : heads.stop, rows.start : rows.stop]
+        return source.rows(entry, heads, rows)
+
+    def masked(self, entry: int, heads: Interval) -> torch.Tensor:
+        """Of a mask (batch or 1, heads or 1, ...), what some heads see."""
+        batch, n_heads, n_rows = self._source.shape[:3]
+        return self(
+            entry if batch > 1 else 0,
+            heads if n_heads > 1 else Interval(0, 1),
+            Interval(0, n_rows),
+        )
+
+
+def _mapped(one: InFile) -> torch.Tensor:
+    """Map a file's tensor for reading; it does not count as this process's memory."""
+    if 0 in one.shape:
+        return torch.empty(one.shape, dtype=one.dtype)
+    spanned = sum((n - 1) * s for n, s in zip(one.shape, one.strides, strict=True)) + 1
+    raw = np.memmap(one.path, np.uint8, "r", one.offset, spanned * one.dtype.itemsize)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        flat: torch.Tensor = torch.from_numpy(raw)
+    return flat.view(one.dtype).as_strided(one.shape, one.strides)
+
+
+def write_rows(
+    target: InFile, entry: int, heads: Interval, rows: Interval, of: torch.Tensor
+) -> None:
+    """Write rows (1, heads, rows, ...) of a contiguous tensor in a file.
+
+    By writing, not through a mapping: of a page that two machines have mapped, a network file
+    system may lose what one of them wrote.
+    """
+    of = of.to(target.dtype)
+    itemsize = target.dtype.itemsize
+    handle = os.open(target.path, os.O_WRONLY)
+    try:
+        for number, head in enumerate(range(*heads)):
+            first = entry * target.strides[0] + head * target.strides[1]
+            first += rows.start * target.strides[2]
+            _write(handle, of[0, number], target.offset + first * itemsize)
+    finally:
+        os.close(handle)
+
+
+def _write(handle: int, tensor: torch.Tensor, at: int) -> None:
+    if not tensor.numel():
+        return
+    raw: Any = memoryview(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
+    while raw:
+        count = os.pwrite(handle, raw[:_MOST_BYTES], at)
+        raw, at = raw[count:], at + count
+
+
+def write_state(path: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Write a partial state to a new file: its tensors' bytes, one after the other.
+
+    Raises:
+        OSError: it cannot be written; no file is left.
+    """
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        at = 0
+        for tensor in tensors:
+            _write(handle, tensor, at)
+            at += tensor.nbytes
+    except BaseException:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(handle)
+
+
+def read_state(path: str, likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Map the tensors of a state, of the shapes and dtypes of ``likes``."""
+    found, at = [], 0
+    for like in likes:
+        strides = torch.empty(like.shape, device="meta").stride()
+        found.append(_mapped(InFile(path, at, tuple(like.shape), strides, like.dtype, False)))
+        at += like.nbytes
+    return found
+
+
+class Piece(NamedTuple):
+    """Something that a worker sends back instead of writing it.
+
+    Attributes:
+        chunk: whose state it is; None: complete rows.
+        tensors: forward: (out, lse); backward: the gradients of query, key and value.
+    """
+
+    chunk: int | None
+    tensors: tuple[torch.Tensor, ...]
+
+
+@dataclass(slots=True)
+class Back:
+    """What came back from a worker."""
+
+    pieces: list[Piece] = field(default_factory=list)
+
+
+__all__ = ["Back", "Piece", "Reader", "Source", "Stored", "read_state", "write_rows", "write_state"]
