@@ -17,10 +17,13 @@ from pathlib import Path
 import pytest
 import torch
 from helpers_farm import Case
+from safetensors.torch import save_file
 
 import quorum_attention as qa
+from quorum_attention.cli import main
 from quorum_attention.farm import Farm
 from quorum_attention.farm.cluster import Workers, _check_there
+from quorum_attention.files import open_tensors
 from quorum_attention.pool.report import PoolPass, PoolReport
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
@@ -57,7 +60,7 @@ def farm() -> Iterator[Farm]:
         patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         ray.init(
-            "local", num_cpus=2, include_dashboard=False, log_to_driver=False,
+            "local", num_cpus=3, include_dashboard=False, log_to_driver=False,
             logging_level="ERROR", object_store_memory=100 << 20, _temp_dir=folder,
         )  # fmt: skip
         try:
@@ -90,6 +93,18 @@ def test_as_on_one_device(farm: Farm, seed: int, tmp_path: Path) -> None:
 def test_a_mask_goes_along(farm: Farm) -> None:
     q, mask = torch.randn(2, 2, 60, 8), torch.randn(2, 1, 60, 60)
     assert torch.allclose(farm.attention(q, q, q, mask), qa.attention(q, q, q, mask), atol=1e-5)
+
+
+@needs_ray
+def test_on_the_command_line(farm: Farm, tmp_path: Path) -> None:
+    q = torch.randn(1, 2, 500, 16)
+    save_file({"q": q, "k": q.clone(), "v": q.clone()}, tmp_path / "in.safetensors")
+    files = [str(tmp_path / name) for name in ("in.safetensors", "out.safetensors")]
+    # Its workers get what the farm of these tests has left of the machine.
+    options = ["--ray", "auto", "--ray-workers", "1", "--ray-cpus", "0.25", "--chunks", "7"]
+    assert main(["run", *files, "--causal", *options]) == 0
+    out = open_tensors(files[1])["out"]
+    assert torch.allclose(out, qa.attention(q, q, q, is_causal=True), atol=1e-5)
 
 
 @needs_ray

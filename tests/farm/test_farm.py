@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +19,7 @@ from quorum_attention.errors import BudgetError, OutOfMemoryError
 from quorum_attention.farm import Farm
 from quorum_attention.farm import compute as farm_compute
 from quorum_attention.farm.crew import Alone, Here
+from quorum_attention.farm.processes import Processes
 from quorum_attention.pool.messages import Compute, Done, Failed
 from quorum_attention.pool.report import PoolPass, PoolReport
 from quorum_attention.pool.run import Hand
@@ -83,6 +86,20 @@ def test_whoever_dies(seed: int, tmp_path: Path) -> None:
         # Forward and backward have the same units: each is begun twice, and once more a death.
         for work, times in crew.begun.items():
             assert times <= 2 + crew.cost[work]
+
+
+def test_in_processes(tmp_path: Path) -> None:
+    """Without Ray; one of two workers is killed, and the other one finishes."""
+    crew = Processes(["cpu", "cpu"], threads=1)
+    with Farm.of(crew) as farm:
+        case = Case(3001)
+        case.in_memory(farm)
+        case.in_files(farm, tmp_path)
+        os.kill(crew._workers[0].process.pid, signal.SIGKILL)
+        case.in_memory(farm)
+        with pytest.raises(ValueError, match="nonsense"):
+            farm.attention(*case.inputs[:3], kernel="nonsense", **case.options)
+    assert not any(worker.process.is_alive() for worker in crew._workers)
 
 
 def test_a_unit_that_kills_every_worker(tmp_path: Path) -> None:

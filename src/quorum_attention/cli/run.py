@@ -25,7 +25,7 @@ import torch
 
 import quorum_attention
 from quorum_attention.call.options import Written
-from quorum_attention.cli import masks
+from quorum_attention.cli import farm, masks
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.help import GLOSSARY
 from quorum_attention.cli.output import print_json, say, warn
@@ -44,7 +44,10 @@ from quorum_attention.on_disk.unfinished import Mode
 from quorum_attention.pictures import check_drawable
 
 # What changes no number of the result, and may be another when a call is resumed.
-_ASIDE = ("run", "command", "input", "output", "json", "draw", "resume", "restart", "keep_every")
+_ASIDE = (
+    "run", "command", "input", "output", "json", "draw", "resume", "restart", "keep_every",
+    *farm.ASIDE,
+)  # fmt: skip
 
 
 def add_to(commands: Any) -> None:
@@ -86,6 +89,7 @@ def add_to(commands: Any) -> None:
         help="key/value heads that are computed before they are kept (default: some seconds' work)",
     )  # fmt: skip
     shared.add_draw(parser, "the report")
+    farm.add_to(parser)
     shared.add_json(parser)
     shared.add_glossary(parser)
     parser.set_defaults(run=_run)
@@ -103,12 +107,13 @@ def _scale(text: str) -> float:
 
 def _computer(options: argparse.Namespace) -> Compute:
     """What computes the parts of the call."""
-    return compute_here
+    return compute_here if options.ray is None else farm.computing(options)
 
 
 def _run(options: argparse.Namespace) -> int:
     if options.backward and options.lse:
         raise ValueError("--lse is for a forward: a backward reads the log-sum-exp")
+    farm.check(options)
     inputs = read_inputs(options.input, BACKWARD if options.backward else FORWARD)
     device = shared.default_device(options.device)
     if options.kernel != "auto":
@@ -131,7 +136,8 @@ def _run(options: argparse.Namespace) -> int:
         files, has = ", ".join(options.input), "has" if len(options.input) == 1 else "have"
         warn(f"{files} also {has} {', '.join(inputs.unknown)}, which nothing is done with")
     if not options.json:
-        say(_headline(options, call, device))
+        where = device if options.ray is None else f"Ray ({options.ray})"
+        say(_headline(options, call, where))
     report = Report()
     seen = _fingerprints({**{f"the {r}": file for r, file in inputs.where.items()}, **mask_files})
     mode: Mode = "resume" if options.resume else "restart" if options.restart else "new"
@@ -163,6 +169,8 @@ def _tell(
                 "accumulators_in_file": outcome.in_file,
             }
         )
+    elif options.ray is not None:
+        say(f"wrote {options.output}")
     else:
         say(str(report))
         if report.total.forwards + report.total.backwards > 1:
@@ -242,7 +250,7 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _headline(options: argparse.Namespace, call: FileCall, device: torch.device) -> str:
+def _headline(options: argparse.Namespace, call: FileCall, device: torch.device | str) -> str:
     def size(tensor: torch.Tensor) -> str:
         return " x ".join(map(str, tensor.shape))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -15,10 +15,10 @@ import torch
 from quorum_attention.call.mapped import Mappings
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.farm.crew import Crew
-from quorum_attention.farm.data import Back, Piece
+from quorum_attention.farm.data import Back, Piece, Source
 from quorum_attention.farm.ledger import Fold, Ledger
 from quorum_attention.farm.messages import Begin
-from quorum_attention.farm.units import Cut, Joint, Unit, units_of
+from quorum_attention.farm.units import Cut, Head, Joint, Unit, units_of
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.pool.report import PoolPass
 from quorum_attention.pool.run import Coordinator
@@ -39,6 +39,7 @@ class Asked:
         results: by name, likewise; in files, or in host memory.
         state, dtype: of states; of the output.
         options: keyword arguments of each call.
+        heads: key/value heads to compute; None: all.
         retries: how often a unit may be begun again because its worker was lost.
     """
 
@@ -49,6 +50,7 @@ class Asked:
     state: torch.dtype
     dtype: torch.dtype
     options: dict[str, Any]
+    heads: Collection[Head] | None = None
     retries: int = 3
 
 
@@ -60,23 +62,42 @@ def run(crew: Crew, asked: Asked, report: PoolPass) -> None:
         RuntimeError: no worker is left, or a unit was begun too often; with what was done.
         Exception: what a worker raised.
     """
+    for _ in steps(crew, asked, report):
+        pass
+
+
+def steps(crew: Crew, asked: Asked, report: PoolPass) -> Iterator[set[Head]]:
+    """``run``, which stops now and then.
+
+    Yields:
+        heads whose results are complete since the last time. Of heads that are cut it is known at
+        the end.
+    """
+    try:
+        yield from _steps(crew, asked, report)
+    finally:
+        crew.forget()
+
+
+def _steps(crew: Crew, asked: Asked, report: PoolPass) -> Iterator[set[Head]]:
     mappings = Mappings.now()
     results = _files_of(asked.results, mappings)
-    inputs = {}
+    inputs: dict[str, Source] = {}
     for name, tensor in asked.inputs.items():
         found = _in_file(tensor, mappings, written=False)
         inputs[name] = crew.kept(tensor) if found is None else found
-        if inputs[name] is not found and inputs[name] is not tensor:
+        if found is None and inputs[name] is not tensor:
             report.copied_bytes += tensor.nbytes
     begin = Begin(
         next(_numbers), asked.backward, asked.cut, inputs, results or {}, None, asked.state,
         asked.dtype, asked.options,
     )  # fmt: skip
     if results is None:
-        _Run(crew, asked, report).run(begin, _Totals(asked))
+        yield from _Run(crew, asked, report).run(begin, _Totals(asked))
         return
     with _folder_beside(next(iter(results.values())).path) as folder:
-        _Run(crew, asked, report).run(replace(begin, folder=folder), _States(asked.cut, folder))
+        states = _States(asked.cut, folder)
+        yield from _Run(crew, asked, report).run(replace(begin, folder=folder), states)
 
 
 @dataclass(slots=True)
@@ -88,17 +109,23 @@ class _Run:
     report: PoolPass
     _begun: dict[Unit | Joint, int] = field(default_factory=dict)
 
-    def run(self, begin: Begin, states: _States | _Totals) -> None:
-        self._run(begin, units_of(self.asked.cut), states, self.report)
+    def run(self, begin: Begin, states: _States | _Totals) -> Iterator[set[Head]]:
+        units = units_of(self.asked.cut, self.asked.heads)
+        for _ in self._run(begin, units, states, self.report):
+            yield states.complete()
         left = states.left()
         if left:
             rest = PoolPass(devices=self.report.devices)
             try:
-                self._run(replace(begin, number=next(_numbers)), left, states, rest)
+                for _ in self._run(replace(begin, number=next(_numbers)), left, states, rest):
+                    yield set()
             finally:
                 self._add(rest)
+        yield {(unit.entry, unit.kv.start) for unit in units if unit.task is not None}
 
-    def _run(self, begin: Begin, works: Any, states: _States | _Totals, report: PoolPass) -> None:
+    def _run(
+        self, begin: Begin, works: Any, states: _States | _Totals, report: PoolPass
+    ) -> Iterator[None]:
         report.devices = [hand.label for hand in self.crew.hands]
         report.parts = len(works)
         cut = self.asked.cut
@@ -113,10 +140,10 @@ class _Run:
                 )
             return states.begin(work)
 
-        Coordinator(
+        yield from Coordinator(
             self.crew.hands, begin, works, given, states.done, report, self.crew.listen,
             self.crew.recruits,
-        ).run()  # fmt: skip
+        ).steps()  # fmt: skip
 
     def _add(self, rest: PoolPass) -> None:
         report = self.report
@@ -135,6 +162,7 @@ class _States:
 
     def __init__(self, cut: Cut, folder: str) -> None:
         self._folder = folder
+        self._complete: set[Head] = set()
         self._ledger = Ledger(cut, lambda key, n: "-".join(map(str, (*key, n))))
 
     def begin(self, work: Unit | Joint) -> tuple[Fold, ...]:
@@ -143,6 +171,12 @@ class _States:
 
     def done(self, work: Unit | Joint, folds: Any) -> None:
         self._remove(self._ledger.done(work))
+        if isinstance(work, Unit) and work.task is None:
+            self._complete.add((work.entry, work.kv.start))
+
+    def complete(self) -> set[Head]:
+        found, self._complete = self._complete, set()
+        return found
 
     def left(self) -> list[Joint]:
         return self._ledger.left()
@@ -158,8 +192,9 @@ class _Totals:
 
     def __init__(self, asked: Asked) -> None:
         self._asked, self._cut = asked, asked.cut
-        self._left: dict[tuple[int, int], int] = {}
-        self._sums: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._left: dict[Head, int] = {}
+        self._sums: dict[Head, list[torch.Tensor]] = {}
+        self._complete: set[Head] = set()
 
     def begin(self, work: Unit | Joint) -> Back:
         return Back()
@@ -168,12 +203,17 @@ class _Totals:
         assert not self._sums, "a task is missing"
         return []
 
+    def complete(self) -> set[Head]:
+        found, self._complete = self._complete, set()
+        return found
+
     def done(self, work: Any, back: Any) -> None:
         of, heads = self._cut.sizes, self._cut.query_heads(work)
         rows, keys = Interval(0, of.n_queries), Interval(0, of.n_keys)
         if work.task is None:
             ((_, tensors),) = back.pieces
             self._store(work, heads, rows, keys, tensors)
+            self._complete.add((work.entry, work.kv.start))
             return
         head = (work.entry, work.kv.start)
         if head not in self._sums:
@@ -243,4 +283,4 @@ def _folder_beside(path: str) -> Iterator[str]:
         yield str(folder)
 
 
-__all__ = ["Asked", "run"]
+__all__ = ["Asked", "run", "steps"]

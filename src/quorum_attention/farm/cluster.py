@@ -21,12 +21,11 @@ import torch
 from quorum_attention.counts import whole_number
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.execution.device.lookup import backend_of, on_host
-from quorum_attention.farm.compute import Pass
+from quorum_attention.farm.crew import Here
 from quorum_attention.farm.data import Back, Piece, Source
 from quorum_attention.farm.messages import Begin
 from quorum_attention.pool.messages import Compute, Done, End, Failed
 from quorum_attention.pool.run import Hand
-from quorum_attention.pool.worker import answer
 from quorum_attention.sizes import parse_bytes
 from quorum_attention.writing import folder_of_now
 
@@ -157,6 +156,9 @@ class Cluster:
     def kept(self, tensor: torch.Tensor) -> Source:
         """A tensor in the object store, in pieces."""
         return _InStore.of(self._ray, tensor)
+
+    def forget(self) -> None:
+        """The store lets go of objects that nobody refers to."""
 
     def close(self) -> None:
         """End the workers, and Ray if it was begun here."""
@@ -294,10 +296,8 @@ class _Actor:
         if isinstance(message, Compute):
             self._back = message.sums
             self.pending = self._actor.compute.remote(message)
-        elif isinstance(message, Begin):
-            self._actor.begin.remote(message)
-        elif isinstance(message, End):
-            self._actor.end.remote(message)
+        else:
+            self._actor.tell.remote(message)
         return self.alive
 
     def answer(self) -> Done | Failed | None:
@@ -323,16 +323,15 @@ class FarmWorker:
     """What an actor does: computes units on the device that it was given."""
 
     def __init__(self, kind: Workers, unequal: bool) -> None:
-        self._unequal = unequal
         self._device = torch.device("cuda:0" if kind.num_gpus else "cpu")
-        self._passes: dict[int, Begin | Pass] = {}
         if not kind.num_gpus:
             torch.set_num_threads(max(1, int(kind.num_cpus)))
         torch.empty(1, device=self._device)  # opens the device, which takes a while
-        self._budget = None if kind.budget is None else parse_bytes(kind.budget)
-        if self._budget is None and 0 < kind.num_gpus < 1:
+        budget = None if kind.budget is None else parse_bytes(kind.budget)
+        if budget is None and 0 < kind.num_gpus < 1:
             free = backend_of(self._device).free_bytes(self._device)
-            self._budget = int(free * 0.9 * kind.num_gpus)
+            budget = int(free * 0.9 * kind.num_gpus)
+        self._here = Here(self._device, budget, unequal)
 
     def ready(self) -> str:
         """Its machine and device, when it has it."""
@@ -340,43 +339,17 @@ class FarmWorker:
         model = "cpu" if on_host(place) else backend_of(place).model(place)
         return f"{host} {model}, process {os.getpid()}"
 
-    def begin(self, message: Begin) -> None:
-        """A pass begins."""
-        self._passes[message.number] = message
-
-    def end(self, message: End) -> None:
-        """A pass is over."""
-        self._passes.pop(message.number, None)
+    def tell(self, message: Begin | End) -> None:
+        """A pass begins or ends."""
+        self._here.send(message)
 
     def compute(self, message: Compute) -> tuple[Done | Failed, list[Piece]]:
         """Compute a unit; what is sent back is in NumPy's arrays, which Ray does not copy."""
+        self._here.send(message)
         with backend_of(self._device).current(self._device):
-            said = answer(_Opening(self, message.number), message)
+            said = self._here.answer()
         pieces = message.sums.pieces if isinstance(message.sums, Back) else []
         return said, [Piece(one.chunk, tuple(map(_closed, one.tensors))) for one in pieces]
-
-    def opened(self, number: int) -> Pass:
-        """A pass whose inputs are open."""
-        found = self._passes[number]
-        if isinstance(found, Begin):
-            found = Pass(found, self._device, self._budget, self._unequal)
-            self._passes[number] = found
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Opening:
-    """Opens the inputs when the first unit is computed, so that an error is that unit's answer."""
-
-    worker: FarmWorker
-    number: int
-
-    @property
-    def unequal(self) -> bool:
-        return self.worker._unequal
-
-    def compute(self, message: Compute, report: Any) -> None:
-        self.worker.opened(self.number).compute(message, report)
 
 
 def _closed(tensor: torch.Tensor) -> Any:

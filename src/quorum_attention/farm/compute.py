@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from quorum_attention.pool.messages import Compute
 # A task's rows lie on the device, if they take no more than this share of the budget; the rest is
 # for what kernels allocate.
 _RESIDENT = 0.8
+# Chunks this long keep a device busy one by one: a backward then has the gradients of one chunk's
+# keys beside those that are added up, not of all that it reads.
+_LONG = 65_536
 _HOST = torch.device("cpu")
 
 
@@ -32,13 +36,10 @@ class Pass:
         begin: the pass.
         device: where to compute.
         budget: bytes of it; None: what is free.
-        unequal: whether other workers may have more.
     """
 
-    def __init__(
-        self, begin: Begin, device: torch.device, budget: int | None, unequal: bool = False
-    ) -> None:
-        self._begin, self._cut, self.unequal = begin, begin.sizes, unequal
+    def __init__(self, begin: Begin, device: torch.device, budget: int | None) -> None:
+        self._begin, self._cut = begin, begin.sizes
         self._device, self._budget = device, budget
         self._inputs = {name: Reader(source) for name, source in begin.inputs.items()}
 
@@ -132,7 +133,7 @@ class _Work:
             query_grads.append(torch.zeros_like(query, dtype=state))
             if not rows.length:
                 continue
-            for span, causal in self._spans(number, starts, chunk):
+            for span, causal in self._one_by_one(self._spans(number, starts, chunk), starts):
                 keys = slice(*span)
                 three = query, key[:, :, keys], value[:, :, keys]
                 made: Any = tuple(
@@ -209,9 +210,12 @@ class _Work:
         if not self._begin.backward:
             # The keys twice, a chunk's queries, its state three times: merged, made, and as read.
             return int(2 * keys * by_key + chunk * by_query * (1 + 4 * words))
-        # Keys, their gradients twice, queries' gradients, a chunk's four inputs and its gradient.
-        made = (1 + 2 * words) * keys * by_key + words * queries * by_query
-        return int(made + chunk * by_query * (4 + 2 * words))
+        # Keys, their gradients, those of a call, queries' gradients, a chunk's inputs and gradient.
+        tasks = len(self._cut.quorum(0))
+        at_once = keys / tasks if keys >= _LONG * tasks else keys
+        made = ((1 + words) * keys + words * at_once) * by_key + words * queries * by_query
+        # While chunks are put together they are there twice, before there are gradients of them.
+        return int(max(made, 2 * keys * by_key) + chunk * by_query * (4 + 2 * words))
 
     def _spans(
         self, number: int, starts: Sequence[int], chunk: int
@@ -227,6 +231,21 @@ class _Work:
         else:
             found = [((0, all_), False)] if owner else [((0, begin), False), ((end, all_), False)]
         return [(span, causal) for span, causal in found if span[0] < span[1]]
+
+    @staticmethod
+    def _one_by_one(
+        spans: list[tuple[tuple[int, int], bool]], starts: Sequence[int]
+    ) -> list[tuple[tuple[int, int], bool]]:
+        """Runs of keys cut between chunks, where these are long."""
+        if starts[-1] < _LONG * (len(starts) - 1):
+            return spans
+        chunks = list(pairwise(starts))
+        return [
+            ((max(low, begin), min(high, end)), causal)
+            for (low, high), causal in spans
+            for begin, end in chunks
+            if max(low, begin) < min(high, end)
+        ]
 
     def _options(self, is_causal: bool) -> dict[str, Any]:
         return {

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from quorum_attention.execution.device.lookup import backend_of, on_host
+from quorum_attention.execution.report import Report
 from quorum_attention.farm.compute import Pass
 from quorum_attention.farm.data import Source
 from quorum_attention.farm.messages import Begin
@@ -42,17 +43,29 @@ class Crew(Protocol):
     def kept(self, tensor: torch.Tensor) -> Source:
         """A tensor (batch, heads, rows, ...) of host memory, for workers to read."""
 
+    def forget(self) -> None:
+        """Let go of what was kept: the pass is over."""
+
     def close(self) -> None:
         """End the workers."""
 
 
 class Here:
-    """A worker in this process: it computes when it is listened to."""
+    """A worker in this process: it computes when it is asked for its answer.
 
-    def __init__(self, device: str | torch.device, budget: int | None = None) -> None:
+    Args:
+        device: where to compute.
+        budget: bytes of it; None: what is free.
+        unequal: whether other workers may have more.
+    """
+
+    def __init__(
+        self, device: str | torch.device, budget: int | None = None, unequal: bool = False
+    ) -> None:
         self._device, self._budget = torch.device(device), budget
-        self.alive = True
+        self.alive, self.unequal = True, unequal
         self.asked: Compute | None = None
+        self._begins: dict[int, Begin] = {}
         self._passes: dict[int, Pass] = {}
 
     @property
@@ -64,9 +77,10 @@ class Here:
     def send(self, message: object) -> bool:
         """Take a message."""
         if isinstance(message, Begin):
-            self._passes[message.number] = Pass(message, self._device, self._budget)
+            self._begins[message.number] = message
         elif isinstance(message, End):
             self._passes.pop(message.number, None)
+            self._begins.pop(message.number, None)
         elif isinstance(message, Compute):
             self.asked = message
         return self.alive
@@ -75,12 +89,20 @@ class Here:
         """Take no more messages."""
         self.alive, self.asked = False, None
         self._passes.clear()
+        self._begins.clear()
 
     def answer(self) -> Done | Failed:
         """Compute what was asked for last."""
         assert self.asked is not None
         message, self.asked = self.asked, None
-        return answer(self._passes[message.number], message)
+        return answer(self, message)
+
+    def compute(self, message: Compute, report: Report) -> None:
+        """Compute a unit. Inputs are opened for the first one, whose error it is if they cannot."""
+        if message.number not in self._passes:
+            begin = self._begins[message.number]
+            self._passes[message.number] = Pass(begin, self._device, self._budget)
+        self._passes[message.number].compute(message, report)
 
 
 class Alone:
@@ -103,6 +125,9 @@ class Alone:
     def kept(self, tensor: torch.Tensor) -> Source:
         """The tensor itself."""
         return tensor
+
+    def forget(self) -> None:
+        """Nothing was kept."""
 
     def close(self) -> None:
         """End the worker."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -15,9 +16,9 @@ from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.call.validation import as_tensor
 from quorum_attention.counts import whole_number
 from quorum_attention.execution.device.lookup import on_host
-from quorum_attention.farm.call import Asked, run
+from quorum_attention.farm.call import Asked, steps
 from quorum_attention.farm.crew import Crew
-from quorum_attention.farm.units import Cut, cut_of
+from quorum_attention.farm.units import Head, cut_of
 from quorum_attention.kernels.uncompiled import uncompiled
 from quorum_attention.mask import Mask
 from quorum_attention.pool.parts import Sizes
@@ -221,15 +222,72 @@ class Farm:
         )
         return first, second, third
 
+    @uncompiled
+    def by_heads(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        results: Mapping[str, torch.Tensor],
+        groups: Sequence[Collection[Head]],
+        attn_mask: torch.Tensor | None = None,
+        is_causal: bool = False,
+        scale: float | None = None,
+        *,
+        chunks: int | None = None,
+        depth: int | str = "auto",
+        kernel: str = "auto",
+        reports: list[PoolPass] | None = None,
+    ) -> Iterator[int]:
+        """A pass over some heads, from tensors to tensors, for who keeps book of what is done.
+
+        Args:
+            inputs: query, key and value, each (..., heads, rows, dim); grad_out, out and lse
+                as well for a backward.
+            results: out, and lse if wanted; or grad_query, grad_key and grad_value.
+            groups: batch entries (through all batch dimensions) and key/value heads to compute.
+            reports: gets the pass that this is; where heads are cut, the one of each group.
+
+        Yields:
+            the number of each group whose results are complete.
+        """
+        backward = "grad_out" in inputs
+        with torch.no_grad():
+            call = _Call.of(
+                self._crew, _detached(*(inputs[name] for name in ("query", "key", "value"))),
+                attn_mask, is_causal, scale, True, None, chunks, depth, kernel, None,
+                heads=sum(map(len, groups)),
+            )  # fmt: skip
+            if call.cut.chunks > 1:
+                for number, group in enumerate(groups):
+                    call.cut_for(len(group), chunks)
+                    one = PoolPass()
+                    if reports is not None:
+                        reports.append(one)
+                    for _ in call.steps(backward, inputs, results, one, group):
+                        pass
+                    yield number
+                return
+            left = {number: set(group) for number, group in enumerate(groups)}
+            every = set().union(*left.values())
+            one = PoolPass()
+            if reports is not None:
+                reports.append(one)
+            for complete in call.steps(backward, inputs, results, one, every):
+                for number in list(left):
+                    left[number] -= complete
+                    if not left[number]:
+                        del left[number]
+                        yield number
+            yield from left  # where there was nothing to compute
+
 
 class _Call:
     """A call that has been checked, on a crew."""
 
     def __init__(
-        self, crew: Crew, tensors: Tensors, request: Request, cut: Cut, report: PoolReport | None
+        self, crew: Crew, tensors: Tensors, request: Request, report: PoolReport | None
     ) -> None:
         self._crew, self.tensors, self.request = crew, tensors, request
-        self._cut, self._report = cut, report
+        self._report = report
         options = request.options
         self._options = {
             "depth": "auto" if options.depth is None else options.depth,
@@ -241,7 +299,7 @@ class _Call:
     def of(
         cls, crew: Crew, three: tuple[Any, Any, Any], mask: Any, is_causal: bool,
         scale: float | None, enable_gqa: bool, out: Any, chunks: int | None, depth: int | str,
-        kernel: str, report: PoolReport | None,
+        kernel: str, report: PoolReport | None, heads: int | None = None,
     ) -> _Call:  # fmt: skip
         if isinstance(mask, Mask):
             raise NotImplementedError("attn_mask must be a tensor or None in a farm, got a Mask")
@@ -259,17 +317,22 @@ class _Call:
             raise ValueError(
                 f"query must be in host memory or a file for a farm, got {tensors.query.device}"
             )
-        work = request.work
+        made = cls(crew, tensors, request, report)
+        made.cut_for(heads, chunks)
+        return made
+
+    def cut_for(self, heads: int | None, chunks: int | None) -> None:
+        """Decide how so many key/value heads are cut; None: all."""
+        work, (query, key, value, *_) = self.request.work, self.tensors
         sizes = Sizes(
             work.batch, work.heads, work.kv_heads, work.n_queries, work.n_keys, work.is_causal
         )
-        widths = sizes.share * sizes.n_queries * tensors.query.shape[-1]
-        widths += sizes.n_keys * (tensors.key.shape[-1] + tensors.value.shape[-1])
-        cut = cut_of(
-            sizes, max(1, crew.expected), widths * tensors.query.element_size(), chunks,
-            may_cut=tensors.mask is None,
+        elements = sizes.share * sizes.n_queries * query.shape[-1]
+        elements += sizes.n_keys * (key.shape[-1] + value.shape[-1])
+        self.cut = cut_of(
+            sizes, max(1, self._crew.expected), elements * query.element_size(), chunks,
+            may_cut=self.tensors.mask is None, heads=heads,
         )  # fmt: skip
-        return cls(crew, tensors, request, cut, report)
 
     @property
     def _state(self) -> torch.dtype:
@@ -329,10 +392,22 @@ class _Call:
     def _run(
         self,
         backward: bool,
-        inputs: dict[str, torch.Tensor],
-        results: dict[str, torch.Tensor],
+        inputs: Mapping[str, torch.Tensor],
+        results: Mapping[str, torch.Tensor],
         report: PoolPass,
     ) -> None:
+        for _ in self.steps(backward, inputs, results, report):
+            pass
+
+    def steps(
+        self,
+        backward: bool,
+        inputs: Mapping[str, torch.Tensor],
+        results: Mapping[str, torch.Tensor],
+        report: PoolPass,
+        heads: Collection[Head] | None = None,
+    ) -> Iterator[set[Head]]:
+        """Run a pass; yields the heads that are complete since the last time."""
         flattened, into = (
             {name: flat(t, 2 if name == "lse" else 3) for name, t in named.items()}
             for named in (inputs, results)
@@ -341,19 +416,24 @@ class _Call:
         if mask is not None:
             missing = 4 - mask.dim()
             flattened["mask"] = mask.reshape((1,) * missing + mask.shape)
-        of = self._cut.sizes
+        of = self.cut.sizes
         if of.batch * of.kv_heads * of.n_queries * of.n_keys:
             asked = Asked(
-                backward, self._cut, flattened, into, self._state, self.request.out_dtype,
-                self._options,
+                backward, self.cut, flattened, into, self._state, results_dtype(results),
+                self._options, heads,
             )  # fmt: skip
-            run(self._crew, asked, report)
+            yield from steps(self._crew, asked, report)
         else:
             for name, tensor in into.items():
                 tensor.fill_(-math.inf if name == "lse" else 0.0)
         for name, tensor in results.items():
             if tensor.data_ptr() != into[name].data_ptr():
                 tensor.copy_(into[name].view(tensor.shape))
+
+
+def results_dtype(results: Mapping[str, torch.Tensor]) -> torch.dtype:
+    """Of the output, or of gradients."""
+    return next(tensor.dtype for name, tensor in results.items() if name != "lse")
 
 
 def _detached(*tensors: Any) -> tuple[Any, Any, Any]:
@@ -376,6 +456,10 @@ class _Attention(torch.autograd.Function):
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: _Call
     ) -> torch.Tensor:
         out, lse = call.forward(query.detach(), key.detach(), value.detach(), None, True)
+        if call.request.out is not None:
+            # Written to by others, unseen by autograd.
+            torch.autograd.graph.increment_version(out)
+            out = out.detach()
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.call = call
         return out

@@ -7,9 +7,10 @@ are merged, or gradients that are added, with those of the ``l`` tasks that hold
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.pool.parts import Sizes
@@ -24,6 +25,10 @@ _WHOLE_BYTES = 1 << 30
 _FEWEST_TOKENS = 256
 _LARGEST_QUORUM = 14
 _TILE = 128
+
+
+Head = tuple[int, int]
+"""A batch entry and a key/value head of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +133,7 @@ def cut_of(
     head_bytes: int,
     chunks: int | None = None,
     may_cut: bool = True,
+    heads: int | None = None,
 ) -> Cut:
     """How to cut a call for so many workers.
 
@@ -136,6 +142,7 @@ def cut_of(
         chunks: what the caller wants; 1: whole heads. None: heads are cut where there are fewer
             than ten for each worker, or where one has too many bytes.
         may_cut: whether heads may be cut at all.
+        heads: key/value heads of all batch entries, as far as they are to be computed; None: all.
 
     Raises:
         ValueError: there is no interest set of so many chunks, or heads may not be cut.
@@ -145,7 +152,7 @@ def cut_of(
         if chunks > 1 and not may_cut:
             raise ValueError(f"chunks must be 1 for a call with a mask, got {chunks}")
         return Cut(sizes, chunks)
-    heads = sizes.batch * sizes.kv_heads
+    heads = sizes.batch * sizes.kv_heads if heads is None else heads
     if not may_cut or (heads >= _UNITS * workers and head_bytes <= _WHOLE_BYTES):
         return Cut(sizes, 1)
     best = 1
@@ -161,19 +168,18 @@ def cut_of(
     return Cut(sizes, best if best > 3 else 1)
 
 
-def units_of(cut: Cut) -> list[Unit]:
-    """The units of a call, in the order in which workers should take them."""
-    return list(_units(cut))
+def units_of(cut: Cut, heads: Iterable[Head] | None = None) -> list[Unit]:
+    """The units of a call, in the order in which workers should take them.
 
-
-def _units(cut: Cut) -> Iterator[Unit]:
+    Args:
+        heads: those to compute; None: all.
+    """
     of = cut.sizes
     if not of.n_queries:
-        return
-    for entry in range(of.batch):
-        for head in range(of.kv_heads):
-            for task in range(cut.chunks):
-                yield Unit(entry, Interval(head, head + 1), task if cut.chunks > 1 else None)
+        return []
+    every = product(range(of.batch), range(of.kv_heads)) if heads is None else sorted(heads)
+    tasks = range(cut.chunks) if cut.chunks > 1 else (None,)
+    return [Unit(entry, Interval(head, head + 1), task) for entry, head in every for task in tasks]
 
 
-__all__ = ["Cut", "Joint", "Unit", "cut_of", "units_of"]
+__all__ = ["Cut", "Head", "Joint", "Unit", "cut_of", "units_of"]

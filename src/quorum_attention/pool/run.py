@@ -8,7 +8,7 @@ pool's are processes of this machine.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 from quorum_attention.errors import OutOfMemoryError
@@ -129,6 +129,11 @@ class Coordinator:
             RuntimeError: no worker is left; the message says what was done.
             Exception: what a worker raised.
         """
+        for _ in self.steps():
+            pass
+
+    def steps(self) -> Iterator[None]:
+        """``run``, which stops after each answer; if it is not continued workers are ended."""
         self._began = time.perf_counter()
         try:
             for number in list(self._machine.devices):
@@ -140,6 +145,7 @@ class Coordinator:
                 self._join()
                 self._launch()
                 self._hear()
+                yield
         except Exception:
             self._drain()
             raise

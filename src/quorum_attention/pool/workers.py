@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -75,8 +75,15 @@ class Worker:
         self.pipe.close()
 
 
-def start(devices: Sequence[str], threads: int | None) -> list[Worker]:
+def start(
+    devices: Sequence[str],
+    threads: int | None,
+    work: Callable[[str, int | None, Connection], None] = work,
+) -> list[Worker]:
     """A worker for each device, ready to compute.
+
+    Args:
+        work: what its process does: says ``Ready``, and then obeys.
 
     Raises:
         RuntimeError: one did not start; all are ended.

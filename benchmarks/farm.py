@@ -1,0 +1,242 @@
+"""One head from files to files on a farm of this machine, forward and backward: 16,777,216 tokens.
+
+    python benchmarks/farm.py --json F                    # a fraction of its tasks, on a GPU
+    python benchmarks/farm.py --tokens 20000 --device cpu --chunks 7 --all --check
+
+Two worker processes a device, each with half of the budget, so that one loads and stores while the
+other computes. Unless ``--all`` is given only about ``--units`` tasks of each pass are run. What
+the head, and 16 heads on two devices, would take is then extrapolated from their pace, without the
+first task of each worker, in which kernels are prepared. Output and log-sum-exp that the backward
+reads are made up then (it takes as long with any); with ``--all`` they are the forward's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import quorum_attention as qa
+from quorum_attention.farm import Farm
+from quorum_attention.farm.processes import Processes
+from quorum_attention.files import create_tensors, open_tensors
+from quorum_attention.pool.report import PoolPass, PoolReport
+from quorum_attention.sizes import parse_bytes, parse_count
+
+INPUTS = ("query", "key", "value", "grad_out")
+RESULTS = ("out", "grad_query", "grad_key", "grad_value")
+
+
+class EnoughError(Exception):
+    """As many tasks as were wanted are done."""
+
+
+class Fraction(Processes):
+    """Stops a pass after so many tasks."""
+
+    units: int | None = None
+    done = 0
+
+    def listen(self, workers: Sequence[Any], seconds: float | None) -> Any:
+        """What workers say next, until it is enough; they may end what they are at."""
+        if self.units is not None and self.done >= self.units:
+            self.units = None
+            raise EnoughError
+        heard = super().listen(workers, seconds)
+        self.done += len(heard)
+        return heard
+
+
+class Watch:
+    """The most anonymous memory of each worker, and the most memory of the device, as it goes."""
+
+    def __init__(self, pids: Sequence[int], device: torch.device) -> None:
+        self._pids, self._device, self._over = pids, device, threading.Event()
+        self.host = dict.fromkeys(pids, 0)
+        self.used = 0
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._over.wait(0.1):
+            for pid in self._pids:
+                # Raises if the worker has died, which ends the watch and is printed.
+                lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+                found = [int(line.split()[1]) << 10 for line in lines if "RssAnon" in line]
+                self.host[pid] = max([self.host[pid], *found])
+            if self._device.type == "cuda":
+                free, total = torch.cuda.mem_get_info(self._device)
+                self.used = max(self.used, total - free)
+
+
+def filled(path: Path, tokens: int, head_dim: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Random inputs in a file, and what a forward could have given for them."""
+    shape = (1, 1, tokens, head_dim)
+    half = torch.float16
+    made = create_tensors(
+        path,
+        {**dict.fromkeys((*INPUTS, "out"), (shape, half)), "lse": (shape[:3], torch.float32)},
+    )
+    block = 1 << 20
+    for at in range(0, tokens, block):
+        rows = slice(at, min(tokens, at + block))
+        for name in (*INPUTS, "out"):
+            drawn = torch.randn(made[name][:, :, rows].shape, dtype=half, device=device)
+            made[name][:, :, rows] = drawn if name != "out" else 0.01 * drawn
+        # Scores have a variance of 1.
+        seen = torch.arange(rows.start + 1, rows.stop + 1, dtype=torch.float32)
+        made["lse"][:, :, rows] = seen.log() + 0.5
+    del made
+    return open_tensors(path)
+
+
+def passes(given: argparse.Namespace, farm: Farm, crew: Fraction, folder: Path) -> dict[str, Any]:
+    """Run both passes; what they took, by name."""
+    device = torch.device(given.device)
+    inputs = filled(folder / "in", given.tokens, given.head_dim, device)
+    shape, half = tuple(inputs["query"].shape), torch.float16
+    results = create_tensors(
+        folder / "out",
+        {**dict.fromkeys(RESULTS, (shape, half)), "lse": (shape[:3], torch.float32)},
+    )
+    q, k, v, grad_out = (inputs[name] for name in INPUTS)
+    of_forward = results if given.all else inputs
+    found = {}
+    for name in ("forward", "backward"):
+        report = PoolReport()
+        options: Any = {"is_causal": True, "chunks": given.chunks, "report": report}
+        crew.done, crew.units = 0, None if given.all else given.units
+        pids = [worker.process.pid for worker in crew._workers]
+        with Watch(pids, device) as watch:
+            try:
+                if name == "forward":
+                    farm.attention_with_lse(
+                        q, k, v, out=results["out"], lse=results["lse"], **options
+                    )
+                else:
+                    farm.attention_backward(
+                        grad_out, q, k, v, of_forward["out"], of_forward["lse"],
+                        grads=tuple(results[f"grad_{n}"] for n in INPUTS[:3]), **options,
+                    )  # fmt: skip
+            except EnoughError:
+                pass
+        done = getattr(report, name)
+        found[name] = {
+            **paced(done, len(pids), given.chunks),
+            "host_anonymous_bytes": max(watch.host.values()),
+            "device_used_bytes": watch.used,
+        }
+        print(name, json.dumps(found[name]), flush=True)
+    if given.check:
+        found["errors"] = errors(inputs, results, device)
+        print("errors", found["errors"])
+    return found
+
+
+def paced(done: PoolPass, workers: int, tasks: int) -> dict[str, Any]:
+    """Seconds of a task, and of all tasks at that pace, if not all were run."""
+    ran = sorted((r for r in done.ran if r.index < tasks), key=lambda r: r.start)
+    each = [r.stop - r.start for r in ran]
+    steady = each[workers:] or each
+    mean = statistics.mean(steady)
+    return {
+        "tasks": tasks,
+        "tasks_run": len(ran),
+        "wall_seconds": done.seconds,
+        "task_seconds": mean,
+        "task_seconds_each": [round(seconds, 3) for seconds in each],
+        "all_tasks": done.seconds if len(ran) == tasks else mean * tasks / workers,
+    }
+
+
+def errors(
+    inputs: dict[str, torch.Tensor], results: dict[str, torch.Tensor], device: torch.device
+) -> dict[str, float]:
+    """The largest differences from one call, over the largest value."""
+    q, k, v, grad_out = (inputs[name].to(device) for name in INPUTS)
+    out, lse = qa.attention_with_lse(q, k, v, is_causal=True)
+    grads = qa.attention_backward(grad_out, q, k, v, out, lse, is_causal=True)
+    wanted = {"out": out, "lse": lse}
+    wanted |= {f"grad_{n}": grad for n, grad in zip(INPUTS, grads, strict=False)}
+    return {
+        name: ((results[name].to(device) - one).abs().max() / one.abs().max()).item()
+        for name, one in wanted.items()
+    }
+
+
+def predicted(given: argparse.Namespace, backward: bool) -> float:
+    """What the planner says for the head as one call."""
+    return qa.plan(
+        given.tokens, heads=1, head_dim=given.head_dim, is_causal=True, budget=given.budget,
+        device=torch.device(given.device).type, backward=backward,
+    ).predicted_seconds  # fmt: skip
+
+
+def main() -> None:
+    """Print a table; ``--json`` for all figures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=parse_count, default=1 << 24)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--chunks", type=int, default=57, help="tasks of the head")
+    parser.add_argument("--units", type=int, default=12, help="tasks that are run")
+    parser.add_argument("--all", action="store_true", help="run all tasks")
+    parser.add_argument("--check", action="store_true", help="compare with one call; with --all")
+    parser.add_argument("--budget", type=parse_bytes, default=8 << 30, help="of the device")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--workers", type=int, default=2, help="processes on the device")
+    parser.add_argument("--folder", help="for the files")
+    parser.add_argument("--json")
+    given = parser.parse_args()
+    begun = time.perf_counter()
+    threads = 1 if given.device == "cpu" else None
+    crew = Fraction([given.device] * given.workers, given.budget // given.workers, threads)
+    folder = Path(tempfile.mkdtemp(prefix="farm-", dir=given.folder))
+    try:
+        with Farm.of(crew) as farm:
+            found = passes(given, farm, crew, folder)
+    finally:
+        shutil.rmtree(folder)
+    table = {}
+    for name in ("forward", "backward"):
+        found[name]["predicted_for_the_head"] = predicted(given, name == "backward")
+        table[name] = found[name]["all_tasks"]
+        print(
+            f"{name:9} {found[name]['tasks_run']} of {found[name]['tasks']} tasks, "
+            f"{found[name]['task_seconds']:.2f} s each on {given.workers} workers: the head "
+            f"{table[name]:.1f} s (the planner: {found[name]['predicted_for_the_head']:.1f} s for "
+            f"one call), {found[name]['host_anonymous_bytes'] / 2**30:.2f} GiB of host memory a "
+            f"worker, {found[name]['device_used_bytes'] / 2**30:.2f} GiB of the device in use"
+        )
+    both = sum(table.values())
+    said = "measured" if given.all else "extrapolated"
+    print(f"both passes, one device, 1 head: {both:.0f} s ({said}); "
+          f"16 heads on two devices: {8 * both:.0f} s (extrapolated)")  # fmt: skip
+    print(f"the script took {time.perf_counter() - begun:.0f} s")
+    if given.json:
+        where = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        about = {"device": where, "torch": torch.__version__, "tokens": given.tokens,
+                 "budget": given.budget, "workers": given.workers, "chunks": given.chunks,
+                 "head_dim": given.head_dim, "cores": os.cpu_count(),
+                 "date": time.strftime("%Y-%m-%d"), "all": given.all}  # fmt: skip
+        Path(given.json).write_text(json.dumps({"about": about, **found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

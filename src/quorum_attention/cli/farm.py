@@ -1,0 +1,114 @@
+"""``run --ray``: the parts of a call from files are computed on a Ray cluster."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+
+from quorum_attention.cli import options as shared
+from quorum_attention.cli.output import say
+from quorum_attention.mask import Mask
+from quorum_attention.on_disk.call import GRADIENTS, written_as
+from quorum_attention.on_disk.compute import Work
+from quorum_attention.on_disk.parts import Part
+from quorum_attention.on_disk.run import Compute
+from quorum_attention.pool.report import PoolPass
+from quorum_attention.progress import progress_bar
+
+# Options that change no number of a result.
+ASIDE = ("ray", "ray_workers", "ray_gpus", "ray_cpus")
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    found = parser.add_argument_group("on a Ray cluster")
+    found.add_argument(
+        "--ray", metavar="ADDRESS",
+        help="compute on its workers; HOST:PORT, auto (of this machine) or local (a new one); its "
+        "machines must have the files under the same names",
+    )  # fmt: skip
+    found.add_argument(
+        "--ray-workers", type=shared.count_of, metavar="N",
+        help="workers that are wanted (default: as many as the cluster holds)",
+    )  # fmt: skip
+    found.add_argument(
+        "--ray-gpus", type=_amount, metavar="X",
+        help="GPUs of each, 0.5 for two on one (default: 1 if the cluster has any)",
+    )  # fmt: skip
+    found.add_argument("--ray-cpus", type=_amount, metavar="X", default=1.0, help="CPUs of each")
+    found.add_argument(
+        "--chunks", type=shared.count_of, metavar="C",
+        help="tasks of each key/value head: 7, 13, 21, 31, ...; 1: heads stay whole (default: as "
+        "many as keep all workers busy)",
+    )  # fmt: skip
+
+
+def _amount(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < 1e6:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text!r}")
+    return found
+
+
+def check(options: argparse.Namespace) -> None:
+    """Refuse options that go with ``--ray`` only, or not with it.
+
+    Raises:
+        ValueError: says which.
+    """
+    if options.ray is None:
+        for name, usual in (("ray_workers", None), ("ray_gpus", None), ("ray_cpus", 1.0),
+                            ("chunks", None)):  # fmt: skip
+            if getattr(options, name) != usual:
+                raise ValueError(f"--{name.replace('_', '-')} goes with --ray only")
+    elif options.device is not None:
+        raise ValueError("--device does not go with --ray: workers have the devices Ray gives them")
+    elif options.draw:
+        raise ValueError("--draw does not go with --ray")
+
+
+def computing(options: argparse.Namespace) -> Compute:
+    """What computes parts on the cluster that the options name."""
+    from quorum_attention.farm import Farm
+
+    def compute(work: Work, parts: Sequence[Part]) -> Iterator[Part]:
+        call = work.call
+        if isinstance(call.mask, Mask):
+            raise NotImplementedError("a mask of this kind is not taken with --ray")
+        results = dict(written_as(call, work.results))
+        if call.backward:
+            results = {f"grad_{role}": results[name] for role, name in _GRADIENTS.items()}
+        reports: list[PoolPass] = []
+        with (
+            Farm(
+                options.ray, workers=options.ray_workers, num_cpus=options.ray_cpus,
+                num_gpus=options.ray_gpus, budget=options.budget,
+            ) as farm,
+            progress_bar() as bar,
+        ):  # fmt: skip
+            groups = [_heads(part) for part in parts]
+            done = farm.by_heads(
+                call.tensors, results, groups, call.mask, call.is_causal, call.scale,
+                chunks=options.chunks, depth=options.depth, kernel=options.kernel, reports=reports,
+            )  # fmt: skip
+            for count, number in enumerate(done, start=1):
+                yield parts[number]
+                if bar is not None:
+                    bar(count, len(parts), f"parts on {len(farm.workers)} workers")
+        if not options.json:
+            for report in reports:
+                say(str(report))
+
+    return compute
+
+
+def _heads(part: Part) -> set[tuple[int, int]]:
+    return {(entry, head) for entry in range(*part.entries) for head in range(*part.key_heads)}
+
+
+_GRADIENTS = dict(zip(("query", "key", "value"), GRADIENTS, strict=True))
+
+__all__ = ["ASIDE", "add_to", "check", "computing"]

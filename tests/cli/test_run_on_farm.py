@@ -1,0 +1,116 @@
+"""``run --ray`` with a worker in this process: the files are those of an ordinary run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import quorum_attention as qa
+from quorum_attention import farm
+from quorum_attention.cli import main
+from quorum_attention.farm.crew import Alone
+from quorum_attention.pool.messages import Done, Failed
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the command asked a farm for."""
+    found: dict[str, Any] = {}
+
+    def made(address: str, **options: Any) -> farm.Farm:
+        found.update(address=address, **options)
+        return of(found.get("crew") or Alone("cpu"))
+
+    of = farm.Farm.of
+    monkeypatch.setattr(farm, "Farm", made)
+    return found
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    shapes = {"query": (2, 4, 300, 16), "key": (2, 2, 300, 16), "value": (2, 2, 300, 8)}
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    tensors["grad_out"] = torch.randn(2, 4, 300, 8)
+    out, lse = qa.attention_with_lse(
+        tensors["query"], tensors["key"], tensors["value"], is_causal=True, enable_gqa=True
+    )
+    safetensors.torch.save_file(
+        tensors | {"out": out.contiguous(), "lse": lse}, tmp_path / "in.safetensors"
+    )
+    return tmp_path / "in.safetensors"
+
+
+def same(one: Path, other: Path) -> None:
+    a, b = (safetensors.torch.load_file(path) for path in (one, other))
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.allclose(a[name], b[name], atol=1e-5), name
+
+
+@pytest.mark.parametrize("chunks", ["1", "7", ""])
+@pytest.mark.parametrize("more", [["--lse"], ["--backward"], ["--out-dtype", "float64"]])
+def test_as_without(
+    inputs: Path, tmp_path: Path, asked: dict[str, Any], chunks: str, more: list[str]
+) -> None:
+    plain, farmed = tmp_path / "plain.safetensors", tmp_path / "farmed.safetensors"
+    common = [str(inputs), "--causal", *more]
+    assert main(["run", common[0], str(plain), *common[1:]]) == 0
+    wish = ["--chunks", chunks] if chunks else []
+    options = ["--ray", "auto", "--ray-workers", "3", "--budget", "1GiB", "--keep-every", "2"]
+    assert main(["run", common[0], str(farmed), *common[1:], *options, *wish]) == 0
+    same(plain, farmed)
+    assert (asked["address"], asked["workers"], asked["budget"]) == ("auto", 3, 1 << 30)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"in.safetensors", "plain.safetensors", "farmed.safetensors"}
+
+
+class Stopped(Alone):
+    """Breaks after three units."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.units = 0
+
+    def listen(self, workers: Any, seconds: float | None) -> list[tuple[Any, Done | Failed | None]]:
+        self.units += 1
+        if self.units == 4:
+            raise KeyboardInterrupt
+        return super().listen(workers, seconds)
+
+
+def test_a_stopped_run_is_resumed(inputs: Path, tmp_path: Path, asked: dict[str, Any]) -> None:
+    plain, farmed = tmp_path / "plain.safetensors", tmp_path / "farmed.safetensors"
+    assert main(["run", str(inputs), str(plain), "--causal"]) == 0
+    command = ["run", str(inputs), str(farmed), "--causal", "--keep-every", "1", "--chunks", "1"]
+    asked["crew"] = Stopped()
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        raise SystemExit(main([*command, "--ray", "local"]))
+    assert not farmed.exists()
+    crew = asked["crew"] = Stopped()
+    crew.units = 10  # counts from there
+    assert main([*command, "--ray", "local", "--resume"]) == 0
+    assert crew.units == 11, "one of four heads was left"
+    same(plain, farmed)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--ray-workers", "2"], "--ray-workers goes with --ray"),
+        (["--chunks", "7"], "--chunks goes with --ray"),
+        (["--ray", "auto", "--device", "cpu"], "--device does not go with --ray"),
+        (["--ray", "auto", "--ray-gpus", "-1"], "at least 0"),
+    ],
+)
+def test_options_that_do_not_go_together(
+    inputs: Path, tmp_path: Path, options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        raise SystemExit(main(["run", str(inputs), str(tmp_path / "out"), *options]))
+    assert ended.value.code != 0
+    assert said in capsys.readouterr().err
