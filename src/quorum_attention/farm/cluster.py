@@ -316,7 +316,9 @@ class _Actor:
     def kill(self) -> None:
         """End it at once."""
         self.alive = False
-        self._ray.kill(self._actor, no_restart=True)
+        # Where Ray was ended before, its workers were too, and asking would begin another cluster.
+        if self._ray.is_initialized():
+            self._ray.kill(self._actor, no_restart=True)
 
 
 class FarmWorker:
