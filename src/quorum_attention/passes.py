@@ -112,6 +112,9 @@ def run_recorded(tensors: Tensors, request: Request) -> torch.Tensor | None:
         request.dropout is not None or work.sinks or request.mask_grad or request.out is not None
         or request.out_dtype != work.dtype or request.sums or len(work.batch_shape) != 1
         or request.runner is not None
+        # Not asked about in vain: gradients of other dtypes are ours, and so are all on a GPU.
+        or (request.records and work.dtype != torch.float32)
+        or backend_of(request.options.device).own_memory
     )  # fmt: skip
     if other or _is_trivial(tensors):
         return None

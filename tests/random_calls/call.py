@@ -81,11 +81,11 @@ def _perform(case: Case, made: Made, device: torch.device, done: Done) -> None:
         if case.mask_grad:
             forward["attn_mask"] = made.mask.detach().requires_grad_()
     orders = _orders(case, case.orders, made, device, kernel, backward=False)
+    function = _alone if case.without_lse else qa.attention_with_lse
     results = _within_budget(
-        case.orders, case, orders, "forward", done,
-        lambda: qa.attention_with_lse(*three, **forward, **orders),
-    )  # fmt: skip
-    done.results["out"], done.results["lse"] = results
+        case.orders, case, orders, "forward", done, lambda: function(*three, **forward, **orders)
+    )
+    done.results |= dict(zip(("out", "lse"), results, strict=False))
     if out is not None and results[0].data_ptr() != done.targets[0].view.data_ptr():
         done.untaken.append("out")
     if case.route == "forward":
@@ -130,6 +130,10 @@ def _perform(case: Case, made: Made, device: torch.device, done: Done) -> None:
         for index, target_ in enumerate(done.targets[-3:]):
             if grads[index].data_ptr() != target_.view.data_ptr():
                 done.untaken.append(f"grads[{index}]")
+
+
+def _alone(*three: Any, **call: Any) -> tuple[torch.Tensor]:
+    return (qa.attention(*three, **call),)
 
 
 def _handed(tensor: torch.Tensor, layout: str) -> Any:

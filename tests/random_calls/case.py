@@ -106,6 +106,7 @@ class Case:
         mask_grad: whether the gradient of the mask is asked for.
         lse_grad: the size of an upstream gradient of the log-sum-exp; None: there is none.
         dropout: chance of a probability to be dropped; the case's seed is the seed.
+        without_lse: whether ``attention`` is called, which returns the output alone.
     """
 
     seed: int
@@ -141,6 +142,7 @@ class Case:
     mask_grad: bool = False
     lse_grad: float | None = None
     dropout: float = 0.0
+    without_lse: bool = False
 
     @property
     def pairs(self) -> int:
@@ -184,6 +186,7 @@ def simpler(case: Case) -> list[Case]:
         replace(case, **change)
         for change in (
             {"failure": None},
+            {"without_lse": False},
             {"planted": None},
             {"dropout": 0.0},
             {"lse_grad": None},

@@ -209,6 +209,8 @@ class _Drawing:
             # Last, so that a seed's other choices do not depend on it.
             dropout=0.0 if mask_grad or lse_grad else self.dropout(kernel, planted, content, grad),
         )
+        if route != "pair" and lse_grad is None:
+            found = replace(found, without_lse=self.sometimes(0.5))
         return found if self.kind is None else of_kind(found, self.kind)
 
     def sizes(self, n_queries: int, n_keys: int) -> tuple[tuple[int, ...], int, int]:
