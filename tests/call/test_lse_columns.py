@@ -67,19 +67,6 @@ def test_one_much_larger_or_smaller_than_the_outputs(dtype: torch.dtype, size: f
             assert_close(mine, exact, GRADIENT_TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("kernel", ["cpu", "dense"])
-def test_a_small_gradient_of_the_output_beside_it(kernel: str) -> None:
-    """fp16 inputs, an fp32 result: its gradient is divided so that fp16 holds it."""
-    given = inputs(36, dtype=torch.float16)
-    given.grad_out = 1e-6 * given.grad_out.float()
-    leaves = [t.clone().requires_grad_() for t in given.three]
-    results = qa.attention_with_lse(*leaves, kernel=kernel, out_dtype=torch.float32)
-    value = torch.autograd.grad(results, leaves, (given.grad_out, upstream_of(given)))[2]
-    exact = wanted(given, torch.zeros_like(results[1]))[2]
-    # Half a number of fp16, and little more.
-    assert float((value.double() - exact).abs().max()) < 5e-8
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_log_sum_exp_alone(dtype: torch.dtype) -> None:
     """Nothing arrives at the output: values get 0."""
@@ -175,9 +162,9 @@ def test_a_budget_counts_the_columns(dtype: torch.dtype) -> None:
 
 
 def test_rows_stay_at_whole_words() -> None:
-    """On a GPU, rows of 16 bytes; on a CPU no more columns than hold the digits."""
+    """On a GPU, rows of 16 bytes; on a CPU no more columns than hold digits (fp16: and a norm)."""
     for dtype, here, there in (
-        (torch.float64, 1, 2), (torch.float32, 1, 4), (torch.float16, 3, 8),
+        (torch.float64, 1, 2), (torch.float32, 1, 4), (torch.float16, 4, 8), (torch.bfloat16, 3, 8),
     ):  # fmt: skip
         work = Workload((1,), 1, 1, 8, 8, 8, 8, dtype, False)
         assert column_count(work, BACKENDS["cpu"]) == here
@@ -235,3 +222,18 @@ def test_rows_without_a_gradient_do_not_scale_the_others_down() -> None:
     for mine, exact in zip(found, wanted(given, grad_lse, out_too=False)[:2], strict=True):
         # Some of these gradients are among fp16's smallest numbers.
         assert float((mine.double() - exact).abs().max()) <= 4 * 2.0**-24
+
+
+@pytest.mark.parametrize("size", [1e-4, 1.0, 100.0])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_native_kernel_in_fp16(size: float, depth: int) -> None:
+    """It scales by the norms of values and upstream gradients, however small they are."""
+    given = inputs(14, dtype=torch.float16)
+    given.value.mul_(size)
+    given.grad_out.mul_(1e-3)
+    grad_lse = upstream_of(given)
+    leaves = [t.clone().requires_grad_() for t in given.three]
+    results = qa.attention_with_lse(*leaves, depth=depth, kernel="native")
+    found = torch.autograd.grad(results, leaves, (given.grad_out, grad_lse))
+    for mine, exact in zip(found[:2], wanted(given, grad_lse)[:2], strict=True):
+        assert float((mine.double() - exact).abs().max()) < 1e-2 * float(exact.abs().max())

@@ -390,3 +390,39 @@ def test_forward_mode_and_transformations_are_refused(device: str) -> None:
         dual = torch.autograd.forward_ad.make_dual(q, q)
         with pytest.raises((NotImplementedError, RuntimeError)):
             qa.native_attention(dual, q, q)
+
+
+@pytest.mark.parametrize("size", [1e-4, 1.0])
+def test_a_gradient_of_the_lse_alone_in_fp16(device: str, size: float) -> None:
+    """What fp16 is scaled by follows from it too, not from the norms of the others alone."""
+    g = torch.Generator().manual_seed(1)
+    given = [torch.randn(1, 2, 20, 16, generator=g) for _ in range(3)]
+    given[2] *= size
+    leaves = [t.half().to(device).requires_grad_() for t in given]
+    right = [t.detach().cpu().double().requires_grad_() for t in leaves]
+    _, lse = qa.native_attention(*leaves)
+    grad_lse = torch.randn(lse.shape, generator=g)
+    lse.backward(grad_lse.to(device))
+    (right[0] @ right[1].mT * 0.25).logsumexp(-1).backward(grad_lse.double())
+    for mine, theirs in zip(leaves[:2], right[:2], strict=True):
+        assert relative(mine.grad, theirs.grad) < 5e-3
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_row_that_is_not_finite_leaves_the_others_their_gradients(
+    device: str, bad: float
+) -> None:
+    g = torch.Generator().manual_seed(2)
+    given = [torch.randn(1, 2, 20, 16, generator=g).half() for _ in range(3)]
+    grad = torch.randn(1, 2, 20, 16, generator=g).half()
+    grad[0, 1, 7] = bad
+    leaves = [t.to(device).requires_grad_() for t in given]
+    qa.native_attention(*leaves)[0].backward(grad.to(device))
+    right = [t.detach().double().requires_grad_() for t in given]
+    clean = grad.double().nan_to_num(0.0, 0.0, 0.0)
+    ((right[0] @ right[1].mT * 0.25).softmax(-1) @ right[2]).backward(clean)
+    rows = torch.ones(1, 2, 20, dtype=torch.bool)
+    rows[0, 1, 7] = False
+    found = leaves[0].grad.cpu()
+    assert relative(found[rows], right[0].grad[rows]) < 5e-3
+    assert not found[~rows].isfinite().any()

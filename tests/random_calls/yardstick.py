@@ -129,6 +129,9 @@ def _others(case: Case, made: Made, number: int) -> Iterator[Results]:
             yield _itself(case, made)
     if number != 0:
         yield _torch(case, made, fused=True)
+        if made.query.is_cuda:
+            # The same operator: what it rounds, how small its scale may be.
+            yield _torch(case, made, fused=True, by=[SDPBackend.EFFICIENT_ATTENTION])
         divided = _divided(made) if case.dtype == "float16" and case.route != "forward" else 0
         if divided > 0:
             yield _torch(case, made, fused=True, divided=divided)

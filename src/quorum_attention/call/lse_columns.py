@@ -11,8 +11,9 @@ power of two; where rows have 16 bits, three columns hold the digits of p.
 
 A scaled backward (fp16) takes the product of the norms of value and upstream gradient for a bound
 of dP. So that this is one of g as well, and no larger than it has to be, f times the largest norm
-of the value is about g there, and p as large as that norm; in fp16 without such a scaling p is as
-large as it can be.
+of the value is about g there, and p as large as that norm. Where values are small, f is g; then a
+column of 1 in the value, which the upstream gradient does not see, makes the norm 1 (a kernel that
+scales by the norms alone, as the native one does, would overflow).
 """
 
 from __future__ import annotations
@@ -27,17 +28,14 @@ from quorum_attention.call.request import Request, Tensors
 from quorum_attention.execution.device.backend import Backend
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.residency import Residency
-from quorum_attention.execution.scaling import scales
 from quorum_attention.execution.workload import Workload
-from quorum_attention.kernels.registry import get_kernel
-
-# The largest p in fp16, about.
-_LARGEST = 2.0**14
 
 
 def column_count(work: Workload, backend: Backend) -> int:
-    """How many columns are added: those that hold digits, and more of 0 for whole words."""
+    """How many columns are added: those that hold digits, in fp16 one for the norm, and more of 0
+    for whole words."""
     digits = 3 if work.element_bytes == 2 else 1
+    digits += work.dtype == torch.float16
     return max(digits, backend.word_bytes // work.element_bytes)
 
 
@@ -86,14 +84,14 @@ def with_columns(
     # Nothing flows into a row without keys.
     lse = given.lse.to(given.grad_lse.device)
     gradient = given.grad_lse.to(work.state_dtype).masked_fill(lse == -torch.inf, 0.0)
-    norms: torch.Tensor | float = 1.0
-    if work.dtype == torch.float16:
-        norms = _norms(tensors.value, work).to(gradient.device) if _scaled(request) else _LARGEST
+    norms = _norms(tensors.value, work).to(gradient.device) if work.dtype == torch.float16 else 1.0
     factor = _factor(gradient / norms, given.grad_out.dtype, work.dtype)
     grad_out, out = _wider(given.grad_out, wide.value_dim), given.out
     # Parts are rounded as kernels get them; a narrower output would round them more.
     out = _wider(out, wide.value_dim, torch.promote_types(out.dtype, work.dtype))
     digits = 3 if work.element_bytes == 2 else 1
+    if work.dtype == torch.float16:
+        value[..., work.value_dim + digits] = 1.0
     left = gradient.div(factor).neg_()
     for column in range(work.value_dim, work.value_dim + digits):
         part = left.to(work.dtype)
@@ -123,18 +121,11 @@ def without_columns(
     return tuple(found)
 
 
-def _scaled(request: Request) -> bool:
-    """Whether the backward may be a scaled one. In others the norm bounds nothing, and a large f
-    would only take digits from the rest of its row."""
-    kernel = request.options.kernel
-    return kernel == "auto" or scales(get_kernel(kernel), request.work)
-
-
 def _norms(value: torch.Tensor, work: Workload) -> torch.Tensor:
     """The largest norm of a row of values for each query head, (*batch, heads, 1), from 1 to
-    _LARGEST; rows that are not finite do not count."""
+    2**14; rows that are not finite do not count."""
     rows = torch.linalg.vector_norm(value, dim=-1, dtype=torch.float32)
-    largest = rows.nan_to_num_(0.0, posinf=0.0).amax(dim=-1, keepdim=True).clamp_(1.0, _LARGEST)
+    largest = rows.nan_to_num_(0.0, posinf=0.0).amax(dim=-1, keepdim=True).clamp_(1.0, 2.0**14)
     found: torch.Tensor = largest.repeat_interleave(work.queries_per_key_head, dim=-2)
     return found
 

@@ -35,6 +35,9 @@ from quorum_attention.kernels.protocol import (
 )
 from quorum_attention.kernels.traits import Traits
 
+# On a GPU each tensor takes whole units of 512 bytes: what that may add to those of a backward.
+_UNITS = 16 * 512
+
 
 class DenseKernel:
     """Materialised attention of a whole task, on any device, for any floating dtype.
@@ -72,7 +75,8 @@ class DenseKernel:
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time; quadratic in tokens."""
-        return _pair_bytes(call, extent, 2) + 2 * _row_bytes(call, extent)
+        found = _pair_bytes(call, extent, 2) + 2 * _row_bytes(call, extent)
+        return found + (_UNITS if call.device_type == "cuda" else 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,15 @@ def norm_kernel(
     at = value + b * v_b + h * v_h + rows.to(tl.int64)[:, None] * v_n + dv[None, :]
     live = (rows < n_rows)[:, None] & (dv < VALUE_DIM)[None, :]
     v = tl.load(at, mask=live, other=0.0).to(tl.float32)
-    tl.atomic_max(norms + lane, tl.max(tl.sum(v * v, 1), 0))
+    tl.atomic_max(norms + lane, _largest(v))
+
+
+@triton.jit
+def _largest(rows):
+    """The largest squared norm of the rows that are finite: others are so however they are scaled,
+    and would scale the rest to 0. (The comparison is false for NaN, too.)"""
+    squares = tl.sum(rows * rows, 1)
+    return tl.max(tl.where(squares < float("inf"), squares, 0.0), 0)
 
 
 @triton.jit(do_not_specialize=["norms", "heads", "group", "n_rows"])
@@ -65,7 +73,10 @@ def delta_kernel(
     NORMS: tl.constexpr,
     GRAD_LSE: tl.constexpr,
 ):
-    """Delta (b, h, n) = rowsum(grad_out * out) - grad_lse, and the norms (b, hk) of grad_out."""
+    """Delta (b, h, n) = rowsum(grad_out * out) - grad_lse, and the norms (b, hk) of grad_out.
+
+    With a grad_lse the norms are made a bound of it as well: that of the value at least 1.
+    """
     n_blocks = tl.cdiv(n_rows, BLOCK)
     program = tl.program_id(0)
     lane = program // n_blocks
@@ -82,10 +93,18 @@ def delta_kernel(
     o = tl.load(out + b * o_b + h * o_h + wide[:, None] * o_n + dv[None, :], mask=cells, other=0.0)
     found = tl.sum(g * o.to(tl.float32), 1)
     if GRAD_LSE:
-        found -= tl.load(grad_lse + b * gl_b + h * gl_h + wide * gl_n, mask=live, other=0.0)
+        beside = tl.load(grad_lse + b * gl_b + h * gl_h + wide * gl_n, mask=live, other=0.0)
+        found -= beside
     tl.store(delta + lane.to(tl.int64) * n_rows + wide, found, mask=live)
     if NORMS:
-        tl.atomic_max(norms + lane // group, tl.max(tl.sum(g * g, 1), 0))
+        largest = _largest(g)
+        if GRAD_LSE:
+            squares = beside * beside
+            own = tl.max(tl.where(squares < float("inf"), squares, 0.0), 0)
+            largest = 2.0 * (largest + own)
+            key_lanes = tl.num_programs(0) // n_blocks // group
+            tl.atomic_max(norms + key_lanes + lane // group, 1.0)
+        tl.atomic_max(norms + lane // group, largest)
 
 
 @triton.jit
