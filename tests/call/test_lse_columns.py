@@ -222,18 +222,3 @@ def test_rows_without_a_gradient_do_not_scale_the_others_down() -> None:
     for mine, exact in zip(found, wanted(given, grad_lse, out_too=False)[:2], strict=True):
         # Some of these gradients are among fp16's smallest numbers.
         assert float((mine.double() - exact).abs().max()) <= 4 * 2.0**-24
-
-
-@pytest.mark.parametrize("size", [1e-4, 1.0, 100.0])
-@pytest.mark.parametrize("depth", [0, 1])
-def test_the_native_kernel_in_fp16(size: float, depth: int) -> None:
-    """It scales by the norms of values and upstream gradients, however small they are."""
-    given = inputs(14, dtype=torch.float16)
-    given.value.mul_(size)
-    given.grad_out.mul_(1e-3)
-    grad_lse = upstream_of(given)
-    leaves = [t.clone().requires_grad_() for t in given.three]
-    results = qa.attention_with_lse(*leaves, depth=depth, kernel="native")
-    found = torch.autograd.grad(results, leaves, (given.grad_out, grad_lse))
-    for mine, exact in zip(found[:2], wanted(given, grad_lse)[:2], strict=True):
-        assert float((mine.double() - exact).abs().max()) < 1e-2 * float(exact.abs().max())

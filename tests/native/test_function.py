@@ -426,3 +426,21 @@ def test_a_row_that_is_not_finite_leaves_the_others_their_gradients(
     found = leaves[0].grad.cpu()
     assert relative(found[rows], right[0].grad[rows]) < 5e-3
     assert not found[~rows].isfinite().any()
+
+
+@pytest.mark.parametrize("size", [1e-4, 1.0, 100.0])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_gradient_of_the_lse_by_columns_in_fp16(device: str, size: float, depth: int) -> None:
+    """A call of ``attention``: however small values and upstream gradients are."""
+    g = torch.Generator().manual_seed(3)
+    q, k, v, grad = (torch.randn(1, 2, 14, 8, generator=g) for _ in range(4))
+    leaves = [t.half().to(device).requires_grad_() for t in (q, k, size * v)]
+    results = qa.attention_with_lse(*leaves, depth=depth, kernel="native")
+    grad, grad_lse = (1e-3 * grad).half(), torch.randn(1, 2, 14, generator=g)
+    found = torch.autograd.grad(results, leaves, (grad.to(device), grad_lse.to(device)))
+    right = [t.detach().cpu().double().requires_grad_() for t in leaves]
+    scores = right[0] @ right[1].mT * 8**-0.5
+    results = (scores.softmax(-1) @ right[2], scores.logsumexp(-1))
+    wanted = torch.autograd.grad(results, right, (grad.double(), grad_lse.double()))
+    for mine, theirs in zip(found[:2], wanted[:2], strict=True):
+        assert relative(mine, theirs) < 5e-3
