@@ -81,7 +81,7 @@ def _perform(case: Case, made: Made, device: torch.device, done: Done) -> None:
         if case.mask_grad:
             forward["attn_mask"] = made.mask.detach().requires_grad_()
     orders = _orders(case, case.orders, made, device, kernel, backward=False)
-    function = _alone if case.without_lse else qa.attention_with_lse
+    function = _alone if case.without_lse and case.route != "pair" else qa.attention_with_lse
     results = _within_budget(
         case.orders, case, orders, "forward", done, lambda: function(*three, **forward, **orders)
     )

@@ -97,7 +97,7 @@ def calls(kernel: str, count: int = 12, **change: Any) -> list[Verdict]:
             route="pair", is_causal=True, scale=scale,
             orders=Orders("plan", levels=(3,), tile=8), backward_orders=None,
             dtype="float32", grad_dtype=None, results=type(case.results)(),
-            looked_after=False, measured=False, mask_grad=False, lse_grad=None,
+            looked_after=False, measured=False, mask_grad=False, lse_grad=None, without_lse=False,
         )  # fmt: skip
         case = replace(case, **change)
         if not case.grad.startswith("wide"):
