@@ -38,7 +38,11 @@ RESULTS = ("out", "grad_query", "grad_key", "grad_value")
 
 
 class EnoughError(Exception):
-    """As many tasks as were wanted are done."""
+    """As many tasks as were wanted are done; others may end."""
+
+
+class EndError(BaseException):
+    """As many tasks as were wanted are done in the last pass; workers are ended at once."""
 
 
 class Fraction(Processes):
@@ -46,12 +50,13 @@ class Fraction(Processes):
 
     units: int | None = None
     done = 0
+    last = False
 
     def listen(self, workers: Sequence[Any], seconds: float | None) -> Any:
-        """What workers say next, until it is enough; they may end what they are at."""
+        """What workers say next, until it is enough."""
         if self.units is not None and self.done >= self.units:
             self.units = None
-            raise EnoughError
+            raise EndError if self.last else EnoughError
         heard = super().listen(workers, seconds)
         self.done += len(heard)
         return heard
@@ -77,8 +82,10 @@ class Watch:
     def _look(self) -> None:
         while not self._over.wait(0.1):
             for pid in self._pids:
-                # Raises if the worker has died, which ends the watch and is printed.
-                lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+                try:
+                    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+                except FileNotFoundError:
+                    continue  # it was ended
                 found = [int(line.split()[1]) << 10 for line in lines if "RssAnon" in line]
                 self.host[pid] = max([self.host[pid], *found])
             if self._device.type == "cuda":
@@ -119,8 +126,9 @@ def passes(given: argparse.Namespace, farm: Farm, crew: Fraction, folder: Path) 
     q, k, v, grad_out = (inputs[name] for name in INPUTS)
     of_forward = results if given.all else inputs
     found = {}
-    for name in ("forward", "backward"):
+    for name in given.passes:
         report = PoolReport()
+        crew.last = name == given.passes[-1]
         options: Any = {"is_causal": True, "chunks": given.chunks, "report": report}
         crew.done, crew.units = 0, None if given.all else given.units
         pids = [worker.process.pid for worker in crew._workers]
@@ -135,7 +143,7 @@ def passes(given: argparse.Namespace, farm: Farm, crew: Fraction, folder: Path) 
                         grad_out, q, k, v, of_forward["out"], of_forward["lse"],
                         grads=tuple(results[f"grad_{n}"] for n in INPUTS[:3]), **options,
                     )  # fmt: skip
-            except EnoughError:
+            except (EnoughError, EndError):
                 pass
         done = getattr(report, name)
         found[name] = {
@@ -201,6 +209,7 @@ def main() -> None:
     parser.add_argument("--budget", type=parse_bytes, default=8 << 30, help="of the device")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--workers", type=int, default=2, help="processes on the device")
+    parser.add_argument("--passes", nargs="+", default=["forward", "backward"])
     parser.add_argument("--folder", help="for the files")
     parser.add_argument("--json")
     given = parser.parse_args()
@@ -214,7 +223,7 @@ def main() -> None:
     finally:
         shutil.rmtree(folder)
     table = {}
-    for name in ("forward", "backward"):
+    for name in given.passes:
         found[name]["predicted_for_the_head"] = predicted(given, name == "backward")
         table[name] = found[name]["all_tasks"]
         print(
@@ -226,7 +235,7 @@ def main() -> None:
         )
     both = sum(table.values())
     said = "measured" if given.all else "extrapolated"
-    print(f"both passes, one device, 1 head: {both:.0f} s ({said}); "
+    print(f"{' and '.join(table)}, one device, 1 head: {both:.0f} s ({said}); "
           f"16 heads on two devices: {8 * both:.0f} s (extrapolated)")  # fmt: skip
     print(f"the script took {time.perf_counter() - begun:.0f} s")
     if given.json:

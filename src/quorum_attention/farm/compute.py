@@ -13,7 +13,15 @@ from quorum_attention.api import attention_backward, attention_with_lse
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.execution.device.lookup import backend_of, on_host
 from quorum_attention.execution.report import Report
-from quorum_attention.farm.data import Back, Piece, Reader, read_state, write_rows, write_state
+from quorum_attention.farm.data import (
+    Back,
+    Piece,
+    Reader,
+    moved,
+    read_state,
+    write_rows,
+    write_state,
+)
 from quorum_attention.farm.ledger import Fold
 from quorum_attention.farm.messages import Begin
 from quorum_attention.farm.units import Joint, Unit
@@ -107,7 +115,7 @@ class _Work:
         state = self._begin.state
         for number, chunk in enumerate(chunks):
             rows = self._cut.queries(chunk)
-            query = self._read("query", rows).to(self._place)
+            query = moved(self._read("query", rows), self._place)
             shape = (1, self._heads.length, rows.length, value.shape[3])
             out = torch.zeros(shape, dtype=state, device=self._place)
             lse = torch.full(shape[:3], -torch.inf, dtype=state, device=self._place)
@@ -129,7 +137,7 @@ class _Work:
         for number, chunk in enumerate(chunks):
             rows = self._cut.queries(chunk)
             names = ("grad_out", "query", "out", "lse")
-            upstream, query, out, lse = (self._read(n, rows).to(self._place) for n in names)
+            upstream, query, out, lse = (moved(self._read(n, rows), self._place) for n in names)
             query_grads.append(torch.zeros_like(query, dtype=state))
             if not rows.length:
                 continue
@@ -189,7 +197,7 @@ class _Work:
             elif self._of._budget is not None:
                 self._left = free - taken
         key, value = (
-            torch.cat([self._read(name, at).to(self._place) for at in keys], 2)
+            torch.cat([moved(self._read(name, at), self._place) for at in keys], 2)
             for name in ("key", "value")
         )
         return key, value, starts
@@ -286,12 +294,12 @@ class _Work:
                 write_rows(results["lse"], entry, self._heads, rows, made[1])
 
     def _take(self, mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:
-        moved = [t.to(self._place) for t in theirs]
+        parts = [moved(t, self._place) for t in theirs]
         if self._begin.backward:
-            for target, part in zip(mine, moved, strict=True):
+            for target, part in zip(mine, parts, strict=True):
                 add_(target, part)
         else:
-            merge_(mine[0], mine[1], moved[0], moved[1])
+            merge_(mine[0], mine[1], parts[0], parts[1])
 
 
 _QKV = ("query", "key", "value")

@@ -5,16 +5,22 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from quorum_attention.decomposition.intervals import Interval
+from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.pool.shared import InFile
 
-_MOST_BYTES = 1 << 30  # of one write: the system takes 2 GiB less a page
+# Of one write; the system takes 2 GiB less a page. Large tensors are written by several threads,
+# because one thread fills fresh pages of a file at a fraction of what memory takes.
+_PIECE_BYTES = 16 << 20
+_WRITERS = 4
 
 
 class Stored(Protocol):
@@ -89,10 +95,39 @@ def write_rows(
 def _write(handle: int, tensor: torch.Tensor, at: int) -> None:
     if not tensor.numel():
         return
-    raw: Any = memoryview(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
+    host = moved(tensor, torch.device("cpu")).contiguous().flatten().view(torch.uint8)
+    raw: Any = memoryview(host.numpy())  # type: ignore[arg-type]
+    if len(raw) <= _PIECE_BYTES:
+        _write_bytes(handle, raw, at)
+        return
+    starts = range(0, len(raw), _PIECE_BYTES)
+    with ThreadPoolExecutor(_WRITERS) as threads:
+        pieces = (raw[start : start + _PIECE_BYTES] for start in starts)
+        places = (at + start for start in starts)
+        for _ in threads.map(partial(_write_bytes, handle), pieces, places):
+            pass
+
+
+def _write_bytes(handle: int, raw: Any, at: int) -> None:
     while raw:
-        count = os.pwrite(handle, raw[:_MOST_BYTES], at)
+        count = os.pwrite(handle, raw, at)
         raw, at = raw[count:], at + count
+
+
+def moved(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
+    """A tensor on a device, or in host memory.
+
+    Between a GPU and the host through page-locked memory: torch fills it from a mapped file with
+    all its threads, keeps it for the next one, and copies several times as fast from and to it.
+    """
+    if tensor.device == place or tensor.numel() == 0:
+        return tensor.to(place)
+    if on_host(tensor.device):
+        return tensor.pin_memory().to(place, non_blocking=True)
+    if on_host(place):
+        locked = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return locked.copy_(tensor)
+    return tensor.to(place)
 
 
 def write_state(path: str, tensors: Sequence[torch.Tensor]) -> None:
@@ -143,4 +178,14 @@ class Back:
     pieces: list[Piece] = field(default_factory=list)
 
 
-__all__ = ["Back", "Piece", "Reader", "Source", "Stored", "read_state", "write_rows", "write_state"]
+__all__ = [
+    "Back",
+    "Piece",
+    "Reader",
+    "Source",
+    "Stored",
+    "moved",
+    "read_state",
+    "write_rows",
+    "write_state",
+]

@@ -1,0 +1,45 @@
+"""Rows and states in files, also of many pieces, written by several threads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quorum_attention.decomposition.intervals import Interval
+from quorum_attention.farm import data
+from quorum_attention.farm.data import Reader, read_state, write_rows, write_state
+from quorum_attention.pool.shared import InFile
+
+
+@pytest.mark.parametrize("piece", [100, 1 << 20])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_what_is_written_is_read(
+    piece: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "_PIECE_BYTES", piece)
+    whole = torch.randn(2, 3, 50, 7).to(dtype)
+    path = tmp_path / "rows"
+    path.write_bytes(bytes(24 + whole.nbytes))
+    target = InFile(str(path), 24, tuple(whole.shape), whole.stride(), dtype, True)
+    for entry in range(2):
+        for heads in (Interval(0, 1), Interval(1, 3)):
+            for rows in (Interval(0, 13), Interval(13, 50)):
+                part = whole[entry : entry + 1, slice(*heads), slice(*rows)]
+                write_rows(target, entry, heads, rows, part)
+    got = Reader(target)
+    assert torch.equal(got(1, Interval(0, 3), Interval(4, 50)), whole[1:, :, 4:])
+    assert torch.equal(got(0, Interval(2, 3), Interval(0, 50)), whole[:1, 2:])
+    state = (whole[:, :, ::2], torch.randn(2, 3, 50))
+    write_state(str(tmp_path / "state"), state)
+    for one, other in zip(read_state(str(tmp_path / "state"), state), state, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_state_is_never_written_over(tmp_path: Path) -> None:
+    write_state(str(tmp_path / "state"), [torch.ones(3)])
+    with pytest.raises(FileExistsError):
+        write_state(str(tmp_path / "state"), [torch.zeros(3)])
+    (one,) = read_state(str(tmp_path / "state"), [torch.empty(3)])
+    assert torch.equal(one, torch.ones(3))
