@@ -41,6 +41,8 @@ ELSEWHERE = {
     "native/test_dropout.py": ("kernels/native/dropout_triton.py",),
     "native/test_function.py": ("kernels/native/options.py",),
     "native/test_runs.py": ("kernels/native/bits.py",),
+    # It takes two devices.
+    "gpu/test_cuda_pool.py": ("execution/device/handed.py",),
     # Random masks in every route, against float64.
     "test_mask.py": (
         "call/masks.py", "kernels/masked/calls.py", "kernels/masked/choice.py",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import quorum_attention
-from quorum_attention.execution.device.lookup import on_host
+from quorum_attention.execution.device.lookup import backend_of, on_host
 from quorum_attention.execution.report import Report
 from quorum_attention.files import Wanted
 from quorum_attention.on_disk.call import FileCall
@@ -54,7 +54,7 @@ def header_of(
     """
     device = call.written.devices
     assert isinstance(device, torch.device)
-    named = str(device) if on_host(device) else torch.cuda.get_device_name(device)
+    named = str(device) if on_host(device) else backend_of(device).model(device)
     described = {
         "quorum-attention's version": quorum_attention.__version__,
         "torch's version": torch.__version__,

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from quorum_attention.execution.device.handed import Handed
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.pool.messages import Begin, Compute
-from quorum_attention.pool.shared import Handle, OnDevice, Shared
+from quorum_attention.pool.shared import Handle, Shared
 from quorum_attention.pool.workers import Worker
 
 
@@ -24,7 +25,7 @@ class Hired:
 
     def __init__(self, worker: Worker, budget: int | None) -> None:
         self._worker, self._budget = worker, budget
-        self._given: list[OnDevice] = []
+        self._given: list[Handed] = []
 
     @property
     def alive(self) -> bool:
@@ -63,7 +64,7 @@ class Hired:
             return handle
         if on_host(handle.device):
             return Shared.made(handle).handle
-        made = OnDevice.of(handle)
+        made = Handed.of(handle)
         self._given.append(made)
         return made
 

@@ -7,13 +7,13 @@ import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 import torch.multiprocessing
 
 from quorum_attention.call.mapped import Mappings
+from quorum_attention.execution.device.handed import Handed
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.execution.device.page_locks import ask_for_huge_pages
 
@@ -52,58 +52,7 @@ class InFile:
         return flat.as_strided(self.shape, self.strides)
 
 
-@dataclass(frozen=True, slots=True)
-class OnDevice:
-    """A tensor in the memory of a CUDA device, for one other process.
-
-    torch's own way of sending such a tensor never learns that the other process was killed, and
-    then keeps its memory; this one can be told (``release``).
-
-    Attributes:
-        storage: what torch says of the memory: device, handle, size, offset, reference counter,
-            event.
-        offset, shape, strides: in elements.
-        dtype: of the tensor.
-    """
-
-    storage: tuple[Any, ...]
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> OnDevice:
-        """For one other process, which has to open it or be ``release``d from it.
-
-        Raises:
-            RuntimeError: the allocator's memory cannot be handed over.
-        """
-        try:
-            storage = tensor.untyped_storage()._share_cuda_()
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"a tensor on {tensor.device} could not be handed over to another process "
-                f"({error}): memory of expandable segments (PYTORCH_CUDA_ALLOC_CONF), of graphs, "
-                "or of yet another process cannot; give tensors in host memory"
-            ) from error
-        shape, strides = tuple(tensor.shape), tensor.stride()
-        return cls(tuple(storage), int(tensor.storage_offset()), shape, strides, tensor.dtype)
-
-    def open(self) -> torch.Tensor:
-        """The tensor, in the process that received it."""
-        torch.cuda.init()
-        storage = torch.UntypedStorage._new_shared_cuda(*self.storage)
-        made = torch.empty(0, dtype=self.dtype, device=storage.device)
-        made.set_(storage, self.offset, self.shape, self.strides)
-        return made
-
-    def release(self) -> None:
-        """Count it as given back: the process that has it is gone."""
-        torch.UntypedStorage._release_ipc_counter_cuda(*self.storage[4:6])
-
-
-Handle = torch.Tensor | InFile | OnDevice
+Handle = torch.Tensor | InFile | Handed
 
 
 @dataclass(slots=True)
@@ -255,4 +204,4 @@ def in_file(tensor: torch.Tensor, mappings: Mappings, written: bool) -> InFile |
     return InFile(path, offset, tuple(tensor.shape), tensor.stride(), tensor.dtype, written)
 
 
-__all__ = ["Handle", "InFile", "OnDevice", "Shared", "in_file", "made_for", "opened", "room"]
+__all__ = ["Handle", "InFile", "Shared", "in_file", "made_for", "opened", "room"]

@@ -17,6 +17,7 @@ from quorum_attention.call.gradients import given_of
 from quorum_attention.call.options import Written
 from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.errors import BudgetError, OutOfMemoryError
+from quorum_attention.execution.device.handed import Handed
 from quorum_attention.execution.device.lookup import backend_of, on_host
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.dropout import Dropout
@@ -27,7 +28,7 @@ from quorum_attention.pool.masked import masked
 from quorum_attention.pool.messages import Begin, Compute, Done, End, Failed, Ready
 from quorum_attention.pool.openings import Openings
 from quorum_attention.pool.parts import Part
-from quorum_attention.pool.shared import InFile, OnDevice, opened
+from quorum_attention.pool.shared import InFile, opened
 from quorum_attention.pool.touched import Touching
 
 # How often a worker without work looks whether the pool's process has freed memory; and after how
@@ -137,7 +138,7 @@ class _Pass:
     def end(self) -> None:
         """The pass is over. What was never opened is given back all the same."""
         for handle in () if self._tensors else self._handles.values():
-            if isinstance(handle, OnDevice):
+            if isinstance(handle, Handed):
                 handle.release()
 
     @property
