@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -10,9 +11,12 @@ import torch
 
 from quorum_attention.execution.device.handed import Handed
 from quorum_attention.execution.device.lookup import on_host
-from quorum_attention.pool.messages import Begin, Compute
+from quorum_attention.pool.messages import Begin, Compute, End, Ended
 from quorum_attention.pool.shared import Handle, Shared
 from quorum_attention.pool.workers import Worker
+
+# A worker that has not let go of a pass's tensors after so long is given up.
+_CONFIRM_SECONDS = 10.0
 
 
 class Hired:
@@ -43,13 +47,29 @@ class Hired:
         return self._worker.pipe
 
     def send(self, message: object) -> bool:
-        """Send a message; False if the worker is gone."""
+        """Send a message; False if the worker is gone. After the last one of a pass no memory of a
+        device that this worker was given counts as taken: it has let go of it, or is ended."""
+        if isinstance(message, End) and self._given:
+            return self._end(message)
         if isinstance(message, Begin):
             tensors = {name: self._given_to(one) for name, one in message.tensors.items()}
             message = replace(message, tensors=tensors, budget=self._budget)
         elif isinstance(message, Compute) and message.sums is not None:
             message = replace(message, sums=tuple(self._given_to(one) for one in message.sums))
         return self._worker.send(message)
+
+    def _end(self, message: End) -> bool:
+        limit = time.monotonic() + _CONFIRM_SECONDS
+        try:
+            if self._worker.send(replace(message, confirm=True)):
+                while self.pipe.poll(max(0.0, limit - time.monotonic())):
+                    if self.pipe.recv() == Ended(message.number):
+                        self._given.clear()
+                        return True
+        except (EOFError, OSError):
+            pass  # it was killed before it had let go
+        self.kill()
+        return False
 
     def kill(self) -> None:
         """End it at once. What it had of devices' memory counts as given back."""

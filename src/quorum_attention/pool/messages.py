@@ -47,7 +47,15 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """A pass is over: let go of its tensors."""
+    """A pass is over: let go of its tensors, and say so if ``confirm``."""
+
+    number: int
+    confirm: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A worker has let go of a pass's tensors."""
 
     number: int
 

@@ -25,7 +25,7 @@ from quorum_attention.mask import Mask
 from quorum_attention.passes import run_backward, run_forward
 from quorum_attention.pool.local import Local
 from quorum_attention.pool.masked import masked
-from quorum_attention.pool.messages import Begin, Compute, Done, End, Failed, Ready
+from quorum_attention.pool.messages import Begin, Compute, Done, End, Ended, Failed, Ready
 from quorum_attention.pool.openings import Openings
 from quorum_attention.pool.parts import Part
 from quorum_attention.pool.shared import InFile, opened
@@ -67,11 +67,18 @@ def _obey(place: torch.device, pipe: Connection) -> None:
             passes[message.number] = _Pass(message, place, openings)
         elif isinstance(message, End):
             passes.pop(message.number).end()
-        else:
-            try:
-                pipe.send(answer(passes[message.number], message))
-            except BrokenPipeError:
+            if message.confirm and not _sent(pipe, Ended(message.number)):
                 return
+        elif not _sent(pipe, answer(passes[message.number], message)):
+            return
+
+
+def _sent(pipe: Connection, message: object) -> bool:
+    try:
+        pipe.send(message)
+    except BrokenPipeError:
+        return False
+    return True
 
 
 def _wait(place: torch.device, pipe: Connection, openings: Openings) -> None:
