@@ -25,7 +25,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     found.add_argument(
         "--ray", metavar="ADDRESS",
         help="compute on its workers; HOST:PORT, auto (of this machine) or local (a new one); its "
-        "machines must have the files under the same names",
+        "machines must have the files under the same names (default: none)",
     )  # fmt: skip
     found.add_argument(
         "--ray-workers", type=shared.count_of, metavar="N",

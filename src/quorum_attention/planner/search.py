@@ -227,7 +227,8 @@ def _or_passing(taken: Candidate, case: Case, wish: Wish, machine: Machine) -> C
     if best.cost.seconds >= enough:
         return taken
     spent = format_seconds(taken.cost.seconds)
-    return replace(best, why=f"predicted faster than tasks through slots ({spent})")
+    why = f"predicted faster than tasks through slots ({spent}; {taken.why})"
+    return replace(best, why=why)
 
 
 @dataclass(slots=True)
