@@ -110,3 +110,19 @@ def test_a_billion_tokens_stay_symbolic():
         assert len(task.runs) <= len(task.spans)
     assert decomposition.n_tasks == 57 * 57
     assert next(decomposition.tasks()).path == (0, 0)  # lazily: the other 3248 are not made
+
+
+@pytest.mark.parametrize("layout", ["aligned", "balanced"])
+@pytest.mark.parametrize(
+    ("n", "levels"), [(5000, (13,)), (5000, (7, 13)), (300, (3, 1, 7)), (9, ())]
+)
+def test_a_path_through_a_token_leads_to_a_task_that_holds_it(n, levels, layout):
+    """Of every token, and of several tasks that hold it."""
+    shape = Decomposition(n, levels, layout, 16)
+    for position in (0, 1, n // 7, n // 2, n - 1):
+        paths = {shape.path_through(position, turn) for turn in range(4)}
+        assert len(paths) == 4 or levels != (13,)
+        for path in paths:
+            assert any(s.start <= position < s.stop for s in shape.task(path).spans)
+    with pytest.raises(ValueError, match=f"position must be from 0 to {n - 1}, got {n}"):
+        shape.path_through(n)

@@ -20,7 +20,7 @@ from quorum_attention.execution.routes.whole import Whole
 from quorum_attention.execution.schedule import Schedule, schedule_of
 from quorum_attention.execution.workload import GroupSize, Workload
 from quorum_attention.kernels import Traits
-from quorum_attention.planner.cost import Cost, cost
+from quorum_attention.planner.cost import Cost, cost, least_seconds
 from quorum_attention.planner.machine import Machine, assumed
 
 WORK = Workload((2,), 8, 2, 1 << 16, 1 << 16, 64, 64, torch.float16, True)
@@ -150,3 +150,15 @@ def test_one_slot_hides_nothing_two_do() -> None:
     assert two.exposed < one.exposed / 10
     assert isinstance(MACHINE, Machine)
     assert asdict(one).keys() >= set(TERMS)
+
+
+@SPECS
+@pytest.mark.parametrize("levels", [(7,), (31,), (7, 3)])
+@pytest.mark.parametrize("sizes", [(9000, 1 << 16), (1 << 16, 9000), (100, 1 << 16), (50, 60)])
+def test_the_arithmetic_is_never_left_out(sizes, levels, spec) -> None:  # type: ignore[no-untyped-def]
+    """Where there are few queries or few keys most tasks have none: those that are priced do."""
+    causals = (False,) if sizes[0] > sizes[1] else (False, True)
+    for causal in causals:
+        work = replace(WORK, n_queries=sizes[0], n_keys=sizes[1], is_causal=causal)
+        made = schedule(levels, work=work)
+        assert of(made, spec, work=work).arithmetic >= least_seconds(work, MACHINE, spec)

@@ -138,6 +138,36 @@ class Decomposition:
             spans, tokens = joined(chosen, Span.continued), n_chosen
         return Task(path, tuple(spans))
 
+    def path_through(self, position: int, turn: int = 0) -> tuple[int, ...]:
+        """The path of a task that holds the token at ``position``.
+
+        Args:
+            turn: which of the tasks that hold it; other numbers may name other tasks.
+
+        Raises:
+            ValueError: there is no such token.
+        """
+        if not 0 <= position < self.n_tokens:
+            raise ValueError(f"position must be from 0 to {self.n_tokens - 1}, got {position}")
+        path, tokens = [], self.n_tokens
+        for level, c in enumerate(self.levels):
+            offsets = interest_set(quorum_size(c))
+            size = -(-tokens // c) if self.layout == "balanced" else self._chunk_tokens(tokens, c)
+            # Chunks of the balanced layout may be a token shorter, so the next one may have it.
+            mine = min(c - 1, position // size)
+            while self._boundaries(tokens, c, mine)[1] <= position:
+                mine += 1
+            owner = (mine - offsets[(turn + level) % len(offsets)]) % c
+            path.append(owner)
+            edges = {
+                chunk: self._boundaries(tokens, c, chunk)
+                for chunk in ((owner + o) % c for o in offsets)
+            }
+            before = sum(stop - start for at, (start, stop) in edges.items() if at < mine)
+            position += before - edges[mine][0]
+            tokens = sum(stop - start for start, stop in edges.values())
+        return tuple(path)
+
     def whole(self) -> Task:
         """The whole sequence as one task that keeps every pair.
 

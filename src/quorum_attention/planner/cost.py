@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -103,6 +103,30 @@ def _tasks(decomposition: Decomposition) -> list[Task]:
     return [decomposition.task(path) for path in paths]
 
 
+def _tasks_of_few(decomposition: Decomposition, few: int) -> list[Task]:
+    """A few that hold any of the first ``few`` tokens."""
+    through = (((2 * turn + 1) * few // 10, turn) for turn in range(5))
+    paths = dict.fromkeys(decomposition.path_through(*one) for one in through if few)
+    return [decomposition.task(path) for path in paths]
+
+
+def _sampled(
+    decomposition: Decomposition, is_causal: bool, n_queries: int, n_keys: int
+) -> tuple[list[Task], list[tuple[Rectangle, ...]]]:
+    """The tasks that are looked at, and their rectangles; tasks without any are not run."""
+    few = min(n_queries, n_keys)
+    chosen: list[Callable[[], list[Task]]]
+    chosen = [lambda: _tasks(decomposition), lambda: _tasks_of_few(decomposition, few)]
+    if 4 * few < 3 * decomposition.n_tokens:
+        chosen.reverse()  # many tasks hold none of the few
+    for choose in chosen:
+        cuts = [(task, task.rectangles(is_causal, n_queries, n_keys)) for task in choose()]
+        held = [one for one in cuts if one[1]]
+        if held:
+            return [task for task, _ in held], [rectangles for _, rectangles in held]
+    return _tasks(decomposition), [()]
+
+
 @lru_cache(maxsize=1024)
 def _sample(
     decomposition: Decomposition,
@@ -113,8 +137,7 @@ def _sample(
     at_once: Pieces | None,
 ) -> _Sample:
     if at_once is None:
-        tasks = _tasks(decomposition)
-        cuts = [task.rectangles(is_causal, n_queries, n_keys) for task in tasks]
+        tasks, cuts = _sampled(decomposition, is_causal, n_queries, n_keys)
     else:
         task, rectangles = pieces_of(decomposition, at_once, is_causal, n_queries, n_keys)
         tasks, cuts = [task], [rectangles]
