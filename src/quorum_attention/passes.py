@@ -29,7 +29,7 @@ from quorum_attention.execution.memory import first_line, is_out_of_memory, name
 from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.routes.whole import at_once, materialises
 from quorum_attention.execution.run_pass import run_pass
-from quorum_attention.execution.scaling import scales
+from quorum_attention.execution.scaling import takes_wide
 from quorum_attention.execution.takes import corrected_bytes
 from quorum_attention.execution.tools import Progress
 from quorum_attention.execution.upstream import Upstream, upstream_of
@@ -188,8 +188,8 @@ def _run_gradients(tensors: Tensors, request: Request, given: Given) -> tuple[to
         if report is None:
             upstream = Upstream(grad_out)  # in the inputs' dtype: ``_together``
         else:
-            scaled = scales(call.kernel, work)
-            upstream = upstream_of(grad_out, work, options.device, scaled=scaled)
+            wide = takes_wide(call.kernel, work)
+            upstream = upstream_of(grad_out, work, options.device, wide=wide)
         carrier = out
         if report is not None or not materialises(work, call.kernel):
             carrier = _carrier(call, tensors, given, upstream.tensor)

@@ -95,13 +95,37 @@ def test_through_autograd(dtype: torch.dtype, size: float, depth: int) -> None:
         assert off <= share * largest + torch.finfo(dtype).smallest_normal / 512
 
 
+@pytest.mark.parametrize("route", ["direct", "slots"])
+@pytest.mark.parametrize("kernel", ["cpu", "dense", "cpu with dropout", "a mask"])
+def test_small_rows_beside_large_ones_keep_their_digits(kernel: str, route: str) -> None:
+    """Row 0 sees key 0 alone, so the gradients of all other keys are of small numbers only."""
+    n = 40
+    made = inputs(n, head_dim=8, dtype=torch.float16)
+    made.grad_out = made.grad_out.float() * 3e-7
+    made.grad_out[..., 0, :] = 1.0
+    call = {"is_causal": True, "kernel": kernel.split()[0]}
+    if kernel == "a mask":
+        call = {"attn_mask": qa.Mask(causal=True, window=(n, 0), softcap=1e4)}
+    if "dropout" in kernel:
+        call |= {"dropout_p": 1e-6, "dropout_seed": 1}
+    depth = 0 if route == "direct" else 1
+    out, lse = qa.attention_with_lse(*made.three, out_dtype=torch.float32, **call)
+    grads = tuple(torch.empty_like(t, dtype=torch.float32) for t in made.three)
+    found = qa.attention_backward(
+        made.grad_out, *made.three, out, lse, depth=depth, grads=grads, **call
+    )
+    wanted = exact(made, is_causal=True, gradients=True).grads[2][..., 1:, :]
+    off = (found[2][..., 1:, :].double() - wanted).abs().max()
+    assert off <= 2e-3 * wanted.abs().max()
+
+
 @pytest.mark.parametrize("broken", [torch.inf, torch.nan])
 def test_a_broken_row_leaves_the_scale_of_the_others(broken: float) -> None:
     work = Workload((2,), 4, 2, 9, 9, 8, 8, torch.float16, False)
     grad_out = torch.randn(2, 4, 9, 8) * 1e9
-    wanted = upstream_of(grad_out, work, torch.device("cpu"), scaled=True)
+    wanted = upstream_of(grad_out, work, torch.device("cpu"), wide=True)
     grad_out[1, 3, 4, 5] = broken
-    found = upstream_of(grad_out, work, torch.device("cpu"), scaled=True)
+    found = upstream_of(grad_out, work, torch.device("cpu"), wide=True)
     rows = grad_out.isfinite().all(-1)
     assert not bool(found.tensor[1, 3, 4].isfinite().all())
     assert bool(found.tensor[rows].isfinite().all())
@@ -112,8 +136,8 @@ def test_a_broken_row_leaves_the_scale_of_the_others(broken: float) -> None:
 def test_division_is_by_powers_of_two_and_loses_nothing_that_fits() -> None:
     work = Workload((), 2, 2, 50, 50, 8, 8, torch.float16, False)
     grad_out = torch.randn(2, 50, 8).half().float() * 2.0**40
-    for scaled in (False, True):
-        found = upstream_of(grad_out, work, torch.device("cpu"), scaled=scaled)
+    for wide in (False, True):
+        found = upstream_of(grad_out, work, torch.device("cpu"), wide=wide)
         assert torch.equal(found.divisor.log2().frac(), torch.zeros(2))
         back = found.tensor.float() * found.divisor[:, None, None]
         torch.testing.assert_close(back, grad_out, rtol=0, atol=2.0**40 * 2.0**-16)
@@ -128,7 +152,7 @@ def test_what_inputs_can_hold_is_taken_as_it_is() -> None:
     assert outreaches(torch.float64, torch.float32)
     work = Workload((), 1, 1, 5, 5, 8, 8, torch.float16, False)
     grad_out = torch.randn(1, 5, 8).half()
-    found = upstream_of(grad_out, work, torch.device("cpu"), scaled=True)
+    found = upstream_of(grad_out, work, torch.device("cpu"), wide=True)
     assert found.tensor is grad_out
     assert found.divisor is None
 

@@ -70,6 +70,13 @@ def scales(kernel: InnerKernel, work: Workload) -> bool:
     return work.dtype in traits_of(kernel).scaled_backward and not work.dropout
 
 
+def takes_wide(kernel: InnerKernel, work: Workload) -> bool:
+    """Whether a backward by ``kernel`` may be handed an upstream gradient as large as fp16 holds:
+    it is divided again for each unit, or meets nothing narrower than fp32, as with dropout."""
+    traits = traits_of(kernel)
+    return traits.wide_products or work.dtype in traits.scaled_backward
+
+
 def all_finite(parts: Sequence[torch.Tensor]) -> bool:
     """Whether 16-bit gradients are finite everywhere; the host waits once, nothing is allocated."""
     first, *others = (part.sum(dtype=torch.float32) for part in parts)

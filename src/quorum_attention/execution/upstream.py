@@ -14,10 +14,9 @@ import torch
 from quorum_attention.execution.rows import Axis
 from quorum_attention.execution.workload import Group, Workload
 
-# The largest element is below 2 to this power after the division. A scaled backward divides again
-# for each unit, so there it is large, to keep the small numbers. Elsewhere it is below 1, so that
-# no product overflows.
-_SCALED_LARGEST, _PLAIN_LARGEST = 15, 0
+# The largest element is below 2 to this power after the division: large where that is no danger, to
+# keep the small numbers. Elsewhere it is below 1, so that no product overflows.
+_WIDE_LARGEST, _PLAIN_LARGEST = 15, 0
 # Largest magnitude of an exponent: fp32 holds these powers of two exactly, with room to spare.
 _LARGEST_EXPONENT = 120
 
@@ -52,7 +51,7 @@ class Upstream:
 
 
 def upstream_of(
-    grad_out: torch.Tensor, work: Workload, device: torch.device, *, scaled: bool
+    grad_out: torch.Tensor, work: Workload, device: torch.device, *, wide: bool
 ) -> Upstream:
     """``grad_out`` (*batch, heads, n_queries, value_dim) for inputs of ``work``'s dtype.
 
@@ -60,7 +59,8 @@ def upstream_of(
 
     Args:
         device: the device that computes.
-        scaled: whether the backward is scaled (execution/scaling.py).
+        wide: whether no product of the backward overflows, however large its elements are: see
+            ``takes_wide`` (execution/scaling.py).
     """
     if not outreaches(grad_out.dtype, work.dtype):
         return Upstream(grad_out)
@@ -70,7 +70,7 @@ def upstream_of(
     largest = rows.unflatten(-2, (work.kv_heads, -1)).amax(dim=(-2, -1))
     # 2**(exponent - 1) <= largest < 2**exponent
     exponent = torch.frexp(largest.to(torch.float64)).exponent
-    exponent -= _SCALED_LARGEST if scaled else _PLAIN_LARGEST
+    exponent -= _WIDE_LARGEST if wide else _PLAIN_LARGEST
     exponent = exponent.clamp_(-_LARGEST_EXPONENT, _LARGEST_EXPONENT)
     by_query = _power(-exponent).repeat_interleave(work.queries_per_key_head, dim=-1)
     tensor = torch.empty(grad_out.shape, dtype=work.dtype, device=grad_out.device)

@@ -46,7 +46,7 @@ class DenseKernel:
     """
 
     name = "dense"
-    traits = Traits(plain_softmax=True, dropout=True)
+    traits = Traits(plain_softmax=True, dropout=True, wide_products=True)
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""

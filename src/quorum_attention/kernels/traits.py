@@ -48,6 +48,9 @@ class Traits:
         rates: speeds of its forward and its backward, as shares of the device's best kernel's.
         scaled_backward: dtypes for which a scaled backward is more exact; it undoes the scaling
             (kernels/scaling.py). Backwards in other dtypes are not scaled, nor those with dropout.
+        wide_products: its backward may be handed an fp16 upstream gradient of up to 2**15: what it
+            multiplies that by is in fp32, or scaled by the kernel itself, and cannot overflow. A
+            gradient of a wider dtype then keeps more of its small numbers (execution/upstream.py).
         dropout: it drops probabilities by position, as ``TaskTensors.dropout`` says
             (kernels/dropout.py). Others are not asked to run a call with dropout.
         probed_as: the kernel to compare with the reference instead of this one, because this one
@@ -78,6 +81,7 @@ class Traits:
     launch_seconds: tuple[float, float] = (60e-6, 200e-6)  # the native kernel's
     rates: tuple[float, float] = (1.0, 1.0)
     scaled_backward: frozenset[torch.dtype] = field(default_factory=frozenset)
+    wide_products: bool = False
     dropout: bool = False
     probed_as: InnerKernel | None = None
     captures: bool = False

@@ -83,6 +83,7 @@ class MaskedKernel:
             rates=own.rates if by_operator else (0.3, 0.3),
             launch_seconds=own.launch_seconds,
             scaled_backward=own.scaled_backward if by_operator else frozenset(),
+            wide_products=own.wide_products or not by_operator,
             captures=True,
             sparse=True,
             pairwise=True,

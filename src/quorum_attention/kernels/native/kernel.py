@@ -98,6 +98,7 @@ class NativeKernel:
     grouped: bool = True
     traits = Traits(
         plain_softmax=True,
+        wide_products=True,
         dropout=True,
         whole_tasks=True,
         rates=(0.95, 0.78),  # H200, against cuDNN
