@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 
+from quorum_attention.execution.control.events import UnitDone
 from quorum_attention.execution.control.machine import Limits, Machine
 from quorum_attention.pool.dispatch import Dispatcher
 from quorum_attention.pool.parts import Part, Sizes, joined, parts_of
@@ -64,6 +65,49 @@ def test_alike_they_take_several_heads_at_once() -> None:
     assert [order.part.heads for order in orders if order is not None] == [(0, 3), (3, 6)]
     assert all(order is not None and order.part.whole for order in orders)
     assert dispatch.idle() == []
+
+
+def test_a_first_order_is_not_taken_for_the_pace() -> None:
+    """Device 1 compiles for 1.5 s; what it does afterwards takes as long as device 0's."""
+    parts = parts_of(SIZES, 2, even=False)
+
+    def given(new: dict[int, float] | None) -> dict[int, int]:
+        machine = Machine(parts, AssertionError, Limits(0, 0), {0: 1, 1: 1})
+        pairs = parts[0].pairs(SIZES)
+        dispatch = Dispatcher(machine, lambda part: part.pairs(SIZES), new=new)
+        ends, count, now = {}, {0: 0, 1: 0}, 0.0
+        while True:
+            for device in dispatch.idle():
+                order = dispatch.take(device, now)
+                if order is not None:
+                    first = 1.5 if device == 1 and not count[device] else 0.0
+                    ends[device] = now + first + 0.1 * order.pairs / pairs
+                    count[device] += 1
+            if not ends:
+                return count
+            device = min(ends, key=lambda d: ends[d])
+            now = ends.pop(device)
+            for unit in dispatch.done(device, now).units:
+                machine.on(UnitDone(device, unit, ()))
+
+    assert given({0: 2.0, 1: 2.0})[1] > 1
+    assert given(None)[1] == 1  # what it would be otherwise
+
+
+@pytest.mark.parametrize("new", [0.5, 20.0])
+def test_a_long_first_order_counts_beyond_what_is_new(new: float) -> None:
+    machine = Machine(parts_of(SIZES, 2), AssertionError, Limits(0, 0), {0: 1, 1: 1})
+    dispatch = Dispatcher(machine, lambda part: part.pairs(SIZES), new={0: new})
+    order = dispatch.take(0, 0.0)
+    assert order is not None
+    dispatch.done(0, 10.0)
+    wanted = {0: pytest.approx((10 - new) / order.pairs)} if new < 10 else {}
+    assert dispatch.paces == wanted
+    assert dispatch.spent == {0: (0.0, 0)}
+    order = dispatch.take(0, 10.0)
+    assert order is not None
+    dispatch.done(0, 13.0)
+    assert dispatch.spent == {0: (3.0, order.pairs)}
 
 
 @pytest.mark.parametrize("seed", range(300))

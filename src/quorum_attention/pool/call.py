@@ -153,7 +153,10 @@ class PoolCall:
         work = request.work
         # Sizes go by powers of two: what a pair takes depends on them, a little.
         size = work.n_tokens.bit_length()
-        kind = (work.dtype, work.head_dim, work.value_dim, work.is_causal, asked.kernel, size)
+        kind = (
+            work.dtype, work.head_dim, work.value_dim, work.is_causal, asked.kernel, size,
+            str(query.device), asked.budgets,
+        )  # fmt: skip
         even = pool.alike(asked.budgets, (totals is not None, *kind))
         if asked.mask is not None and asked.mask.is_structured:
             even = False  # parts of as many rows may be of unequal work

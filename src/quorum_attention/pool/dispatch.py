@@ -53,10 +53,14 @@ class Dispatcher:
             known beforehand.
         alike: whether devices may be taken to be equally quick.
         sure: whether they were, and gain by long calls.
+        new: seconds that the first order of a device may take beside computing, where it may have
+            to open, compile or plan what it has not met before.
 
     Attributes:
         orders: what devices are at, by number.
         paces: seconds a pair, as seen in this pass.
+        spent: seconds and pairs of all orders that a device has done, except the first of a new
+            one.
     """
 
     def __init__(
@@ -67,7 +71,10 @@ class Dispatcher:
         paces: Mapping[int, float] | None = None,
         alike: bool = False,
         sure: bool = False,
+        new: Mapping[int, float] | None = None,
     ) -> None:
+        self._new = dict(new or {})
+        self.spent: dict[int, tuple[float, int]] = {}
         self._machine, self._pairs, self._join = machine, pairs, join
         self._before = dict(paces or {})
         self._share = _SHARE_SURE if alike and sure else _SHARE_ALIKE if alike else _SHARE
@@ -103,7 +110,11 @@ class Dispatcher:
     def done(self, device: int, now: float) -> Order:
         """A device has done its order."""
         order = self.orders.pop(device)
-        self.paces[device] = (now - order.begun) / max(1, order.pairs)
+        seconds, new = now - order.begun, self._new.pop(device, 0.0)
+        before, pairs = self.spent.get(device, (0.0, 0))
+        self.spent[device] = (before, pairs) if new else (before + seconds, pairs + order.pairs)
+        if seconds > new:
+            self.paces[device] = (seconds - new) / max(1, order.pairs)
         return order
 
     def lost(self, device: int) -> None:

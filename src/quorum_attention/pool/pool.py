@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from threading import Lock
 from types import TracebackType
@@ -13,12 +13,13 @@ import torch
 from quorum_attention.autograd import attend
 from quorum_attention.call.options import Budget, Several, Written
 from quorum_attention.counts import whole_number
-from quorum_attention.execution.device.lookup import backend_of
+from quorum_attention.execution.device.lookup import backend_of, on_host
 from quorum_attention.kernels.uncompiled import uncompiled
 from quorum_attention.mask import Mask
 from quorum_attention.pool.hired import Hired
 from quorum_attention.pool.messages import Begin
 from quorum_attention.pool.names import names_of
+from quorum_attention.pool.paces import paces_of
 from quorum_attention.pool.parts import Part, joined
 from quorum_attention.pool.report import PoolPass, PoolReport
 from quorum_attention.pool.request import request_on_several
@@ -31,6 +32,9 @@ from quorum_attention.pool.workers import Worker, start
 _ALIKE = 1.5
 # As equal as kernels of the same work are from one time to the next.
 _SURE = 1.1
+# What a first order of its kind may take beside computing: a CUDA device's context and its
+# libraries, compiling, plans; on the host plans only.
+_NEW_SECONDS, _NEW_ON_HOST = 2.0, 0.2
 
 
 class Pool(Several):
@@ -170,13 +174,16 @@ class Pool(Several):
         here = [(n, worker) for n, worker in enumerate(self._workers) if worker.alive]
         if len({(w.name, budgets[min(n, len(budgets) - 1)]) for n, w in here}) > 1:
             return False
-        paces = [worker.paces[kind] for _, worker in here if kind in worker.paces]
-        return len(paces) < len(here) or max(paces) <= _ALIKE * min(paces)
+        paces = self.paces(kind).values()
+        return not paces or max(paces) <= _ALIKE * min(paces)
 
     def _sure(self, kind: tuple[Any, ...]) -> bool:
-        """Whether workers have been equally quick, and copy beside their kernels."""
+        """Whether workers have been equally quick, and copy beside their kernels; or were so quick
+        that a second order would cost more than it evens out."""
         here = [worker for worker in self._workers if worker.alive]
-        paces = [worker.paces.get(kind, 0.0) for worker in here]
+        if all(worker.readings.short(kind) for worker in here):
+            return True
+        paces = [worker.readings.pace(kind) or 0.0 for worker in here]
         overlap = all(backend_of(torch.device(worker.device)).overlaps for worker in here)
         return overlap and 0.0 < max(paces) <= _SURE * min(paces)
 
@@ -229,25 +236,40 @@ class Pool(Several):
                 recruits(), begin, parts, sums, ended, report,
                 join=partial(joined, begin.sizes), paces=paces,
                 alike=self.alike(budgets, kind), recruits=recruits, sure=self._sure(kind),
+                new=self._new(kind),
             )  # fmt: skip
             coordinator.run()
-            for number, pace in coordinator.paces.items():
-                self._workers[number].remember(kind, pace)
+            self._note(kind, coordinator.spent)
 
     def paces(self, kind: tuple[Any, ...]) -> dict[int, float]:
         """Seconds a pair of each worker: as seen last, or as expected."""
         backward, dtype, head_dim, *_ = kind
-        if not any(kind in worker.paces for worker in self._workers) and len(set(self.names)) <= 1:
-            return {}  # alike, and nothing else is known
         here = {n: worker for n, worker in enumerate(self._workers) if worker.alive}
+        readings = {n: worker.readings for n, worker in here.items()}
+        seen = any(one.pace(kind) is not None for one in readings.values())
+        if not seen and len(set(self.names)) <= 1:
+            return {}  # alike, and nothing else is known
         names = [(worker.device, worker.name) for worker in here.values()]
         expected = expected_paces(names, dtype, head_dim, backward=backward)
-        paces = dict(zip(here, expected, strict=True))
-        seen = {n: worker.paces[kind] for n, worker in here.items() if kind in worker.paces}
-        # What was expected of the others goes by how those that were seen kept to it.
-        scales = [pace / paces[number] for number, pace in seen.items()]
-        scale = sum(scales) / len(scales) if scales else 1.0
-        return {n: seen.get(n, pace * scale) for n, pace in paces.items()}
+        return paces_of(readings, kind, dict(zip(here, expected, strict=True)))
+
+    def _new(self, kind: tuple[Any, ...]) -> dict[int, float]:
+        """Seconds that a first order of a kind may take beside computing, of those to whom it is
+        one."""
+        return {
+            number: _NEW_ON_HOST if on_host(torch.device(worker.device)) else _NEW_SECONDS
+            for number, worker in enumerate(self._workers)
+            if not worker.readings.met(kind)
+        }
+
+    def _note(self, kind: tuple[Any, ...], spent: Mapping[int, tuple[float, int]]) -> None:
+        """Remember how quick each worker was in a pass that is over."""
+        took_part = {self._workers[number].name for number in spent}
+        for number, worker in enumerate(self._workers):
+            if number in spent:
+                worker.readings.took_part(kind, *spent[number])
+            elif worker.name in took_part:
+                worker.readings.was_left_out(kind)
 
     def number(self) -> int:
         """A number for a pass."""

@@ -87,9 +87,10 @@ class Coordinator:
         paces: seconds a pair of workers by number, as far as they are known beforehand.
         alike, sure: whether they may be taken to be equally quick; whether they were, and gain by
             long calls.
+        new: by number, seconds that a worker's first order may take beside computing.
 
     Attributes:
-        paces: those that were seen.
+        spent: by number, seconds and pairs of what a worker has done, except such first orders.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Coordinator:
         paces: Mapping[int, float] | None = None,
         alike: bool = False,
         sure: bool = False,
+        new: Mapping[int, float] | None = None,
     ) -> None:
         self._workers, self._begin, self._parts = list(workers), begin, list(parts)
         self._sums, self._done, self._report = sums, done, report
@@ -114,11 +116,12 @@ class Coordinator:
         self._machine = Machine(parts, _never, Limits(0, 0), alive)
         self._numbers = {part: number for number, part in enumerate(self._parts)}
         self._dispatch = Dispatcher(
-            self._machine, lambda part: part.pairs(begin.sizes), join, paces, alike, sure
+            self._machine, lambda part: part.pairs(begin.sizes), join, paces, alike, sure, new
         )
-        self._running = self._dispatch.orders
+        self._running, self.spent = self._dispatch.orders, self._dispatch.spent
         self._targets: dict[int, Any] = {}
-        self.paces: dict[int, float] = {}
+        # Seconds a pair of what each did last, with all that it had to wait for.
+        self._lasted: dict[int, float] = {}
         self._errors: list[str] = []
 
     def run(self) -> None:
@@ -228,15 +231,15 @@ class Coordinator:
 
     def _limit(self, number: int) -> float:
         """Seconds after which a worker's part is taken from it."""
-        if not self.paces:
+        if not self._lasted:
             return float("inf") if len(self._running) == 1 else 3600.0
-        pace = self.paces.get(number) or max(self.paces.values())
+        pace = self._lasted.get(number) or max(self._lasted.values())
         return max(_HUNG_SECONDS, _HUNG_TIMES * pace * self._running[number].pairs)
 
     def _finished(self, number: int, answer: Done) -> None:
         now = time.perf_counter()
         order = self._dispatch.done(number, now)
-        self.paces[number] = self._dispatch.paces[number]
+        self._lasted[number] = (now - order.begun) / max(1, order.pairs)
         for unit in order.units:
             self._machine.on(UnitDone(number, unit, _WHOLE))
         shares = [(self._numbers[unit], unit.pairs(self._begin.sizes)) for unit in order.units]

@@ -12,6 +12,7 @@ import torch
 import torch.multiprocessing
 
 from quorum_attention.pool.messages import Done, Failed, Ready
+from quorum_attention.pool.paces import Readings
 from quorum_attention.pool.worker import work
 
 # Seconds until a worker has to be ready: it imports torch and opens its device.
@@ -28,8 +29,7 @@ class Worker:
         process, pipe: to talk to it.
         name: the device's own name.
         alive: whether it has not ended, nor been given up.
-        paces: seconds a pair, by what they depend on, as seen last.
-        warm: what paces depend on that has been seen once. Kernels are compiled then.
+        readings: how quick it was.
     """
 
     device: str
@@ -37,19 +37,12 @@ class Worker:
     pipe: Connection
     name: str = ""
     alive: bool = True
-    paces: dict[Any, float] = field(default_factory=dict)
-    warm: set[Any] = field(default_factory=set)
+    readings: Readings = field(default_factory=Readings)
 
     @property
     def label(self) -> str:
         """Its device, for people."""
         return f"{self.device} ({self.name})"
-
-    def remember(self, kind: Any, pace: float) -> None:
-        """Note a pace, if it is not the first of its kind."""
-        if kind in self.warm:
-            self.paces[kind] = pace
-        self.warm.add(kind)
 
     def send(self, message: object) -> bool:
         """Send a message; False if the worker is gone."""
