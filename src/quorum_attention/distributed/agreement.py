@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 
+from quorum_attention.call.validation import check_kind
 from quorum_attention.counts import one_of, shown, whole_number
 from quorum_attention.distributed.masks import signature_of
 from quorum_attention.mask import Mask
@@ -32,28 +34,54 @@ def check_shard(
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {shown(tensor)}")
-        if tensor.dim() < 3:
+        check_kind(tensor, name)
+    _check_sizes(
+        query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype,
+        query.device, key.device, value.device, enable_gqa,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _check_sizes(
+    query: torch.Size,
+    key: torch.Size,
+    value: torch.Size,
+    query_dtype: torch.dtype,
+    key_dtype: torch.dtype,
+    value_dtype: torch.dtype,
+    query_device: torch.device,
+    key_device: torch.device,
+    value_device: torch.device,
+    enable_gqa: bool,
+) -> None:
+    """``check_shard``, of what it looks at; those that passed are remembered."""
+    for name, shape, dtype, device in (
+        ("query", query, query_dtype, query_device),
+        ("key", key, key_dtype, key_device),
+        ("value", value, value_dtype, value_device),
+    ):
+        if len(shape) < 3:
             raise ValueError(
-                f"{name} must be (..., heads, rows, head_dim), got shape {tuple(tensor.shape)}"
+                f"{name} must be (..., heads, rows, head_dim), got shape {tuple(shape)}"
             )
-        if tensor.dtype not in _DTYPES:
-            raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {tensor.dtype}")
-        if tensor.dtype != query.dtype or tensor.device != query.device:
+        if dtype not in _DTYPES:
+            raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {dtype}")
+        if dtype != query_dtype or device != query_device:
             raise ValueError(
-                f"{name} must have the query's dtype and device, {query.dtype} on "
-                f"{query.device}, got {tensor.dtype} on {tensor.device}"
+                f"{name} must have the query's dtype and device, {query_dtype} on "
+                f"{query_device}, got {dtype} on {device}"
             )
-        if (*tensor.shape[:-3], tensor.shape[-2]) != (*query.shape[:-3], query.shape[-2]):
+        if (*shape[:-3], shape[-2]) != (*query[:-3], query[-2]):
             raise ValueError(
                 f"{name} must have the query's batch dimensions and rows, "
-                f"{(*query.shape[:-3], query.shape[-2])}, got shape {tuple(tensor.shape)}"
+                f"{(*query[:-3], query[-2])}, got shape {tuple(shape)}"
             )
-    if key.shape[-1] != query.shape[-1] or key.shape[-3] != value.shape[-3]:
+    if key[-1] != query[-1] or key[-3] != value[-3]:
         raise ValueError(
             "key must have the query's head_dim and the value's heads, got shapes "
-            f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}"
+            f"{tuple(query)}, {tuple(key)}, {tuple(value)}"
         )
-    heads, kv_heads = query.shape[-3], key.shape[-3]
+    heads, kv_heads = query[-3], key[-3]
     if not heads or not kv_heads or heads % kv_heads:
         raise ValueError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
     if heads != kv_heads and not enable_gqa:

@@ -27,7 +27,7 @@ from quorum_attention.distributed.report import ShardedReport
 from quorum_attention.distributed.run import Sharded, backward, forward
 from quorum_attention.distributed.swap import Swap
 from quorum_attention.distributed.ways import choose
-from quorum_attention.distributed.whole_heads import ByHeads, Exchanged, turns_of
+from quorum_attention.distributed.whole_heads import ByHeads, Exchanged, Turn, turns_of
 from quorum_attention.kernels.dropout import LARGEST_SEED
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.uncompiled import uncompiled
@@ -139,30 +139,27 @@ def _computed(
 ) -> torch.Tensor:
     """The result of a call that has been checked."""
     query, key, value = inputs
-    mask, batch = calls.mask, math.prod(query.shape[:-3])
+    mask, shape = calls.mask, query.shape
     units: Literal["pairs", "rows", "heads"] = "pairs"
     if mask is not None or calls.dropout is not None:
         units = "rows" if calls.dropout is None else "heads"
     leans = causal or (mask is not None and bool(mask.causal))
-    starts = (0, *accumulate(sizes))
-    of = Sequences(starts, query.shape[-3], key.shape[-3], leans, units)
     flat: Sequence[torch.Tensor] = inputs
-    if query.dim() != 4:
+    if len(shape) != 4:
+        batch = math.prod(shape[:-3])
         flat = [t.reshape(batch, *t.shape[-3:]) for t in inputs]
-    if query.element_size() == 2 and batch * of.heads * of.tokens**2 <= _WIDENED_PAIRS:
+    decided = _decided(
+        sizes, shape, key.shape[-3], value.shape[-1], query.element_size(), leans, units
+    )
+    if decided.widened:
         flat = [t.float() for t in flat]
-    decided = _decided(of, query.shape[-1], value.shape[-1], flat[0].element_size())
     report = calls.report
     if report is not None:
         _fill(report, decided, group.rank())
     sinks = None if mask is None else mask.sinks
     out: torch.Tensor
     if decided.assignment.whole_heads:
-        shared = of.heads // of.kv_heads
-        turns = turns_of(of.kv_heads // of.ranks, shared)
-        if report is not None:
-            report.stages = len(turns)
-        exchanged = Exchanged(Swap(group, sizes), turns, calls, causal)
+        exchanged = Exchanged(Swap(group, sizes), decided.turns, calls, causal)
         out = ByHeads.apply(*flat, sinks, exchanged)  # type: ignore[no-untyped-call]
     else:
         if causal and mask is not None:
@@ -170,8 +167,9 @@ def _computed(
             calls = replace(calls, mask=mask & Mask(causal=True))
         call = Sharded(decided.assignment, group, calls, decided.kept)
         out = _Attention.apply(*flat, sinks, call)  # type: ignore[no-untyped-call]
-    out = out.to(query.dtype)
-    return out if query.dim() == 4 else out.reshape(*query.shape[:-1], value.shape[-1])
+    if decided.widened:
+        out = out.to(query.dtype)
+    return out if len(shape) == 4 else out.reshape(*shape[:-1], value.shape[-1])
 
 
 def _dropout(dropout_p: float, dropout_seed: int | None) -> tuple[float, int] | None:
@@ -187,28 +185,47 @@ class _Decided(NamedTuple):
     Attributes:
         kept: whether its inputs stay where they were computed with until the backward.
         most_bytes: received in a forward by the rank that receives most, of one batch entry.
+        widened: whether it is computed in fp32.
+        turns: of each rank; none where heads are not exchanged whole.
     """
 
     assignment: Assignment
     kept: bool
     most_bytes: int
+    widened: bool
+    turns: list[Turn]
 
 
 @lru_cache(maxsize=256)
-def _decided(of: Sequences, head_dim: int, value_dim: int, element: int) -> _Decided:
+def _decided(
+    lengths: tuple[int, ...],
+    query: torch.Size,
+    kv_heads: int,
+    value_dim: int,
+    element: int,
+    leans: bool,
+    units: Literal["pairs", "rows", "heads"],
+) -> _Decided:
+    of = Sequences((0, *accumulate(lengths)), query[-3], kv_heads, leans, units)
+    pairs, head_dim = math.prod(query[:-3]) * of.heads * of.tokens**2, query[-1]
+    widened = element == 2 and pairs <= _WIDENED_PAIRS
+    element = 4 if widened else element
     state = max(4, element)
     sizes = forward_bytes(head_dim, value_dim, element, state)
     assignment = choose(of, sizes, 2.0 * (head_dim + value_dim))
+    turns: list[Turn] = []
     if assignment.whole_heads:
         # The log-sum-exp stays where it was computed.
         sizes = forward_bytes(head_dim, value_dim, element, 0)
+        turns = turns_of(kv_heads // of.ranks, of.share)
     complete = all(p.alone for p in assignment.query_pieces)
     # Vectors of all ranks, as they are gathered and as they lie in the shards.
     gathered = _vectors(assignment.query_pieces), _vectors(assignment.key_pieces)
     own = of.tokens * of.heads, of.tokens * of.kv_heads
     each = head_dim + value_dim
     small = sum(gathered) * each <= _KEPT_SHARE * sum(own) * each
-    return _Decided(assignment, complete and small, assignment.most_received(sizes))
+    most = assignment.most_received(sizes)
+    return _Decided(assignment, complete and small, most, widened, turns)
 
 
 def _vectors(pieces: Sequence[Any]) -> int:
@@ -220,7 +237,8 @@ def _fill(report: ShardedReport, decided: _Decided, rank: int) -> None:
     report.way, report.rank, report.ranks = assignment.way, rank, assignment.of.ranks
     report.pairs, report.imbalance = assignment.pairs(rank), assignment.imbalance
     report.most_forward_bytes = decided.most_bytes
-    report.stages, report.kept = assignment.n_stages, decided.kept
+    report.stages = len(decided.turns) or assignment.n_stages
+    report.kept = decided.kept
     report.forward_bytes = report.backward_bytes = 0
     report.calls.clear()
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from quorum_attention.api import attention_backward, attention_with_lse
 from quorum_attention.call.gradients import given_of
-from quorum_attention.call.options import Written
+from quorum_attention.call.options import Written, compute_device
 from quorum_attention.call.request import Request, Tensors, request_of
-from quorum_attention.call.settings import filled
+from quorum_attention.call.settings import current, filled
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.distributed.masks import part_of, tensors_of
 from quorum_attention.distributed.report import ShardedReport
@@ -52,6 +53,13 @@ class Calls:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and log-sum-exp of some rows of some heads; the whole call's numbers of both."""
         mask = None if self.mask is None else part_of(self.mask, heads, rows, self.sizes)
+        if mask is None and self.dropout is None and self._usual and current() is None:
+            device = compute_device(query.device, None)
+            request = _request(
+                query.shape, key.shape, value.shape, query.dtype, query.device, device, causal,
+                self.scale, out_dtype,
+            )  # fmt: skip
+            return run_forward(Tensors(query, key, value, None), request)
         if self.dropout is None:
             return attention_with_lse(
                 query, key, value, mask, is_causal=causal, out_dtype=out_dtype, **self._options()
@@ -100,6 +108,11 @@ class Calls:
         assert self.mask.sinks is not None
         return torch.zeros_like(self.mask.sinks)
 
+    @property
+    def _usual(self) -> bool:
+        """Whether nothing is asked of how a call is run."""
+        return self.report is None and Written(**self.options).says_nothing
+
     def _options(self) -> dict[str, Any]:
         """For one call."""
         options = {**self.options, "enable_gqa": True, "scale": self.scale}
@@ -124,6 +137,34 @@ class Calls:
         )  # fmt: skip
         assert request.dropout is not None
         return tensors, replace(request, dropout=request.dropout.at(heads.start, 0))
+
+
+@lru_cache(maxsize=256)
+def _request(
+    query: torch.Size,
+    key: torch.Size,
+    value: torch.Size,
+    dtype: torch.dtype,
+    home: torch.device,
+    device: torch.device,
+    causal: bool,
+    scale: float | None,
+    out_dtype: torch.dtype | None,
+) -> Request:
+    """The forward of a plain call whose gradients nobody records, by its sizes.
+
+    It is checked once: a device that waits for a message waits for this as well.
+
+    Args:
+        device: that computes it; it depends on the current one.
+    """
+    inputs = [torch.empty((), dtype=dtype, device=home).expand(t) for t in (query, key, value)]
+    with torch.no_grad():
+        _, request = request_of(
+            "attention", *inputs, None, 0.0, None, causal, scale, True, None, out_dtype, Written()
+        )
+    assert request.options.device == device
+    return request
 
 
 __all__ = ["Calls", "Three"]

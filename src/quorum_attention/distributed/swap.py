@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,49 @@ import torch.distributed as dist
 _WORD = 16
 # Of a tensor of the shard, some heads of each rank's share: [start, stop) within a share.
 Part = tuple[torch.Tensor, tuple[int, int]]
+
+
+class Edges(NamedTuple):
+    """Where the rows of a rank's exchanges are, by the lengths of all shards.
+
+    Attributes:
+        start, rows: this rank's shard.
+        tokens: rows of all shards.
+        low, high: the ranks that messages are for.
+        first, last: their rows, [first, last).
+        theirs, mine: rows that come from each rank, and go to it.
+    """
+
+    start: int
+    rows: int
+    tokens: int
+    low: int
+    high: int
+    first: int
+    last: int
+    theirs: list[int]
+    mine: list[int]
+
+    @property
+    def others(self) -> int:
+        """How many ranks messages are for."""
+        return self.high - self.low
+
+    @classmethod
+    @lru_cache(maxsize=256)
+    def of(cls, lengths: tuple[int, ...], rank: int) -> Edges:
+        """Those of one rank; remembered, so not to be changed."""
+        edges, ranks = (0, *accumulate(lengths)), len(lengths)
+        low, high = 0, ranks
+        if rank == 0:
+            low = 1
+        elif rank == ranks - 1:
+            high -= 1
+        rows = lengths[rank]
+        theirs = [n if low <= one < high else 0 for one, n in enumerate(lengths)]
+        mine = [rows if low <= one < high else 0 for one in range(ranks)]
+        first, last = edges[low], edges[high]
+        return cls(edges[rank], rows, edges[-1], low, high, first, last, theirs, mine)
 
 
 class Swap:
@@ -38,19 +82,9 @@ class Swap:
     def __init__(self, group: dist.ProcessGroup, lengths: Sequence[int]) -> None:
         self._group = group
         self.rank, self.ranks = group.rank(), len(lengths)
-        edges = (0, *accumulate(lengths))
-        self.rows, self.start, self.tokens = lengths[self.rank], edges[self.rank], edges[-1]
-        low, high = 0, self.ranks
-        if self.rank == 0:
-            low = 1
-        elif self.rank == self.ranks - 1:
-            high -= 1
-        # The ranks that messages are for, and their rows.
-        self._low, self._high = low, high
-        self._apart = high - low < self.ranks
-        self._first, self._last = edges[low], edges[high]
-        self._theirs = [n if low <= rank < high else 0 for rank, n in enumerate(lengths)]
-        self._mine = [self.rows if low <= rank < high else 0 for rank in range(self.ranks)]
+        self._lengths = tuple(lengths)
+        self._edges = edges = Edges.of(self._lengths, self.rank)
+        self.start, self.rows, self.tokens = edges[:3]
 
     def to_heads(self, parts: Sequence[Part]) -> ToHeads:
         """Send heads to the ranks whose share they are; those of this rank's share come.
@@ -58,33 +92,22 @@ class Swap:
         Args:
             parts: tensors (batch, all heads, rows of the shard, dim) of one dtype.
         """
-        sizes = [(stop - start, tensor.shape[3]) for tensor, (start, stop) in parts]
-        dtype = parts[0][0].dtype
-        tensors = in_words([tensor for tensor, _ in parts])
-        first = tensors[0]
-        batch = first.shape[0]
-        counts = [
-            (stop - start, t.shape[3]) for t, (_, (start, stop)) in zip(tensors, parts, strict=True)
-        ]
-        width = sum(heads * dim for heads, dim in counts)
-        inbox = first.new_empty((self.tokens, batch, width))
-        outbox = first.new_empty(((self._high - self._low) * self.rows, batch, width))
-        starts = [start for _, (start, _) in parts]
-        if self._low < self._high:
-            at = 0
-            for tensor, start, (heads, dim) in zip(tensors, starts, counts, strict=True):
-                room = _columns(outbox, 0, self.rows, self._high - self._low, at, heads, dim)
-                room.copy_(self._by_token(tensor, self._low, self._high, start, heads))
-                at += heads * dim
-        work = self._sent(inbox[self._first : self._last], outbox, self._theirs, self._mine)
+        # A device waits for the host here, so what follows from sizes alone is remembered.
+        first, edges = parts[0][0], self._edges
+        known = tuple([(*lies(tensor), some) for tensor, some in parts])
+        packing = _packing(self._lengths, self.rank, first.element_size(), known)
+        tensors = [tensor for tensor, _ in parts]
+        if packing.in_words:
+            tensors = [tensor.view(torch.complex128) for tensor in tensors]
+        inbox = tensors[0].new_empty(packing.inbox)
+        outbox = tensors[0].new_empty(packing.outbox)
+        for tensor, copy in zip(tensors, packing.sent, strict=False):
+            copy.of(tensor, outbox)
+        work = self._sent(inbox[edges.first : edges.last], outbox, edges.theirs, edges.mine)
         # Beside the transfer:
-        if self._apart:
-            at = 0
-            for tensor, start, (heads, dim) in zip(tensors, starts, counts, strict=True):
-                room = _columns(inbox, self.start, self.rows, 1, at, heads, dim)
-                room.copy_(self._by_token(tensor, self.rank, self.rank + 1, start, heads))
-                at += heads * dim
-        return ToHeads(inbox.view(dtype), sizes, work, outbox)
+        for tensor, copy in zip(tensors, packing.own, strict=False):
+            copy.of(tensor, inbox)
+        return ToHeads(inbox.view(first.dtype), packing.sizes, work, outbox)
 
     def to_rows(self, part: torch.Tensor, target: torch.Tensor, start: int) -> ToRows:
         """Send rows of heads back to the ranks whose shards they are of; write those that come.
@@ -95,16 +118,20 @@ class Swap:
             start: where the part's heads begin within each rank's share.
         """
         message = part.permute(2, 0, 1, 3).contiguous()
-        message, target = in_words([message, target])
+        known, size = (lies(message), lies(target)), message.element_size()
+        if in_words(known, size):
+            message, target = message.view(torch.complex128), target.view(torch.complex128)
         _, batch, heads, dim = message.shape
-        others = self._high - self._low
-        inbox = message.new_empty((others * self.rows, batch, heads, dim))
-        outbox = message[self._first : self._last]
-        work = self._sent(inbox, outbox, self._mine, self._theirs)
+        edges = self._edges
+        inbox = message.new_empty((edges.others * self.rows, batch, heads, dim))
+        outbox = message[edges.first : edges.last]
+        work = self._sent(inbox, outbox, edges.mine, edges.theirs)
+        sizes = (target.shape, target.stride(), (start, start + heads))
         own = None
-        if self._apart:
-            own = self._by_token(target, self.rank, self.rank + 1, start, heads)[0]
-        place = self._by_token(target, self._low, self._high, start, heads)
+        if edges.others < self.ranks:
+            view = _by_token(*sizes, self.ranks, self.rank, self.rank + 1)
+            own = view.of(target)[0]
+        place = _by_token(*sizes, self.ranks, edges.low, edges.high).of(target)
         return ToRows(inbox, place, work, message, own, self.start)
 
     def received_bytes(self, there: Sequence[torch.Tensor], back: Sequence[torch.Tensor]) -> int:
@@ -121,50 +148,139 @@ class Swap:
     def _sent(
         self, inbox: torch.Tensor, outbox: torch.Tensor, come: list[int], go: list[int]
     ) -> Any:
-        if self._low == self._high:
+        if not self._edges.others:
             return None
         return dist.all_to_all_single(inbox, outbox, come, go, group=self._group, async_op=True)
 
-    def _by_token(
-        self, tensor: torch.Tensor, low: int, high: int, start: int, heads: int
-    ) -> torch.Tensor:
-        """Heads of the shares of ranks [low, high): a view (ranks, rows, batch, heads, dim)."""
-        batch, every, rows, dim = tensor.shape
-        b, h, n, d = tensor.stride()
-        share = every // self.ranks
-        return tensor.as_strided(
-            (high - low, rows, batch, heads, dim),
-            (h * share, n, b, h, d),
-            tensor.storage_offset() + (low * share + start) * h,
-        )
+
+class View(NamedTuple):
+    """A view of a tensor: sizes, strides, and elements from its first on."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The view of ``tensor``."""
+        return tensor.as_strided(self.sizes, self.strides, tensor.storage_offset() + self.offset)
 
 
-def in_words(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The same tensors in words of 16 bytes, if all of them consist of such; views.
+class Copy(NamedTuple):
+    """Some heads of a tensor into a message."""
+
+    source: View
+    target: View
+
+    def of(self, tensor: torch.Tensor, message: torch.Tensor) -> None:
+        """Copy them."""
+        self.target.of(message).copy_(self.source.of(tensor))
+
+
+class Packing(NamedTuple):
+    """How tensors of the shard become a message.
+
+    Attributes:
+        in_words: whether tensors and message are seen as words of 16 bytes.
+        sizes: heads and dim of each tensor, in elements.
+        inbox, outbox: sizes of the messages, (rows, batch, elements or words of a token).
+        sent: into the outbox; none where there is nobody to send to.
+        own: this rank's rows, into the inbox; none where they are sent as well.
+    """
+
+    in_words: bool
+    sizes: tuple[tuple[int, int], ...]
+    inbox: tuple[int, int, int]
+    outbox: tuple[int, int, int]
+    sent: tuple[Copy, ...]
+    own: tuple[Copy, ...]
+
+
+# Sizes, strides, and whether the tensor begins where a word does, in memory and in its storage.
+Lies = tuple[tuple[int, ...], tuple[int, ...], bool]
+
+
+def lies(tensor: torch.Tensor) -> Lies:
+    """What ``in_words`` has to know of a tensor."""
+    begins = (tensor.data_ptr() | tensor.storage_offset() * tensor.element_size()) % _WORD == 0
+    return tensor.shape, tensor.stride(), begins
+
+
+@lru_cache(maxsize=512)
+def in_words(tensors: tuple[Lies, ...], element_size: int) -> bool:
+    """Whether all tensors consist of words of 16 bytes, and so can be seen as tensors of such.
 
     A copy between layouts goes element by element, and takes as long for small ones as for large.
     """
-    for tensor in tensors:
-        step = _WORD // tensor.element_size()
-        *outer, inner = tensor.stride()
-        if inner != 1 or tensor.shape[-1] % step or tensor.data_ptr() % _WORD:
-            return tensors
-        if any(stride % step for stride in (*outer, tensor.storage_offset())):
-            return tensors
-    return [tensor.view(torch.complex128) for tensor in tensors]
+    step = _WORD // element_size
+    for shape, (*outer, inner), begins in tensors:
+        if not begins or inner != 1 or shape[-1] % step or any(one % step for one in outer):
+            return False
+    return True
 
 
-def _columns(
-    message: torch.Tensor, first: int, rows: int, ranks: int, at: int, heads: int, dim: int
-) -> torch.Tensor:
-    """Elements of each token of a message, from ``at`` on: (ranks, rows, batch, heads, dim)."""
-    _, batch, width = message.shape
-    token = batch * width
-    return message.as_strided(
-        (ranks, rows, batch, heads, dim),
-        (rows * token, token, width, dim, 1),
-        message.storage_offset() + first * token + at,
-    )
+@lru_cache(maxsize=512)
+def _packing(
+    lengths: tuple[int, ...],
+    rank: int,
+    element_size: int,
+    parts: tuple[tuple[tuple[int, ...], tuple[int, ...], bool, tuple[int, int]], ...],
+) -> Packing:
+    """The packing of ``Swap.to_heads``.
+
+    Args:
+        parts: of each tensor, what ``lies`` says, and its heads.
+    """
+    edges, ranks, batch = Edges.of(lengths, rank), len(lengths), parts[0][0][0]
+    words = in_words(tuple([part[:3] for part in parts]), element_size)
+    step = _WORD // element_size if words else 1
+    each = [((stop - start), shape[3]) for shape, _, _, (start, stop) in parts]
+    width = sum(heads * dim for heads, dim in each) // step
+    at, sent, own = 0, [], []
+    for (shape, stride, _, some), (heads, dim) in zip(parts, each, strict=True):
+        if words:
+            shape, stride, dim = _of_words(shape, stride, step)
+        token = batch * width
+        strides = (edges.rows * token, token, width, dim, 1)
+        if edges.others:
+            source = _by_token(shape, stride, some, ranks, edges.low, edges.high)
+            room = View((edges.others, edges.rows, batch, heads, dim), strides, at)
+            sent.append(Copy(source, room))
+        if edges.others < ranks:
+            source = _by_token(shape, stride, some, ranks, rank, rank + 1)
+            room = View((1, edges.rows, batch, heads, dim), strides, edges.start * token + at)
+            own.append(Copy(source, room))
+        at += heads * dim
+    inbox, outbox = (edges.tokens, batch, width), (edges.others * edges.rows, batch, width)
+    return Packing(words, tuple(each), inbox, outbox, tuple(sent), tuple(own))
+
+
+def _of_words(
+    shape: tuple[int, ...], stride: tuple[int, ...], step: int
+) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Sizes, strides and dim in words of ``step`` elements."""
+    dim = shape[3] // step
+    return (*shape[:3], dim), (*(n // step for n in stride[:3]), 1), dim
+
+
+@lru_cache(maxsize=512)
+def _by_token(
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    some: tuple[int, int],
+    ranks: int,
+    low: int,
+    high: int,
+) -> View:
+    """Some heads of the shares of ranks [low, high): (ranks, rows, batch, heads, dim).
+
+    Args:
+        shape, stride: of the tensor (batch, all heads, rows, dim).
+    """
+    batch, every, rows, dim = shape
+    b, h, n, d = stride
+    share = every // ranks
+    sizes = (high - low, rows, batch, some[1] - some[0], dim)
+    return View(sizes, (h * share, n, b, h, d), (low * share + some[0]) * h)
 
 
 @dataclass(slots=True)
@@ -226,4 +342,4 @@ class ToRows:
             self.place.copy_(self.inbox.view(self.place.shape))
 
 
-__all__ = ["Part", "Swap", "ToHeads", "ToRows", "in_words", "opened"]
+__all__ = ["Part", "Swap", "ToHeads", "ToRows", "opened"]
