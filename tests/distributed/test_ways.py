@@ -106,6 +106,37 @@ def test_bytes_are_those_of_the_formulas(ranks: int, share: int) -> None:
         assert quorums(of, 1, ranks).most_received(ELEMENTS) / unit == pytest.approx(moved)
 
 
+@pytest.mark.parametrize("ranks", [4, 6, 8, 12])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_bytes_where_key_heads_are_fewer_than_ranks(ranks: int, kv_heads: int) -> None:
+    """A key head goes to all ranks that have some of its query heads; in a mesh of ``groups``, to
+    as many as have them, and queries are exchanged among ``groups`` ranks only."""
+    tokens, n_heads = ranks * 128 * 70, 24
+    of = sequences([tokens // ranks] * ranks, n_heads, kv_heads, False)
+    away, unit = (ranks - 1) / ranks, tokens * n_heads
+    replicated = 2 * away / ranks + 2 / n_heads * max(1, kv_heads / ranks) * away
+    assert heads(of).most_received(ELEMENTS) / unit == pytest.approx(replicated)
+    assert not heads(of).whole_heads
+    found = {way.way: way.most_received(ELEMENTS) / unit for way in every_way(of)}
+    moved = {1: 2 * kv_heads / n_heads * away}
+    for groups in (2, 3):
+        if ranks % groups or (kv_heads % groups and groups % kv_heads):
+            continue
+        queries = 2 * (groups - 1) / groups / ranks
+        moved[groups] = queries + 2 / n_heads * max(1, kv_heads / groups) * away
+        name = f"heads exchanged {groups} ways, keys and values moved"
+        assert found[name] == pytest.approx(moved[groups])
+    assert found["keys and values moved"] == pytest.approx(moved[1])
+    least = min(replicated, *moved.values())
+    chosen = choose(of, ELEMENTS).most_received(ELEMENTS) / unit
+    assert chosen == pytest.approx(least) or chosen < replicated <= 2 * least
+    # Where moving takes little time it is the least of those that are one call.
+    quick = choose(of, ELEMENTS, 1e9)
+    one_call = [way for way in every_way(of) if way.imbalance <= 1.05 and way.most_calls == 1]
+    assert quick.most_calls == 1
+    assert quick.most_received(ELEMENTS) == min(w.most_received(ELEMENTS) for w in one_call)
+
+
 @pytest.mark.parametrize(
     ("ranks", "heads_", "kv_heads", "way"),
     [

@@ -163,6 +163,13 @@ class Assignment:
         """Stages of the rank that has most of them."""
         return max((len(stages) for stages in self.shares), default=0)
 
+    @cached_property
+    def most_calls(self) -> int:
+        """Attention calls of the rank that makes most of them: one, where heads are whole."""
+        if self.whole_heads:
+            return 1
+        return max(sum(len(blocks) for blocks in stages) for stages in self.shares)
+
     def pairs(self, rank: int) -> int:
         """Pairs that a rank computes."""
         return sum(block.pairs for blocks in self.shares[rank] for block in blocks)

@@ -158,10 +158,10 @@ def _request(
     Args:
         device: that computes it; it depends on the current one.
     """
-    inputs = [torch.empty((), dtype=dtype, device=home).expand(t) for t in (query, key, value)]
+    q, k, v = (torch.empty((), dtype=dtype, device=home).expand(t) for t in (query, key, value))
     with torch.no_grad():
         _, request = request_of(
-            "attention", *inputs, None, 0.0, None, causal, scale, True, None, out_dtype, Written()
+            "attention", q, k, v, None, 0.0, None, causal, scale, True, None, out_dtype, Written()
         )
     assert request.options.device == device
     return request

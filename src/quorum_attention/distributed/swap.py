@@ -201,7 +201,7 @@ Lies = tuple[tuple[int, ...], tuple[int, ...], bool]
 
 def lies(tensor: torch.Tensor) -> Lies:
     """What ``in_words`` has to know of a tensor."""
-    begins = (tensor.data_ptr() | tensor.storage_offset() * tensor.element_size()) % _WORD == 0
+    begins = (tensor.data_ptr() | int(tensor.storage_offset()) * tensor.element_size()) % _WORD == 0
     return tensor.shape, tensor.stride(), begins
 
 

@@ -51,7 +51,8 @@ def choose(of: Sequences, sizes: RowBytes, pair_flops: float = 0.0) -> Assignmen
     Only ways whose largest share of the work is within 5 % of an equal one are compared; if there
     is none, the most even one is taken. Where the heads divide by the ranks, exchanging them is
     also taken if the next best saves less than half of the bytes, or if they take little time
-    beside computing: other ways take more and smaller calls, whose results have to be merged.
+    beside computing: other ways take more and smaller calls, whose results have to be merged. One
+    that takes no more calls and moves fewer bytes is taken then, too (few key/value heads).
 
     Args:
         pair_flops: floating-point operations of one pair of one head.
@@ -66,9 +67,10 @@ def choose(of: Sequences, sizes: RowBytes, pair_flops: float = 0.0) -> Assignmen
     whole = found[0]
     moved = whole.most_received(sizes)
     little = _LITTLE * of.pairs / of.ranks * pair_flops * _BYTES_A_FLOP
-    if of.heads % of.ranks == 0 and moved <= max(2 * fewest.most_received(sizes), little):
-        return whole
-    return fewest
+    if of.heads % of.ranks or moved > max(2 * fewest.most_received(sizes), little):
+        return fewest
+    simple = [way for way in even if way.most_calls <= whole.most_calls]
+    return min(simple, key=lambda way: way.most_received(sizes))
 
 
 def every_way(of: Sequences) -> Iterator[Assignment]:
