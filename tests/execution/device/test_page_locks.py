@@ -95,6 +95,48 @@ def test_no_copy_of_a_head_reaches_from_one_piece_into_another(runtime: Runtime,
         assert len(pieces) > 5
 
 
+@pytest.mark.parametrize("rows", [1, 63, 64, 100, 1024, 1025, 4096])
+def test_a_given_result_is_cut_as_one_that_is_made(runtime: Runtime, rows: int) -> None:
+    """And keeps what is in it."""
+    tensor = result(200_000 // rows + 3, rows)
+    with PageLocks([tensor], given=[tensor]) as locks:
+        assert locks.covers(tensor)
+        pieces = sorted((start, start + size) for start, size in runtime.registered.items())
+        assert sum(stop - start for start, stop in pieces) == tensor.nbytes
+        assert not locks.cuts
+        for head in tensor[0]:
+            first, last = head.data_ptr(), head.data_ptr() + head.nbytes
+            assert any(start <= first and last <= stop for start, stop in pieces)
+    if rows % 64 == 0:
+        assert len(pieces) > 5
+    assert bool((tensor == 7).all())
+
+
+def test_a_given_result_with_gaps_is_one_piece(runtime: Runtime) -> None:
+    """Who knows where its heads are."""
+    tensor = result(8, 4096)[:, :, :4000]
+    with PageLocks([tensor], given=[tensor]) as locks:
+        assert locks.covers(tensor)
+        assert len(runtime.registered) == 1
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_a_given_result_waits_for_the_inputs_of_its_heads(runtime: Runtime, heads: int) -> None:
+    rows = 8192 // heads
+    tensor, target = result(heads, rows), result(heads, rows)
+    with PageLocks([tensor, target], by_address=[tensor], given=[target]) as locks:
+        until = time.monotonic() + 20
+        while not locks.settled:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+    begin, stop = target.data_ptr(), target.data_ptr() + target.nbytes
+    results = [n for n, at in enumerate(runtime.order) if begin <= at < stop]
+    assert len(results) == heads
+    for head, at in enumerate(results, start=1):
+        inputs = at - head + 1
+        assert inputs * PIECE >= tensor.nbytes * head // heads
+
+
 @pytest.mark.parametrize("n_bytes", [PIECE, PIECE + 5000, 2 * PIECE - 1, 2 * PIECE, 7 * PIECE + 99])
 def test_what_is_copied_by_address_is_locked_piece_by_piece(runtime: Runtime, n_bytes: int) -> None:
     """Its pieces meet at pages, where the driver can tell them apart, and copies are cut there."""

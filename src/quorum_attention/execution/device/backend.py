@@ -110,6 +110,7 @@ class Backend(ABC):
         tensors: Iterable[torch.Tensor],
         made: Iterable[torch.Tensor],
         as_they_are: Iterable[torch.Tensor] = (),
+        given: Iterable[torch.Tensor] = (),
     ) -> PageLocks:
         """Page locks for those of ``tensors`` that are in host memory and worth it.
 
@@ -117,6 +118,7 @@ class Backend(ABC):
             tensors: what will be copied from or to, (..., rows, width).
             made: those of them that hold nothing yet.
             as_they_are: those of them that are copied without conversion to another dtype.
+            given: results among them that hold something already.
         """
         return PageLocks(())
 

@@ -79,6 +79,7 @@ class PageLocks:
             locked.
         made: those of them that hold nothing yet. Whoever writes to one must ask ``covers`` first.
         by_address: those of them that are copied by address, and never across a cut (``parts``).
+        given: results that were there before; like ``made``, but nobody writes to them here.
 
     Attributes:
         cuts: addresses at which copies by address have to be cut, in order.
@@ -89,12 +90,24 @@ class PageLocks:
         tensors: Iterable[torch.Tensor],
         made: Iterable[torch.Tensor] = (),
         by_address: Iterable[torch.Tensor] = (),
+        given: Iterable[torch.Tensor] = (),
     ) -> None:
-        # Bytes of a head of each result; those are (*batch, heads, ...) without gaps.
-        heads = {id(t): math.prod(t.shape[-2:]) * t.element_size() for t in made}
-        anywhere = {id(t) for t in by_address}
+        # Bytes of a head of each result that is (*batch, heads, ...) without gaps; those of this
+        # call are.
+        made = list(made)
+        heads = {
+            id(t): math.prod(t.shape[-2:]) * t.element_size()
+            for t in (*made, *(t for t in given if t.is_contiguous()))
+        }
+        fresh, anywhere = {id(t) for t in made}, {id(t) for t in by_address}
         ranges = [
-            _Range(*_addresses(t), heads.get(id(t), 0), id(t) in anywhere, t.is_contiguous())
+            _Range(
+                *_addresses(t),
+                heads.get(id(t), 0),
+                id(t) in anywhere,
+                t.is_contiguous(),
+                id(t) in fresh,
+            )
             for t in tensors
             if t.device.type == "cpu" and t.nbytes > 0 and not t.is_pinned()
         ]
@@ -318,9 +331,10 @@ class _Range:
 
     Attributes:
         start, stop: addresses, [start, stop).
-        head: bytes of a head, where it is fresh memory; otherwise 0.
+        head: bytes of a head, where it is a result; otherwise 0.
         anywhere: it may be cut at any page.
         heads_apart: it belongs to one tensor, whose heads have no memory in common.
+        fresh: nobody has written to it.
     """
 
     start: int
@@ -328,6 +342,7 @@ class _Range:
     head: int = 0
     anywhere: bool = False
     heads_apart: bool = False
+    fresh: bool = False
 
 
 def _apart(ranges: Iterable[_Range]) -> list[_Range]:
@@ -346,7 +361,8 @@ def _apart(ranges: Iterable[_Range]) -> list[_Range]:
 def _cut(found: _Range) -> list[_Piece]:
     """A range as pieces that are large enough to be worth locking.
 
-    Fresh memory is cut at multiples of a head, if those are between pages.
+    Results are cut at multiples of a head, if those are between pages. One that is locked as a
+    whole, or head by head, is not needed before the inputs of these heads.
     """
     start, stop, head = found.start, found.stop, found.head
     if head > 0 and start % PAGE_BYTES == 0 and head % PAGE_BYTES == 0:
@@ -362,8 +378,8 @@ def _cut(found: _Range) -> list[_Piece]:
     pieces = []
     for low, high in pairwise(edges):
         needed = high - low if found.heads_apart else None
-        share = (low - start) / (stop - start)
-        pieces.append(_Piece(low, high, share, head > 0, needed=needed))
+        share = ((high if head > 0 and not found.fresh else low) - start) / (stop - start)
+        pieces.append(_Piece(low, high, share, found.fresh, needed=needed))
     return pieces
 
 

@@ -210,7 +210,8 @@ class Passing(Route):
             if tensor.dtype == item.dtype(call.work)
         ]
         made = [result for result in results if id(result) not in given]
-        with backend.page_locks([*read, *results, *homes], made, as_they_are) as locks:
+        there = [result for result in results if id(result) in given]
+        with backend.page_locks([*read, *results, *homes], made, as_they_are, there) as locks:
             chunk, block = (
                 self.layout(schedule, job.case, a) for a in (self.stays, self.passes_by)
             )

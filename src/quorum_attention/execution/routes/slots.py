@@ -196,8 +196,10 @@ class Slots(Route):
         moved = [*read, *results]
         moved.extend(rows.tensor for rows in homes if isinstance(rows, GroupBuffer))
         made = [result for result in results if id(result) not in given]
+        there = [result for result in results if id(result) in given]
+        backend = backend_of(call.device)
         try:
-            with backend_of(call.device).page_locks(moved, made, as_they_are) as locks:
+            with backend.page_locks(moved, made, as_they_are, there) as locks:
                 run(job, machine, make_pass, locks, tools)
         finally:
             job.repeated(sum(scaling.repeated for scaling in scalings))
