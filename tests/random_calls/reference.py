@@ -248,13 +248,11 @@ class Reference:
         is believed to need it (terms that are all alike are rounded alike)."""
         return self.a / _C * terms
 
-    def backward(self, dtype: torch.dtype) -> dict[str, Wanted]:
-        """The three gradients; ``forward`` comes first."""
-        p, v, do = self.p, self.v, self.do
-        dp = (do @ v.mT) * self.z
-        delta = (do * self.out).sum(-1, keepdim=True)
-        slope = 1.0 if self.slope is None else self.slope
-        apart = dp - delta
+    def _gradients(self, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """With D = rowsum(dO * ``out``): dP - D and what flows through the lse, that gradient of
+        the lse, dS, and the gradients of query, key and value."""
+        p, do = self.p, self.do
+        delta = (do * out).sum(-1, keepdim=True)
         of_lse = torch.zeros_like(delta)
         if self.made.grad_lse is not None:
             # Nothing flows into a row without keys.
@@ -262,13 +260,22 @@ class Reference:
                 self.made.grad_lse.double().reshape(delta.shape[:-1]).masked_fill(self.empty, 0)
             )
             of_lse = of_lse.unsqueeze(-1)
-        apart = apart + of_lse
-        ds = p * apart * slope
-        gradients = (
-            self.scale * (ds @ self.k),
-            self._grouped(self.scale * (ds.mT @ self.q)),
-            self._grouped((p * self.z).mT @ do),
-        )
+        apart = (do @ self.v.mT) * self.z - delta + of_lse
+        ds = p * apart * (1.0 if self.slope is None else self.slope)
+        of_query = self.scale * (ds @ self.k)
+        of_key = self._grouped(self.scale * (ds.mT @ self.q))
+        of_value = self._grouped((p * self.z).mT @ do)
+        return apart, of_lse, ds, of_query, of_key, of_value
+
+    def of_output(self, out: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The gradients where D is formed of ``out``, which may be rounded; in float64."""
+        names = ("grad_query", "grad_key", "grad_value")
+        return dict(zip(names, map(self._shaped, self._gradients(out)[3:]), strict=True))
+
+    def backward(self, dtype: torch.dtype) -> dict[str, Wanted]:
+        """The three gradients; ``forward`` comes first."""
+        p, v, do = self.p, self.v, self.do
+        apart, of_lse, ds, *gradients = self._gradients(self.out)
         self.further = self._further(*gradients)
         lse = self.lse.masked_fill(self.empty, 0.0).abs()
         change = self.off + (self.lse_off + self.a * (1 + lse)).unsqueeze(-1)

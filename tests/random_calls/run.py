@@ -19,6 +19,7 @@ from random_calls.case import Case, simpler
 from random_calls.compare import judge
 from random_calls.draw import draw
 from random_calls.kernels import kernel_of
+from random_calls.parts import Cut
 from random_calls.reference import Reference, place
 from random_calls.tensors import DTYPES, Made, changed, make
 from random_calls.yardstick import Yardstick, neighbour
@@ -223,7 +224,8 @@ def _compare(verdict: Verdict, made: Made, done: Done, compute: torch.device) ->
             wanted |= reference.backward(results[gradients[0]].dtype)
         results = {name: found.detach().to(where) for name, found in results.items()}
     last = results[gradients[0]].dtype if gradients else results["out"].dtype
-    yardstick = Yardstick(case, made, (results["out"].dtype, last), compute)
+    dtypes = (results["out"].dtype, last)
+    yardstick = Yardstick(case, made, dtypes, compute, lambda: _cut(case, made, compute, done))
     out_dtype = DTYPES[case.results.out or case.dtype]
     for name, found in results.items():
         dtype = found.dtype
@@ -268,9 +270,23 @@ def _happens_again(case: Case, made: Made, name: str, compute: torch.device) -> 
         last = done.results[name].dtype
         if name.startswith("grad"):
             wanted |= reference.backward(last)
-        yardstick = Yardstick(case, other, (done.results["out"].dtype, last), compute)
+        dtypes, cut = (done.results["out"].dtype, last), _cut(case, other, compute, done)
+        yardstick = Yardstick(case, other, dtypes, compute, lambda cut=cut: cut)
         found += judge(name, done.results[name], wanted[name], yardstick)[0] is not None
     return found > _AGAIN // 2
+
+
+def _cut(case: Case, made: Made, compute: torch.device, done: Done) -> Cut | None:
+    """How the forward of a call was cut; it is made again where it was not reported."""
+    report = done.report
+    if report is None:
+        again, once = replace(case, reported=True, failure=None, measured=False), Done()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            perform(again, made, compute, once)
+        report = once.report
+    ran = None if report is None else report.forward
+    return None if ran is None else Cut(ran.kernel, ran.levels)
 
 
 def _tensors() -> int:

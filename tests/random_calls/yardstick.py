@@ -6,7 +6,8 @@ the user's is held against itself, uncut, as well: what it loses by itself (with
 in fp32, exp(s - lse) has four digits) no cutting brings back. And fp16 gradients of which the
 largest have to be divided lest they overflow are held against torch's, divided as much. Where few
 numbers are at stake torch may be lucky: then its neighbours are asked too, the same case with
-values and upstream gradients some per cent apart.
+values and upstream gradients some per cent apart. What rounding the parts of a cut call costs, torch
+does not pay; it is computed in float64 (``parts.py``).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import contextlib
 import math
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -24,6 +25,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from random_calls.case import Case, Scores
 from random_calls.kernels import uncut
+from random_calls.parts import Cut, output_of_parts
 from random_calls.reference import Reference, Wanted, place
 from random_calls.tensors import DTYPES, Made
 
@@ -36,7 +38,10 @@ Results = dict[str, torch.Tensor]
 
 
 class Yardstick:
-    """torch's results and errors for one case; computed when they are asked for."""
+    """torch's results and errors for one case; computed when they are asked for.
+
+    ``cut``: says how the call was cut, if it is known; asked last.
+    """
 
     def __init__(
         self,
@@ -44,13 +49,14 @@ class Yardstick:
         made: Made,
         dtypes: tuple[torch.dtype, torch.dtype],
         compute: torch.device | None = None,
+        cut: Callable[[], Cut | None] | None = None,
     ) -> None:
         # torch's gradients are those of the output alone.
         made = replace(made if compute is None else made.on(compute), grad_lse=None)
         self.case, self.made, self.dtypes = case, made, dtypes
         self.where = place(case, made.query.device)
         self.seconds = 0.0
-        self.lone = case.scores != Scores() or made.grad_lse is not None
+        self._cut = cut
         self._own: Results | None = None
         self._errors: list[Results] = []
 
@@ -64,7 +70,7 @@ class Yardstick:
         """Torch's largest error by head, broadcastable to the result: of the call, and then never
         smaller, what it comes to with another path and with neighbours."""
         largest = wanted.exact.new_zeros(())
-        if self.lone or name == "grad_mask" or self.case.dropout:
+        if self.case.scores != Scores() or name == "grad_mask" or self.case.dropout:
             # torch has no such call, or another kernel for it, or drops others: what a rounded
             # output may cost by itself.
             largest = wanted.loose
@@ -80,6 +86,16 @@ class Yardstick:
             if found is not None:
                 largest = torch.maximum(largest, found)
                 yield largest
+        cut = None if self._cut is None or name not in _GRADIENTS else self._cut()
+        if cut is not None and cut.rounds(self.case):
+            yield torch.maximum(largest, self._of_parts(name, wanted, cut))
+
+    def _of_parts(self, name: str, wanted: Wanted, cut: Cut) -> torch.Tensor:
+        reference = Reference(self.case, self.made, self.where)
+        reference.forward(self.dtypes[0])
+        exact = reference.of_output(reference.out)[name]
+        rounded = reference.of_output(output_of_parts(reference, cut))[name]
+        return _head_errors(wanted.exact + (rounded - exact), wanted)
 
     def _more(self, number: int) -> Results:
         own = number in (0, 1, _OTHERS)

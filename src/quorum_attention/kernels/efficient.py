@@ -84,6 +84,9 @@ class EfficientKernel(RectangleKernel):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See ``RectangleKernel.rectangle_backward``."""
         head_dim, value_dim = query.shape[-1], value.shape[-1]
+        if not (out.device == lse.device == query.device):
+            # The operator does not look, and reads what is no memory of the GPU's.
+            raise RuntimeError(f"out and lse must be on {query.device}")
         # Rows past the end get lse +inf, as in the operator's forward: exp(s - inf) = 0.
         padded_lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % _LSE_ROWS), value=torch.inf)
         seed = torch.zeros((), dtype=torch.int64, device=query.device)

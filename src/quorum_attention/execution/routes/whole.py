@@ -289,6 +289,9 @@ def _without_empty_rows(lse: torch.Tensor) -> torch.Tensor:
 
 def _scaled(job: Job, schedule: Schedule, group: Group, machine: Machine, tools: Tools) -> None:
     """Compute a head group by the scaled backward, head by head."""
+    # Where the forward's state was in host memory, so is its lse.
+    here = job.tensors["lse"].to(job.call.device)
+    job = replace(job, tensors={**job.tensors, "lse": here})
     task, rectangles = all_rectangles(job.call.work, schedule.decomposition)
     job.results.make()
     for entry in group.entries:
