@@ -81,7 +81,7 @@ class Reference:
 
     def __init__(self, case: Case, made: Made, where: torch.device | None = None) -> None:
         self.case, self.made = case, made if where is None else made.on(where)
-        self.further = 1.0
+        self.further = torch.ones(())
         made = self.made
         self.dtype = DTYPES[case.dtype]
         self.w = unit(self.dtype)
@@ -209,39 +209,73 @@ class Reference:
             bound = bound + self.sums(ds.numel() // max(1, exact.numel())) * summed
         return Wanted(exact, bound, bound + self._shaped(rounded).sum_to_size(mask.shape))
 
-    def _parts(self) -> float:
+    def _parts(self) -> torch.Tensor:
         """What gradients of query heads that share a key, and of rectangles where nothing keeps
-        them in range, lose each when they are rounded to the smallest numbers there are."""
+        them in range, lose each when they are rounded to the smallest numbers there are; (b, h, 1,
+        1)."""
         own = self.case.kernel.startswith(("function", "scores"))
         lost = _least(self.dtype) * (8 * self.shared if own else self.shared)
         return lost * self._division()
 
-    def _division(self) -> float:
-        """By how much an upstream gradient near fp16's largest number is divided before it is used,
-        lest dS overflow; the smallest numbers count for as much more."""
-        of_out, of_lse, value = self._norms()
-        return max(1.0, (of_out + 2 * of_lse) * max(2 * value, 2.0) * self.further / 2**14)
+    def _ds_bound(self) -> torch.Tensor:
+        """The bound of |dS| by which the fp16 backward of a key head is scaled, 2 |dO| |V| of its
+        largest rows, and twice |dO| at least; (b, h, 1, 1), 0 in other dtypes.
 
-    def _further(self, *gradients: torch.Tensor) -> float:
-        """By how much it is divided beyond that, lest their sums overflow: steps of 2**8."""
-        of_out, of_lse, value = self._norms()
-        sizes = [float(t.nan_to_num(0.0, 0.0, 0.0).abs().max()) for t in gradients if t.numel()]
-        # The least that dS is bounded by, and made 2**15.
-        largest, bound = max(sizes, default=0.0), max(of_out * max(2 * value, 2.0), 2 * of_lse)
-        if not largest or not bound:
-            return 1.0
-        over = math.log2(largest * 2**15 / bound / torch.finfo(torch.float16).max)
-        return 2.0 ** (8 * max(0, math.ceil(over / 8)))
+        The same arithmetic as in kernels/scaling.py, of the same rows. A gradient of the
+        log-sum-exp is in three columns of dO, beside a column of 1 in V (call/lse_columns.py).
+        """
+        do, v = (_largest_rows(t) for t in (self.do, self.v))
+        if self.dtype != torch.float16 or not do.numel() or not v.numel():
+            return torch.zeros((*self.do.shape[:2], 1, 1), dtype=torch.float64, device=do.device)
+        v = v.amax(-1, keepdim=True)
+        if self.made.grad_lse is not None:
+            size = self.made.grad_lse.double().reshape(do.shape).abs().masked_fill(self.empty, 0.0)
+            # A power of two above it: 2**-14 where there is none, 2**15 at most.
+            exponent = torch.frexp(size / v.clamp(1.0, 2.0**14)).exponent
+            exponent = exponent.masked_fill(size == 0, -14).clamp(-14, 15)
+            do = (do.square() + 3 * torch.ldexp(torch.ones_like(do), exponent).square()).sqrt()
+            v = (v.square() + 1).sqrt()
+        do = self._of_group(do.amax(-1, keepdim=True))
+        return (do * (2 * v).clamp(min=2.0)).unsqueeze(-1)
 
-    def _norms(self) -> tuple[float, float, float]:
-        """Largest norms of rows of dO and V, and the largest gradient of the log-sum-exp between
-        them: what fp16 is scaled by; 0 in other dtypes."""
-        if self.dtype != torch.float16 or not self.do.numel():
-            return 0.0, 0.0, 0.0
-        do = self.do.nan_to_num(0.0, 0.0, 0.0).norm(dim=-1).max()
-        v = self.v.nan_to_num(0.0, 0.0, 0.0).norm(dim=-1).max() if self.v.numel() else 0.0
-        lse = 0.0 if self.made.grad_lse is None else float(self.made.grad_lse.abs().max())
-        return float(do), lse, float(v)
+    def _division(self) -> torch.Tensor:
+        """By how much upstream gradients of a key head are divided before they are used, lest dS
+        overflow; the smallest numbers count for as much more. (b, h, 1, 1), at least 1.
+
+        The divisor is the power of two that brings the bound of |dS| to 2**15 at most, so to 2**14
+        at least; steps for sums that overflow come on top.
+        """
+        return (self._ds_bound() * self.further / 2**14).clamp(min=1.0)
+
+    def _further(self, *gradients: torch.Tensor) -> torch.Tensor:
+        """By how much a key head is divided beyond that, lest sums overflow, (b, h, 1, 1).
+
+        A gradient is a sum over pairs, and |dS| of one may be 2**15. Where the gradient in those
+        units is beyond fp16's largest number, the head takes as many steps of 2**8 as bring it back
+        (execution/scaling.py). Not one more: the gradient here is the whole sum, and a part of it
+        that is larger than the whole is not allowed for.
+        """
+        bound = self._ds_bound()
+        largest = torch.zeros_like(bound)
+        for t in gradients:
+            if t.numel():
+                most = t.nan_to_num(0.0, 0.0, 0.0).abs().amax((-2, -1), keepdim=True)
+                of_keys = most.shape[1] != bound.shape[1]
+                most = most.repeat_interleave(self.shared, 1) if of_keys else most
+                largest = torch.maximum(largest, self._of_group(most))
+        over = torch.log2(largest * 2**15 / bound / torch.finfo(torch.float16).max)
+        steps = torch.where((largest > 0) & (bound > 0), (over / 8).ceil().clamp(min=0.0), 0.0)
+        return 2.0 ** (8 * steps)
+
+    def _one_of_group(self, t: torch.Tensor) -> torch.Tensor:
+        """(b, h, ...), equal in query heads that share a key head, by key head."""
+        return t[:, :: self.shared]
+
+    def _of_group(self, t: torch.Tensor) -> torch.Tensor:
+        """The largest of (b, h, ...) among the query heads that share a key head, for each."""
+        if self.shared <= 1:
+            return t
+        return t.unflatten(1, (-1, self.shared)).amax(2).repeat_interleave(self.shared, 1)
 
     def sums(self, terms: int) -> float:
         """How far off a sum of so many terms may be, as a share of that of their sizes: only torch
@@ -298,7 +332,7 @@ class Reference:
             # what that leaves of the smallest beside the largest of a head.
             largest = torch.maximum(do.abs(), 2 * of_lse.abs())
             lost = 2.0**-38 * self.further
-            least = lost * largest.amax((-2, -1), keepdim=True) if do.numel() else 0.0
+            least = lost * largest.amax((-2, -1), keepdim=True) if do.numel() else lost
             each = self.w * do.abs() + least
             ds_off = ds_off + p * (
                 self.rescale * (each @ v.abs().mT) + (each * self.out.abs()).sum(-1, keepdim=True)
@@ -308,9 +342,11 @@ class Reference:
         # D of an output with all of its own errors, the rounding to the inputs' dtype among them.
         out_off = self.out_off + self.w * self.out.abs() + _least(self.dtype)
         rounded = _sane(p * (do.abs() * out_off).sum(-1, keepdim=True))
-        # A row of dO far below the largest of those that share its key head: divided with them, it
-        # is among the smallest numbers.
-        least = _least(self.dtype) * self._division() if self._division() > 1 else 0.0
+        # A row of dO far below the largest of those that share its key head is divided with them,
+        # and is among the smallest numbers then: each of its elements may lose half of the smallest
+        # one. Not in the strict bound: only as far as torch, divided as much, pays it too.
+        division = self._division()
+        least = torch.where(division > 1, _least(self.dtype) * division, 0.0)
         sunk = least * torch.ones_like(do)
         rounded = rounded + _sane(
             p * (sunk @ v.abs().mT + (sunk * self.out.abs()).sum(-1, keepdim=True))
@@ -337,7 +373,10 @@ class Reference:
                 lambda x: self._grouped(most * (x.mT @ q.abs())),
             ),
         ):
-            last = unit(dtype) * exact.abs() + _least(dtype) + self._parts()
+            parts_lost = (
+                self._parts() if name == "grad_query" else self._one_of_group(self._parts())
+            )
+            last = unit(dtype) * exact.abs() + _least(dtype) + parts_lost
             bound = extra(_sane(strict)) + last
             terms = self.sums(max(p.shape[-2:]) * self.shared)
             loose = bound + extra(rounded) + terms * extra(ds.abs())
@@ -349,7 +388,7 @@ class Reference:
             self.rescale * self._grouped(bound)
             + unit(dtype) * exact.abs()
             + _least(dtype)
-            + self._parts()
+            + self._one_of_group(self._parts())
         )
         terms = self.sums(p.shape[-2] * self.shared)
         loose = bound + self.rescale * self._grouped(p.mT @ (terms * do.abs() + sunk))
@@ -410,6 +449,11 @@ class Reference:
 
     def _any_of_group(self, t: torch.Tensor) -> torch.Tensor:
         return t.unflatten(1, (-1, self.shared)).any(2)
+
+
+def _largest_rows(t: torch.Tensor) -> torch.Tensor:
+    """The norms of the rows of (b, h, n, d), 0 where they are not finite."""
+    return t.norm(dim=-1).nan_to_num(0.0, 0.0, 0.0)
 
 
 def _sane(bound: torch.Tensor) -> torch.Tensor:

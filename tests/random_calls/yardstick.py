@@ -6,8 +6,8 @@ the user's is held against itself, uncut, as well: what it loses by itself (with
 in fp32, exp(s - lse) has four digits) no cutting brings back. And fp16 gradients of which the
 largest have to be divided lest they overflow are held against torch's, divided as much. Where few
 numbers are at stake torch may be lucky: then its neighbours are asked too, the same case with
-values and upstream gradients some per cent apart. What rounding the parts of a cut call costs, torch
-does not pay; it is computed in float64 (``parts.py``).
+values and upstream gradients some per cent apart. What rounding the parts of a cut call costs is
+none of torch's; it is computed in float64 (``parts.py``).
 """
 
 from __future__ import annotations
