@@ -22,7 +22,8 @@ from quorum_attention.passes import progress_of
 from quorum_attention.pool.messages import Begin
 from quorum_attention.pool.parts import Sizes, parts_of
 from quorum_attention.pool.report import PoolPass, PoolReport, as_one
-from quorum_attention.pool.shared import Shared, made_for
+from quorum_attention.pool.rooms import kept_room, result_for
+from quorum_attention.pool.shared import Shared
 from quorum_attention.pool.totals import Totals
 from quorum_attention.pool.touched import Touching
 
@@ -65,19 +66,21 @@ class PoolCall:
         """Output and lse; in shared memory, or on the inputs' device."""
         query, key, value = (t.detach() for t in tensors[:3])
         given, rows = request.out, query.shape[:-1]
+        pool = self._pool()
         with self._told(request, backward=False) as report, torch.no_grad():
             mappings = Mappings.now()
             flattened = {"query": flat(query), "key": flat(key), "value": flat(value)}
-            handles = self._inputs(report, mappings, flattened, tensors, request)
-            lse = made_for(rows, state_dtype(query.dtype), query.device)
+            handles = self._inputs(pool, report, mappings, flattened, tensors, request)
+            results = _Results(query.device, pool.pins)
+            lse = results.make(rows, state_dtype(query.dtype))
             if given is None:
-                out = made_for((*rows, value.shape[-1]), request.out_dtype, query.device)
+                out = results.make((*rows, value.shape[-1]), request.out_dtype)
                 target = Shared.made(flat(out))
             else:
                 out, target = given.detach(), Shared.written(flat(given.detach()), mappings)
                 torch.autograd.graph.increment_version(given)
             handles |= {"out": target, "lse": Shared.made(flat(lse, 2))}
-            self._run(request, report, handles, query, None, [] if given is not None else [out])
+            self._run(pool, request, report, handles, query, None, results.fresh)
             if target.tensor.data_ptr() != out.data_ptr():
                 out.copy_(target.tensor.reshape(out.shape))
         return (out if given is None else given), lse
@@ -94,6 +97,7 @@ class PoolCall:
             raise NotImplementedError(
                 "the gradient of attn_mask is not computed by several devices: name one"
             )
+        pool = self._pool()
         three = query, key, value = tuple(t.detach() for t in tensors[:3])
         with self._told(request, backward=True) as report, torch.no_grad():
             mappings = Mappings.now()
@@ -106,9 +110,10 @@ class PoolCall:
                 inputs["grad_lse"] = flat(given.grad_lse.detach(), 2)
             names = ("grad_query", "grad_key", "grad_value")
             try:
-                handles = self._inputs(report, mappings, inputs, tensors, request)
+                handles = self._inputs(pool, report, mappings, inputs, tensors, request)
+                results = _Results(query.device, pool.pins)
                 if given.grads is None:
-                    made = [made_for(t.shape, t.dtype, t.device) for t in three]
+                    made = [results.make(t.shape, t.dtype) for t in three]
                     targets = [Shared.made(flat(t)) for t in made]
                 else:
                     made = list(given.grads)
@@ -116,8 +121,7 @@ class PoolCall:
                     torch.autograd.graph.increment_version(made)
                 handles |= dict(zip(names, targets, strict=True))
                 totals = Totals(self.sizes(request), flat(key), flat(value))
-                fresh = [] if given.grads is not None else made
-                self._run(request, report, handles, query, totals, fresh)
+                self._run(pool, request, report, handles, query, totals, results.fresh)
                 totals.store(targets[1].tensor, targets[2].tensor)
                 for result, target in zip(made, targets, strict=True):
                     if target.tensor.data_ptr() != result.data_ptr():
@@ -137,8 +141,15 @@ class PoolCall:
             rows, all_keys=described or work.mask is not None,
         )  # fmt: skip
 
+    def _pool(self) -> Pool:
+        pool = self._pool_of()
+        if not pool.devices:
+            raise RuntimeError("the pool has no worker: it was closed, or all of them were lost")
+        return pool
+
     def _run(
         self,
+        pool: Pool,
         request: Request,
         report: PoolPass,
         tensors: dict[str, Shared],
@@ -147,9 +158,7 @@ class PoolCall:
         fresh: Sequence[torch.Tensor],
     ) -> None:
         """A pass; ``fresh``: results that nobody has written to."""
-        pool, asked, sizes = self._pool_of(), self._asked, self.sizes(request)
-        if not pool.devices:
-            raise RuntimeError("the pool has no worker: it was closed, or all of them were lost")
+        asked, sizes = self._asked, self.sizes(request)
         work = request.work
         # Sizes go by powers of two: what a pair takes depends on them, a little.
         size = work.n_tokens.bit_length()
@@ -186,6 +195,7 @@ class PoolCall:
 
     def _inputs(
         self,
+        pool: Pool,
         report: PoolPass,
         mappings: Mappings,
         flattened: dict[str, torch.Tensor],
@@ -193,14 +203,14 @@ class PoolCall:
         request: Request,
     ) -> dict[str, Shared]:
         """Inputs as workers get them."""
-        begun = time.perf_counter()
+        begun, make = time.perf_counter(), (lambda *of: kept_room(*of)[0]) if pool.pins else None
         if tensors.mask is not None:
             flattened["mask"] = flat_mask(tensors.mask.detach(), request.work.batch_shape)
         if tensors.sinks is not None:
             flattened["sinks"] = tensors.sinks.detach()
         for name, tensor in flattened.items():
             if name not in self._kept:
-                self._kept[name] = Shared.of(tensor, mappings)
+                self._kept[name] = Shared.of(tensor, mappings, make)
                 report.copied_bytes += self._kept[name].copied_bytes
         report.copy_seconds = time.perf_counter() - begun
         return {name: self._kept[name] for name in flattened}
@@ -225,6 +235,25 @@ class PoolCall:
                 peak_bytes=made.peak_bytes or made.planned_peak_bytes,
                 recoveries=len(made.recoveries), recovery_seconds=made.recovery_seconds,
             )  # fmt: skip
+
+
+class _Results:
+    """Results of a pass, on one device.
+
+    Attributes:
+        fresh: those that nobody has touched.
+    """
+
+    def __init__(self, device: torch.device, keep: bool) -> None:
+        self._device, self._keep = device, keep
+        self.fresh: list[torch.Tensor] = []
+
+    def make(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """One more."""
+        made, fresh = result_for(shape, dtype, self._device, self._keep)
+        if fresh:
+            self.fresh.append(made)
+        return made
 
 
 def flat(tensor: torch.Tensor, last: int = 3) -> torch.Tensor:

@@ -23,6 +23,7 @@ from quorum_attention.pool.paces import paces_of
 from quorum_attention.pool.parts import Part, joined
 from quorum_attention.pool.report import PoolPass, PoolReport
 from quorum_attention.pool.request import request_on_several
+from quorum_attention.pool.rooms import give_back
 from quorum_attention.pool.run import Coordinator
 from quorum_attention.pool.speeds import expected_paces
 from quorum_attention.pool.totals import Totals
@@ -86,6 +87,11 @@ class Pool(Several):
         """Their own names, by which one sees whether they are alike."""
         return [worker.name for worker in self._workers if worker.alive]
 
+    @property
+    def pins(self) -> bool:
+        """Whether any of them copies faster from and to page-locked memory."""
+        return any(backend_of(torch.device(device)).pins for device in self.devices)
+
     def join(self, device: str | torch.device) -> None:
         """Start a worker for one more device, or for one whose worker was lost. It takes part in a
         pass that is running."""
@@ -104,6 +110,7 @@ class Pool(Several):
         for worker in self._workers:
             if worker.alive:
                 worker.end()
+        give_back()
 
     def __enter__(self) -> Pool:
         return self

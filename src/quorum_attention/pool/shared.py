@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,6 +53,7 @@ class InFile:
 
 
 Handle = torch.Tensor | InFile | Handed
+Make = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -70,12 +71,13 @@ class Shared:
     copied_bytes: int = 0
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, mappings: Mappings) -> Shared:
-        """An input, copied into shared memory if other processes cannot have its memory."""
+    def of(cls, tensor: torch.Tensor, mappings: Mappings, make: Make | None = None) -> Shared:
+        """An input, copied into shared memory if other processes cannot have its memory; ``make``
+        makes that memory."""
         found = _as_it_is(tensor, mappings, written=False)
         if found is not None:
             return cls(found, tensor)
-        copy = room(tuple(tensor.shape), tensor.dtype)
+        copy = (make or room)(tuple(tensor.shape), tensor.dtype)
         copy.copy_(tensor)
         return cls(_as_it_is(copy, mappings) or copy, copy, copy.nbytes)
 

@@ -26,7 +26,7 @@ from quorum_attention.passes import run_backward, run_forward
 from quorum_attention.pool.local import Local
 from quorum_attention.pool.masked import masked
 from quorum_attention.pool.messages import Begin, Compute, Done, End, Ended, Failed, Ready
-from quorum_attention.pool.openings import Openings
+from quorum_attention.pool.openings import Openings, most_locked_bytes
 from quorum_attention.pool.parts import Part
 from quorum_attention.pool.shared import InFile, opened
 from quorum_attention.pool.touched import Touching
@@ -35,7 +35,8 @@ from quorum_attention.pool.touched import Touching
 # long it gives back what it holds on its device.
 _IDLE_SECONDS, _LONG_SECONDS = 1.0, 10.0
 # Tensors of a pass that are large.
-_ROWS = ("query", "key", "value", "out", "grad_out", "grad_query", "grad_key", "grad_value")
+_GRADS = ("grad_query", "grad_key", "grad_value")
+_ROWS = ("query", "key", "value", "grad_out", "out", "lse", "grad_lse", *_GRADS)
 
 
 def work(device: str, threads: int | None, pipe: Connection) -> None:
@@ -53,7 +54,8 @@ def work(device: str, threads: int | None, pipe: Connection) -> None:
 
 def _obey(place: torch.device, pipe: Connection) -> None:
     passes: dict[int, _Pass] = {}
-    openings = Openings()
+    kept = backend_of(place).kept
+    openings = Openings(None if kept is None else kept.locker, most_locked_bytes())
     while True:
         try:
             if not passes:
@@ -91,6 +93,7 @@ def _wait(place: torch.device, pipe: Connection, openings: Openings) -> None:
         waited += _IDLE_SECONDS
         openings.forget_gone()
         if waited == _LONG_SECONDS:
+            openings.unlock()
             backend_of(place).give_back_cached()
 
 
@@ -159,11 +162,7 @@ class _Pass:
             open_ = self._openings.open
             self._tensors = {name: open_(handle) for name, handle in self._handles.items()}
             self._openings.forget_unused()
-        locks = backend_of(self._device).pins
-        names = [name for name in _ROWS if name in self._handles and locks]
-        # Ordinary files are not read ahead of time.
-        mapped = [n for n in names if isinstance(h := self._handles[n], InFile) and h.in_memory]
-        with Touching(self._of(name, message.part) for name in mapped):
+        with Touching(self._unlocked(message)):
             if self._backward:
                 at = self._gradients(message, report)
             else:
@@ -171,6 +170,25 @@ class _Pass:
             at.store()
         for device in {self._device, *(t.device for t in self._tensors.values())}:
             backend_of(device).synchronize(device)
+
+    def _unlocked(self, message: Compute) -> list[torch.Tensor]:
+        """Lock what should stay so; what is left, of which pages have to be made first."""
+        if not backend_of(self._device).pins:
+            return []
+        # Ordinary files are not read ahead of time.
+        mapped = {
+            name: self._of(name, message.part)
+            for name in _ROWS
+            if isinstance(h := self._handles.get(name), InFile) and h.in_memory
+        }
+        written = _GRADS if self._backward else ("out", "lse")
+        if message.sums is not None:
+            mapped.pop("grad_key", None)
+            mapped.pop("grad_value", None)
+        results = [mapped[name] for name in written if name in mapped]
+        inputs = [tensor for name, tensor in mapped.items() if name not in written]
+        self._openings.lock(inputs, results)
+        return [tensor for tensor in mapped.values() if not tensor.is_pinned()]
 
     def _statistics(self, part: Part, report: Report) -> Local:
         at = self._local(part, ("query", "key", "value", "out"))

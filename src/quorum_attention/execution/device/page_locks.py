@@ -102,7 +102,7 @@ class PageLocks:
         fresh, anywhere = {id(t) for t in made}, {id(t) for t in by_address}
         ranges = [
             _Range(
-                *_addresses(t),
+                *addresses(t),
                 heads.get(id(t), 0),
                 id(t) in anywhere,
                 t.is_contiguous(),
@@ -190,7 +190,7 @@ class PageLocks:
 
         It waits until that is decided.
         """
-        start, stop = _addresses(tensor)
+        start, stop = addresses(tensor)
         found = self._pieces_of(start, stop)
         if not found or found[0].start > start or found[-1].stop < stop:
             return bool(tensor.is_pinned())
@@ -200,7 +200,7 @@ class PageLocks:
 
     def wants(self, tensor: torch.Tensor) -> bool:
         """Whether any part of ``tensor`` (on the host) is among what is to be locked here."""
-        return bool(self._pieces_of(*_addresses(tensor)))
+        return bool(self._pieces_of(*addresses(tensor)))
 
     def left(self, tensors: Iterable[torch.Tensor], happened: Callable[[], bool]) -> None:
         """Unlock what only belongs to ``tensors``, which no copy will touch from now on.
@@ -213,7 +213,7 @@ class PageLocks:
         for tensor in tensors:
             if tensor.device.type != "cpu":
                 continue
-            start, stop = _addresses(tensor)
+            start, stop = addresses(tensor)
             for piece in self._pieces_of(start, stop):
                 if piece.needed is not None:
                     piece.needed -= min(stop, piece.stop) - max(start, piece.start)
@@ -248,7 +248,7 @@ class PageLocks:
         """Whether a copy from or to ``tensor`` (on the host) may have to be cut (``parts``)."""
         if not self.cuts:
             return False
-        start, stop = _addresses(tensor)
+        start, stop = addresses(tensor)
         return bisect_right(self.cuts, start) < bisect_left(self.cuts, stop)
 
     def _pieces_of(self, start: int, stop: int) -> list[_Piece]:
@@ -318,7 +318,7 @@ class PageLocks:
             return None
 
 
-def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
+def addresses(tensor: torch.Tensor) -> tuple[int, int]:
     """The addresses [start, stop) that ``tensor`` spans."""
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
