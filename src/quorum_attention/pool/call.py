@@ -19,8 +19,9 @@ from quorum_attention.execution.workload import state_dtype
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.mask import Mask
 from quorum_attention.passes import progress_of
+from quorum_attention.pool.mask_total import MaskTotal
 from quorum_attention.pool.messages import Begin
-from quorum_attention.pool.parts import Sizes, parts_of
+from quorum_attention.pool.parts import Part, Sizes, parts_of
 from quorum_attention.pool.report import PoolPass, PoolReport, as_one
 from quorum_attention.pool.rooms import kept_room, result_for
 from quorum_attention.pool.shared import Shared
@@ -80,7 +81,8 @@ class PoolCall:
                 out, target = given.detach(), Shared.written(flat(given.detach()), mappings)
                 torch.autograd.graph.increment_version(given)
             handles |= {"out": target, "lse": Shared.made(flat(lse, 2))}
-            self._run(pool, request, report, handles, query, None, results.fresh)
+            parts = self._parts(pool, request, backward=False)
+            self._run(pool, parts, request, report, handles, query, None, results.fresh)
             if target.tensor.data_ptr() != out.data_ptr():
                 out.copy_(target.tensor.reshape(out.shape))
         return (out if given is None else given), lse
@@ -88,15 +90,8 @@ class PoolCall:
     def backward(
         self, tensors: Tensors, request: Request, given: Given
     ) -> tuple[torch.Tensor, ...]:
-        """The gradients of query, key and value; in shared memory, or on the inputs' device.
-
-        Raises:
-            NotImplementedError: the gradient of a mask is asked for.
-        """
-        if given.of_mask:
-            raise NotImplementedError(
-                "the gradient of attn_mask is not computed by several devices: name one"
-            )
+        """The gradients of query, key and value, and of the mask if it is wanted; in shared memory,
+        or on the inputs' device."""
         pool = self._pool()
         three = query, key, value = tuple(t.detach() for t in tensors[:3])
         with self._told(request, backward=True) as report, torch.no_grad():
@@ -120,10 +115,17 @@ class PoolCall:
                     targets = [Shared.written(flat(t.detach()), mappings) for t in made]
                     torch.autograd.graph.increment_version(made)
                 handles |= dict(zip(names, targets, strict=True))
-                totals = Totals(self.sizes(request), flat(key), flat(value))
-                self._run(pool, request, report, handles, query, totals, results.fresh)
+                parts = self._parts(pool, request, backward=True)
+                of_mask = self._of_mask(parts, mappings, results, tensors, request, given)
+                if of_mask is not None:
+                    made.append(of_mask.result)
+                    if of_mask.target is not None:
+                        handles["grad_mask"] = of_mask.target
+                        targets.append(of_mask.target)
+                totals = Totals(self.sizes(request), flat(key), flat(value), of_mask)
+                self._run(pool, parts, request, report, handles, query, totals, results.fresh)
                 totals.store(targets[1].tensor, targets[2].tensor)
-                for result, target in zip(made, targets, strict=True):
+                for result, target in zip(made, targets, strict=False):
                     if target.tensor.data_ptr() != result.data_ptr():
                         result.detach().copy_(target.tensor.reshape(result.shape))
             finally:
@@ -147,9 +149,55 @@ class PoolCall:
             raise RuntimeError("the pool has no worker: it was closed, or all of them were lost")
         return pool
 
+    def _of_mask(
+        self,
+        parts: Sequence[Part],
+        mappings: Mappings,
+        results: _Results,
+        tensors: Tensors,
+        request: Request,
+        given: Given,
+    ) -> MaskTotal | None:
+        """The gradient of the mask, if it is wanted."""
+        mask = tensors.mask
+        if not given.of_mask or mask is None:
+            return None
+        batch, result = request.work.batch_shape, given.grad_mask
+        if result is None:
+            result = results.make(mask.shape, mask.dtype)
+            target = Shared.made(flat_mask(result, batch))
+        else:
+            torch.autograd.graph.increment_version(result)
+            target = Shared.written(flat_mask(result.detach(), batch), mappings)
+        flattened = flat_mask(mask.detach(), batch)
+        # Where the mask is expanded over some batch dimensions, each entry adds to it.
+        viewed = flattened.numel() == mask.numel()
+        sizes = self.sizes(request)
+        return MaskTotal(sizes, parts, flattened, result, batch, target if viewed else None)
+
+    def _kind(self, request: Request, backward: bool) -> tuple[Any, ...]:
+        """What paces depend on."""
+        home = str(request.options.device)
+        work, asked = request.work, self._asked
+        # Sizes go by powers of two: what a pair takes depends on them, a little.
+        size = work.n_tokens.bit_length()
+        return (
+            backward, work.dtype, work.head_dim, work.value_dim, work.is_causal, asked.kernel, size,
+            home, asked.budgets,
+        )  # fmt: skip
+
+    def _parts(self, pool: Pool, request: Request, backward: bool) -> list[Part]:
+        asked, kind = self._asked, self._kind(request, backward)
+        even = pool.alike(asked.budgets, kind)
+        if asked.mask is not None and asked.mask.is_structured:
+            even = False  # parts of as many rows may be of unequal work
+        paces = pool.paces(kind)
+        return parts_of(self.sizes(request), len(pool.devices), even, list(paces.values()))
+
     def _run(
         self,
         pool: Pool,
+        parts: list[Part],
         request: Request,
         report: PoolPass,
         tensors: dict[str, Shared],
@@ -159,24 +207,13 @@ class PoolCall:
     ) -> None:
         """A pass; ``fresh``: results that nobody has written to."""
         asked, sizes = self._asked, self.sizes(request)
-        work = request.work
-        # Sizes go by powers of two: what a pair takes depends on them, a little.
-        size = work.n_tokens.bit_length()
-        kind = (
-            work.dtype, work.head_dim, work.value_dim, work.is_causal, asked.kernel, size,
-            str(query.device), asked.budgets,
-        )  # fmt: skip
-        even = pool.alike(asked.budgets, (totals is not None, *kind))
-        if asked.mask is not None and asked.mask.is_structured:
-            even = False  # parts of as many rows may be of unequal work
-        paces = pool.paces((totals is not None, *kind))
-        parts = parts_of(sizes, len(pool.devices), even, list(paces.values()))
+        kind = self._kind(request, totals is not None)
         dropout = request.dropout
         options: dict[str, Any] = {
             "depth": asked.depth, "kernel": asked.kernel, "accumulator": asked.accumulator,
             "scale": request.scale, "mask": asked.mask, "records": request.records,
             "dropout": dropout, "watched": self._watched,
-            "unequal": len(set(asked.budgets)) > 1,
+            "unequal": len(set(asked.budgets)) > 1, "mask_grad": request.mask_grad,
         }  # fmt: skip
         handles = {name: one.handle for name, one in tensors.items()}
         begin = Begin(pool.number(), totals is not None, sizes, handles, options)
@@ -191,7 +228,7 @@ class PoolCall:
         ]
         fresh = [] if all(on_host(torch.device(name)) for name in pool.devices) else fresh
         with Touching(fresh), progress_of(request) as progress:
-            pool.run(begin, parts, report, totals, budgets, (totals is not None, *kind), progress)
+            pool.run(begin, parts, report, totals, budgets, kind, progress)
 
     def _inputs(
         self,

@@ -55,7 +55,9 @@ class Hired:
             tensors = {name: self._given_to(one) for name, one in message.tensors.items()}
             message = replace(message, tensors=tensors, budget=self._budget)
         elif isinstance(message, Compute) and message.sums is not None:
-            message = replace(message, sums=tuple(self._given_to(one) for one in message.sums))
+            message = replace(
+                message, sums={name: self._given_to(one) for name, one in message.sums.items()}
+            )
         return self._worker.send(message)
 
     def _end(self, message: End) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,13 +27,7 @@ def masked(
         sinks: (heads,) of the whole call.
     """
     if bias is not None:
-        spans = ((part.entry, part.entry + 1), part.heads, part.rows, (0, part.n_keys(sizes)))
-        bias = bias[
-            tuple(
-                slice(None) if n == 1 else slice(*span)
-                for n, span in zip(bias.shape, spans, strict=True)
-            )
-        ]
+        bias = bias[bias_at(bias.shape, sizes, part)]
     if sinks is not None:
         sinks = sinks[part.heads.start : part.heads.stop]
     found = None if described is None else _cut(described, sizes, part)
@@ -45,6 +40,15 @@ def masked(
     if found is None and sinks is None:
         return bias, causal
     return replace(found or Mask(), bias=bias, sinks=sinks), causal
+
+
+def bias_at(shape: Sequence[int], sizes: Sizes, part: Part) -> tuple[slice, ...]:
+    """Where a part's bias is in that of the whole call, of ``shape`` (batch or 1, heads or 1,
+    n_queries or 1, n_keys or 1)."""
+    spans = ((part.entry, part.entry + 1), part.heads, part.rows, (0, part.n_keys(sizes)))
+    return tuple(
+        slice(None) if n == 1 else slice(*span) for n, span in zip(shape, spans, strict=True)
+    )
 
 
 def _cut(mask: Mask, sizes: Sizes, part: Part) -> Mask:
@@ -108,4 +112,4 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().clone()
 
 
-__all__ = ["masked", "sendable"]
+__all__ = ["bias_at", "masked", "sendable"]

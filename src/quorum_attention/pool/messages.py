@@ -18,7 +18,7 @@ class Begin:
         number: of the pass, in this pool.
         backward: which of the two it is.
         tensors: by name: query, key, value, mask, out, lse; grad_out, grad_query, grad_key,
-            grad_value; grad_lse, sinks.
+            grad_value, grad_mask; grad_lse, sinks.
         options: of each call.
         budget: bytes that each part may take on the device; None: what is free.
     """
@@ -35,8 +35,8 @@ class Begin:
 class Compute:
     """Compute a part of the pass that has begun.
 
-    In a pool ``part`` is a ``Part``, and ``sums`` is where the gradients of its keys and values go,
-    if they have to be added up.
+    In a pool ``part`` is a ``Part``, and ``sums`` is where those of its gradients go that have to
+    be added up, by name: grad_key and grad_value, grad_mask.
     """
 
     number: int

@@ -147,8 +147,7 @@ class Pool(Several):
 
         Args:
             query, key, value, attn_mask, is_causal, scale, enable_gqa, dropout_p, dropout_seed: as
-                there; tensors in host memory or on a CUDA device. ``attn_mask`` gets no gradient
-                here.
+                there; tensors in host memory or on a CUDA device.
             budget: of each device; a list has one for each.
             depth, kernel: as there, of each device.
             out, progress: as there; progress is counted in parts.

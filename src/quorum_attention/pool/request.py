@@ -55,11 +55,6 @@ def request_on_several(
     here = written._replace(budget=None, kernel="auto", devices="cpu" if on_host(home) else home)
     every: tuple[Any, ...] = (query, key, value, attn_mask, *numbers, out, out_dtype, here)
     tensors, request = request_of(function, *every)
-    if request.mask_grad:
-        raise NotImplementedError(
-            "attn_mask that requires a gradient is not taken by several devices: give one, or a "
-            "mask that requires none"
-        )
     work = request.work
     if described is not None and not (described.is_structured or described.softcap):
         described = None

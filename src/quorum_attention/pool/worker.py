@@ -24,7 +24,7 @@ from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.mask import Mask
 from quorum_attention.passes import run_backward, run_forward
 from quorum_attention.pool.local import Local
-from quorum_attention.pool.masked import masked
+from quorum_attention.pool.masked import bias_at, masked
 from quorum_attention.pool.messages import Begin, Compute, Done, End, Ended, Failed, Ready
 from quorum_attention.pool.openings import Openings, most_locked_bytes
 from quorum_attention.pool.parts import Part
@@ -182,9 +182,8 @@ class _Pass:
             if isinstance(h := self._handles.get(name), InFile) and h.in_memory
         }
         written = _GRADS if self._backward else ("out", "lse")
-        if message.sums is not None:
-            mapped.pop("grad_key", None)
-            mapped.pop("grad_value", None)
+        for name in message.sums or ():
+            mapped.pop(name, None)
         results = [mapped[name] for name in written if name in mapped]
         inputs = [tensor for name, tensor in mapped.items() if name not in written]
         self._openings.lock(inputs, results)
@@ -205,20 +204,26 @@ class _Pass:
         at = self._local(part, (*names, "grad_query", "grad_key", "grad_value"))
         query, key, value, grad_out, out, lse = (at.read(self._of(n, part)) for n in names)
         grad_lse = at.read(self._of("grad_lse", part)) if "grad_lse" in self._tensors else None
+        sums = {name: opened(handle) for name, handle in (message.sums or {}).items()}
         target = self._of("grad_query", part)
-        if message.sums is None:
+        if "grad_key" not in sums:
             keys = (self._of(name, part) for name in ("grad_key", "grad_value"))
             grads = (at.result(target), *(at.result(one) for one in keys))
         else:
             # All three in the state's dtype: those of keys and values are added up with others.
-            first, second = (at.result(opened(handle)) for handle in message.sums)
+            first, second = (at.result(sums[name]) for name in ("grad_key", "grad_value"))
             made = torch.empty(target.shape, dtype=first.dtype, device=first.device)
             grads = (made, first, second)
             at.results.append((target, made))
+        of_mask = sums.get("grad_mask")
+        if of_mask is None and "grad_mask" in self._tensors:
+            whole = self._tensors["grad_mask"]
+            of_mask = whole[bias_at(whole.shape, self._sizes, part)]
         three = query, key, value
         tensors, request = self._request(part, three, at, report)
         given = given_of(
-            tensors, request, grad_out, out, lse, grads, False, grad_lse, three
+            tensors, request, grad_out, out, lse, grads,
+            False if of_mask is None else at.result(of_mask), grad_lse, three,
         )  # fmt: skip
         run_backward(tensors, request, given)
         return at
@@ -264,7 +269,10 @@ class _Pass:
         if dropout is not None:
             dropout = dropout.at(part.heads.start, part.entry)
         # A gradient may follow: the kernel that is chosen has to have one.
-        return tensors, replace(request, dropout=dropout, records=asked.get("records", False))
+        return tensors, replace(
+            request, dropout=dropout, records=asked.get("records", False),
+            mask_grad=asked.get("mask_grad", False),
+        )  # fmt: skip
 
     def _of(self, name: str, part: Part) -> torch.Tensor:
         """The part of a tensor (batch, heads, rows, ...)."""
