@@ -9,6 +9,7 @@ import pytest
 
 from quorum_attention.execution.control.events import UnitDone
 from quorum_attention.execution.control.machine import Limits, Machine
+from quorum_attention.pool import dispatch as dispatch_module
 from quorum_attention.pool.dispatch import Dispatcher
 from quorum_attention.pool.parts import Part, Sizes, joined, parts_of
 from quorum_attention.pool.simulate import simulate
@@ -108,6 +109,30 @@ def test_a_long_first_order_counts_beyond_what_is_new(new: float) -> None:
     assert order is not None
     dispatch.done(0, 13.0)
     assert dispatch.spent == {0: (3.0, order.pairs)}
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_no_order_is_long(timed: bool) -> None:
+    """A device that is lost loses its order: a second, or five, of a pass of minutes."""
+    sizes = Sizes(1, 64, 64, 1 << 20, 1 << 20, True)
+    parts = parts_of(sizes, 2)
+    pairs = sum(part.pairs(sizes) for part in parts)
+    paces = dict.fromkeys((0, 1), 2 * 60.0 / pairs)
+    machine = Machine(parts, AssertionError, Limits(0, 0), {0: 1, 1: 1})
+    dispatch = Dispatcher(
+        machine, lambda part: part.pairs(sizes), partial(joined, sizes), paces, True, True,
+        timed=timed,
+    )  # fmt: skip
+    first = dispatch.take(0, 0.0)
+    assert first is not None
+    if not timed:
+        assert first.pairs >= 0.45 * pairs  # seconds are not known yet
+    dispatch.done(0, first.pairs * paces[0])
+    order = dispatch.take(0, first.pairs * paces[0])
+    assert order is not None
+    largest = max(part.pairs(sizes) for part in parts) * paces[0]
+    for one in (first, order) if timed else (order,):
+        assert one.pairs * paces[0] <= max(dispatch_module._LONGEST_SECONDS, largest)
 
 
 @pytest.mark.parametrize("seed", range(300))

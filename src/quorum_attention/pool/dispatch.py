@@ -20,6 +20,8 @@ _SHARE_ALIKE, _SHARE = 0.8, 0.55
 # Devices that were as quick as each other before take all at once: a call that copies beside its
 # kernels waits for its first and for its last copies.
 _SHARE_SURE = 1.001
+# No order takes much longer, where paces are known: a device that is lost loses all of its order.
+_LONGEST_SECONDS = 5.0
 # Only of devices this much quicker another one may be in the way, and not for so few seconds.
 _SLOW = 1.25
 _SHORT_SECONDS = 0.01
@@ -55,6 +57,7 @@ class Dispatcher:
         sure: whether they were, and gain by long calls.
         new: seconds that the first order of a device may take beside computing, where it may have
             to open, compile or plan what it has not met before.
+        timed: whether ``paces`` are seconds a pair, and not only relative to each other.
 
     Attributes:
         orders: what devices are at, by number.
@@ -72,8 +75,9 @@ class Dispatcher:
         alike: bool = False,
         sure: bool = False,
         new: Mapping[int, float] | None = None,
+        timed: bool = False,
     ) -> None:
-        self._new = dict(new or {})
+        self._new, self._timed = dict(new or {}), timed
         self.spent: dict[int, tuple[float, int]] = {}
         self._machine, self._pairs, self._join = machine, pairs, join
         self._before = dict(paces or {})
@@ -93,6 +97,8 @@ class Dispatcher:
         if not waiting or (self.orders and self._hinders(device, now)):
             return None
         most = self._share * self._fair(device, now)
+        if self.paces or self._timed:
+            most = min(most, _LONGEST_SECONDS / self._pace(device))
         self._machine.start(device)
         units = [self._next(device)]
         part = units[0]

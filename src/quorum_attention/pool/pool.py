@@ -242,7 +242,7 @@ class Pool(Several):
                 recruits(), begin, parts, sums, ended, report,
                 join=partial(joined, begin.sizes), paces=paces,
                 alike=self.alike(budgets, kind), recruits=recruits, sure=self._sure(kind),
-                new=self._new(kind),
+                new=self._new(kind), timed=bool(paces),
             )  # fmt: skip
             coordinator.run()
             self._note(kind, coordinator.spent)

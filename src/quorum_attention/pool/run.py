@@ -88,6 +88,7 @@ class Coordinator:
         alike, sure: whether they may be taken to be equally quick; whether they were, and gain by
             long calls.
         new: by number, seconds that a worker's first order may take beside computing.
+        timed: whether ``paces`` are not only relative to each other.
 
     Attributes:
         spent: by number, seconds and pairs of what a worker has done, except such first orders.
@@ -108,6 +109,7 @@ class Coordinator:
         alike: bool = False,
         sure: bool = False,
         new: Mapping[int, float] | None = None,
+        timed: bool = False,
     ) -> None:
         self._workers, self._begin, self._parts = list(workers), begin, list(parts)
         self._sums, self._done, self._report = sums, done, report
@@ -116,8 +118,9 @@ class Coordinator:
         self._machine = Machine(parts, _never, Limits(0, 0), alive)
         self._numbers = {part: number for number, part in enumerate(self._parts)}
         self._dispatch = Dispatcher(
-            self._machine, lambda part: part.pairs(begin.sizes), join, paces, alike, sure, new
-        )
+            self._machine, lambda part: part.pairs(begin.sizes), join, paces, alike, sure, new,
+            timed,
+        )  # fmt: skip
         self._running, self.spent = self._dispatch.orders, self._dispatch.spent
         self._targets: dict[int, Any] = {}
         # Seconds a pair of what each did last, with all that it had to wait for.
