@@ -89,6 +89,19 @@ def test_what_others_can_have_is_not_copied(pool: Pool, tmp_path: Path) -> None:
     assert torch.equal(torch.from_numpy(np.fromfile(tmp_path / "out", np.float32)), out.flatten())
 
 
+def test_workers_say_how_long_they_were_at_it(pool: Pool) -> None:
+    report = PoolReport()
+    q = torch.randn(1, 5, 700, 16)
+    pool.attention(q, q, q, report=report)
+    one = report.forward
+    assert one is not None
+    for device in range(2):
+        assert 0 < one.worked(device) <= one.busy(device) <= one.seconds
+    assert sum(ran["worked"] for ran in one.to_dict()["ran"]) == pytest.approx(
+        one.worked(0) + one.worked(1)
+    )
+
+
 def test_an_ordinary_result(pool: Pool) -> None:
     q = torch.randn(1, 3, 200, 8)
     out = torch.empty(1, 3, 200, 8)

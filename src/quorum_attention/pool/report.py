@@ -17,7 +17,8 @@ class Ran:
     Attributes:
         device: number of the device in its pool.
         index: of the part.
-        start, stop: seconds since the pass began.
+        start, stop: seconds since the pass began, as the coordinator saw it.
+        worked: seconds that its worker was at it; what is left went by between the two.
         report: what the device's own call did.
     """
 
@@ -26,6 +27,7 @@ class Ran:
     start: float
     stop: float
     report: Report
+    worked: float = 0.0
 
 
 @dataclass(slots=True)
@@ -54,6 +56,10 @@ class PoolPass:
         """Seconds in which a device computed."""
         return sum(one.stop - one.start for one in self.ran if one.device == device)
 
+    def worked(self, device: int) -> float:
+        """Seconds in which a device's worker was at its parts, as it says itself."""
+        return sum(one.worked for one in self.ran if one.device == device)
+
     def to_dict(self) -> dict[str, Any]:
         """In plain types, for JSON."""
         return {
@@ -63,7 +69,8 @@ class PoolPass:
             "copy_seconds": self.copy_seconds,
             "parts": self.parts,
             "ran": [
-                {"device": one.device, "part": one.index, "start": one.start, "stop": one.stop}
+                {name: getattr(one, name) for name in ("device", "start", "stop", "worked")}
+                | {"part": one.index}
                 for one in self.ran
             ],
             "history": list(self.history),
@@ -100,18 +107,27 @@ class PoolReport:
 
 
 def ran(
-    device: int, parts: Sequence[tuple[int, int]], start: float, stop: float, report: Report
+    device: int,
+    parts: Sequence[tuple[int, int]],
+    start: float,
+    stop: float,
+    report: Report,
+    worked: float | None = None,
 ) -> list[Ran]:
     """Parts that a device computed at once, each with its share of the time.
 
     Args:
         parts: number and work of each.
         report: of all together; it goes with the first.
+        worked: seconds that the worker says; None: all of them.
     """
+    worked = stop - start if worked is None else worked
     every, before, found = max(1, sum(work for _, work in parts)), 0, []
     for number, work in parts:
         first, last = (start + (stop - start) * at / every for at in (before, before + work))
-        found.append(Ran(device, number, first, last, report if not before else Report()))
+        own = Ran(device, number, first, last, report if not before else Report())
+        own.worked = worked * work / every
+        found.append(own)
         before += work
     return found
 

@@ -247,7 +247,9 @@ class Coordinator:
             self._machine.on(UnitDone(number, unit, _WHOLE))
         shares = [(self._numbers[unit], unit.pairs(self._begin.sizes)) for unit in order.units]
         began = self._began
-        self._report.ran += ran(number, shares, order.begun - began, now - began, answer.report)
+        self._report.ran += ran(
+            number, shares, order.begun - began, now - began, answer.report, answer.seconds
+        )
         self._done(order.part, self._targets.pop(answer.index))
 
     def _failed(self, number: int, answer: Failed) -> None:
