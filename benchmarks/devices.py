@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import signal
+import statistics
 import threading
 import time
 import traceback
@@ -34,7 +35,7 @@ from quorum_attention import Mask
 from quorum_attention.pool import Pool
 from quorum_attention.pool.parts import Part, Sizes
 from quorum_attention.pool.shared import room
-from quorum_attention.pool.simulate import simulate
+from quorum_attention.pool.simulate import ORDER_SECONDS, simulate
 
 HALF = torch.float16
 
@@ -221,11 +222,11 @@ def measure(steps: Steps, pool: Pool, tokens: int, heads: int, budget: str, roun
     kept: dict[str, Any] = {}
     for turn in range(rounds):
         for name, devices in (("one", "cuda:0"), ("all", pool)):
-            if name == "one" and turn > 1:
+            if name == "one" and turn > 2:
                 continue  # it is warm; how a pool shares goes by its calls before
             report = qa.Report()
             # A report measures stages, which takes time: not in all turns.
-            told = {"report": report} if name == "all" and turn in (0, 3) else {}
+            told = {"report": report} if name == "all" and turn == rounds - 1 and turn > 2 else {}
             forward = partial(qa.attention_with_lse, q, k, v, **same, devices=devices, **told)
             first, (out, lse) = timed(forward)
             after = (grad, q, k, v, out, lse)
@@ -248,12 +249,21 @@ def measure(steps: Steps, pool: Pool, tokens: int, heads: int, budget: str, roun
                 kept[name] = [t[:, :, rows].clone() for t in (out, *grads)]
             del out, lse, grads, after
     differ = max(error(a, b) for a, b in zip(kept["one"], kept["all"], strict=True))
-    best = {name: [min(one[i] for one in rows) for i in (0, 1)] for name, rows in found.items()}
+    # Of warm calls, the one that measured its stages left out.
+    warm = {name: rows[1 : rounds - 1] if rounds > 3 else rows[1:] for name, rows in found.items()}
+    best = {
+        name: [statistics.median(one[i] for one in rows or found[name]) for i in (0, 1)]
+        for name, rows in warm.items()
+    }
     both = {name: sum(rows) for name, rows in best.items()}
     simulated = simulated_seconds(tokens, heads, budget, len(pool.devices))
+    over = {
+        name: [best[one][i] / simulated[name][n] for n, one in enumerate(("one", "all"))]
+        for i, name in enumerate(("forward", "backward"))
+    }
     steps.results[f"{budget}"] = {
         "heads": heads, "seconds": found, "parts": details, "difference": differ,
-        "simulated": simulated,
+        "simulated": simulated, "medians": best, "over simulated": over,
         "forward": best["one"][0] / best["all"][0],
         "backward": best["one"][1] / best["all"][1],
         "both": both["one"] / both["all"],
@@ -275,7 +285,11 @@ def simulated_seconds(tokens: int, heads: int, budget: str, devices: int) -> dic
             return made.predicted_seconds * part.pairs(sizes) / whole.pairs(sizes)
 
         name = "backward" if backward else "forward"
-        found[name] = [simulate(sizes, ["H200"] * count, seconds).seconds for count in (1, devices)]
+        found[name] = []
+        for count in (1, devices):
+            costs = ORDER_SECONDS if count > 1 else 0.0
+            made = simulate(sizes, ["H200"] * count, seconds, sure=True, order_seconds=costs)
+            found[name].append(made.seconds)
     return found
 
 
@@ -314,7 +328,8 @@ def main() -> None:
         options.json.write_text(json.dumps(steps.results, indent=1, default=str))
     for name, found in steps.results.items():
         if isinstance(found, dict) and "both" in found:
-            kept = {n: round(found[n], 3) for n in ("forward", "backward", "both", "difference")}
+            kept = {n: round(found[n], 4) for n in ("forward", "backward", "both", "difference")}
+            kept["over simulated"] = found["over simulated"]
             print(name, kept, "simulated", found["simulated"], "measured", found["seconds"])
         else:
             print(name, found)

@@ -21,6 +21,15 @@ def test_one_device_takes_the_sum() -> None:
     assert simulate(SIZES, ["a"], seconds_at(0.5)).seconds == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize("sure", [False, True])
+def test_orders_cost_something(sure: bool) -> None:
+    """Each: so devices that are surely alike, which take theirs at once, wait the least."""
+    report = simulate(
+        SIZES, ["a", "a"], seconds_at(1.0, 1.0), sure=sure, order_seconds=0.01
+    )  # fmt: skip
+    assert report.seconds == pytest.approx(0.5 + (0.01 if sure else 0.02), abs=1e-4)
+
+
 @pytest.mark.parametrize("devices", [2, 3, 5, 8])
 def test_devices_that_are_alike(devices: int) -> None:
     report = simulate(SIZES, ["a"] * devices, seconds_at(*[1.0] * devices))

@@ -12,7 +12,7 @@ from quorum_attention.cli.output import print_json, say
 from quorum_attention.planner import plan
 from quorum_attention.pool.parts import Part, Sizes
 from quorum_attention.pool.report import PoolPass
-from quorum_attention.pool.simulate import simulate
+from quorum_attention.pool.simulate import ORDER_SECONDS, simulate
 from quorum_attention.pool.speeds import SPEEDS
 from quorum_attention.sizes import format_seconds
 
@@ -144,7 +144,8 @@ def _simulated(
         return one(heads, kv.length) * scaled / devices[device][1]
 
     paces = {number: 1 / speed for number, (_, speed) in enumerate(devices)}
-    return simulate(of, [name for name, _ in devices], seconds, paces=paces)
+    names = [name for name, _ in devices]
+    return simulate(of, names, seconds, paces=paces, order_seconds=ORDER_SECONDS)
 
 
 __all__ = ["SPEEDS", "add_to", "devices_of", "run"]

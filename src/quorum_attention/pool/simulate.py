@@ -19,6 +19,9 @@ from quorum_attention.pool.parts import Part, Sizes, joined, parts_of
 from quorum_attention.pool.report import PoolPass, ran
 
 _WHOLE: tuple[int, ...] = ()
+# What an order takes beside the call that computes it: its messages, what the worker opens, and
+# the wait for its last copies (an H200; benchmarks/gaps.py measures it where there is no GPU).
+ORDER_SECONDS = 0.012
 
 
 def simulate(
@@ -27,6 +30,8 @@ def simulate(
     seconds: Callable[[int, Part], float],
     lost: Mapping[int, float] | None = None,
     paces: Mapping[int, float] | None = None,
+    sure: bool = False,
+    order_seconds: float = 0.0,
 ) -> PoolPass:
     """A pass on devices that are not here.
 
@@ -36,6 +41,8 @@ def simulate(
         seconds: predicted seconds of a part on a device, by its number.
         lost: devices that fail, and after how many seconds.
         paces: relative times of devices, by number, as far as they are known beforehand.
+        sure: whether devices that are alike were seen to be (pool/dispatch.py).
+        order_seconds: what each order takes beside its ``seconds``.
 
     Returns:
         The report that a pool would have filled, its times predicted.
@@ -50,7 +57,7 @@ def simulate(
     machine = Machine(parts, _never, Limits(0, 0), dict.fromkeys(range(len(names)), 1))
     numbers = {part: number for number, part in enumerate(parts)}
     dispatch = Dispatcher(
-        machine, lambda part: part.pairs(sizes), partial(joined, sizes), paces, alike
+        machine, lambda part: part.pairs(sizes), partial(joined, sizes), paces, alike, sure
     )
     # (time, tie, device, order), of failures with None; the tie makes equal times repeatable.
     events: list[tuple[float, int, int, Order | None]] = []
@@ -60,7 +67,8 @@ def simulate(
     def launch(device: int, now: float) -> None:
         order = dispatch.take(device, now)
         if order is not None:
-            heapq.heappush(events, (now + seconds(device, order.part), device, device, order))
+            takes = order_seconds + seconds(device, order.part)
+            heapq.heappush(events, (now + takes, device, device, order))
 
     for device in dispatch.idle():
         launch(device, 0.0)
@@ -91,4 +99,4 @@ def _never() -> NoReturn:
     raise AssertionError("simulated devices have memory enough")
 
 
-__all__ = ["simulate"]
+__all__ = ["ORDER_SECONDS", "simulate"]
