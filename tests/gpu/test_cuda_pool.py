@@ -28,6 +28,13 @@ def pool() -> Iterator[Pool]:
     resource_sharer.stop(timeout=5)  # type: ignore[attr-defined]
 
 
+def clone(tensor: torch.Tensor) -> torch.Tensor:
+    """In shared memory if it is."""
+    found = tensor.detach().clone()
+    shared = not tensor.is_cuda and tensor.is_shared()
+    return found.share_memory_() if shared else found
+
+
 def compare(devices: Any, three: list[torch.Tensor], **options: Any) -> qa.Report:
     """A call and its gradients on several devices and on one."""
     report = qa.Report()
@@ -35,7 +42,7 @@ def compare(devices: Any, three: list[torch.Tensor], **options: Any) -> qa.Repor
     grad = torch.randn(*three[0].shape[:-1], three[2].shape[-1]).to(three[0])
     alone = three[0].device if three[0].is_cuda else "cuda:0"
     for place, more in ((devices, {"report": report}), (alone, {})):
-        leaves = [t.detach().clone().requires_grad_() for t in three]
+        leaves = [clone(t).requires_grad_() for t in three]
         out, lse = qa.attention_with_lse(*leaves, enable_gqa=True, devices=place, **options, **more)
         out.backward(grad)
         assert out.device == three[0].device
@@ -105,6 +112,35 @@ def test_all_by_name() -> None:
 def test_a_cpu_beside_a_gpu() -> None:
     with Pool(["cuda:0", "cpu"]) as pool:
         compare(pool, inputs(4, 1, 600), is_causal=True)
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda:0", "cuda:1"])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_a_learned_bias(pool: Pool, where: str, heads: int) -> None:
+    """Its gradient, added up where heads share it."""
+    three, found = inputs(3, 1, 900, where), []
+    bias = torch.randn(heads, 900, 900).half().to(where)
+    for devices in (pool, None if where != "cpu" else "cuda:0"):
+        leaf = bias.clone().requires_grad_()
+        qa.attention(*three, leaf, devices=devices).float().square().sum().backward()
+        assert leaf.grad is not None
+        found.append(leaf.grad.float())
+    assert (found[0] - found[1]).abs().max() <= 6e-3 * found[1].abs().max().clamp_min(1.0)
+
+
+@pytest.mark.parametrize("n", [70_000, 131_072])
+def test_what_stays_locked(pool: Pool, n: int) -> None:
+    """Inputs that come again, results that are used again, and other parts of them."""
+    wide = inputs(4, 1, n)
+    wanted = qa.attention(*wide, is_causal=True, devices="cuda:0")
+    for turn in range(7):
+        heads = slice(0, 4) if turn % 3 else slice(1, 3)
+        three = [t[:, heads] for t in wide]
+        if turn == 4:
+            three = [clone(t) for t in three]
+        got = qa.attention(*three, is_causal=True, devices=pool, budget="512MiB")
+        assert (got - wanted[:, heads]).abs().max() <= 6e-3
+        del got
 
 
 @pytest.mark.parametrize("where", ["cpu", "cuda:0"])

@@ -58,6 +58,11 @@ class Touching:
                 thread.start()
         return self
 
+    def wait(self) -> None:
+        """Wait until all pages are made."""
+        for thread in self._threads:
+            thread.join()
+
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -65,8 +70,7 @@ class Touching:
         trace: TracebackType | None,
     ) -> None:
         self._over = True
-        for thread in self._threads:
-            thread.join()
+        self.wait()
 
     def _work(self, advise: Callable[..., int]) -> None:
         while not self._over:

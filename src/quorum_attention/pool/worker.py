@@ -186,6 +186,9 @@ class _Pass:
             mapped.pop(name, None)
         results = [mapped[name] for name in written if name in mapped]
         inputs = [tensor for name, tensor in mapped.items() if name not in written]
+        # The driver would map their pages one after the other.
+        with Touching(tensor for tensor in inputs if not tensor.is_pinned()) as touching:
+            touching.wait()
         self._openings.lock(inputs, results)
         return [tensor for tensor in mapped.values() if not tensor.is_pinned()]
 
