@@ -1,6 +1,7 @@
 """One call on several GPUs of a machine, against one of them.
 
-    python benchmarks/devices.py [--seconds 300] [--budgets 1GiB:8:4 128MiB:8:4] [--json FILE]
+    python benchmarks/devices.py [--seconds 300] [--budgets 1GiB:8:4 128MiB:8:4] [--only-times]
+                                 [--json FILE]
 
 First a few calls are compared with one device's. Then 1,048,576 tokens, causal, fp16, inputs and
 results in host memory, forward and backward within budgets (each with its number of heads and of
@@ -211,8 +212,10 @@ def kill(pool: Pool, backward: bool, where: str = "cpu") -> str:
     )
 
 
-def measure(steps: Steps, pool: Pool, tokens: int, heads: int, budget: str, rounds: int) -> None:
-    """Forward and backward, one device and all of them in turn."""
+def measure(
+    steps: Steps, pool: Pool, tokens: int, heads: int, budget: str, rounds: int, alone: int
+) -> None:
+    """Forward and backward, one device (in so many turns) and all of them in turn."""
     shape = (1, heads, tokens, 64)
     q, k, v, grad = (drawn(shape, seed) for seed in range(4))
     say(f"inputs of {q.nbytes >> 20} MiB each")
@@ -222,11 +225,12 @@ def measure(steps: Steps, pool: Pool, tokens: int, heads: int, budget: str, roun
     kept: dict[str, Any] = {}
     for turn in range(rounds):
         for name, devices in (("one", "cuda:0"), ("all", pool)):
-            if name == "one" and turn > 2:
+            if name == "one" and turn >= alone:
                 continue  # it is warm; how a pool shares goes by its calls before
             report = qa.Report()
             # A report measures stages, which takes time: not in all turns.
-            told = {"report": report} if name == "all" and turn == rounds - 1 and turn > 2 else {}
+            watched = name == "all" and turn == rounds - 1 and turn > 2
+            told = {"report": report} if watched else {}
             forward = partial(qa.attention_with_lse, q, k, v, **same, devices=devices, **told)
             first, (out, lse) = timed(forward)
             after = (grad, q, k, v, out, lse)
@@ -249,8 +253,13 @@ def measure(steps: Steps, pool: Pool, tokens: int, heads: int, budget: str, roun
                 kept[name] = [t[:, :, rows].clone() for t in (out, *grads)]
             del out, lse, grads, after
     differ = max(error(a, b) for a, b in zip(kept["one"], kept["all"], strict=True))
-    # Of warm calls, the one that measured its stages left out.
-    warm = {name: rows[1 : rounds - 1] if rounds > 3 else rows[1:] for name, rows in found.items()}
+    # Of warm calls, the one that measured its stages left out; of several devices not the second
+    # either, in which they see how quick each is.
+    several = found["all"]
+    warm = {
+        "one": found["one"][1:],
+        "all": several[2:-1] if rounds > 3 else several[1:],
+    }
     best = {
         name: [statistics.median(one[i] for one in rows or found[name]) for i in (0, 1)]
         for name, rows in warm.items()
@@ -298,6 +307,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--tokens", type=int, default=1 << 20)
     parser.add_argument("--budgets", nargs="*", default=["1GiB:8:4", "128MiB:8:4"])
+    parser.add_argument("--alone", type=int, default=3, help="turns of one device")
+    parser.add_argument("--only-times", action="store_true", help="compare nothing else")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     steps = Steps(options.seconds)
@@ -311,16 +322,20 @@ def main() -> None:
     begun = time.perf_counter()
     with Pool("all") as pool:
         say(f"workers started in {time.perf_counter() - begun:.1f} s: {pool.names}")
-        check_first(steps, pool)
+        if not options.only_times:
+            check_first(steps, pool)
         for turn, asked in enumerate(options.budgets):
-            if turn == 1:
+            if turn == 1 and not options.only_times:
                 check_killed(steps, pool)
             budget, heads, rounds = asked.split(":")
-            step = partial(measure, steps, pool, options.tokens, int(heads), budget, int(rounds))
+            step = partial(
+                measure, steps, pool, options.tokens, int(heads), budget, int(rounds), options.alone
+            )
             steps.run(f"times at {budget}", step)
             if options.json:
                 options.json.write_text(json.dumps(steps.results, indent=1, default=str))
-        check_more(steps, pool)
+        if not options.only_times:
+            check_more(steps, pool)
     qa.pool.close()
     left = [name for name in os.listdir("/dev/shm") if "torch" in name]
     say(f"left in /dev/shm: {left}")
