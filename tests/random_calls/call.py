@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 from helpers_memory import FailingAllocations, usage
-from helpers_plans import unpinned
+from helpers_plans import passing, unpinned
 
 import quorum_attention as qa
 from random_calls.case import Case, Orders
@@ -178,6 +178,10 @@ def _orders(
         backward=backward,
         dropout_p=case.dropout, **more,
     )  # fmt: skip
+    if orders.passing is not None:
+        heads, own = (group or case.heads) // shared, None if isinstance(kernel, str) else kernel
+        rows, n_cap = orders.passing, orders.n_cap or 2
+        return {"plan": passing(plan, *rows, group=heads, n_cap=n_cap, kernel=own)}
     return {"plan": plan if orders.pinned else unpinned(plan)}
 
 

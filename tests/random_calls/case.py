@@ -56,6 +56,8 @@ class Orders:
         levels, layout, tile, n_cap, accumulator, heads_per_group, over_inputs, streams: of
             the plan.
         pinned: whether a plan is run as it is or may recover.
+        passing: rows of a chunk or block of queries, and of keys, on the route ``passing``; its
+            levels take over if that fails. None: another route.
     """
 
     how: str = "free"
@@ -70,6 +72,7 @@ class Orders:
     over_inputs: bool | None = None
     streams: int | None = None
     pinned: bool = True
+    passing: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -241,7 +244,7 @@ def simpler(case: Case) -> list[Case]:
             found += [
                 replace(case, **{name: replace(orders, **{one: getattr(Orders(), one)})})
                 for one in ("layout", "tile", "n_cap", "accumulator", "one_group_of", "over_inputs",
-                            "streams", "pinned", "room")
+                            "streams", "pinned", "passing", "room")
             ]  # fmt: skip
     for name in ("n_queries", "n_keys"):
         n = getattr(case, name)

@@ -31,6 +31,9 @@ _CUDA_KERNELS = {
     "auto": 10, "cudnn": 2, "flash": 16, "efficient": 20, "native": 16, "dense": 8,
     "function": 3, "function explicit": 1, "native scores": 3,
 }  # fmt: skip
+# Vendors' operators, which take rectangles wherever they are: rows may pass by.
+_PASSING = ("auto", "cpu", "cudnn", "flash", "efficient")
+_ROWS = (1, 7, 16, 33, 64, 100, 128, 256, 500)
 _MOST_PAIRS = 150_000
 _MOST_UNITS = 64
 _LAYOUTS = {
@@ -211,7 +214,30 @@ class _Drawing:
         )
         if route != "pair" and lse_grad is None:
             found = replace(found, without_lse=self.sometimes(0.5))
+        found = self.passing(found)
         return found if self.kind is None else of_kind(found, self.kind)
+
+    def passing(self, case: Case) -> Case:
+        """The case, some of its cut passes on the route ``passing``."""
+        with self.alike():
+            rows = [
+                (self.r.choice(_ROWS), self.r.choice(_ROWS)) if self.sometimes(0.25) else None
+                for _ in range(2)
+            ]
+        both = (case.orders, case.backward_orders)
+        if case.kernel not in _PASSING or case.mask is not None:
+            return case
+        by = [
+            orders if orders is None or not orders.levels else replace(orders, passing=one)
+            for orders, one in zip(both, rows, strict=True)
+        ]
+        if both == (by[0], by[1]):
+            return case
+        # On a GPU it is for rows in host memory. Nothing but what is multiplied can pass by.
+        return replace(
+            case, orders=by[0], backward_orders=by[1], dropout=0.0, lse_grad=None,
+            residency="host" if self.on_cuda else case.residency,
+        )  # fmt: skip
 
     def sizes(self, n_queries: int, n_keys: int) -> tuple[tuple[int, ...], int, int]:
         """A batch's shape, query heads and key heads."""
@@ -351,7 +377,9 @@ class _Drawing:
         return found if any(found) else (False, True, False)
 
     def orders(self, shared: int, kv_heads: int, heads_and_batch: int) -> Orders:
-        how = self.one_of({"free": 24, "depth": 14, "budget": 10, "plan": 52})
+        # Tight budgets are what a GPU's memory is short of.
+        budget = 25 if self.on_cuda else 10
+        how = self.one_of({"free": 24, "depth": 14, "budget": budget, "plan": 52})
         if how == "free":
             return Orders()
         if how == "depth":

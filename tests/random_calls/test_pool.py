@@ -81,6 +81,9 @@ def test_everything_else_is_drawn_as_freely() -> None:
     assert sum(c.planted is not None for c in found) > 80
     assert any(c.dropout for c in found)
     assert any(c.lse_grad for c in found)
+    assert sum(c.orders.how == "budget" for c in found) > 600
+    every = [one for c in found for one in (c.orders, c.backward_orders) if one is not None]
+    assert sum(one.passing is not None for one in every) > 200
 
 
 def test_free_ones_have_no_kind() -> None:
