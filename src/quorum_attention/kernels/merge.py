@@ -15,6 +15,8 @@ import importlib.util
 import torch
 
 from quorum_attention.kernels.blocks import BLOCK_BYTES, row_blocks
+from quorum_attention.kernels.launches import to_add, to_merge
+from quorum_attention.kernels.launching import launch
 
 MERGE_WORKSPACE_BYTES = 3 * BLOCK_BYTES
 """Upper bound of the bytes ``merge_`` and ``add_`` allocate at any one time."""
@@ -45,9 +47,7 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, out_i: torch.Tensor, lse_i: tor
             f"into {tuple(out.shape)}, {tuple(lse.shape)}"
         )
     if out.is_cuda and _triton_can_merge(out, out_i):
-        from quorum_attention.kernels.merge_triton import merge_triton_
-
-        merge_triton_(out, lse, out_i, lse_i)
+        launch(to_merge(out, lse, out_i, lse_i))
         return
     if not out.is_cuda and bool(torch.isneginf(lse).all()):
         # All rows are empty: copying is half the traffic. (On a GPU the host would have to wait.)
@@ -80,9 +80,7 @@ def add_(
             finite; None: not checked.
     """
     if target.is_cuda and _triton_can_merge(target, source):
-        from quorum_attention.kernels.merge_triton import add_triton_
-
-        add_triton_((target,), (source,), alpha, unscale, overflow)
+        launch(to_add((target,), (source,), alpha, unscale, overflow))
         return
     if unscale is None and overflow is None and source.dtype == target.dtype:
         target.add_(source, alpha=alpha)
@@ -109,9 +107,7 @@ def add_all_(
     pairs = list(zip(targets, sources, strict=True))
     one_dtype = len({source.dtype for source in sources}) == 1
     if one_dtype and all(t.is_cuda and _triton_can_merge(t, s) for t, s in pairs):
-        from quorum_attention.kernels.merge_triton import add_triton_
-
-        add_triton_(targets, sources, alpha, unscale, overflow)
+        launch(to_add(targets, sources, alpha, unscale, overflow))
         return
     for target, source in pairs:
         add_(target, source, alpha, unscale, overflow)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from quorum_attention.kernels.blocks import row_blocks
+from quorum_attention.kernels.launches import to_divide, to_norm
+from quorum_attention.kernels.launching import launch
 from quorum_attention.kernels.merge import triton_available
 
 # |dS| may be up to 2**15; fp16's largest number, 65,504, is a little below 2**16.
@@ -41,9 +43,7 @@ def value_norms(value: torch.Tensor) -> torch.Tensor | None:
     dv): on a GPU its norms, which take a launch; elsewhere None."""
     if not (value.is_cuda and value.is_contiguous() and triton_available()):
         return None
-    from quorum_attention.kernels.scaling_triton import value_norms_triton
-
-    return value_norms_triton(value)
+    return _norms_by_launch(value)
 
 
 def divide_gradient_(
@@ -64,9 +64,7 @@ def divide_gradient_(
     """
     dense = grad_out.is_contiguous() and value.is_contiguous()
     if grad_out.is_cuda and dense and triton_available():
-        from quorum_attention.kernels.scaling_triton import divide_gradient_triton_
-
-        divide_gradient_triton_(grad_out, value, unscale, shift - LOG2_LARGEST, norms)
+        _divide_by_launches_(grad_out, value, unscale, shift, norms)
         return
     batch, key_heads = unscale.shape
     shared = grad_out.shape[1] // max(1, key_heads)
@@ -79,6 +77,36 @@ def divide_gradient_(
             if exponent:
                 for block in _blocks(part):
                     part[block].mul_(2.0**-exponent)
+
+
+def _norms_by_launch(value: torch.Tensor) -> torch.Tensor:
+    """(2, b, hk) fp32: 0, and the largest norm of a row of each head of ``value``, (b, hk, n, d)
+    and dense."""
+    batch, key_heads = value.shape[:2]
+    norms = torch.zeros((2, batch, key_heads), dtype=torch.float32, device=value.device)
+    if norms.numel():
+        launch(to_norm(value, 1, batch * key_heads, norms[1]))
+    return norms
+
+
+def _divide_by_launches_(
+    grad_out: torch.Tensor,
+    value: torch.Tensor,
+    unscale: torch.Tensor,
+    shift: int,
+    norms: torch.Tensor | None,
+) -> None:
+    """See ``divide_gradient_``; dense tensors. The host never waits for a factor."""
+    groups = unscale.numel()
+    if groups == 0:
+        return
+    shared = grad_out.shape[1] // unscale.shape[1]
+    if norms is None:
+        norms = _norms_by_launch(value)
+    else:
+        norms[0].zero_()
+    launch(to_norm(grad_out, shared, groups, norms[0]))
+    launch(to_divide(grad_out, shared, groups, norms, unscale, shift - LOG2_LARGEST))
 
 
 def largest_norm(tensor: torch.Tensor) -> float:
