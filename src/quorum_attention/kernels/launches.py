@@ -1,0 +1,199 @@
+"""What the four Triton kernels beside attention are launched with: their arguments, made of tensors.
+
+Nothing here imports Triton, which takes 0.4 s in a new process: a kernel that was kept on disk is
+launched without it (``binaries.py``).
+
+Triton compiles a kernel again for every combination of integer arguments that are 1, multiples of
+16, or neither; each compilation takes 0.7 s. These kernels gain little from that, so their integers
+are not specialised. Strides are passed as multiples of a common unit that is a compile-time
+constant: that is enough for rows to be read and written in words of 16 bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+# Elements of a program's block: enough for full memory bandwidth, few enough for the registers.
+_BLOCK_ELEMENTS = 4096
+# The same for kernels that only read, or change in place.
+_READ_ELEMENTS = 8192
+_READ_PROGRAMS = 1024
+# Possible units of the strides, in elements, the largest first.
+_UNITS = (16, 8, 4, 2)
+# Rows of the tensors that kernels are compiled for ahead.
+_ROWS = 128
+
+
+class Launch(NamedTuple):
+    """One launch of a kernel.
+
+    Attributes:
+        kernel: "merge", "add", "norm" or "divide".
+        programs: how many; 0: there is nothing to do.
+        arguments: tensors and numbers in the order of the kernel's parameters.
+        constants: what is compiled in, in the order of ``CONSTANTS``; these come after the arguments.
+        kinds: the dtypes of the tensors, and whatever else it is compiled for but alignment.
+    """
+
+    kernel: str
+    programs: int
+    arguments: list[Any]
+    constants: tuple[object, ...]
+    kinds: tuple[object, ...]
+
+
+CONSTANTS = {
+    "merge": ("UNIT", "WIDTH", "BLOCK_ROWS", "BLOCK_WIDTH"),
+    "add": (
+        "SCALED", "CHECKED",
+        "UNIT_0", "WIDTH_0", "BLOCK_ROWS_0", "BLOCK_WIDTH_0",
+        "UNIT_1", "WIDTH_1", "BLOCK_ROWS_1", "BLOCK_WIDTH_1",
+        "UNIT_2", "WIDTH_2", "BLOCK_ROWS_2", "BLOCK_WIDTH_2",
+    ),
+    "norm": ("WIDTH", "BLOCK_ROWS", "BLOCK_WIDTH"),
+    "divide": ("WIDTH", "BLOCK_ROWS", "BLOCK_WIDTH"),
+}  # fmt: skip
+"""The names of each kernel's constants."""
+
+
+def to_merge(
+    out: torch.Tensor, lse: torch.Tensor, out_i: torch.Tensor, lse_i: torch.Tensor
+) -> Launch:
+    """Merge (out_i, lse_i) into (out, lse); see ``merge.merge_``."""
+    batch, heads, rows, width = out.shape
+    block_rows, block_width = _block(width)
+    blocks = -(-rows // block_rows)
+    strides = _strides(out) + _strides(out_i)
+    unit = _unit(strides)
+    arguments = [
+        out, lse, out_i, lse_i, heads, rows, blocks, *(stride // unit for stride in strides),
+        *lse.stride(), *lse_i.stride(),
+    ]  # fmt: skip
+    constants = (unit, width, block_rows, block_width)
+    kinds = (out.dtype, lse.dtype, out_i.dtype, lse_i.dtype)
+    return Launch("merge", batch * heads * blocks, arguments, constants, kinds)
+
+
+def to_add(
+    targets: tuple[torch.Tensor, ...],
+    sources: tuple[torch.Tensor, ...],
+    alpha: float,
+    unscale: torch.Tensor | None,
+    overflow: torch.Tensor | None,
+) -> Launch:
+    """Add up to three pairs; see ``merge.add_all_``."""
+    by_head = unscale if overflow is None else overflow
+    assert unscale is None or by_head is None or unscale.stride() == by_head.stride()
+    arguments: list[Any] = []
+    blocks: list[int] = []
+    constants: list[object] = [unscale is not None, overflow is not None]
+    kinds: list[object] = []
+    for i in range(3):
+        # A missing pair gets no blocks, so its pointers are never read.
+        target, source = (targets[i], sources[i]) if i < len(targets) else (targets[0], sources[0])
+        batch, heads, rows, width = target.shape
+        block_rows, block_width = _block(width)
+        each = -(-rows // block_rows)
+        unscale_b = unscale_h = 0
+        shared = 1
+        if by_head is not None:
+            unscale_b = by_head.stride(0) if by_head.shape[0] > 1 else 0
+            unscale_h, shared = by_head.stride(1), max(1, heads // max(1, by_head.shape[1]))
+        strides = _strides(target) + _strides(source)
+        unit = _unit(strides)
+        constants += (unit, width, block_rows, block_width)
+        kinds += (target.dtype, source.dtype)
+        blocks.append(batch * heads * each if i < len(targets) else 0)
+        arguments += [
+            target, source, max(1, heads), rows, max(1, each),
+            *(stride // unit for stride in strides), unscale_b, unscale_h, shared,
+        ]  # fmt: skip
+    first = targets[0]
+    factors, flags = (first if t is None else t for t in (unscale, overflow))
+    arguments += [blocks[0], blocks[0] + blocks[1], factors, flags, float(alpha)]
+    kinds += (factors.dtype, flags.dtype)
+    return Launch("add", sum(blocks), arguments, tuple(constants), tuple(kinds))
+
+
+def to_norm(tensor: torch.Tensor, heads: int, groups: int, norms: torch.Tensor) -> Launch:
+    """Find the largest norm of a row of each of ``groups`` runs of rows of ``heads`` heads."""
+    return _over_runs("norm", tensor, heads, groups, norms)
+
+
+def to_divide(
+    tensor: torch.Tensor,
+    heads: int,
+    groups: int,
+    norms: torch.Tensor,
+    unscale: torch.Tensor,
+    excess: int,
+) -> Launch:
+    """Divide runs of rows by powers of two that follow from ``norms``; see ``scaling.py``."""
+    return _over_runs("divide", tensor, heads, groups, norms, unscale, groups, excess)
+
+
+def _over_runs(
+    kernel: str, tensor: torch.Tensor, heads: int, groups: int, *arguments: Any
+) -> Launch:
+    width = tensor.shape[3]
+    rows = heads * tensor.shape[2]
+    block_width = _block(width)[1]
+    block_rows = max(1, _READ_ELEMENTS // block_width)
+    programs = min(-(-rows // block_rows), max(1, _READ_PROGRAMS // max(1, groups)))
+    everything = [tensor, *arguments, rows, programs]
+    # ``rows`` is specialised: a tenth faster at D = 128.
+    kinds = (tensor.dtype, "1" if rows == 1 else rows % 16 == 0)
+    return Launch(kernel, groups * programs, everything, (width, block_rows, block_width), kinds)
+
+
+def _block(width: int) -> tuple[int, int]:
+    """Rows and columns of a block. (Triton's own helpers cost the host 4 us a call.)"""
+    block_width = 1 << max(0, width - 1).bit_length()
+    return max(1, _BLOCK_ELEMENTS // block_width), block_width
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The first three strides of (b, h, rows, d); 0 in dimensions of size 1."""
+    both = zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
+    return tuple(stride if n > 1 else 0 for n, stride in both)
+
+
+def _unit(strides: tuple[int, ...]) -> int:
+    together = math.gcd(*strides)
+    return next((unit for unit in _UNITS if together % unit == 0), 1)
+
+
+# --- As calls of a kind will launch them ------------------------------------------------------
+
+
+def merging(dtype: torch.dtype, width: int) -> Launch:
+    """Parts of ``dtype`` and ``width`` are merged."""
+    out, lse = _empty(1, 1, _ROWS, width), _empty(1, 1, _ROWS)
+    return to_merge(out, lse, out.to(dtype), lse)
+
+
+def adding(dtype: torch.dtype, widths: tuple[int, ...], scaled: bool) -> Launch:
+    """Gradients of ``dtype`` and ``widths`` are added; ``scaled``: with factors and flags."""
+    targets = tuple(_empty(1, 1, _ROWS, width) for width in widths)
+    sources = tuple(target.to(dtype) for target in targets)
+    unscale = _empty(1, 1) if scaled else None
+    overflow = _empty(1, 1, dtype=torch.int32) if scaled else None
+    return to_add(targets, sources, 1.0, unscale, overflow)
+
+
+def finding_norms(dtype: torch.dtype, width: int) -> Launch:
+    """The norms of rows of ``dtype`` and ``width`` are found."""
+    return to_norm(_empty(1, 1, _ROWS, width, dtype=dtype), 1, 1, _empty(1, 1))
+
+
+def dividing(dtype: torch.dtype, width: int) -> Launch:
+    """Rows of ``dtype`` and ``width`` are divided."""
+    norms = _empty(2, 1, 1)
+    return to_divide(_empty(1, 1, _ROWS, width, dtype=dtype), 1, 1, norms, norms[0], 0)
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="cpu")
