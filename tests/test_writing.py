@@ -76,6 +76,10 @@ def test_everything_is_on_the_disk_before_it_has_its_name(
         monkeypatch.setattr(os, step, told)
     write_text(tmp_path / "x", "new")
     assert done == ["fsync", "replace", "fsync"]  # the content, the name, the directory
+    # What only saves time is not waited for.
+    write_text(tmp_path / "x", "newer", durable=False)
+    assert done[3:] == ["replace"]
+    assert (tmp_path / "x").read_text() == "newer"
 
 
 def test_new_files_have_the_usual_permissions(tmp_path: Path) -> None:

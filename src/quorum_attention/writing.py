@@ -79,12 +79,17 @@ def _is_mounted(target: Path) -> bool:
 
 
 @contextmanager
-def replacing(path: str | PathLike[str]) -> Iterator[BinaryIO]:
+def replacing(path: str | PathLike[str], *, durable: bool = True) -> Iterator[BinaryIO]:
     """A new empty file, open for reading and writing, that replaces ``path`` at the end.
 
     It does so when the ``with`` block ends without an exception, after its content is on the disk,
     and takes over the old file's permissions. Symbolic links stay: the file they lead to is
     replaced. Other hard links to the old file keep the old content.
+
+    Args:
+        durable: wait until the content is on the disk. Without, a power failure may leave any
+            content, so whoever reads it must find that out; for caches, because to wait takes up to
+            seconds where much else is being written.
 
     Raises:
         OSError: see ``check_target``; or the disk is full. The file at ``path`` is as it was.
@@ -98,14 +103,16 @@ def replacing(path: str | PathLike[str]) -> Iterator[BinaryIO]:
                 take_permissions(file.fileno(), os.stat(target))
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
             # Before the lock is released: another process would remove it as stale.
             os.replace(file.name, target)
     except BaseException:
         with suppress(OSError):
             os.unlink(file.name)
         raise
-    sync_directory(target.parent)
+    if durable:
+        sync_directory(target.parent)
 
 
 @contextmanager
@@ -135,9 +142,9 @@ def _remove_stale_folders(prefix: str, within: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def write_text(path: str | PathLike[str], text: str) -> None:
+def write_text(path: str | PathLike[str], text: str, *, durable: bool = True) -> None:
     """Write ``text`` to ``path``, completely or not at all (see ``replacing``)."""
-    with replacing(path) as file:
+    with replacing(path, durable=durable) as file:
         file.write(text.encode("utf-8"))
 
 

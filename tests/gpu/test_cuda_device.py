@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,12 +17,13 @@ from quorum_attention.execution.device.clock import NoClock
 from quorum_attention.execution.device.cuda import Cuda
 from quorum_attention.execution.device.lookup import best_device
 from quorum_attention.execution.device.residency import Residency
-from quorum_attention.kernels import ahead, compiling
+from quorum_attention.kernels import ahead, compiling, launching
 from quorum_attention.kernels.merge import add_all_, merge_
 from quorum_attention.kernels.scaling import divide_gradient_
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 MIB = 1 << 20
+KERNELS = ("_add_kernel", "_divide_kernel", "_merge_kernel", "_norm_kernel")
 
 
 @pytest.fixture
@@ -120,19 +123,32 @@ def test_pageable_rows_are_copied_across_locked_pieces(gpu: torch.device, offset
     assert not far.is_pinned()
 
 
+def all_four(gpu: torch.device, width: int) -> list[torch.Tensor]:
+    """What merging, adding and dividing leave of random numbers, the same each time."""
+    numbers = torch.Generator(gpu).manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=gpu, generator=numbers)
+
+    state, part, lse = random(1, 2, 512, width), random(1, 2, 256, width).half(), random(1, 2, 512)
+    merge_(state[:, :, 128:384], lse[:, :, 128:384], part, random(1, 2, 256))
+    flags = torch.zeros(1, 2, dtype=torch.int32, device=gpu)
+    factors = torch.tensor([[0.5, 4.0]], device=gpu)
+    add_all_((state[:, :, :256],) * 3, (part,) * 3, 0.25, factors, flags)
+    divide_gradient_(part, part.clone(), factors, 5)
+    torch.cuda.synchronize()
+    return [state, lse, part, factors, flags]
+
+
 def test_what_is_compiled_ahead_is_what_is_launched(
-    gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Nothing is compiled again when merging, adding and dividing begin."""
+    """Nothing is compiled again when merging, adding and dividing begin; in the next process
+    nothing at all, and not by Triton's launcher: the same bits come out."""
     jit = pytest.importorskip("triton.runtime.jit")
     if not hasattr(jit.JITFunction, "_do_compile"):
         pytest.skip("another Triton")
-    monkeypatch.setattr(compiling, "_begun", set())
-    # A width that nothing else here uses.
-    width, dtype = 48, torch.float16
-    compiling.compile_ahead(gpu, dtype, width, width, True)
-    for name in ("merge", "add", "norm", "divide"):
-        ahead.wait(name)
+    monkeypatch.setenv("QUORUM_ATTENTION_CACHE", str(tmp_path))
     compiled: list[str] = []
     compile_ = jit.JITFunction._do_compile
 
@@ -141,16 +157,66 @@ def test_what_is_compiled_ahead_is_what_is_launched(
         return compile_(self, *of, **more)
 
     monkeypatch.setattr(jit.JITFunction, "_do_compile", noted)
-    state = torch.zeros(1, 2, 512, width, device=gpu)
-    part = torch.randn(1, 2, 256, width, device=gpu).to(dtype)
-    lse = torch.zeros(1, 2, 512, device=gpu)
-    merge_(state[:, :, 128:384], lse[:, :, 128:384], part, torch.zeros(1, 2, 256, device=gpu))
-    flags = torch.zeros(1, 2, dtype=torch.int32, device=gpu)
-    factors = torch.ones(1, 2, device=gpu)
-    add_all_((state[:, :, :256],) * 3, (part,) * 3, 1.0, factors, flags)
-    divide_gradient_(part, part.clone(), factors, 5)
+    by_triton: list[str] = []
+    launch_by_triton = launching._launch_by_triton
+    monkeypatch.setattr(launching, "_launch_by_triton", lambda what: by_triton.append(what.kernel))
+    # A width that nothing else here uses.
+    width, dtype = 48, torch.float16
+    found = []
+    for kept in (False, True):
+        monkeypatch.setattr(compiling, "_begun", set())
+        monkeypatch.setattr(launching, "_loaded", {})
+        compiling.compile_ahead(gpu, dtype, width, width, True)
+        for name in ("merge", "add", "norm", "divide"):
+            ahead.wait(name)
+        assert len(launching._loaded) == 4
+        assert None not in launching._loaded.values()
+        assert sorted(compiled) == ([] if kept else sorted(KERNELS))
+        compiled.clear()
+        found.append(all_four(gpu, width))
+        assert compiled == by_triton == []
+        assert len(list((tmp_path / "binaries").glob("*.bin"))) == 4
+    # By Triton's own launcher.
+    monkeypatch.setattr(launching, "_loaded", dict.fromkeys(launching._loaded))
+    monkeypatch.setattr(launching, "_launch_by_triton", launch_by_triton)
+    found.append(all_four(gpu, width))
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_a_kept_kernel_is_launched_from_any_thread_stream_and_graph(gpu: torch.device) -> None:
+    """A thread that has used no device yet, another stream, a captured graph."""
+    expected = all_four(gpu, 64)
+    found: list[list[torch.Tensor]] = []
+
+    def elsewhere() -> None:
+        with torch.cuda.stream(torch.cuda.Stream(gpu)):
+            found.append(all_four(gpu, 64))
+
+    for _ in range(3):
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+    assert len(found) == 3
+    for other in found:
+        assert all(torch.equal(a, b) for a, b in zip(expected, other, strict=True))
+    state, part = torch.zeros(1, 1, 256, 64, device=gpu), torch.ones(1, 1, 256, 64, device=gpu)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        add_all_((state,), (part.half(),), 2.0)
+    for _ in range(3):
+        graph.replay()
     torch.cuda.synchronize()
-    assert compiled == []
+    assert bool((state == 6.0).all())
+
+
+def test_what_is_not_aligned_or_too_long_is_launched_all_the_same(gpu: torch.device) -> None:
+    state = torch.zeros(1, 1, 257, 64, device=gpu).flatten()[1 : 1 + 256 * 64].view(1, 1, 256, 64)
+    part = torch.ones(1, 1, 256, 64, device=gpu).half()
+    assert state.data_ptr() % 16
+    add_all_((state,), (part,), 2.0)
+    assert bool((state == 2.0).all())
+    assert int(state.sum()) == 2 * 256 * 64
 
 
 def test_accumulators_on_the_host_are_page_locked(gpu: torch.device) -> None:

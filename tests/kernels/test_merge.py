@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import threading
 
 import pytest
 import torch
 
-from quorum_attention.kernels import blocks
+from quorum_attention.kernels import blocks, merge
 from quorum_attention.kernels.merge import add_, empty_, merge_
 
 
@@ -121,3 +122,23 @@ def test_large_values_of_hardly_any_weight_leave_no_rounding(dtype, dtype_i, ord
     weight = torch.tensor(-18.0, dtype=torch.float64).sigmoid()
     exact = weight * 30_000.0 + (1 - weight) * 2.0**-10
     assert ((out.double() - exact).abs() <= 2 * torch.finfo(dtype).eps * exact).all()
+
+
+def test_the_test_of_a_kernel_does_not_wait_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where kernels are tried out, torch merges; in that thread only."""
+    monkeypatch.setattr(merge, "triton_available", lambda: True)
+    out, part = torch.zeros(1, 1, 4, 8), torch.zeros(1, 1, 4, 8).half()
+    elsewhere: list[bool] = []
+    assert merge._triton_can_merge(out, part)
+    with merge.by_torch():
+        assert not merge._triton_can_merge(out, part)
+        with merge.by_torch():
+            pass
+        assert not merge._triton_can_merge(out, part)
+        thread = threading.Thread(
+            target=lambda: elsewhere.append(merge._triton_can_merge(out, part))
+        )
+        thread.start()
+        thread.join()
+    assert elsewhere == [True]
+    assert merge._triton_can_merge(out, part)

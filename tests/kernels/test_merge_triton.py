@@ -18,8 +18,15 @@ SCRIPT = """
 import sys
 import torch
 from quorum_attention.kernels.merge import _average_, _update_lse_
+from quorum_attention.kernels.launches import to_add, to_merge
+from quorum_attention.kernels.launching import launch
 from quorum_attention.kernels.merge import add_
-from quorum_attention.kernels.merge_triton import add_triton_, merge_triton_
+
+def merge_triton_(*of):
+    launch(to_merge(*of))
+
+def add_triton_(*of):
+    launch(to_add(*of))
 
 device = sys.argv[1]
 torch.manual_seed(0)
@@ -96,8 +103,7 @@ for flagged in (None, 0, 1, 2):
     for number, (target, expected) in enumerate(zip(targets, wanted)):
         if number != flagged:
             torch.testing.assert_close(target.double(), expected, atol=1e-5, rtol=1e-5)
-from quorum_attention.kernels.scaling import LOG2_LARGEST, divide_gradient_
-from quorum_attention.kernels.scaling_triton import divide_gradient_triton_
+from quorum_attention.kernels.scaling import _divide_by_launches_, divide_gradient_
 
 for b, h, n, d in ((1, 1, 1, 1), (2, 2, 300, 64), (1, 4, 77, 40), (1, 1, 0, 8)):
     for size in (0.0, 1e-6, 1.0, 900.0):
@@ -107,7 +113,7 @@ for b, h, n, d in ((1, 1, 1, 1), (2, 2, 300, 64), (1, 4, 77, 40), (1, 1, 0, 8)):
         expected = torch.zeros(b, max(1, h // 2))
         unscale = torch.zeros(b, max(1, h // 2), device=device)
         divide_gradient_(wanted, value.cpu(), expected, 9)
-        divide_gradient_triton_(got, value, unscale, 9 - LOG2_LARGEST)
+        _divide_by_launches_(got, value, unscale, 9, None)
         if n:
             assert torch.equal(got.cpu(), wanted)
             assert torch.equal(unscale.cpu(), expected)
@@ -118,8 +124,8 @@ for broken in (torch.inf, torch.nan):
     without[0, 1, 299] = 0.0
     grad[0, 1, 299, 63] = broken
     unscale, expected = torch.zeros(2, 1, 2, device=device)
-    divide_gradient_triton_(grad, value, unscale, 9 - LOG2_LARGEST)
-    divide_gradient_triton_(without, value, expected, 9 - LOG2_LARGEST)
+    _divide_by_launches_(grad, value, unscale, 9, None)
+    _divide_by_launches_(without, value, expected, 9, None)
     assert torch.equal(unscale, expected) and (unscale > 1.0).all()
     assert torch.equal(grad[0, 1, :299], without[0, 1, :299])
 print("merged")

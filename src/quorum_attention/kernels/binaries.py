@@ -130,7 +130,7 @@ def keep(launch: Launch, device: torch.device, binary: Binary) -> None:
     with suppress(OSError):
         path = _path(named)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as file:
+        with replacing(path, durable=False) as file:
             file.write(_digest(content) + b"\n" + content)
         _remove_oldest(path.parent)
 
@@ -225,7 +225,6 @@ class Loaded:
         self._multiples = binary.multiples
         self._tensors = [i for i, kind in enumerate(binary.parameters) if kind == "pointer"]
         self._function = driver.load(device, binary.cubin, binary.name)
-        offsets = driver.parameters(self._function)
         taken = driver.parameters(self._function)
         # Triton adds pointers to memory for itself. This kernel needs none, and does not read them.
         added = len(taken) - len(binary.parameters)

@@ -32,7 +32,13 @@ def compile_ahead(
         device = torch.device("cuda", torch.cuda.current_device())
 
     def begin(what: Launch) -> None:
-        ahead.begin(what.kernel, device, lambda: prepare(what, device))
+        def work() -> None:
+            if what.kernel != "merge":
+                # It is needed first, and threads that compile hold each other up, and the call.
+                ahead.wait("merge")
+            prepare(what, device)
+
+        ahead.begin(what.kernel, device, work)
 
     with outside():
         begin(merging(dtype, value_dim))

@@ -1,4 +1,4 @@
-"""What the four Triton kernels beside attention are launched with: their arguments, made of tensors.
+"""What the four Triton kernels beside attention are launched with, made of tensors.
 
 Nothing here imports Triton, which takes 0.4 s in a new process: a kernel that was kept on disk is
 launched without it (``binaries.py``).
@@ -34,7 +34,7 @@ class Launch(NamedTuple):
         kernel: "merge", "add", "norm" or "divide".
         programs: how many; 0: there is nothing to do.
         arguments: tensors and numbers in the order of the kernel's parameters.
-        constants: what is compiled in, in the order of ``CONSTANTS``; these come after the arguments.
+        constants: what is compiled in, in the order of ``CONSTANTS``; after the arguments.
         kinds: the dtypes of the tensors, and whatever else it is compiled for but alignment.
     """
 

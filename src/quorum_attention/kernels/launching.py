@@ -97,8 +97,17 @@ def _prepare_triton() -> None:
     """Have Triton compile its own tools, and read its own files: they name what it caches."""
     import triton
 
-    triton.runtime.driver.active.get_current_target()
-    with suppress(ImportError, AttributeError):
+    # Of its files it makes a hash, while a C compiler is at work.
+    reading = threading.Thread(target=_read_triton)
+    reading.start()
+    try:
+        triton.runtime.driver.active.get_current_target()
+    finally:
+        reading.join()
+
+
+def _read_triton() -> None:
+    with suppress(Exception):
         from triton.runtime.cache import triton_key
 
         triton_key()

@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -20,6 +23,21 @@ from quorum_attention.kernels.launching import launch
 
 MERGE_WORKSPACE_BYTES = 3 * BLOCK_BYTES
 """Upper bound of the bytes ``merge_`` and ``add_`` allocate at any one time."""
+
+
+_here = threading.local()
+
+
+@contextmanager
+def by_torch() -> Iterator[None]:
+    """In this thread ``merge_`` and ``add_`` use torch's operators, also where Triton's kernels
+    would be quicker: these may be compiling, which takes a second."""
+    before = getattr(_here, "by_torch", False)
+    _here.by_torch = True
+    try:
+        yield
+    finally:
+        _here.by_torch = before
 
 
 def empty_(out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -167,6 +185,7 @@ def _triton_can_merge(out: torch.Tensor, out_i: torch.Tensor) -> bool:
     # The Triton kernel needs the last dimension contiguous; what torch returns has it so.
     return (
         triton_available()
+        and not getattr(_here, "by_torch", False)
         and (out.stride(-1) == 1 or out.shape[-1] <= 1)
         and (out_i.stride(-1) == 1 or out_i.shape[-1] <= 1)
         and out.dtype == torch.float32

@@ -2,8 +2,8 @@
 # mypy: ignore-errors
 """Merging statistics and adding gradients as Triton kernels: all read once and written once.
 
-``launches.py`` says what they are launched with. Nor does the alignment of statistics and factors
-count, which are read one by one.
+``launches.py`` says what they are launched with, and why integers are not specialised. Nor does the
+alignment of statistics and factors count, which are read one by one.
 """
 
 import triton

@@ -2,12 +2,17 @@
 
 An operator may run and return wrong numbers. So a small rectangle and a small causal square are
 compared with the float64 reference: the forward and, if gradients are needed, the backward. That
-takes a second in a new process, so what passed is remembered on disk (proven.py).
+takes half a second in a new process, so what passed is remembered on disk (proven.py).
+
+Its tensors are small. Many threads take longer for them than one, most of all where a container
+allows a process fewer cores than it sees (16 ms an operator, seen there). And what merges is not
+what is tested: that is left to torch, because Triton may still be compiling it.
 """
 
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import product
 
@@ -16,7 +21,8 @@ import torch
 from quorum_attention.decomposition import Decomposition, Rectangle
 from quorum_attention.kernels.dense import DenseKernel
 from quorum_attention.kernels.dropout import Dropout
-from quorum_attention.kernels.merge import empty_
+from quorum_attention.kernels.merge import by_torch, empty_
+from quorum_attention.kernels.one_thread import one_thread
 from quorum_attention.kernels.outside import capturing, outside
 from quorum_attention.kernels.protocol import (
     CallShape,
@@ -115,7 +121,8 @@ def _answer(kernel: InnerKernel, question: _Question) -> str | None:
         )
     if is_proven(kernel, question, question.device):
         return None
-    with outside():
+    on_device = question.device.type == "cuda"
+    with outside(), by_torch(), one_thread() if on_device else nullcontext():
         wrong = _tried(kernel, question)
     if wrong is None:
         note_proven(kernel, question, question.device)

@@ -47,7 +47,7 @@ def note_proven(kernel: object, question: object, device: torch.device) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Another process may have added to it.
         together = list(dict.fromkeys([*_read(path), *_known()]))
-        write_text(path, json.dumps(together[-_MOST:], indent=1))
+        write_text(path, json.dumps(together[-_MOST:], indent=1), durable=False)
 
 
 @functools.cache

@@ -87,7 +87,7 @@ def note(name: str, schedule: Schedule, why: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Another process may have added to it.
         together = {**_read(path), **_known()}
-        write_text(path, json.dumps(dict(list(together.items())[-_MOST:])))
+        write_text(path, json.dumps(dict(list(together.items())[-_MOST:])), durable=False)
 
 
 @functools.cache
