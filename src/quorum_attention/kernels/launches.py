@@ -11,7 +11,7 @@ constant: that is enough for rows to be read and written in words of 16 bytes.
 
 from __future__ import annotations
 
-import math
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +21,8 @@ _BLOCK_ELEMENTS = 4096
 # The same for kernels that only read, or change in place.
 _READ_ELEMENTS = 8192
 _READ_PROGRAMS = 1024
-# Possible units of the strides, in elements, the largest first.
-_UNITS = (16, 8, 4, 2)
+# The largest unit of strides, in elements: a power of two.
+_LARGEST_UNIT = 16
 # Rows of the tensors that kernels are compiled for ahead.
 _ROWS = 128
 
@@ -66,11 +66,9 @@ def to_merge(
     batch, heads, rows, width = out.shape
     block_rows, block_width = _block(width)
     blocks = -(-rows // block_rows)
-    strides = _strides(out) + _strides(out_i)
-    unit = _unit(strides)
+    unit, strides = _strides(out, out_i)
     arguments = [
-        out, lse, out_i, lse_i, heads, rows, blocks, *(stride // unit for stride in strides),
-        *lse.stride(), *lse_i.stride(),
+        out, lse, out_i, lse_i, heads, rows, blocks, *strides, *lse.stride(), *lse_i.stride(),
     ]  # fmt: skip
     constants = (unit, width, block_rows, block_width)
     kinds = (out.dtype, lse.dtype, out_i.dtype, lse_i.dtype)
@@ -86,34 +84,35 @@ def to_add(
 ) -> Launch:
     """Add up to three pairs; see ``merge.add_all_``."""
     by_head = unscale if overflow is None else overflow
-    assert unscale is None or by_head is None or unscale.stride() == by_head.stride()
+    factors_b = factors_h = factors_heads = 0
+    if by_head is not None:
+        assert unscale is None or unscale.stride() == by_head.stride()
+        several, factors_heads = by_head.shape
+        factors_b, factors_h = by_head.stride()
+        factors_b = factors_b if several > 1 else 0
     arguments: list[Any] = []
     blocks: list[int] = []
     constants: list[object] = [unscale is not None, overflow is not None]
     kinds: list[object] = []
     for i in range(3):
         # A missing pair gets no blocks, so its pointers are never read.
-        target, source = (targets[i], sources[i]) if i < len(targets) else (targets[0], sources[0])
+        here = i < len(targets)
+        target, source = (targets[i], sources[i]) if here else (targets[0], sources[0])
         batch, heads, rows, width = target.shape
         block_rows, block_width = _block(width)
         each = -(-rows // block_rows)
-        unscale_b = unscale_h = 0
-        shared = 1
-        if by_head is not None:
-            unscale_b = by_head.stride(0) if by_head.shape[0] > 1 else 0
-            unscale_h, shared = by_head.stride(1), max(1, heads // max(1, by_head.shape[1]))
-        strides = _strides(target) + _strides(source)
-        unit = _unit(strides)
+        unit, strides = _strides(target, source)
         constants += (unit, width, block_rows, block_width)
         kinds += (target.dtype, source.dtype)
-        blocks.append(batch * heads * each if i < len(targets) else 0)
-        arguments += [
-            target, source, max(1, heads), rows, max(1, each),
-            *(stride // unit for stride in strides), unscale_b, unscale_h, shared,
-        ]  # fmt: skip
-    first = targets[0]
-    factors, flags = (first if t is None else t for t in (unscale, overflow))
-    arguments += [blocks[0], blocks[0] + blocks[1], factors, flags, float(alpha)]
+        blocks.append(batch * heads * each if here else 0)
+        shared = max(1, heads // factors_heads) if factors_heads else 1
+        arguments += (
+            target, source, max(1, heads), rows, max(1, each), *strides, factors_b, factors_h,
+            shared,
+        )  # fmt: skip
+    factors = targets[0] if unscale is None else unscale
+    flags = targets[0] if overflow is None else overflow
+    arguments += (blocks[0], blocks[0] + blocks[1], factors, flags, float(alpha))
     kinds += (factors.dtype, flags.dtype)
     return Launch("add", sum(blocks), arguments, tuple(constants), tuple(kinds))
 
@@ -149,21 +148,32 @@ def _over_runs(
     return Launch(kernel, groups * programs, everything, (width, block_rows, block_width), kinds)
 
 
+# These run several times for each rectangle, where the host may be the limit.
+@functools.cache
 def _block(width: int) -> tuple[int, int]:
-    """Rows and columns of a block. (Triton's own helpers cost the host 4 us a call.)"""
+    """Rows and columns of a block."""
     block_width = 1 << max(0, width - 1).bit_length()
     return max(1, _BLOCK_ELEMENTS // block_width), block_width
 
 
-def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The first three strides of (b, h, rows, d); 0 in dimensions of size 1."""
-    both = zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
-    return tuple(stride if n > 1 else 0 for n, stride in both)
-
-
-def _unit(strides: tuple[int, ...]) -> int:
-    together = math.gcd(*strides)
-    return next((unit for unit in _UNITS if together % unit == 0), 1)
+def _strides(one: torch.Tensor, other: torch.Tensor) -> tuple[int, tuple[int, ...]]:
+    """The first three strides of two tensors (b, h, rows, d) of one shape: the largest unit that
+    they are multiples of, and the multiples; 0 in dimensions of size 1."""
+    batch, heads, rows, _ = one.shape
+    b, h, r, _ = one.stride()
+    b_i, h_i, r_i, _ = other.stride()
+    if batch <= 1:
+        b = b_i = 0
+    if heads <= 1:
+        h = h_i = 0
+    if rows <= 1:
+        r = r_i = 0
+    # Their lowest bit that is set.
+    bits = b | h | r | b_i | h_i | r_i | _LARGEST_UNIT
+    unit = bits & -bits
+    return unit, (
+        b // unit, h // unit, r // unit, b_i // unit, h_i // unit, r_i // unit,
+    )  # fmt: skip
 
 
 # --- As calls of a kind will launch them ------------------------------------------------------
