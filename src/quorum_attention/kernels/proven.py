@@ -50,6 +50,12 @@ def note_proven(kernel: object, question: object, device: torch.device) -> None:
         write_text(path, json.dumps(together[-_MOST:], indent=1), durable=False)
 
 
+def read() -> None:
+    """Read what is remembered, and the files that its names depend on."""
+    _sources()
+    _known()
+
+
 @functools.cache
 def _known() -> list[str]:
     return _read(cache_folder() / _FILE)

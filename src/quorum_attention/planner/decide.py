@@ -25,12 +25,13 @@ from quorum_attention.execution.placement import Placement
 from quorum_attention.execution.routes.whole import Whole
 from quorum_attention.execution.trimming import pairs_of
 from quorum_attention.execution.workload import Workload
+from quorum_attention.kernels import proven
 from quorum_attention.kernels.compiling import compile_ahead
 from quorum_attention.kernels.protocol import CallShape, InnerKernel, Recorded
 from quorum_attention.kernels.registry import get_kernel, registrations, why_not
 from quorum_attention.kernels.select import rivals, select_kernel, unrounded_kernel
 from quorum_attention.kernels.traits import recorded
-from quorum_attention.planner import policy
+from quorum_attention.planner import known, policy
 from quorum_attention.planner.calibration import machine_of, rates_known
 from quorum_attention.planner.machine import Machine
 from quorum_attention.planner.options import Options
@@ -274,7 +275,13 @@ def _by_plan(asked: Asked) -> Decision:
     if not place.in_place or options.budget_bytes is not None:
         # It will probably be cut. The test of a kernel takes most of this as well.
         scaled = work.dtype == torch.float16 if asked.needs_grad else None
-        backend_of(options.device).prepare(options.device)
+        backend = backend_of(options.device)
+        if backend.remembers and backend.is_here():
+            # Threads that import hold the interpreter's lock, 5 ms at a time, and reading a file
+            # gives it away: a hundred small files would take half a second beside them.
+            proven.read()
+            known.read()
+        backend.prepare(options.device)
         compile_ahead(options.device, work.dtype, work.head_dim, work.value_dim, scaled)
     preferred = _preferred(asked)
     if options.free:

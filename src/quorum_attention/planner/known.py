@@ -90,6 +90,12 @@ def note(name: str, schedule: Schedule, why: str) -> None:
         write_text(path, json.dumps(dict(list(together.items())[-_MOST:])), durable=False)
 
 
+def read() -> None:
+    """Read what is remembered, and what its names depend on."""
+    _code()
+    _known()
+
+
 @functools.cache
 def _known() -> dict[str, Any]:
     return _read(cache_folder() / _FILE)
