@@ -2,12 +2,13 @@
 
 Caches are Triton's, this package's, and the bytecode of all that Python imports.
 
-    python benchmarks/first.py [--cases 262144,65536-gqa] [--source ../before/src] [--json FILE]
+    python benchmarks/first.py [--cases 262144,65536-gqa] [--before ../before/src] [--json FILE]
 
 Plain calls (plain.py): inputs in page-locked host memory, results made by the call, gradients by
 autograd. Each process has initialised CUDA before, and has called torch's own ``backward`` with a
 gradient, which imports sympy (2 s by itself). The first process of a machine also reads libraries
-from its disk: one is run and thrown away. Needs a CUDA device.
+from its disk: one is run and thrown away. With ``--before`` an older version in turn. Needs a CUDA
+device.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ import os
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-CALLS = 3
+CALLS = 2
 
 
 def in_this_process(case: str) -> list[tuple[float, float]]:
@@ -71,24 +73,29 @@ def main() -> None:
     """Measure, print a line for each process, write JSON if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", default="262144,65536-gqa")
-    parser.add_argument("--source", type=Path, default=Path(__file__).resolve().parents[1] / "src")
+    parser.add_argument("--before", type=Path, help="src of an older version")
+    parser.add_argument("--caches", default="none,kept,kept", help="of the processes, in order")
     parser.add_argument("--json")
     parser.add_argument("--within", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.within:
         print(json.dumps(in_this_process(given.within)))
         return
+    versions = {} if given.before is None else {"before": given.before}
+    versions["now"] = Path(__file__).resolve().parents[1] / "src"
     document: dict[str, Any] = {}
     for case in given.cases.split(","):
         with tempfile.TemporaryDirectory() as folder:
-            in_a_new_process(case, given.source, Path(folder))
+            in_a_new_process(case, versions["now"], Path(folder))
         with tempfile.TemporaryDirectory() as folder:
-            for caches in ("none", "kept", "kept"):
-                calls = in_a_new_process(case, given.source, Path(folder))
+            for caches, name in product(given.caches.split(","), versions):
+                calls = in_a_new_process(case, versions[name], Path(folder) / name)
                 first, second = (sum(call) for call in calls[:2])
                 over = f"first over second {first - second:.2f} s, second {second:.3f} s"
-                print(f"{case:12} caches {caches}: {over}", flush=True)
-                document.setdefault(case, []).append({"caches": caches, "calls": calls})
+                print(f"{case:15} {name:6} caches {caches}: {over}", flush=True)
+                document.setdefault(case, {}).setdefault(name, []).append(
+                    {"caches": caches, "calls": calls}
+                )
         if given.json:
             Path(given.json).write_text(json.dumps(document, indent=1), encoding="utf-8")
 
