@@ -162,6 +162,7 @@ def passes(given: argparse.Namespace, farm: Farm, crew: Fraction, folder: Path) 
     found: dict[str, Any] = {}
     if given.stages:
         found["stages"] = stages(given, inputs, folder / "alone")
+        save(given, found)
     results = opened(folder / "out", given)
     for name in given.passes:
         report = PoolReport()
@@ -177,6 +178,7 @@ def passes(given: argparse.Namespace, farm: Farm, crew: Fraction, folder: Path) 
             "device_used_bytes": watch.used,
         }
         print(name, json.dumps(found[name]), flush=True)
+        save(given, found)
     if given.check:
         found["errors"] = errors(inputs, results, device)
         print("errors", found["errors"])
@@ -288,6 +290,17 @@ def errors(
     }
 
 
+def save(given: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Write what is known so far: a run may be cut short."""
+    if given.json:
+        where = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        about = {"device": where, "torch": torch.__version__, "tokens": given.tokens,
+                 "budget": given.budget, "workers": given.workers, "chunks": given.chunks,
+                 "head_dim": given.head_dim, "cores": os.cpu_count(),
+                 "date": time.strftime("%Y-%m-%d"), "all": given.all}  # fmt: skip
+        Path(given.json).write_text(json.dumps({"about": about, **found}, indent=1) + "\n")
+
+
 def predicted(given: argparse.Namespace, backward: bool) -> float:
     """What the planner says for the head as one call."""
     return qa.plan(
@@ -340,13 +353,7 @@ def main() -> None:
     print(f"{' and '.join(table)}, one device, 1 head: {both:.0f} s ({said}); "
           f"8 heads on two devices: {4 * both:.0f} s (extrapolated)")  # fmt: skip
     print(f"the script took {time.perf_counter() - begun:.0f} s")
-    if given.json:
-        where = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        about = {"device": where, "torch": torch.__version__, "tokens": given.tokens,
-                 "budget": given.budget, "workers": given.workers, "chunks": given.chunks,
-                 "head_dim": given.head_dim, "cores": os.cpu_count(),
-                 "date": time.strftime("%Y-%m-%d"), "all": given.all}  # fmt: skip
-        Path(given.json).write_text(json.dumps({"about": about, **found}, indent=1) + "\n")
+    save(given, found)
 
 
 if __name__ == "__main__":
