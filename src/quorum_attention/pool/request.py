@@ -43,9 +43,25 @@ def request_on_several(
     Raises:
         Errors as of ``request_of``; NotImplementedError: what several devices cannot do, by name.
     """
+    written: Written = call[-1]
+    budgets = _budgets(written.budget, count)
+    tensors, request, mask = request_of_parts(function, *call)
+    asked = Asked(budgets, written.depth, written.kernel, written.accumulator, mask)
+    return tensors, replace(request, runner=PoolCall(pool_of, asked, pool_report))
+
+
+def request_of_parts(function: str, *call: Any) -> tuple[Tensors, Request, Mask | None]:
+    """``request_of``, for a call whose parts other processes compute; its budget is theirs.
+
+    Returns:
+        the tensors, the request, and what is masked beside the tensors' bias and sinks, as it is
+        sent.
+
+    Raises:
+        Errors as of ``request_of``; NotImplementedError: what cannot be sent or cut, by name.
+    """
     query, key, value, attn_mask, *numbers, out, out_dtype, written = call
     _check(written)
-    budgets = _budgets(written.budget, count)
     described = attn_mask if isinstance(attn_mask, Mask) else None
     if described is not None:
         attn_mask = Mask(bias=described.bias, sinks=described.sinks)
@@ -63,9 +79,7 @@ def request_on_several(
         read(described, sizes, work.is_causal)
         for keeps in _functions(described):
             _check_sent(keeps)
-    sent = None if described is None else sendable(described)
-    asked = Asked(budgets, written.depth, written.kernel, written.accumulator, sent)
-    return tensors, replace(request, runner=PoolCall(pool_of, asked, pool_report))
+    return tensors, request, None if described is None else sendable(described)
 
 
 def _check(written: Written) -> None:
@@ -126,4 +140,4 @@ def _check_sent(keeps: Any) -> None:
         ) from None
 
 
-__all__ = ["request_on_several"]
+__all__ = ["request_of_parts", "request_on_several"]
