@@ -176,7 +176,8 @@ def test_masks_and_strided_results() -> None:
     [
         ({"chunks": 8}, "8"),
         ({"chunks": 0}, "chunks"),
-        ({"chunks": 7, "attn_mask": torch.zeros(20, 20)}, "mask"),
+        ({"chunks": 7, "dropout_p": 0.5}, "chunks must be 1 for a call with dropout_p, got 7"),
+        ({"attn_mask": qa.Mask(documents=torch.zeros(19, dtype=torch.int64))}, "Mask.documents"),
         ({"kernel": "nonsense"}, "nonsense"),
         ({"depth": -1}, "depth"),
         ({"out": torch.zeros(1, 2, 20, 9)}, "out"),
@@ -188,10 +189,15 @@ def test_what_is_refused(change: dict[str, Any], said: str) -> None:
         Farm.of(Alone("cpu")).attention(q, q, q, **change)
 
 
-def test_masks_that_are_not_taken() -> None:
-    q = torch.randn(1, 2, 20, 8)
-    with pytest.raises(NotImplementedError, match="Mask"):
-        Farm.of(Alone("cpu")).attention(q, q, q, qa.Mask(causal=True))  # type: ignore[arg-type]
+def test_what_cannot_be_sent_or_has_no_gradient() -> None:
+    q, farm = torch.randn(1, 2, 20, 8), Farm.of(Alone("cpu"))
+    with pytest.raises(NotImplementedError, match=r"Mask\.keeps must be sent to other processes"):
+        farm.attention(q, q, q, qa.Mask(keeps=lambda b, h, query, key: key < 5))
+    bias = torch.zeros(20, 20, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="attn_mask that requires a gradient"):
+        farm.attention(q, q, q, bias)
+    with pytest.raises(NotImplementedError, match="kernel must be a name"):
+        farm.attention(q, q, q, kernel=qa.kernels.get_kernel("dense"))  # type: ignore[arg-type]
 
 
 def test_nothing_to_compute() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 
+from quorum_attention.call.arguments import Arguments
+from quorum_attention.call.options import Written
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import say
-from quorum_attention.mask import Mask
 from quorum_attention.on_disk.call import GRADIENTS, written_as
 from quorum_attention.on_disk.compute import Work
 from quorum_attention.on_disk.parts import Part
@@ -76,11 +77,13 @@ def computing(options: argparse.Namespace) -> Compute:
 
     def compute(work: Work, parts: Sequence[Part]) -> Iterator[Part]:
         call = work.call
-        if isinstance(call.mask, Mask):
-            raise NotImplementedError("a mask of this kind is not taken with --ray")
         results = dict(written_as(call, work.results))
         if call.backward:
             results = {f"grad_{role}": results[name] for role, name in _GRADIENTS.items()}
+        said = Arguments(
+            call.mask, is_causal=call.is_causal, scale=call.scale, enable_gqa=True,
+            written=Written(depth=options.depth, kernel=options.kernel),
+        )  # fmt: skip
         reports: list[PoolPass] = []
         with (
             Farm(
@@ -91,9 +94,8 @@ def computing(options: argparse.Namespace) -> Compute:
         ):  # fmt: skip
             groups = [_heads(part) for part in parts]
             done = farm.by_heads(
-                call.tensors, results, groups, call.mask, call.is_causal, call.scale,
-                chunks=options.chunks, depth=options.depth, kernel=options.kernel, reports=reports,
-            )  # fmt: skip
+                call.tensors, results, groups, said, chunks=options.chunks, reports=reports
+            )
             for count, number in enumerate(done, start=1):
                 yield parts[number]
                 if bar is not None:

@@ -19,7 +19,9 @@ from quorum_attention.farm.data import Back, Piece, Source
 from quorum_attention.farm.ledger import Fold, Ledger
 from quorum_attention.farm.messages import Begin
 from quorum_attention.farm.units import Cut, Head, Joint, Unit, units_of
+from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.merge import add_, merge_
+from quorum_attention.mask import Mask
 from quorum_attention.pool.report import PoolPass
 from quorum_attention.pool.run import Coordinator
 from quorum_attention.pool.shared import InFile, in_file
@@ -39,6 +41,7 @@ class Asked:
         results: by name, likewise; in files, or in host memory.
         state, dtype: of states; of the output.
         options: keyword arguments of each call.
+        mask, sinks, dropout: as in ``Begin``.
         heads: key/value heads to compute; None: all.
         retries: how often a unit may be begun again because its worker was lost.
     """
@@ -50,6 +53,9 @@ class Asked:
     state: torch.dtype
     dtype: torch.dtype
     options: dict[str, Any]
+    mask: Mask | None = None
+    sinks: torch.Tensor | None = None
+    dropout: Dropout | None = None
     heads: Collection[Head] | None = None
     retries: int = 3
 
@@ -90,7 +96,7 @@ def _steps(crew: Crew, asked: Asked, report: PoolPass) -> Iterator[set[Head]]:
             report.copied_bytes += tensor.nbytes
     begin = Begin(
         next(_numbers), asked.backward, asked.cut, inputs, results or {}, None, asked.state,
-        asked.dtype, asked.options,
+        asked.dtype, asked.options, asked.mask, asked.sinks, asked.dropout,
     )  # fmt: skip
     if results is None:
         yield from _Run(crew, asked, report).run(begin, _Totals(asked))

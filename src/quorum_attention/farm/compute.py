@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from quorum_attention.api import attention_backward, attention_with_lse
+from quorum_attention.call.gradients import given_of
+from quorum_attention.call.options import Written
+from quorum_attention.call.request import request_of
+from quorum_attention.decomposition import MASKED, Ranges
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.execution.device.lookup import backend_of, on_host
 from quorum_attention.execution.report import Report
@@ -25,7 +30,11 @@ from quorum_attention.farm.data import (
 from quorum_attention.farm.ledger import Fold
 from quorum_attention.farm.messages import Begin
 from quorum_attention.farm.units import Joint, Unit
+from quorum_attention.kernels.masked import Sizes, read
 from quorum_attention.kernels.merge import add_, merge_
+from quorum_attention.mask import Mask
+from quorum_attention.passes import run_backward, run_forward
+from quorum_attention.pool.masked import Block, of_block, together
 from quorum_attention.pool.messages import Compute
 
 # A task's rows lie on the device, if they take no more than this share of the budget; the rest is
@@ -35,6 +44,9 @@ _RESIDENT = 0.8
 # keys beside those that are added up, not of all that it reads.
 _LONG = 65_536
 _HOST = torch.device("cpu")
+_QKV = ("query", "key", "value")
+
+_Piece = tuple[tuple[int, int], dict[str, Any]]
 
 
 class Pass:
@@ -91,64 +103,77 @@ class _Work:
 
     def heads(self) -> None:
         """Whole heads, by one call; inputs as they lie, results in host memory."""
-        sizes, options = self._cut.sizes, self._options(is_causal=self._cut.sizes.is_causal)
+        begin, sizes = self._begin, self._cut.sizes
         rows, keys = Interval(0, sizes.n_queries), Interval(0, sizes.n_keys)
-        if "mask" in self._begin.inputs:
-            options["attn_mask"] = self._of._inputs["mask"].masked(self._work.entry, self._heads)
-        query, key, value = (
-            self._read(n, r) for n, r in zip(_QKV, (rows, keys, keys), strict=True)
-        )
-        if not self._begin.backward:
-            options["out_dtype"] = self._begin.dtype
-            made = attention_with_lse(query, key, value, **options)
-            self._leave(None, rows, keys, made)
-            return
-        rest: Any = (self._read(name, rows) for name in ("out", "lse"))
-        self._leave(
-            None, rows, keys,
-            attention_backward(self._read("grad_out", rows), query, key, value, *rest, **options),
+        three = self._read("query", rows), self._read("key", keys), self._read("value", keys)
+        mask, causal = self._masked(rows, keys, sinks=self._sinks())
+        options = self._options(is_causal=causal)
+        written = Written(
+            budget=options["budget"], depth=options["depth"], kernel=options["kernel"],
+            devices=options["devices"], report=self._report,
         )  # fmt: skip
+        dropout = begin.dropout
+        p, seed = (0.0, None) if dropout is None else (dropout.p, dropout.seed)
+        function = "attention_backward" if begin.backward else "attention"
+        tensors, request = request_of(
+            function, *three, mask, p, seed, causal, options["scale"], True, None,
+            None if begin.backward else begin.dtype, written,
+        )  # fmt: skip
+        if dropout is not None:
+            dropout = dropout.at(self._heads.start, self._work.entry)
+            request = replace(request, dropout=dropout)
+        if not begin.backward:
+            self._leave(None, rows, keys, run_forward(tensors, request))
+            return
+        upstream, out, lse = (self._read(name, rows) for name in ("grad_out", "out", "lse"))
+        given = given_of(tensors, request, upstream, out, lse, None, False, None, three)
+        self._leave(None, rows, keys, run_backward(tensors, request, given))
 
     def statistics(self, chunks: Sequence[int]) -> None:
         """A task of the forward: chunk by chunk of its queries, over the keys of the task."""
-        key, value, starts = self._keys(chunks, states=1)
-        state = self._begin.state
-        for number, chunk in enumerate(chunks):
+        starts, pieces = self._pieces(chunks)
+        if not any(pieces):
+            self._nothing(chunks)
+            return
+        key, value = self._keys(chunks, starts)
+        for chunk, spans in zip(chunks, pieces, strict=True):
             rows = self._cut.queries(chunk)
-            query = moved(self._read("query", rows), self._place)
-            shape = (1, self._heads.length, rows.length, value.shape[3])
-            out = torch.zeros(shape, dtype=state, device=self._place)
-            lse = torch.full(shape[:3], -torch.inf, dtype=state, device=self._place)
-            if rows.length:
-                for span, causal in self._spans(number, starts, chunk):
+            out, lse = self._begun(chunk, rows, value.shape[3])
+            if rows.length and spans:
+                query = moved(self._read("query", rows), self._place)
+                for span, options in spans:
                     part, part_lse = attention_with_lse(
                         query, key[:, :, slice(*span)], value[:, :, slice(*span)],
-                        out_dtype=state, **self._options(is_causal=causal),
+                        out_dtype=self._begin.state, **self._options(**options),
                     )  # fmt: skip
                     merge_(out, lse, part, part_lse.to(self._place))
             self._leave(chunk, rows, self._cut.keys(chunk), (out, lse))
 
     def gradients(self, chunks: Sequence[int]) -> None:
         """A task of the backward, with the output and log-sum-exp of the whole call."""
-        key, value, starts = self._keys(chunks, states=3)
+        starts, pieces = self._pieces(chunks)
+        if not any(pieces):
+            self._nothing(chunks)
+            return
+        key, value = self._keys(chunks, starts)
         state = self._begin.state
         key_grad, value_grad = (torch.zeros_like(t, dtype=state) for t in (key, value))
         query_grads = []
-        for number, chunk in enumerate(chunks):
+        for chunk, spans in zip(chunks, pieces, strict=True):
             rows = self._cut.queries(chunk)
+            query_grads.append(self._empty("query", rows, self._place))
+            if not (rows.length and spans):
+                continue
             names = ("grad_out", "query", "out", "lse")
             upstream, query, out, lse = (moved(self._read(n, rows), self._place) for n in names)
-            query_grads.append(torch.zeros_like(query, dtype=state))
-            if not rows.length:
-                continue
-            for span, causal in self._one_by_one(self._spans(number, starts, chunk), starts):
+            for span, options in self._one_by_one(spans, starts):
                 keys = slice(*span)
                 three = query, key[:, :, keys], value[:, :, keys]
                 made: Any = tuple(
                     torch.empty(t.shape, dtype=state, device=self._place) for t in three
                 )
                 attention_backward(
-                    upstream, *three, out, lse, grads=made, **self._options(is_causal=causal)
+                    upstream, *three, out, lse, grads=made, **self._options(**options)
                 )
                 targets = query_grads[-1], key_grad[:, :, keys], value_grad[:, :, keys]
                 for target, part in zip(targets, made, strict=True):
@@ -162,32 +187,59 @@ class _Work:
     def join(self) -> None:
         """Bring the states of one chunk together, which is what leaving an empty one does."""
         assert isinstance(self._work, Joint)
-        chunk = self._work.chunk
-        rows, keys = self._cut.queries(chunk), self._cut.keys(chunk)
-        self._place, state = _HOST, self._begin.state
+        self._nothing((self._work.chunk,))
 
-        def empty(name: str, at: Interval) -> torch.Tensor:
-            like = self._read(name, Interval(at.start, at.start))
-            return torch.zeros((*like.shape[:2], at.length, like.shape[3]), dtype=state)
+    def _nothing(self, chunks: Sequence[int]) -> None:
+        """Leave the states of chunks without any pair."""
+        self._place = _HOST
+        for chunk in chunks:
+            rows, keys = self._cut.queries(chunk), self._cut.keys(chunk)
+            made: Sequence[torch.Tensor]
+            if self._begin.backward:
+                made = [self._empty(n, at) for n, at in zip(_QKV, (rows, keys, keys), strict=True)]
+            else:
+                made = self._begun(chunk, rows, self._read("value", Interval(0, 0)).shape[3])
+            self._leave(chunk, rows, keys, made)
 
-        if self._begin.backward:
-            spans = (rows, keys, keys)
-            made = tuple(empty(n, at) for n, at in zip(_QKV, spans, strict=True))
-        else:
-            width = empty("value", Interval(0, 0)).shape[3]
-            out = torch.zeros((1, self._heads.length, rows.length, width), dtype=state)
-            made = out, torch.full(out.shape[:3], -torch.inf, dtype=state)
-        self._leave(chunk, rows, keys, made)
+    def _begun(self, chunk: int, rows: Interval, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Statistics of rows without keys. With sinks, each row has its sink once: in the task that
+        its chunk owns."""
+        shape, state = (1, self._heads.length, rows.length, width), self._begin.state
+        out = torch.zeros(shape, dtype=state, device=self._place)
+        lse = torch.full(shape[:3], -torch.inf, dtype=state, device=self._place)
+        sinks = self._sinks()
+        if sinks is not None and isinstance(self._work, Unit) and chunk == self._work.task:
+            lse.copy_(sinks[:, None])
+        return out, lse
+
+    def _empty(self, name: str, at: Interval, place: torch.device = _HOST) -> torch.Tensor:
+        """Zeros for the gradients of some rows of an input."""
+        like = self._read(name, Interval(at.start, at.start))
+        shape = (*like.shape[:2], at.length, like.shape[3])
+        return torch.zeros(shape, dtype=self._begin.state, device=place)
+
+    def _sinks(self) -> torch.Tensor | None:
+        """Those of the unit's heads."""
+        sinks = self._begin.sinks
+        return None if sinks is None else sinks[self._heads.start : self._heads.stop]
+
+    def _masked(
+        self, rows: Interval, keys: Interval, sinks: torch.Tensor | None = None
+    ) -> tuple[Mask | torch.Tensor | None, bool]:
+        """``attn_mask`` and ``is_causal`` of a call of some rows and keys."""
+        block = Block(self._work.entry, self._heads, rows, keys)
+        found, causal = of_block(self._cut.sizes, block, self._begin.mask)
+        bias = None
+        if "mask" in self._begin.inputs:
+            bias = self._of._inputs["mask"].masked(self._work.entry, self._heads, rows, keys)
+        return together(found, causal, bias, sinks)
 
     def _keys(
-        self, chunks: Sequence[int], states: int
-    ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-        """Keys and values of a task, and where its chunks begin among them; on the device, if all
-        rows of the task fit there, with what is made of them. Decides ``place``."""
+        self, chunks: Sequence[int], starts: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a task; on the device, if all rows of the task fit there, with what is
+        made of them. Decides ``place``."""
         keys = [self._cut.keys(chunk) for chunk in chunks]
-        starts = [0]
-        for at in keys:
-            starts.append(starts[-1] + at.length)
         if not on_host(self._of._device):
             queries = sum(self._cut.queries(chunk).length for chunk in chunks)
             taken = self._bytes(queries, starts[-1])
@@ -200,7 +252,7 @@ class _Work:
             torch.cat([moved(self._read(name, at), self._place) for at in keys], 2)
             for name in ("key", "value")
         )
-        return key, value, starts
+        return key, value
 
     def _bytes(self, queries: int, keys: int) -> int:
         """Bytes of a task's rows on the device, at most: twice the keys while they are put
@@ -225,40 +277,65 @@ class _Work:
         # While chunks are put together they are there twice, before there are gradients of them.
         return int(max(made, 2 * keys * by_key) + chunk * by_query * (4 + 2 * words))
 
-    def _spans(
-        self, number: int, starts: Sequence[int], chunk: int
-    ) -> list[tuple[tuple[int, int], bool]]:
-        """Which of the task's keys a chunk of queries sees, in runs; and whether a run is causal:
-        those of other chunks, and its own where it is the owner."""
+    def _pieces(self, chunks: Sequence[int]) -> tuple[list[int], list[list[_Piece]]]:
+        """Where chunks begin among the keys of a task; and for each chunk of queries the runs of
+        those keys that it is computed with, and how."""
+        starts = [0]
+        for chunk in chunks:
+            starts.append(starts[-1] + self._cut.keys(chunk).length)
+        masked = self._begin.mask is not None or "mask" in self._begin.inputs
+        find = self._under_mask if masked else self._runs
+        return starts, [list(find(number, starts, chunks)) for number in range(len(chunks))]
+
+    def _runs(self, number: int, starts: Sequence[int], chunks: Sequence[int]) -> Iterator[_Piece]:
+        """Of a call without a mask: keys of other chunks, and those of the owner's own."""
         assert isinstance(self._work, Unit)
         begin, end, all_ = starts[number], starts[number + 1], starts[-1]
-        owner = chunk == self._work.task
+        owner = chunks[number] == self._work.task
         if self._cut.sizes.is_causal:
             found = [((0, begin), False)]
             found += [((begin, end), True)] if owner else []
         else:
             found = [((0, all_), False)] if owner else [((0, begin), False), ((end, all_), False)]
-        return [(span, causal) for span, causal in found if span[0] < span[1]]
+        for span, causal in found:
+            if span[0] < span[1]:
+                yield span, {"is_causal": causal}
+
+    def _under_mask(
+        self, number: int, starts: Sequence[int], chunks: Sequence[int]
+    ) -> Iterator[_Piece]:
+        """Under a mask: chunk by chunk, because masks go by positions. Chunks of which it keeps
+        nothing are left out."""
+        assert isinstance(self._work, Unit)
+        own, causal = chunks[number], self._cut.sizes.is_causal
+        rows = self._cut.queries(own)
+        for at, other in enumerate(chunks):
+            keys = self._cut.keys(other)
+            if (other == own and own != self._work.task) or not rows.length or not keys.length:
+                continue
+            if causal and keys.start >= rows.stop:
+                continue
+            mask, is_causal = self._masked(rows, keys)
+            if not _keeps_nothing(mask, self._heads.length, rows.length, keys.length, is_causal):
+                yield (starts[at], starts[at + 1]), {"attn_mask": mask, "is_causal": is_causal}
 
     @staticmethod
-    def _one_by_one(
-        spans: list[tuple[tuple[int, int], bool]], starts: Sequence[int]
-    ) -> list[tuple[tuple[int, int], bool]]:
+    def _one_by_one(pieces: Sequence[_Piece], starts: Sequence[int]) -> Sequence[_Piece]:
         """Runs of keys cut between chunks, where these are long."""
         if starts[-1] < _LONG * (len(starts) - 1):
-            return spans
+            return pieces
         chunks = list(pairwise(starts))
         return [
-            ((max(low, begin), min(high, end)), causal)
-            for (low, high), causal in spans
+            ((max(low, begin), min(high, end)), options)
+            for (low, high), options in pieces
             for begin, end in chunks
             if max(low, begin) < min(high, end)
         ]
 
-    def _options(self, is_causal: bool) -> dict[str, Any]:
+    def _options(self, **more: Any) -> dict[str, Any]:
         return {
             **self._begin.options,
-            "is_causal": is_causal,
+            **more,
             "enable_gqa": True,
             "budget": self._left,
             "devices": self._of._device,
@@ -302,6 +379,13 @@ class _Work:
             merge_(mine[0], mine[1], parts[0], parts[1])
 
 
-_QKV = ("query", "key", "value")
+def _keeps_nothing(mask: Any, heads: int, n_queries: int, n_keys: int, is_causal: bool) -> bool:
+    """Whether a mask is known to keep no pair of a call."""
+    if not isinstance(mask, Mask):
+        return False
+    every = Ranges.of(0, n_queries, 0, n_keys)
+    geometries = read(mask, Sizes(1, heads, n_queries, n_keys), is_causal).geometries
+    return all(geometry.verdict(every) == MASKED for geometry in geometries)
+
 
 __all__ = ["Pass"]

@@ -50,14 +50,15 @@ class Reader:
             return source[entry : entry + 1, heads.start : heads.stop, rows.start : rows.stop]
         return source.rows(entry, heads, rows)
 
-    def masked(self, entry: int, heads: Interval) -> torch.Tensor:
-        """Of a mask (batch or 1, heads or 1, ...), what some heads see."""
-        batch, n_heads, n_rows = self._source.shape[:3]
-        return self(
-            entry if batch > 1 else 0,
-            heads if n_heads > 1 else Interval(0, 1),
-            Interval(0, n_rows),
+    def masked(self, entry: int, heads: Interval, rows: Interval, keys: Interval) -> torch.Tensor:
+        """Of a mask (batch or 1, heads or 1, n_queries or 1, n_keys or 1), what some rows of some
+        heads see of some keys."""
+        batch, n_heads, n_rows, n_keys = self._source.shape
+        one = Interval(0, 1)
+        found = self(
+            entry if batch > 1 else 0, heads if n_heads > 1 else one, rows if n_rows > 1 else one
         )
+        return found[..., slice(*keys)] if n_keys > 1 else found
 
 
 def _mapped(one: InFile) -> torch.Tensor:

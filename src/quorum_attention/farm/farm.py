@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from quorum_attention.autograd import attend
+from quorum_attention.call.arguments import Arguments
 from quorum_attention.call.gradients import given_of
 from quorum_attention.call.options import Written
-from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.call.validation import as_tensor
-from quorum_attention.counts import whole_number
-from quorum_attention.execution.device.lookup import on_host
-from quorum_attention.farm.call import Asked, steps
 from quorum_attention.farm.crew import Crew
-from quorum_attention.farm.units import Head, cut_of
+from quorum_attention.farm.request import call_on
+from quorum_attention.farm.units import Head
 from quorum_attention.kernels.uncompiled import uncompiled
 from quorum_attention.mask import Mask
-from quorum_attention.pool.parts import Sizes
+from quorum_attention.passes import beside_casts, run_backward
 from quorum_attention.pool.report import PoolPass, PoolReport
 
 
@@ -103,11 +100,13 @@ class Farm:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
+        attn_mask: torch.Tensor | Mask | None = None,
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
         *,
+        dropout_p: float = 0.0,
+        dropout_seed: int | None = None,
         out: torch.Tensor | None = None,
         chunks: int | None = None,
         depth: int | str = "auto",
@@ -117,8 +116,9 @@ class Farm:
         """``quorum_attention.attention`` of tensors in host memory, with gradients.
 
         Args:
-            query, key, value, attn_mask, is_causal, scale, enable_gqa: as there. With
-                ``attn_mask``, which gets no gradient, heads are not cut.
+            query, key, value, attn_mask, is_causal, scale, enable_gqa, dropout_p, dropout_seed: as
+                there. The bias of ``attn_mask`` gets no gradient here, and its tensors (not the
+                bias) are sent to every worker. With dropout heads are not cut.
             out: preallocated result of any dtype. If it is mapped from a file, and no gradient is
                 recorded, workers write to it, and partial states are kept beside it.
             chunks: tasks of each key/value head, c = l (l - 1) + 1; 1: heads stay whole. None: as
@@ -133,15 +133,12 @@ class Farm:
             Errors as of ``quorum_attention.attention``; RuntimeError: no worker is left, with what
             was done until then.
         """
-        call = _Call.of(
-            self._crew, (query, key, value), attn_mask, is_causal, scale, enable_gqa, out, chunks,
-            depth, kernel, report,
+        said = Arguments(
+            attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out, None,
+            Written(depth=depth, kernel=kernel),
         )  # fmt: skip
-        three = call.tensors[:3]
-        if not call.request.records:
-            return call.request.back(call.forward(*three, None, False)[0])
-        result: torch.Tensor = _Attention.apply(*three, call)  # type: ignore[no-untyped-call]
-        return call.request.back(result)
+        call = call_on(self._crew, "attention", (query, key, value), said, chunks, report)
+        return attend(call.tensors, call.request, out)[0]
 
     @uncompiled
     def attention_with_lse(
@@ -149,11 +146,13 @@ class Farm:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
+        attn_mask: torch.Tensor | Mask | None = None,
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
         *,
+        dropout_p: float = 0.0,
+        dropout_seed: int | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         chunks: int | None = None,
@@ -170,13 +169,16 @@ class Farm:
 
         Other arguments as in ``attention``.
         """
-        three = _detached(query, key, value)
-        call = _Call.of(
-            self._crew, three, attn_mask, is_causal, scale, enable_gqa, out, chunks, depth,
-            kernel, report,
+        said = Arguments(
+            attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out, None,
+            Written(depth=depth, kernel=kernel),
         )  # fmt: skip
-        made, made_lse = call.forward(*call.tensors[:3], lse, True)
-        return call.request.back(made), call.request.back(made_lse)
+        with torch.no_grad():
+            call = call_on(
+                self._crew, "attention", (query, key, value), said, chunks, report, with_lse=True
+            )
+            made, made_lse = attend(call.tensors, call.into(lse), out)
+        return made, made_lse if lse is None else lse
 
     @uncompiled
     def attention_backward(
@@ -187,11 +189,13 @@ class Farm:
         value: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
+        attn_mask: torch.Tensor | Mask | None = None,
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
         *,
+        dropout_p: float = 0.0,
+        dropout_seed: int | None = None,
         grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
         chunks: int | None = None,
         depth: int | str = "auto",
@@ -206,20 +210,23 @@ class Farm:
 
         Other arguments as there, and as in ``attention``.
         """
-        three = _detached(query, key, value)
-        call = _Call.of(
-            self._crew, three, attn_mask, is_causal, scale, enable_gqa, None, chunks, depth,
-            kernel, report,
+        said = Arguments(
+            attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa,
+            written=Written(depth=depth, kernel=kernel),
         )  # fmt: skip
-        given = given_of(
-            call.tensors, call.request, grad_out, out, lse, grads, False, None, three
-        )  # fmt: skip
-        made = call.backward(given.grad_out, *call.tensors[:3], given.out, given.lse, given.grads)
-        if grads is not None:
-            return grads
-        first, second, third = (
-            g.sum_to_size(o.shape).to(o.dtype) for g, o in zip(made, three, strict=True)
-        )
+        names = ("query", "key", "value")
+        three = tuple(as_tensor(t, n) for t, n in zip((query, key, value), names, strict=True))
+        with torch.no_grad():
+            call = call_on(self._crew, "attention_backward", three, said, chunks, report)
+            given = given_of(
+                call.tensors, call.request, grad_out, out, lse, grads, False, None, three
+            )
+            made = beside_casts(call.request, lambda left: run_backward(call.tensors, left, given))
+            if grads is not None:
+                return grads
+            first, second, third = (
+                g.sum_to_size(o.shape).to(o.dtype) for g, o in zip(made, three, strict=True)
+            )
         return first, second, third
 
     @uncompiled
@@ -228,13 +235,9 @@ class Farm:
         inputs: Mapping[str, torch.Tensor],
         results: Mapping[str, torch.Tensor],
         groups: Sequence[Collection[Head]],
-        attn_mask: torch.Tensor | None = None,
-        is_causal: bool = False,
-        scale: float | None = None,
+        said: Arguments,
         *,
         chunks: int | None = None,
-        depth: int | str = "auto",
-        kernel: str = "auto",
         reports: list[PoolPass] | None = None,
     ) -> Iterator[int]:
         """A pass over some heads, from tensors to tensors, for who keeps book of what is done.
@@ -244,25 +247,24 @@ class Farm:
                 as well for a backward.
             results: out, and lse if wanted; or grad_query, grad_key and grad_value.
             groups: batch entries (through all batch dimensions) and key/value heads to compute.
+            said: what else the call says.
             reports: gets the pass that this is; where heads are cut, the one of each group.
 
         Yields:
             the number of each group whose results are complete.
         """
-        backward = "grad_out" in inputs
+        function = "attention_backward" if "grad_out" in inputs else "attention"
+        three = tuple(inputs[name] for name in ("query", "key", "value"))
         with torch.no_grad():
-            call = _Call.of(
-                self._crew, _detached(*(inputs[name] for name in ("query", "key", "value"))),
-                attn_mask, is_causal, scale, True, None, chunks, depth, kernel, None,
-                heads=sum(map(len, groups)),
-            )  # fmt: skip
+            heads = sum(map(len, groups))
+            call = call_on(self._crew, function, three, said, chunks, None, heads=heads)
             if call.cut.chunks > 1:
                 for number, group in enumerate(groups):
-                    call.cut_for(len(group), chunks)
+                    call.cut_for(len(group))
                     one = PoolPass()
                     if reports is not None:
                         reports.append(one)
-                    for _ in call.steps(backward, inputs, results, one, group):
+                    for _ in call.steps(inputs, results, one, group):
                         pass
                     yield number
                 return
@@ -271,204 +273,13 @@ class Farm:
             one = PoolPass()
             if reports is not None:
                 reports.append(one)
-            for complete in call.steps(backward, inputs, results, one, every):
+            for complete in call.steps(inputs, results, one, every):
                 for number in list(left):
                     left[number] -= complete
                     if not left[number]:
                         del left[number]
                         yield number
             yield from left  # where there was nothing to compute
-
-
-class _Call:
-    """A call that has been checked, on a crew."""
-
-    def __init__(
-        self, crew: Crew, tensors: Tensors, request: Request, report: PoolReport | None
-    ) -> None:
-        self._crew, self.tensors, self.request = crew, tensors, request
-        self._report = report
-        options = request.options
-        self._options = {
-            "depth": "auto" if options.depth is None else options.depth,
-            "kernel": options.kernel,
-            "scale": request.scale,
-        }
-
-    @classmethod
-    def of(
-        cls, crew: Crew, three: tuple[Any, Any, Any], mask: Any, is_causal: bool,
-        scale: float | None, enable_gqa: bool, out: Any, chunks: int | None, depth: int | str,
-        kernel: str, report: PoolReport | None, heads: int | None = None,
-    ) -> _Call:  # fmt: skip
-        if isinstance(mask, Mask):
-            raise NotImplementedError("attn_mask must be a tensor or None in a farm, got a Mask")
-        if not isinstance(kernel, str):
-            raise TypeError(f"kernel must be a name in a farm, got {type(kernel).__name__}")
-        if chunks is not None:
-            chunks = whole_number(chunks, "chunks", 1)
-        tensors, request = request_of(
-            "attention", *three, mask, 0.0, None, is_causal, scale, enable_gqa, out,
-            None, Written(depth=depth, kernel=kernel),
-        )  # fmt: skip
-        if request.mask_grad:
-            raise NotImplementedError("attn_mask that requires a gradient is not taken by a farm")
-        if not on_host(tensors.query.device):
-            raise ValueError(
-                f"query must be in host memory or a file for a farm, got {tensors.query.device}"
-            )
-        made = cls(crew, tensors, request, report)
-        made.cut_for(heads, chunks)
-        return made
-
-    def cut_for(self, heads: int | None, chunks: int | None) -> None:
-        """Decide how so many key/value heads are cut; None: all."""
-        work, (query, key, value, *_) = self.request.work, self.tensors
-        sizes = Sizes(
-            work.batch, work.heads, work.kv_heads, work.n_queries, work.n_keys, work.is_causal
-        )
-        elements = sizes.share * sizes.n_queries * query.shape[-1]
-        elements += sizes.n_keys * (key.shape[-1] + value.shape[-1])
-        self.cut = cut_of(
-            sizes, max(1, self._crew.expected), elements * query.element_size(), chunks,
-            may_cut=self.tensors.mask is None, heads=heads,
-        )  # fmt: skip
-
-    @property
-    def _state(self) -> torch.dtype:
-        return torch.float64 if self.tensors.query.dtype == torch.float64 else torch.float32
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        lse: torch.Tensor | None,
-        with_lse: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and lse; the latter is made only if it is wanted."""
-        report, rows = PoolPass(), query.shape[:-1]
-        if self._report is not None:
-            self._report.forward = report
-        out = self.request.out
-        if out is None:
-            out = torch.empty((*rows, value.shape[-1]), dtype=self.request.out_dtype)
-        if lse is not None:
-            lse = self.request.with_heads(as_tensor(lse, "lse", written=True), 1)
-            if tuple(lse.shape) != tuple(rows) or lse.dtype != self._state:
-                raise ValueError(
-                    f"lse must be {tuple(rows)} in {self._state}, got {tuple(lse.shape)} in "
-                    f"{lse.dtype}"
-                )
-        else:
-            lse = torch.empty(rows if with_lse else 0, dtype=self._state)
-        results = {"out": out.detach(), **({"lse": lse} if with_lse else {})}
-        self._run(False, {"query": query, "key": key, "value": value}, results, report)
-        return out, lse
-
-    def backward(
-        self,
-        grad_out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        grads: Any = None,
-    ) -> list[torch.Tensor]:
-        """The gradients of query, key and value."""
-        report = PoolPass()
-        if self._report is not None:
-            self._report.backward = report
-        inputs = {"query": query, "key": key, "value": value, "grad_out": grad_out, "out": out}
-        made = [torch.empty(t.shape, dtype=t.dtype) for t in (query, key, value)]
-        if grads is not None:
-            made = list(grads)
-        names = ("grad_query", "grad_key", "grad_value")
-        results = dict(zip(names, made, strict=True))
-        self._run(True, {**inputs, "lse": lse}, results, report)
-        return made
-
-    def _run(
-        self,
-        backward: bool,
-        inputs: Mapping[str, torch.Tensor],
-        results: Mapping[str, torch.Tensor],
-        report: PoolPass,
-    ) -> None:
-        for _ in self.steps(backward, inputs, results, report):
-            pass
-
-    def steps(
-        self,
-        backward: bool,
-        inputs: Mapping[str, torch.Tensor],
-        results: Mapping[str, torch.Tensor],
-        report: PoolPass,
-        heads: Collection[Head] | None = None,
-    ) -> Iterator[set[Head]]:
-        """Run a pass; yields the heads that are complete since the last time."""
-        flattened, into = (
-            {name: flat(t, 2 if name == "lse" else 3) for name, t in named.items()}
-            for named in (inputs, results)
-        )
-        mask = self.tensors.mask
-        if mask is not None:
-            missing = 4 - mask.dim()
-            flattened["mask"] = mask.reshape((1,) * missing + mask.shape)
-        of = self.cut.sizes
-        if of.batch * of.kv_heads * of.n_queries * of.n_keys:
-            asked = Asked(
-                backward, self.cut, flattened, into, self._state, results_dtype(results),
-                self._options, heads,
-            )  # fmt: skip
-            yield from steps(self._crew, asked, report)
-        else:
-            for name, tensor in into.items():
-                tensor.fill_(-math.inf if name == "lse" else 0.0)
-        for name, tensor in results.items():
-            if tensor.data_ptr() != into[name].data_ptr():
-                tensor.copy_(into[name].view(tensor.shape))
-
-
-def results_dtype(results: Mapping[str, torch.Tensor]) -> torch.dtype:
-    """Of the output, or of gradients."""
-    return next(tensor.dtype for name, tensor in results.items() if name != "lse")
-
-
-def _detached(*tensors: Any) -> tuple[Any, Any, Any]:
-    first, second, third = (
-        as_tensor(t, name).detach()
-        for t, name in zip(tensors, ("query", "key", "value"), strict=True)
-    )
-    return first, second, third
-
-
-def flat(tensor: torch.Tensor, last: int = 3) -> torch.Tensor:
-    """With one batch dimension before the ``last`` ones; a view where it can be one."""
-    count = math.prod(tensor.shape[: tensor.dim() - last])
-    return tensor.reshape(count, *tensor.shape[tensor.dim() - last :])
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: _Call
-    ) -> torch.Tensor:
-        out, lse = call.forward(query.detach(), key.detach(), value.detach(), None, True)
-        if call.request.out is not None:
-            # Written to by others, unseen by autograd.
-            torch.autograd.graph.increment_version(out)
-            out = out.detach()
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.call = call
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
-        query, key, value, out, lse = (tensor.detach() for tensor in ctx.saved_tensors)
-        return (*ctx.call.backward(grad_out, query, key, value, out, lse), None)
 
 
 __all__ = ["Farm"]

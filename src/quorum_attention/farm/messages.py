@@ -9,6 +9,8 @@ import torch
 
 from quorum_attention.farm.data import Source
 from quorum_attention.farm.units import Cut
+from quorum_attention.kernels.dropout import Dropout
+from quorum_attention.mask import Mask
 from quorum_attention.pool.shared import InFile
 
 
@@ -27,6 +29,9 @@ class Begin:
         state: dtype of partial states and of the log-sum-exp.
         dtype: of the forward's output.
         options: keyword arguments of each call.
+        mask: what is masked beside the input of that name.
+        sinks: (heads,); None: the mask has none.
+        dropout: which probabilities are dropped; heads are whole then.
     """
 
     number: int
@@ -38,6 +43,9 @@ class Begin:
     state: torch.dtype
     dtype: torch.dtype
     options: dict[str, Any] = field(default_factory=dict)
+    mask: Mask | None = None
+    sinks: torch.Tensor | None = None
+    dropout: Dropout | None = None
 
 
 __all__ = ["Begin"]

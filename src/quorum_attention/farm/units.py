@@ -150,7 +150,7 @@ def cut_of(
     if chunks is not None:
         quorum_size(chunks)
         if chunks > 1 and not may_cut:
-            raise ValueError(f"chunks must be 1 for a call with a mask, got {chunks}")
+            raise ValueError(f"chunks must be 1 for a call with dropout_p, got {chunks}")
         return Cut(sizes, chunks)
     heads = sizes.batch * sizes.kv_heads if heads is None else heads
     if not may_cut or (heads >= _UNITS * workers and head_bytes <= _WHOLE_BYTES):

@@ -63,6 +63,8 @@ def together(
     """``attn_mask`` and ``is_causal`` of a block's own call, with its bias and its sinks."""
     if found is None and sinks is None:
         return bias, causal
+    if found is not None and bias is None and sinks is None:
+        return found, causal
     return replace(found or Mask(), bias=bias, sinks=sinks), causal
 
 

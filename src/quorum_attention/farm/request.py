@@ -1,0 +1,192 @@
+"""A call on a farm, checked: runs the passes of a ``Request`` there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from quorum_attention.call.arguments import Arguments
+from quorum_attention.call.gradients import Given
+from quorum_attention.call.request import Request, Tensors
+from quorum_attention.call.validation import as_tensor
+from quorum_attention.counts import whole_number
+from quorum_attention.execution.device.lookup import on_host
+from quorum_attention.farm.call import Asked, steps
+from quorum_attention.farm.crew import Crew
+from quorum_attention.farm.units import Head, cut_of
+from quorum_attention.mask import Mask
+from quorum_attention.pool.call import flat, flat_mask
+from quorum_attention.pool.parts import Sizes
+from quorum_attention.pool.report import PoolPass, PoolReport
+from quorum_attention.pool.request import request_of_parts
+
+GRADIENTS = ("grad_query", "grad_key", "grad_value")
+
+
+def call_on(
+    crew: Crew,
+    function: str,
+    three: tuple[Any, ...],
+    said: Arguments,
+    chunks: int | None,
+    report: PoolReport | None,
+    *,
+    with_lse: bool = False,
+    heads: int | None = None,
+) -> FarmCall:
+    """A call on the workers of a farm.
+
+    Args:
+        function, three, said: as of ``request_of``.
+        chunks: tasks of a key/value head; None: as many as are good.
+        report: filled with what happened.
+        with_lse: whether the log-sum-exp is wanted also where no gradient is.
+        heads: how many key/value heads are computed; None: all.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: what does not fit, or a farm cannot do, by name.
+    """
+    if chunks is not None:
+        chunks = whole_number(chunks, "chunks", 1)
+    tensors, request, mask = request_of_parts(function, *three, *said)
+    home = tensors.query.device
+    if not on_host(home):
+        raise ValueError(f"query must be in host memory or a file for a farm, got {home}")
+    made = FarmCall(crew, tensors, request, mask, said, chunks, report, with_lse)
+    made.cut_for(heads)
+    return made
+
+
+class FarmCall:
+    """A call on a farm: runs its passes there.
+
+    Attributes:
+        tensors, request: of the call; the request's runner is this.
+        cut: how its heads are cut.
+    """
+
+    def __init__(
+        self,
+        crew: Crew,
+        tensors: Tensors,
+        request: Request,
+        mask: Mask | None,
+        said: Arguments,
+        chunks: int | None,
+        report: PoolReport | None,
+        with_lse: bool,
+    ) -> None:
+        self.tensors, self.request = tensors, replace(request, runner=self)
+        self._crew, self._mask, self._chunks = crew, mask, chunks
+        self._report, self._with_lse = report, with_lse or request.records
+        written = said.written
+        self._options = {
+            "depth": written.depth, "kernel": written.kernel, "scale": request.scale
+        }  # fmt: skip
+
+    def cut_for(self, heads: int | None) -> None:
+        """Decide how so many key/value heads are cut; None: all."""
+        work, (query, key, value, *_) = self.request.work, self.tensors
+        sizes = Sizes(
+            work.batch, work.heads, work.kv_heads, work.n_queries, work.n_keys, work.is_causal
+        )
+        elements = sizes.share * sizes.n_queries * query.shape[-1]
+        elements += sizes.n_keys * (key.shape[-1] + value.shape[-1])
+        self.cut = cut_of(
+            sizes, max(1, self._crew.expected), elements * query.element_size(), self._chunks,
+            may_cut=self.request.dropout is None, heads=heads,
+        )  # fmt: skip
+
+    def into(self, lse: torch.Tensor | None) -> Request:
+        """The request with a tensor for the log-sum-exp.
+
+        Raises:
+            ValueError, TypeError: it does not fit.
+        """
+        if lse is None:
+            return self.request
+        lse = self.request.with_heads(as_tensor(lse, "lse", written=True), 1)
+        rows, state = tuple(self.tensors.query.shape[:-1]), self.request.work.state_dtype
+        if tuple(lse.shape) != rows or lse.dtype != state:
+            raise ValueError(
+                f"lse must be {rows} in {state}, got {tuple(lse.shape)} in {lse.dtype}"
+            )
+        return replace(self.request, lse=lse)
+
+    def forward(self, tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and lse; the latter has no elements if it is not wanted."""
+        query, key, value = (t.detach() for t in tensors[:3])
+        rows, out, lse = query.shape[:-1], request.out, request.lse
+        if out is None:
+            out = torch.empty((*rows, value.shape[-1]), dtype=request.out_dtype)
+        else:
+            torch.autograd.graph.increment_version(out)
+        if lse is None:
+            lse = torch.empty(rows if self._with_lse else 0, dtype=request.work.state_dtype)
+        results = {"out": out.detach(), **({"lse": lse} if self._with_lse else {})}
+        self._run({"query": query, "key": key, "value": value}, results)
+        return out, lse
+
+    def backward(
+        self, tensors: Tensors, request: Request, given: Given
+    ) -> tuple[torch.Tensor, ...]:
+        """The gradients of query, key and value."""
+        assert given.grad_lse is None, "only the output has a gradient"
+        inputs = {
+            "query": tensors.query, "key": tensors.key, "value": tensors.value,
+            "grad_out": given.grad_out, "out": given.out, "lse": given.lse,
+        }  # fmt: skip
+        made = given.grads
+        if made is None:
+            made = tuple(torch.empty(t.shape, dtype=t.dtype) for t in tensors[:3])  # type: ignore[assignment]
+        assert made is not None
+        results = dict(zip(GRADIENTS, made, strict=True))
+        self._run({name: t.detach() for name, t in inputs.items()}, results)
+        return tuple(made)
+
+    def _run(self, inputs: Mapping[str, torch.Tensor], results: Mapping[str, torch.Tensor]) -> None:
+        report = PoolPass()
+        if self._report is not None:
+            setattr(self._report, "backward" if "grad_out" in inputs else "forward", report)
+        with torch.no_grad():
+            for _ in self.steps(inputs, results, report):
+                pass
+
+    def steps(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        results: Mapping[str, torch.Tensor],
+        report: PoolPass,
+        heads: Collection[Head] | None = None,
+    ) -> Iterator[set[Head]]:
+        """Run a pass; yields the heads that are complete since the last time."""
+        flattened, into = (
+            {name: flat(t, 2 if name == "lse" else 3) for name, t in named.items()}
+            for named in (inputs, results)
+        )
+        request, tensors = self.request, self.tensors
+        if tensors.mask is not None:
+            flattened["mask"] = flat_mask(tensors.mask.detach(), request.work.batch_shape)
+        sinks = None if tensors.sinks is None else tensors.sinks.detach().cpu().clone()
+        of, state = self.cut.sizes, request.work.state_dtype
+        if of.batch * of.kv_heads * of.n_queries * of.n_keys:
+            dtype = next(t.dtype for name, t in results.items() if name != "lse")
+            asked = Asked(
+                "grad_out" in inputs, self.cut, flattened, into, state, dtype, self._options,
+                self._mask, sinks, request.dropout, heads,
+            )  # fmt: skip
+            yield from steps(self._crew, asked, report)
+        else:
+            for name, tensor in into.items():
+                tensor.fill_(-torch.inf if name == "lse" else 0.0)
+                if name == "lse" and sinks is not None:
+                    tensor.copy_(sinks[:, None])
+        for name, tensor in results.items():
+            if tensor.data_ptr() != into[name].data_ptr():
+                tensor.copy_(into[name].view(tensor.shape))
+
+
+__all__ = ["GRADIENTS", "FarmCall", "call_on"]
