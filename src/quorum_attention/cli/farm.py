@@ -18,6 +18,7 @@ from quorum_attention.progress import progress_bar
 
 # Options that change no number of a result.
 ASIDE = ("ray", "ray_workers", "ray_gpus", "ray_cpus")
+_amount = shared.number_of("a number of at least 0", lambda number: 0 <= number < 1e6)
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -42,16 +43,6 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         help="tasks of each key/value head: 7, 13, 21, 31, ...; 1: heads stay whole (default: as "
         "many as keep all workers busy)",
     )  # fmt: skip
-
-
-def _amount(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = -1.0
-    if not 0 <= found < 1e6:
-        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text!r}")
-    return found
 
 
 def check(options: argparse.Namespace) -> None:

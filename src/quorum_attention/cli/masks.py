@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ FILES = {
     "sinks": ("sinks",),
 }
 _FILE = "FILE"
+_positive = shared.number_of("a number above 0", lambda number: number > 0)
 
 
 def add_to(parser: argparse.ArgumentParser, *, files: bool) -> None:
@@ -93,16 +93,6 @@ def _window(text: str) -> int | tuple[int, int]:
             f"must be a number of tokens, or LEFT,RIGHT, each from -1 (no limit), got {text!r}"
         )
     return sides[0] if len(sides) == 1 else (sides[0], sides[1])
-
-
-def _positive(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = math.nan
-    if not (math.isfinite(found) and found > 0):
-        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
-    return found
 
 
 def mask_of(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,6 +42,25 @@ def count_of(text: str) -> int:
         return parse_count(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def number_of(said: str, fits: Callable[[float], bool] = lambda number: True) -> Any:
+    """A type of options: finite numbers that fit.
+
+    Args:
+        said: what an option must be, for people: "a number above 0".
+    """
+
+    def parse(text: str) -> float:
+        try:
+            found = float(text)
+        except ValueError:
+            found = math.nan
+        if not (math.isfinite(found) and fits(found)):
+            raise argparse.ArgumentTypeError(f"must be {said}, got {text!r}")
+        return found
+
+    return parse
 
 
 def depth_of(text: str) -> int | str:

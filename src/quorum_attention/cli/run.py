@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,7 +63,10 @@ def add_to(commands: Any) -> None:
     )
     masks.add_to(parser, files=True)
     parser.add_argument(
-        "--scale", type=_scale, metavar="X", help="of the scores (default: head_dim ** -0.5)"
+        "--scale",
+        type=shared.number_of("a finite number"),
+        metavar="X",
+        help="of the scores (default: head_dim ** -0.5)",
     )
     parser.add_argument(
         "--out-dtype", type=shared.dtype_of, metavar="DTYPE",
@@ -93,16 +95,6 @@ def add_to(commands: Any) -> None:
     shared.add_json(parser)
     shared.add_glossary(parser)
     parser.set_defaults(run=_run)
-
-
-def _scale(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = math.nan
-    if not math.isfinite(found):
-        raise argparse.ArgumentTypeError(f"must be a finite number, got {text!r}")
-    return found
 
 
 def _computer(options: argparse.Namespace) -> Compute:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from quorum_attention.autograd import attend
+from quorum_attention.call.arguments import Arguments
 from quorum_attention.call.options import Budget, Several, Written
 from quorum_attention.counts import whole_number
 from quorum_attention.execution.device.lookup import backend_of, on_host
@@ -160,12 +161,12 @@ class Pool(Several):
             Errors as of ``quorum_attention.attention``; RuntimeError: no worker is left, with what
             was done until then.
         """
-        written = Written(
-            budget=budget, depth=depth, kernel=kernel, devices=self, progress=progress
-        )
+        said = Arguments(
+            attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out,
+            written=Written(budget, None, depth, kernel, devices=self, progress=progress),
+        )  # fmt: skip
         tensors, request = request_on_several(
-            "attention", query, key, value, attn_mask, dropout_p, dropout_seed, is_causal, scale,
-            enable_gqa, out, None, written, count=len(self._workers), pool_of=lambda: self,
+            "attention", query, key, value, *said, count=len(self._workers), pool_of=lambda: self,
             pool_report=report,
         )  # fmt: skip
         return attend(tensors, request, out)[0]
