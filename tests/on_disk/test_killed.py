@@ -6,7 +6,7 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,11 @@ import torch
 
 import quorum_attention as qa
 from quorum_attention.cli import main
+from quorum_attention.cli import run as command
 from quorum_attention.on_disk import scratch, unfinished
+from quorum_attention.on_disk.compute import Work, compute_here
+from quorum_attention.on_disk.journal import Journal
+from quorum_attention.on_disk.parts import Part
 
 HEADS = 6
 Function = Callable[..., object]
@@ -164,3 +168,39 @@ def test_a_kill_between_names_is_made_good(
     assert main(["run", "qkv", "whole/", "--lse", *EACH]) == 0
     for name in ("lse.npy", "out.npy"):
         assert Path("new", name).read_bytes() == Path("whole", name).read_bytes()
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_kill_before_the_journal_is_removed_costs_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, changed: bool
+) -> None:
+    """The files have their names: they are recognised, unless another has taken the name of one."""
+
+    def killed(journal: Journal) -> None:
+        raise KeyboardInterrupt
+
+    def contents() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in Path("out").iterdir()}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "remove", killed)
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
+            raise SystemExit(main(["run", "qkv", "out/", "--lse", *EACH]))
+    before = contents()
+    if changed:
+        copy = Path("out/copy")
+        copy.write_bytes(Path("out/lse.npy").read_bytes())
+        os.replace(copy, "out/lse.npy")
+    assert "out.npy.run.journal" in before
+    before = {name: found for name, found in before.items() if name in ("lse.npy", "out.npy")}
+    parts: list[Part] = []
+
+    def counted(work: Work, left: Sequence[Part]) -> Iterator[Part]:
+        for part in compute_here(work, left):
+            parts.append(part)
+            yield part
+
+    monkeypatch.setattr(command, "_computer", lambda options: counted)
+    assert main(["run", "qkv", "out/", "--lse", *EACH, "--resume"]) == 0
+    assert bool(parts) == changed
+    assert contents() == before

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from quorum_attention.writing import sync_directory
 
 FORMAT = 1
 _LARGEST_BYTES = 1 << 28
-_COMPLETE = "complete"
+_COMPLETE, _FILES = "complete", "files"
 _NEW = ".new"
 
 
@@ -72,6 +72,7 @@ class Journal:
         header: what the output is of.
         done: numbers of the parts that are done.
         complete: whether all is, and only names have to be changed.
+        files: numbers that the file system has for the complete files, in the output's order.
         torn: how many lines at the end do not count.
         end: bytes of the lines that do; 0: there is no file yet.
     """
@@ -80,6 +81,7 @@ class Journal:
     header: Header
     done: set[int] = field(default_factory=set)
     complete: bool = False
+    files: tuple[int, ...] = ()
     torn: int = 0
     end: int = 0
 
@@ -102,11 +104,11 @@ class Journal:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
         self.done.add(part)
 
-    def finish(self) -> None:
-        """Note that all is done."""
+    def finish(self, files: Sequence[int] = ()) -> None:
+        """Note that all is done, and in which files."""
         if self.end:
-            self._append(_line({_COMPLETE: True}))
-        self.complete = True
+            self._append(_line({_COMPLETE: True, _FILES: list(files)}))
+        self.complete, self.files = True, tuple(files)
 
     def _create(self, lines: bytes) -> None:
         """A new file, which is there whole or not at all."""
@@ -163,6 +165,8 @@ def read(path: Path) -> Journal | None:
     for record in records[1:]:
         if record.get(_COMPLETE) is True:
             journal.complete = True
+            found = record.get(_FILES, ())
+            journal.files = tuple(found) if isinstance(found, list) else ()
         elif _is_count(record.get("part")):
             journal.done.add(record["part"])
         else:

@@ -92,7 +92,8 @@ class Unfinished:
                     file.write(target.layout.header)
                     file.flush()
                     os.fsync(file.fileno())
-            self.journal.finish()
+            numbers = [os.fstat(file.fileno()).st_ino for file in self.files if file is not None]
+            self.journal.finish(numbers)
         # The first last: its lock is the output's.
         pairs = list(zip(self.files, self.output.targets, strict=True))
         for file, target in reversed(pairs):
@@ -161,7 +162,7 @@ def _opened(output: Output, header: Header, mode: Mode, stack: ExitStack) -> Unf
         if mode == "restart":
             path.unlink(missing_ok=True)
         else:
-            journal = _left(path, is_new, output, mode)
+            journal = _left(path, is_new, output, mode, header)
     except BaseException:
         # Nothing of what there was is touched.
         if is_new:
@@ -169,10 +170,14 @@ def _opened(output: Output, header: Header, mode: Mode, stack: ExitStack) -> Unf
         raise
     if journal is None:
         return _created(output, header, path, lock, stack)
+    if journal.complete and is_new:
+        stack.callback(first.unlink, missing_ok=True)  # it was made as a lock alone
+        nothing: list[Any] = [None] * len(output.targets)
+        return Unfinished(output, {}, journal, True, nothing, list(nothing))
     return _continued(output, header, journal, lock, is_new, stack)
 
 
-def _left(path: Path, is_new: bool, output: Output, mode: Mode) -> Journal | None:
+def _left(path: Path, is_new: bool, output: Output, mode: Mode, header: Header) -> Journal | None:
     """The journal of what an earlier process left; None where there is nothing to go on with."""
     try:
         journal = journals.read(path)
@@ -182,6 +187,8 @@ def _left(path: Path, is_new: bool, output: Output, mode: Mode) -> Journal | Non
         return None
     if journal.complete and is_new:
         # Its last file had its name: only the journal was left to remove.
+        if mode == "resume" and not journal.header.differences(header) and _there(output, journal):
+            return journal
         journal.remove()
         return None
     if mode == "resume":
@@ -192,6 +199,23 @@ def _left(path: Path, is_new: bool, output: Output, mode: Mode) -> Journal | Non
         f"of {many} head groups are done ({path.parent / beside(output.targets[0])[0].name}); "
         f"--resume goes on with it, --restart removes it and begins anew"
     )
+
+
+def _there(output: Output, journal: Journal) -> bool:
+    """Whether the files of an output are those that its journal says are complete."""
+    if len(journal.files) != len(output.targets):
+        return False
+    for target, number in zip(output.targets, journal.files, strict=True):
+        try:
+            with open(target.path, "rb") as file:
+                seen = os.fstat(file.fileno())
+                start = file.read(len(target.layout.header))
+        except OSError:
+            return False
+        sizes = (seen.st_ino, seen.st_size) == (number, target.layout.n_bytes)
+        if not sizes or start != target.layout.header:
+            return False
+    return True
 
 
 def _locked(path: Path, name: str) -> tuple[BinaryIO, bool]:
