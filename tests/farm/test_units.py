@@ -77,6 +77,6 @@ def test_what_cannot_be() -> None:
     sizes = Sizes(1, 2, 2, 5000, 5000, True)
     with pytest.raises(ValueError, match="8"):
         cut_of(sizes, 2, 1, chunks=8)
-    with pytest.raises(ValueError, match="mask"):
+    with pytest.raises(ValueError, match="dropout_p"):
         cut_of(sizes, 2, 1, chunks=7, may_cut=False)
     assert cut_of(sizes, 2, 1, may_cut=False).chunks == 1
