@@ -148,7 +148,7 @@ class _Run:
 
         yield from Coordinator(
             self.crew.hands, begin, works, given, states.done, report, self.crew.listen,
-            self.crew.recruits,
+            self.crew.recruits, steady=self.asked.mask is None,
         ).steps()  # fmt: skip
 
     def _add(self, rest: PoolPass) -> None:

@@ -23,6 +23,7 @@ from quorum_attention.pool.workers import listen
 # A worker hangs if a part takes so many times what its pace, or the pace of others, makes it; and
 # at least so many seconds.
 _HUNG_TIMES, _HUNG_SECONDS = 20.0, 60.0
+_HOUR = 3600.0
 # Seconds after which it is asked again whether workers have come, where some may.
 _ASK_SECONDS = 0.5
 _WHOLE: tuple[int, ...] = ()
@@ -87,6 +88,8 @@ class Coordinator:
         paces: seconds a pair of workers by number, as far as they are known beforehand.
         alike, sure: whether they may be taken to be equally quick; whether they were, and gain by
             long calls.
+        steady: whether parts take as long as their pairs say; if not, nothing is concluded from how
+            long others took, and a worker has an hour for each.
         new: by number, seconds that a worker's first order may take beside computing.
         timed: whether ``paces`` are not only relative to each other.
 
@@ -110,7 +113,9 @@ class Coordinator:
         sure: bool = False,
         new: Mapping[int, float] | None = None,
         timed: bool = False,
+        steady: bool = True,
     ) -> None:
+        self._steady = steady
         self._workers, self._begin, self._parts = list(workers), begin, list(parts)
         self._sums, self._done, self._report = sums, done, report
         self._listen, self._recruits = listen, recruits
@@ -235,7 +240,9 @@ class Coordinator:
     def _limit(self, number: int) -> float:
         """Seconds after which a worker's part is taken from it."""
         if not self._lasted:
-            return float("inf") if len(self._running) == 1 else 3600.0
+            return float("inf") if len(self._running) == 1 else _HOUR
+        if not self._steady:
+            return _HOUR
         pace = self._lasted.get(number) or max(self._lasted.values())
         return max(_HUNG_SECONDS, _HUNG_TIMES * pace * self._running[number].pairs)
 
