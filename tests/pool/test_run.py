@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import random
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -88,14 +89,14 @@ def hanging(at: int, over: threading.Event) -> Behaviour:
     return behave
 
 
-def run(*behaviours: Behaviour) -> tuple[PoolPass, list[Part]]:
+def run(*behaviours: Behaviour, steady: bool = True) -> tuple[PoolPass, list[Part]]:
     workers = [worker(b) for b in behaviours]
     report = PoolPass(devices=[f"device {n}" for n in range(len(workers))])
     parts = parts_of(SIZES, len(workers), even=False)
     ended: list[Part] = []
     coordinator = Coordinator(
         workers, Begin(1, False, SIZES, {}), parts, lambda p: None,
-        lambda p, s: ended.append(p), report,
+        lambda p, s: ended.append(p), report, steady=steady,
     )  # fmt: skip
     try:
         coordinator.run()
@@ -126,6 +127,19 @@ def test_a_worker_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> Non
     finally:
         over.set()
     assert any("no answer" in line for line in report.history)
+
+
+def test_parts_that_are_not_alike_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would be a hanging worker is one whose part is more work than its pairs say."""
+    monkeypatch.setattr(pool_run, "_HUNG_SECONDS", 0.05)
+
+    def slow(message: Compute, count: int) -> Done:
+        time.sleep(0.3 if count == 2 else 0.0)
+        return well(message, count)
+
+    assert run(slow, well, steady=False)[0].history == []
+    with pytest.raises(RuntimeError, match="no answer"):
+        run(slow)
 
 
 def test_the_last_one_out_of_memory() -> None:
