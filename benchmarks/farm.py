@@ -2,7 +2,7 @@
 
     python benchmarks/farm.py --json F                    # a fraction of its tasks, on a GPU
     python benchmarks/farm.py --stages --json F           # and before that, one task step by step
-    python benchmarks/farm.py --tokens 20000 --device cpu --chunks 7 --all --check
+    python benchmarks/farm.py --tokens 20000 --devices cpu --chunks 7 --all --check
 
 Two worker processes a device, each with half of the budget, so that one loads and stores while the
 other computes. Unless ``--all`` is given only about ``--units`` tasks of each pass are run. What
@@ -155,7 +155,7 @@ def needed(given: argparse.Namespace, name: str) -> float:
 
 def passes(given: argparse.Namespace, farm: Farm, crew: Fraction, folder: Path) -> dict[str, Any]:
     """Run both passes; what they took, by name."""
-    device = torch.device(given.device)
+    device = torch.device(given.devices[0])
     begun = time.perf_counter()
     inputs = filled(folder / "in", given.tokens, given.head_dim, device)
     print(f"inputs were made in {time.perf_counter() - begun:.0f} s", flush=True)
@@ -180,7 +180,7 @@ def passes(given: argparse.Namespace, farm: Farm, crew: Fraction, folder: Path) 
         print(name, json.dumps(found[name]), flush=True)
         save(given, found)
     if given.check:
-        found["errors"] = errors(inputs, results, device)
+        found["errors"] = errors(inputs, results, device, given.passes)
         print("errors", found["errors"])
     return found
 
@@ -241,7 +241,7 @@ class OneByOne(Alone):
 
 def stages(given: argparse.Namespace, inputs: dict[str, torch.Tensor], out: Path) -> dict[str, Any]:
     """Seconds of the steps of single tasks, and the rate of what they compute."""
-    device = torch.device(given.device)
+    device = torch.device(given.devices[0])
     found = {}
     for name in given.passes:
         crew = OneByOne(device, given.budget // given.workers, given.single)
@@ -276,14 +276,16 @@ def paced(done: PoolPass, workers: int, tasks: int, flops: float) -> dict[str, A
 
 
 def errors(
-    inputs: dict[str, torch.Tensor], results: dict[str, torch.Tensor], device: torch.device
-) -> dict[str, float]:
+    inputs: dict[str, torch.Tensor], results: dict[str, torch.Tensor], device: torch.device,
+    ran: Sequence[str],
+) -> dict[str, float]:  # fmt: skip
     """The largest differences from one call, over the largest value."""
     q, k, v, grad_out = (inputs[name].to(device) for name in INPUTS)
     out, lse = qa.attention_with_lse(q, k, v, is_causal=True)
     grads = qa.attention_backward(grad_out, q, k, v, out, lse, is_causal=True)
     wanted = {"out": out, "lse": lse}
-    wanted |= {f"grad_{n}": grad for n, grad in zip(INPUTS, grads, strict=False)}
+    if "backward" in ran:
+        wanted |= {f"grad_{n}": grad for n, grad in zip(INPUTS, grads, strict=False)}
     return {
         name: ((results[name].to(device) - one).abs().max() / one.abs().max()).item()
         for name, one in wanted.items()
@@ -295,7 +297,8 @@ def save(given: argparse.Namespace, found: dict[str, Any]) -> None:
     if given.json:
         where = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
         about = {"device": where, "torch": torch.__version__, "tokens": given.tokens,
-                 "budget": given.budget, "workers": given.workers, "chunks": given.chunks,
+                 "budget": given.budget, "devices": given.devices,
+                 "workers": given.workers, "chunks": given.chunks,
                  "head_dim": given.head_dim, "cores": os.cpu_count(),
                  "date": time.strftime("%Y-%m-%d"), "all": given.all}  # fmt: skip
         Path(given.json).write_text(json.dumps({"about": about, **found}, indent=1) + "\n")
@@ -305,7 +308,7 @@ def predicted(given: argparse.Namespace, backward: bool) -> float:
     """What the planner says for the head as one call."""
     return qa.plan(
         given.tokens, heads=1, head_dim=given.head_dim, is_causal=True, budget=given.budget,
-        device=torch.device(given.device).type, backward=backward,
+        device=torch.device(given.devices[0]).type, backward=backward,
     ).predicted_seconds  # fmt: skip
 
 
@@ -320,16 +323,17 @@ def main() -> None:
     parser.add_argument("--stages", action="store_true", help="single tasks, step by step, first")
     parser.add_argument("--single", type=int, default=2, help="tasks of --stages, of each pass")
     parser.add_argument("--check", action="store_true", help="compare with one call; with --all")
-    parser.add_argument("--budget", type=parse_bytes, default=8 << 30, help="of the device")
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--workers", type=int, default=2, help="processes on the device")
+    parser.add_argument("--budget", type=parse_bytes, default=8 << 30, help="of each device")
+    parser.add_argument("--devices", nargs="+", default=["cuda:0"])
+    parser.add_argument("--workers", type=int, default=2, help="processes on each device")
     parser.add_argument("--passes", nargs="+", default=["forward", "backward"])
     parser.add_argument("--folder", help="for the files")
     parser.add_argument("--json")
     given = parser.parse_args()
     begun = time.perf_counter()
-    threads = 1 if given.device == "cpu" else None
-    crew = Fraction([given.device] * given.workers, given.budget // given.workers, threads)
+    threads = 1 if given.devices[0] == "cpu" else None
+    places = [device for device in given.devices for _ in range(given.workers)]
+    crew = Fraction(places, given.budget // given.workers, threads)
     folder = Path(tempfile.mkdtemp(prefix="farm-", dir=given.folder))
     try:
         with Farm.of(crew) as farm:
@@ -342,7 +346,7 @@ def main() -> None:
         table[name] = found[name]["all_tasks"]
         print(
             f"{name:9} {found[name]['tasks_run']} of {found[name]['tasks']} tasks, "
-            f"{found[name]['task_seconds']:.2f} s each on {given.workers} workers: the head "
+            f"{found[name]['task_seconds']:.2f} s each on {len(places)} workers: the head "
             f"{table[name]:.1f} s, {found[name]['tflops']:.0f} TFLOP/s "
             f"(the planner: {found[name]['predicted_for_the_head']:.1f} s for "
             f"one call), {found[name]['host_anonymous_bytes'] / 2**30:.2f} GiB of host memory a "
@@ -350,8 +354,9 @@ def main() -> None:
         )
     both = sum(table.values())
     said = "measured" if given.all else "extrapolated"
-    print(f"{' and '.join(table)}, one device, 1 head: {both:.0f} s ({said}); "
-          f"8 heads on two devices: {4 * both:.0f} s (extrapolated)")  # fmt: skip
+    eight = both * 8 * len(given.devices) / 2
+    print(f"{' and '.join(table)}, {len(given.devices)} devices, 1 head: {both:.0f} s ({said}); "
+          f"8 heads on two devices: {eight:.0f} s (extrapolated)")  # fmt: skip
     print(f"the script took {time.perf_counter() - begun:.0f} s")
     save(given, found)
 
