@@ -93,6 +93,12 @@ def test_as_on_one_device(farm: Farm, seed: int, tmp_path: Path) -> None:
 def test_a_mask_goes_along(farm: Farm) -> None:
     q, mask = torch.randn(2, 2, 60, 8), torch.randn(2, 1, 60, 60)
     assert torch.allclose(farm.attention(q, q, q, mask), qa.attention(q, q, q, mask), atol=1e-5)
+    ids = torch.arange(60) // 25
+    described = qa.Mask(causal=True, window=30, documents=ids, sinks=torch.randn(2), bias=mask)
+    for options in ({"chunks": 7}, {"dropout_p": 0.5, "dropout_seed": 3}):
+        got = farm.attention(q, q, q, described, **options)
+        options.pop("chunks", None)
+        assert torch.allclose(got, qa.attention(q, q, q, described, **options), atol=1e-5)
 
 
 @needs_ray
