@@ -139,37 +139,63 @@ def drawn_mask(draw: random.Random, batch: int, heads: int, n: int, m: int) -> M
     return Mask(**fields)
 
 
-def compare_masked(farm: Farm, seed: int) -> None:
-    """A random call and its gradients on a farm and on one device, in fp64."""
-    draw = random.Random(seed)
-    torch.manual_seed(seed)
-    batch, kv, share = draw.randint(1, 2), draw.randint(1, 2), draw.choice([1, 2])
-    n = draw.choice([1, 5, 60, 150])
-    m = n if draw.random() < 0.4 else draw.choice([1, 33, 170])
-    shapes = (batch, kv * share, n, 8), (batch, kv, m, 8), (batch, kv, m, 16)
-    inputs = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
-    mask = drawn_mask(draw, batch, kv * share, n, m)
-    grad = torch.randn(batch, kv * share, n, 16, dtype=torch.float64)
-    options: dict[str, Any] = {
-        "is_causal": draw.random() < 0.3, "enable_gqa": True, "scale": draw.choice([None, 0.3])
-    }  # fmt: skip
-    chunks = draw.choice([None, 1, 3, 7, 7, 13])
-    if draw.random() < 0.2:
-        chunks = draw.choice([None, 1])
-        options |= {"dropout_p": 0.4, "dropout_seed": draw.randrange(1 << 40)}
-    found = []
-    for one, more in ((qa.attention, {}), (farm.attention, {"chunks": chunks})):
-        leaves = [t.clone().requires_grad_() for t in inputs]
-        learned = mask
-        if mask.sinks is not None:
-            sinks = mask.sinks.double().requires_grad_()
-            learned = qa.Mask(**{**vars(mask), "sinks": sinks})
-            leaves.append(sinks)
-        out = one(*leaves[:3], learned, **options, **more)
-        out.backward(grad)
-        found.append([out.detach(), *(leaf.grad for leaf in leaves)])
-    with torch.no_grad():
-        found[0].append(qa.attention_with_lse(*inputs, mask, **options)[1])
-        found[1].append(farm.attention_with_lse(*inputs, mask, chunks=chunks, **options)[1])
-    for wanted, got in zip(*found, strict=True):
-        assert torch.allclose(got, wanted, atol=1e-9, rtol=1e-9), (seed, mask, chunks)
+class MaskedCase:
+    """A random call under a mask, with its gradients, in fp64."""
+
+    def __init__(self, seed: int) -> None:
+        draw = self.draw = random.Random(seed)
+        torch.manual_seed(seed)
+        batch, kv, share = draw.randint(1, 2), draw.randint(1, 2), draw.choice([1, 2])
+        n = draw.choice([1, 5, 60, 150])
+        m = n if draw.random() < 0.4 else draw.choice([1, 33, 170])
+        shapes = (batch, kv * share, n, 8), (batch, kv, m, 8), (batch, kv, m, 16)
+        self.inputs = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+        self.grad = torch.randn(batch, kv * share, n, 16, dtype=torch.float64)
+        self.mask = drawn_mask(draw, batch, kv * share, n, m)
+        self.options: dict[str, Any] = {
+            "is_causal": draw.random() < 0.3, "enable_gqa": True, "scale": draw.choice([None, 0.3])
+        }  # fmt: skip
+        self.chunks = draw.choice([None, 1, 3, 7, 7, 13])
+        if draw.random() < 0.2:
+            self.chunks = draw.choice([None, 1])
+            self.options |= {"dropout_p": 0.4, "dropout_seed": draw.randrange(1 << 40)}
+
+    def compare(self, found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+        for got, one in zip(found, wanted, strict=True):
+            assert torch.allclose(got, one, atol=1e-9, rtol=1e-9), (self.mask, self.chunks)
+
+    def in_memory(self, farm: Farm) -> None:
+        """With autograd, gradients of sinks too."""
+        found: list[list[torch.Tensor]] = []
+        calls: Any = ((qa.attention, {}), (farm.attention, {"chunks": self.chunks}))
+        for attend, more in calls:
+            leaves = [t.clone().requires_grad_() for t in self.inputs]
+            learned = self.mask
+            if learned.sinks is not None:
+                leaves.append(learned.sinks.double().requires_grad_())
+                learned = Mask(**{**vars(learned), "sinks": leaves[3]})
+            out = attend(*leaves[:3], learned, **self.options, **more)
+            out.backward(self.grad)
+            found.append([out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)])
+            assert len(found[-1]) == 1 + len(leaves)
+        self.compare(found[1], found[0])
+
+    def in_files(self, farm: Farm, folder: Path) -> None:
+        """From files to files, with states in files where heads are cut."""
+        three, mask, options = self.inputs, self.mask, self.options
+        wanted = list(qa.attention_with_lse(*three, mask, **options))
+        wanted += qa.attention_backward(self.grad, *three, *wanted, mask, **options)
+        made = create_tensors(
+            folder / "out",
+            {n: (tuple(t.shape), t.dtype) for n, t in zip(NAMES, wanted, strict=True)},
+        )
+        more = {**options, "chunks": self.chunks}
+        farm.attention_with_lse(*three, mask, out=made["out"], lse=made["lse"], **more)
+        names = NAMES[2:]
+        farm.attention_backward(
+            self.grad, *three, made["out"], made["lse"], mask,
+            grads=(made[names[0]], made[names[1]], made[names[2]]), **more,
+        )  # fmt: skip
+        self.compare(list(made.values()), wanted)
+        assert [path.name for path in folder.iterdir()] == ["out"]
+        (folder / "out").unlink()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_farm import Case, compare_masked
+from helpers_farm import Case, MaskedCase
 
 import quorum_attention as qa
 from quorum_attention.errors import BudgetError, OutOfMemoryError
@@ -96,7 +96,7 @@ def test_in_processes(tmp_path: Path) -> None:
         case.in_memory(farm)
         case.in_files(farm, tmp_path)
         for seed in range(100, 104):
-            compare_masked(farm, seed)  # what is sent arrives
+            MaskedCase(seed).in_memory(farm)  # what is sent arrives
         os.kill(crew._workers[0].process.pid, signal.SIGKILL)
         case.in_memory(farm)
         with pytest.raises(ValueError, match="nonsense"):
