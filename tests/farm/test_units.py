@@ -13,8 +13,8 @@ from quorum_attention.pool.parts import Sizes
 
 def drawn(draw: random.Random) -> Sizes:
     kv_heads, share = draw.randint(1, 4), draw.randint(1, 3)
-    n = draw.choice([1, 2, 100, 999, 5000, 20_011, 70_000])
-    m = draw.choice([n, n, 1, 250, 4097, 66_000])
+    n = draw.choice([1, 2, 100, 999, 5000, 20_011, 70_000, 900_001])
+    m = draw.choice([n, n, 1, 250, 4097, 66_000, 800_000])
     return Sizes(draw.randint(1, 3), kv_heads * share, kv_heads, n, m, draw.random() < 0.5)
 
 
@@ -47,6 +47,15 @@ def test_chunks_lie_side_by_side(seed: int) -> None:
         for chunk in range(cut.chunks):
             queries, keys = cut.queries(chunk), cut.keys(chunk)
             assert queries.start == keys.start or not queries.length or not keys.length
+
+
+@pytest.mark.parametrize("n", [1 << 24, 1_000_003, 57 * 8192])
+def test_long_chunks_have_few_lengths(n: int) -> None:
+    """A kernel prepares each shape."""
+    cut = Cut(Sizes(1, 1, 1, n, n, True), 57)
+    lengths = [cut.keys(chunk).length for chunk in range(57)]
+    assert len(set(lengths[:-1])) == 1
+    assert 0.5 * lengths[0] < lengths[-1] <= lengths[0]
 
 
 @pytest.mark.parametrize("seed", range(60))

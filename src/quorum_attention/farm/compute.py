@@ -40,8 +40,8 @@ from quorum_attention.pool.messages import Compute
 # A task's rows lie on the device, if they take no more than this share of the budget; the rest is
 # for what kernels allocate.
 _RESIDENT = 0.8
-# Chunks this long keep a device busy one by one: a backward then has the gradients of one chunk's
-# keys beside those that are added up, not of all that it reads.
+# Chunks this long keep a device busy one by one. So a kernel has few shapes to prepare, and a
+# backward the gradients of one chunk's keys beside those that are added up, not of all it reads.
 _LONG = 65_536
 _HOST = torch.device("cpu")
 _QKV = ("query", "key", "value")
@@ -141,7 +141,7 @@ class _Work:
             out, lse = self._begun(chunk, rows, value.shape[3])
             if rows.length and spans:
                 query = moved(self._read("query", rows), self._place)
-                for span, options in spans:
+                for span, options in self._one_by_one(spans, starts):
                     part, part_lse = attention_with_lse(
                         query, key[:, :, slice(*span)], value[:, :, slice(*span)],
                         out_dtype=self._begin.state, **self._options(**options),

@@ -25,6 +25,8 @@ _WHOLE_BYTES = 1 << 30
 _FEWEST_TOKENS = 256
 _LARGEST_QUORUM = 14
 _TILE = 128
+# From so many tiles on one more in a chunk is next to nothing.
+_LONG_TILES = 64
 
 
 Head = tuple[int, int]
@@ -117,7 +119,14 @@ class Cut:
 
 
 def _border(n: int, c: int, chunk: int) -> int:
-    """Where a chunk begins: chunks are equal up to a tile, where tiles are small beside them."""
+    """Where a chunk begins.
+
+    Long chunks are equal but for the last, because a kernel prepares each new shape for as long as
+    it computes some. Shorter ones are equal up to a tile, where tiles are small beside them.
+    """
+    size = -(-n // (c * _TILE)) * _TILE
+    if size >= _LONG_TILES * _TILE and (c - 1) * size < n:
+        return min(n, chunk * size)
     tile = _TILE if n >= 8 * c * _TILE else 1
     return n if chunk == c else n * chunk // (c * tile) * tile
 
