@@ -128,3 +128,20 @@ def test_workers_are_killed(tmp_path: Path) -> None:
             assert len(indices) == len(set(indices))
         call.by(farm, 13)  # the last one alone
         assert len(farm.workers) == 1
+
+
+@pytest.mark.parametrize("chunks", [1, 7])
+def test_masks(farm: Farm, chunks: int) -> None:
+    """Windows, documents and sinks; and gradients, from memory."""
+    q, grad_out = (torch.randn(1, 2, 9000, 64, dtype=HALF) for _ in range(2))
+    ids = torch.arange(9000) // 4000
+    options = {
+        "attn_mask": qa.Mask(causal=True, window=(3000, 0), documents=ids, sinks=torch.randn(2))
+    }
+    out, lse = farm.attention_with_lse(q, q, q, chunks=chunks, **options)
+    grads = farm.attention_backward(grad_out, q, q, q, out, lse, chunks=chunks, **options)
+    place = q.cuda()
+    wanted = qa.attention_with_lse(place, place, place, **options)
+    wanted_grads = qa.attention_backward(grad_out.cuda(), place, place, place, *wanted, **options)
+    for got, one in zip((out, lse, *grads), (*wanted, *wanted_grads), strict=True):
+        assert (got.float() - one.cpu().float()).abs().max() <= 6e-3 * one.abs().max()
