@@ -52,6 +52,10 @@ def call_on(
     if chunks is not None:
         chunks = whole_number(chunks, "chunks", 1)
     tensors, request, mask = request_of_parts(function, *three, *said)
+    if request.mask_grad:
+        raise NotImplementedError(
+            "attn_mask that requires a gradient is not taken by a farm: give one that requires none"
+        )
     home = tensors.query.device
     if not on_host(home):
         raise ValueError(f"query must be in host memory or a file for a farm, got {home}")
