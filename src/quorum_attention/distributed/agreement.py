@@ -6,21 +6,26 @@ import math
 import zlib
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from quorum_attention.call.validation import check_kind
 from quorum_attention.counts import one_of, shown, whole_number
-from quorum_attention.distributed.masks import signature_of
+from quorum_attention.distributed.masks import columns_of, signature_of
 from quorum_attention.mask import Mask
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # What the ranks tell each other, after their rows.
 _WORDS = (
     "batch size", "heads", "kv_heads", "head_dim", "value_dim", "dtype", "is_causal", "scale",
-    "attn_mask", "dropout_seed",
+    "attn_mask", "dropout_p", "dropout_seed",
 )  # fmt: skip
+# Then, of so many tensors of the mask with a number for each token, how many numbers they have.
+_COLUMNS = 8
+# In place of the rows, where a rank raises an error of its own.
+_REFUSED = -1
 
 
 def check_shard(
@@ -91,50 +96,115 @@ def _check_sizes(
         )
 
 
+def home_of(group: dist.ProcessGroup) -> torch.device:
+    """Where the numbers lie that ranks tell each other before a call: host memory if the group can
+    send it, because the host waits for them, and on a GPU that would be for all work before them.
+
+    The same on all ranks: a group has its backends on all of them.
+    """
+    if "cpu:" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def told(group: dist.ProcessGroup, numbers: Sequence[int]) -> list[list[int]]:
+    """The numbers of every rank; the host waits for them."""
+    mine = torch.tensor(numbers, dtype=torch.int64, device=home_of(group))
+    every = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(every, mine, group=group)
+    found: list[list[int]] = torch.stack(every).tolist()
+    return found
+
+
+def refuse(group: dist.ProcessGroup, lengths: object) -> None:
+    """Tell the ranks that agree on a call that this one raises an error, and with them all do."""
+    if lengths is None:
+        told(group, (_REFUSED,) + (0,) * (len(_WORDS) + _COLUMNS))
+
+
+class Said(NamedTuple):
+    """What a rank says of its call.
+
+    Attributes:
+        dtype: of the kernels (autocast's, where that is on).
+        dropout: chance and seed, as given.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    dtype: torch.dtype
+    is_causal: bool
+    scale: float | None
+    mask: Mask | None
+    dropout: tuple[float, int | None]
+
+
 def agreed(
-    group: dist.ProcessGroup,
-    inputs: Sequence[torch.Tensor],
-    causal: bool,
-    scale: float | None,
-    mask: Mask | None,
-    seed: int | None,
-    lengths: Sequence[int] | str | None,
+    group: dist.ProcessGroup, said: Said, lengths: Sequence[int] | str | None
 ) -> tuple[int, ...]:
     """Rows of every rank; gathered, unless they are given.
 
     Raises:
-        ValueError: the lengths do not fit, or the ranks do not agree.
+        ValueError: the lengths do not fit, or the ranks do not agree, or one of them refused.
     """
-    query, key, value = inputs
-    rows = query.shape[-2]
+    rows = said.query.shape[-2]
+    if lengths is not None:
+        return _given(group, lengths, rows)
+    columns = [] if said.mask is None else columns_of(said.mask)
+    shown_columns = [*columns, *[-1] * _COLUMNS][:_COLUMNS]
+    listed = told(group, (rows, *_numbers(said), *shown_columns))
+    refused = [rank for rank, one in enumerate(listed) if one[0] == _REFUSED]
+    if refused:
+        raise ValueError(
+            f"rank {refused[0]} refused the call before anything was sent; it says why"
+        )
+    for number, word in enumerate(_WORDS, start=1):
+        if len({one[number] for one in listed}) > 1:
+            raise ValueError(f"the ranks do not agree on {word}; {_words(group, said)}")
+    sizes = tuple(one[0] for one in listed)
+    for number in range(len(_WORDS) + 1, len(listed[0])):
+        widths = [one[number] for one in listed]
+        if not (set(widths) in ({-1}, {sum(sizes)}) or tuple(widths) == sizes):
+            raise ValueError(
+                "attn_mask.documents and attn_mask.key_padding must be for the rows of each rank, "
+                f"{list(sizes)}, or on all of them for all {sum(sizes)}, got {widths}"
+            )
+    return sizes
+
+
+def _given(group: dist.ProcessGroup, lengths: Sequence[int] | str, rows: int) -> tuple[int, ...]:
+    """The argument ``lengths``, checked against this rank's rows."""
     if isinstance(lengths, str):
         one_of(lengths, "lengths", ("equal",))
         return (rows,) * group.size()
-    if lengths is not None:
-        sizes = tuple(whole_number(n, "lengths", 0) for n in lengths)
-        if len(sizes) != group.size() or sizes[group.rank()] != rows:
-            raise ValueError(
-                f"lengths must have an entry for each of {group.size()} ranks, and {rows} for rank "
-                f"{group.rank()}, got {shown(list(sizes))}"
-            )
-        return sizes
-    told = (
-        rows, math.prod(query.shape[:-3]), query.shape[-3], key.shape[-3], query.shape[-1],
-        value.shape[-1], _DTYPES.index(query.dtype), int(causal), _number(scale),
-        _number(None if mask is None else signature_of(mask, rows)), _number(seed),
+    sizes = tuple([whole_number(n, "lengths", 0) for n in lengths])
+    if len(sizes) != group.size() or sizes[group.rank()] != rows:
+        raise ValueError(
+            f"lengths must have an entry for each of {group.size()} ranks, and {rows} for rank "
+            f"{group.rank()}, got {shown(list(sizes))}"
+        )
+    return sizes
+
+
+def _numbers(said: Said) -> tuple[int, ...]:
+    """What must be the same on all ranks, in the order of ``_WORDS``."""
+    query, key, value = said.query, said.key, said.value
+    mask = None if said.mask is None else signature_of(said.mask)
+    p, seed = said.dropout
+    return (
+        math.prod(query.shape[:-3]), query.shape[-3], key.shape[-3], query.shape[-1],
+        value.shape[-1], _DTYPES.index(said.dtype), int(said.is_causal), _number(said.scale),
+        _number(mask), _number(p), _number(seed),
     )  # fmt: skip
-    mine = torch.tensor(told, dtype=torch.int64, device=query.device)
-    every = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(every, mine, group=group)
-    listed = torch.stack(every).tolist()
-    for number, word in enumerate(_WORDS, start=1):
-        if len({one[number] for one in listed}) > 1:
-            raise ValueError(
-                f"the ranks do not agree on {word}; rank {group.rank()} has "
-                f"query {tuple(query.shape)} {query.dtype}, key {tuple(key.shape)}, "
-                f"is_causal={causal}, scale={scale}, attn_mask={mask}, dropout_seed={seed}"
-            )
-    return tuple(one[0] for one in listed)
+
+
+def _words(group: dist.ProcessGroup, said: Said) -> str:
+    return (
+        f"rank {group.rank()} has query {tuple(said.query.shape)} {said.dtype}, key "
+        f"{tuple(said.key.shape)}, is_causal={said.is_causal}, scale={said.scale}, "
+        f"attn_mask={said.mask}, dropout_p={said.dropout[0]}, dropout_seed={said.dropout[1]}"
+    )
 
 
 def _number(what: object) -> int:
@@ -142,4 +212,4 @@ def _number(what: object) -> int:
     return -1 if what is None else zlib.crc32(repr(what).encode())
 
 
-__all__ = ["agreed", "check_shard"]
+__all__ = ["Said", "agreed", "check_shard", "home_of", "refuse", "told"]

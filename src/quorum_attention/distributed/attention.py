@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from quorum_attention.call.dropout import checked_dropout
-from quorum_attention.counts import real_number, switch
-from quorum_attention.distributed.agreement import agreed, check_shard
+from quorum_attention.call.options import Written, options_of
+from quorum_attention.counts import real_number, shown, switch
+from quorum_attention.distributed.agreement import Said, agreed, check_shard, refuse
 from quorum_attention.distributed.assignment import (
     Assignment,
     Sequences,
@@ -30,6 +31,7 @@ from quorum_attention.distributed.ways import choose
 from quorum_attention.distributed.whole_heads import ByHeads, Exchanged, Turn, turns_of
 from quorum_attention.kernels.dropout import LARGEST_SEED
 from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.uncompiled import uncompiled
 from quorum_attention.mask import Mask
 
@@ -109,25 +111,48 @@ def attention(
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup) or group.rank() < 0:
         raise ValueError("group must be a process group that this process is a member of")
-    check_shard(query, key, value, switch(enable_gqa, "enable_gqa"))
-    causal = switch(is_causal, "is_causal")
-    factor = None if scale is None else real_number(scale, "scale")
-    mask = checked_mask(attn_mask)
-    dropout = _dropout(dropout_p, dropout_seed)
-    sizes = agreed(group, (query, key, value), causal, factor, mask, dropout_seed, lengths)
+    asked = Written(budget, None, depth, kernel)
+    try:
+        check_shard(query, key, value, switch(enable_gqa, "enable_gqa"))
+        causal = switch(is_causal, "is_causal")
+        factor = None if scale is None else real_number(scale, "scale")
+        mask = checked_mask(attn_mask)
+        p, seed = checked_dropout(dropout_p, dropout_seed, draws=True)
+        _check_options(asked, report, query.device)
+    except Exception:
+        refuse(group, lengths)
+        raise
+    kind, inputs, dtype = query.device.type, (query, key, value), query.dtype
+    cast = torch.is_autocast_enabled(kind) and dtype != torch.float64
+    if cast:
+        dtype = torch.get_autocast_dtype(kind)
+    said = Said(query, key, value, dtype, causal, factor, mask, (p, seed))
+    sizes = agreed(group, said, lengths)
     if mask is not None:
         batch_shape = query.shape[:-3]
         shards = Shards(group, sizes, batch_shape, query.shape[-3], query.device)
         mask = whole_mask(mask, shards)
-    options = {"budget": budget, "depth": depth, "kernel": kernel}
     whole = (query.shape[-3], sum(sizes))
-    calls = Calls(factor, options, whole, report, mask, dropout)
-    kind, inputs = query.device.type, (query, key, value)
-    if not torch.is_autocast_enabled(kind) or query.dtype == torch.float64:
+    calls = Calls(factor, asked, whole, report, mask, _dropout(p, seed))
+    if not cast:
         return _computed(inputs, group, sizes, causal, calls)
-    dtype = torch.get_autocast_dtype(kind)
     with torch.autocast(kind, enabled=False):
         return _computed([t.to(dtype) for t in inputs], group, sizes, causal, calls)
+
+
+def _check_options(asked: Written, report: Any, device: torch.device) -> None:
+    """Refuse options that make no sense, before other ranks wait for this one.
+
+    Raises:
+        TypeError, ValueError: one does not, by name.
+    """
+    if report is not None and not isinstance(report, ShardedReport):
+        raise TypeError(f"report must be a distributed.ShardedReport, got {shown(report)}")
+    if asked.says_nothing:
+        return
+    options_of(asked, device)
+    if asked.kernel != "auto":
+        get_kernel(asked.kernel)
 
 
 def _computed(
@@ -172,8 +197,7 @@ def _computed(
     return out if len(shape) == 4 else out.reshape(*shape[:-1], value.shape[-1])
 
 
-def _dropout(dropout_p: float, dropout_seed: int | None) -> tuple[float, int] | None:
-    p, seed = checked_dropout(dropout_p, dropout_seed, draws=True)
+def _dropout(p: float, seed: int | None) -> tuple[float, int] | None:
     if p == 0.0:
         return None
     return p, int(torch.randint(LARGEST_SEED, ())) if seed is None else seed

@@ -28,14 +28,14 @@ class Calls:
     """What all calls of a rank have in common.
 
     Attributes:
-        scale, options: of every call; budget, depth and kernel.
+        scale, asked: of every call; budget, depth and kernel.
         sizes: query heads and tokens of the whole call.
         mask: of the whole call; None: what a call says by ``causal`` is all.
         dropout: chance and seed.
     """
 
     scale: float | None
-    options: dict[str, Any]
+    asked: Written
     sizes: tuple[int, int]
     report: ShardedReport | None = None
     mask: Mask | None = None
@@ -111,11 +111,14 @@ class Calls:
     @property
     def _usual(self) -> bool:
         """Whether nothing is asked of how a call is run."""
-        return self.report is None and Written(**self.options).says_nothing
+        return self.report is None and self.asked.says_nothing
 
     def _options(self) -> dict[str, Any]:
         """For one call."""
-        options = {**self.options, "enable_gqa": True, "scale": self.scale}
+        options: dict[str, Any] = {
+            "budget": self.asked.budget, "depth": self.asked.depth, "kernel": self.asked.kernel,
+            "enable_gqa": True, "scale": self.scale,
+        }  # fmt: skip
         if self.report is not None:
             self.report.calls.append(Report())
             options["report"] = self.report.calls[-1]
@@ -133,7 +136,7 @@ class Calls:
         (query, key, value), (p, seed) = inputs, self.dropout
         tensors, request = request_of(
             function, query, key, value, mask, p, seed, causal, self.scale, True, None, None,
-            filled(Written(**self.options, report=report)),
+            filled(self.asked._replace(report=report)),
         )  # fmt: skip
         assert request.dropout is not None
         return tensors, replace(request, dropout=request.dropout.at(heads.start, 0))

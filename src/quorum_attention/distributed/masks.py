@@ -146,20 +146,30 @@ def _flat(bias: torch.Tensor, batch_shape: tuple[int, ...]) -> dict[str, torch.T
     return {"bias": every.reshape(-1, *bias.shape[-3:])}
 
 
-def signature_of(mask: Mask, rows: int) -> tuple[Any, ...]:
-    """What must be the same on all ranks; of tensors for each token, of whose rows they are."""
+def signature_of(mask: Mask) -> tuple[Any, ...]:
+    """What must be the same on all ranks; of tensors for each token all but how many they have."""
 
-    def kind(ids: torch.Tensor | None) -> Any:
-        return None if ids is None else (ids.dim() > 1, ids.shape[-1] == rows)
+    def shape(tensor: torch.Tensor | None) -> Any:
+        return None if tensor is None else tuple(tensor.shape)
 
-    both = mask.documents if isinstance(mask.documents, tuple) else (mask.documents,)
-    bias = None if mask.bias is None else tuple(mask.bias.shape)
-    given = (mask.key_lengths is not None, mask.keeps is not None, bias, mask.sinks is not None)
-    below = tuple(signature_of(one, rows) for one in (*mask.either, *mask.every))
+    per_token = tuple(None if t is None else tuple(t.shape[:-1]) for t in _per_token(mask))
+    below = tuple(signature_of(one) for one in (*mask.either, *mask.every))
     return (
-        mask.causal, mask.offset, mask.sides, mask.chunk, tuple(kind(ids) for ids in both),
-        kind(mask.key_padding), given, mask.softcap, len(mask.either), below,
+        mask.causal, mask.offset, mask.sides, mask.chunk, per_token, shape(mask.key_lengths),
+        mask.keeps is not None, shape(mask.bias), shape(mask.sinks), mask.softcap,
+        len(mask.either), below,
     )  # fmt: skip
+
+
+def columns_of(mask: Mask) -> list[int]:
+    """For each tensor with a number for each token, how many those are."""
+    found = [t.shape[-1] for t in _per_token(mask) if t is not None]
+    return found + [n for one in (*mask.either, *mask.every) for n in columns_of(one)]
+
+
+def _per_token(mask: Mask) -> tuple[torch.Tensor | None, ...]:
+    both = mask.documents if isinstance(mask.documents, tuple) else (mask.documents,)
+    return (*both, mask.key_padding)
 
 
 def part_of(mask: Mask, heads: Interval, rows: Interval, sizes: tuple[int, int]) -> Mask:
@@ -217,4 +227,12 @@ def tensors_of(mask: Mask) -> list[torch.Tensor]:
     return found + [t for one in (*mask.either, *mask.every) for t in tensors_of(one)]
 
 
-__all__ = ["Shards", "checked_mask", "part_of", "signature_of", "tensors_of", "whole_mask"]
+__all__ = [
+    "Shards",
+    "checked_mask",
+    "columns_of",
+    "part_of",
+    "signature_of",
+    "tensors_of",
+    "whole_mask",
+]
