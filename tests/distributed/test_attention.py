@@ -10,6 +10,7 @@ import torch.distributed as dist
 from helpers_ranks import compare, inputs_of, random_calls, spawn
 
 import quorum_attention as qa
+from quorum_attention import Mask
 from quorum_attention import distributed as sharded
 
 
@@ -34,6 +35,7 @@ def _several_checks(rank: int, group: dist.ProcessGroup) -> None:
     _one_rank_alone(rank, group)
     _nothing_recorded(rank, group)
     _ranks_that_disagree(rank, group)
+    _one_rank_refuses(rank, group)
 
 
 def _what_a_rank_computes_is_cut(rank: int, group: dist.ProcessGroup) -> None:
@@ -84,6 +86,43 @@ def _ranks_that_disagree(rank: int, group: dist.ProcessGroup) -> None:
         sharded.attention(q, q, q, lengths=[10], group=group)
     with pytest.raises(ValueError, match="enable_gqa"):
         sharded.attention(q, q[:, :1], q[:, :1], group=group)
+
+
+def _one_rank_refuses(rank: int, group: dist.ProcessGroup) -> None:
+    """What one rank cannot take raises there by name, and on the others says who."""
+    q = torch.randn(1, 2, 10, 8)
+    mine = torch.zeros(10, dtype=torch.int64)
+    for wrong, name in (
+        ({"query": q.to(torch.int32)}, "query must be"),
+        ({"key": q[:, :, :3]}, "rows"),
+        ({"query": 3}, "query"),
+        ({"is_causal": 1}, "is_causal"),
+        ({"scale": "x"}, "scale"),
+        ({"dropout_p": 1.5}, "dropout_p"),
+        ({"attn_mask": 3}, "attn_mask"),
+        ({"report": 3}, "report"),
+        ({"budget": "lots"}, "budget|lots"),
+        ({"depth": -1}, "depth"),
+        ({"kernel": "none such"}, "none such"),
+    ):
+        named = {"query": q, "key": q, "value": q, "group": group, **(wrong if rank else {})}
+        error = (TypeError, ValueError) if rank else ValueError
+        with pytest.raises(error, match=name if rank else "rank 1 refused"):
+            sharded.attention(**named)  # type: ignore[arg-type]
+    for first, second, name in (
+        ({"dropout_p": 0.1, "dropout_seed": 1}, {"dropout_p": 0.2, "dropout_seed": 1}, "dropout_p"),
+        ({"attn_mask": Mask(documents=mine)}, {"attn_mask": Mask(documents=mine[:7])}, "documents"),
+        (
+            {"attn_mask": Mask(sinks=q[0, :, 0, 0])},
+            {"attn_mask": Mask(sinks=q[0, 0, 0, :1])},
+            "mask",
+        ),
+    ):
+        with pytest.raises(ValueError, match=name):
+            sharded.attention(q, q, q, group=group, **(second if rank else first))
+    with pytest.raises(ValueError, match="dtype"), torch.autocast("cpu", enabled=rank == 0):
+        sharded.attention(q, q, q, group=group)
+    assert sharded.attention(q, q, q, group=group).shape == q.shape
 
 
 def test_without_a_group() -> None:

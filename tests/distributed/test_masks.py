@@ -70,16 +70,19 @@ def _random_masks(rank: int, group: dist.ProcessGroup, count: int) -> None:
         if mask.bias is not None and mask.bias.dim() == 4 and dtype == torch.bfloat16:
             mask = replace(mask, bias=None)
         causal = draw.random() < 0.3
-        wanted = exact(*tensors, mask, 0.3, is_causal=causal)
         start, stop = [0, *accumulate(sizes)][rank : rank + 2]
         mine = [t[:, :, start:stop].clone() for t in tensors]
         q, k, v = (t.requires_grad_() for t in mine[:3])
         own = _of_rank(draw, mask, start, stop)
-        sinks = None
+        sinks = bias = None
+        if mask.bias is not None and draw.random() < 0.6:
+            bias = mask.bias.clone().requires_grad_()
+            own, mask = replace(own, bias=bias), replace(mask, bias=bias)
         if mask.sinks is not None:
             sinks = mask.sinks.detach().to(dtype).requires_grad_()
             own = replace(own, sinks=sinks)
-            wanted = exact(*tensors, replace(mask, sinks=sinks.double()), 0.3, is_causal=causal)
+            mask = replace(mask, sinks=sinks.double())
+        wanted = exact(*tensors, mask, 0.3, is_causal=causal)
         out = sharded.attention(
             q, k, v, own, group=group, scale=0.3, enable_gqa=True, is_causal=causal
         )
@@ -95,6 +98,34 @@ def _random_masks(rank: int, group: dist.ProcessGroup, count: int) -> None:
             total = sinks.grad.double()
             dist.all_reduce(total, group=group)
             assert off(total, wanted.grads[3]) <= 3 * ALLOWED[dtype], (number, "sinks")
+        if bias is not None:
+            total = bias.grad.clone()
+            dist.all_reduce(total, group=group)
+            assert off(total, wanted.grads[-1]) <= 3 * ALLOWED[dtype], (number, "bias")
+
+
+def _biases_learn(rank: int, group: dist.ProcessGroup) -> None:
+    """Of heads that divide and of heads that do not, the sums over the ranks are the gradient; also
+    of a bias that all heads share, with several batch dimensions, with dropout."""
+    ranks = dist.get_world_size(group)
+    n, rows = 11 * ranks, slice(11 * rank, 11 * rank + 11)
+    for heads, kv_heads in ((2 * ranks, ranks), (5, 1), (1, 1)):
+        for sizes in ((n, n), (heads, 1, n), (2, 1, heads, n, n), (3, heads, n, n)):
+            torch.manual_seed(heads)
+            q, upstream = (torch.randn(2, 3, heads, n, 8, dtype=torch.float64) for _ in range(2))
+            k, v = (torch.randn(2, 3, kv_heads, n, 8, dtype=torch.float64) for _ in range(2))
+            bias = torch.randn(sizes, dtype=torch.float64)
+            options = {"is_causal": True, "dropout_p": 0.2, "dropout_seed": 5, "enable_gqa": True}
+            found = []
+            for call, part in ((qa.attention, slice(n)), (sharded.attention, rows)):
+                learns = bias.clone().requires_grad_()
+                named = {} if call is qa.attention else {"group": group}
+                out = call(*(t[..., part, :] for t in (q, k, v)), learns, **options, **named)
+                out.backward(upstream[..., part, :])
+                found.append(learns.grad)
+            dist.all_reduce(found[1], group=group)
+            assert found[1].shape == bias.shape
+            assert off(found[1], found[0]) < 1e-11, (heads, sizes)
 
 
 def _dropout(rank: int, group: dist.ProcessGroup) -> None:
@@ -149,8 +180,6 @@ def _refusals(rank: int, group: dist.ProcessGroup) -> None:
         sharded.attention(q, q, q, torch.zeros(10, 10), group=group)
     with pytest.raises(ValueError, match="sinks"):
         sharded.attention(q, q, q, Mask(sinks=torch.zeros(3)), group=group)
-    with pytest.raises(NotImplementedError, match="attn_mask requires a gradient"):
-        sharded.attention(q, q, q, torch.zeros(n, requires_grad=True), group=group)
     with pytest.raises(TypeError, match="attn_mask"):
         sharded.attention(q, q, q, 3, group=group)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="dropout_p"):
@@ -170,9 +199,11 @@ def _all_of_it(rank: int) -> None:
     whole_heads._TURNS = 2
     _random_masks(rank, everyone, 12)
     _dropout(rank, everyone)
+    _biases_learn(rank, everyone)
     if rank < 2:
         _random_masks(rank, pair, 14)
         _dropout(rank, pair)
+        _biases_learn(rank, pair)
         _under_autocast(rank, pair)
         _refusals(rank, pair)
 

@@ -22,7 +22,7 @@ from quorum_attention.distributed.assignment import (
     Sequences,
     forward_bytes,
 )
-from quorum_attention.distributed.calls import Calls
+from quorum_attention.distributed.calls import Calls, Learned
 from quorum_attention.distributed.masks import Shards, checked_mask, whole_mask
 from quorum_attention.distributed.report import ShardedReport
 from quorum_attention.distributed.run import Sharded, backward, forward
@@ -79,8 +79,8 @@ def attention(
         attn_mask: a ``Mask`` of the whole sequence, the same on all ranks. Ids of documents and
             paddings may be of this rank's rows only; then they are gathered. Or a tensor that
             broadcasts to (..., heads, tokens, tokens) of the whole call. Under a mask whole rows
-            are given to ranks, with all keys. The gradient of ``sinks`` is of what this rank
-            computes; the sum over the ranks is the whole.
+            are given to ranks, with all keys. The gradients of ``sinks`` and of an additive tensor
+            are of what this rank computes; the sum over the ranks is the whole.
         group: the process group; None is the default one.
         is_causal: token i of the whole sequence sees tokens j <= i.
         scale: of the scores; None is head_dim ** -0.5.
@@ -102,7 +102,6 @@ def attention(
     Raises:
         TypeError, ValueError: arguments that do not fit, also among ranks (unless ``lengths`` is
             given); before anything is sent.
-        NotImplementedError: a mask that requires a gradient (but for its sinks).
         RuntimeError: there is no process group. Errors of ``quorum_attention.attention`` come
             through; the other ranks then wait until the group's timeout.
     """
@@ -181,17 +180,20 @@ def _computed(
     report = calls.report
     if report is not None:
         _fill(report, decided, group.rank())
-    sinks = None if mask is None else mask.sinks
+    bias = sinks = None
+    if mask is not None:
+        sinks = mask.sinks
+        bias = mask.bias if mask.bias is not None and mask.bias.requires_grad else None
     out: torch.Tensor
     if decided.assignment.whole_heads:
         exchanged = Exchanged(Swap(group, sizes), decided.turns, calls, causal)
-        out = ByHeads.apply(*flat, sinks, exchanged)  # type: ignore[no-untyped-call]
+        out = ByHeads.apply(*flat, bias, sinks, exchanged)  # type: ignore[no-untyped-call]
     else:
         if causal and mask is not None:
             # Of some rows of a head: causal then is a matter of the mask, which knows where.
             calls = replace(calls, mask=mask & Mask(causal=True))
         call = Sharded(decided.assignment, group, calls, decided.kept)
-        out = _Attention.apply(*flat, sinks, call)  # type: ignore[no-untyped-call]
+        out = _Attention.apply(*flat, bias, sinks, call)  # type: ignore[no-untyped-call]
     if decided.widened:
         out = out.to(query.dtype)
     return out if len(shape) == 4 else out.reshape(*shape[:-1], value.shape[-1])
@@ -274,6 +276,7 @@ class _Attention(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        bias: torch.Tensor | None,
         sinks: torch.Tensor | None,
         call: Sharded,
     ) -> torch.Tensor:
@@ -296,10 +299,13 @@ class _Attention(torch.autograd.Function):
             inputs = [torch.empty((), dtype=d, device=w).expand(s) for s, d, w in ctx.like]
         else:
             inputs, rest = list(rest[:3]), rest[3:]
-        of_sinks = call.calls.room_for_sinks() if ctx.needs_input_grad[3] else None
         query, key, value = inputs
-        made = backward(call, grad_out.contiguous(), query, key, value, rest, of_sinks)
-        return (*made, of_sinks, None)
+        mask = call.calls.mask
+        learned = Learned.of(mask, *ctx.needs_input_grad[3:5])
+        made = backward(call, grad_out.contiguous(), query, key, value, rest, learned)
+        if learned is None or mask is None:
+            return (*made, None, None, None)
+        return (*made, *learned.found(mask), None)
 
 
 __all__ = ["attention"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -14,13 +15,51 @@ from quorum_attention.call.options import Written, compute_device
 from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.call.settings import current, filled
 from quorum_attention.decomposition.intervals import Interval
-from quorum_attention.distributed.masks import part_of, tensors_of
+from quorum_attention.distributed.masks import cut, part_of, tensors_of
 from quorum_attention.distributed.report import ShardedReport
 from quorum_attention.execution.report import Report
+from quorum_attention.execution.workload import state_dtype
 from quorum_attention.mask import Mask
 from quorum_attention.passes import run_backward, run_forward
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(slots=True)
+class Learned:
+    """The gradients of a mask's own tensors, added up over what this rank computes.
+
+    Attributes:
+        bias, sinks: like the mask's, in at least fp32; None: not asked for.
+    """
+
+    bias: torch.Tensor | None
+    sinks: torch.Tensor | None
+
+    @classmethod
+    def of(cls, mask: Mask | None, bias: bool, sinks: bool) -> Learned | None:
+        """Zeros for the gradients that are wanted; None if none is."""
+        if mask is None or not (bias or sinks):
+            return None
+        rooms = [
+            torch.zeros_like(t, dtype=state_dtype(t.dtype)) if wanted and t is not None else None
+            for wanted, t in ((bias, mask.bias), (sinks, mask.sinks))
+        ]
+        return cls(*rooms)
+
+    def add(self, made: Sequence[torch.Tensor], heads: Interval, rows: Interval) -> None:
+        """Add what a call of some heads and rows has made, of the bias before the sinks."""
+        made = list(made)
+        if self.bias is not None:
+            cut(self.bias, heads, rows).add_(made.pop(0))
+        if self.sinks is not None:
+            self.sinks[heads.start : heads.stop] += made.pop(0)
+
+    def found(self, mask: Mask) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Both, in the dtypes of the mask's tensors."""
+        both = ((self.bias, mask.bias), (self.sinks, mask.sinks))
+        bias, sinks = (None if g is None or t is None else g.to(t.dtype) for g, t in both)
+        return bias, sinks
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,40 +112,36 @@ class Calls:
         causal: bool,
         heads: Interval,
         rows: Interval,
-        of_sinks: torch.Tensor | None,
+        learned: Learned | None,
         grads: Three | None = None,
     ) -> Three:
         """The gradients of such a call; ``grads`` are filled.
 
         Args:
             given: upstream gradient, query, key, value, output, log-sum-exp.
-            of_sinks: (query heads of the whole call,), to which these heads' gradients are added.
+            learned: the gradients of the mask's own tensors, to which those of this call are added.
         """
         mask = None if self.mask is None else part_of(self.mask, heads, rows, self.sizes)
+        of_bias = learned is not None and learned.bias is not None
+        of_sinks = learned is not None and learned.sinks is not None
         if self.dropout is None:
             grad_out, query, key, value, out, lse = given
             made = attention_backward(
                 grad_out, query, key, value, out, lse, mask, is_causal=causal, grads=grads,
-                grad_sinks=of_sinks is not None, **self._options(),
+                grad_mask=of_bias, grad_sinks=of_sinks, **self._options(),
             )  # fmt: skip
         else:
             grad_out, *inputs, out, lse = given
             tensors, request = self._request("attention_backward", inputs, mask, causal, heads)
-            read = given_of(tensors, request, grad_out, out, lse, grads, False, None, inputs)
-            made = run_backward(tensors, request, read._replace(of_sinks=of_sinks is not None))
-        if of_sinks is not None:
-            of_sinks[heads.start : heads.stop] += made[3]
+            read = given_of(tensors, request, grad_out, out, lse, grads, of_bias, None, inputs)
+            made = run_backward(tensors, request, read._replace(of_sinks=of_sinks))
+        if learned is not None:
+            learned.add(made[3:], heads, rows)
         return made[0], made[1], made[2]
 
     def read(self) -> list[torch.Tensor]:
         """Tensors of the mask: changed before the backward, they would give a wrong one."""
         return [] if self.mask is None else tensors_of(self.mask)
-
-    def room_for_sinks(self) -> torch.Tensor:
-        """Zeros for the gradient of the mask's sinks."""
-        assert self.mask is not None
-        assert self.mask.sinks is not None
-        return torch.zeros_like(self.mask.sinks)
 
     @property
     def _usual(self) -> bool:
@@ -170,4 +205,4 @@ def _request(
     return request
 
 
-__all__ = ["Calls", "Three"]
+__all__ = ["Calls", "Learned", "Three"]

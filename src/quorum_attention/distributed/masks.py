@@ -53,20 +53,13 @@ def checked_mask(attn_mask: Any) -> Mask | None:
     """The argument ``attn_mask`` as a ``Mask``.
 
     Raises:
-        TypeError, NotImplementedError: it is none, or has a bias that learns.
+        TypeError: it is none.
     """
     if attn_mask is None or isinstance(attn_mask, Mask):
-        mask = attn_mask
-    elif isinstance(attn_mask, torch.Tensor):
-        mask = Mask(bias=attn_mask)
-    else:
-        raise TypeError(f"attn_mask must be a Mask, a tensor or None, got {shown(attn_mask)}")
-    if mask is not None and mask.bias is not None and mask.bias.requires_grad:
-        raise NotImplementedError(
-            "attn_mask requires a gradient, which a sharded call does not give: it would be of "
-            "queries times keys on every rank; detach it, or use quorum_attention.attention"
-        )
-    return mask
+        return attn_mask
+    if isinstance(attn_mask, torch.Tensor):
+        return Mask(bias=attn_mask)
+    raise TypeError(f"attn_mask must be a Mask, a tensor or None, got {shown(attn_mask)}")
 
 
 def whole_mask(mask: Mask, shards: Shards) -> Mask:
@@ -186,7 +179,7 @@ def part_of(mask: Mask, heads: Interval, rows: Interval, sizes: tuple[int, int])
     if mask.sinks is not None:
         changed["sinks"] = mask.sinks[heads.start : heads.stop]
     if mask.bias is not None:
-        changed["bias"] = _cut(mask.bias, heads, rows)
+        changed["bias"] = cut(mask.bias, heads, rows)
     if mask.keeps is not None:
         changed["keeps"] = _moved(mask.keeps, heads.start, rows.start)
     if not every_row:
@@ -203,7 +196,8 @@ def part_of(mask: Mask, heads: Interval, rows: Interval, sizes: tuple[int, int])
     return replace(mask, **changed) if changed else mask
 
 
-def _cut(bias: torch.Tensor, heads: Interval, rows: Interval) -> torch.Tensor:
+def cut(bias: torch.Tensor, heads: Interval, rows: Interval) -> torch.Tensor:
+    """The part of a bias of the whole call for some heads and queries, a view."""
     if bias.dim() > 1 and bias.shape[-2] > 1:
         bias = bias[..., rows.start : rows.stop, :]
     if bias.dim() > 2 and bias.shape[-3] > 1:
@@ -231,6 +225,7 @@ __all__ = [
     "Shards",
     "checked_mask",
     "columns_of",
+    "cut",
     "part_of",
     "signature_of",
     "tensors_of",

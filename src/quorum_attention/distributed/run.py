@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from quorum_attention.distributed.assignment import Assignment, Block, Piece
-from quorum_attention.distributed.calls import Calls
+from quorum_attention.distributed.calls import Calls, Learned
 from quorum_attention.distributed.exchange import Delivery, Parcel
 from quorum_attention.distributed.report import ShardedReport
 from quorum_attention.distributed.stages import Gathered
@@ -206,12 +206,13 @@ def backward(
     key: torch.Tensor,
     value: torch.Tensor,
     rest: Sequence[torch.Tensor],
-    of_sinks: torch.Tensor | None = None,
+    learned: Learned | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of this rank's rows.
 
     Args:
-        of_sinks: to which the gradients of sinks are added, of the pairs computed here.
+        learned: to which the gradients of the mask's own tensors are added, of the pairs computed
+            here.
         query, key, value: of this rank's shard; where inputs were kept only their sizes are used.
         rest: output and lse of this rank's rows; or the tensors that the forward kept.
     """
@@ -234,7 +235,7 @@ def backward(
         queries, gathered = now.arrived()
         if call.kept:
             queries, gathered = _held(call, stage, queries, held)
-        made = _Gradients(call, stage, queries, gathered, state, of_sinks)
+        made = _Gradients(call, stage, queries, gathered, state, learned)
         backs.append(
             (
                 Back(call, stage, assignment.query_pieces, made.queries, grads[:1], state),
@@ -341,7 +342,7 @@ class _Gradients:
         queries: Sequence[tuple[Gathered, ...]],
         keys: Sequence[Gathered],
         state: torch.dtype,
-        of_sinks: torch.Tensor | None,
+        learned: Learned | None,
     ) -> None:
         self.queries: list[tuple[Gathered, ...]] = []
         self.keys: list[tuple[Gathered, ...]] = []
@@ -349,7 +350,7 @@ class _Gradients:
         if not blocks:
             return
         self._call, self._inputs, self._gathered = call, queries, keys
-        self._of_sinks = of_sinks
+        self._learned = learned
         # Of one block the results are what the kernel returns, and may be rounded at once.
         alone = len(blocks) == 1 and call.assignment.alone(call.rank, stage)
         dtype = keys[0].tensor.dtype if alone else state
@@ -382,7 +383,7 @@ class _Gradients:
             mine = (query_grad, key_grad, value_grad)
         self._call.calls.backward(
             (grad_out, query, key, value, out, lse), block.causal, block.heads, block.queries,
-            self._of_sinks, mine,
+            self._learned, mine,
         )  # fmt: skip
         if written:
             return

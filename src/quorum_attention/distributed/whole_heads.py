@@ -17,7 +17,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from quorum_attention.decomposition.intervals import Interval
-from quorum_attention.distributed.calls import Calls
+from quorum_attention.distributed.calls import Calls, Learned
 from quorum_attention.distributed.swap import Part, Swap, ToRows, opened
 
 # Into how many calls a rank's heads are cut. The end of each leaves most of the device idle for a
@@ -95,14 +95,15 @@ def backward(
     grad_out: torch.Tensor,
     shapes: Sequence[torch.Size],
     kept: Sequence[torch.Tensor],
-    of_sinks: torch.Tensor | None = None,
+    learned: Learned | None = None,
 ) -> list[torch.Tensor]:
     """The gradients of this rank's rows of query, key and value.
 
     Args:
         shapes: of the three.
         kept: what the forward returned.
-        of_sinks: to which the gradients of sinks are added, of the heads computed here.
+        learned: to which the gradients of the mask's own tensors are added, of what is computed
+            here.
     """
     swap = call.swap
     coming = [swap.to_heads([(grad_out, turn.heads)]) for turn in call.turns]
@@ -111,7 +112,7 @@ def backward(
     for number, (turn, now) in enumerate(zip(call.turns, coming, strict=True)):
         (upstream,) = now.arrived()
         given = (upstream, *kept[3 * number : 3 * number + 3])
-        going += _turned_back(call, turn, given, grads, of_sinks)
+        going += _turned_back(call, turn, given, grads, learned)
     for one in going:
         one.written()
     if call.calls.report is not None:
@@ -124,7 +125,7 @@ def _turned_back(
     turn: Turn,
     given: tuple[torch.Tensor, ...],
     grads: Sequence[torch.Tensor],
-    of_sinks: torch.Tensor | None,
+    learned: Learned | None,
 ) -> list[ToRows]:
     """The gradients of a turn, on their way to ``grads``.
 
@@ -137,7 +138,7 @@ def _turned_back(
     query, key, value = opened(inbox, sizes)
     made = call.calls.backward(
         (upstream, query, key, value, part, lse), call.is_causal,
-        *call.numbers(turn, grads[0].shape[1]), of_sinks,
+        *call.numbers(turn, grads[0].shape[1]), learned,
     )  # fmt: skip
     starts = turn.heads[0], turn.kv_heads[0], turn.kv_heads[0]
     return [call.swap.to_rows(*each) for each in zip(made, grads, starts, strict=True)]
@@ -162,6 +163,7 @@ class ByHeads(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        bias: torch.Tensor | None,
         sinks: torch.Tensor | None,
         call: Exchanged,
     ) -> torch.Tensor:
@@ -174,10 +176,11 @@ class ByHeads(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
-        """The gradients of this rank's rows; of sinks, those of the heads computed here."""
-        of_sinks = ctx.call.calls.room_for_sinks() if ctx.needs_input_grad[3] else None
-        made = backward(ctx.call, grad_out, ctx.shapes, ctx.saved_tensors, of_sinks)
-        return (*made, of_sinks, None)
+        """The gradients of this rank's rows; of bias and sinks, of what is computed here."""
+        mask = ctx.call.calls.mask
+        learned = Learned.of(mask, *ctx.needs_input_grad[3:5])
+        made = backward(ctx.call, grad_out, ctx.shapes, ctx.saved_tensors, learned)
+        return (*made, *((None, None) if learned is None else learned.found(mask)), None)
 
 
 __all__ = ["ByHeads", "Exchanged", "Turn", "backward", "forward", "turns_of"]
