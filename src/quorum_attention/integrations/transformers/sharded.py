@@ -18,6 +18,12 @@ import torch.distributed as dist
 from quorum_attention import distributed
 from quorum_attention.integrations.transformers.closures import MaskFunction, known
 from quorum_attention.integrations.transformers.described import DescribedMask
+from quorum_attention.integrations.transformers.generation import (
+    StepMask,
+    attend_step,
+    progress_here,
+    step_mask,
+)
 from quorum_attention.integrations.transformers.keywords import refuse
 from quorum_attention.integrations.transformers.options import Options
 from quorum_attention.kernels.uncompiled import uncompiled
@@ -109,15 +115,20 @@ def sharded_mask(
     q_offset: int | torch.Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., torch.Tensor] | None = None,
-    attention_mask: torch.Tensor | ShardedMask | None = None,
+    attention_mask: torch.Tensor | ShardedMask | StepMask | None = None,
     **others: Any,
-) -> ShardedMask:
+) -> ShardedMask | StepMask:
     """As ``quorum_mask``, of this rank's rows."""
     from transformers import masking_utils
 
-    if isinstance(attention_mask, ShardedMask):
+    if isinstance(attention_mask, (ShardedMask, StepMask)):
         return attention_mask
-    asked = asked_of(mask_function or masking_utils.causal_mask_function)
+    function = mask_function or masking_utils.causal_mask_function
+    asked = asked_of(function)
+    progress = progress_here()
+    if progress is not None:
+        plain = asked == Asked(causal=True)
+        return step_mask(progress, batch_size, q_length, function, attention_mask, plain)
     if q_length != kv_length or int(q_offset) != kv_offset:
         asked = asked._replace(refused=True)  # a cache that is not empty
     padding = None
@@ -267,10 +278,16 @@ def attend_sharded(
     """One attention of a layer over the sequence of all ranks; arguments as in ``attend``."""
     refuse(others, module)
     name = type(module).__name__
+    progress = progress_here()
+    if progress is not None:
+        return attend_step(
+            options, progress, query, key, value, attention_mask, scaling=scaling,
+            softcap=softcap, sinks=s_aux, name=name,
+        ), None  # fmt: skip
     if query.shape[2] != key.shape[2]:
         raise NotImplementedError(
             f"attention over a group takes as many queries as keys on each rank; {name} gives "
-            f"{query.shape[2]} and {key.shape[2]}: caches and decoding are for one device"
+            f"{query.shape[2]} and {key.shape[2]}, a cache's: to generate, call sharded_generate"
         )
     if attention_mask is None:
         causal = getattr(module, "is_causal", None) if is_causal is None else is_causal

@@ -1,0 +1,119 @@
+"""A step of decoding: queries that all ranks have, over keys that are sharded.
+
+Each rank computes what its own keys say, and the ranks tell each other output and log-sum-exp: a
+few vectors, however long the sequence is. Keys and values stay where they are.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from quorum_attention.api import attention_with_lse
+from quorum_attention.distributed.report import ShardedReport
+from quorum_attention.execution.report import Report
+from quorum_attention.execution.workload import state_dtype
+from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.uncompiled import uncompiled
+from quorum_attention.mask import Mask
+
+
+@uncompiled
+@torch.no_grad()
+def decode(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | Mask | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    budget: int | str | None = None,
+    depth: int | str = "auto",
+    kernel: str | InnerKernel = "auto",
+    report: ShardedReport | None = None,
+) -> torch.Tensor:
+    """Attention of the same queries on all ranks over the keys of all ranks; no gradients.
+
+    All ranks call it together. The result is the same on all of them, to the last bit. Partial
+    results are exchanged and merged in fp32 (fp64 for fp64 inputs).
+
+    Args:
+        query: (..., heads, queries, head_dim), the same on all ranks.
+        key: (..., kv_heads, keys, head_dim), value: (..., kv_heads, keys, value_dim): those that
+            this rank holds, any number of them, also none.
+        attn_mask: of this rank's keys: a tensor that broadcasts to (..., heads, queries, keys),
+            boolean (True keeps) or additive, or a ``Mask``. Its sinks, if it has any, are the same
+            on all ranks, and take part once.
+        group: the process group; None is the default one.
+        scale, enable_gqa, budget, depth, kernel: as in ``quorum_attention.attention``.
+        report: a ``ShardedReport`` to fill with what this rank did.
+
+    Returns:
+        (..., heads, queries, value_dim), in the query's dtype; 0 in rows that see no key.
+
+    Raises:
+        RuntimeError: there is no process group. Errors of ``quorum_attention.attention`` come
+            through; the other ranks then wait until the group's timeout.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError("there is no process group: torch.distributed.init_process_group first")
+    everyone = dist.group.WORLD if group is None else group
+    assert everyone is not None
+    mask = Mask(bias=attn_mask) if isinstance(attn_mask, torch.Tensor) else attn_mask
+    sinks = None if mask is None else mask.sinks
+    if mask is not None and sinks is not None:
+        mask = replace(mask, sinks=None)
+    state = state_dtype(query.dtype)
+    made = None if report is None else Report()
+    out, lse = attention_with_lse(
+        query, key, value, mask, scale=scale, enable_gqa=enable_gqa, budget=budget, depth=depth,
+        kernel=kernel, out_dtype=state, report=made,
+    )  # fmt: skip
+    mine = torch.cat([out, lse.to(out.device).unsqueeze(-1)], dim=-1)
+    every = mine.new_empty((everyone.size(), *mine.shape))
+    dist.all_gather(list(every.unbind()), mine, group=everyone)
+    if report is not None and made is not None:
+        _fill(report, everyone, mine, query.shape[-2] * key.shape[-2], made)
+    return merged(every[..., :-1], every[..., -1], sinks).to(query.dtype)
+
+
+def merged(
+    outs: torch.Tensor, lses: torch.Tensor, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The attention over all keys, from what parts of them say.
+
+    Args:
+        outs: (parts, ..., heads, queries, value_dim).
+        lses: (parts, ..., heads, queries); -inf where a part has no key that a query sees.
+        sinks: (heads,), which take part without a value.
+    """
+    if sinks is not None:
+        one = sinks.to(lses)[:, None].expand(lses.shape[1:])
+        lses = torch.cat([lses, one.unsqueeze(0)])
+    top = lses.amax(0)
+    weights = (lses - top.masked_fill(top == -math.inf, 0.0)).exp()
+    total = weights.sum(0)
+    weights = weights[: len(outs)] / total.masked_fill(total == 0.0, 1.0)
+    return (weights.unsqueeze(-1) * outs).sum(0)
+
+
+def _fill(
+    report: ShardedReport,
+    group: dist.ProcessGroup,
+    mine: torch.Tensor,
+    pairs: int,
+    made: Report,
+) -> None:
+    report.way, report.rank, report.ranks = "keys and values stay", group.rank(), group.size()
+    report.pairs, report.imbalance, report.stages, report.kept = pairs, 1.0, 1, False
+    report.forward_bytes = (group.size() - 1) * mine.numel() * mine.element_size()
+    report.most_forward_bytes, report.backward_bytes = report.forward_bytes, 0
+    report.calls[:] = [made]
+
+
+__all__ = ["decode", "merged"]

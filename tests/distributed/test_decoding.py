@@ -1,0 +1,89 @@
+"""Queries that all ranks have, over keys that are sharded: one device's result, on every rank."""
+
+from __future__ import annotations
+
+import random
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers_masks import exact, off
+from helpers_ranks import inputs_of, spawn
+
+from quorum_attention import Mask
+from quorum_attention import distributed as sharded
+from quorum_attention.distributed.decoding import merged
+
+ALLOWED = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def _steps(rank: int, group: dist.ProcessGroup) -> None:
+    ranks = group.size()
+    for number in range(25):
+        draw = random.Random(f"decoding {ranks} {number}")
+        sizes = [draw.choice([0, 1, draw.randint(1, 50)]) for _ in range(ranks)]
+        kv_heads, dtype = draw.choice([1, 2, 3]), draw.choice(list(ALLOWED))
+        heads, queries, n = kv_heads * draw.choice([1, 4]), draw.choice([1, 1, 3]), sum(sizes)
+        torch.manual_seed(number)
+        _, k, v, _ = inputs_of(heads, kv_heads, n, 8, 12, dtype, 2)
+        q = torch.randn(2, heads, queries, 8, dtype=dtype)
+        keep = torch.rand(2, 1, queries, n) < draw.choice([0.2, 0.9, 1.0])
+        fields = {"bias": keep}
+        if draw.random() < 0.4:
+            fields["sinks"] = torch.randn(heads)
+        if draw.random() < 0.3:
+            fields["softcap"] = 1.5
+        rows = slice(*[0, *accumulate(sizes)][rank : rank + 2])
+        mine = Mask(**{**fields, "bias": keep[..., rows]})
+        report = sharded.ShardedReport()
+        got = sharded.decode(
+            q,
+            k[:, :, rows],
+            v[:, :, rows],
+            mine,
+            group=group,
+            scale=0.4,
+            enable_gqa=True,
+            report=report,
+        )
+        upstream = torch.zeros(2, heads, queries, 12)
+        wanted = exact(q, k, v, upstream, Mask(**fields), 0.4).out if n else torch.zeros(())
+        assert got.dtype == dtype
+        assert off(got, wanted.expand(got.shape)) <= ALLOWED[dtype], (number, sizes)
+        every = [torch.empty_like(got) for _ in sizes]
+        dist.all_gather(every, got, group=group)
+        assert all(torch.equal(one, got) for one in every)
+        element = 8 if dtype == torch.float64 else 4
+        assert report.forward_bytes == (ranks - 1) * 2 * heads * queries * (12 + 1) * element
+
+
+def _all_of_it(rank: int) -> None:
+    pair = dist.new_group([0, 1])
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    _steps(rank, everyone)
+    if rank < 2:
+        _steps(rank, pair)
+
+
+def test_on_processes(tmp_path: Path) -> None:
+    spawn(_all_of_it, 3, tmp_path)
+
+
+def test_what_is_not_a_number_stays_so_and_what_is_not_seen_is_0() -> None:
+    outs, lses = torch.randn(2, 1, 3, 4), torch.randn(2, 1, 3)
+    lses[:, 0, 0] = -torch.inf
+    outs[:, 0, 0] = 0.0
+    lses[1, 0, 1] = torch.nan
+    found = merged(outs, lses)
+    assert torch.equal(found[0, 0], torch.zeros(4))
+    assert found[0, 1].isnan().all()
+    assert torch.allclose(found[0, 2], lses[:, 0, 2].softmax(0) @ outs[:, 0, 2])
+
+
+def test_without_a_group() -> None:
+    q = torch.randn(1, 2, 1, 8)
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        sharded.decode(q, q, q)
