@@ -137,12 +137,17 @@ def _dropout(rank: int, group: dist.ProcessGroup) -> None:
         (1, 1, None),
         (2 * ranks, 2 * ranks, Mask(window=(7, 0), sinks=torch.randn(2 * ranks))),
         (5, 5, Mask(causal=True)),
+        (5, 1, Mask(causal=True, offset=4)),
+        (1, 1, Mask(causal="lower_right", offset=-3)),
     ):
         torch.manual_seed(heads)
         tensors = inputs_of(heads, kv_heads, 20 * ranks, 8, 8, torch.float64, 2)
         if mask is not None and mask.sinks is not None:
             mask = replace(mask, sinks=torch.linspace(-1, 1, heads, dtype=torch.float64))
-        options = {"dropout_p": 0.4, "dropout_seed": 11, "enable_gqa": True, "is_causal": True}
+        moved = mask is not None and mask.offset is not None
+        options = {
+            "dropout_p": 0.4, "dropout_seed": 11, "enable_gqa": True, "is_causal": not moved,
+        }  # fmt: skip
         one = [t.clone().requires_grad_() for t in tensors[:3]]
         whole = qa.attention(*one, mask, **options)
         whole.backward(tensors[3])

@@ -67,7 +67,7 @@ class Sequences:
         if low >= high or not heads.length:
             return
         mine = Interval(low, high)
-        if self.units == "rows":
+        if self.units != "pairs":
             yield Block(heads, mine, (Interval(0, self.tokens),), below=self.is_causal)
             return
         if not self.is_causal:

@@ -189,9 +189,10 @@ def _computed(
         exchanged = Exchanged(Swap(group, sizes), decided.turns, calls, causal)
         out = ByHeads.apply(*flat, bias, sinks, exchanged)  # type: ignore[no-untyped-call]
     else:
-        if causal and mask is not None:
+        if causal and units != "pairs":
             # Of some rows of a head: causal then is a matter of the mask, which knows where.
-            calls = replace(calls, mask=mask & Mask(causal=True))
+            lower = Mask(causal=True)
+            calls = replace(calls, mask=lower if mask is None else mask & lower)
         call = Sharded(decided.assignment, group, calls, decided.kept)
         out = _Attention.apply(*flat, bias, sinks, call)  # type: ignore[no-untyped-call]
     if decided.widened:
