@@ -26,6 +26,12 @@ def test_turns_have_every_head_once(
     assert len(made) == min(turns, kv_heads)
 
 
+def test_turns_on_two_streams_are_for_long_calls() -> None:
+    assert len(whole_heads.turns_of(4, 8, 1e9)) == 1
+    assert len(whole_heads.turns_of(4, 8, 2e12)) == 2
+    assert len(whole_heads.turns_of(1, 8, 2e12)) == 1
+
+
 def _in_turns(rank: int) -> None:
     pairs = [dist.new_group([0, 1]), dist.group.WORLD]
     whole_heads._TURNS = 3

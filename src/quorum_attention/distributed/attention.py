@@ -172,8 +172,9 @@ def _computed(
     if len(shape) != 4:
         batch = math.prod(shape[:-3])
         flat = [t.reshape(batch, *t.shape[-3:]) for t in inputs]
+    aside = query.is_cuda and units == "pairs"
     decided = _decided(
-        sizes, shape, key.shape[-3], value.shape[-1], query.element_size(), leans, units
+        sizes, shape, key.shape[-3], value.shape[-1], query.element_size(), leans, units, aside
     )
     if decided.widened:
         flat = [t.float() for t in flat]
@@ -186,7 +187,9 @@ def _computed(
         bias = mask.bias if mask.bias is not None and mask.bias.requires_grad else None
     out: torch.Tensor
     if decided.assignment.whole_heads:
-        exchanged = Exchanged(Swap(group, sizes), decided.turns, calls, causal)
+        exchanged = Exchanged(
+            Swap(group, sizes), decided.turns, calls, causal, aside and calls.unlimited
+        )
         out = ByHeads.apply(*flat, bias, sinks, exchanged)  # type: ignore[no-untyped-call]
     else:
         if causal and units != "pairs":
@@ -232,9 +235,16 @@ def _decided(
     element: int,
     leans: bool,
     units: Literal["pairs", "rows", "heads"],
+    aside: bool,
 ) -> _Decided:
+    """Of sizes alone, so all ranks decide the same; budgets may differ.
+
+    Args:
+        aside: turns may be computed on two streams.
+    """
     of = Sequences((0, *accumulate(lengths)), query[-3], kv_heads, leans, units)
-    pairs, head_dim = math.prod(query[:-3]) * of.heads * of.tokens**2, query[-1]
+    batch, head_dim = math.prod(query[:-3]), query[-1]
+    pairs = batch * of.heads * of.tokens**2
     widened = element == 2 and pairs <= _WIDENED_PAIRS
     element = 4 if widened else element
     state = max(4, element)
@@ -244,7 +254,8 @@ def _decided(
     if assignment.whole_heads:
         # The log-sum-exp stays where it was computed.
         sizes = forward_bytes(head_dim, value_dim, element, 0)
-        turns = turns_of(kv_heads // of.ranks, of.share)
+        flops = batch * of.pairs / of.ranks * 2.0 * (head_dim + value_dim) if aside else 0.0
+        turns = turns_of(kv_heads // of.ranks, of.share, flops)
     complete = all(p.alone for p in assignment.query_pieces)
     # Vectors of all ranks, as they are gathered and as they lie in the shards.
     gathered = _vectors(assignment.query_pieces), _vectors(assignment.key_pieces)
@@ -284,6 +295,8 @@ class _Attention(torch.autograd.Function):
         out, lse, kept = forward(call, query, key, value)
         if any(ctx.needs_input_grad):
             rest = kept if call.kept else [query, key, value, out, lse]
+            # A checkpoint recomputes where something saved is asked for, and all ranks have to.
+            rest = rest or [out.new_empty(0)]
             ctx.save_for_backward(*rest, *call.calls.read())
             ctx.count = len(rest)
         ctx.call = call

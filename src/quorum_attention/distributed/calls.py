@@ -92,7 +92,7 @@ class Calls:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and log-sum-exp of some rows of some heads; the whole call's numbers of both."""
         mask = None if self.mask is None else part_of(self.mask, heads, rows, self.sizes)
-        if mask is None and self.dropout is None and self._usual and current() is None:
+        if mask is None and self.dropout is None and self.report is None and self.unlimited:
             device = compute_device(query.device, None)
             request = _request(
                 query.shape, key.shape, value.shape, query.dtype, query.device, device, causal,
@@ -144,9 +144,9 @@ class Calls:
         return [] if self.mask is None else tensors_of(self.mask)
 
     @property
-    def _usual(self) -> bool:
-        """Whether nothing is asked of how a call is run."""
-        return self.report is None and self.asked.says_nothing
+    def unlimited(self) -> bool:
+        """Whether nothing is said of how a call is run, as by a budget."""
+        return self.asked.says_nothing and current() is None
 
     def _options(self) -> dict[str, Any]:
         """For one call."""

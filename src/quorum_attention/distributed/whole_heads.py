@@ -2,8 +2,9 @@
 
 Nothing is merged and nothing added up: a rank has all rows of its heads. It may compute them in
 turns of some heads each. Then all messages are sent first, and while one turn is computed those of
-the next are on their way, and the results of the one before. What came is kept for the backward in
-place of the shards, so only the upstream gradient moves again.
+the next are on their way, and the results of the one before. On a GPU two turns are computed on two
+streams. What came is kept for the backward in place of the shards, so only the upstream gradient
+moves again.
 """
 
 from __future__ import annotations
@@ -18,11 +19,16 @@ from torch.autograd.function import once_differentiable
 
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.distributed.calls import Calls, Learned
+from quorum_attention.distributed.lanes import Lanes
 from quorum_attention.distributed.swap import Part, Swap, ToRows, opened
 
-# Into how many calls a rank's heads are cut. The end of each leaves most of the device idle for a
-# while: on H200s that takes longer than what more calls hide of the messages.
+# Into how many calls a rank's heads are cut. On one stream the end of each leaves most of the
+# device idle for a while: on H200s that takes longer than what more calls hide of the messages.
 _TURNS = 1
+# On two streams the next one fills it: two calls were faster than one, and than three or four,
+# where a rank has at least so many floating-point operations (about a millisecond).
+_SIDE_BY_SIDE = 2
+_WORTH_IT = 5e11
 
 
 class Turn(NamedTuple):
@@ -32,14 +38,15 @@ class Turn(NamedTuple):
     kv_heads: tuple[int, int]
 
 
-def turns_of(kv_heads: int, shared: int) -> list[Turn]:
+def turns_of(kv_heads: int, shared: int, flops: float = 0.0) -> list[Turn]:
     """The turns of a rank's share.
 
     Args:
         kv_heads: key/value heads of the share.
         shared: query heads of each.
+        flops: floating-point operations of a forward, where turns are computed on two streams.
     """
-    count = min(_TURNS, kv_heads)
+    count = min(_SIDE_BY_SIDE if flops >= _WORTH_IT else _TURNS, kv_heads)
     edges = [kv_heads * turn // count for turn in range(count + 1)]
     return [Turn((low * shared, high * shared), (low, high)) for low, high in pairwise(edges)]
 
@@ -50,12 +57,14 @@ class Exchanged:
 
     Attributes:
         calls: how its attention calls are made.
+        side_by_side: turns are computed on two streams.
     """
 
     swap: Swap
     turns: Sequence[Turn]
     calls: Calls
     is_causal: bool
+    side_by_side: bool = False
 
     def numbers(self, turn: Turn, heads: int) -> tuple[Interval, Interval]:
         """Heads and rows of a turn in the whole call, which has so many heads."""
@@ -75,14 +84,18 @@ def forward(
     swap = call.swap
     coming = [swap.to_heads(_parts(turn, query, key, value)) for turn in call.turns]
     out = query.new_empty((*query.shape[:3], value.shape[3]))
-    kept, going = [], []
-    for turn, now in zip(call.turns, coming, strict=True):
-        rows, keys, values = now.arrived()
-        numbers = call.numbers(turn, query.shape[1])
-        part, lse = call.calls.forward(rows, keys, values, call.is_causal, *numbers)
-        going.append(swap.to_rows(part, out, turn.heads[0]))
+    lanes, kept, going = Lanes(query.device, call.side_by_side), [], []
+    for number, (turn, now) in enumerate(zip(call.turns, coming, strict=True)):
+        lanes.reads(number, now.inbox, now.outbox)
+        with lanes.turn(number):
+            rows, keys, values = now.arrived()
+            numbers = call.numbers(turn, query.shape[1])
+            part, lse = call.calls.forward(rows, keys, values, call.is_causal, *numbers)
+            going.append(swap.to_rows(part, out, turn.heads[0]))
+        lanes.leaves(part, lse, going[-1].inbox, going[-1].message)
         if keep:
             kept += [now.inbox, part, lse]
+    lanes.meet()
     for one in going:
         one.written()
     if call.calls.report is not None:
@@ -108,11 +121,17 @@ def backward(
     swap = call.swap
     coming = [swap.to_heads([(grad_out, turn.heads)]) for turn in call.turns]
     grads = [grad_out.new_empty(shape) for shape in shapes]
-    going: list[ToRows] = []
+    lanes, going = Lanes(grad_out.device, call.side_by_side), list[ToRows]()
     for number, (turn, now) in enumerate(zip(call.turns, coming, strict=True)):
-        (upstream,) = now.arrived()
-        given = (upstream, *kept[3 * number : 3 * number + 3])
-        going += _turned_back(call, turn, given, grads, learned)
+        held = kept[3 * number : 3 * number + 3]
+        lanes.reads(number, now.inbox, now.outbox, *held)
+        with lanes.turn(number):
+            (upstream,) = now.arrived()
+            back = _turned_back(call, turn, (upstream, *held), grads, learned)
+        for one in back:
+            lanes.leaves(one.inbox, one.message)
+        going += back
+    lanes.meet()
     for one in going:
         one.written()
     if call.calls.report is not None:
