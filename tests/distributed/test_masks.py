@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from helpers_masks import exact, off, random_mask
 from helpers_ranks import inputs_of, spawn
+from torch.utils.checkpoint import checkpoint
 
 import quorum_attention as qa
 from quorum_attention import Mask
@@ -164,6 +165,23 @@ def _dropout(rank: int, group: dist.ProcessGroup) -> None:
     assert not torch.equal(out, sharded.attention(q, k, v, dropout_p=0.5, group=group))
 
 
+def _recomputed(rank: int, group: dist.ProcessGroup) -> None:
+    """Under a checkpoint all ranks recompute, also those that had nothing to compute."""
+    q, upstream = (torch.randn(1, 1, 6, 8, dtype=torch.float64) for _ in range(2))
+    for reentrant in (False, True):
+        grads = []
+        for checkpointed in (False, True):
+            x = q.clone().requires_grad_()
+
+            def call(x: torch.Tensor) -> torch.Tensor:
+                return sharded.attention(x, x, x, group=group, dropout_p=0.3, dropout_seed=2)
+
+            out = checkpoint(call, x, use_reentrant=reentrant) if checkpointed else call(x)
+            out.backward(upstream)
+            grads.append(x.grad)
+        assert torch.equal(*grads)
+
+
 def _under_autocast(rank: int, group: dist.ProcessGroup) -> None:
     q, k, v = (torch.randn(1, 2, 8, 8, requires_grad=True) for _ in range(3))
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -209,6 +227,7 @@ def _all_of_it(rank: int) -> None:
         _random_masks(rank, pair, 14)
         _dropout(rank, pair)
         _biases_learn(rank, pair)
+        _recomputed(rank, pair)
         _under_autocast(rank, pair)
         _refusals(rank, pair)
 

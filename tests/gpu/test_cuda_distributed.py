@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -27,14 +28,17 @@ SHAPES = [
 
 
 def _all_of_it(rank: int) -> None:
-    for turns in (3, 1):
-        whole_heads._TURNS = turns
+    # Three turns on one stream, one, and two on two streams.
+    for turns, worth_it in ((3, 1e30), (1, 1e30), (1, 0.0)):
+        whole_heads._TURNS, whole_heads._WORTH_IT = turns, worth_it
+        import_module("quorum_attention.distributed.attention")._decided.cache_clear()
         for number, (heads, kv_heads, sizes, causal) in enumerate(SHAPES):
             for dtype in (torch.bfloat16, torch.float16, torch.float32):
                 torch.manual_seed(number)
                 tensors = inputs_of(heads, kv_heads, sum(sizes), 64, 64, dtype, 1 + number % 2)
                 compare(rank, list(sizes), tensors, causal, lengths=sizes)
     random_calls(11, 30)
+    _again_and_again(rank)
     _no_waits()
     _masks(rank)
 
@@ -66,6 +70,28 @@ def _masks(rank: int) -> None:
             found = [out, *(t.grad for t in (q, k, v))]
             for got, true in zip(found, (wanted.out, *wanted.grads), strict=False):
                 assert off(got.cpu(), true[:, :, rows]) < 3e-2, (heads, list(fields))
+
+
+def _again_and_again(rank: int) -> None:
+    """Two streams share memory that is given out again and again: no call reads another's."""
+    torch.manual_seed(3)
+    n = 2048
+    tensors = inputs_of(16, 4, 2 * n, 128, 128, torch.bfloat16, 1)
+    mine = [t[:, :, n * rank : n * rank + n].clone() for t in tensors]
+    wanted: list[torch.Tensor] = []
+    for number in range(60):
+        q, k, v = (t.clone().requires_grad_() for t in mine[:3])
+        with torch.set_grad_enabled(number % 3 != 1):
+            out = sharded.attention(q, k, v, is_causal=True, enable_gqa=True, lengths="equal")
+        # Memory that the call has let go of is written to at once.
+        scribbled = [torch.full((1 << (20 + size),), torch.nan).to(HOME[0]) for size in range(4)]
+        if out.requires_grad:
+            out.backward(mine[3])
+        del scribbled
+        found = [out.detach(), *(t.grad for t in (q, k, v) if t.grad is not None)]
+        wanted = wanted or found
+        for got, first in zip(found, wanted, strict=False):
+            assert off(got, first) < 1e-2, number
 
 
 def _no_waits() -> None:
