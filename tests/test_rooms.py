@@ -25,7 +25,7 @@ FLOORS = (
     ("call",),
     ("passes",),
     ("autograd",),
-    ("pool",),
+    ("pool", "repeated"),
     ("traced",),
     ("api",),
     ("sdpa",),

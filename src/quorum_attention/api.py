@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from quorum_attention.autograd import attend, output
+from quorum_attention.autograd import attend
 from quorum_attention.call.gradients import given_of
 from quorum_attention.call.options import Budget, Devices, Written, several
 from quorum_attention.call.request import Request, Tensors, request_of
@@ -20,6 +20,7 @@ from quorum_attention.kernels.uncompiled import uncompiled
 from quorum_attention.mask import Mask
 from quorum_attention.passes import beside_casts, run_backward
 from quorum_attention.planner.plan import Plan
+from quorum_attention.repeated import again, like, output
 from quorum_attention.traced import as_operator
 
 _Call = tuple[Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, Any]
@@ -131,8 +132,17 @@ def attention(
     )  # fmt: skip
     if torch.compiler.is_dynamo_compiling() or is_traced(query, key, value):
         return _traced(call, written)[0]
+    plain = written.says_nothing and (
+        attn_mask is None and out is None and out_dtype is None and dropout_seed is None
+        and type(dropout_p) is float and dropout_p == 0.0
+    )  # fmt: skip
+    name = like(query, key, value, is_causal, scale, enable_gqa) if plain else None
+    if name is not None:
+        found = again(name, query, key, value, is_causal)
+        if found is not None:
+            return found
     made = request_of if devices is None else _request_of
-    return output(*made("attention", *call, filled(written)), out)
+    return output(*made("attention", *call, filled(written)), out, name, call[:3])
 
 
 def attention_with_lse(

@@ -20,7 +20,7 @@ from quorum_attention.call.validation import as_tensor
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.traits import captures
 from quorum_attention.kernels.uncompiled import uncompiled
-from quorum_attention.passes import beside_casts, run_backward, run_forward, run_recorded
+from quorum_attention.passes import beside_casts, run_backward, run_forward
 from quorum_attention.planner.options import Options
 
 SECOND = (
@@ -246,15 +246,9 @@ def _in_words(
     return tuple(None if grad is None else next(made) for grad in grads)
 
 
-def recorded(tensors: Tensors, request: Request) -> torch.Tensor | None:
-    """The output of a small call, as torch's own autograd records it if anything does: that takes
-    half the time of ``differentiable``. None: it is no such call."""
-    if request.records and (
-        torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
-    ):
-        return None
-    found = run_recorded(tensors, request)
-    if found is not None and found.grad_fn is not None:
+def named_derivative(found: torch.Tensor) -> torch.Tensor:
+    """``found``, made by an operator of torch's; a second derivative of it meets a clear error."""
+    if found.grad_fn is not None:
         found.grad_fn.register_hook(_in_words)
     return found
 
@@ -278,9 +272,3 @@ def attend(
         if out is not None:
             return as_tensor(out, "out", written=True), request.back(lse)
     return request.back(result), request.back(lse)
-
-
-def output(tensors: Tensors, request: Request, out: torch.Tensor | None) -> torch.Tensor:
-    """``attend`` without the log-sum-exp, for which a small call takes less."""
-    result = recorded(tensors, request)
-    return attend(tensors, request, out)[0] if result is None else request.back(result)

@@ -37,7 +37,7 @@ from quorum_attention.execution.workload import GroupSize, groups
 from quorum_attention.kernels.delta import exact_carrier
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.outside import without_autocast
-from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.protocol import InnerKernel, Recorded
 from quorum_attention.kernels.select import without_dropout
 from quorum_attention.kernels.sinks import sinks_gradient
 from quorum_attention.kernels.traits import check_mask_gradient
@@ -103,11 +103,10 @@ def decide_forward(tensors: Tensors, request: Request) -> tuple[Asked, Decision]
     return asked, decide(asked)
 
 
-def run_recorded(tensors: Tensors, request: Request) -> torch.Tensor | None:
-    """The output of a small call by an operator that torch's autograd records, if it records, with
-    all that the backward needs; None where that is not the whole of it."""
-    query, key, value, mask, _ = tensors
-    work = request.work
+def recording_kernel(tensors: Tensors, request: Request) -> Recorded | None:
+    """The kernel that runs a small call by an operator that torch's autograd records, if it
+    records, with all that the backward needs; None where that is not the whole of it."""
+    mask, work = tensors.mask, request.work
     other = (
         request.dropout is not None or work.sinks or request.mask_grad or request.out is not None
         or request.out_dtype != work.dtype or request.sums or len(work.batch_shape) != 1
@@ -122,12 +121,23 @@ def run_recorded(tensors: Tensors, request: Request) -> torch.Tensor | None:
         return None
     place = forward_place(tensors, request)
     asked = Asked(work, request.options, place, work.dtype, request.records, False)
-    kernel = decide_recorded(asked) if place.in_place else None
-    if kernel is None:
-        return None
+    return decide_recorded(asked) if place.in_place else None
+
+
+def run_recorded(
+    kernel: Recorded,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    causal: bool,
+    scale: float,
+    bias: Callable[[], torch.Tensor] | None = None,
+) -> torch.Tensor | None:
+    """The output of a small call by ``recording_kernel``; None: it is odd, or memory ran out."""
     try:
-        bias = None if mask is None else MaskView(mask, 1).whole(work.dtype, request.options.device)
-        return kernel.recorded_forward(query, key, value, work.is_causal, request.scale, bias)
+        return kernel.recorded_forward(
+            query, key, value, causal, scale, None if bias is None else bias()
+        )
     except Exception as error:
         if not is_out_of_memory(error):
             raise
