@@ -17,7 +17,7 @@ import triton.language as tl
 
 from quorum_attention.kernels.native.dropout_triton import dropout_lot, dropped
 from quorum_attention.kernels.native.loads_triton import block_rows, lane_of
-from quorum_attention.kernels.native.scores_triton import kept, modified
+from quorum_attention.kernels.native.scores_triton import kept, keys_kept, modified
 from quorum_attention.kernels.native.walk_triton import keys_of_run, rows_of_run
 
 
@@ -172,11 +172,12 @@ def query_kernel(
     PLAIN: tl.constexpr, SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, BIAS: tl.constexpr, WINDOW: tl.constexpr, BITS: tl.constexpr,
     READ: tl.constexpr, PRECISION: tl.constexpr, DROPOUT: tl.constexpr,
+    RAGGED: tl.constexpr,
 ):  # fmt: skip
     """Add a task's dQ (b, h, n, d) to ``grad_query``, or write it there (ADD False).
 
     ``starts`` and ``entries``: by blocks of BLOCK_M queries. ``norms`` (2, b * hk): squared norms
-    of grad_out and of value, read where EASED.
+    of grad_out and of value, read where EASED. RAGGED: pipeline stages of ragged parts.
     """
     program = tl.program_id(0)
     block = n_blocks - 1 - program % n_blocks
@@ -260,9 +261,9 @@ def query_kernel(
         for side in range(2 if WINDOW else 1):
             part_low = tl.where(side == 1, start, end)
             part_high = tl.where(side == 1, begin, stop)
-            for at_key in tl.range(part_low, part_high, BLOCK_N, num_stages=1):
+            for at_key in tl.range(part_low, part_high, BLOCK_N, num_stages=RAGGED):
                 keys = at_key + columns
-                keep = kept(
+                keep = keys_kept(
                     rows[:, None], keys[None, :], row_low, row_high, part_low, part_high,
                     diagonal, distance, left, right, WINDOW,
                 )  # fmt: skip
@@ -372,6 +373,7 @@ def key_kernel(
     PLAIN: tl.constexpr, SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, BIAS: tl.constexpr, GRAD_BIAS: tl.constexpr, WINDOW: tl.constexpr,
     BITS: tl.constexpr, READ: tl.constexpr, PRECISION: tl.constexpr, DROPOUT: tl.constexpr,
+    RAGGED: tl.constexpr,
 ):  # fmt: skip
     """Add a task's dK (b, hk, m, d) and dV (b, hk, m, dv), or write them (ADD False).
 
@@ -472,7 +474,7 @@ def key_kernel(
             for side in range(2):
                 part_low = tl.where(side == 1, end, start)
                 part_high = tl.where(side == 1, stop, begin)
-                for at_row in tl.range(part_low, part_high, BLOCK_M, num_stages=1):
+                for at_row in tl.range(part_low, part_high, BLOCK_M, num_stages=RAGGED):
                     wide_row = tl.cast(at_row, tl.int64)
                     rows = at_row + tile_rows
                     keep = kept(

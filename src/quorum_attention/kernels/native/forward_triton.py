@@ -13,7 +13,7 @@ import triton.language as tl
 
 from quorum_attention.kernels.native.dropout_triton import dropout_lot, dropped
 from quorum_attention.kernels.native.loads_triton import block_rows, lane_of
-from quorum_attention.kernels.native.scores_triton import kept, modified
+from quorum_attention.kernels.native.scores_triton import keys_kept, modified
 from quorum_attention.kernels.native.walk_triton import keys_of_run
 
 
@@ -155,6 +155,7 @@ def forward_kernel(
     READ: tl.constexpr,
     PRECISION: tl.constexpr,
     DROPOUT: tl.constexpr,
+    RAGGED: tl.constexpr,
 ):
     """Merge a task's runs into (out, lse), or write them there (RESUME False).
 
@@ -163,6 +164,7 @@ def forward_kernel(
     a table from runs.py, by blocks of BLOCK_M queries. ``bias_row``, ``bias_column``: local
     positions of the mask's first row and column. ``group``: query heads of a key head. ``drops``:
     numbers from ``launch.dropout_numbers``, read with DROPOUT (see ``dropout_triton.dropped``).
+    RAGGED: pipeline stages of ragged parts.
     """
     program = tl.program_id(0)
     # The last blocks of a causal task take longest, so they start first.
@@ -250,9 +252,9 @@ def forward_kernel(
         for side in range(2 if WINDOW else 1):
             part_low = tl.where(side == 1, start, end)
             part_high = tl.where(side == 1, begin, stop)
-            for at_key in tl.range(part_low, part_high, BLOCK_N, num_stages=1):
+            for at_key in tl.range(part_low, part_high, BLOCK_N, num_stages=RAGGED):
                 keys = at_key + columns
-                keep = kept(
+                keep = keys_kept(
                     rows[:, None], keys[None, :], row_low, row_high, part_low, part_high,
                     diagonal, distance, left, right, WINDOW,
                 )  # fmt: skip

@@ -21,6 +21,8 @@ _TYPICAL = -8
 _LARGEST_LIFT = 14
 # The largest offset inside a tile, in elements, that fits 32 bits with room for a row's columns.
 _LARGEST_OFFSET = 2**31 - 2**16
+# The most columns of a tile whose ragged parts are pipelined.
+_WIDEST_RAGGED = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,7 @@ def launch_forward(
             given.scale, extras.options.softcap, *extras.options.bounds,
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, LIFT=lift, LIFTED=2.0**lift,
             RESUME=resume, READ=way, DROPOUT=_dropout(extras, runs),
+            RAGGED=_ragged(config.stages, extras, width),
             **_shared(given, extras, head_dim, value.shape[-1]),
             num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
@@ -196,7 +199,8 @@ def launch_backward(
                 heads, group, n_queries, m, by_query_runs.n_blocks, key_lanes,
                 *strides, *grads[0].stride()[:3], *masks, *scores,
                 BLOCK_M=by_query.block_m, BLOCK_N=by_query.block_n, **lengths,
-                READ=way, DROPOUT=_dropout(extras, by_query_runs), **softened,
+                READ=way, DROPOUT=_dropout(extras, by_query_runs),
+                RAGGED=_ragged(min(2, by_query.stages), extras, width), **softened,
                 num_warps=by_query.warps, num_stages=by_query.stages,
             )  # fmt: skip
         if by_key_runs.n_blocks:
@@ -210,7 +214,8 @@ def launch_backward(
                 *strides, *grads[1].stride()[:3], *grads[2].stride()[:3], *masks, *bias_strides,
                 *scores, BLOCK_M=by_key.block_m, BLOCK_N=by_key.block_n, **lengths,
                 GRAD_BIAS=grad_bias is not None, READ=way,
-                DROPOUT=_dropout(extras, by_key_runs), **softened,
+                DROPOUT=_dropout(extras, by_key_runs),
+                RAGGED=_ragged(min(2, by_key.stages), extras, width), **softened,
                 num_warps=by_key.warps, num_stages=by_key.stages,
             )  # fmt: skip
 
@@ -280,6 +285,13 @@ def _shared(given: Operands, extras: Extras, head_dim: int, value_dim: int) -> d
 def _dropout(extras: Extras, runs: Runs) -> int:
     """Whether pairs are dropped, and how (``dropout_triton.dropped``)."""
     return 0 if extras.drops is None else 1 + runs.aligned
+
+
+def _ragged(stages: int, extras: Extras, width: int) -> int:
+    """Pipeline stages of the ragged parts of runs: more than one under a window, where these are
+    much of all, and where it has been measured (docs/native.md)."""
+    other = extras.bias is not None or extras.drops is not None or extras.query_bits is not None
+    return stages if extras.options.windowed and width <= _WIDEST_RAGGED and not other else 1
 
 
 def _as_read(
