@@ -133,12 +133,12 @@ def attention(
     if torch.compiler.is_dynamo_compiling() or is_traced(query, key, value):
         return _traced(call, written)[0]
     plain = written.says_nothing and (
-        attn_mask is None and out is None and out_dtype is None and dropout_seed is None
+        out is None and out_dtype is None and dropout_seed is None
         and type(dropout_p) is float and dropout_p == 0.0
     )  # fmt: skip
-    name = like(query, key, value, is_causal, scale, enable_gqa) if plain else None
+    name = like(query, key, value, attn_mask, is_causal, scale, enable_gqa) if plain else None
     if name is not None:
-        found = again(name, query, key, value, is_causal)
+        found = again(name, query, key, value)
         if found is not None:
             return found
     made = request_of if devices is None else _request_of

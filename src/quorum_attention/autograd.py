@@ -47,7 +47,7 @@ def _without_defaults(forward: Callable[..., Any]) -> Callable[..., Any]:
 _ANY = Signature([Parameter("args", Parameter.VAR_POSITIONAL)])
 
 
-class _Function(torch.autograd.Function):
+class Quick(torch.autograd.Function):
     """torch's ``Function`` with a quicker ``apply``, for a ``forward`` without defaults."""
 
     @classmethod
@@ -61,7 +61,7 @@ class _Function(torch.autograd.Function):
         return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
 
-class _Attention(_Function):
+class _Attention(Quick):
     @staticmethod
     @_without_defaults
     def forward(
@@ -97,16 +97,12 @@ class _Attention(_Function):
             grad_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
         needed = ctx.needs_input_grad
         learned = (needed[3], needed[4])
-        read = (
+        grads = _gradients(
             grad_out, query, key, value, out, lse, mask, sinks, grad_lse, ctx.request, learned,
         )  # fmt: skip
-        # As a function of autograd's only where a second derivative could be asked for.
-        others = [t for t in (mask, sinks, grad_lse) if t is not None]
-        seen = records(grad_out, query, key, value, *others)
-        grads = _Gradients.apply(*read) if seen else _Gradients.forward(*read)
         of_others = iter(grads[3:])
-        grads = (*grads[:3], *(next(of_others) if wanted else None for wanted in learned))
-        return (*(g if n else None for g, n in zip(grads, needed, strict=False)), None)
+        every = (*grads[:3], *(next(of_others) if wanted else None for wanted in learned))
+        return (*(g if n else None for g, n in zip(every, needed, strict=False)), None)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -122,7 +118,7 @@ class _Attention(_Function):
         return _Attention.apply(query, key, value, mask, sinks, mapped), (0, 0)
 
 
-class _Gradients(_Function):
+class _Gradients(Quick):
     """The backward as a function of its own, so that a second derivative meets a clear error."""
 
     @staticmethod
@@ -180,6 +176,14 @@ class _Gradients(_Function):
         return found, (0,) * len(found)
 
 
+def _gradients(*read: Any) -> tuple[torch.Tensor, ...]:
+    """``_Gradients``: as a function of autograd's only where a second derivative could be asked
+    for."""
+    seen = records(*(t for t in read if isinstance(t, torch.Tensor)))
+    made: tuple[torch.Tensor, ...] = _Gradients.apply(*read) if seen else _Gradients.forward(*read)
+    return made
+
+
 def refuse_mapped(dim: int | None) -> None:
     """Refuse sinks, or a gradient of them, with a dimension that torch.vmap maps over."""
     if dim is not None:
@@ -215,7 +219,7 @@ def mask_in_front(mask: torch.Tensor | None, dim: int | None, rank: int) -> torc
     return mask.reshape(mask.shape[0], *(1,) * (rank - mask.dim()), *mask.shape[1:])
 
 
-class _First(_Function):
+class _First(Quick):
     """A first derivative, so that a second one meets a clear error."""
 
     @staticmethod
@@ -251,6 +255,21 @@ def named_derivative(found: torch.Tensor) -> torch.Tensor:
     if found.grad_fn is not None:
         found.grad_fn.register_hook(_in_words)
     return found
+
+
+def gradients(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    request: Request,
+) -> tuple[torch.Tensor, ...]:
+    """The gradients of query, key and value of a call, as its backward gives them."""
+    return _gradients(
+        grad_out, query, key, value, out, lse, None, None, None, request, (False, False)
+    )
 
 
 def differentiable(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch.Tensor]:

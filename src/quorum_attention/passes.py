@@ -62,7 +62,7 @@ _JobOf = Callable[[Call, PassReport | None, Progress | None], Job]
 def run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse), planned and run; ``out`` is the request's, if it has one."""
     work, out, query = request.work, request.out, tensors.query
-    if _is_trivial(tensors):
+    if is_trivial(tensors):
         rows = tuple(query.shape[:-1])
         if out is None:
             size = (*rows, work.value_dim)
@@ -115,7 +115,7 @@ def recording_kernel(tensors: Tensors, request: Request) -> Recorded | None:
         or (request.records and work.dtype != torch.float32)
         or backend_of(request.options.device).own_memory
     )  # fmt: skip
-    if other or _is_trivial(tensors):
+    if other or is_trivial(tensors):
         return None
     if mask is not None and mask.dtype == torch.bool and 4 * mask.numel() > _MOST_BIAS:
         return None
@@ -155,7 +155,7 @@ def run_backward(tensors: Tensors, request: Request, given: Given) -> tuple[torc
                 given.grad_out, given.out, given.lse, tensors.sinks, given.grad_lse
             )
         return (*found, of_sinks)
-    if request.runner is not None and not _is_trivial(tensors):
+    if request.runner is not None and not is_trivial(tensors):
         return request.runner.backward(tensors, request, given)
     if not given.of_mask:
         return _run_backward(tensors, request, given)
@@ -169,7 +169,7 @@ def run_backward(tensors: Tensors, request: Request, given: Given) -> tuple[torc
 def _run_backward(tensors: Tensors, request: Request, given: Given) -> tuple[torch.Tensor, ...]:
     query, key, value, mask, _ = tensors
     grads = given.grads
-    if _is_trivial(tensors):
+    if is_trivial(tensors):
         found = grads or tuple(torch.empty_like(t) for t in (query, key, value))
         of_mask = (_mask_target(mask, given),) if given.of_mask and mask is not None else ()
         return tuple(t.zero_() for t in (*found, *of_mask))
@@ -313,7 +313,7 @@ def _run(
             for sums in request.sums:
                 spent = time.perf_counter() - begun
                 sums.total.add(decision.kernel.name, backward=asked.backward, seconds=spent)
-            return tuple([_whole(made) for made in found])
+            return tuple([as_own(made) for made in found])
         decision = decide_again(asked, decision)
     device, watched = request.options.device, request.report
     recoveries: list[str] = []
@@ -348,7 +348,7 @@ def _run(
             )
         if results is not None:
             _add_up(request, plan, report)
-            return tuple([r if any(r is g for g in given) else _whole(r) for r in results])
+            return tuple([r if any(r is g for g in given) else as_own(r) for r in results])
         recoveries = report.recoveries
         decision = decide_again(asked, decision)
 
@@ -437,7 +437,7 @@ def progress_of(request: Request) -> AbstractContextManager[Progress | None]:
     return nullcontext(request.progress)
 
 
-def _is_trivial(tensors: Tensors) -> bool:
+def is_trivial(tensors: Tensors) -> bool:
     """Whether the results are empty or all zeros."""
     return 0 in (tensors.query.numel(), tensors.value.numel())
 
@@ -451,7 +451,7 @@ def _together(request: Request, given: Given) -> bool:
     return same and grad_out.device == out.device == lse.device == device
 
 
-def _whole(made: torch.Tensor) -> torch.Tensor:
+def as_own(made: torch.Tensor) -> torch.Tensor:
     """A result that autograd does not know as a view: a caller may not write in place to a view
     that was made without gradients."""
     return made.data if made._is_view() else made

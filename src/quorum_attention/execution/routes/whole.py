@@ -146,7 +146,7 @@ class Whole(Route):
         every = next(groups(work, GroupSize(work.batch, work.kv_heads)))
         lse = job.tensors.get("lse")
         if lse is not None:
-            lse = _without_empty_rows(lse.to(call.device))
+            lse = without_empty_rows(lse.to(call.device))
         n_groups = len(machine.groups_left)
         for done, group in enumerate(machine.whole_groups(HERE), start=1):
             alone = None if group == every else group
@@ -196,7 +196,7 @@ def at_once(job: Job) -> tuple[torch.Tensor, ...] | None:
     """
     call, lse = job.call, job.tensors.get("lse")
     if lse is not None:
-        lse = _without_empty_rows(lse)
+        lse = without_empty_rows(lse)
     mask = None if call.mask is None else call.mask.whole(call.work.dtype, call.device)
     if lse is not None and materialises(call.work, call.kernel):
         parts = _materialised(job, lse, mask)
@@ -281,7 +281,8 @@ def _four(tensor: torch.Tensor, work: Workload) -> torch.Tensor:
     return tensor.reshape(work.batch, *tensor.shape[dims:]) if dims else tensor.unsqueeze(0)
 
 
-def _without_empty_rows(lse: torch.Tensor) -> torch.Tensor:
+def without_empty_rows(lse: torch.Tensor) -> torch.Tensor:
+    """``lse`` as operators take it."""
     # A row without keys has scores -inf and lse -inf. With lse 0 instead, exp(score - lse) is 0,
     # not NaN.
     return lse.nan_to_num(nan=math.nan, posinf=math.inf, neginf=0.0)

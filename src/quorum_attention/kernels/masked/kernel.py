@@ -216,6 +216,10 @@ class MaskedKernel:
         dropout: Dropout | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``WholeCalls``; ``out`` is rounded once, to ``out_dtype``."""
+        if self._native and self._uniform:
+            return self._native[self._distinct[0]].whole_forward(
+                query, key, value, causal, scale, bias, out_dtype, dropout
+            )
         if self._native:
             parts = [
                 native.whole_forward(
@@ -248,6 +252,10 @@ class MaskedKernel:
         dropout: Dropout | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See ``WholeCalls``; gradients are rounded once, to ``grad_dtype``."""
+        if self._native and self._uniform:
+            return self._native[self._distinct[0]].whole_backward(
+                grad_out, query, key, value, out, lse, causal, scale, bias, grad_dtype, dropout
+            )
         if self._native:
             parts = [
                 native.whole_backward(

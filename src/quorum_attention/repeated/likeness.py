@@ -1,0 +1,122 @@
+"""What a call is remembered as: all that its checks and its decision look at."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
+
+from quorum_attention.call.settings import current
+from quorum_attention.execution.device.lookup import BACKENDS
+from quorum_attention.kernels.registry import registrations
+from quorum_attention.mask import Mask
+from quorum_attention.planner.calibration import rates_known
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_WORD = 16
+
+
+def like(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any,
+    is_causal: Any,
+    scale: Any,
+    enable_gqa: Any,
+) -> Hashable | None:
+    """What a call without other options is looked up by; None if it is none that is remembered.
+
+    Calls of one name differ in their numbers only, and on a CPU in how many keys they have: a model
+    that decodes has another number at every call, and decisions round it up (``planner/small.py``).
+    """
+    for tensor in (query, key, value):
+        # A tensor of another kind may not even have sizes.
+        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
+            return None
+        if tensor.dim() != 4 or tensor.is_neg():
+            return None
+    if type(is_causal) is not bool or type(enable_gqa) is not bool:
+        return None
+    if scale is not None and type(scale) is not float:
+        return None
+    kind = query.device.type
+    if kind == "cpu":
+        own = _on_a_cpu(query, key, value, is_causal) if attn_mask is None else None
+    elif kind == "cuda":
+        own = _on_a_gpu(query, key, value, attn_mask)
+    else:
+        own = None
+    if own is None or _is_unusual(kind):
+        return None
+    records = torch.is_grad_enabled() and (
+        query.requires_grad or key.requires_grad or value.requires_grad
+    )
+    return (
+        own, query.dtype, key.dtype, value.dtype, query.device, key.device, value.device,
+        is_causal, scale, enable_gqa, records, BACKENDS[kind],
+        torch.are_deterministic_algorithms_enabled(), registrations(), rates_known(),
+    )  # fmt: skip
+
+
+def _on_a_cpu(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool
+) -> Hashable | None:
+    n_keys = key.shape[2]
+    if n_keys == 0 or value.shape[2] != n_keys or BACKENDS["cuda"].is_here():
+        return None
+    if query.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1:
+        return None
+    keys = n_keys if is_causal else (n_keys - 1).bit_length()
+    others = (*key.shape[:2], key.shape[3], *value.shape[:2], value.shape[3])
+    return (query.shape, others, keys)
+
+
+def _on_a_gpu(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: Any
+) -> Hashable | None:
+    mask = () if attn_mask is None else _described(attn_mask)
+    if mask is None:
+        return None
+    return (
+        query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
+        query.data_ptr() % _WORD, key.data_ptr() % _WORD, value.data_ptr() % _WORD,
+        torch.cuda.current_device(), mask,
+    )  # fmt: skip
+
+
+def _described(mask: Any) -> Hashable | None:
+    """A ``Mask`` without tensors, functions and other masks, in numbers; None for others."""
+    if type(mask) is not Mask or mask.either or mask.every:
+        return None
+    tensors = (mask.documents, mask.key_lengths, mask.key_padding, mask.bias, mask.sinks)
+    if mask.keeps is not None or any(tensor is not None for tensor in tensors):
+        return None
+    for number in (mask.offset, mask.chunk):
+        if number is not None and type(number) is not int:
+            return None
+    if mask.softcap is not None and type(mask.softcap) is not float:
+        return None
+    return (mask.causal, mask.offset, mask.sides, mask.chunk, mask.softcap)
+
+
+def _is_unusual(kind: str) -> bool:
+    """Whether anything is active under which a call is not what its arguments say: settings, a
+    trace or a mode, a transformation, forward-mode, autocast."""
+    return (
+        current() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or _len_torch_dispatch_stack_pre_dispatch() > 0
+        or torch._C._is_tracing()
+        or is_transformed()
+        or torch.is_autocast_enabled(kind)
+    )
+
+
+def is_transformed() -> bool:
+    """Whether a transformation of torch.func or forward-mode is active."""
+    return bool(
+        torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    )

@@ -1,0 +1,47 @@
+"""Small calls on a CPU: torch's own operator, which torch's own autograd records."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from quorum_attention.autograd import named_derivative
+from quorum_attention.call.request import Request, Tensors
+from quorum_attention.execution.masks import MaskView
+from quorum_attention.kernels.protocol import Recorded
+from quorum_attention.passes import recording_kernel, run_recorded
+from quorum_attention.repeated.likeness import is_transformed
+
+
+class Small(NamedTuple):
+    """How a small call is run: the operator's kernel, and the factor of the scores."""
+
+    kernel: Recorded
+    is_causal: bool
+    scale: float
+
+    def output(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor | None:
+        """The output; None if that is not the whole of it."""
+        found = run_recorded(self.kernel, query, key, value, self.is_causal, self.scale)
+        return None if found is None else named_derivative(found)
+
+
+def small(tensors: Tensors, request: Request) -> tuple[Small, torch.Tensor] | None:
+    """How a small call is run, and its output; None if it is not the operator alone."""
+    if request.records and is_transformed():
+        return None
+    kernel = recording_kernel(tensors, request)
+    if kernel is None:
+        return None
+    query, key, value, mask, _ = tensors
+    made = Small(kernel, request.work.is_causal, request.scale)
+    if mask is None:
+        found = made.output(query, key, value)
+        return None if found is None else (made, found)
+    bias = partial(MaskView(mask, 1).whole, request.work.dtype, request.options.device)
+    found = run_recorded(kernel, query, key, value, made.is_causal, made.scale, bias)
+    return None if found is None else (made, named_derivative(found))

@@ -1,0 +1,181 @@
+"""Calls on a GPU that are one kernel call: made again without asking how much memory is free.
+
+A call that is not small is planned each time, because what is free may have changed. Asking takes
+longer than many calls, and may wait for the device. One that was made whole before is made so
+again as it is; where memory runs out, it is planned as any other, by what is free then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from quorum_attention.autograd import Quick, gradients
+from quorum_attention.call.gradients import Given
+from quorum_attention.call.request import Request, Tensors
+from quorum_attention.execution.call import operand
+from quorum_attention.execution.memory import is_out_of_memory
+from quorum_attention.execution.routes.whole import Whole as WholeRoute
+from quorum_attention.execution.routes.whole import without_empty_rows
+from quorum_attention.execution.scaling import scales
+from quorum_attention.execution.takes import corrected_bytes
+from quorum_attention.kernels.masked import MaskedKernel
+from quorum_attention.kernels.native import NativeKernel
+from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.registry import get_kernel, registrations
+from quorum_attention.kernels.traits import whole_calls
+from quorum_attention.kernels.uncompiled import uncompiled
+from quorum_attention.passes import (
+    as_own,
+    decide_backward,
+    decide_forward,
+    is_trivial,
+)
+from quorum_attention.planner.decide import Decision
+from quorum_attention.repeated.likeness import is_transformed
+
+_Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(slots=True, eq=False)
+class Whole:
+    """A call that is one kernel call.
+
+    Attributes:
+        request: the call, without its tensors.
+        kernel: what computes: a registered kernel by its name, or one of ours under a mask.
+        at_backward: whether its gradients are one kernel call too, by what that depends on.
+    """
+
+    request: Request
+    kernel: str | InnerKernel
+    at_backward: dict[tuple[object, ...], bool] = field(default_factory=dict)
+
+    def output(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor | None:
+        """The output; None where memory ran out."""
+        try:
+            if self.request.records:
+                made: torch.Tensor = _Whole.apply(query, key, value, self)
+                return made
+            return self.forward(query, key, value)[0]
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        return None
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse)."""
+        request = self.request
+        calls = whole_calls(get_kernel(self.kernel))
+        assert calls is not None, "another kernel of that name would be another call"
+        out, lse = calls.whole_forward(
+            query, key, value, request.work.is_causal, request.scale, None, request.out_dtype
+        )
+        return as_own(out), lse
+
+    def backward(self, grad_out: torch.Tensor, three: _Three, out: torch.Tensor, lse: torch.Tensor
+                 ) -> tuple[torch.Tensor, ...] | None:  # fmt: skip
+        """The gradients of query, key and value; None where they are not one kernel call."""
+        work = self.request.work
+        usual = type(grad_out) is torch.Tensor and grad_out.layout is torch.strided
+        if not usual or grad_out.dtype != work.dtype or grad_out.device != out.device:
+            return None
+        if torch.is_grad_enabled() or is_transformed() or torch.is_autocast_enabled("cuda"):
+            return None
+        if grad_out.is_neg() or not self._is_whole(grad_out, three, out, lse):
+            return None
+        kernel = get_kernel(self.kernel)
+        calls = whole_calls(kernel)
+        assert calls is not None
+        if not _knows_empty_rows(kernel):
+            lse = without_empty_rows(lse)
+        try:
+            return calls.whole_backward(
+                operand(grad_out, work.dtype), *three, operand(out, work.dtype), lse,
+                work.is_causal, self.request.scale, None, work.dtype,
+            )  # fmt: skip
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        return None
+
+    def _is_whole(
+        self, grad_out: torch.Tensor, three: _Three, out: torch.Tensor, lse: torch.Tensor
+    ) -> bool:
+        state = (torch.are_deterministic_algorithms_enabled(), registrations())
+        found = self.at_backward.get(state)
+        if found is None:
+            tensors = Tensors(*three, None)
+            _, decision = decide_backward(tensors, self.request, Given(grad_out, out, lse))
+            work, kernel = self.request.work, decision.kernel
+            found = (
+                _is_one_call(decision, self.request)
+                and kernel is get_kernel(self.kernel)
+                # Such gradients are looked at afterwards, or need another output.
+                and not scales(kernel, work)
+                and not corrected_bytes(work, kernel)
+            )
+            self.at_backward[state] = found
+        return found
+
+
+class _Whole(Quick):
+    """``Whole`` as a function of autograd's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, known: Whole
+    ) -> torch.Tensor:
+        out, lse = known.forward(query, key, value)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.known = known
+        ctx.set_materialize_grads(False)
+        return out
+
+    @staticmethod
+    @uncompiled
+    def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> Any:
+        (grad_out,) = grad_outputs
+        if grad_out is None:
+            return None, None, None, None
+        query, key, value, out, lse = ctx.saved_tensors
+        known: Whole = ctx.known
+        grads = known.backward(grad_out, (query, key, value), out, lse)
+        if grads is None:
+            grads = gradients(grad_out, query, key, value, out, lse, known.request)
+        needed = ctx.needs_input_grad
+        return (*(g if n else None for g, n in zip(grads, needed, strict=False)), None)
+
+
+def whole(tensors: Tensors, request: Request) -> Whole | None:
+    """How a call on a GPU is run that is one kernel call; None if it is not, or is not to be
+    remembered."""
+    work = request.work
+    if is_trivial(tensors) or len(work.batch_shape) != 1 or request.runner is not None:
+        return None
+    _, decision = decide_forward(tensors, request)
+    if not _is_one_call(decision, request):
+        return None
+    kernel = decision.kernel
+    if isinstance(kernel, MaskedKernel):
+        return Whole(request, kernel) if isinstance(kernel.base, NativeKernel) else None
+    return Whole(request, kernel.name) if get_kernel(kernel.name) is kernel else None
+
+
+def _is_one_call(decision: Decision, request: Request) -> bool:
+    plan = decision.plan
+    if plan is None:
+        return True
+    return isinstance(plan.schedule.route, WholeRoute) and plan.schedule.is_all(request.work)
+
+
+def _knows_empty_rows(kernel: InnerKernel) -> bool:
+    """Whether a backward takes an lse of -inf."""
+    base = kernel.base if isinstance(kernel, MaskedKernel) else kernel
+    return isinstance(base, NativeKernel)
