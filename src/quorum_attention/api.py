@@ -23,6 +23,7 @@ from quorum_attention.planner.plan import Plan
 from quorum_attention.repeated import again, like, output
 from quorum_attention.traced import as_operator
 
+_AUTO = "auto"
 _Call = tuple[Any, Any, Any, Any, Any, Any, Any, Any, Any, Any, Any]
 
 
@@ -125,22 +126,30 @@ def attention(
         >>> torch.allclose(out, expected, atol=1e-4)
         True
     """
+    name = None
+    if torch.compiler.is_dynamo_compiling():
+        traced = True
+    else:
+        # Nothing but attention is asked for. (By identity: ``==`` of an object may do anything.)
+        if (
+            budget is None and plan is None and depth is _AUTO and kernel is _AUTO
+            and accumulator is _AUTO and devices is None and progress is None and report is None
+            and out is None and out_dtype is None and dropout_seed is None
+            and type(dropout_p) is float and dropout_p == 0.0
+        ):  # fmt: skip
+            name = like(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+            if name is not None:
+                found = again(name, query, key, value)
+                if found is not None:
+                    return found
+        traced = name is None and is_traced(query, key, value)
     written = Written(budget, plan, depth, kernel, accumulator, devices, progress, report)
     call = (
         query, key, value, attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out,
         out_dtype,
     )  # fmt: skip
-    if torch.compiler.is_dynamo_compiling() or is_traced(query, key, value):
+    if traced:
         return _traced(call, written)[0]
-    plain = written.says_nothing and (
-        out is None and out_dtype is None and dropout_seed is None
-        and type(dropout_p) is float and dropout_p == 0.0
-    )  # fmt: skip
-    name = like(query, key, value, attn_mask, is_causal, scale, enable_gqa) if plain else None
-    if name is not None:
-        found = again(name, query, key, value)
-        if found is not None:
-            return found
     made = request_of if devices is None else _request_of
     return output(*made("attention", *call, filled(written)), out, name, call[:3])
 

@@ -16,6 +16,8 @@ from quorum_attention.planner.calibration import rates_known
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _WORD = 16
+# Whether this torch could find a GPU, which then computes what lies in host memory.
+_ANY_GPU = torch.version.cuda is not None
 
 
 def like(
@@ -65,7 +67,7 @@ def _on_a_cpu(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool
 ) -> Hashable | None:
     n_keys = key.shape[2]
-    if n_keys == 0 or value.shape[2] != n_keys or BACKENDS["cuda"].is_here():
+    if n_keys == 0 or value.shape[2] != n_keys or (_ANY_GPU and BACKENDS["cuda"].is_here()):
         return None
     if query.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1:
         return None

@@ -1,0 +1,151 @@
+"""A call like one before is what it was then, and nobody checks or decides it again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import quorum_attention as qa
+from quorum_attention import api
+from quorum_attention.kernels import registry
+from quorum_attention.kernels.cpu import CpuKernel
+from quorum_attention.repeated import calls
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_remembered() -> None:
+    calls._KNOWN.clear()
+
+
+def inputs(n_keys: int = 24, kv_heads: int = 2, *, learned: bool = True) -> list[torch.Tensor]:
+    shapes = ((4, 24), (kv_heads, n_keys), (kv_heads, n_keys))
+    return [torch.randn(1, h, n, 16).requires_grad_(learned) for h, n in shapes]
+
+
+def refused(*args: Any) -> Any:
+    raise AssertionError("a call like one before was checked again")
+
+
+def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        three = (t.double() for t in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(*three, **options, enable_gqa=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.5}])
+def test_it_is_right_and_is_not_checked_again(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    qa.attention(*inputs(), **options, enable_gqa=True)
+    monkeypatch.setattr(api, "request_of", refused)
+    for _ in range(3):
+        leaves, grad_out = inputs(), torch.randn(1, 4, 24, 16)
+        out = qa.attention(*leaves, **options, enable_gqa=True)
+        want = exact(*leaves, **options)
+        torch.testing.assert_close(out, want.float(), rtol=1e-5, atol=1e-5)
+        grads = torch.autograd.grad(out, leaves, grad_out)
+        for got, wanted in zip(
+            grads, torch.autograd.grad(want, leaves, grad_out.double()), strict=True
+        ):
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_cache_that_grows_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    qa.attention(*inputs(33, learned=False), enable_gqa=True)
+    monkeypatch.setattr(api, "request_of", refused)
+    for n_keys in range(34, 65):
+        tensors = inputs(n_keys, learned=False)
+        out = qa.attention(*tensors, enable_gqa=True)
+        torch.testing.assert_close(out, exact(*tensors).float(), rtol=1e-5, atol=1e-5)
+    with pytest.raises(AssertionError, match="checked again"):
+        qa.attention(*inputs(65, learned=False), enable_gqa=True)
+
+
+@pytest.mark.parametrize("n_keys", [3, 24])
+def test_a_nan_stays_in_its_row(n_keys: int) -> None:
+    for time in range(3):
+        q, k, v = inputs(n_keys, learned=False)
+        if time:
+            q[0, 1, 5, 3] = torch.nan
+        found = qa.attention(q, k, v, enable_gqa=True).isnan()
+        assert found[0, 1, 5].all() == bool(time)
+        assert found.sum() == (16 if time else 0)
+
+
+def test_a_second_derivative_is_refused_in_words() -> None:
+    for _ in range(2):
+        q, k, v = inputs()
+        (grad,) = torch.autograd.grad(
+            qa.attention(q, k, v, enable_gqa=True).square().sum(), q, create_graph=True
+        )
+        with pytest.raises(NotImplementedError, match="second derivatives"):
+            torch.autograd.grad(grad.sum(), q)
+
+
+def test_another_kernel_of_the_name_is_asked() -> None:
+    asked = []
+
+    class Counted(CpuKernel):
+        def whole_forward(self, *args: Any, **named: Any) -> Any:
+            asked.append(True)
+            return super().whole_forward(*args, **named)
+
+    tensors = inputs(learned=False)
+    qa.attention(*tensors, enable_gqa=True)
+    before = registry._KERNELS["cpu"]
+    qa.register_kernel(Counted())
+    try:
+        qa.attention(*tensors, enable_gqa=True)
+        assert asked
+    finally:
+        registry._KERNELS["cpu"] = before
+    asked.clear()
+    qa.attention(*tensors, enable_gqa=True)
+    assert not asked
+
+
+def test_inputs_that_are_broadcast_are_not_remembered() -> None:
+    q, k, v = inputs(kv_heads=1, learned=False)
+    for _ in range(2):
+        out = qa.attention(q, k, v)  # one key head, as torch broadcasts
+        torch.testing.assert_close(out, exact(q, k, v).float(), rtol=1e-5, atol=1e-5)
+    assert not calls._KNOWN
+
+
+def test_where_memory_runs_out_the_call_is_made_as_any_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tensors = inputs(learned=False)
+    want = qa.attention(*tensors, enable_gqa=True)
+    assert len(calls._KNOWN) == 1
+    failures = []
+
+    def fails(*args: Any) -> Any:
+        failures.append(True)
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(CpuKernel, "recorded_forward", fails)
+    torch.testing.assert_close(qa.attention(*tensors, enable_gqa=True), want)
+    assert failures
+    assert not calls._KNOWN
+
+
+def test_bad_arguments_are_refused_after_a_good_call_too() -> None:
+    q, k, v = inputs()
+    qa.attention(q, k, v, enable_gqa=True)
+    with pytest.raises(ValueError, match="enable_gqa"):
+        qa.attention(q, k, v)
+    with pytest.raises(ValueError, match="tokens"):
+        qa.attention(q, k, v[:, :, 1:], enable_gqa=True)
+    with pytest.raises(TypeError, match="is_causal"):
+        qa.attention(q, k, v, is_causal=0, enable_gqa=True)  # type: ignore[arg-type]
+
+
+def test_no_more_than_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "_MOST", 3)
+    for n in range(1, 9):
+        q = torch.randn(1, 2, n, 8)
+        torch.testing.assert_close(qa.attention(q, q, q), exact(q, q, q).float())
+        assert len(calls._KNOWN) <= 3
