@@ -14,6 +14,12 @@ from quorum_attention.kernels.registry import registrations
 from quorum_attention.mask import Mask
 from quorum_attention.planner.calibration import rates_known
 
+# By names of this file: looked up in torch, what a processor's caches no longer hold of its tables
+# would take longer than the calls.
+_modes, _tracing = torch._C._len_torch_dispatch_stack, torch._C._is_tracing
+_transforms, _forward_ad = torch._C._are_functorch_transforms_active, torch.autograd.forward_ad
+_autocast, _records = torch.is_autocast_enabled, torch.is_grad_enabled
+_deterministic, _strided = torch._C._get_deterministic_algorithms, torch.strided
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _WORD = 16
 # Whether this torch could find a GPU, which then computes what lies in host memory.
@@ -36,7 +42,7 @@ def like(
     """
     for tensor in (query, key, value):
         # A tensor of another kind may not even have sizes.
-        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
+        if type(tensor) not in _PLAIN or tensor.layout is not _strided or tensor.is_nested:
             return None
         if tensor.dim() != 4 or tensor.is_neg():
             return None
@@ -53,13 +59,11 @@ def like(
         own = None
     if own is None or _is_unusual(kind):
         return None
-    records = torch.is_grad_enabled() and (
-        query.requires_grad or key.requires_grad or value.requires_grad
-    )
+    records = _records() and (query.requires_grad or key.requires_grad or value.requires_grad)
     return (
         own, query.dtype, key.dtype, value.dtype, query.device, key.device, value.device,
         is_causal, scale, enable_gqa, records, BACKENDS[kind],
-        torch.are_deterministic_algorithms_enabled(), registrations(), rates_known(),
+        _deterministic(), registrations(), rates_known(),
     )  # fmt: skip
 
 
@@ -109,16 +113,15 @@ def _is_unusual(kind: str) -> bool:
     trace or a mode, a transformation, forward-mode, autocast."""
     return (
         current() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
+        or _modes() > 0
         or _len_torch_dispatch_stack_pre_dispatch() > 0
-        or torch._C._is_tracing()
-        or is_transformed()
-        or torch.is_autocast_enabled(kind)
+        or _tracing()
+        or _transforms()
+        or _forward_ad._current_level >= 0
+        or _autocast(kind)
     )
 
 
 def is_transformed() -> bool:
     """Whether a transformation of torch.func or forward-mode is active."""
-    return bool(
-        torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
-    )
+    return bool(_transforms() or _forward_ad._current_level >= 0)
