@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -202,8 +204,23 @@ def test_what_cannot_be_sent_or_has_no_gradient() -> None:
         farm.attention(q, q, q, kernel=qa.kernels.get_kernel("dense"))  # type: ignore[arg-type]
 
 
+def test_inputs_are_held_by_autograd_alone() -> None:
+    """A call that its caller has let go of keeps no tensor until garbage is collected."""
+    gc.disable()
+    try:
+        q = torch.randn(1, 2, 50, 8, requires_grad=True)
+        there = weakref.ref(q)
+        out = Farm.of(Alone("cpu")).attention(q, q, q)
+        del q, out
+        assert there() is None
+    finally:
+        gc.enable()
+
+
 def test_nothing_to_compute() -> None:
     farm = Farm.of(Alone("cpu"))
     q, k = torch.randn(1, 2, 0, 8), torch.randn(1, 2, 5, 8)
     assert farm.attention(q, k, k).shape == (1, 2, 0, 8)
+    for shape in ((1, 0, 5, 8), (0, 2, 5, 8)):
+        assert farm.attention(*[torch.ones(shape)] * 3).shape == shape
     assert torch.equal(farm.attention(k, q, q), torch.zeros(1, 2, 5, 8))

@@ -14,7 +14,7 @@ from quorum_attention.call.gradients import given_of
 from quorum_attention.call.options import Written
 from quorum_attention.call.validation import as_tensor
 from quorum_attention.farm.crew import Crew
-from quorum_attention.farm.request import call_on
+from quorum_attention.farm.request import call_on, into
 from quorum_attention.farm.units import Head
 from quorum_attention.kernels.uncompiled import uncompiled
 from quorum_attention.mask import Mask
@@ -137,8 +137,9 @@ class Farm:
             attn_mask, dropout_p, dropout_seed, is_causal, scale, enable_gqa, out, None,
             Written(depth=depth, kernel=kernel),
         )  # fmt: skip
-        call = call_on(self._crew, "attention", (query, key, value), said, chunks, report)
-        return attend(call.tensors, call.request, out)[0]
+        three = query, key, value
+        tensors, request, _ = call_on(self._crew, "attention", three, said, chunks, report)
+        return attend(tensors, request, out)[0]
 
     @uncompiled
     def attention_with_lse(
@@ -174,10 +175,10 @@ class Farm:
             Written(depth=depth, kernel=kernel),
         )  # fmt: skip
         with torch.no_grad():
-            call = call_on(
+            tensors, request, _ = call_on(
                 self._crew, "attention", (query, key, value), said, chunks, report, with_lse=True
             )
-            made, made_lse = attend(call.tensors, call.into(lse), out)
+            made, made_lse = attend(tensors, into(tensors, request, lse), out)
         return made, made_lse if lse is None else lse
 
     @uncompiled
@@ -217,11 +218,11 @@ class Farm:
         names = ("query", "key", "value")
         three = tuple(as_tensor(t, n) for t, n in zip((query, key, value), names, strict=True))
         with torch.no_grad():
-            call = call_on(self._crew, "attention_backward", three, said, chunks, report)
-            given = given_of(
-                call.tensors, call.request, grad_out, out, lse, grads, False, None, three
+            tensors, request, _ = call_on(
+                self._crew, "attention_backward", three, said, chunks, report
             )
-            made = beside_casts(call.request, lambda left: run_backward(call.tensors, left, given))
+            given = given_of(tensors, request, grad_out, out, lse, grads, False, None, three)
+            made = beside_casts(request, lambda left: run_backward(tensors, left, given))
             if grads is not None:
                 return grads
             first, second, third = (
@@ -257,14 +258,14 @@ class Farm:
         three = tuple(inputs[name] for name in ("query", "key", "value"))
         with torch.no_grad():
             heads = sum(map(len, groups))
-            call = call_on(self._crew, function, three, said, chunks, None, heads=heads)
+            tensors, _, call = call_on(self._crew, function, three, said, chunks, None, heads=heads)
             if call.cut.chunks > 1:
                 for number, group in enumerate(groups):
                     call.cut_for(len(group))
                     one = PoolPass()
                     if reports is not None:
                         reports.append(one)
-                    for _ in call.steps(inputs, results, one, group):
+                    for _ in call.steps(tensors, inputs, results, one, group):
                         pass
                     yield number
                 return
@@ -273,7 +274,7 @@ class Farm:
             one = PoolPass()
             if reports is not None:
                 reports.append(one)
-            for complete in call.steps(inputs, results, one, every):
+            for complete in call.steps(tensors, inputs, results, one, every):
                 for number in list(left):
                     left[number] -= complete
                     if not left[number]:

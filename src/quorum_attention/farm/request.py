@@ -36,8 +36,8 @@ def call_on(
     *,
     with_lse: bool = False,
     heads: int | None = None,
-) -> FarmCall:
-    """A call on the workers of a farm.
+) -> tuple[Tensors, Request, FarmCall]:
+    """A call on the workers of a farm: its tensors, its request, and what runs that.
 
     Args:
         function, three, said: as of ``request_of``.
@@ -61,14 +61,28 @@ def call_on(
         raise ValueError(f"query must be in host memory or a file for a farm, got {home}")
     made = FarmCall(crew, tensors, request, mask, said, chunks, report, with_lse)
     made.cut_for(heads)
-    return made
+    return tensors, replace(request, runner=made), made
+
+
+def into(tensors: Tensors, request: Request, lse: torch.Tensor | None) -> Request:
+    """The request with a tensor for the log-sum-exp.
+
+    Raises:
+        ValueError, TypeError: it does not fit.
+    """
+    if lse is None:
+        return request
+    lse = request.with_heads(as_tensor(lse, "lse", written=True), 1)
+    rows, state = tuple(tensors.query.shape[:-1]), request.work.state_dtype
+    if tuple(lse.shape) != rows or lse.dtype != state:
+        raise ValueError(f"lse must be {rows} in {state}, got {tuple(lse.shape)} in {lse.dtype}")
+    return replace(request, lse=lse)
 
 
 class FarmCall:
-    """A call on a farm: runs its passes there.
+    """A call on a farm: runs its passes there. It holds none of the call's tensors: autograd does.
 
     Attributes:
-        tensors, request: of the call; the request's runner is this.
         cut: how its heads are cut.
     """
 
@@ -83,9 +97,15 @@ class FarmCall:
         report: PoolReport | None,
         with_lse: bool,
     ) -> None:
-        self.tensors, self.request = tensors, replace(request, runner=self)
+        self._work, self._dropout = request.work, request.dropout
         self._crew, self._mask, self._chunks = crew, mask, chunks
         self._report, self._with_lse = report, with_lse or request.records
+        query, key, value = tensors[:3]
+        # Of the results of a key/value head.
+        share = self._work.heads // max(1, self._work.kv_heads)
+        elements = self._work.n_queries * query.shape[-1] * share
+        elements += self._work.n_keys * (key.shape[-1] + value.shape[-1])
+        self._head_bytes = elements * query.element_size()
         written = said.written
         self._options = {
             "depth": written.depth, "kernel": written.kernel, "scale": request.scale
@@ -93,32 +113,14 @@ class FarmCall:
 
     def cut_for(self, heads: int | None) -> None:
         """Decide how so many key/value heads are cut; None: all."""
-        work, (query, key, value, *_) = self.request.work, self.tensors
+        work = self._work
         sizes = Sizes(
             work.batch, work.heads, work.kv_heads, work.n_queries, work.n_keys, work.is_causal
         )
-        elements = sizes.share * sizes.n_queries * query.shape[-1]
-        elements += sizes.n_keys * (key.shape[-1] + value.shape[-1])
         self.cut = cut_of(
-            sizes, max(1, self._crew.expected), elements * query.element_size(), self._chunks,
-            may_cut=self.request.dropout is None, heads=heads,
+            sizes, max(1, self._crew.expected), self._head_bytes, self._chunks,
+            may_cut=self._dropout is None, heads=heads,
         )  # fmt: skip
-
-    def into(self, lse: torch.Tensor | None) -> Request:
-        """The request with a tensor for the log-sum-exp.
-
-        Raises:
-            ValueError, TypeError: it does not fit.
-        """
-        if lse is None:
-            return self.request
-        lse = self.request.with_heads(as_tensor(lse, "lse", written=True), 1)
-        rows, state = tuple(self.tensors.query.shape[:-1]), self.request.work.state_dtype
-        if tuple(lse.shape) != rows or lse.dtype != state:
-            raise ValueError(
-                f"lse must be {rows} in {state}, got {tuple(lse.shape)} in {lse.dtype}"
-            )
-        return replace(self.request, lse=lse)
 
     def forward(self, tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and lse; the latter has no elements if it is not wanted."""
@@ -131,7 +133,7 @@ class FarmCall:
         if lse is None:
             lse = torch.empty(rows if self._with_lse else 0, dtype=request.work.state_dtype)
         results = {"out": out.detach(), **({"lse": lse} if self._with_lse else {})}
-        self._run({"query": query, "key": key, "value": value}, results)
+        self._run(tensors, {"query": query, "key": key, "value": value}, results)
         return out, lse
 
     def backward(
@@ -148,39 +150,48 @@ class FarmCall:
             made = tuple(torch.empty(t.shape, dtype=t.dtype) for t in tensors[:3])  # type: ignore[assignment]
         assert made is not None
         results = dict(zip(GRADIENTS, made, strict=True))
-        self._run({name: t.detach() for name, t in inputs.items()}, results)
+        self._run(tensors, {name: t.detach() for name, t in inputs.items()}, results)
         return tuple(made)
 
-    def _run(self, inputs: Mapping[str, torch.Tensor], results: Mapping[str, torch.Tensor]) -> None:
+    def _run(
+        self,
+        tensors: Tensors,
+        inputs: Mapping[str, torch.Tensor],
+        results: Mapping[str, torch.Tensor],
+    ) -> None:
         report = PoolPass()
         if self._report is not None:
             setattr(self._report, "backward" if "grad_out" in inputs else "forward", report)
         with torch.no_grad():
-            for _ in self.steps(inputs, results, report):
+            for _ in self.steps(tensors, inputs, results, report):
                 pass
 
     def steps(
         self,
+        tensors: Tensors,
         inputs: Mapping[str, torch.Tensor],
         results: Mapping[str, torch.Tensor],
         report: PoolPass,
         heads: Collection[Head] | None = None,
     ) -> Iterator[set[Head]]:
-        """Run a pass; yields the heads that are complete since the last time."""
+        """Run a pass; yields the heads that are complete since the last time.
+
+        Args:
+            tensors: of the call, whose mask and sinks are read.
+        """
         flattened, into = (
             {name: flat(t, 2 if name == "lse" else 3) for name, t in named.items()}
             for named in (inputs, results)
         )
-        request, tensors = self.request, self.tensors
         if tensors.mask is not None:
-            flattened["mask"] = flat_mask(tensors.mask.detach(), request.work.batch_shape)
+            flattened["mask"] = flat_mask(tensors.mask.detach(), self._work.batch_shape)
         sinks = None if tensors.sinks is None else tensors.sinks.detach().cpu().clone()
-        of, state = self.cut.sizes, request.work.state_dtype
+        of, state = self.cut.sizes, self._work.state_dtype
         if of.batch * of.kv_heads * of.n_queries * of.n_keys:
             dtype = next(t.dtype for name, t in results.items() if name != "lse")
             asked = Asked(
                 "grad_out" in inputs, self.cut, flattened, into, state, dtype, self._options,
-                self._mask, sinks, request.dropout, heads,
+                self._mask, sinks, self._dropout, heads,
             )  # fmt: skip
             yield from steps(self._crew, asked, report)
         else:
@@ -193,4 +204,4 @@ class FarmCall:
                 tensor.copy_(into[name].view(tensor.shape))
 
 
-__all__ = ["GRADIENTS", "FarmCall", "call_on"]
+__all__ = ["GRADIENTS", "FarmCall", "call_on", "into"]
