@@ -9,7 +9,7 @@ import torch
 
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.farm import data
-from quorum_attention.farm.data import Reader, read_state, write_rows, write_state
+from quorum_attention.farm.data import Reader, bytes_of, read_state, write_rows, write_state
 from quorum_attention.pool.shared import InFile
 
 
@@ -43,3 +43,13 @@ def test_a_state_is_never_written_over(tmp_path: Path) -> None:
         write_state(str(tmp_path / "state"), [torch.zeros(3)])
     (one,) = read_state(str(tmp_path / "state"), [torch.empty(3)])
     assert torch.equal(one, torch.ones(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_bytes_of_single_elements_and_of_none(dtype: torch.dtype) -> None:
+    """Which are contiguous whatever their strides are."""
+    every = torch.arange(12.0).view(3, 4).to(dtype)
+    for one in (every[1, 1::2][:1], every[::2, 2][1:], every[:, :0], every.t(), every[1:]):
+        got = bytes_of(one)
+        assert got.stride() == (1,)
+        assert torch.equal(got.view(dtype), one.reshape(-1))

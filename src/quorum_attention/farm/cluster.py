@@ -22,7 +22,7 @@ from quorum_attention.counts import whole_number
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.execution.device.lookup import backend_of, on_host
 from quorum_attention.farm.crew import Here
-from quorum_attention.farm.data import Back, Piece, Source
+from quorum_attention.farm.data import Back, Piece, Source, bytes_of
 from quorum_attention.farm.messages import Begin
 from quorum_attention.pool.messages import Compute, Done, End, Failed
 from quorum_attention.pool.run import Hand
@@ -356,8 +356,7 @@ class FarmWorker:
 
 def _closed(tensor: torch.Tensor) -> Any:
     """A tensor as bytes, its shape and dtype: NumPy does not know all of torch's dtypes."""
-    raw = tensor.contiguous().flatten().view(torch.uint8).numpy()
-    return raw, tuple(tensor.shape), tensor.dtype
+    return bytes_of(tensor).numpy(), tuple(tensor.shape), tensor.dtype
 
 
 def _opened(closed: Any) -> torch.Tensor:

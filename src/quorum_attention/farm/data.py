@@ -96,8 +96,7 @@ def write_rows(
 def _write(handle: int, tensor: torch.Tensor, at: int) -> None:
     if not tensor.numel():
         return
-    host = moved(tensor, torch.device("cpu")).contiguous().flatten().view(torch.uint8)
-    raw: Any = memoryview(host.numpy())  # type: ignore[arg-type]
+    raw: Any = memoryview(bytes_of(moved(tensor, torch.device("cpu"))).numpy())  # type: ignore[arg-type]
     if len(raw) <= _PIECE_BYTES:
         _write_bytes(handle, raw, at)
         return
@@ -107,6 +106,13 @@ def _write(handle: int, tensor: torch.Tensor, at: int) -> None:
         places = (at + start for start in starts)
         for _ in threads.map(partial(_write_bytes, handle), pieces, places):
             pass
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor in host memory, in order, (n,) uint8; a view where it can be one."""
+    flat = tensor.contiguous()
+    # A single element is contiguous whatever its strides are, and a view of bytes is not.
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
 def _write_bytes(handle: int, raw: Any, at: int) -> None:
@@ -185,6 +191,7 @@ __all__ = [
     "Reader",
     "Source",
     "Stored",
+    "bytes_of",
     "moved",
     "read_state",
     "write_rows",
