@@ -5,10 +5,15 @@ for the function that launches it. Most of that runs without the interpreter's l
 going to be needed is prepared side by side (``compiling.py`` says which kernels), and the first
 launch of a kernel waits for its thread. What fails is left to the first use, which fails in the
 same way.
+
+A thread that computes in Python keeps the interpreter's lock for 5 ms when others ask for it, and
+whoever calls an operator gives it away and has to ask. While threads prepare, the caller would wait
+so for every operator. So as long as they are at work it is kept for half a millisecond.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +23,9 @@ import torch
 RUNNING: dict[str, threading.Thread] = {}
 """Threads at work, by what they prepare. If there are any, whoever needs it asks ``wait``."""
 _lock = threading.Lock()
+_SWITCH_SECONDS = 5e-4
+_usual_switch: list[float] = []
+"""The interval of others, while there are threads at work."""
 
 
 def begin(name: str, device: torch.device, work: Callable[[], object]) -> None:
@@ -36,8 +44,15 @@ def begin(name: str, device: torch.device, work: Callable[[], object]) -> None:
 
     thread = threading.Thread(target=run, name=f"prepares {name}")
     with _lock:
+        if not RUNNING and sys.getswitchinterval() > _SWITCH_SECONDS:
+            _usual_switch.append(sys.getswitchinterval())
+            sys.setswitchinterval(_SWITCH_SECONDS)
         RUNNING[name] = thread
-        thread.start()
+        try:
+            thread.start()
+        except BaseException:
+            _remove(name)
+            raise
 
 
 def wait(name: str) -> None:
@@ -50,4 +65,13 @@ def wait(name: str) -> None:
 def _over(name: str, thread: threading.Thread) -> None:
     with _lock:
         if RUNNING.get(name) is thread:
-            del RUNNING[name]
+            _remove(name)
+
+
+def _remove(name: str) -> None:
+    del RUNNING[name]
+    if _usual_switch and not RUNNING:
+        usual = _usual_switch.pop()
+        # Unless somebody else has set it meanwhile.
+        if abs(sys.getswitchinterval() - _SWITCH_SECONDS) < 1e-6:
+            sys.setswitchinterval(usual)

@@ -67,8 +67,11 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, out_i: torch.Tensor, lse_i: tor
     if out.is_cuda and _triton_can_merge(out, out_i):
         launch(to_merge(out, lse, out_i, lse_i))
         return
-    if not out.is_cuda and bool(torch.isneginf(lse).all()):
-        # All rows are empty: copying is half the traffic. (On a GPU the host would have to wait.)
+    # On a GPU the host would have to wait. Where a kernel is tried out it may: operators that were
+    # not used yet, each loaded in 10 to 60 ms, are not needed then.
+    known = lse if not out.is_cuda else lse.cpu() if _left_to_torch() else None
+    if known is not None and bool(torch.isneginf(known).all()):
+        # All rows are empty: copying is half the traffic.
         out.copy_(out_i)
         lse.copy_(lse_i)
         return
@@ -185,11 +188,15 @@ def _triton_can_merge(out: torch.Tensor, out_i: torch.Tensor) -> bool:
     # The Triton kernel needs the last dimension contiguous; what torch returns has it so.
     return (
         triton_available()
-        and not getattr(_here, "by_torch", False)
+        and not _left_to_torch()
         and (out.stride(-1) == 1 or out.shape[-1] <= 1)
         and (out_i.stride(-1) == 1 or out_i.shape[-1] <= 1)
         and out.dtype == torch.float32
     )
+
+
+def _left_to_torch() -> bool:
+    return getattr(_here, "by_torch", False)
 
 
 @functools.cache
