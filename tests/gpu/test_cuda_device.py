@@ -12,11 +12,14 @@ import pytest
 import torch
 from helpers_movers import HEADS, LAYS, PIECES, ROWS, Lay, loaded, n_bytes, stored
 
+import quorum_attention as qa
 from quorum_attention.execution.control.visits import Rows
+from quorum_attention.execution.device import page_locks
 from quorum_attention.execution.device.clock import NoClock
 from quorum_attention.execution.device.cuda import Cuda
 from quorum_attention.execution.device.lookup import best_device
 from quorum_attention.execution.device.residency import Residency
+from quorum_attention.files import create_tensors, open_tensors
 from quorum_attention.kernels import ahead, compiling, launching
 from quorum_attention.kernels.merge import add_all_, merge_
 from quorum_attention.kernels.scaling import divide_gradient_
@@ -275,3 +278,35 @@ def test_a_calibration_is_for_this_device(gpu: torch.device) -> None:
     assert found["cache_bytes"] == properties.L2_cache_size // 3
     backend.both_ways(gpu, MIB)()
     backend.synchronize(gpu)
+
+
+@pytest.mark.parametrize("locked", [True, False])
+def test_from_files_to_files(gpu: torch.device, locked: bool, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """Files that are mapped to be read are locked, those to be written go through buffers; without
+    locks all do. The results are those of page-locked memory."""
+    if not locked:
+        monkeypatch.setattr(page_locks, "WORTH_LOCKING_BYTES", 1 << 60)
+    shape, names = (1, 3, 65_536, 64), ("query", "key", "value", "grad_out")
+    wanted = dict.fromkeys(names, (shape, torch.float16))
+    for tensor in create_tensors(tmp_path / "in", wanted).values():
+        tensor.copy_(torch.randn(shape))
+    given = open_tensors(tmp_path / "in")
+    results = create_tensors(tmp_path / "out", wanted)
+    pinned = [given[name].pin_memory() for name in names]
+    call = {"budget": "48MiB", "devices": gpu, "is_causal": True}
+
+    def run(tensors, out, grads):  # type: ignore[no-untyped-def]
+        *three, grad_out = tensors
+        out, lse = qa.attention_with_lse(*three, out=out, **call)
+        found = qa.attention_backward(grad_out, *three, out, lse, grads=grads, **call)
+        return out, lse, *found
+
+    right = run(pinned, None, None)
+    tensors = [given[name] for name in names]
+    found = run(tensors, results["grad_out"], tuple(results[name] for name in names[:3]))
+    for mine, other in zip(found[:2], right[:2], strict=True):
+        assert torch.equal(mine, other)
+    for mine, other in zip(found[2:], right[2:], strict=True):
+        # cuDNN adds dQ in any order.
+        assert torch.linalg.norm(mine.float() - other.float()) < 1e-3 * other.float().norm()
+    assert not any(tensor.is_pinned() for tensor in (*tensors, *results.values()))

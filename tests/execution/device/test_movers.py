@@ -75,6 +75,8 @@ class Locks:
     settled = True
     cuts: tuple[int, ...] = ()
 
+    def begin(self) -> None: ...
+
     def is_cut(self, tensor: torch.Tensor) -> bool:
         return False
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ class Runtime:
         self.registered: dict[int, int] = {}
         self.order: list[int] = []
         self.refused: set[int] = set()
+        self.only_read: set[int] = set()
         self.hold = threading.Event()
         self.hold.set()
         self.begun = threading.Event()
@@ -35,6 +38,8 @@ class Runtime:
         assert not any(
             low < start + n_bytes and start < low + size for low, size in self.registered.items()
         ), "locked twice"
+        if start in self.only_read and flags != 8:
+            return 1
         self.order.append(start)
         if len(self.order) in self.refused:
             return 1
@@ -287,6 +292,74 @@ def test_what_is_refused_is_left_pageable(runtime: Runtime) -> None:
     with PageLocks([tensor], made=[tensor]) as locks:
         assert not locks.covers(tensor)
         assert [locks.covers(head) for head in tensor[0]].count(False) == 1
+
+
+def test_what_is_only_read_is_locked_as_that(runtime: Runtime) -> None:
+    """A file that is mapped to be read: the driver refuses to lock it in the usual way. What is
+    written to as well is not locked for reading."""
+    tensor, both = made(3 * PIECE), made(3 * PIECE)
+    runtime.only_read = {t.data_ptr() + at for t in (tensor, both) for at in range(t.nbytes)}
+    given = [tensor, both, both[100:]]
+    with PageLocks(given, by_address=given, only_read=[tensor, both]) as locks:
+        assert locks.covers(tensor)
+        assert not locks.covers(both)
+
+
+def test_a_private_mapping_of_a_file_is_left_pageable(runtime: Runtime, tmp_path: Path) -> None:
+    """The system would copy it. A shared one is locked."""
+    path = tmp_path / "file"
+    path.write_bytes(b"7" * (4 * PIECE))
+    with open(path, "r+b") as file:
+        mappings = [
+            mmap.mmap(file.fileno(), 0, access=a) for a in (mmap.ACCESS_COPY, mmap.ACCESS_WRITE)
+        ]
+    private, shared = (torch.frombuffer(mapping, dtype=torch.uint8) for mapping in mappings)
+    with PageLocks([private, shared], by_address=[private, shared]) as locks:
+        assert not locks.covers(private)
+        assert locks.covers(shared)
+
+
+def test_late_nothing_is_locked_before_it_begins(runtime: Runtime) -> None:
+    """But what somebody waits for."""
+    tensor, other = made(8 * PIECE), result(8, 1024)
+    given = [tensor, other]
+    with PageLocks(given, made=[other], by_address=[tensor], late=True) as locks:
+        time.sleep(5e-3)
+        assert not runtime.order
+        # Nobody waits where copies can go through buffers: nothing is locked yet.
+        assert {locked for _, _, locked in locks.parts(tensor.data_ptr(), tensor.nbytes)} == {False}
+        # But to memory that holds nothing yet the thread writes first.
+        assert locks.parts(other.data_ptr(), 100)[0][2]
+        assert runtime.order == [other.data_ptr()]
+        assert locks.covers(tensor[:100])
+        assert len(runtime.order) == 2
+        locks.begin()
+        until(lambda: locks.settled)
+        assert locks.covers(tensor)
+        assert locks.covers(other)
+
+
+def test_between_pieces_it_rests_unless_somebody_waits(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls to the driver get through meanwhile."""
+    monkeypatch.setattr(page_locks, "_REST", 1e9)
+    tensor = made(8 * PIECE)
+    with PageLocks([tensor], by_address=[tensor]) as locks:
+        until(lambda: len(runtime.order) == 1)
+        time.sleep(5e-3)
+        assert len(runtime.order) == 1
+        assert locks.covers(tensor)
+
+
+def test_what_was_left_before_its_turn_is_not_locked_any_more(runtime: Runtime) -> None:
+    tensor = made(8 * PIECE).view(8, -1, 64)
+    with PageLocks([tensor], by_address=[tensor], late=True) as locks:
+        locks.left(list(tensor), lambda: True)
+        locks.begin()
+        until(lambda: locks.settled)
+        assert not runtime.order
+        assert not locks.covers(tensor)
 
 
 def test_a_failure_on_the_way_lets_go_and_is_not_swallowed(

@@ -111,6 +111,7 @@ class Backend(ABC):
         made: Iterable[torch.Tensor],
         as_they_are: Iterable[torch.Tensor] = (),
         given: Iterable[torch.Tensor] = (),
+        only_read: Iterable[torch.Tensor] = (),
     ) -> PageLocks:
         """Page locks for those of ``tensors`` that are in host memory and worth it.
 
@@ -119,6 +120,7 @@ class Backend(ABC):
             made: those of them that hold nothing yet.
             as_they_are: those of them that are copied without conversion to another dtype.
             given: results among them that hold something already.
+            only_read: those of them that nothing is copied to.
         """
         return PageLocks(())
 

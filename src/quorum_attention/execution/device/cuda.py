@@ -97,9 +97,10 @@ class Cuda(Backend):
         made: Iterable[torch.Tensor],
         as_they_are: Iterable[torch.Tensor] = (),
         given: Iterable[torch.Tensor] = (),
+        only_read: Iterable[torch.Tensor] = (),
     ) -> PageLocks:
         """Page locks for those of ``tensors`` that are in host memory and large."""
-        return PageLocks(tensors, made, by_address(as_they_are), given)
+        return PageLocks(tensors, made, by_address(as_they_are), given, only_read, late=True)
 
     def mover(self, device: torch.device, n_slots: int, locks: PageLocks, clock: Clock) -> Mover:
         """A mover that copies on streams of its own."""

@@ -1,7 +1,8 @@
 """Moves rows to and from a CUDA device.
 
-Page-locked rows without gaps are copied by address, in one batch for each stage; all others by
-torch or by pitched copies.
+Rows without gaps are copied by address, in one batch for each stage: page-locked ones as they are,
+others through page-locked buffers (device/staging.py). Rows with gaps are copied in pitches or by
+torch.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from typing import Any
 import torch
 
 from quorum_attention.decomposition import Rows
+from quorum_attention.execution.device import staging
 from quorum_attention.execution.device.clock import Clock, NoClock
 from quorum_attention.execution.device.mover import local_part
-from quorum_attention.execution.device.page_locks import PageLocks
+from quorum_attention.execution.device.page_locks import PageLocks, addresses
+from quorum_attention.execution.device.staging import Staging
 from quorum_attention.execution.device.stream_mover import StreamMover
 from quorum_attention.kernels.copies import copy_on_device
 
@@ -104,11 +107,12 @@ class CudaMover(StreamMover):
         self._timed = not isinstance(clock, NoClock)
         self._runtime = cuda_runtime()
         self._copies = None if self._runtime is None else _Copies(self._runtime)
+        # Made when something needs it; False: its memory cannot be had.
+        self._staging: Staging | bool | None = None
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """A context with ``stream`` as the current stream."""
         self._stage = stream
-        # On the current device the compute stream is the current stream already.
         # On the current device the compute stream is the current stream already. Copies by address
         # name their stream: to make it current takes longer than to issue them.
         named = self._copies is not None and not self._timed
@@ -119,6 +123,19 @@ class CudaMover(StreamMover):
         """Issue the copies that a stage noted, or forget them."""
         if self._copies is not None:
             self._copies.flush(stream, given_up=given_up)
+        if isinstance(self._staging, Staging):
+            self._staging.ended(stream, given_up=given_up)
+
+    def store_stage(self, slot: int) -> AbstractContextManager[Any]:
+        """See ``Mover.store_stage``. The device computes by then, so memory may be locked."""
+        self.locks.begin()
+        return super().store_stage(slot)
+
+    def finish(self, *, wait: bool) -> None:
+        """See ``Mover.finish``; with ``wait`` what is stored has arrived."""
+        super().finish(wait=wait)
+        if wait and isinstance(self._staging, Staging):
+            self._staging.finish()
 
     def load(self, target: torch.Tensor, source: torch.Tensor, pieces: Sequence[Rows]) -> None:
         """See ``Mover.load``."""
@@ -150,6 +167,24 @@ class CudaMover(StreamMover):
             self._locked[key] = self.locks.covers(host)
         return self._locked[key]
 
+    def _is_locked_now(self, host: torch.Tensor, pieces: Sequence[Rows]) -> bool:
+        """As ``_is_locked``, but it does not wait where copies can go through buffers meanwhile:
+        then ``_add_parts`` finds out."""
+        known = self._locked.get(host.data_ptr())
+        if known is not None:
+            return known
+        on_the_way = self.locks.wants(host) and not self.locks.settled
+        if on_the_way and self._through_buffers(host) is not None:
+            return False
+        return self._is_locked(host, pieces)
+
+    def _settle(self, far: torch.Tensor, pieces: Sequence[Rows]) -> None:
+        """Have what was stored to ``pieces`` of ``far`` (heads, n, width) by buffers arrive."""
+        if isinstance(self._staging, Staging) and self._staging.owes and far.device.type == "cpu":
+            low, high = min(p.start for p in pieces), max(p.stop for p in pieces)
+            start, stop = addresses(far[:, low:high])
+            self._staging.settle(start, stop - start)
+
     def _move(
         self, slot: torch.Tensor, far: torch.Tensor, pieces: Sequence[Rows], *, up: bool
     ) -> int:
@@ -164,13 +199,19 @@ class CudaMover(StreamMover):
             return 0
         heads, _, width = slot.shape
         row = width * slot.element_size()
-        if (
+        by_address = (
             self._copies is not None
             and far.device.type == "cpu"
             and far.dtype == slot.dtype
             and _has_dense_rows(far)
-            and ((locked := self._is_locked(far, pieces)) or self.locks.is_cut(far))
+        )
+        locked = by_address and self._is_locked_now(far, pieces)
+        if up or locked or not by_address:
+            self._settle(far, pieces)
+        if by_address and (
+            locked or self.locks.is_cut(far) or self._through_buffers(far) is not None
         ):
+            assert self._copies is not None
             # Without the list of cuts nobody asks where a copy reaches.
             cuts = self.locks.cuts if not locked or self.locks.is_cut(far) else None
             here, there = slot.data_ptr(), far.data_ptr()
@@ -182,7 +223,7 @@ class CudaMover(StreamMover):
                 for head in range(heads):
                     ours, theirs = at + head * here_step, beyond + head * there_step
                     if cuts is not None and (not locked or _cut_inside(cuts, theirs, n_bytes)):
-                        self._add_parts(ours, theirs, n_bytes, up=up)
+                        self._add_parts(far, ours, theirs, n_bytes, up=up)
                     elif up:
                         self._copies.add(ours, theirs, n_bytes)
                     else:
@@ -197,19 +238,41 @@ class CudaMover(StreamMover):
                         self._copy(other, part, other)
         return sum(piece.stop - piece.start for piece in pieces) * row * heads
 
-    def _add_parts(self, ours: int, theirs: int, n_bytes: int, *, up: bool) -> None:
-        """Note a copy in parts that do not reach from one locked piece into another.
+    def _add_parts(
+        self, far: torch.Tensor, ours: int, theirs: int, n_bytes: int, *, up: bool
+    ) -> None:
+        """Note a copy in parts that do not reach from one locked piece of ``far`` into another.
 
-        A part that is not locked is copied at once: the driver takes such copies singly.
+        A part that is not locked goes through buffers; without them it is copied at once, because
+        the driver takes such copies singly.
         """
         assert self._copies is not None
         for start, count, locked in self.locks.parts(theirs, n_bytes):
             near = ours + start - theirs
             target, source = (near, start) if up else (start, near)
             if locked:
+                if isinstance(self._staging, Staging) and not up:
+                    self._staging.settle(start, count)
                 self._copies.add(target, source, count)
-            else:
+            elif (buffers := self._through_buffers(far)) is None:
                 self._copies.at_once(target, source, count, self._stage)
+            elif up:
+                buffers.up(near, start, count, self._stage)
+            else:
+                buffers.down(near, start, count, self._stage)
+
+    def _through_buffers(self, host: torch.Tensor) -> Staging | None:
+        """The buffers for memory that is not page-locked, such as that of ``host``; None if there
+        is no memory for them, or little to copy."""
+        if self._staging is None:
+            if host.untyped_storage().nbytes() < staging.WORTH_BUFFERS_BYTES:
+                return None
+            assert self._copies is not None
+            try:
+                self._staging = Staging(_locked_memory, torch.cuda.Event, self._copies)
+            except RuntimeError:
+                self._staging = False
+        return self._staging if isinstance(self._staging, Staging) else None
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, far: torch.Tensor) -> None:
         """Copy (heads, rows, width); ``far`` is the one of the two tensors outside of the slot."""
@@ -255,6 +318,11 @@ class CudaMover(StreamMover):
                 f"cudaMemcpy2DAsync of {lines} x {n_bytes} bytes "
                 f"(pitches {target_pitch}, {source_pitch}) failed: {status}"
             )
+
+
+def _locked_memory(n_bytes: int) -> torch.Tensor:
+    """(n_bytes,) uint8, page-locked; torch keeps such memory for the next time."""
+    return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 def by_address(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

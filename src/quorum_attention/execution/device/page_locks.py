@@ -9,6 +9,10 @@ that piece is then locked next.
 The driver refuses a copy that reaches from one locked piece into another. So results are cut into
 pieces only between heads that begin at pages (``Residency.result``). Tensors that were there before
 are cut at any page if they are copied by address: such a copy is cut there too (``parts``).
+
+While the driver locks memory, every other call to it waits, and not for its turn. So the thread may
+begin late, when the device has something to do (``begin``), and rests between pieces unless
+somebody waits for one. Until a piece is locked its copies go through buffers (device/staging.py).
 """
 
 from __future__ import annotations
@@ -17,12 +21,14 @@ import ctypes
 import math
 import sys
 import threading
+import time
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -37,6 +43,10 @@ WORTH_LOCKING_BYTES = 1 << 20
 _POLL_SECONDS = 5e-4
 # What is locked at a time, at least: a copy may have to wait for so much.
 PIECE_BYTES = 16 << 20
+# After a piece the thread rests for so many times as long as that took.
+_REST = 2.0
+# cudaHostRegisterReadOnly: memory that the device only reads, such as a file mapped to be read.
+_ONLY_READ = 8
 PAGE_BYTES = 4096
 # Of Linux on x86-64; elsewhere asking for them may do nothing.
 HUGE_PAGE_BYTES = 2 << 20
@@ -54,6 +64,8 @@ class _Piece:
         fresh: nobody has written to it, and nobody will before it is settled.
         settled: it is decided whether it is locked.
         locked: it is locked.
+        urgent: somebody waits for it.
+        only_read: the device writes nothing to it.
         needed: bytes that copies may still touch; ``start`` to ``stop`` at first. None: it belongs
             to several tensors, or to one whose heads share memory, and is locked to the end.
     """
@@ -62,16 +74,19 @@ class _Piece:
     stop: int
     share: float
     fresh: bool
+    only_read: bool = False
     settled: bool = False
     locked: bool = False
+    urgent: bool = False
     needed: int | None = None
 
 
 class PageLocks:
     """Page-locks host tensors for the length of a ``with`` block, one piece after the other.
 
-    What cannot be locked (a read-only file mapping, a system limit) is left pageable: copies
-    from it are slower, never wrong. Everything locked here is unlocked at the end of the block, and
+    What cannot be locked (a file that is mapped to be written to, a system limit) is left pageable.
+    So are files of which the process has a private mapping: to lock that copies it, at 2 GB/s.
+    Everything locked here is unlocked at the end of the block, and
     what is not needed any more before that (``left``): the end is nobody's to wait for.
 
     Args:
@@ -80,6 +95,8 @@ class PageLocks:
         made: those of them that hold nothing yet. Whoever writes to one must ask ``covers`` first.
         by_address: those of them that are copied by address, and never across a cut (``parts``).
         given: results that were there before; like ``made``, but nobody writes to them here.
+        only_read: those of them that nothing is copied to.
+        late: nothing is locked before ``begin``, but what somebody waits for.
 
     Attributes:
         cuts: addresses at which copies by address have to be cut, in order.
@@ -91,6 +108,9 @@ class PageLocks:
         made: Iterable[torch.Tensor] = (),
         by_address: Iterable[torch.Tensor] = (),
         given: Iterable[torch.Tensor] = (),
+        only_read: Iterable[torch.Tensor] = (),
+        *,
+        late: bool = False,
     ) -> None:
         # Bytes of a head of each result that is (*batch, heads, ...) without gaps; those of this
         # call are.
@@ -99,7 +119,7 @@ class PageLocks:
             id(t): math.prod(t.shape[-2:]) * t.element_size()
             for t in (*made, *(t for t in given if t.is_contiguous()))
         }
-        fresh, anywhere = {id(t) for t in made}, {id(t) for t in by_address}
+        fresh, anywhere, read = ({id(t) for t in each} for each in (made, by_address, only_read))
         ranges = [
             _Range(
                 *addresses(t),
@@ -107,6 +127,7 @@ class PageLocks:
                 id(t) in anywhere,
                 t.is_contiguous(),
                 id(t) in fresh,
+                id(t) in read,
             )
             for t in tensors
             if t.device.type == "cpu" and t.nbytes > 0 and not t.is_pinned()
@@ -125,6 +146,9 @@ class PageLocks:
         # Whether the thread is at a piece; together with what is left, under the lock.
         self._at_work = False
         self._settled, self._closed = not self._pieces, False
+        self._begun = not late
+        # Until when the thread rests.
+        self._rests_until = 0.0
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
 
@@ -180,6 +204,13 @@ class PageLocks:
         if interrupt is not None:
             raise interrupt
 
+    def begin(self) -> None:
+        """Lock one piece after the other from now on."""
+        if not self._begun:
+            with self._changed:
+                self._begun = True
+                self._changed.notify_all()
+
     @property
     def settled(self) -> bool:
         """Whether it is decided of everything whether it is locked."""
@@ -221,19 +252,24 @@ class PageLocks:
                         free.append(piece)
         if free:
             with self._changed:
+                for piece in [piece for piece in free if piece in self._turns]:
+                    self._turns.remove(piece)
+                    piece.settled = True
                 self._leaving.append((happened, free))
                 self._changed.notify_all()
 
     def parts(self, start: int, n_bytes: int) -> list[tuple[int, int, bool]]:
         """The memory from address ``start`` on, cut where two pieces meet.
 
-        Call it after ``covers``: it does not wait.
+        It waits for what holds nothing yet, and for nothing else.
 
         Returns:
             (address, bytes, whether it is locked here) of each part.
         """
         found, stop = [], start + n_bytes
         for piece in self._pieces_of(start, stop):
+            if piece.fresh and not piece.settled:
+                self._await([piece])
             if piece.start > start:  # nobody's, before the piece
                 found.append((start, piece.start - start, False))
                 start = piece.start
@@ -262,27 +298,33 @@ class PageLocks:
             waiting = [piece for piece in pieces if piece in self._turns]
             for piece in waiting:
                 self._turns.remove(piece)
+                piece.urgent = True
             self._turns.extendleft(reversed(waiting))
+            self._changed.notify_all()
             self._changed.wait_for(lambda: all(piece.settled for piece in pieces))
 
     def _work(self, runtime: Any, device: int) -> None:
         """Lock piece after piece, and unlock what is left; run by the thread."""
         try:
             torch.cuda.set_device(device)
+            copied: list[tuple[int, int]] | None = None
             while (found := self._next()) is not None:
                 piece, lock = found
+                began = time.monotonic()
                 if lock and piece.fresh:
                     _touch(piece)
-                # A refusal sets CUDA's last error, but only for this thread, which runs no kernel.
-                if lock:
-                    n_bytes = piece.stop - piece.start
-                    locked = int(runtime.cudaHostRegister(piece.start, n_bytes, 0)) == 0
-                else:
-                    locked = False
+                elif copied is None:
+                    copied = private_files()
+                locked = False
+                if not lock:
                     runtime.cudaHostUnregister(piece.start)
+                elif not any(a < piece.stop and piece.start < b for a, b in copied or ()):
+                    locked = _lock(runtime, piece)
                 with self._changed:
                     piece.locked, piece.settled = locked, True
                     self._at_work = False
+                    now = time.monotonic()
+                    self._rests_until = now + _REST * (now - began)
                     self._changed.notify_all()
         except BaseException as error:
             self._failure = error
@@ -300,10 +342,11 @@ class PageLocks:
         """The next piece, and whether to lock or to unlock it; waits for one. None at the end."""
         with self._changed:
             while not self._closed:
-                if self._turns:
+                rest = self._rests_until - time.monotonic()
+                if self._turns and (self._turns[0].urgent or (self._begun and rest <= 0)):
                     self._at_work = True
                     return self._turns.popleft(), True
-                self._settled = True
+                self._settled = not self._turns
                 if self._leaving and self._leaving[0][0]():
                     free = self._leaving[0][1]
                     piece = free.pop()
@@ -314,7 +357,9 @@ class PageLocks:
                         self._at_work = True
                         return piece, False
                 else:
-                    self._changed.wait(_POLL_SECONDS if self._leaving else None)
+                    until = [_POLL_SECONDS] if self._leaving else []
+                    until += [rest] if self._turns and self._begun else []
+                    self._changed.wait(min(until, default=None))
             return None
 
 
@@ -335,6 +380,7 @@ class _Range:
         anywhere: it may be cut at any page.
         heads_apart: it belongs to one tensor, whose heads have no memory in common.
         fresh: nobody has written to it.
+        only_read: nothing is copied to it.
     """
 
     start: int
@@ -343,6 +389,7 @@ class _Range:
     anywhere: bool = False
     heads_apart: bool = False
     fresh: bool = False
+    only_read: bool = False
 
 
 def _apart(ranges: Iterable[_Range]) -> list[_Range]:
@@ -354,7 +401,8 @@ def _apart(ranges: Iterable[_Range]) -> list[_Range]:
         if len(within) == 1:
             apart.append(within[0])
         else:
-            apart.append(_Range(start, stop, anywhere=all(r.anywhere for r in within)))
+            anywhere, read = all(r.anywhere for r in within), all(r.only_read for r in within)
+            apart.append(_Range(start, stop, anywhere=anywhere, only_read=read))
     return apart
 
 
@@ -379,8 +427,34 @@ def _cut(found: _Range) -> list[_Piece]:
     for low, high in pairwise(edges):
         needed = high - low if found.heads_apart else None
         share = ((high if head > 0 and not found.fresh else low) - start) / (stop - start)
-        pieces.append(_Piece(low, high, share, found.fresh, needed=needed))
+        pieces.append(_Piece(low, high, share, found.fresh, found.only_read, needed=needed))
     return pieces
+
+
+def _lock(runtime: Any, piece: _Piece) -> bool:
+    """Page-lock ``piece``, if that can be done.
+
+    A refusal sets CUDA's last error, but only for this thread, which runs no kernel.
+    """
+    ways = (0, _ONLY_READ) if piece.only_read else (0,)
+    n_bytes = piece.stop - piece.start
+    return any(int(runtime.cudaHostRegister(piece.start, n_bytes, way)) == 0 for way in ways)
+
+
+def private_files() -> list[tuple[int, int]]:
+    """The addresses [start, stop) of large files that this process has mapped privately.
+
+    To lock such memory makes the system copy it. Where the system does not say: nothing.
+    """
+    found = []
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/self/maps").read_text("utf-8", "replace").splitlines():
+            where, rights, _, _, inode, *_ = line.split(maxsplit=5)
+            if rights.endswith("p") and inode != "0":
+                start, stop = (int(part, 16) for part in where.split("-"))
+                if stop - start >= WORTH_LOCKING_BYTES:
+                    found.append((start, stop))
+    return found
 
 
 def ask_for_huge_pages(memory: torch.Tensor) -> None:

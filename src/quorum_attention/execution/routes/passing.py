@@ -211,7 +211,8 @@ class Passing(Route):
         ]
         made = [result for result in results if id(result) not in given]
         there = [result for result in results if id(result) in given]
-        with backend.page_locks([*read, *results, *homes], made, as_they_are, there) as locks:
+        moved = [*read, *results, *homes]
+        with backend.page_locks(moved, made, as_they_are, there, read) as locks:
             chunk, block = (
                 self.layout(schedule, job.case, a) for a in (self.stays, self.passes_by)
             )

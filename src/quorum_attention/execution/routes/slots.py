@@ -199,7 +199,7 @@ class Slots(Route):
         there = [result for result in results if id(result) in given]
         backend = backend_of(call.device)
         try:
-            with backend.page_locks(moved, made, as_they_are, there) as locks:
+            with backend.page_locks(moved, made, as_they_are, there, read) as locks:
                 run(job, machine, make_pass, locks, tools)
         finally:
             job.repeated(sum(scaling.repeated for scaling in scalings))

@@ -1,0 +1,229 @@
+"""Copies of pageable memory through page-locked buffers: every byte, in order, and given back."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from helpers_attention import GRADIENT_TOLERANCE, Inputs, assert_close, exact, inputs
+from helpers_late_cuda import LateCuda, LateEvent, LateStream, stand_in
+from helpers_plans import passing
+
+import quorum_attention as qa
+from quorum_attention.execution.device import staging
+from quorum_attention.execution.device.cuda_mover import _Copies
+from quorum_attention.execution.device.staging import Staging
+from quorum_attention.files import create_tensors, open_tensors
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("buffer_bytes", [256, 1024])
+def test_random_copies_are_as_if_made_at_once(buffer_bytes: int, monkeypatch) -> None:
+    """Up and down, of any length and alignment, over the same memory; copies of the device happen
+    as late as events allow."""
+    driver = stand_in(monkeypatch, buffer_bytes=buffer_bytes)
+    draw = random.Random(torch.initial_seed())
+    for _ in range(150):
+        near = torch.randint(0, 255, (4000,), dtype=torch.uint8)
+        far = torch.randint(0, 255, (3000,), dtype=torch.uint8)
+        wanted_near, wanted_far = near.clone(), far.clone()
+        copies = _Copies(driver)
+        ring = Staging(lambda n: torch.zeros(n, dtype=torch.uint8), LateEvent, copies)
+        streams = LateStream(), LateStream()
+        for _ in range(draw.randint(1, 12)):
+            up = draw.random() < 0.5
+            stream, other = streams if up else streams[::-1]
+            stream.wait_stream(other)
+            for _ in range(draw.randint(1, 4)):
+                n = draw.choice([1, 7, 255, 256, 257, draw.randint(1, 2900)])
+                here, there = draw.randint(0, 4000 - n), draw.randint(0, 3000 - n)
+                at = near.data_ptr() + here, far.data_ptr() + there
+                if up:
+                    ring.settle(at[1], n)
+                    ring.up(*at, n, stream)
+                    wanted_near[here : here + n] = wanted_far[there : there + n]
+                else:
+                    ring.down(*at, n, stream)
+                    wanted_far[there : there + n] = wanted_near[here : here + n]
+            copies.flush(stream)  # type: ignore[arg-type]
+            ring.ended(stream, given_up=False)
+        for stream in streams:
+            stream.synchronize()
+        ring.finish()
+        assert torch.equal(near, wanted_near)
+        assert torch.equal(far, wanted_far)
+
+
+def test_what_a_failed_stage_noted_is_not_written(monkeypatch) -> None:
+    driver = stand_in(monkeypatch)
+    copies, stream = _Copies(driver), LateStream()
+    ring = Staging(lambda n: torch.zeros(n, dtype=torch.uint8), LateEvent, copies)
+    near, far = torch.ones(300, dtype=torch.uint8), torch.full((300,), 7, dtype=torch.uint8)
+    ring.down(near.data_ptr(), far.data_ptr(), 100, stream)
+    copies.flush(stream)  # type: ignore[arg-type]
+    ring.ended(stream, given_up=False)
+    ring.down(near.data_ptr(), far.data_ptr() + 100, 100, stream)
+    copies.flush(stream, given_up=True)  # type: ignore[arg-type]
+    ring.ended(stream, given_up=True)
+    stream.synchronize()
+    ring.finish()
+    assert far.tolist() == [1] * 100 + [7] * 200
+
+
+def in_files(given: Inputs, folder: Path) -> Inputs:
+    """The same inputs in a file that is mapped to be read only."""
+    tensors = {"query": given.query, "key": given.key, "value": given.value, "do": given.grad_out}
+    path = folder / "inputs.safetensors"
+    made = create_tensors(path, {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()})
+    for name, tensor in made.items():
+        tensor.copy_(tensors[name])
+    del made
+    found = open_tensors(path)
+    return Inputs(found["query"], found["key"], found["value"], found["do"])
+
+
+def laid_out(tensor: torch.Tensor, draw: random.Random) -> torch.Tensor:
+    """The same values, maybe not at an aligned address, with gaps, or heads last."""
+    how = draw.choice(["as it is", "off", "gaps", "heads last"])
+    if how == "off":
+        room = torch.empty(tensor.numel() + 3, dtype=tensor.dtype)
+        found = room[draw.randint(1, 3) :][: tensor.numel()].view(tensor.shape)
+    elif how == "gaps":
+        found = torch.empty((*tensor.shape[:-1], tensor.shape[-1] + 3), dtype=tensor.dtype)
+        found = found[..., : tensor.shape[-1]]
+    elif how == "heads last":
+        found = torch.empty_like(tensor.transpose(-2, -3).contiguous()).transpose(-2, -3)
+    else:
+        return tensor
+    return found.copy_(tensor)
+
+
+def a_call(draw: random.Random, n: int, dtype: torch.dtype):  # type: ignore[no-untyped-def]
+    """Inputs and plans of a random call through slots, or passing by."""
+    heads = draw.choice([(4, 2), (2, 2), (3, 1)])
+    sizes = {"heads": heads[0], "kv_heads": heads[1], "head_dim": 8, "value_dim": 8}
+    causal = draw.random() < 0.6
+    given = inputs(n, dtype=dtype, **sizes)
+    plans = []
+    for backward in (False, True):
+        made = qa.plan(
+            n, is_causal=causal, dtype=dtype, backward=backward, device="cpu", kernel="cpu",
+            levels=draw.choice([(7,), (3,), (7, 3)]), layout="balanced", over_inputs=False,
+            n_cap=draw.randint(1, 3),
+            heads_per_group=draw.choice([heads[0] // heads[1], heads[0]]), **sizes,
+        )  # fmt: skip
+        if draw.random() < 0.5:
+            size = draw.randint(n // 6, n + 9), draw.randint(n // 6, n + 9)
+            made = passing(made, *size, group=draw.randint(1, heads[1]), n_cap=draw.randint(1, 3))
+        plans.append(made)
+    return given, plans, causal
+
+
+def both(given: Inputs, plans, causal: bool, **more):  # type: ignore[no-untyped-def]
+    call = {"is_causal": causal, "enable_gqa": True, "devices": "cpu", **more}
+    grads = call.pop("grads", None)
+    with LateCuda():
+        out, lse = qa.attention_with_lse(*given.three, **call, plan=plans[0])
+        call.pop("out", None)
+        found = qa.attention_backward(
+            given.grad_out, *given.three, out, lse, **call, plan=plans[1], grads=grads
+        )
+    return out, *found
+
+
+@pytest.mark.parametrize("locked", ["nothing", "some", "no buffers"])
+def test_random_calls_are_exact(locked: str, monkeypatch, tmp_path: Path) -> None:
+    """Inputs in files mapped to be read, in memory with gaps or odd addresses, overlapping; results
+    that are given, or not; with all page locks refused, or two of three."""
+    draw = random.Random(torch.initial_seed())
+    driver = stand_in(
+        monkeypatch,
+        refused=lambda start: locked != "some" or start // 2048 % 3 > 0,
+        buffers=locked != "no buffers",
+    )
+    for number in range(24):
+        monkeypatch.setattr(staging, "BUFFER_BYTES", draw.choice([256, 1024, 1 << 16]))
+        dtype = draw.choice([torch.float16, torch.float32, torch.float64])
+        given, plans, causal = a_call(draw, draw.randint(20, 90), dtype)
+        kind = draw.choice(["files", "memory", "one tensor"])
+        if kind == "files":
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            given = in_files(given, folder)
+        elif kind == "one tensor":
+            # Keys are values, and where heads are as many, queries.
+            same = given.query if given.query.shape == given.key.shape else given.key
+            given = Inputs(given.query if same is given.key else same, same, same, given.grad_out)
+        else:
+            given = Inputs(*(laid_out(t, draw) for t in (*given.three, given.grad_out)))
+        more = {}
+        if draw.random() < 0.5:
+            more["out"] = laid_out(
+                torch.zeros_like(given.grad_out, memory_format=torch.contiguous_format), draw
+            )
+            more["grads"] = tuple(
+                laid_out(torch.zeros(t.shape, dtype=t.dtype), draw) for t in given.three
+            )
+        copied = driver.copied
+        found = both(given, plans, causal, **more)
+        wanted = exact(given, is_causal=causal, gradients=True)
+        for mine, right in zip(found, (wanted.out, *wanted.grads), strict=True):
+            assert_close(mine, right, GRADIENT_TOLERANCE[dtype])
+        assert driver.copied > copied or locked == "no buffers" or kind == "memory"
+        assert not driver.locked
+
+
+def test_a_missing_wait_is_noticed(monkeypatch) -> None:
+    """The stand-in is strict enough: buffers that are used again at once give wrong results."""
+    stand_in(monkeypatch, buffer_bytes=256)
+    given, plans, causal = a_call(random.Random(3), 80, torch.float32)
+    right = both(given, plans, causal)
+    monkeypatch.setattr(LateEvent, "synchronize", lambda self: None)
+    wrong = both(given, plans, causal)
+    assert not all(torch.equal(a, b) for a, b in zip(wrong, right, strict=True))
+
+
+@pytest.mark.parametrize("at", [1, 3, 6])
+def test_buffers_are_freed_after_a_failure_too(at: int, monkeypatch) -> None:
+    """And what was done before it is in its place: the pass goes on from there."""
+    stand_in(monkeypatch, buffer_bytes=512)
+    made: list[weakref.ref[Staging]] = []
+    begun = Staging.__init__
+
+    def noted(self, *given) -> None:  # type: ignore[no-untyped-def]
+        begun(self, *given)
+        made.append(weakref.ref(self))
+
+    monkeypatch.setattr(Staging, "__init__", noted)
+    given, plans, causal = a_call(random.Random(at), 60, torch.float32)
+    count = 0
+
+    class FailedError(Exception):
+        pass
+
+    def failing(self, near, far, n_bytes, stream) -> None:  # type: ignore[no-untyped-def]
+        nonlocal count
+        count += 1
+        if count == at:
+            raise FailedError
+        up(self, near, far, n_bytes, stream)
+
+    up = Staging.up
+    monkeypatch.setattr(Staging, "up", failing)
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(FailedError):
+            both(given, plans, causal)
+        assert made
+        assert all(ring() is None for ring in made)
+    finally:
+        gc.enable()
+    found = both(given, plans, causal)
+    wanted = exact(given, is_causal=causal, gradients=True)
+    assert_close(found[0], wanted.out, GRADIENT_TOLERANCE[torch.float32])
