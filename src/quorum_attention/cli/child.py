@@ -282,17 +282,18 @@ class _Quorum:
         self._call = call
         self._lse: torch.Tensor | None = None
         self._report = Report()
+        # A report times every stage, so only the first call is asked for one.
+        self._asked: Report | None = self._report
 
     def _options(self, progress: _Progress) -> dict[str, Any]:
         call = self._call
         return {
             "is_causal": call.is_causal, "enable_gqa": True, "budget": call.budget_bytes,
-            "devices": call.device, "report": self._report, "progress": progress,
+            "devices": call.device, "report": self._asked, "progress": progress,
         }  # fmt: skip
 
     def forward(self, progress: _Progress) -> None:
         call = self._call
-        self._report = Report()
         _, self._lse = attention_with_lse(
             call.query, call.key, call.value, out=call.results["out"], **self._options(progress)
         )
@@ -313,6 +314,7 @@ class _Quorum:
         self._lse = None
 
     def report(self) -> dict[str, Any]:
+        self._asked = None
         return self._report.to_dict()
 
 

@@ -208,12 +208,16 @@ def _write(buffer: _Buffer) -> None:
 
 
 def copy_on_host(target: int, source: int, n_bytes: int) -> None:
-    """Copy bytes from one address to another, many with all of torch's threads."""
+    """Copy bytes from one address to another, many with several of torch's threads."""
     if n_bytes < _FEW_BYTES:
         ctypes.memmove(target, source, n_bytes)
         return
+    # torch gives a thread 32,768 elements: of bytes that would wake more threads than are of use.
+    wide = not (target | source | n_bytes) % 8
     to, of = (
-        torch.frombuffer((ctypes.c_char * n_bytes).from_address(at), dtype=torch.uint8)
+        torch.frombuffer(
+            (ctypes.c_char * n_bytes).from_address(at), dtype=torch.int64 if wide else torch.uint8
+        )
         for at in (target, source)
     )
     to.copy_(of)
