@@ -70,7 +70,9 @@ class _Mapping:
 
 
 def most_locked_bytes() -> int:
-    """How much memory a worker keeps locked at most."""
+    """How much memory a worker keeps locked at most; nothing where the host's is not known."""
+    if not hasattr(os, "sysconf"):
+        return 0
     return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _MOST_OF_HOST)
 
 
