@@ -6,10 +6,10 @@ another pass has had no use for it, or the other process has freed it; and a thr
 apart, beside the next pass.
 
 A worker of a device that copies from and to page-locked memory also locks its parts of it as
-wholes, and keeps them so for a few passes: a pass over locked memory took 1.31 s where one that
-locked piece after piece beside its copies took 1.46 (an H200, 2 GiB). The exception is a result
-that nobody has touched: the driver would make its pages, one after the other, before anything is
-computed.
+wholes, and keeps them so for a few passes. A pass over such memory, whose results had their pages
+too, took 1.31 s where one that locked piece after piece beside its copies took 1.46 (an H200, 2
+GiB). The exception is a result that nobody has touched: the driver would make its pages, one after
+the other, before anything is computed.
 """
 
 from __future__ import annotations
