@@ -444,3 +444,23 @@ def test_a_gradient_of_the_lse_by_columns_in_fp16(device: str, size: float, dept
     wanted = torch.autograd.grad(results, right, (grad.double(), grad_lse.double()))
     for mine, theirs in zip(found[:2], wanted[:2], strict=True):
         assert relative(mine, theirs) < 5e-3
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_small_rows_beside_large_ones_keep_their_digits(device: str, depth: int) -> None:
+    """fp32 upstream gradients of fp16 inputs: row 0 sees key 0 alone, others are of small numbers.
+
+    (tests/execution/test_upstream.py, for kernels that need no Triton.)
+    """
+    g = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, 1, 14, 8, generator=g).half().to(device) for _ in range(3))
+    grad_out = 3e-7 * torch.randn(1, 1, 14, 8, generator=g).to(device)
+    grad_out[..., 0, :] = 1.0
+    call = {"is_causal": True, "kernel": "native"}
+    out, lse = qa.attention_with_lse(q, k, v, out_dtype=torch.float32, **call)
+    grads = tuple(torch.empty(t.shape, device=t.device) for t in (q, k, v))
+    found = qa.attention_backward(grad_out, q, k, v, out, lse, grads=grads, depth=depth, **call)
+    s = (q.double() @ k.double().mT * 8**-0.5).cpu()
+    s.masked_fill_(torch.ones(14, 14, dtype=torch.bool).triu(1), -torch.inf)
+    wanted = s.softmax(-1).mT @ grad_out.double().cpu()
+    assert relative(found[2][..., 1:, :], wanted[..., 1:, :]) < 2e-3
