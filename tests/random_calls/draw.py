@@ -33,7 +33,7 @@ _CUDA_KERNELS = {
 }  # fmt: skip
 # Vendors' operators, which take rectangles wherever they are: rows may pass by.
 _PASSING = ("auto", "cpu", "cudnn", "flash", "efficient")
-_ROWS = (1, 7, 16, 33, 64, 100, 128, 256, 500)
+_ROWS = (1, 7, 16, 33, 64, 100, 128, 256)
 _MOST_PAIRS = 150_000
 _MOST_UNITS = 64
 _LAYOUTS = {
@@ -227,8 +227,12 @@ class _Drawing:
         both = (case.orders, case.backward_orders)
         if case.kernel not in _PASSING or case.mask is not None:
             return case
+        # Not too many launches: a head's pairs are in some 36 rectangles at most.
+        least = -(-case.n_queries // 6), -(-case.n_keys // 6)
         by = [
-            orders if orders is None or not orders.levels else replace(orders, passing=one)
+            orders
+            if orders is None or not orders.levels or one is None
+            else replace(orders, passing=(max(one[0], least[0]), max(one[1], least[1])))
             for orders, one in zip(both, rows, strict=True)
         ]
         if both == (by[0], by[1]):
