@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from quorum_attention import distributed
+from quorum_attention.distributed.agreement import told
 from quorum_attention.integrations.transformers.closures import MaskFunction, known
 from quorum_attention.integrations.transformers.described import DescribedMask
 from quorum_attention.integrations.transformers.generation import (
@@ -151,10 +152,7 @@ def _found(
     fits = isinstance(positions, torch.Tensor) and positions.shape in shapes
     padded = mask.padding is not None
     asked = mask.asked._replace(refused=mask.asked.refused or not (fits or positions is None))
-    mine = torch.tensor([*map(int, asked), rows, batch, padded, fits], device=device)
-    told = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(told, mine, group=group)
-    listed = torch.stack(told).tolist()
+    listed = told(group, (*map(int, asked), rows, batch, padded, fits))
     _check(listed)
     sizes = tuple(one[len(asked)] for one in listed)
     padded = any(one[-2] for one in listed)
@@ -345,10 +343,8 @@ def sharded_positions(
             raise TypeError("a sharded model must be given input_ids or inputs_embeds by name")
         everyone = dist.group.WORLD if group is None else group
         assert everyone is not None
-        mine = torch.tensor([ids.shape[1]], device=ids.device)
-        every = [torch.empty_like(mine) for _ in range(everyone.size())]
-        dist.all_gather(every, mine, group=everyone)
-        start = sum(torch.cat(every).tolist()[: everyone.rank()])
+        rows = [one for (one,) in told(everyone, (ids.shape[1],))]
+        start = sum(rows[: everyone.rank()])
         positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
         return args, {**named, "position_ids": positions}
 
