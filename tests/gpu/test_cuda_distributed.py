@@ -84,7 +84,9 @@ def _again_and_again(rank: int) -> None:
         with torch.set_grad_enabled(number % 3 != 1):
             out = sharded.attention(q, k, v, is_causal=True, enable_gqa=True, lengths="equal")
         # Memory that the call has let go of is written to at once.
-        scribbled = [torch.full((1 << (20 + size),), torch.nan).to(HOME[0]) for size in range(4)]
+        scribbled = [
+            torch.full((1 << (18 + size),), torch.nan, device=HOME[0]) for size in range(6)
+        ]
         if out.requires_grad:
             out.backward(mine[3])
         del scribbled
