@@ -91,7 +91,7 @@ def _again_and_again(rank: int) -> None:
             out.backward(mine[3])
         del scribbled
         found = [out.detach(), *(t.grad for t in (q, k, v) if t.grad is not None)]
-        wanted = wanted or found
+        wanted = wanted or [t.cpu() for t in found]
         for got, first in zip(found, wanted, strict=False):
             assert off(got, first) < 1e-2, number
 
