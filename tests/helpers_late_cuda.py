@@ -161,6 +161,8 @@ def stand_in(
     monkeypatch.setattr(cuda_mover, "_locked_memory", memory)
     monkeypatch.setattr(staging, "BUFFER_BYTES", buffer_bytes)
     monkeypatch.setattr(staging, "WORTH_BUFFERS_BYTES", 1)
+    monkeypatch.setattr(staging, "_LEAST_SHARE", 200)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     for name in ("WORTH_LOCKING_BYTES", "PIECE_BYTES"):
         monkeypatch.setattr(page_locks, name, piece_bytes)
     monkeypatch.setattr(page_locks, "PAGE_BYTES", 64)
