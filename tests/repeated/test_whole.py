@@ -73,6 +73,23 @@ def test_gradients_that_are_looked_at_afterwards_come_as_usual() -> None:
         assert torch.equal(one, other)
 
 
+def test_it_saves_what_a_planned_call_saves() -> None:
+    """A checkpoint may meet the one when it runs and the other when it runs again."""
+    three, saved = inputs(dtype=torch.float16), []  # in fp32 it would be torch's own function
+
+    def kept(tensor: torch.Tensor) -> torch.Tensor:
+        saved[-1].append((tensor.shape, tensor.dtype, tensor.device))
+        return tensor
+
+    call = known(three)
+    for make in (lambda: made(call, three), lambda: qa.attention(*three, **OPTIONS)):
+        saved.append([])
+        with torch.autograd.graph.saved_tensors_hooks(kept, lambda tensor: tensor):
+            make()
+    assert len(saved[0]) == 5
+    assert saved[0] == saved[1]
+
+
 def test_only_what_is_asked_for_has_a_gradient() -> None:
     q, k, v = inputs()
     call = known((q, k, v))
