@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -71,6 +71,46 @@ def codes(value: Any) -> tuple[Hashable, ...]:
         return ()
     found: list[Hashable] = [f.__code__ for f in _functions(value)]
     return tuple(found or [type(value)])
+
+
+def settled(functions: Sequence[Any]) -> Hashable | None:
+    """A key that changes when anything changes that functions depend on; None if that cannot be
+    seen: they name or close over an object that is no number, tensor, function or container of
+    those. Modules, classes and masks of this package stay as they are."""
+    found: list[Hashable] = []
+    waiting: list[Any] = list(functions)
+    for _ in range(_MOST):
+        if not waiting:
+            return tuple(found)
+        thing = waiting.pop()
+        kind = type(thing)
+        if kind in _PLAIN or isinstance(thing, np.generic):
+            found.append((kind, thing if kind in _PLAIN else thing.item()))
+        elif isinstance(thing, torch.Tensor):
+            found.append(Same(thing))
+        elif isinstance(thing, types.FunctionType):
+            found.append(thing.__code__)
+            waiting += [*_closed_over(thing), *_named(thing.__code__, thing.__globals__)]
+        elif kind in (dict, list, tuple) and len(thing) <= _MOST:
+            found.append((kind, len(thing)))
+            waiting += [part for pair in thing.items() for part in pair] if kind is dict else thing
+        elif isinstance(thing, _FIXED):
+            found.append((kind, id(thing)))
+        else:
+            return None
+    return None
+
+
+_FIXED = (types.ModuleType, type, types.BuiltinFunctionType, BlockMask)
+
+
+def _named(code: types.CodeType, given: dict[str, Any]) -> list[Any]:
+    """The globals that code may name, and code within it."""
+    found = [given[name] for name in code.co_names if name in given]
+    for part in code.co_consts:
+        if isinstance(part, types.CodeType):
+            found += _named(part, given)
+    return found
 
 
 def _looked_at(value: Any) -> Iterator[Hashable]:

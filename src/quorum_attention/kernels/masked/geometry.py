@@ -26,20 +26,29 @@ TESTED = 512
 @dataclass(frozen=True, slots=True)
 class Place:
     """A tile of pairs, for rules that are tried: entries (b,), heads (h,), and the global positions
-    of queries (q,) and keys (k,), int64 on one device. ``block`` has the positions' bounds."""
+    of queries (q,) and keys (k,), int64 on one device."""
 
     entries: torch.Tensor
     heads: torch.Tensor
     queries: torch.Tensor
     keys: torch.Tensor
-    block: Ranges
 
 
 class Rule(Protocol):
     """A rule that has to be tried on pairs where its verdict is MIXED."""
 
-    def verdict(self, block: Ranges) -> Verdict:
-        """The verdict on a block of positions."""
+    @property
+    def is_opaque(self) -> bool:
+        """Whether it, or a part of it, says nothing of blocks."""
+        ...
+
+    @property
+    def placed_bytes(self) -> int:
+        """Device bytes of what it reads, once it is tried there."""
+        ...
+
+    def verdict(self, block: Ranges, opaque: Verdict = MIXED) -> Verdict:
+        """The verdict on a block of positions; ``opaque``: that of what says nothing of blocks."""
         ...
 
     def keeps(self, at: Place) -> torch.Tensor:
@@ -55,26 +64,39 @@ class Geometry:
         band: pairs have to lie in it.
         blocks: pairs have to lie in one of them; None is no such rule.
         rules: all of them have to keep a pair.
+        same: what ``blocks`` say, as rules of single pairs.
     """
 
     band: Band = _EVERYWHERE
     blocks: Blocks | None = None
     rules: tuple[Rule, ...] = ()
+    same: tuple[Rule, ...] = ()
 
     @property
     def keeps_all(self) -> bool:
         """Whether nothing is masked."""
         return self.band.keeps_all and self.blocks is None and not self.rules
 
+    @property
+    def is_opaque(self) -> bool:
+        """Whether a rule, or a part of one, says nothing of blocks."""
+        return any(rule.is_opaque for rule in self.rules)
+
+    @property
+    def placed_bytes(self) -> int:
+        """Device bytes of what its rules read, once they are tried there."""
+        return sum(rule.placed_bytes for rule in (*self.rules, *self.same))
+
     def __and__(self, other: Geometry) -> Geometry:
         """Pairs that both keep."""
         blocks = self.blocks if other.blocks is None else other.blocks
         if self.blocks is not None and other.blocks is not None:
             blocks = _meeting(self.blocks, other.blocks)
-        return Geometry(self.band & other.band, blocks, (*self.rules, *other.rules))
+        rules, same = (*self.rules, *other.rules), (*self.same, *other.same)
+        return Geometry(self.band & other.band, blocks, rules, same)
 
-    def verdict(self, block: Ranges) -> Verdict:
-        """The verdict on a block of positions."""
+    def verdict(self, block: Ranges, opaque: Verdict = MIXED) -> Verdict:
+        """The verdict on a block of positions; ``opaque``: that of what says nothing of blocks."""
         found = self.band.verdict(block)
         if found is MASKED:
             return MASKED
@@ -83,7 +105,7 @@ class Geometry:
         for rule in self.rules:
             if found is MASKED:
                 return MASKED
-            found = both(found, rule.verdict(block))
+            found = both(found, rule.verdict(block, opaque))
         return found
 
     def _among(self, block: Ranges) -> Verdict:
@@ -173,13 +195,9 @@ class Geometry:
     def keeps(self, at: Place) -> torch.Tensor:
         """Which pairs of a tile are kept: bool, broadcastable to (b, h, q, k)."""
         found = self.kept(at)
-        if self.blocks is None:
-            return found
-        inside = torch.zeros_like(found[..., :, :])
-        (q0, _), (k0, _) = at.block
-        for a, b, c, d in self.near(at.block).tolist():
-            inside[..., max(0, a - q0) : b - q0, max(0, c - k0) : d - k0] = True
-        return found & inside
+        for rule in self.same:
+            found = found & rule.keeps(at)
+        return found
 
     def count(self, n_queries: int, n_keys: int) -> int:
         """How many pairs it keeps; those that the rules leave out are counted as well."""
@@ -194,11 +212,23 @@ class AnyOf:
 
     every: tuple[Geometry, ...]
 
-    def verdict(self, block: Ranges) -> Verdict:
+    @property
+    def is_opaque(self) -> bool:
+        """See ``Rule``."""
+        return any(one.is_opaque for one in self.every)
+
+    @property
+    def placed_bytes(self) -> int:
+        """See ``Rule``."""
+        return sum(one.placed_bytes for one in self.every)
+
+    def verdict(self, block: Ranges, opaque: Verdict = MIXED) -> Verdict:
         """The verdict on a block of positions."""
         found: Verdict = MASKED
         for one in self.every:
-            found = either(found, one.verdict(block))
+            found = either(found, one.verdict(block, opaque))
+            if found is CLEAR:
+                break
         return found
 
     def keeps(self, at: Place) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""A call under a ``Mask``: each task in one launch (``native.py``), or part by part (``parts.py``).
+"""A call under a ``Mask``: each task in one launch (``native.py``), by a table of blocks where
+rules have to be tried (``native_tried.py``), or part by part (``parts.py``).
 
 Batch entries of different geometry are computed one after the other.
 """
@@ -24,6 +25,7 @@ from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.kit.reads import tensors
 from quorum_attention.kernels.masked.geometry import Geometry, Place
 from quorum_attention.kernels.masked.native import NativeUnderMask
+from quorum_attention.kernels.masked.native_tried import NativeTried
 from quorum_attention.kernels.masked.parts import ByParts
 from quorum_attention.kernels.native.kernel import NativeKernel
 from quorum_attention.kernels.protocol import (
@@ -36,6 +38,7 @@ from quorum_attention.kernels.protocol import (
 )
 from quorum_attention.kernels.rectangles import four_dims
 from quorum_attention.kernels.traits import Traits, traits_of
+from quorum_attention.kernels.workspace import UNSPLIT_BYTES
 
 _BY_ENTRY = ("grad_out", "out", "grad_query", "grad_key", "grad_value")
 
@@ -57,7 +60,7 @@ class MaskedKernel:
         n_queries: int,
         n_keys: int,
         base: InnerKernel,
-        functions: Sequence[Callable[..., object]],
+        functions: Sequence[Callable[..., torch.Tensor]],
         softcap: float | None,
     ) -> None:
         self.geometries, self.base = geometries, base
@@ -67,19 +70,24 @@ class MaskedKernel:
         self._parts = ByParts(self._distinct, base, softcap)
         by_operator = self._parts.by_operator
         self.name = base.name if by_operator else self._parts.tiles.name
-        # By geometry, where one launch runs a whole task of it.
+        # By geometry, where one launch runs a whole task of it, or some for blocks that are tried.
         self._native: dict[Geometry, NativeUnderMask] = {}
-        if isinstance(base, NativeKernel) and not any(g.rules for g in self._distinct):
-            self._native = {g: NativeUnderMask(g, base) for g in self._distinct}
+        self._tried: dict[Geometry, NativeTried] = {}
+        if isinstance(base, NativeKernel):
+            for g in self._distinct:
+                if g.rules:
+                    self._tried[g] = NativeTried(g, base, self._functions)
+                else:
+                    self._native[g] = NativeUnderMask(g, base)
         own = traits_of(base)
         kept = sum(g.count(n_queries, n_keys) for g in geometries) / len(geometries)
         self._share = kept / max(1, n_queries * n_keys)
         self._verdict = _Verdict(self._distinct)
         self.traits = Traits(
             own_attention=True,
-            whole_tasks=bool(self._native),
+            whole_tasks=self._launched,
             # A task is several calls, though they take no turns on streams.
-            several_streams=not self._native,
+            several_streams=not self._launched,
             rates=own.rates if by_operator else (0.3, 0.3),
             launch_seconds=own.launch_seconds,
             scaled_backward=own.scaled_backward if by_operator else frozenset(),
@@ -94,6 +102,15 @@ class MaskedKernel:
     @property
     def _uniform(self) -> bool:
         return len(self._distinct) == 1
+
+    @property
+    def _launched(self) -> bool:
+        """Whether the native kernel runs whole tasks."""
+        return bool(self._native or self._tried)
+
+    def _by_parts(self, *, drops: bool) -> bool:
+        """Whether a task is computed part by part: what is dropped is no matter of tried blocks."""
+        return not self._launched or (drops and bool(self._tried))
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
@@ -132,7 +149,6 @@ class MaskedKernel:
                 torch.arange(heads.start, heads.stop, device=device),
                 torch.arange(queries.start, queries.stop, device=device),
                 torch.arange(keys.start, keys.stop, device=device),
-                Ranges.of(queries.start, queries.stop, keys.start, keys.stop),
             )
             kept = four_dims(geometry.keeps(place))
             found.append(kept.expand(len(entries[at]), *kept.shape[1:]))
@@ -149,19 +165,40 @@ class MaskedKernel:
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``forward`` allocates at any one time."""
+        if self._by_parts(drops=call.dropout):
+            return self._parts.forward_bytes(call, extent)
+        own = 0
         if self._native:
-            return self._launch_bytes(call) + self._times(extent) * (
+            own = self._launch_bytes(call) + self._times(extent) * (
                 self.base.forward_workspace_bytes(call, extent)
             )
-        return self._parts.forward_bytes(call, extent)
+        if self._tried:
+            tried = max(one.forward_bytes(call, extent) for one in self._tried.values())
+            if extent.direct:
+                # Statistics in fp32, and the output in its dtype, which may be that, too.
+                rows = extent.batch * extent.query_heads * extent.n_tokens
+                tried += rows * (2 * call.value_dim + 1) * 4 + 3 * UNSPLIT_BYTES
+            own = max(own, tried)
+        return own
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
+        if self._by_parts(drops=call.dropout):
+            return self._parts.backward_bytes(call, extent)
+        own = 0
         if self._native:
-            return self._launch_bytes(call) + self._times(extent) * (
+            own = self._launch_bytes(call) + self._times(extent) * (
                 self.base.backward_workspace_bytes(call, extent)
             )
-        return self._parts.backward_bytes(call, extent)
+        if self._tried:
+            tried = max(one.backward_bytes(call, extent) for one in self._tried.values())
+            if extent.direct:
+                rows = extent.batch * extent.query_heads * extent.n_tokens
+                keys = extent.batch * extent.key_heads * extent.n_tokens
+                width = rows * call.head_dim + keys * (call.head_dim + call.value_dim)
+                tried += 2 * width * 4 + 6 * UNSPLIT_BYTES
+            own = max(own, tried)
+        return own
 
     def _launch_bytes(self, call: CallShape) -> int:
         """What the tables of a launch have more than those of the kernel without a mask."""
@@ -175,15 +212,15 @@ class MaskedKernel:
         """Merge the task's kept pairs into ``state``, in place."""
         for entries, geometry in self._by_geometry(task.entries):
             one, given = _entries_of(task, entries), (state.out[entries], state.lse[entries])
-            if self._native:
-                self._native[geometry].forward(one, Statistics(*given))
-            else:
+            if self._by_parts(drops=task.dropout is not None):
                 self._parts.forward(one, geometry, *given)
+            else:
+                self._whole_task(geometry).forward(one, Statistics(*given))
 
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
-        lse = grads.lse
-        if not self._native:
+        lse, by_parts = grads.lse, self._by_parts(drops=task.dropout is not None)
+        if by_parts:
             shift = grads.scaling.shift * math.log(2.0)
             lse = (lse - shift).masked_fill_(lse == -torch.inf, 0.0)
         for entries, geometry in self._by_geometry(task.entries):
@@ -199,10 +236,14 @@ class MaskedKernel:
                     overflow=_rows_of_entries(scaling.overflow, entries),
                 ),
             )
-            if self._native:
-                self._native[geometry].backward(one, mine)
-            else:
+            if by_parts:
                 self._parts.backward(one, geometry, mine)
+            else:
+                self._whole_task(geometry).backward(one, mine)
+
+    def _whole_task(self, geometry: Geometry) -> NativeUnderMask | NativeTried:
+        found = self._native.get(geometry)
+        return self._tried[geometry] if found is None else found
 
     def whole_forward(
         self,
@@ -220,7 +261,7 @@ class MaskedKernel:
             return self._native[self._distinct[0]].whole_forward(
                 query, key, value, causal, scale, bias, out_dtype, dropout
             )
-        if self._native:
+        if self._native and not self._tried:
             parts = [
                 native.whole_forward(
                     query[at], key[at], value[at], causal, scale, _rows_of_entries(bias, at),
@@ -256,7 +297,7 @@ class MaskedKernel:
             return self._native[self._distinct[0]].whole_backward(
                 grad_out, query, key, value, out, lse, causal, scale, bias, grad_dtype, dropout
             )
-        if self._native:
+        if self._native and not self._tried:
             parts = [
                 native.whole_backward(
                     grad_out[at], query[at], key[at], value[at], out[at], lse[at], causal, scale,

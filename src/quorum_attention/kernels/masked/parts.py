@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from quorum_attention.decomposition import Ranges, Rectangle
+from quorum_attention.decomposition import Rectangle
 from quorum_attention.decomposition.batches import Batch
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.masked.calls import Call, calls_of, limits_of
@@ -264,10 +264,7 @@ class ByParts:
             device = task.query.device
             queries = positions(task.task, r.query_start, r.query_stop, device)
             keys = positions(task.task, r.key_start, r.key_stop, device)
-            block = Ranges.of(
-                int(queries[0]), int(queries[-1]) + 1, int(keys[0]), int(keys[-1]) + 1
-            )
-            tested = self._additive(task, geometry, queries, keys, block)
+            tested = self._additive(task, geometry, queries, keys)
             given = task.bias(r)
             return tested if given is None else four_dims(given) + tested
 
@@ -288,8 +285,7 @@ class ByParts:
         q0, k0 = r.query_start + call.query_shift, r.key_start + call.key_shift
         queries = torch.arange(q0, q0 + r.n_queries, device=device)
         keys = torch.arange(k0, k0 + r.n_keys, device=device)
-        block = Ranges.of(q0, q0 + r.n_queries, k0, k0 + r.n_keys)
-        return self._additive(task, geometry, queries, keys, block)
+        return self._additive(task, geometry, queries, keys)
 
     def _additive(
         self,
@@ -297,13 +293,12 @@ class ByParts:
         geometry: Geometry,
         queries: torch.Tensor,
         keys: torch.Tensor,
-        block: Ranges,
     ) -> torch.Tensor:
         """What band and rules mask of a tile, additive, (b|1, h|1, queries, keys)."""
         device, first = task.query.device, task.first_head
         entries = torch.tensor(task.entries, device=device)
         heads = torch.arange(first, first + task.query.shape[1], device=device)
-        at = Place(entries, heads, queries, keys, block)
+        at = Place(entries, heads, queries, keys)
         kept = geometry.kept(at)
         kept = four_dims(kept)
         # Where a dimension is expanded, one of its entries is enough.

@@ -250,8 +250,9 @@ def _row(ids: Ids | None, entry: int, n: int) -> Ids:
 
 def _blocks_or_rule(
     by_query: Ids, by_key: Ids, rules: tuple[Rule, ...]
-) -> tuple[Blocks | None, tuple[Rule, ...]]:
-    """The blocks of equal numbers; where they are too many, a rule that compares the numbers."""
+) -> tuple[Blocks | None, tuple[Rule, ...], tuple[Rule, ...]]:
+    """The blocks of equal numbers, the rules, and what the blocks say as a rule; where there would
+    be too many of them, the last joins the rules."""
     rows, columns = _runs(by_query), _runs(by_key)
     row_names, column_names = by_query[rows[:, 0]], by_key[columns[:, 0]]
     order = np.argsort(column_names, kind="stable")
@@ -260,13 +261,15 @@ def _blocks_or_rule(
     count = np.searchsorted(ordered, row_names, side="right") - first
     n = int(count.sum())
     if n > max(_FEW_BLOCKS, _MOST_BLOCKS * (len(rows) + len(columns))):
-        return None, (*rules, _Equal(by_query, by_key))
+        return None, (*rules, _Equal(by_query, by_key)), ()
     row = np.repeat(np.arange(len(rows)), count)
     nth = np.arange(n) - np.repeat(np.cumsum(count) - count, count)
     column = order[np.repeat(first, count) + nth]
     blocks = np.concatenate((rows[row], columns[column]), axis=1)
     whole = [[0, len(by_query), 0, len(by_key)]]
-    return (None if np.array_equal(blocks, whole) else blocks), rules
+    if np.array_equal(blocks, whole):
+        return None, rules, ()
+    return blocks, rules, (_Equal(by_query, by_key),)
 
 
 def _runs(ids: Ids) -> NDArray[np.int64]:
@@ -340,10 +343,12 @@ class _Tried:
 
     def __init__(self, keeps: Callable[..., torch.Tensor]) -> None:
         self._keeps = keeps
+        self.is_opaque = not isinstance(keeps, BlockMask)
+        self.placed_bytes = 0  # what it reads is the caller's
 
-    def verdict(self, block: Ranges) -> Verdict:
+    def verdict(self, block: Ranges, opaque: Verdict = MIXED) -> Verdict:
         """Its own verdict, if it has one."""
-        return self._keeps.verdict(block) if isinstance(self._keeps, BlockMask) else MIXED
+        return self._keeps.verdict(block) if isinstance(self._keeps, BlockMask) else opaque
 
     def keeps(self, at: Place) -> torch.Tensor:
         """See ``Rule``."""
@@ -356,11 +361,18 @@ class _Tried:
 class _Equal:
     """The rule that the numbers of query and key are equal."""
 
+    is_opaque = False
+
     def __init__(self, by_query: Ids, by_key: Ids) -> None:
         self._numbers = by_query, by_key
         self._placed: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def verdict(self, block: Ranges) -> Verdict:
+    @property
+    def placed_bytes(self) -> int:
+        """See ``Rule``."""
+        return sum(ids.nbytes for ids in self._numbers)
+
+    def verdict(self, block: Ranges, opaque: Verdict = MIXED) -> Verdict:
         """MASKED where no number of the queries can be one of the keys."""
         (q0, q1), (k0, k1) = block
         queries, keys = self._numbers[0][q0:q1], self._numbers[1][k0:k1]

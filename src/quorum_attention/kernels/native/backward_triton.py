@@ -17,7 +17,7 @@ import triton.language as tl
 
 from quorum_attention.kernels.native.dropout_triton import dropout_lot, dropped
 from quorum_attention.kernels.native.loads_triton import block_rows, lane_of
-from quorum_attention.kernels.native.scores_triton import kept, keys_kept, modified
+from quorum_attention.kernels.native.scores_triton import kept, keys_kept, modified, tried
 from quorum_attention.kernels.native.walk_triton import keys_of_run, rows_of_run
 
 
@@ -177,7 +177,8 @@ def query_kernel(
     """Add a task's dQ (b, h, n, d) to ``grad_query``, or write it there (ADD False).
 
     ``starts`` and ``entries``: by blocks of BLOCK_M queries. ``norms`` (2, b * hk): squared norms
-    of grad_out and of value, read where EASED. RAGGED: pipeline stages of ragged parts.
+    of grad_out and of value, read where EASED. RAGGED: pipeline stages of ragged parts. BITS: see
+    ``forward_kernel``.
     """
     program = tl.program_id(0)
     block = n_blocks - 1 - program % n_blocks
@@ -227,13 +228,16 @@ def query_kernel(
         slope = tl.load(slopes + h)
     if BIAS:
         bias += b * bias_b + h * bias_h
+    words = query_bits
+    if BITS == 2:
+        words += b * left + h * right
     log2_scale = scale * 1.4426950408889634
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     for index in range(tl.load(starts + block), tl.load(starts + block + 1)):
         row_low, row_high, diagonal, distance, start, begin, end, stop = keys_of_run(
             entries, index, first, n_queries, left, right, BLOCK_M, BLOCK_N, WINDOW, BITS,
-            8 if DROPOUT else 7,
+            8 if DROPOUT else (8 if BITS == 2 else 7),
         )  # fmt: skip
         if DROPOUT:
             shift = tl.load(entries + index * 8 + 7)
@@ -267,7 +271,11 @@ def query_kernel(
                     rows[:, None], keys[None, :], row_low, row_high, part_low, part_high,
                     diagonal, distance, left, right, WINDOW,
                 )  # fmt: skip
-                if BITS:
+                if BITS == 2:
+                    keep = tried(
+                        keep, words, entries + index * 8, rows[:, None], keys[None, :],
+                    )  # fmt: skip
+                if BITS == 1:
                     # Read again for each tile: holding them would cost the clear tiles registers.
                     own_bits = tl.load(query_bits + rows, mask=live, other=0)
                     other = tl.load(key_bits + keys, mask=keys < part_high, other=0)
@@ -425,6 +433,9 @@ def key_kernel(
         grad_h = lane_of(grad_out, b, h, g_b, g_h, READ)
         lse_h = lse + b * l_b + h * l_h
         delta_h = delta + (b * key_heads * group + h) * n_queries
+        words = query_bits
+        if BITS == 2:
+            words += b * left + h * right
         if DROPOUT:
             head = (tl.load(drops + 3) + h).to(tl.uint32)
         slope = 0.0
@@ -435,14 +446,14 @@ def key_kernel(
             bias_h_at += b * bias_b + h * bias_h
         db = tl.zeros([BLOCK_N], tl.float32)
         for index in range(tl.load(starts + block), tl.load(starts + block + 1)):
-            at = entries + index * (8 if DROPOUT else 7)
+            at = entries + index * (8 if DROPOUT else (8 if BITS == 2 else 7))
             column_low = tl.load(at + 2)
             column_high = tl.load(at + 3)
             diagonal = tl.load(at + 4)
             distance = tl.load(at + 5)
             start, begin, end, stop = rows_of_run(
                 entries, index, first, n_keys, left, right, BLOCK_M, BLOCK_N, WINDOW, BITS,
-                8 if DROPOUT else 7,
+                8 if DROPOUT else (8 if BITS == 2 else 7),
             )  # fmt: skip
             if DROPOUT:
                 shift = tl.load(at + 7)
@@ -481,7 +492,9 @@ def key_kernel(
                         rows[None, :], keys[:, None], part_low, part_high, column_low,
                         column_high, diagonal, distance, left, right, WINDOW,
                     )  # fmt: skip
-                    if BITS:
+                    if BITS == 2:
+                        keep = tried(keep, words, at, rows[None, :], keys[:, None])
+                    if BITS == 1:
                         own_bits = tl.load(key_bits + keys, mask=live, other=0)
                         other = tl.load(query_bits + rows, mask=rows < part_high, other=0)
                         keep = keep & ((own_bits[:, None] & other[None, :]) == 0)

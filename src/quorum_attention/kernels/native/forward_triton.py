@@ -13,7 +13,7 @@ import triton.language as tl
 
 from quorum_attention.kernels.native.dropout_triton import dropout_lot, dropped
 from quorum_attention.kernels.native.loads_triton import block_rows, lane_of
-from quorum_attention.kernels.native.scores_triton import keys_kept, modified
+from quorum_attention.kernels.native.scores_triton import keys_kept, modified, tried
 from quorum_attention.kernels.native.walk_triton import keys_of_run
 
 
@@ -165,6 +165,8 @@ def forward_kernel(
     positions of the mask's first row and column. ``group``: query heads of a key head. ``drops``:
     numbers from ``launch.dropout_numbers``, read with DROPOUT (see ``dropout_triton.dropped``).
     RAGGED: pipeline stages of ragged parts.
+    BITS: 1: group bits; 2: ``query_bits`` are words of tried blocks (``scores_triton.tried``), and
+    ``left`` and ``right`` their strides by entry and head.
     """
     program = tl.program_id(0)
     # The last blocks of a causal task take longest, so they start first.
@@ -202,6 +204,10 @@ def forward_kernel(
     if BIAS:
         bias += b * bias_b + h * bias_h
 
+    words = query_bits
+    if BITS == 2:
+        words += b * left + h * right
+
     if DROPOUT:
         head, entry, key_low, key_high, threshold, rescale, share = dropout_lot(drops, h, b)
 
@@ -223,7 +229,7 @@ def forward_kernel(
     for index in range(tl.load(starts + block), tl.load(starts + block + 1)):
         row_low, row_high, diagonal, distance, start, begin, end, stop = keys_of_run(
             entries, index, first, n_queries, left, right, BLOCK_M, BLOCK_N, WINDOW, BITS,
-            8 if DROPOUT else 7,
+            8 if DROPOUT else (8 if BITS == 2 else 7),
         )  # fmt: skip
         if DROPOUT:
             shift = tl.load(entries + index * 8 + 7)
@@ -258,7 +264,11 @@ def forward_kernel(
                     rows[:, None], keys[None, :], row_low, row_high, part_low, part_high,
                     diagonal, distance, left, right, WINDOW,
                 )  # fmt: skip
-                if BITS:
+                if BITS == 2:
+                    keep = tried(
+                        keep, words, entries + index * 8, rows[:, None], keys[None, :],
+                    )  # fmt: skip
+                if BITS == 1:
                     # Read again for each tile: holding them would cost the clear tiles registers.
                     own_bits = tl.load(query_bits + rows, mask=live, other=0)
                     other = tl.load(key_bits + keys, mask=keys < part_high, other=0)

@@ -46,6 +46,9 @@ class Extras:
         bias_row, bias_column: local positions of the mask's first row and column.
         query_bits, key_bits: (n,), (m,) int64 on the device, or None: a pair is kept where they
             have no bit in common; tested in the mixed runs of the table.
+        words: (b or 1, h or 1, blocks, 128, 4) int32 on the device, or None: which pairs of tried
+            blocks are kept (``scores_triton.tried``); the tables then have a column more, ``word``.
+            Not together with group bits, a window, slopes or dropout.
         tf32: whether products of fp32 inputs use TF32 on tensor cores.
         drops: (8,) int32 on the device, from ``dropout_numbers``, or None: no dropout.
     """
@@ -57,6 +60,7 @@ class Extras:
     bias_column: int = 0
     query_bits: torch.Tensor | None = None
     key_bits: torch.Tensor | None = None
+    words: torch.Tensor | None = None
     tf32: bool = False
     drops: torch.Tensor | None = None
 
@@ -130,7 +134,7 @@ def launch_forward(
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3],
             *lse.stride(), *_bias_strides(extras.bias, batch, heads),
             extras.bias_row, extras.bias_column,
-            given.scale, extras.options.softcap, *extras.options.bounds,
+            given.scale, extras.options.softcap, *_bounds(extras),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, LIFT=lift, LIFTED=2.0**lift,
             RESUME=resume, READ=way, DROPOUT=_dropout(extras, runs),
             RAGGED=_ragged(config.stages, extras, width),
@@ -189,7 +193,7 @@ def launch_backward(
         )  # fmt: skip
         masks = (*_bias_strides(extras.bias, batch, heads), extras.bias_row, extras.bias_column)
         # The lift is no compile-time constant: it would compile again for other lengths.
-        window = extras.options.bounds
+        window = _bounds(extras)
         scores = (given.scale, extras.options.softcap, *window, float(lift), 2.0**-lift)
         if by_query_runs.n_blocks:
             way, read = _as_read(by_query, by_query.block_n, width, key, value)
@@ -277,7 +281,7 @@ def _shared(given: Operands, extras: Extras, head_dim: int, value_dim: int) -> d
         "ALIBI": extras.slopes is not None,
         "BIAS": biased,
         "WINDOW": options.windowed,
-        "BITS": extras.query_bits is not None,
+        "BITS": 2 if extras.words is not None else int(extras.query_bits is not None),
         "PRECISION": "tf32" if extras.tf32 else "ieee",
     }
 
@@ -326,8 +330,18 @@ def _describe(tensor: torch.Tensor, block_rows: int, width: int) -> Any:
 
 
 def _pointers(extras: Extras, spare: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    every = (extras.bias, extras.slopes, extras.query_bits, extras.key_bits, extras.drops)
+    bits = extras.query_bits if extras.words is None else extras.words
+    every = (extras.bias, extras.slopes, bits, extras.key_bits, extras.drops)
     return tuple(spare if tensor is None else tensor for tensor in every)
+
+
+def _bounds(extras: Extras) -> tuple[int, int]:
+    """The bounds of the window, or the strides of words by entry and head."""
+    words = extras.words
+    if words is None:
+        return extras.options.bounds
+    by_entry, by_head = words.stride()[:2]
+    return by_entry if words.shape[0] > 1 else 0, by_head if words.shape[1] > 1 else 0
 
 
 def _bias_strides(bias: torch.Tensor | None, batch: int, heads: int) -> tuple[int, ...]:

@@ -24,7 +24,8 @@ FIELDS = ("query_start", "query_stop", "key_start", "key_stop", "diagonal", "dis
 """Columns of a table's entries, int32, local positions. A pair (q, k) belongs to the run if it is
 within bounds and ``q - k + diagonal >= 0``; its global distance is ``q - k + distance``. ``mixed``
 is 1 if the group bits of the tokens decide about each pair, else 0. A table for dropout has one
-column more, ``shift``: a query's global position is its local one plus that."""
+column more, ``shift``: a query's global position is its local one plus that. One for tried blocks
+has ``word`` there: where the words of its block begin (``kernels/masked/launches.py``)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,3 +96,20 @@ def keys_kept(
     inside = (rows >= row_low) & (rows < row_high)
     high = tl.where(inside, tl.maximum(high, column_low), column_low).to(tl.int32)
     return (columns >= low) & (columns < high)
+
+
+@triton.jit
+def tried(keep, words, at, rows, keys):
+    """Which of the pairs ``keep`` are kept by the words of a run's block too, if it has any.
+
+    Args:
+        words: int32, of all blocks of a lane: 128 rows of four words, a bit for each key.
+        at: the run's entry, whose column 6 says whether it is a tried block, and column 7 where its
+            words begin.
+        rows, keys: local positions, which the blocks divide at multiples of 128.
+    """
+    mixed = tl.load(at + 6)
+    where = tl.load(at + 7) + (rows & 127) * 4 + ((keys & 127) >> 5)
+    word = tl.load(words + where, mask=keep & (mixed != 0), other=0)
+    bit = (word >> (keys & 31)) & 1
+    return keep & ((bit != 0) | (mixed == 0))

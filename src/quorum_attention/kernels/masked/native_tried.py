@@ -1,0 +1,293 @@
+"""The native kernel under a geometry with rules: masked blocks are left out, clear ones are plain.
+
+A table (``blocks.py``) says of every block of 128 queries by 128 keys of a task whether it is
+masked, clear or mixed. It is made once. In each call rules are tried on the mixed blocks, as many
+at a time as there is memory for: the kernel is given a bit for each of their pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from quorum_attention.decomposition import Rectangle
+from quorum_attention.kernels.cache import Cache
+from quorum_attention.kernels.kit.block_masks import geometry as pairs_of
+from quorum_attention.kernels.kit.masks import BlockMask
+from quorum_attention.kernels.kit.reads import settled
+from quorum_attention.kernels.kit.trials import told_apart
+from quorum_attention.kernels.masked.blocks import codes_of
+from quorum_attention.kernels.masked.geometry import Geometry
+from quorum_attention.kernels.masked.launches import (
+    WIDTH,
+    Launch,
+    launches,
+    table_bytes,
+)
+from quorum_attention.kernels.masked.trying import Codes, Room, Trial
+from quorum_attention.kernels.native.config import Config, Half, config
+from quorum_attention.kernels.native.kernel import NativeKernel
+from quorum_attention.kernels.native.launch import (
+    Extras,
+    Operands,
+    launch_backward,
+    launch_forward,
+)
+from quorum_attention.kernels.native.runs import Runs
+from quorum_attention.kernels.outside import outside
+from quorum_attention.kernels.protocol import (
+    CallShape,
+    Extent,
+    Gradients,
+    Statistics,
+    TaskTensors,
+)
+
+# Bytes of host memory in which tables of blocks, and those of launches, are remembered.
+_CODE_BYTES, _TABLE_BYTES = 256 << 20, 64 << 20
+Function = Callable[..., torch.Tensor]
+
+
+class NativeTried:
+    """See above; for batch entries of one geometry, and without dropout.
+
+    Args:
+        geometry: the kept pairs; it has the call's own causal rule.
+        base: the native kernel with its other options.
+        functions: the user's functions in the geometry.
+    """
+
+    def __init__(
+        self, geometry: Geometry, base: NativeKernel, functions: Sequence[Function]
+    ) -> None:
+        self._geometry, self._base = geometry, base
+        self._functions = tuple(functions)
+        self._tables: Cache[Codes] = Cache(_CODE_BYTES, lambda codes: int(codes.nbytes) + 1)
+        self._launched: Cache[_Tables] = Cache(_TABLE_BYTES, lambda made: made.nbytes)
+        self._apart: Cache[tuple[bool, bool]] = Cache(16, lambda apart: 1)
+
+    def forward_bytes(self, call: CallShape, extent: Extent) -> int:
+        """Upper bound of the device bytes ``forward`` allocates at any one time."""
+        return self._bytes(call, extent) + self._base.forward_workspace_bytes(
+            call, replace(extent, direct=False)
+        )
+
+    def backward_bytes(self, call: CallShape, extent: Extent) -> int:
+        """Upper bound of the device bytes ``backward`` allocates at any one time."""
+        return self._bytes(call, extent) + self._base.backward_workspace_bytes(
+            call, replace(extent, direct=False)
+        )
+
+    def _bytes(self, call: CallShape, extent: Extent) -> int:
+        lanes = extent.batch * extent.query_heads
+        n, width = extent.n_tokens, _row_bytes(call.head_dim, call.value_dim, call.dtype)
+        told = any(not isinstance(function, BlockMask) for function in self._functions)
+        room = Room.of(lanes * n * width, lanes if told else 1, n, n)
+        # Functions that do not tell lanes apart have more blocks in the same words.
+        tables = table_bytes(n, n, replace(room, lanes=1).words)
+        return room.device_bytes + tables + self._geometry.placed_bytes
+
+    def forward(self, task: TaskTensors, state: Statistics) -> None:
+        """Merge the task's kept pairs into ``state``, in place."""
+        found = _config("forward", task)
+        for at, tables, extras in self._launches(task, (("query", found.block_m),)):
+            rows, columns = at.rows, at.columns
+            launch_forward(
+                Operands(
+                    task.query[:, :, rows], task.key[:, :, columns], task.value[:, :, columns],
+                    task.scale,
+                ),
+                state.out[:, :, rows],
+                state.lse[:, :, rows],
+                tables[0],
+                found,
+                extras,
+                resume=True,
+            )  # fmt: skip
+
+    def backward(self, task: TaskTensors, grads: Gradients) -> None:
+        """Add the task's gradients into ``grads``, in place."""
+        by_query, by_key = _config("query", task), _config("key", task)
+        axes: tuple[_Axis, ...] = (("query", by_query.block_m), ("key", by_key.block_n))
+        for at, tables, extras in self._launches(task, axes):
+            rows, columns = at.rows, at.columns
+            launch_backward(
+                Operands(
+                    task.query[:, :, rows], task.key[:, :, columns], task.value[:, :, columns],
+                    task.scale,
+                ),
+                (grads.grad_out[:, :, rows], grads.out[:, :, rows], grads.lse[:, :, rows]),
+                (
+                    grads.grad_query[:, :, rows], grads.grad_key[:, :, columns],
+                    grads.grad_value[:, :, columns],
+                ),
+                tables[0],
+                tables[1],
+                by_query,
+                by_key,
+                extras,
+                add=True,
+                n_keys=task.task.spans[-1].stop if task.task.spans else 0,
+            )  # fmt: skip
+
+    def _launches(
+        self, task: TaskTensors, axes: Sequence[_Axis]
+    ) -> Iterator[tuple[Launch, list[Runs], Extras]]:
+        """The launches of a task: where, their tables, and what changes scores."""
+        live = tuple(r for r in task.rectangles if r.n_queries > 0 and r.n_keys > 0)
+        if not live or 0 in task.query.shape[:2]:
+            return
+        with torch.no_grad():
+            # Each rectangle has a mask of its own, if any has.
+            groups = [(r,) for r in live] if task.has_mask(live[0]) else [live]
+            for rectangles in groups:
+                yield from self._of(task, rectangles, axes)
+
+    def _of(
+        self, task: TaskTensors, rectangles: tuple[Rectangle, ...], axes: Sequence[_Axis]
+    ) -> Iterator[tuple[Launch, list[Runs], Extras]]:
+        device = task.query.device
+        n_queries = max(r.query_stop for r in rectangles)
+        n_keys = max(r.key_stop for r in rectangles)
+        bias = task.bias(rectangles[0])
+        apart = self._tells_apart(device)
+        room = _room(task, apart)
+        key = self._key(task, rectangles, apart)
+        trial: Trial | None = None
+
+        def tried() -> Trial:
+            nonlocal trial
+            if trial is None:
+                pairs = pairs_of(task.task, rectangles, False, n_queries, n_keys)
+                trial = Trial(self._geometry, task, pairs, apart)
+            return trial
+
+        def table() -> Codes:
+            pairs = pairs_of(task.task, rectangles, False, n_queries, n_keys)
+            codes = codes_of(self._geometry, pairs)
+            tried().settle(codes, room)
+            return codes
+
+        codes = table() if key is None else self._tables.get(key, table)
+        for number, at in enumerate(launches(codes, n_queries, n_keys, room.words)):
+            made = self._made(key, (room.words, number, *axes), at, axes, device)
+            tables = [_sent(one, device) for one in made.tables]
+            words = None
+            if made.blocks.numel():
+                rows, columns = made.blocks.to(device, non_blocking=True)
+                words = tried().words(rows, columns, room)
+            extras = Extras(
+                self._base.options,
+                bias=bias,
+                bias_row=rectangles[0].query_start - at.rows.start,
+                bias_column=rectangles[0].key_start - at.columns.start,
+                words=words if words is not None else _no_words(device),
+                tf32=self._base.allow_tf32,
+            )
+            yield at, tables, extras
+            del tables, words, extras
+
+    def _made(
+        self, key: Hashable, number: Hashable, at: Launch, axes: Sequence[_Axis],
+        device: torch.device,
+    ) -> _Tables:  # fmt: skip
+        """The tables of a launch; remembered as long as those of blocks are."""
+        if key is None:
+            return _tables(at, axes, device)
+        return self._launched.get((key, number), lambda: _tables(at, axes, device))
+
+    def _tells_apart(self, device: torch.device) -> tuple[bool, bool]:
+        """Whether functions differ between batch entries, and between heads."""
+
+        def make() -> tuple[bool, bool]:
+            placed = [f.on(device) if isinstance(f, BlockMask) else f for f in self._functions]
+            each = [told_apart(f, device) for f in placed]
+            return any(a for a, _ in each), any(b for _, b in each)
+
+        seen = settled(self._functions)
+        return make() if seen is None else self._apart.get((device, seen), make)
+
+    def _key(
+        self, task: TaskTensors, rectangles: tuple[Rectangle, ...], apart: tuple[bool, bool]
+    ) -> Hashable:
+        """All that a task's table depends on; None: that cannot be seen."""
+        seen = settled(self._functions)
+        if seen is None:
+            return None
+        heads = (task.first_head, task.query.shape[1]) if apart[1] else ()
+        entries = task.entries if apart[0] else ()
+        return task.task, rectangles, task.query.is_cuda, entries, heads, seen
+
+
+_Axis = tuple[Literal["query", "key"], int]
+
+
+class _Tables(NamedTuple):
+    """Tables of a launch, in host memory.
+
+    Attributes:
+        tables: starts and entries in one tensor, and the number of starts, by axis.
+        blocks: (2, mixed) int64, rows and columns of the mixed blocks.
+    """
+
+    tables: tuple[tuple[torch.Tensor, int], ...]
+    blocks: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return sum(both.nbytes for both, _ in self.tables) + self.blocks.nbytes + 1
+
+
+def _tables(at: Launch, axes: Sequence[_Axis], device: torch.device) -> _Tables:
+    pinned = device.type == "cuda"
+    found = []
+    with outside():  # because they are cached
+        for axis, block in axes:
+            starts, entries = at.runs(block, axis)
+            size = len(starts) + entries.size
+            both = torch.empty(size, dtype=torch.int32, pin_memory=pinned)
+            both[: len(starts)] = torch.from_numpy(starts)
+            both[len(starts) :] = torch.from_numpy(entries.reshape(-1))
+            found.append((both, len(starts)))
+        mixed = np.stack(at.mixed())
+        blocks = torch.empty(mixed.shape, dtype=torch.int64, pin_memory=pinned)
+        blocks.copy_(torch.from_numpy(mixed))
+    return _Tables(tuple(found), blocks)
+
+
+def _sent(table: tuple[torch.Tensor, int], device: torch.device) -> Runs:
+    host, n_starts = table
+    both = host if device.type == "cpu" else host.to(device, non_blocking=True)
+    return Runs(both[:n_starts], both[n_starts:].view(-1, WIDTH), n_starts - 1)
+
+
+def _no_words(device: torch.device) -> torch.Tensor:
+    """Words that are not read: the tables have a column for them."""
+    return torch.empty((1, 1, 1, 1, 1), dtype=torch.int32, device=device)
+
+
+def _room(task: TaskTensors, apart: tuple[bool, bool]) -> Room:
+    batch, heads, n_queries, head_dim = task.query.shape
+    n_keys, value_dim = task.value.shape[2:]
+    lanes = (batch if apart[0] else 1) * (heads if apart[1] else 1)
+    width = _row_bytes(head_dim, value_dim, task.query.dtype)
+    nbytes = batch * heads * max(n_queries, n_keys) * width
+    return Room.of(nbytes, lanes, n_queries, n_keys)
+
+
+def _row_bytes(head_dim: int, value_dim: int, dtype: torch.dtype) -> int:
+    return (head_dim + value_dim) * dtype.itemsize
+
+
+def _config(half: Half, task: TaskTensors) -> Config:
+    query, value = task.query, task.value
+    return config(
+        half, query.shape[-1], value.shape[-1], query.element_size(), query.device, dropout=False
+    )
+
+
+__all__ = ["NativeTried"]

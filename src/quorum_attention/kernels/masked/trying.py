@@ -1,0 +1,189 @@
+"""Tries a geometry on pairs of a task, on the device, some blocks of 128 by 128 pairs at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isqrt
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quorum_attention.decomposition import CLEAR, MIXED
+from quorum_attention.kernels.kit.block_masks import BLOCK, piece
+from quorum_attention.kernels.kit.block_masks import Geometry as Pairs
+from quorum_attention.kernels.masked.geometry import Geometry, Place
+from quorum_attention.kernels.positions import positions
+from quorum_attention.kernels.protocol import TaskTensors
+from quorum_attention.kernels.rectangles import four_dims
+from quorum_attention.kernels.workspace import SLACK_BYTES, UNSPLIT_BYTES
+
+UNTRIED = 3
+"""The code of a block beside those of verdicts: a rule has to be asked about its pairs."""
+
+Codes = NDArray[np.int8]
+# Bytes for each pair that is tried at a time: a rule's own temporaries, a few of int64, among them.
+_PAIR_BYTES = 64
+# Bytes of a block's words.
+WORD_BYTES = BLOCK * BLOCK // 8
+# Bounds of the bytes for trying, and again for words.
+_LEAST, _MOST = 16 << 20, 256 << 20
+# Results of this many tiles are fetched from the device at a time.
+_FETCHED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How much of a task is tried at a time.
+
+    Attributes:
+        nbytes: for trying, and again for words.
+        lanes: batch entries times heads for which rules differ.
+        n_queries, n_keys: tokens of the task.
+    """
+
+    nbytes: int
+    lanes: int
+    n_queries: int
+    n_keys: int
+
+    @classmethod
+    def of(cls, rows_bytes: int, lanes: int, n_queries: int, n_keys: int) -> Room:
+        """The room for a task whose rows of queries and values have so many bytes together."""
+        return cls(min(max(rows_bytes // 2, _LEAST), _MOST), max(1, lanes), n_queries, n_keys)
+
+    @property
+    def _every(self) -> int:
+        """All blocks of the task."""
+        return max(1, -(-self.n_queries // BLOCK) * -(-self.n_keys // BLOCK))
+
+    @property
+    def blocks(self) -> int:
+        """Blocks tried at a time."""
+        return min(self._every, max(1, self.nbytes // (_PAIR_BYTES * BLOCK * BLOCK * self.lanes)))
+
+    @property
+    def words(self) -> int:
+        """Blocks whose words there are at a time."""
+        return min(self._every, max(1, self.nbytes // (WORD_BYTES * self.lanes)))
+
+    @property
+    def device_bytes(self) -> int:
+        """Upper bound of the device bytes that trying takes, words among them."""
+        tried = self.blocks * _PAIR_BYTES * BLOCK * BLOCK * self.lanes
+        words = self.words * WORD_BYTES * self.lanes
+        # Positions and pieces of every token, made and padded.
+        tokens = 4 * 8 * (self.n_queries + self.n_keys + 2 * BLOCK)
+        unsplit = 4 * min(tried, UNSPLIT_BYTES) + min(words, UNSPLIT_BYTES)
+        return tried + words + tokens + unsplit + 4 * min(tokens, UNSPLIT_BYTES) + SLACK_BYTES
+
+
+class Trial:
+    """A geometry and the pairs of a task, on its device.
+
+    Args:
+        apart: whether the geometry differs between batch entries, and between heads.
+        pairs: those of the task's rectangles.
+    """
+
+    def __init__(
+        self, geometry: Geometry, task: TaskTensors, pairs: Pairs, apart: tuple[bool, bool]
+    ) -> None:
+        device, first = task.query.device, task.first_head
+        self._geometry, self._pairs = geometry, pairs
+        self._entries = torch.tensor(task.entries[: None if apart[0] else 1], device=device)
+        heads = task.query.shape[1] if apart[1] else 1
+        self._heads = torch.arange(first, first + heads, device=device)
+        sizes = len(pairs.queries), len(pairs.keys)
+        self._queries, self._keys = (_padded(positions(task.task, 0, n, device)) for n in sizes)
+        self._table: torch.Tensor | None = None
+        if not pairs.table.all():
+            self._table = torch.from_numpy(pairs.table).to(device)
+            edges = pairs.query_edges, pairs.key_edges
+            self._rows, self._columns = (
+                _padded(torch.from_numpy(piece(e, np.arange(n))).to(device))
+                for e, n in zip(edges, sizes, strict=True)
+            )
+
+    @property
+    def lanes(self) -> tuple[int, int]:
+        """(entries, heads) for which it is tried."""
+        return len(self._entries), len(self._heads)
+
+    def settle(self, codes: Codes, room: Room) -> None:
+        """Give every block that is UNTRIED its verdict, in place: of all lanes together."""
+        side = max(1, isqrt(room.blocks))
+        tops, lefts = (range(0, n, side) for n in codes.shape)
+        waiting: list[tuple[slice, slice, torch.Tensor]] = []
+        for top in tops:
+            for left in lefts:
+                at = slice(top, top + side), slice(left, left + side)
+                if (codes[at] == UNTRIED).any():
+                    waiting.append((*at, self._verdicts(*at)))
+                if len(waiting) == _FETCHED:
+                    _fetch(codes, waiting)
+        _fetch(codes, waiting)
+
+    def _verdicts(self, rows: slice, columns: slice) -> torch.Tensor:
+        """The verdicts of blocks, int8, (block rows, block columns)."""
+        r, c = _tokens(rows), _tokens(columns)
+        kept = self._keeps(self._queries[r], self._keys[c])
+        if self._table is not None:
+            kept = kept & self._table[self._rows[r][:, None], self._columns[c][None]]
+        entries, heads, q, k = kept.shape
+        in_blocks = kept.view(entries, heads, q // BLOCK, BLOCK, k // BLOCK, BLOCK)
+        count = in_blocks.sum(dim=(0, 1, 3, 5), dtype=torch.int32)
+        found = (count > 0).to(torch.int8) * MIXED
+        return found.masked_fill_(count == entries * heads * BLOCK * BLOCK, CLEAR)
+
+    def words(self, rows: torch.Tensor, columns: torch.Tensor, room: Room) -> torch.Tensor:
+        """Which pairs of blocks are kept: (entries, heads, blocks, 128, 4) int32, a bit for a key.
+
+        Args:
+            rows, columns: (blocks,) int64, the blocks, on the device.
+        """
+        n, device = len(rows), rows.device
+        found = torch.empty((*self.lanes, n, BLOCK, BLOCK // 32), dtype=torch.int32, device=device)
+        within = torch.arange(BLOCK, device=device)
+        bits = (1 << torch.arange(8, device=device)).to(torch.uint8)
+        for start in range(0, n, room.blocks):
+            some = slice(start, start + room.blocks)
+            r, c = (blocks[some, None] * BLOCK + within for blocks in (rows, columns))
+            kept = torch.vmap(self._keeps)(self._queries[r], self._keys[c])
+            if self._table is not None:
+                pieces = self._rows[r][:, :, None], self._columns[c][:, None]
+                kept = kept & self._table[pieces][:, None, None]
+            eighths = kept.unflatten(-1, (-1, 8)).to(torch.uint8).mul_(bits)
+            packed = eighths.sum(-1, dtype=torch.uint8).view(torch.int32)
+            found[:, :, some] = packed.permute(1, 2, 0, 3, 4)
+            del kept, eighths
+        return found
+
+    def _keeps(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Which pairs are kept: bool, (entries, heads, queries, keys), for the lanes."""
+        at = Place(self._entries, self._heads, queries, keys)
+        return four_dims(self._geometry.keeps(at)).expand(*self.lanes, -1, -1).contiguous()
+
+
+def _fetch(codes: Codes, waiting: list[tuple[slice, slice, torch.Tensor]]) -> None:
+    """Write the verdicts of tiles where ``codes`` are UNTRIED, and forget them."""
+    if not waiting:
+        return
+    every = torch.cat([found.reshape(-1) for _, _, found in waiting]).cpu().numpy()
+    start = 0
+    for rows, columns, found in waiting:
+        part = codes[rows, columns]
+        verdicts = every[start : start + found.numel()].reshape(found.shape)
+        start += found.numel()
+        np.copyto(part, verdicts, where=part == UNTRIED)
+    waiting.clear()
+
+
+def _tokens(blocks: slice) -> slice:
+    return slice(blocks.start * BLOCK, blocks.stop * BLOCK)
+
+
+def _padded(tokens: torch.Tensor) -> torch.Tensor:
+    """``tokens`` (n,), the last of them repeated up to whole blocks."""
+    missing = -len(tokens) % BLOCK
+    return torch.cat([tokens, tokens[-1:].expand(missing)]) if missing else tokens
