@@ -51,6 +51,10 @@ ELSEWHERE = {
         "kernels/masked/reading.py", "kernels/masked/tiles.py",
     ),
     "native/test_masked.py": ("kernels/masked/native.py",),
+    "native/test_tried.py": (
+        "kernels/masked/native_tried.py", "kernels/masked/blocks.py",
+        "kernels/masked/launches.py", "kernels/masked/trying.py",
+    ),
     # The machine with its events, its instructions, its queue, and what it checks.
     "execution/control/test_machine.py": (
         "execution/control/events.py", "execution/control/instructions.py",

@@ -50,7 +50,8 @@ class Mask:
         key_padding: (batch, n_keys) or (n_keys,) bool: keep keys where it is True.
         keeps: any other rule: FlexAttention's ``mask_mod(batch, head, query, key)``, of numbers of
             the whole call (queries and keys counted from 0 each), tried tile by tile; masks of
-            ``quorum_attention.kernels.kit`` are not tried where they know.
+            ``quorum_attention.kernels.kit`` are not tried where they know. Which blocks it keeps is
+            remembered on a GPU, as long as what it closes over stays the same (docs/masks.md).
         either: keep pairs that at least one of these masks keeps (``Mask | Mask``).
         every: keep pairs that all of these masks keep (``Mask & Mask``, where the two have the same
             field).

@@ -10,7 +10,7 @@ import torch
 
 from quorum_attention.decomposition import Ranges
 from quorum_attention.kernels.kit import document, sliding_window
-from quorum_attention.kernels.kit.reads import codes, reads
+from quorum_attention.kernels.kit.reads import codes, reads, settled
 
 
 def made(kind: str):  # type: ignore[no-untyped-def]
@@ -56,6 +56,57 @@ def test_a_change_is_seen(kind: str) -> None:
     assert hash(reads(function)) == hash(before)
     change()
     assert reads(function) != before
+
+
+@pytest.mark.parametrize(
+    "kind", ["a number", "a tensor written to", "a list in it", "within another"]
+)
+def test_what_is_settled_is_seen_to_change(kind: str) -> None:
+    function, change = made(kind)
+    before = settled([function])
+    assert before is not None
+    assert settled([function]) == before
+    assert hash(settled([function])) == hash(before)
+    change()
+    assert settled([function]) != before
+
+
+LIMIT = 5
+
+
+def below(q):  # type: ignore[no-untyped-def]
+    return q < LIMIT
+
+
+def test_globals_are_settled_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    functions = [
+        lambda b, h, q, k: q < LIMIT,
+        lambda b, h, q, k: torch.where(below(q), True, False),
+    ]
+    before = [settled([one]) for one in functions]
+    assert None not in before
+    monkeypatch.setitem(globals(), "LIMIT", 6)
+    for one, old in zip(functions, before, strict=True):
+        assert settled([one]) != old
+
+
+class Holder:
+    """Whose attributes nobody sees change."""
+
+    limit = 3
+
+    def keeps(self, b, h, q, k):  # type: ignore[no-untyped-def]
+        return q < self.limit
+
+
+def test_what_cannot_be_seen_is_not_settled() -> None:
+    held, deep = Holder(), list(range(1000))
+    for one in (
+        held.keeps, lambda b, h, q, k: q < held.limit, lambda b, h, q, k: q < deep[0],
+        torch.nn.Identity(),
+    ):  # fmt: skip
+        assert settled([one]) is None
+    assert settled([document(torch.arange(3))]) is not None
 
 
 def test_a_document_has_ids_of_its_own() -> None:

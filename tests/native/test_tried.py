@@ -1,0 +1,215 @@
+"""Rules that have to be tried, on the native kernel: which blocks are masked, clear or mixed, in
+how many launches, and against float64."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers_masks import RULES, dense, exact, off, random_mask
+
+import quorum_attention as qa
+from quorum_attention import Mask
+from quorum_attention.decomposition import CLEAR, MASKED, MIXED, Decomposition, Rectangle
+from quorum_attention.kernels.kit.block_masks import geometry as pairs_of
+from quorum_attention.kernels.masked import native_tried
+from quorum_attention.kernels.masked.blocks import codes_of
+from quorum_attention.kernels.masked.launches import launches
+from quorum_attention.kernels.masked.reading import Sizes, read
+from quorum_attention.kernels.masked.trying import Room, Trial
+from quorum_attention.kernels.protocol import TaskTensors
+
+
+def few_at_a_time(monkeypatch: pytest.MonkeyPatch, words: int) -> None:
+    """Room for the words of so many blocks, and for trying one."""
+
+    def room(nbytes: int, lanes: int, n: int, m: int) -> Room:
+        return Room(words * 2048 * lanes, lanes, n, m)
+
+    monkeypatch.setattr(native_tried.Room, "of", staticmethod(room))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_rules_against_float64(
+    seed: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = random.Random(random.random() + seed)
+    batch, heads = draw.choice([(1, 1), (1, 2), (2, 1)])
+    n_queries = draw.choice([5, 40, 132])
+    n_keys = n_queries if draw.random() < 0.5 else draw.choice([3, 30])
+    dtype = draw.choice([torch.float32, torch.float16])
+    shapes = ((heads, n_queries), (1, n_keys), (1, n_keys), (heads, n_queries))
+    q, k, v, grad_out = (torch.randn(batch, h, n, 16).to(dtype) for h, n in shapes)
+    sizes = (batch, heads, n_queries, n_keys)
+    mask = random_mask(draw, *sizes, inner=True)
+    if seed % 3:
+        mask = replace(mask, either=tuple(random_mask(draw, *sizes, inner=True) for _ in "ab"))
+    if seed % 2:
+        mask = replace(mask, keeps=draw.choice(RULES))
+    if draw.random() < 0.3:
+        mask = replace(mask, softcap=5.0, sinks=torch.randn(heads))
+    if draw.random() < 0.3:
+        mask = replace(mask, bias=torch.randn(n_queries, n_keys).requires_grad_())
+    options: dict[str, Any] = {"enable_gqa": True, "scale": 0.25, "kernel": "native"}
+    if max(n_queries, n_keys) >= 128:
+        options["depth"] = draw.choice([0, 1])
+    if seed % 2:
+        few_at_a_time(monkeypatch, draw.choice([1, 2]))
+    want = exact(q, k, v, grad_out, mask, 0.25)
+    print(mask, options)
+    inputs = [t.to(device).requires_grad_() for t in (q, k, v)]
+    placed = mask if mask.bias is None else replace(mask, bias=mask.bias.to(device))
+    out, lse = qa.attention_with_lse(*inputs, attn_mask=placed, **options)
+    learned = inputs if mask.bias is None else [*inputs, mask.bias]
+    grads = torch.autograd.grad(out, learned, grad_out.to(device))
+    wanted = [g for g in want.grads if g.dim() != 1]  # that of sinks was not asked for
+    tolerance = 2e-5 if dtype == torch.float32 else 6e-3
+    assert off(out, want.out) <= tolerance
+    assert off(lse, want.lse) <= tolerance
+    for grad, one in zip(grads, wanted, strict=True):
+        assert off(grad, one) <= 5 * tolerance
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_a_block_is_said_to_be_it_is(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clear: every pair is kept in every head and entry; masked: none is."""
+    from quorum_attention.kernels.masked import blocks
+
+    draw = random.Random(random.random() + seed)
+    if seed % 4 == 0:
+        monkeypatch.setattr(blocks, "_MOST_NODES", 3)  # what is left is tried
+    n, m = draw.choice([130, 400, 700]), draw.choice([100, 384, 650])
+    mask = replace(
+        random_mask(draw, 1, 2, n, m, inner=True),
+        either=tuple(random_mask(draw, 1, 2, n, m, inner=True) for _ in range(2)),
+    )
+    if seed % 2:
+        mask = replace(
+            mask, keeps=draw.choice([*RULES, lambda b, h, q, k: (q // 128 + h) % 2 == 0])
+        )
+    keep = dense(mask, 1, 2, n, m)
+    (geometry,) = read(mask, Sizes(1, 2, n, m), False).geometries
+    size = max(n, m)
+    whole = Decomposition(size).task(())
+    rectangles = (Rectangle(0, n, 0, m),)
+    pairs = pairs_of(whole, rectangles, False, n, m)
+    zeros = torch.zeros(1, 2, n, 4)
+    task = TaskTensors(
+        whole, rectangles, zeros, torch.zeros(1, 2, m, 4), torch.zeros(1, 2, m, 4), 1.0, False,
+        lambda r: None,
+    )  # fmt: skip
+    codes = codes_of(geometry, pairs)
+    trial = Trial(geometry, task, pairs, (True, True))
+    trial.settle(codes, Room(draw.choice([1, 16 << 20]), 2, n, m))
+    assert set(np.unique(codes)) <= {MASKED, CLEAR, MIXED}
+    for i, j in np.ndindex(codes.shape):
+        part = keep[..., i * 128 : i * 128 + 128, j * 128 : j * 128 + 128]
+        assert codes[i, j] != CLEAR or part.all(), (i, j)
+        assert codes[i, j] != MASKED or not part.any(), (i, j)
+    rows, columns = (torch.from_numpy(x) for x in np.nonzero(codes == MIXED))
+    words = trial.words(rows, columns, Room(2 << 20, 2, n, m))
+    for number, (i, j) in enumerate(zip(rows.tolist(), columns.tolist(), strict=True)):
+        part = keep[0, :, i * 128 : i * 128 + 128, j * 128 : j * 128 + 128]
+        bits = (words[0, :, number, :, :, None] >> torch.arange(32)) & 1
+        got = bits.flatten(2)[:, : part.shape[1], : part.shape[2]].bool()
+        assert torch.equal(got, part), (i, j)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_launches_have_every_block_once_and_no_more_words_than_there_is_room_for(seed: int) -> None:
+    draw = np.random.default_rng()
+    rows, columns = draw.integers(1, 40, 2)
+    codes = draw.choice([0, 1, 2], size=(rows, columns), p=draw.dirichlet([1, 1, 1]))
+    codes = codes.astype(np.int8)
+    n, m = rows * 128 - draw.integers(0, 128), columns * 128 - draw.integers(0, 128)
+    words = int(draw.integers(1, 30))
+    seen = np.zeros_like(codes)
+    for at in launches(codes, int(n), int(m), words):
+        assert np.count_nonzero(at.codes == MIXED) <= words
+        assert at.rows.stop <= n
+        assert at.columns.stop <= m
+        for axis, block in (("query", 64), ("key", 128)):
+            found = np.zeros((at.n_queries, at.n_keys), dtype=np.int8)
+            starts, entries = at.runs(block, axis)  # type: ignore[arg-type]
+            numbers = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+            order = list(zip(*(x.tolist() for x in at.mixed()), strict=True))
+            for number, (a, b, c, d, _, _, mixed, word) in zip(numbers, entries, strict=True):
+                low = a if axis == "query" else c
+                assert low // block == number
+                assert not found[a:b, c:d].any()
+                found[a:b, c:d] = 1 + mixed
+                if mixed:
+                    assert order[word // 512] == (a // 128 + at.top, c // 128 + at.left)
+            wanted = np.kron(at.codes, np.ones((128, 128), np.int8))[: at.n_queries, : at.n_keys]
+            assert np.array_equal(found, wanted)
+        part = seen[at.top : at.top + at.codes.shape[0], at.left : at.left + at.codes.shape[1]]
+        part += at.codes
+    assert np.array_equal(seen, codes)
+
+
+def test_masked_blocks_are_left_out_and_clear_ones_are_not_tried(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = []
+    original = native_tried.launch_forward
+
+    def counted(*args: Any, **named: Any) -> None:
+        launched.append((args[3].entries[:, 6].tolist(), args[5].words.numel()))
+        original(*args, **named)
+
+    monkeypatch.setattr(native_tried, "launch_forward", counted)
+    q, k, v = (torch.randn(1, 1, 140, 16, device=device) for _ in range(3))
+    in_blocks = Mask(keeps=lambda b, h, q, k: (q // 128) == (k // 128))
+    out = qa.attention(q, k, v, attn_mask=in_blocks, kernel="native")
+    want = torch.nn.functional.scaled_dot_product_attention(
+        q.cpu(), k.cpu(), v.cpu(), dense(in_blocks, 1, 1, 140, 140)
+    )
+    assert off(out, want.double()) <= 2e-5
+    assert len(launched) == 1
+    kinds, words = launched[0]
+    assert len(kinds) == -(-140 // 32)  # a run for each block of 32 rows
+    assert not any(kinds)
+    assert words <= 1
+
+
+class Table:
+    def __init__(self, kept: torch.Tensor) -> None:
+        self.kept = kept
+
+
+def test_a_table_is_made_again_when_what_a_function_reads_has_changed(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    original = native_tried.codes_of
+
+    def counted(*args: Any) -> Any:
+        made.append(1)
+        return original(*args)
+
+    monkeypatch.setattr(native_tried, "codes_of", counted)
+    q, k, v = (torch.randn(1, 1, 20, 16, device=device) for _ in range(3))
+    kept = torch.zeros(20, dtype=torch.bool, device=device)
+    kept[:13] = True
+    hidden = Table(kept.clone())
+
+    def call(mask: Mask, keys: torch.Tensor) -> int:
+        out = qa.attention(q, k, v, attn_mask=mask, kernel="native")
+        want = torch.nn.functional.scaled_dot_product_attention(q, k, v, keys.expand(20, 20))
+        assert off(out, want.double().cpu()) <= 2e-5
+        return len(made)
+
+    seen = Mask(keeps=lambda b, h, q, k: kept[k])
+    assert [call(seen, kept), call(seen, kept)] == [1, 1]
+    kept[:] = False
+    kept[:7] = True
+    assert call(seen, kept) == 2
+    # What is in an object cannot be seen to change: tried each time.
+    unseen = Mask(keeps=lambda b, h, q, k: hidden.kept[k])
+    assert call(unseen, hidden.kept) == 3
+    hidden.kept = ~hidden.kept
+    assert call(unseen, hidden.kept) == 4
