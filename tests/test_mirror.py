@@ -72,6 +72,7 @@ ELSEWHERE = {
     ),
     "execution/test_recovery.py": ("execution/runner.py",),
     "execution/test_small_calls.py": ("execution/routes/whole.py",),
+    "execution/routes/test_passing.py": ("execution/routes/passing_groups.py",),
     "execution/routes/test_together.py": ("execution/routes/over_inputs.py",),
     # Fields that are summed up, or chosen from, there.
     "planner/test_footprint.py": ("execution/takes.py", "execution/placement.py",
