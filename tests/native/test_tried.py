@@ -20,7 +20,7 @@ from quorum_attention.kernels.masked import native_tried
 from quorum_attention.kernels.masked.blocks import codes_of
 from quorum_attention.kernels.masked.launches import launches
 from quorum_attention.kernels.masked.reading import Sizes, read
-from quorum_attention.kernels.masked.trying import Room, Trial
+from quorum_attention.kernels.masked.trying import Pieces, Room, Trial
 from quorum_attention.kernels.protocol import TaskTensors
 
 
@@ -103,7 +103,7 @@ def test_what_a_block_is_said_to_be_it_is(seed: int, monkeypatch: pytest.MonkeyP
         lambda r: None,
     )  # fmt: skip
     codes = codes_of(geometry, pairs)
-    trial = Trial(geometry, task, pairs, (True, True))
+    trial = Trial(geometry, task, (n, m), Pieces.of(pairs), (True, True))
     trial.settle(codes, Room(draw.choice([1, 16 << 20]), 2, n, m))
     assert set(np.unique(codes)) <= {MASKED, CLEAR, MIXED}
     for i, j in np.ndindex(codes.shape):

@@ -28,7 +28,7 @@ from quorum_attention.kernels.masked.launches import (
     launches,
     table_bytes,
 )
-from quorum_attention.kernels.masked.trying import Codes, Room, Trial
+from quorum_attention.kernels.masked.trying import UNTRIED, Codes, Pieces, Room, Trial
 from quorum_attention.kernels.native.config import Config, Half, config
 from quorum_attention.kernels.native.kernel import NativeKernel
 from quorum_attention.kernels.native.launch import (
@@ -66,7 +66,7 @@ class NativeTried:
     ) -> None:
         self._geometry, self._base = geometry, base
         self._functions = tuple(functions)
-        self._tables: Cache[Codes] = Cache(_CODE_BYTES, lambda codes: int(codes.nbytes) + 1)
+        self._tables: Cache[_Table] = Cache(_CODE_BYTES, lambda table: table.nbytes)
         self._launched: Cache[_Tables] = Cache(_TABLE_BYTES, lambda made: made.nbytes)
         self._apart: Cache[tuple[bool, bool]] = Cache(16, lambda apart: 1)
 
@@ -157,29 +157,27 @@ class NativeTried:
         apart = self._tells_apart(device)
         room = _room(task, apart)
         key = self._key(task, rectangles, apart)
-        trial: Trial | None = None
+        sizes = (n_queries, n_keys)
 
-        def tried() -> Trial:
-            nonlocal trial
-            if trial is None:
-                pairs = pairs_of(task.task, rectangles, False, n_queries, n_keys)
-                trial = Trial(self._geometry, task, pairs, apart)
-            return trial
-
-        def table() -> Codes:
+        def table() -> _Table:
             pairs = pairs_of(task.task, rectangles, False, n_queries, n_keys)
-            codes = codes_of(self._geometry, pairs)
-            tried().settle(codes, room)
-            return codes
+            codes, pieces = codes_of(self._geometry, pairs), Pieces.of(pairs)
+            if (codes == UNTRIED).any():
+                Trial(self._geometry, task, sizes, pieces, apart).settle(codes, room)
+            return _Table(codes, pieces, {})
 
-        codes = table() if key is None else self._tables.get(key, table)
-        for number, at in enumerate(launches(codes, n_queries, n_keys, room.words)):
+        found = table() if key is None else self._tables.get(key, table)
+        if room.words not in found.launches:
+            found.launches[room.words] = list(launches(found.codes, n_queries, n_keys, room.words))
+        trial: Trial | None = None
+        for number, at in enumerate(found.launches[room.words]):
             made = self._made(key, (room.words, number, *axes), at, axes, device)
             tables = [_sent(one, device) for one in made.tables]
             words = None
             if made.blocks.numel():
                 rows, columns = made.blocks.to(device, non_blocking=True)
-                words = tried().words(rows, columns, room)
+                trial = trial or Trial(self._geometry, task, sizes, found.pieces, apart)
+                words = trial.words(rows, columns, room)
             extras = Extras(
                 self._base.options,
                 bias=bias,
@@ -224,6 +222,20 @@ class NativeTried:
 
 
 _Axis = tuple[Literal["query", "key"], int]
+
+
+class _Table(NamedTuple):
+    """A table of blocks, and where its rectangles are; its launches, by how many words they may
+    have."""
+
+    codes: Codes
+    pieces: Pieces | None
+    launches: dict[int, list[Launch]]
+
+    @property
+    def nbytes(self) -> int:
+        of_pieces = 0 if self.pieces is None else sum(part.nbytes for part in self.pieces)
+        return int(self.codes.nbytes) + of_pieces + 1
 
 
 class _Tables(NamedTuple):

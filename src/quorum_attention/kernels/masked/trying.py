@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isqrt
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -78,31 +79,55 @@ class Room:
         return tried + words + tokens + unsplit + 4 * min(tokens, UNSPLIT_BYTES) + SLACK_BYTES
 
 
+class Pieces(NamedTuple):
+    """Where a task's rectangles are, if they are not everything (``kit.block_masks.Geometry``).
+
+    Attributes:
+        rows, columns: (nq,), (nk,) int64, the piece that each query and each key lies in.
+        table: (pieces, pieces) bool, which of them a rectangle holds.
+    """
+
+    rows: NDArray[np.int64]
+    columns: NDArray[np.int64]
+    table: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, pairs: Pairs) -> Pieces | None:
+        """The pieces of rectangles; None if these are all pairs."""
+        if pairs.table.all():
+            return None
+        rows = piece(pairs.query_edges, np.arange(len(pairs.queries)))
+        return cls(rows, piece(pairs.key_edges, np.arange(len(pairs.keys))), pairs.table)
+
+
 class Trial:
     """A geometry and the pairs of a task, on its device.
 
     Args:
+        sizes: how many of the task's first tokens are queries, and keys.
+        pieces: of the task's rectangles.
         apart: whether the geometry differs between batch entries, and between heads.
-        pairs: those of the task's rectangles.
     """
 
     def __init__(
-        self, geometry: Geometry, task: TaskTensors, pairs: Pairs, apart: tuple[bool, bool]
+        self,
+        geometry: Geometry,
+        task: TaskTensors,
+        sizes: tuple[int, int],
+        pieces: Pieces | None,
+        apart: tuple[bool, bool],
     ) -> None:
         device, first = task.query.device, task.first_head
-        self._geometry, self._pairs = geometry, pairs
+        self._geometry = geometry
         self._entries = torch.tensor(task.entries[: None if apart[0] else 1], device=device)
         heads = task.query.shape[1] if apart[1] else 1
         self._heads = torch.arange(first, first + heads, device=device)
-        sizes = len(pairs.queries), len(pairs.keys)
         self._queries, self._keys = (_padded(positions(task.task, 0, n, device)) for n in sizes)
         self._table: torch.Tensor | None = None
-        if not pairs.table.all():
-            self._table = torch.from_numpy(pairs.table).to(device)
-            edges = pairs.query_edges, pairs.key_edges
+        if pieces is not None:
+            self._table = torch.from_numpy(pieces.table).to(device)
             self._rows, self._columns = (
-                _padded(torch.from_numpy(piece(e, np.arange(n))).to(device))
-                for e, n in zip(edges, sizes, strict=True)
+                _padded(torch.from_numpy(of).to(device)) for of in pieces[:2]
             )
 
     @property
