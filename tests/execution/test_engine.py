@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers_attention import TOLERANCE, assert_close, exact, inputs
+from helpers_plans import unpinned
 
 import quorum_attention as qa
+from quorum_attention.execution.device.fake import FakeDevice, FakeMover
+from quorum_attention.execution.engine import StoringError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -82,3 +85,34 @@ def test_queries_and_keys_of_different_lengths(n_queries, n_keys, is_causal) -> 
     reference = exact(given, is_causal=is_causal)
     assert_close(out, reference.out, TOLERANCE[torch.float32])
     assert_close(lse, reference.lse, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("number", [1, 40, 74, 82])
+def test_memory_that_runs_out_between_the_copies_of_a_unit_is_not_recovered_from(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was copied already would be added twice if the unit were computed again."""
+    given = inputs(101, heads=4, kv_heads=2, head_dim=8, value_dim=6, dtype=torch.float32)
+    reference = exact(given, is_causal=True)
+    made = unpinned(
+        planned(101, 2, backward=True, levels=(7,), dtype=torch.float32, accumulator="host",
+                over_inputs=False)
+    )  # fmt: skip
+    calls, store = [], FakeMover.store
+
+    def failing(self, *args) -> None:  # type: ignore[no-untyped-def]
+        calls.append(1)
+        if len(calls) - 1 == number:
+            raise torch.OutOfMemoryError("made up")
+        store(self, *args)
+
+    monkeypatch.setattr(FakeMover, "store", failing)
+    with (
+        FakeDevice(),
+        pytest.raises(StoringError, match="not known which of them"),
+    ):
+        qa.attention_backward(
+            given.grad_out, *given.three, reference.out.float(), reference.lse.float(),
+            is_causal=True, enable_gqa=True, devices="cpu", plan=made,
+        )  # fmt: skip
+    assert len(calls) == number + 1

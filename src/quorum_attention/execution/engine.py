@@ -115,6 +115,11 @@ class SlotPass:
     factor: Callable[[Group, Axis], torch.Tensor | None] | None = None
 
 
+class StoringError(RuntimeError):
+    """Results of a unit are stored in part: to compute it again would add that part twice. So it is
+    not recovered from, as running out of memory is elsewhere."""
+
+
 class Engine:
     """Runs units in order in ``n_cap`` slots that are carved from one arena (uint8)."""
 
@@ -185,7 +190,15 @@ class Engine:
                         self._run_again(follower)
                 computed.extend((first, *followers))
         unit = computed.popleft()
-        self._store(unit)
+        try:
+            self._store(unit)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise StoringError(
+                    "memory ran out while a unit's results were copied out of its slot, so it is "
+                    f"not known which of them arrived: {error}"
+                ) from error
+            raise
         done(unit)
         # Units come group by group.
         if self._stored_last is not None and unit.group != self._stored_last:

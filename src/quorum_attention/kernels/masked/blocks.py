@@ -1,8 +1,8 @@
 """Which blocks of a task, 128 queries by 128 keys, a geometry keeps: masked, clear or mixed.
 
-A quadtree over the blocks is followed down as far as verdicts are mixed. Where only a user's
-function decides, and where the quadtree would have too many nodes, pairs are tried on the device
-(``trying.py``), once for as long as the mask stays the same.
+A quadtree over the blocks is followed down as far as verdicts are mixed. Where a user's function
+alone decides, it is asked about ranges (``spans.py``). What is open then, or has too many nodes, is
+tried on the device (``trying.py``), once for as long as the mask stays the same.
 """
 
 from __future__ import annotations
@@ -15,24 +15,34 @@ from quorum_attention.decomposition import CLEAR, MASKED, MIXED, Ranges
 from quorum_attention.kernels.kit.block_masks import BLOCK, Nodes
 from quorum_attention.kernels.kit.block_masks import Geometry as Pairs
 from quorum_attention.kernels.masked.geometry import Geometry
+from quorum_attention.kernels.masked.spans import Ints, verdicts
 from quorum_attention.kernels.masked.trying import UNTRIED, Codes
+from quorum_attention.mask import Keeps
 
+# The code of a block of which a user's function alone decides.
+_ALONE = 4
+# Blocks of which a function is asked at once.
+_AT_ONCE = 1 << 18
 # More nodes of a level than this, and what is left is tried on the device.
 _MOST_NODES = 1 << 14
 
 
-def codes_of(geometry: Geometry, pairs: Pairs) -> Codes:
+Lanes = tuple[tuple[int, int], tuple[int, int]]
+
+
+def codes_of(geometry: Geometry, pairs: Pairs, lanes: Lanes) -> Codes:
     """The verdict of every block of the grid, or UNTRIED; (block rows, block columns) int8.
 
     Args:
         pairs: those of the task's rectangles.
+        lanes: the first and the last batch entry, and head.
     """
     rows, columns = pairs.grid
     codes = np.zeros((rows, columns), dtype=np.int8)
     nodes: Nodes = np.array([[0, 0, rows, 0, columns]], dtype=np.int64)
     if not (rows and columns and pairs.rectangles):
         return codes
-    asked, opaque = _asker(geometry), geometry.is_opaque
+    asked, opaque = _asker(geometry), geometry.opaque
     while len(nodes):
         inside = pairs.verdicts(nodes)
         nodes, inside = nodes[inside != MASKED], inside[inside != MASKED]
@@ -40,19 +50,41 @@ def codes_of(geometry: Geometry, pairs: Pairs) -> Codes:
             _fill(codes, nodes, np.full(len(nodes), UNTRIED))
             break
         found = np.array([asked(r) for r in _ranges(pairs, nodes)], dtype=np.int8)
-        found[(found == CLEAR) & (inside == MIXED)] = MIXED
+        # Of a part of the pairs of a block, its verdict is not that of functions alone.
+        found[(found != MASKED) & (inside == MIXED)] = MIXED
         single = (nodes[:, 2] - nodes[:, 1] == 1) & (nodes[:, 4] - nodes[:, 3] == 1)
         if opaque:
             found[single & (found == MIXED)] = UNTRIED
         settled = single | (found != MIXED)
         _fill(codes, nodes[settled], found[settled])
         nodes = _quarters(nodes[~settled])
+    if len(opaque) == 1:
+        _ask(opaque[0], codes, pairs, lanes)
+    codes[codes == _ALONE] = UNTRIED
     return codes
 
 
+def _ask(function: Keeps, codes: Codes, pairs: Pairs, lanes: Lanes) -> None:
+    """Write what a function says of ranges where it decides alone."""
+    rows, columns = np.nonzero(codes == _ALONE)
+    for start in range(0, len(rows), _AT_ONCE):
+        some = rows[start : start + _AT_ONCE], columns[start : start + _AT_ONCE]
+        sides = [_bounds(at, at + 1, tokens)
+                 for at, tokens in zip(some, (pairs.queries, pairs.keys), strict=True)]  # fmt: skip
+        found = verdicts(function, lanes, sides[0], sides[1])
+        if found is None:
+            return
+        codes[some] = np.where(found == MIXED, UNTRIED, found)
+
+
+def _bounds(first: Ints, stop: Ints, tokens: Ints) -> tuple[Ints, Ints]:
+    """The first and the last position of blocks ``first`` to ``stop``."""
+    return tokens[first * BLOCK], tokens[np.minimum(stop * BLOCK, len(tokens)) - 1]
+
+
 def _asker(geometry: Geometry) -> Callable[[Ranges], int]:
-    """The verdict of a block; UNTRIED where it is for functions alone to decide."""
-    if not geometry.is_opaque:
+    """The verdict of a block; _ALONE where it is for functions alone to decide."""
+    if not geometry.opaque:
         return geometry.verdict
 
     def asked(block: Ranges) -> int:
@@ -62,7 +94,7 @@ def _asker(geometry: Geometry) -> Callable[[Ranges], int]:
         least = geometry.verdict(block, MASKED)
         if least is CLEAR:
             return CLEAR
-        return UNTRIED if most is CLEAR and least is MASKED else MIXED
+        return _ALONE if most is CLEAR and least is MASKED else MIXED
 
     return asked
 
@@ -70,9 +102,9 @@ def _asker(geometry: Geometry) -> Callable[[Ranges], int]:
 def _ranges(pairs: Pairs, nodes: Nodes) -> list[Ranges]:
     """The positions of nodes; between the first and the last there may be others' tokens."""
     sides = []
-    for tokens, first, stop in ((pairs.queries, 1, 2), (pairs.keys, 3, 4)):
-        last = np.minimum(nodes[:, stop] * BLOCK, len(tokens)) - 1
-        sides += [tokens[nodes[:, first] * BLOCK].tolist(), (tokens[last] + 1).tolist()]
+    for tokens, at in ((pairs.queries, 1), (pairs.keys, 3)):
+        first, last = _bounds(nodes[:, at], nodes[:, at + 1], tokens)
+        sides += [first.tolist(), (last + 1).tolist()]
     return [Ranges.of(*block) for block in zip(*sides, strict=True)]
 
 

@@ -14,6 +14,7 @@ from quorum_attention.decomposition import CLEAR, MASKED, MIXED, Ranges, Verdict
 from quorum_attention.decomposition.bands import Band, Part
 from quorum_attention.decomposition.quadtree import walk
 from quorum_attention.decomposition.verdicts import both, either
+from quorum_attention.mask import Keeps
 
 Blocks = NDArray[np.int64]
 """(n, 4): query_start, query_stop, key_start, key_stop, by ascending queries; no two overlap."""
@@ -38,8 +39,8 @@ class Rule(Protocol):
     """A rule that has to be tried on pairs where its verdict is MIXED."""
 
     @property
-    def is_opaque(self) -> bool:
-        """Whether it, or a part of it, says nothing of blocks."""
+    def opaque(self) -> tuple[Keeps, ...]:
+        """The functions in it that say nothing of blocks."""
         ...
 
     @property
@@ -78,9 +79,9 @@ class Geometry:
         return self.band.keeps_all and self.blocks is None and not self.rules
 
     @property
-    def is_opaque(self) -> bool:
-        """Whether a rule, or a part of one, says nothing of blocks."""
-        return any(rule.is_opaque for rule in self.rules)
+    def opaque(self) -> tuple[Keeps, ...]:
+        """The functions in its rules that say nothing of blocks."""
+        return tuple(function for rule in self.rules for function in rule.opaque)
 
     @property
     def placed_bytes(self) -> int:
@@ -213,9 +214,9 @@ class AnyOf:
     every: tuple[Geometry, ...]
 
     @property
-    def is_opaque(self) -> bool:
+    def opaque(self) -> tuple[Keeps, ...]:
         """See ``Rule``."""
-        return any(one.is_opaque for one in self.every)
+        return tuple(function for one in self.every for function in one.opaque)
 
     @property
     def placed_bytes(self) -> int:

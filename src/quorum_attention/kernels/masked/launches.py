@@ -108,14 +108,14 @@ def _items(
     )  # fmt: skip
 
 
-def most_runs(n_queries: int, n_keys: int) -> int:
+def most_runs(n_queries: int, n_keys: int, words: int) -> int:
     """The most runs of clear blocks of a launch, along either axis."""
-    return 4 * (n_queries + n_keys) // BLOCK + 64
+    return max(4 * (n_queries + n_keys) // BLOCK + 64, words // 2)
 
 
 def table_bytes(n_queries: int, n_keys: int, words: int) -> int:
     """Upper bound of the device bytes of both tables of a launch, and of its list of blocks."""
-    runs = (most_runs(n_queries, n_keys) + words) * (BLOCK // _SMALLEST) * WIDTH * 4
+    runs = (most_runs(n_queries, n_keys, words) + words) * (BLOCK // _SMALLEST) * WIDTH * 4
     starts = 4 * ((n_queries + n_keys) // _SMALLEST + 4)
     return 2 * runs + starts + 2 * 8 * words
 
@@ -123,7 +123,7 @@ def table_bytes(n_queries: int, n_keys: int, words: int) -> int:
 def launches(codes: Codes, n_queries: int, n_keys: int, words: int) -> Iterator[Launch]:
     """The parts of a table with no more than ``words`` mixed blocks each, by ascending rows; those
     with nothing to compute are left out."""
-    most = most_runs(n_queries, n_keys)
+    most = most_runs(n_queries, n_keys, words)
     waiting = [(0, codes.shape[0], 0, codes.shape[1])]
     while waiting:
         top, bottom, left, right = waiting.pop()

@@ -343,7 +343,7 @@ class _Tried:
 
     def __init__(self, keeps: Callable[..., torch.Tensor]) -> None:
         self._keeps = keeps
-        self.is_opaque = not isinstance(keeps, BlockMask)
+        self.opaque = () if isinstance(keeps, BlockMask) else (keeps,)
         self.placed_bytes = 0  # what it reads is the caller's
 
     def verdict(self, block: Ranges, opaque: Verdict = MIXED) -> Verdict:
@@ -361,7 +361,7 @@ class _Tried:
 class _Equal:
     """The rule that the numbers of query and key are equal."""
 
-    is_opaque = False
+    opaque = ()
 
     def __init__(self, by_query: Ids, by_key: Ids) -> None:
         self._numbers = by_query, by_key

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -29,8 +28,8 @@ _PAIR_BYTES = 64
 WORD_BYTES = BLOCK * BLOCK // 8
 # Bounds of the bytes for trying, and again for words.
 _LEAST, _MOST = 16 << 20, 256 << 20
-# Results of this many tiles are fetched from the device at a time.
-_FETCHED = 64
+# Blocks that are listed on the device at a time, to be tried: that many times those tried at once.
+_LISTED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +63,11 @@ class Room:
         return min(self._every, max(1, self.nbytes // (_PAIR_BYTES * BLOCK * BLOCK * self.lanes)))
 
     @property
+    def listed(self) -> int:
+        """Blocks listed on the device at a time."""
+        return min(self._every, _LISTED * self.blocks)
+
+    @property
     def words(self) -> int:
         """Blocks whose words there are at a time."""
         return min(self._every, max(1, self.nbytes // (WORD_BYTES * self.lanes)))
@@ -74,7 +78,7 @@ class Room:
         tried = self.blocks * _PAIR_BYTES * BLOCK * BLOCK * self.lanes
         words = self.words * WORD_BYTES * self.lanes
         # Positions and pieces of every token, made and padded.
-        tokens = 4 * 8 * (self.n_queries + self.n_keys + 2 * BLOCK)
+        tokens = 4 * 8 * (self.n_queries + self.n_keys + 2 * BLOCK) + 3 * 8 * self.listed
         unsplit = 4 * min(tried, UNSPLIT_BYTES) + min(words, UNSPLIT_BYTES)
         return tried + words + tokens + unsplit + 4 * min(tokens, UNSPLIT_BYTES) + SLACK_BYTES
 
@@ -137,29 +141,34 @@ class Trial:
 
     def settle(self, codes: Codes, room: Room) -> None:
         """Give every block that is UNTRIED its verdict, in place: of all lanes together."""
-        side = max(1, isqrt(room.blocks))
-        tops, lefts = (range(0, n, side) for n in codes.shape)
-        waiting: list[tuple[slice, slice, torch.Tensor]] = []
-        for top in tops:
-            for left in lefts:
-                at = slice(top, top + side), slice(left, left + side)
-                if (codes[at] == UNTRIED).any():
-                    waiting.append((*at, self._verdicts(*at)))
-                if len(waiting) == _FETCHED:
-                    _fetch(codes, waiting)
-        _fetch(codes, waiting)
+        every = np.stack(np.nonzero(codes == UNTRIED))
+        device, found = self._queries.device, []
+        for start in range(0, every.shape[1], room.listed):
+            some = torch.from_numpy(every[:, start : start + room.listed]).to(device)
+            parts = [
+                self._verdicts(*some[:, at : at + room.blocks])
+                for at in range(0, some.shape[1], room.blocks)
+            ]
+            found.append(torch.cat(parts).cpu().numpy())
+        if found:
+            codes[every[0], every[1]] = np.concatenate(found)
 
-    def _verdicts(self, rows: slice, columns: slice) -> torch.Tensor:
-        """The verdicts of blocks, int8, (block rows, block columns)."""
-        r, c = _tokens(rows), _tokens(columns)
-        kept = self._keeps(self._queries[r], self._keys[c])
+    def _verdicts(self, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        """The verdicts of blocks, (blocks,) int8."""
+        kept = self._kept(rows, columns)
+        count = kept.sum(dim=(1, 2, 3, 4), dtype=torch.int64)
+        codes = (count > 0).to(torch.int8) * MIXED
+        return codes.masked_fill_(count == kept[0].numel(), CLEAR)
+
+    def _kept(self, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        """Which pairs of blocks are kept: (blocks, entries, heads, 128, 128) bool."""
+        within = torch.arange(BLOCK, device=rows.device)
+        r, c = (blocks[:, None] * BLOCK + within for blocks in (rows, columns))
+        kept: torch.Tensor = torch.vmap(self._keeps)(self._queries[r], self._keys[c])
         if self._table is not None:
-            kept = kept & self._table[self._rows[r][:, None], self._columns[c][None]]
-        entries, heads, q, k = kept.shape
-        in_blocks = kept.view(entries, heads, q // BLOCK, BLOCK, k // BLOCK, BLOCK)
-        count = in_blocks.sum(dim=(0, 1, 3, 5), dtype=torch.int32)
-        found = (count > 0).to(torch.int8) * MIXED
-        return found.masked_fill_(count == entries * heads * BLOCK * BLOCK, CLEAR)
+            pieces = self._rows[r][:, :, None], self._columns[c][:, None]
+            kept = kept & self._table[pieces][:, None, None]
+        return kept
 
     def words(self, rows: torch.Tensor, columns: torch.Tensor, room: Room) -> torch.Tensor:
         """Which pairs of blocks are kept: (entries, heads, blocks, 128, 4) int32, a bit for a key.
@@ -169,15 +178,10 @@ class Trial:
         """
         n, device = len(rows), rows.device
         found = torch.empty((*self.lanes, n, BLOCK, BLOCK // 32), dtype=torch.int32, device=device)
-        within = torch.arange(BLOCK, device=device)
         bits = (1 << torch.arange(8, device=device)).to(torch.uint8)
         for start in range(0, n, room.blocks):
             some = slice(start, start + room.blocks)
-            r, c = (blocks[some, None] * BLOCK + within for blocks in (rows, columns))
-            kept = torch.vmap(self._keeps)(self._queries[r], self._keys[c])
-            if self._table is not None:
-                pieces = self._rows[r][:, :, None], self._columns[c][:, None]
-                kept = kept & self._table[pieces][:, None, None]
+            kept = self._kept(rows[some], columns[some])
             eighths = kept.unflatten(-1, (-1, 8)).to(torch.uint8).mul_(bits)
             packed = eighths.sum(-1, dtype=torch.uint8).view(torch.int32)
             found[:, :, some] = packed.permute(1, 2, 0, 3, 4)
@@ -188,24 +192,6 @@ class Trial:
         """Which pairs are kept: bool, (entries, heads, queries, keys), for the lanes."""
         at = Place(self._entries, self._heads, queries, keys)
         return four_dims(self._geometry.keeps(at)).expand(*self.lanes, -1, -1).contiguous()
-
-
-def _fetch(codes: Codes, waiting: list[tuple[slice, slice, torch.Tensor]]) -> None:
-    """Write the verdicts of tiles where ``codes`` are UNTRIED, and forget them."""
-    if not waiting:
-        return
-    every = torch.cat([found.reshape(-1) for _, _, found in waiting]).cpu().numpy()
-    start = 0
-    for rows, columns, found in waiting:
-        part = codes[rows, columns]
-        verdicts = every[start : start + found.numel()].reshape(found.shape)
-        start += found.numel()
-        np.copyto(part, verdicts, where=part == UNTRIED)
-    waiting.clear()
-
-
-def _tokens(blocks: slice) -> slice:
-    return slice(blocks.start * BLOCK, blocks.stop * BLOCK)
 
 
 def _padded(tokens: torch.Tensor) -> torch.Tensor:
