@@ -102,10 +102,10 @@ def of_rule(name: str, mask: qa.Mask, rule: Rule, options: argparse.Namespace) -
             "forward_bytes": peak(lambda s=settings: forward(**s), device),
             "both_bytes": peak(lambda s=settings: both(**s), device),
         }
-    print(json.dumps(row), flush=True)
-    if device == "cuda":
-        row["flex"] = beside(q, k, v, grad, rule, forward, options)
-        print(json.dumps(row["flex"]), flush=True)
+        print(name, words, row["first_call_ms"], json.dumps(row[words]), flush=True)
+        if device == "cuda" and words == "free":
+            row["flex"] = beside(q, k, v, grad, rule, forward, options)
+            print(name, "flex", json.dumps(row["flex"]), flush=True)
     return row
 
 
