@@ -66,13 +66,20 @@ def inputs(
     return [t.share_memory_() for t in made] if where == "cpu" else made
 
 
+def test_both_take_part_while_nothing_is_known_of_them() -> None:
+    with Pool(["cuda:0", "cuda:1"]) as made:
+        report = compare(made, inputs(4, 1, 2000), is_causal=True)
+    assert {one.device for one in report.pool.forward.ran} == {0, 1}
+
+
 @pytest.mark.parametrize("where", ["cpu", "cuda:0", "cuda:1"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("kv_heads", "share"), [(4, 1), (2, 3), (1, 1), (3, 1)])
 def test_as_on_one_device(pool: Pool, where: str, causal: bool, kv_heads: int, share: int) -> None:
     report = compare(pool, inputs(kv_heads, share, 2000, where), is_causal=causal)
     ran = report.pool.forward.ran
-    assert {one.device for one in ran} == {0, 1}
+    # Which of them is a matter of how quick they were in calls before: not asked of a short call.
+    assert {one.device for one in ran} <= {0, 1}
     assert sorted(one.index for one in ran) == list(range(report.pool.forward.parts))
     assert report.pool.forward.copied_bytes == 0
 
