@@ -163,6 +163,22 @@ def test_grouped_heads_of_different_sizes() -> None:
 
 
 @pytest.mark.parametrize("broken", [torch.inf, torch.nan])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_broken_number_keeps_no_other_column_from_being_mended(broken: float, depth: int) -> None:
+    """One key that all rows attend to, so sums overflow; the number is of one column of dV."""
+    q, grad = random(1, 1, 214, D, seed=0), random(1, 1, 214, D, seed=1).abs()
+    k, v = 1e-3 * random(1, 1, 1, D, seed=2), 1e-3 * random(1, 1, 1, D, seed=3)
+    grad[0, 0, 100, 3] = broken
+    out, lse = qa.attention_with_lse(q, k, v, kernel="cpu")
+    found = qa.attention_backward(grad, q, k, v, out, lse, kernel="cpu", depth=depth)[2][0, 0, 0]
+    wanted = grad.double().sum(dim=2)[0, 0]
+    others = wanted.isfinite()
+    assert int(others.sum()) == D - 1
+    torch.testing.assert_close(found.double()[others], wanted[others], rtol=2e-3, atol=0)
+    assert not bool(found[~others].isfinite())
+
+
+@pytest.mark.parametrize("broken", [torch.inf, torch.nan])
 def test_broken_inputs_stay_broken_and_end(broken: float) -> None:
     tensors = inputs()
     tensors[3][0, 0, 100, 3] = broken

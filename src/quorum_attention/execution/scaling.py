@@ -128,8 +128,11 @@ class Computed:
             return True
         # All probabilities of a row are finite unless one of its scores is NaN or plus infinity.
         broken = self.lse.isnan() | (self.lse == torch.inf)
-        weighed = bool(upstream.all()) and not bool(broken.any())
-        return weighed and not bool(_finite_rows(self.grad_value).all())
+        if bool(broken.any()):
+            return False
+        # A number of the upstream gradient that is not finite reaches its own column alone.
+        others = _finite_columns(self.grad_out)
+        return not bool(_finite_columns(self.grad_value)[others].all())
 
 
 @dataclass(slots=True)
@@ -306,6 +309,15 @@ def _by_head(unit: Unit, name: str) -> torch.Tensor:
 def _finite_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Which rows of (b, h, n, d) are finite everywhere: (b, h, n), boolean."""
     return _rows(tensor, torch.isfinite)
+
+
+def _finite_columns(tensor: torch.Tensor) -> torch.Tensor:
+    """Which columns of (b, h, n, d) are finite everywhere: (d,), boolean."""
+    batch, heads, rows, width = tensor.shape
+    found = torch.ones(width, dtype=torch.bool, device=tensor.device)
+    for block in row_blocks(batch, heads, rows, max(1, width)):
+        found &= tensor[block].isfinite().flatten(0, -2).all(dim=0)
+    return found
 
 
 def _rows_without_infinity(tensor: torch.Tensor) -> torch.Tensor:
