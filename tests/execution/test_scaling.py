@@ -169,8 +169,9 @@ def test_a_broken_number_keeps_no_other_column_from_being_mended(broken: float, 
     q, grad = random(1, 1, 214, D, seed=0), random(1, 1, 214, D, seed=1).abs()
     k, v = 1e-3 * random(1, 1, 1, D, seed=2), 1e-3 * random(1, 1, 1, D, seed=3)
     grad[0, 0, 100, 3] = broken
-    out, lse = qa.attention_with_lse(q, k, v, kernel="cpu")
-    found = qa.attention_backward(grad, q, k, v, out, lse, kernel="cpu", depth=depth)[2][0, 0, 0]
+    call = {"kernel": "cpu", "devices": "cpu"}
+    out, lse = qa.attention_with_lse(q, k, v, **call)
+    found = qa.attention_backward(grad, q, k, v, out, lse, depth=depth, **call)[2][0, 0, 0]
     wanted = grad.double().sum(dim=2)[0, 0]
     others = wanted.isfinite()
     assert int(others.sum()) == D - 1

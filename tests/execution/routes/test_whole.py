@@ -33,10 +33,16 @@ def test_an_lse_that_is_elsewhere_is_moved_for_the_scaled_backward(monkeypatch) 
     with torch.no_grad():
         made.value.fill_(9.0).mul_(torch.randn(made.value.shape).sign())
     grad_out = torch.full_like(made.grad_out, 6e4)
-    out, lse = qa.attention_with_lse(*made.three)
+    out, lse = qa.attention_with_lse(*made.three, devices="cpu")
     report = qa.Report()
     qa.attention_backward(
-        grad_out, *made.three, out, lse.as_subclass(Elsewhere), report=report, kernel="cpu"
+        grad_out,
+        *made.three,
+        out,
+        lse.as_subclass(Elsewhere),
+        report=report,
+        kernel="cpu",
+        devices="cpu",
     )
     assert report.backward.accumulator == "none"
     assert seen, "nothing overflowed"
