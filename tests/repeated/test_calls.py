@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import quorum_attention as qa
 from quorum_attention import api
@@ -61,6 +63,35 @@ def test_a_cache_that_grows_is_not_checked_again(monkeypatch: pytest.MonkeyPatch
         torch.testing.assert_close(out, exact(*tensors).float(), rtol=1e-5, atol=1e-5)
     with pytest.raises(AssertionError, match="checked again"):
         qa.attention(*inputs(65, learned=False), enable_gqa=True)
+
+
+@pytest.mark.parametrize("remembered", [False, True])
+def test_a_checkpoint_of_a_row_that_is_odd_saves_the_same_when_it_runs_again(
+    remembered: bool,
+) -> None:
+    """A first row of zeros has log-sum-exp 0 under a causal mask: that takes a second attempt."""
+    options = {"is_causal": True, "enable_gqa": True}
+    q, k, v = inputs()
+    with torch.no_grad():
+        q[:, :, 0] = 0.0
+    want = torch.autograd.grad(exact(q, k, v, is_causal=True).sum(), (q, k, v))
+    if remembered:
+        qa.attention(*inputs(), **options)
+    out = checkpoint(partial(qa.attention, **options), q, k, v, use_reentrant=False)
+    for got, wanted in zip(torch.autograd.grad(out.sum(), (q, k, v)), want, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_queries_whose_rows_overlap_are_right_after_others_were() -> None:
+    _, k, v = inputs(kv_heads=4, learned=False)
+    for make in (
+        lambda: torch.randn(1, 4, 5, 16),
+        lambda: torch.randn(1, 4, 20).unfold(2, 16, 1),
+        lambda: torch.randn(1, 1, 5, 19).unfold(3, 16, 1)[:, 0].transpose(1, 2),
+    ):
+        q = make()
+        assert q.shape == (1, 4, 5, 16)
+        torch.testing.assert_close(qa.attention(q, k, v), exact(q, k, v).float())
 
 
 @pytest.mark.parametrize("n_keys", [3, 24])

@@ -10,7 +10,7 @@ GPU (``whole.py``).
 Nothing is remembered that holds a tensor, or a kernel that its user may let go.
 """
 
-from quorum_attention.repeated.calls import again, output
+from quorum_attention.repeated.calls import known, output
 from quorum_attention.repeated.likeness import like
 
-__all__ = ["again", "like", "output"]
+__all__ = ["known", "like", "output"]

@@ -19,19 +19,9 @@ _MOST = 128
 _KNOWN: dict[Hashable, Small | Whole | None] = {}
 
 
-def again(
-    name: Hashable, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> torch.Tensor | None:
-    """The output of a call like one that is remembered as ``name``; None: there was none, or there
-    is more to this one."""
-    known = _KNOWN.get(name)
-    if known is None:
-        return None
-    found = known.output(query, key, value)
-    if found is None:
-        # It may be another kind of call by now.
-        _KNOWN.pop(name, None)
-    return found
+def known(name: Hashable) -> Small | Whole | None:
+    """What is remembered as ``name``, which may make the call again; None: there is nothing."""
+    return _KNOWN.get(name)
 
 
 def output(
@@ -40,6 +30,7 @@ def output(
     out: torch.Tensor | None,
     name: Hashable | None,
     given: tuple[object, object, object],
+    tried: Small | Whole | None = None,
 ) -> torch.Tensor:
     """The output of a call that has been checked; it is remembered.
 
@@ -47,12 +38,18 @@ def output(
         out: as the caller gave it.
         name: what it is remembered as; None: it is not.
         given: query, key and value as the caller gave them.
+        tried: what was ``known``, where that was not the whole of this call.
     """
+    if tried is not None:
+        # It may be another kind of call by now.
+        _KNOWN.pop(name, None)
     # Of tensors that were broadcast or cast, others like the given ones are not.
     if any(one is not other for one, other in zip(tensors[:3], given, strict=True)):
         name = None
     if not backend_of(request.options.device).own_memory:
-        found = small(tensors, request)
+        # Not tried twice: a checkpoint counts what is saved, also of an output that is thrown away,
+        # and nothing may be remembered when it runs again.
+        found = small(tensors, request) if tried is None else None
         if found is not None:
             if name is not None and tensors.mask is None:
                 _note(name, found[0])
