@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import quorum_attention as qa
 from quorum_attention.kernels import registry
 from quorum_attention.kernels.cpu import CpuKernel
+from quorum_attention.repeated import likeness
 from quorum_attention.repeated.likeness import _described, like
 
 
@@ -133,6 +134,27 @@ def test_a_call_under_a_transformation_has_no_name() -> None:
     torch.func.grad(lambda x: (seen.append(name([x, k, v])), x.sum())[1])(q)
     torch.vmap(lambda x: (seen.append(name([x, k, v])), x)[1])(torch.stack((q, q)))
     assert seen == [None, None]
+
+
+def test_a_transformation_gives_what_it_maps_no_name_on_a_gpu_either(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There the memory of tensors is looked at, and those of a transformation have none."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(
+        likeness, "_on_a_cpu", lambda q, k, v, causal: likeness._on_a_gpu(q, k, v, None)
+    )
+    q, k, v = inputs()
+    assert name([q, k, v]) is not None
+    wrapped = []
+    for transform in (
+        lambda function: torch.func.grad(lambda x: function(x).sum()),
+        lambda function: lambda x: torch.func.vjp(function, x)[0],
+        lambda function: lambda x: torch.vmap(function)(x[None]),
+    ):
+        transform(lambda x: (wrapped.append(x), qa.attention(x, k, v))[1])(q)
+    # Kept until the transformation is over.
+    assert [name([k, tensor, v]) for tensor in wrapped] == [None] * len(wrapped)
 
 
 TENSORS: dict[str, Callable[[torch.Tensor], Any]] = {

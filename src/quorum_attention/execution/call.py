@@ -66,12 +66,23 @@ def rows_are_dense(*tensors: torch.Tensor) -> bool:
 
 
 def lie_well(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether operators can read the inputs without a copy: their rows are dense, and on a GPU the
-    query is not expanded (results get its strides)."""
-    laid_out = backend_of(query.device).word_bytes == 1 or all(
-        n <= 1 or s > 0 for n, s in zip(query.shape, query.stride(), strict=True)
-    )
+    """Whether operators can read the inputs without a copy: their rows are dense, and results can
+    have the query's strides."""
+    if backend_of(query.device).word_bytes == 1:
+        laid_out = not rows_overlap(query)
+    else:
+        laid_out = all(n <= 1 or s > 0 for n, s in zip(query.shape, query.stride(), strict=True))
     return laid_out and rows_are_dense(query, key, value)
+
+
+def rows_overlap(query: torch.Tensor) -> bool:
+    """Whether another dimension than the last has steps of one number too, as ``unfold`` makes
+    them. torch's operator on a CPU then makes an output whose rows are not dense, and fills it as
+    if they were."""
+    steps = query.stride()
+    if steps.count(1) < 2 or query.shape[-1] < 2:
+        return False
+    return any(n > 1 and s == 1 for n, s in zip(query.shape[:-1], steps[:-1], strict=True))
 
 
 def _at_whole_words(tensor: torch.Tensor, word: int) -> bool:

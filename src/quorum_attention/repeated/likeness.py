@@ -9,6 +9,7 @@ import torch
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 
 from quorum_attention.call.settings import current
+from quorum_attention.execution.call import rows_overlap
 from quorum_attention.execution.device.lookup import BACKENDS
 from quorum_attention.kernels.registry import registrations
 from quorum_attention.mask import Mask
@@ -73,7 +74,7 @@ def _on_a_cpu(
     n_keys = key.shape[2]
     if n_keys == 0 or value.shape[2] != n_keys or (_ANY_GPU and BACKENDS["cuda"].is_here()):
         return None
-    if query.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1:
+    if query.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1 or rows_overlap(query):
         return None
     keys = n_keys if is_causal else (n_keys - 1).bit_length()
     others = (*key.shape[:2], key.shape[3], *value.shape[:2], value.shape[3])
@@ -86,10 +87,14 @@ def _on_a_gpu(
     mask = () if attn_mask is None else _described(attn_mask)
     if mask is None:
         return None
+    try:
+        places = query.data_ptr() % _WORD, key.data_ptr() % _WORD, value.data_ptr() % _WORD
+    except RuntimeError:
+        # It has no memory of its own: it belongs to a transformation, even to one that is over.
+        return None
     return (
         query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
-        query.data_ptr() % _WORD, key.data_ptr() % _WORD, value.data_ptr() % _WORD,
-        torch.cuda.current_device(), mask,
+        places, torch.cuda.current_device(), mask,
     )  # fmt: skip
 
 
