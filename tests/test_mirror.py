@@ -44,6 +44,7 @@ ELSEWHERE = {
     "native/test_runs.py": ("kernels/native/bits.py",),
     # It takes two devices.
     "gpu/test_cuda_pool.py": ("execution/device/handed.py",),
+    "gpu/test_cuda_distributed.py": ("execution/device/two_streams.py",),
     # Random masks in every route, against float64.
     "test_mask.py": (
         "call/masks.py", "kernels/masked/calls.py", "kernels/masked/choice.py",

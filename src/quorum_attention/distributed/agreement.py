@@ -14,6 +14,7 @@ import torch.distributed as dist
 from quorum_attention.call.validation import check_kind
 from quorum_attention.counts import one_of, shown, whole_number
 from quorum_attention.distributed.masks import columns_of, signature_of
+from quorum_attention.execution.device.lookup import best_device
 from quorum_attention.mask import Mask
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -104,7 +105,7 @@ def home_of(group: dist.ProcessGroup) -> torch.device:
     """
     if "cpu:" in dist.get_backend_config(group):
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    return best_device()
 
 
 def told(group: dist.ProcessGroup, numbers: Sequence[int]) -> list[list[int]]:

@@ -29,6 +29,7 @@ from quorum_attention.distributed.run import Sharded, backward, forward
 from quorum_attention.distributed.swap import Swap
 from quorum_attention.distributed.ways import choose
 from quorum_attention.distributed.whole_heads import ByHeads, Exchanged, Turn, turns_of
+from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.kernels.dropout import LARGEST_SEED
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
@@ -172,7 +173,7 @@ def _computed(
     if len(shape) != 4:
         batch = math.prod(shape[:-3])
         flat = [t.reshape(batch, *t.shape[-3:]) for t in inputs]
-    aside = query.is_cuda and units == "pairs"
+    aside = not on_host(query.device) and units == "pairs"
     decided = _decided(
         sizes, shape, key.shape[-3], value.shape[-1], query.element_size(), leans, units, aside
     )

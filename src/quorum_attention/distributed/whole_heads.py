@@ -19,8 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.distributed.calls import Calls, Learned
-from quorum_attention.distributed.lanes import Lanes
 from quorum_attention.distributed.swap import Part, Swap, ToRows, opened
+from quorum_attention.execution.device.two_streams import TwoStreams
 
 # Into how many calls a rank's heads are cut. On one stream the end of each leaves most of the
 # device idle for a while: on H200s that takes longer than what more calls hide of the messages.
@@ -84,7 +84,7 @@ def forward(
     swap = call.swap
     coming = [swap.to_heads(_parts(turn, query, key, value)) for turn in call.turns]
     out = query.new_empty((*query.shape[:3], value.shape[3]))
-    lanes, kept, going = Lanes(query.device, call.side_by_side), [], []
+    lanes, kept, going = TwoStreams(query.device, call.side_by_side), [], []
     for number, (turn, now) in enumerate(zip(call.turns, coming, strict=True)):
         lanes.reads(number, now.inbox, now.outbox)
         with lanes.turn(number):
@@ -121,7 +121,7 @@ def backward(
     swap = call.swap
     coming = [swap.to_heads([(grad_out, turn.heads)]) for turn in call.turns]
     grads = [grad_out.new_empty(shape) for shape in shapes]
-    lanes, going = Lanes(grad_out.device, call.side_by_side), list[ToRows]()
+    lanes, going = TwoStreams(grad_out.device, call.side_by_side), list[ToRows]()
     for number, (turn, now) in enumerate(zip(call.turns, coming, strict=True)):
         held = kept[3 * number : 3 * number + 3]
         lanes.reads(number, now.inbox, now.outbox, *held)

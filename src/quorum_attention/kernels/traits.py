@@ -66,6 +66,7 @@ class Traits:
             of an uncut call, and an equal part of all rows in its forward.
         operator: it can be called for a single rectangle (``Operator``); needs ``whole_calls``.
         measured: it says for which calls its ``rates`` have been measured (``Measured``).
+        empty_rows: its backward takes an lse of -inf, which rows without keys have.
         recorded: torch's autograd can record small calls of it (``Recorded``).
 
     Raises:
@@ -93,6 +94,7 @@ class Traits:
     heads_by_thread: bool = False
     operator: bool = False
     measured: bool = False
+    empty_rows: bool = False
     recorded: bool = False
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 
 from quorum_attention.call.settings import current
 from quorum_attention.execution.call import rows_overlap
-from quorum_attention.execution.device.lookup import BACKENDS
+from quorum_attention.execution.device.lookup import BACKENDS, GPU, best_device
 from quorum_attention.kernels.registry import registrations
 from quorum_attention.mask import Mask
 from quorum_attention.planner.calibration import rates_known
@@ -52,18 +52,20 @@ def like(
     if scale is not None and type(scale) is not float:
         return None
     kind = query.device.type
-    if kind == "cpu":
-        own = _on_a_cpu(query, key, value, is_causal) if attn_mask is None else None
-    elif kind == "cuda":
+    backend = BACKENDS.get(kind)
+    # Before sizes are looked at: under a trace they may be tensors.
+    if backend is None or _is_unusual(kind):
+        return None
+    if backend.own_memory:
         own = _on_a_gpu(query, key, value, attn_mask)
     else:
-        own = None
-    if own is None or _is_unusual(kind):
+        own = _on_a_cpu(query, key, value, is_causal) if attn_mask is None else None
+    if own is None:
         return None
     records = _records() and (query.requires_grad or key.requires_grad or value.requires_grad)
     return (
         own, query.dtype, key.dtype, value.dtype, query.device, key.device, value.device,
-        is_causal, scale, enable_gqa, records, BACKENDS[kind],
+        is_causal, scale, enable_gqa, records, backend,
         _deterministic(), registrations(), rates_known(),
     )  # fmt: skip
 
@@ -72,7 +74,7 @@ def _on_a_cpu(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool
 ) -> Hashable | None:
     n_keys = key.shape[2]
-    if n_keys == 0 or value.shape[2] != n_keys or (_ANY_GPU and BACKENDS["cuda"].is_here()):
+    if n_keys == 0 or value.shape[2] != n_keys or (_ANY_GPU and BACKENDS[GPU].is_here()):
         return None
     if query.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1 or rows_overlap(query):
         return None
@@ -94,7 +96,7 @@ def _on_a_gpu(
         return None
     return (
         query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
-        places, torch.cuda.current_device(), mask,
+        places, best_device(), mask,
     )  # fmt: skip
 
 

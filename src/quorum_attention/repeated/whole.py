@@ -21,11 +21,9 @@ from quorum_attention.execution.routes.whole import Whole as WholeRoute
 from quorum_attention.execution.routes.whole import without_empty_rows
 from quorum_attention.execution.scaling import scales
 from quorum_attention.execution.takes import corrected_bytes
-from quorum_attention.kernels.masked import MaskedKernel
-from quorum_attention.kernels.native import NativeKernel
 from quorum_attention.kernels.protocol import InnerKernel
-from quorum_attention.kernels.registry import get_kernel, registrations
-from quorum_attention.kernels.traits import whole_calls
+from quorum_attention.kernels.registry import get_kernel, kernels, registrations
+from quorum_attention.kernels.traits import traits_of, whole_calls
 from quorum_attention.kernels.uncompiled import uncompiled
 from quorum_attention.passes import (
     as_own,
@@ -83,17 +81,18 @@ class Whole:
                  ) -> tuple[torch.Tensor, ...] | None:  # fmt: skip
         """The gradients of query, key and value; None where they are not one kernel call."""
         work = self.request.work
+        kind = out.device.type
         usual = type(grad_out) is torch.Tensor and grad_out.layout is torch.strided
         if not usual or grad_out.dtype != work.dtype or grad_out.device != out.device:
             return None
-        if torch.is_grad_enabled() or is_transformed() or torch.is_autocast_enabled("cuda"):
+        if torch.is_grad_enabled() or is_transformed() or torch.is_autocast_enabled(kind):
             return None
         if grad_out.is_neg() or not self._is_whole(grad_out, three, out, lse):
             return None
         kernel = get_kernel(self.kernel)
         calls = whole_calls(kernel)
         assert calls is not None
-        if not _knows_empty_rows(kernel):
+        if not traits_of(kernel).empty_rows:
             lse = without_empty_rows(lse)
         try:
             return calls.whole_backward(
@@ -163,9 +162,10 @@ def whole(tensors: Tensors, request: Request) -> Whole | None:
     if not _is_one_call(decision, request):
         return None
     kernel = decision.kernel
-    if isinstance(kernel, MaskedKernel):
-        return Whole(request, kernel) if isinstance(kernel.base, NativeKernel) else None
-    return Whole(request, kernel.name) if get_kernel(kernel.name) is kernel else None
+    if kernels().get(kernel.name) is kernel:
+        return Whole(request, kernel.name)
+    # One of ours under a mask: a call that names a kernel of its own is not remembered.
+    return Whole(request, kernel) if traits_of(kernel).empty_rows else None
 
 
 def _is_one_call(decision: Decision, request: Request) -> bool:
@@ -173,9 +173,3 @@ def _is_one_call(decision: Decision, request: Request) -> bool:
     if plan is None:
         return True
     return isinstance(plan.schedule.route, WholeRoute) and plan.schedule.is_all(request.work)
-
-
-def _knows_empty_rows(kernel: InnerKernel) -> bool:
-    """Whether a backward takes an lse of -inf."""
-    base = kernel.base if isinstance(kernel, MaskedKernel) else kernel
-    return isinstance(base, NativeKernel)

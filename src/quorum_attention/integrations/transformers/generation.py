@@ -22,6 +22,7 @@ import torch.distributed as dist
 from quorum_attention import distributed
 from quorum_attention.counts import shown
 from quorum_attention.distributed.agreement import told
+from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.integrations.transformers.closures import MaskFunction
 from quorum_attention.integrations.transformers.described import DescribedMask
 from quorum_attention.integrations.transformers.options import Options
@@ -245,8 +246,8 @@ def sharded_generate(
     seed = _agreed_seed(everyone, input_ids, asked)
     progress = Progress(everyone, input_ids.device)
     cache = _cache_classes()[0](progress)
-    cuda = [input_ids.device] if input_ids.device.type == "cuda" else []
-    with _running(model, progress), torch.random.fork_rng(devices=cuda):
+    devices = [] if on_host(input_ids.device) else [input_ids.device]
+    with _running(model, progress), torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         return model.generate(  # type: ignore[operator]
             input_ids, past_key_values=cache, **{**asked, "use_cache": True}

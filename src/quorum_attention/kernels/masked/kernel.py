@@ -97,6 +97,7 @@ class MaskedKernel:
             pairwise=True,
             dropout=own.dropout,
             whole_calls=True,
+            empty_rows=own.empty_rows,
         )
 
     @property

@@ -106,6 +106,7 @@ class NativeKernel:
         whole_calls=True,
         operator=True,
         measured=True,
+        empty_rows=True,
     )
 
     def __init__(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 
-class Lanes:
+class TwoStreams:
     """Turns are computed on the current stream and on one beside it, alternately.
 
     Made when everything that turns read has been enqueued on the current stream.
@@ -65,4 +65,4 @@ def _beside(device: torch.device) -> Any:
     return torch.cuda.Stream(device)
 
 
-__all__ = ["Lanes"]
+__all__ = ["TwoStreams"]
