@@ -82,16 +82,28 @@ def test_a_checkpoint_of_a_row_that_is_odd_saves_the_same_when_it_runs_again(
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_queries_whose_rows_overlap_are_right_after_others_were() -> None:
+def test_queries_whose_rows_overlap_or_are_all_the_same_are_right_after_others_were() -> None:
     _, k, v = inputs(kv_heads=4, learned=False)
     for make in (
         lambda: torch.randn(1, 4, 5, 16),
         lambda: torch.randn(1, 4, 20).unfold(2, 16, 1),
         lambda: torch.randn(1, 1, 5, 19).unfold(3, 16, 1)[:, 0].transpose(1, 2),
+        lambda: torch.randn(4, 16).as_strided((1, 4, 5, 16), (1, 16, 0, 1)),
     ):
         q = make()
         assert q.shape == (1, 4, 5, 16)
         torch.testing.assert_close(qa.attention(q, k, v), exact(q, k, v).float())
+
+
+def test_rows_of_one_number_that_lie_as_images_do_are_right() -> None:
+    q, k, v = (
+        torch.randn(1, 3, 1, 2).permute(0, 3, 1, 2),
+        torch.randn(1, 2, 4, 1),
+        torch.randn(8, 5),
+    )
+    assert q.is_contiguous(memory_format=torch.channels_last)
+    v = v.view(1, 2, 4, 5)
+    torch.testing.assert_close(qa.attention(q, k, v), exact(q, k, v).float())
 
 
 @pytest.mark.parametrize("n_keys", [3, 24])

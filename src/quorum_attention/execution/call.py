@@ -69,20 +69,25 @@ def lie_well(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> boo
     """Whether operators can read the inputs without a copy: their rows are dense, and results can
     have the query's strides."""
     if backend_of(query.device).word_bytes == 1:
-        laid_out = not rows_overlap(query)
+        laid_out = results_are_dense(query)
     else:
         laid_out = all(n <= 1 or s > 0 for n, s in zip(query.shape, query.stride(), strict=True))
     return laid_out and rows_are_dense(query, key, value)
 
 
-def rows_overlap(query: torch.Tensor) -> bool:
-    """Whether another dimension than the last has steps of one number too, as ``unfold`` makes
-    them. torch's operator on a CPU then makes an output whose rows are not dense, and fills it as
-    if they were."""
+def results_are_dense(query: torch.Tensor) -> bool:
+    """Whether torch's operator on a CPU gives its output, which it lays out as the query, dense
+    rows; it fills them as if they were dense.
+
+    They are not where another dimension than the last has steps of one number too, as ``unfold``
+    makes them; of a dimension of size 1, beside one that is expanded.
+    """
     steps = query.stride()
     if steps.count(1) < 2 or query.shape[-1] < 2:
-        return False
-    return any(n > 1 and s == 1 for n, s in zip(query.shape[:-1], steps[:-1], strict=True))
+        return True
+    expanded = 0 in steps
+    each = zip(query.shape[:-1], steps[:-1], strict=True)
+    return not any(s == 1 and (n > 1 or expanded) for n, s in each)
 
 
 def _at_whole_words(tensor: torch.Tensor, word: int) -> bool:

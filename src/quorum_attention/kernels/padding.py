@@ -13,7 +13,10 @@ import torch
 def pad_last(tensor: torch.Tensor, width: int) -> torch.Tensor:
     """``tensor`` with zero columns up to ``width``; not copied if it has that many."""
     missing = width - tensor.shape[-1]
-    return tensor if missing <= 0 else torch.nn.functional.pad(tensor, (0, missing))
+    if missing <= 0:
+        return tensor
+    # torch keeps the layout of what it takes for images, channels last: rows of one number may be.
+    return torch.nn.functional.pad(tensor, (0, missing)).contiguous()
 
 
 def pad_rows(tensor: torch.Tensor, rows: int, value: float = 0.0) -> torch.Tensor:
