@@ -181,6 +181,9 @@ def test_what_is_no_file_is_not_replaced(inputs: Path, capsys: pytest.CaptureFix
     assert stat.S_ISFIFO(pipe.stat().st_mode)
 
 
+_HUP, _INT = signal.SIGHUP, signal.SIGINT
+
+
 def started(inputs: Path, output: Path) -> subprocess.Popen[str]:
     """``run`` in a process of its own, in the middle of its work."""
     marker = output.parent / "marker"
@@ -188,8 +191,8 @@ def started(inputs: Path, output: Path) -> subprocess.Popen[str]:
     command += ["--kernel", "slow", "--depth", "1", *CPU]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        # Also where whoever runs the tests has it ignored (nohup).
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+        # Also where whoever runs the tests has them ignored (nohup, a job behind others).
+        preexec_fn=lambda: [signal.signal(n, signal.SIG_DFL) for n in (_HUP, _INT)],
     )  # fmt: skip
     deadline = time.monotonic() + 120
     while not marker.exists():
