@@ -78,8 +78,7 @@ def test_both_take_part_while_nothing_is_known_of_them() -> None:
 def test_as_on_one_device(pool: Pool, where: str, causal: bool, kv_heads: int, share: int) -> None:
     report = compare(pool, inputs(kv_heads, share, 2000, where), is_causal=causal)
     ran = report.pool.forward.ran
-    # Which of them is a matter of how quick they were in calls before: not asked of a short call.
-    assert {one.device for one in ran} <= {0, 1}
+    # Who takes part is not asked of a short call: it follows from their pace in calls before.
     assert sorted(one.index for one in ran) == list(range(report.pool.forward.parts))
     assert report.pool.forward.copied_bytes == 0
 
