@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections import Counter
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
+
+# Before there is a group: imported later, it keeps the default one for good.
+import torch._dynamo
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
@@ -36,10 +41,15 @@ def _run(rank: int, ranks: int, store: str, work: Any, args: tuple[Any, ...], ba
         HOME[0] = torch.device("cuda", rank)
         torch.cuda.set_device(HOME[0])
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
+    group = weakref.ref(dist.group.WORLD)
     try:
         work(rank, *args)
     finally:
         dist.destroy_process_group()
+    # What still holds it here holds its threads, and one that is busy when Python ends may abort.
+    gc.collect()
+    holders = [str(one)[:300] for one in gc.get_referrers(group())] if group() else []
+    assert group() is None, f"the group is destroyed, and still held by {holders}"
 
 
 def inputs_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 
 from quorum_attention.integrations.transformers.versions import check_version
@@ -55,7 +56,8 @@ def register(
         group: make the model's attention sequence-parallel over this process group: each rank runs
             the model on its contiguous rows, by ``distributed.attention``, with ``position_ids`` of
             their places (its own, or ``sharded_positions``). ``report`` is a ``ShardedReport``
-            then; accumulator and min_tokens cannot be given (docs/distributed.md).
+            then; accumulator and min_tokens cannot be given (docs/distributed.md). It is not kept
+            alive: after ``destroy_process_group`` the model's attention raises ``RuntimeError``.
 
     Returns:
         ``name``.
@@ -81,7 +83,7 @@ def register(
         return name
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group must be a process group or None, got {shown(group)}")
-    AttentionInterface.register(name, partial(attend_sharded, options, group))
+    AttentionInterface.register(name, partial(attend_sharded, options, weakref.ref(group)))
     AttentionMaskInterface.register(name, sharded_mask)
     return name
 

@@ -8,6 +8,7 @@ say (``distributed.decode``). Logits are those of the last rank, so all choose t
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,6 +36,24 @@ _REFUSED = (
 )  # fmt: skip
 
 
+def alive(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
+    """The group that was given once.
+
+    What outlives a call holds no more than a weak reference to it: the last reference ends a
+    group's threads, and one of Gloo's that is still there when Python ends may abort the process.
+
+    Raises:
+        RuntimeError: it has been destroyed.
+    """
+    found = group()
+    if found is None:
+        raise RuntimeError(
+            "the process group of this attention has been destroyed; register or call "
+            "sharded_positions again with the one that there is now"
+        )
+    return found
+
+
 class Progress:
     """How far a rank is with a sequence that grows.
 
@@ -47,12 +66,17 @@ class Progress:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.device = group, device
+        self._group, self.device = weakref.ref(group), device
         self.tokens = 0
         self.places = torch.empty(0, dtype=torch.int64, device=device)
         self.prefills = self.keeps = True
         self._held = [0] * group.size()
         self._coming = 0
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Over which the sequence is sharded. A cache, which a caller may keep, holds this."""
+        return alive(self._group)
 
     def begin(self, count: int) -> slice | None:
         """A forward over the next tokens: those of this rank, if they are a prompt; None: all."""

@@ -8,6 +8,7 @@ layers of that forward use what was found.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from quorum_attention.integrations.transformers.closures import MaskFunction, kn
 from quorum_attention.integrations.transformers.described import DescribedMask
 from quorum_attention.integrations.transformers.generation import (
     StepMask,
+    alive,
     attend_step,
     progress_here,
     step_mask,
@@ -257,7 +259,7 @@ def _check_places(positions: torch.Tensor, sizes: tuple[int, ...]) -> None:
 
 def attend_sharded(
     options: Options,
-    group: dist.ProcessGroup,
+    kept: weakref.ref[dist.ProcessGroup],
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -304,6 +306,7 @@ def attend_sharded(
             f"attention over a group makes its masks itself; {name} was given one of shape "
             f"{tuple(attention_mask.shape)}"
         )
+    group = alive(kept)
     mask, lengths = attention_mask.whole(group, position_ids, query.device)
     if softcap is not None or s_aux is not None:
         mask = replace(mask, softcap=softcap, sinks=s_aux)
@@ -333,6 +336,8 @@ def sharded_positions(
     Returns:
         A handle; its ``remove()`` takes it back.
     """
+    kept = None if group is None else weakref.ref(group)
+    del group  # the function below would keep it
 
     def placed(_: torch.nn.Module, args: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if named.get("position_ids") is not None:
@@ -341,7 +346,7 @@ def sharded_positions(
         ids = named.get("inputs_embeds") if ids is None else ids
         if ids is None:
             raise TypeError("a sharded model must be given input_ids or inputs_embeds by name")
-        everyone = dist.group.WORLD if group is None else group
+        everyone = dist.group.WORLD if kept is None else alive(kept)
         assert everyone is not None
         rows = [one for (one,) in told(everyone, (ids.shape[1],))]
         start = sum(rows[: everyone.rank()])
