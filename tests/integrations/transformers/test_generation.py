@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from helpers_models import attended, distance, register_all, tiny
 
 from quorum_attention.distributed import ShardedReport
 from quorum_attention.integrations.transformers import register, sharded_generate
+from quorum_attention.integrations.transformers.generation import alive
 
 ASKED: dict[str, Any] = {
     "max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True, "output_scores": True,
@@ -110,3 +112,12 @@ def _all_of_it(rank: int) -> None:
 
 def test_on_processes(tmp_path: Path) -> None:
     spawn(_all_of_it, 3, tmp_path)
+
+
+def test_a_destroyed_group_is_named_where_its_attention_is_called() -> None:
+    group = dist.ProcessGroup(0, 1)
+    kept = weakref.ref(group)
+    assert alive(kept) is group
+    del group
+    with pytest.raises(RuntimeError, match="process group of this attention has been destroyed"):
+        alive(kept)
