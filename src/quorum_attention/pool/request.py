@@ -19,6 +19,7 @@ from quorum_attention.mask import Mask
 from quorum_attention.pool.call import Asked, PoolCall
 from quorum_attention.pool.masked import sendable
 from quorum_attention.pool.report import PoolReport
+from quorum_attention.pool.rule import with_rules
 from quorum_attention.sizes import parse_bytes
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def request_on_several(
     written: Written = call[-1]
     budgets = _budgets(written.budget, count)
     tensors, request, mask = request_of_parts(function, *call)
+    mask = None if mask is None else with_rules(mask)
     asked = Asked(budgets, written.depth, written.kernel, written.accumulator, mask)
     return tensors, replace(request, runner=PoolCall(pool_of, asked, pool_report))
 
