@@ -460,6 +460,23 @@ def test_checkpoints_of_every_kind(kind: str, through: str) -> None:
     assert (OPERATOR in asked) == (kind in ("recompute", "save"))
 
 
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_tensor_without_numbers_beside_others_is_refused(number: int) -> None:
+    """torch calls the kernel of shapes then; its results were taken for real."""
+    given = [*three(), torch.zeros(50, 50, dtype=torch.float64)]
+    given[number] = given[number].to("meta")
+    with pytest.raises(ValueError, match=r"device cpu, got .*meta"):
+        OPERATOR(*given, None, None, [], 0.0, None, False, True, None, "", [], False, False, False)
+
+    def policy(ctx: Any, operator: Any, *args: Any, **named: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    how = functools.partial(create_selective_checkpoint_contexts, policy)
+    call = functools.partial(qa.attention, enable_gqa=True)
+    with pytest.raises((ValueError, NotImplementedError), match=r"must be .* got"):
+        checkpoint(call, *given, use_reentrant=False, context_fn=how)
+
+
 SHARDED = """
 import copy, os, torch, torch.distributed as dist
 import quorum_attention as qa

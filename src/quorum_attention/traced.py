@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from threading import Lock
@@ -209,12 +209,38 @@ def _fake_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     out_dtype = rest[-6]
+    _check_devices(query, key, value, rest)
     state = torch.float64 if query.dtype == torch.float64 else torch.float32
     return (
         query.new_empty((*query.shape[:-1], value.shape[-1]), dtype=out_dtype or query.dtype),
         query.new_empty(query.shape[:-1], dtype=state),
         torch.empty((1,), dtype=torch.int64, device="cpu"),
     )
+
+
+def _check_devices(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, others: Iterable[Any]
+) -> None:
+    """Refuse tensors of several devices: with one that has no numbers ("meta") beside others torch
+    calls the fake kernel, whose results would be taken for real.
+
+    Raises:
+        ValueError: by name, as where the operator computes.
+    """
+    for name, other in (("key", key), ("value", value)):
+        if other.device != query.device:
+            raise ValueError(
+                f"{name} must be on the query's device {query.device}, got {other.device}"
+            )
+    if query.device.type == "meta":
+        return
+    for other in others:
+        for tensor in other if isinstance(other, list) else (other,):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "meta":
+                raise ValueError(
+                    "attn_mask and all else that is given must be in host memory or on the query's "
+                    f"device {query.device}, got a tensor of shape {tuple(tensor.shape)} on meta"
+                )
 
 
 def _fake_backward(
@@ -230,6 +256,7 @@ def _fake_backward(
     sinks: torch.Tensor | None,
     *rest: Any,
 ) -> list[torch.Tensor]:
+    _check_devices(query, key, value, (grad_out, grad_lse, out, lse, mask, sinks, *rest))
     learned = [t for t, w in ((mask, rest[-2]), (sinks, rest[-1])) if w and t is not None]
     return [like.new_empty(like.shape) for like in (query, key, value, *learned)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,10 +11,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import quorum_attention as qa
-from quorum_attention import api
+from quorum_attention import api, autograd, passes
 from quorum_attention.kernels import registry
 from quorum_attention.kernels.cpu import CpuKernel
-from quorum_attention.repeated import calls
+from quorum_attention.repeated import calls, whole
 
 
 @pytest.fixture(autouse=True)
@@ -192,3 +193,21 @@ def test_no_more_than_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) ->
         q = torch.randn(1, 2, n, 8)
         torch.testing.assert_close(qa.attention(q, q, q), exact(q, q, q).float())
         assert len(calls._KNOWN) <= 3
+
+
+def test_a_call_that_is_one_kernel_call_is_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where a model that decodes has another length at every call."""
+    decided = []
+
+    def counted(*args: Any) -> Any:
+        decided.append(True)
+        return passes.decide_forward(*args)
+
+    monkeypatch.setattr(calls, "backend_of", lambda device: SimpleNamespace(own_memory=True))
+    monkeypatch.setattr(whole, "decide_forward", counted)
+    monkeypatch.setattr(autograd, "run_forward", refused)
+    for learned in (False, True):
+        leaves = inputs(33, learned=learned)
+        out = qa.attention(*leaves, enable_gqa=True)
+        torch.testing.assert_close(out, exact(*leaves).float(), rtol=1e-5, atol=1e-5)
+    assert len(decided) == 2

@@ -55,7 +55,12 @@ def output(
                 _note(name, found[0])
             return request.back(found[1])
     elif name is not None and name not in _KNOWN:
-        _note(name, whole(tensors, request))
+        one = whole(tensors, request)
+        # It is decided: not once more, unless memory runs out (as it may have just now).
+        made = one.output(*tensors[:3]) if one is not None and tried is None else None
+        _note(name, one)
+        if made is not None:
+            return made
     return attend(tensors, request, out)[0]
 
 

@@ -69,7 +69,7 @@ def _base(
         # On a GPU it runs a task in one launch, whatever its mask.
         here = device.type == "cuda" and native.refusal(call) is None
         if here and (not present or why_not(native, call, device) is None):
-            return _capped(softcap)
+            return native if softcap is None else _capped(softcap)
         return get_kernel(_DENSE) if softcap is not None else _selected(call, device, tried=tried)
     if wanted in (_DENSE, _TILES):
         return get_kernel(_DENSE)
@@ -97,6 +97,6 @@ def _selected(call: CallShape, device: torch.device, *, tried: bool) -> InnerKer
 
 
 @lru_cache(maxsize=16)
-def _capped(softcap: float | None) -> InnerKernel:
+def _capped(softcap: float) -> InnerKernel:
     """The native kernel with a soft cap: one object for each."""
-    return get_kernel("native") if softcap is None else NativeKernel(softcap=softcap)
+    return NativeKernel(softcap=softcap)
