@@ -45,6 +45,29 @@ def test_the_same_memory(tmp_path: Path, kind: str) -> None:
 
 
 @LINUX
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("seen", [True, False])
+def test_files_that_torch_mapped(tmp_path: Path, kept: bool, seen: bool) -> None:
+    """``torch.from_file`` calls its memory shared, and has no open file that others could use."""
+    numbers = torch.randn(3, 50)
+    file = tmp_path / "x"
+    file.write_bytes(numbers.numpy().tobytes())
+    tensor = torch.from_file(str(file), shared=seen, size=150).view(3, 50)
+    if not kept:
+        file.unlink()
+    for given in (tensor, tensor[:, 5:9], tensor[:0]):
+        found = Shared.of(given, Mappings.now())
+        assert isinstance(found.handle, InFile) == (given.numel() > 0)
+        assert torch.equal(opened(found.handle), given)
+        by_name = kept and seen and given.numel() > 0
+        assert found.copied_bytes == (0 if by_name else given.nbytes)
+    result = Shared.written(tensor, Mappings.now())
+    opened(result.handle).fill_(2)
+    assert torch.equal(result.tensor, torch.full((3, 50), 2.0))
+    assert (result.tensor.data_ptr() == tensor.data_ptr()) == (kept and seen)
+
+
+@LINUX
 def test_what_is_gone_leaves_nothing() -> None:
     gc.collect()
     before = files()

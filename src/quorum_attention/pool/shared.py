@@ -153,7 +153,7 @@ def _in_room(tensor: torch.Tensor) -> InFile | None:
 
 
 def _opened_here(tensor: torch.Tensor) -> InFile | None:
-    """Torch's shared memory as a file that this process has open.
+    """Torch's shared memory as a file that this process has open; None where there is no such file.
 
     What torch sends instead, a copy of the file's number, outlives a receiver that was killed.
     """
@@ -161,6 +161,8 @@ def _opened_here(tensor: torch.Tensor) -> InFile | None:
     if not (on_host(tensor.device) and by_number and os.path.isdir("/proc/self/fd")):
         return None
     file, _ = tensor.untyped_storage()._share_fd_cpu_()
+    if file < 0:
+        return None  # an ordinary file, closed once it was mapped (torch.from_file)
     shape, strides = tuple(tensor.shape), tensor.stride()
     offset = int(tensor.storage_offset()) * tensor.element_size()
     return InFile(f"/proc/{os.getpid()}/fd/{file}", offset, shape, strides, tensor.dtype, True)
@@ -168,9 +170,14 @@ def _opened_here(tensor: torch.Tensor) -> InFile | None:
 
 def _as_it_is(tensor: torch.Tensor, mappings: Mappings, written: bool = False) -> Handle | None:
     """The tensor as others can have it without a copy; None if they cannot."""
-    if tensor.is_shared():
-        return _opened_here(tensor) or tensor
-    return _in_room(tensor) or in_file(tensor, mappings, written)
+    if not on_host(tensor.device):
+        return tensor if tensor.is_shared() else None
+    if not tensor.is_shared():
+        return _in_room(tensor) or in_file(tensor, mappings, written)
+    found = _opened_here(tensor) or in_file(tensor, mappings, written)
+    # What lies in a file torch cannot send as it is.
+    by_torch = found is None and tensor.numel() and mappings.in_file(tensor) is None
+    return tensor if by_torch else found
 
 
 def made_for(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
