@@ -33,3 +33,11 @@ def test_a_row_with_neither_key_nor_sink_stays_empty() -> None:
     assert torch.equal(out, torch.zeros(1, 1, 2, 3))
     assert bool((lse == -torch.inf).all())
     assert torch.equal(sinks_gradient(torch.ones_like(out), out, lse, none), torch.zeros(1))
+
+
+def test_calls_without_rows_have_a_gradient_of_their_sinks() -> None:
+    sinks = torch.randn(3)
+    for shape in ((2, 3, 0, 4), (0, 3, 5, 4), (2, 3, 5, 0), (0, 3, 0, 0), (2, 0, 3, 0, 4)):
+        out = torch.zeros(shape)
+        found = sinks_gradient(out, out, torch.zeros(shape[:-1]), sinks)
+        assert torch.equal(found, torch.zeros(3))

@@ -12,6 +12,8 @@ over rows of exp(sink - lse') delta.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from quorum_attention.kernels.blocks import row_blocks
@@ -50,8 +52,9 @@ def sinks_gradient(
     own = sinks.detach().to(device=out.device, dtype=lse.dtype)
     sums = torch.zeros(heads, dtype=torch.promote_types(lse.dtype, torch.float64))
     sums = sums.to(out.device)
-    grads, outs = (t.reshape(-1, heads, rows, width) for t in (grad_out, out))
-    lses = lse.reshape(-1, heads, rows)
+    batch = math.prod(out.shape[:-3])  # -1 means nothing where there are no rows
+    grads, outs = (t.reshape(batch, heads, rows, width) for t in (grad_out, out))
+    lses = lse.reshape(batch, heads, rows)
     for block in row_blocks(lses.shape[0], heads, rows, 3 * max(1, width) * lse.element_size()):
         upstream = grads[block].to(device=out.device, dtype=lse.dtype)
         delta = (upstream * outs[block].to(lse.dtype)).sum(dim=-1)
