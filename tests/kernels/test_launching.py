@@ -37,6 +37,10 @@ class Kernel:
         return lambda *arguments, **constants: self.done.append("by Triton")
 
 
+def other_triton(*of: object) -> Any:
+    raise TypeError("make_ir() takes 5 positional arguments")
+
+
 @pytest.fixture
 def done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """As if there were a GPU: what happens on it."""
@@ -61,6 +65,7 @@ def done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]
     monkeypatch.setattr(launching, "Loaded", Loaded)
     monkeypatch.setattr(launching, "driver", lambda: "a driver")
     monkeypatch.setattr(launching, "binary_of", lambda compiled, what: BINARY)
+    monkeypatch.setattr(launching, "compiled", other_triton)
     monkeypatch.setattr(launching, "_prepare_triton", lambda: found.append("Triton"))
     monkeypatch.setattr(launching, "_in_triton", lambda kernel: Kernel(found))
     monkeypatch.setattr(binaries, "_triton", lambda: ("here",))
@@ -103,6 +108,36 @@ def test_what_is_prepared_is_not_prepared_again(done: list[str]) -> None:
     assert done == ["Triton", "compiled", "loaded"]
     launching.launch(WHAT)
     assert done[3:] == ["launched"]
+
+
+def test_by_stages_triton_is_not_asked_to_prepare_anything(
+    done: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def by_stages(kernel: Kernel, what: Launch, capability: tuple[int, int]) -> str:
+        assert isinstance(kernel, Kernel)
+        assert (what, capability) == (WHAT, (9, 0))
+        done.append("by stages")
+        return "compiled"
+
+    monkeypatch.setattr(launching, "compiled", by_stages)
+    launching.launch(WHAT)
+    assert done == ["by stages", "loaded", "launched"]
+    in_a_new_process(monkeypatch)
+    launching.launch(WHAT)
+    assert done[3:] == ["loaded", "launched"]
+
+
+@pytest.mark.parametrize("missing", ["driver", "binary"])
+def test_without_a_driver_or_with_another_result_triton_does_it(
+    missing: str, done: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "compiled", lambda *of: done.append("by stages"))
+    if missing == "driver":
+        monkeypatch.setattr(launching, "driver", lambda: None)
+    else:
+        monkeypatch.setattr(launching, "binary_of", lambda compiled, what: None)
+    launching.launch(WHAT)
+    assert done == ["by stages"] * (missing != "driver") + ["Triton", "compiled", "by Triton"]
 
 
 def test_nothing_to_do_launches_nothing(done: list[str]) -> None:

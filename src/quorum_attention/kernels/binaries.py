@@ -27,6 +27,7 @@ import torch
 
 from quorum_attention.kernels.cuda_driver import Driver
 from quorum_attention.kernels.launches import Launch
+from quorum_attention.kernels.stages import PLACES
 from quorum_attention.writing import cache_folder, replacing
 
 # Changes when the format of a file, or what a name is made of, changes.
@@ -39,8 +40,6 @@ SOURCES = {
     "divide": "scaling_triton.py",
 }  # fmt: skip
 """The file that each kernel is written in."""
-# Those that only say where files are, not what comes out.
-_PLACES = ("TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_DUMP_DIR", "TRITON_OVERRIDE_DIR")
 # Launched without asking for more.
 _MOST_SHARED_BYTES = 48 << 10
 _CODES = {"pointer": "Q", "i32": "i", "fp32": "f"}
@@ -74,7 +73,7 @@ def binary_of(compiled: Any, launch: Launch) -> Binary | None:
     """What Triton compiled for ``launch``; None where it is not as simple as it is expected to be.
 
     Args:
-        compiled: Triton's ``CompiledKernel``.
+        compiled: Triton's ``CompiledKernel``, or what ``stages.compiled`` returns.
     """
     try:
         return _read_compiled(compiled, len(launch.arguments), len(launch.constants))
@@ -179,7 +178,7 @@ def _named(launch: Launch, device: torch.device) -> str | None:
     settings = sorted(
         (name, value)
         for name, value in os.environ.items()
-        if name.startswith("TRITON_") and name not in _PLACES
+        if name.startswith("TRITON_") and name not in PLACES
     )
     kinds = [str(kind) for kind in launch.kinds]
     what = (launch.kernel, kinds, launch.constants, torch.cuda.get_device_capability(device))

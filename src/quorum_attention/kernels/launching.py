@@ -1,9 +1,9 @@
 """Launches the Triton kernels that merge, add and divide: kept ones without Triton, if it can be.
 
 A kernel that was kept on disk (``binaries.py``) is loaded and launched by the driver. One that was
-not is compiled by Triton, kept, and launched in the same way from then on. Where that does not
-work (a driver too old, another Triton, addresses or numbers that it was not compiled for) Triton
-launches.
+not is compiled by Triton's stages (``stages.py``), kept, and launched in the same way from then on.
+Where that does not work (a driver too old, another Triton, addresses or numbers that it was not
+compiled for) Triton compiles and launches.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from quorum_attention.kernels.binaries import Binary, Loaded, binary_of, find, k
 from quorum_attention.kernels.cuda_driver import driver
 from quorum_attention.kernels.launches import CONSTANTS, Launch
 from quorum_attention.kernels.outside import outside
+from quorum_attention.kernels.stages import compiled
 
 _Key = tuple[int, str, tuple[object, ...], tuple[object, ...]]
 _loaded: dict[_Key, Loaded | None] = {}
@@ -75,7 +76,11 @@ def _load(binary: Binary | None, device: torch.device) -> Loaded | None:
 
 
 def _compile(what: Launch, device: torch.device) -> Binary | None:
-    """Have Triton compile and load it; what it compiled, kept, or None."""
+    """Have Triton compile it; what it compiled, kept, or None, and then Triton has loaded it."""
+    binary = _by_stages(what, device) if driver() is not None else None
+    if binary is not None:
+        keep(what, device, binary)
+        return binary
     with _setup_lock:
         _prepare_triton()
     # Tensors that lie at multiples of 16, as those of a call nearly always do.
@@ -83,14 +88,22 @@ def _compile(what: Launch, device: torch.device) -> Binary | None:
         torch.empty(16, dtype=a.dtype, device="cpu") if isinstance(a, torch.Tensor) else a
         for a in what.arguments
     ]
-    compiled = _in_triton(what.kernel).warmup(*arguments, grid=(1,), **_constants(what))
-    binary = binary_of(compiled, what)
+    kernel = _in_triton(what.kernel).warmup(*arguments, grid=(1,), **_constants(what))
+    binary = binary_of(kernel, what)
     if binary is None or driver() is None:
         # At this Triton loads the kernel, and compiles what launches it.
-        _ = compiled.run
+        _ = kernel.run
     else:
         keep(what, device, binary)
     return binary
+
+
+def _by_stages(what: Launch, device: torch.device) -> Binary | None:
+    """It compiled without Triton's own tools; None where Triton has to do it in its own way."""
+    with suppress(Exception):
+        capability = torch.cuda.get_device_capability(device)
+        return binary_of(compiled(_in_triton(what.kernel), what, capability), what)
+    return None
 
 
 def _prepare_triton() -> None:
