@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -97,3 +101,56 @@ def test_a_thread_that_cannot_be_started_leaves_nothing(monkeypatch: pytest.Monk
     monkeypatch.setattr(threading.Thread, "start", refused)
     with pytest.raises(RuntimeError, match="new thread"):
         ahead.begin("a", GPU, lambda: None)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_fork_while_threads_prepare_waits_for_nobody() -> None:
+    """Even if it happened while a thread held the lock; and the child has its usual interval."""
+    usual, go = sys.getswitchinterval(), threading.Event()
+    ahead.begin("a", GPU, lambda: go.wait(20))
+    with ahead._lock:
+        child = os.fork()
+        if not child:
+            ahead.wait("a")
+            done: list[int] = []
+            ahead.begin("b", GPU, lambda: done.append(1))
+            ahead.wait("b")
+            fine = done == [1] and not ahead.RUNNING and sys.getswitchinterval() == usual
+            os._exit(0 if fine else 1)
+    assert wait_for(child) == 0
+    assert list(ahead.RUNNING) == ["a"]
+    go.set()
+    ahead.wait("a")
+
+
+def wait_for(child: int, seconds: float = 20.0) -> int | None:
+    """How a child ended; None where it hangs, and is killed."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+def test_a_process_that_ends_lets_its_threads_finish() -> None:
+    """What they keep on disk is whole, and nothing hangs or crashes."""
+    program = """if True:
+        import time, torch
+        from quorum_attention.kernels import ahead
+        torch.cuda.set_device = lambda device: None
+        def work():
+            time.sleep(0.3)
+            print("finished", flush=True)
+        ahead.begin("a", torch.device("cuda", 0), work)
+        print("ends", flush=True)
+        """
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout.split()) == (0, ["ends", "finished"]), done.stderr

@@ -13,6 +13,7 @@ so for every operator. So as long as they are at work it is kept for half a mill
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -75,3 +76,15 @@ def _remove(name: str) -> None:
         # Unless somebody else has set it meanwhile.
         if abs(sys.getswitchinterval() - _SWITCH_SECONDS) < 1e-6:
             sys.setswitchinterval(usual)
+
+
+def _forget() -> None:
+    """In a child of a fork, which has none of its parent's threads: nobody waits for them."""
+    global _lock
+    _lock = threading.Lock()  # one of them may have held it
+    for name in list(RUNNING):
+        _remove(name)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

@@ -15,8 +15,9 @@ _begun: set[tuple[object, ...]] = set()
 
 def compile_ahead(
     device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, scaled: bool | None
-) -> None:
+) -> bool:
     """Begin to load or compile what merges and adds on ``device``, once in a process (ahead.py).
+    Whether this is the first time that it was asked for, and was begun.
 
     Args:
         dtype: of the inputs.
@@ -26,7 +27,7 @@ def compile_ahead(
     asked = (device, dtype, head_dim, value_dim, scaled)
     here = device.type == "cuda" and torch.cuda.is_available()
     if asked in _begun or not here or not triton_available():
-        return
+        return False
     _begun.add(asked)
     if device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -47,3 +48,4 @@ def compile_ahead(
         if scaled:
             begin(finding_norms(dtype, value_dim))
             begin(dividing(dtype, value_dim))
+    return True

@@ -2,7 +2,8 @@
 
 An operator may run and return wrong numbers. So a small rectangle and a small causal square are
 compared with the float64 reference: the forward and, if gradients are needed, the backward. That
-takes half a second in a new process, so what passed is remembered on disk (proven.py).
+takes half a second in a new process, so what passed is remembered on disk (proven.py), and a plan
+is searched for meanwhile (``begin``).
 
 Its tensors are small. Many threads take longer for them than one, most of all where a container
 allows a process fewer cores than it sees (16 ms an operator, seen there). And what merges is not
@@ -12,13 +13,14 @@ what is tested: that is left to torch, because Triton may still be compiling it.
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import product
 
 import torch
 
 from quorum_attention.decomposition import Decomposition, Rectangle
+from quorum_attention.kernels import ahead
 from quorum_attention.kernels.dense import DenseKernel
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.merge import by_torch, empty_
@@ -91,24 +93,48 @@ def probe(kernel: InnerKernel, call: CallShape, device: torch.device | None = No
         torch.OutOfMemoryError: the device does not have the few MiB that the test takes.
         RuntimeError: a CUDA graph is being captured, and no such call has been tested before.
     """
+    if ahead.RUNNING:
+        ahead.wait(_test_of(kernel))
+    return _answer(kernel, _question(call, device))
+
+
+def begin(kernel: InnerKernel, call: CallShape, device: torch.device) -> bool:
+    """Begin the test in a thread; whether there is one to wait for.
+
+    Whoever asks ``probe`` waits for it. If it cannot be made or fails to give an answer, ``probe``
+    makes it. Only on a CUDA device.
+    """
+    if device.type != "cuda" or capturing(device):
+        return False
+    question = _question(call, device)
+    if is_proven(kernel, question, question.device):
+        return False
+    with suppress(RuntimeError):  # no more threads
+        ahead.begin(_test_of(kernel), question.device, lambda: _answer(kernel, question))
+        return True
+    return False
+
+
+def _test_of(kernel: InnerKernel) -> str:
+    return f"test of {kernel.name}"
+
+
+def _question(call: CallShape, device: torch.device | None) -> _Question:
     if device is None:
         device = torch.device(call.device_type)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    return _answer(
-        kernel,
-        _Question(
-            device,
-            call.dtype,
-            call.head_dim,
-            call.value_dim,
-            call.query_heads != call.key_heads,
-            call.mask,
-            call.needs_grad,
-            call.positive_scale,
-            torch.are_deterministic_algorithms_enabled(),
-            call.dropout,
-        ),
+    return _Question(
+        device,
+        call.dtype,
+        call.head_dim,
+        call.value_dim,
+        call.query_heads != call.key_heads,
+        call.mask,
+        call.needs_grad,
+        call.positive_scale,
+        torch.are_deterministic_algorithms_enabled(),
+        call.dropout,
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -28,7 +29,7 @@ from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels import proven
 from quorum_attention.kernels.compiling import compile_ahead
 from quorum_attention.kernels.protocol import CallShape, InnerKernel, Recorded
-from quorum_attention.kernels.registry import get_kernel, registrations, why_not
+from quorum_attention.kernels.registry import begin_test, get_kernel, registrations, why_not
 from quorum_attention.kernels.select import rivals, select_kernel, unrounded_kernel
 from quorum_attention.kernels.traits import recorded
 from quorum_attention.planner import known, policy
@@ -138,6 +139,7 @@ def decide_both(forward: Asked, backward: Asked, *, beside: int = 0) -> Decision
     if beside and backward.options.budget_bytes is not None:
         left = max(0, backward.options.budget_bytes - beside)
         backward = replace(backward, options=replace(backward.options, budget_bytes=left))
+    _prepare(forward, backward)
     for asked in (forward, backward):
         try:
             found.append(decide(asked))
@@ -272,17 +274,7 @@ def _small_kernel(asked: Asked) -> InnerKernel | None:
 def _by_plan(asked: Asked) -> Decision:
     """A decision with a plan: the monolithic call where it is short, otherwise by a search."""
     work, options, place, backward = asked.work, asked.options, asked.place, asked.backward
-    if not place.in_place or options.budget_bytes is not None:
-        # It will probably be cut. The test of a kernel takes most of this as well.
-        scaled = work.dtype == torch.float16 if asked.needs_grad else None
-        backend = backend_of(options.device)
-        if backend.remembers and backend.is_here():
-            # Threads that import hold the interpreter's lock, 5 ms at a time, and reading a file
-            # gives it away: a hundred small files would take half a second beside them.
-            proven.read()
-            known.read()
-        backend.prepare(options.device)
-        compile_ahead(options.device, work.dtype, work.head_dim, work.value_dim, scaled)
+    _prepare(asked)
     preferred = _preferred(asked)
     if options.free:
         # A short call is not worth asking how much memory is free.
@@ -294,6 +286,60 @@ def _by_plan(asked: Asked) -> Decision:
     # Where the result's dtype already decides on a kernel, no others are compared.
     free = unrounded_kernel(options.kernel, call_shape, device, asked.result) == "auto"
     return _planned(asked, preferred, rivals(preferred, call_shape, device) if free else ())
+
+
+def _prepare(*passes: Asked) -> None:
+    """Begin what a first call of a kind waits for, beside planning it.
+
+    Args:
+        passes: of one call; the first is run first.
+    """
+    asked = passes[0]
+    work, options, place = asked.work, asked.options, asked.place
+    if place.in_place and options.budget_bytes is None:
+        return
+    # It will probably be cut.
+    scaled = work.dtype == torch.float16 if asked.needs_grad else None
+    backend = backend_of(options.device)
+    if backend.remembers and backend.is_here():
+        # Threads that import hold the interpreter's lock, 5 ms at a time, and reading a file
+        # gives it away: a hundred small files would take half a second beside them.
+        proven.read()
+        known.read()
+    backend.prepare(options.device)
+    if compile_ahead(options.device, work.dtype, work.head_dim, work.value_dim, scaled):
+        _look_ahead(*passes)
+
+
+def _look_ahead(*passes: Asked) -> None:
+    """While the kernel that these passes will probably take is tested, search for their schedules.
+
+    Nothing is decided: what a search finds is remembered, and asked for when the test is over.
+    """
+    first = passes[0]
+    options, device = first.options, first.options.device
+    rounded_results = first.result.itemsize <= first.work.dtype.itemsize
+    if not isinstance(options.kernel, str) or options.plan is not None or not rounded_results:
+        return
+    with suppress(NotImplementedError):
+        likely = select_kernel(options.kernel, first.call_shape, device, tried=False)
+        if not begin_test(likely, first.call_shape, device):
+            return
+        machine = machine_of(device, first.work.dtype, first.work.head_dim)
+        for asked in passes:
+            work, place, backward = asked.work, asked.place, asked.backward
+            if asked.options.free and short_monolithic(
+                work, likely, place, machine, backward=backward
+            ):
+                continue
+            free = options.kernel == "auto"
+            # Whatever is wrong is said when it is decided.
+            with suppress(BudgetError, ValueError):
+                quickest(
+                    work, _wish(asked.options), likely,
+                    rivals(likely, asked.call_shape, device) if free else (),
+                    place, machine, backward=backward, believed=lambda kernel: False,
+                )  # fmt: skip
 
 
 def _planned(asked: Asked, preferred: InnerKernel, others: Iterable[InnerKernel] = ()) -> Decision:
