@@ -165,7 +165,9 @@ def _hold(layer: Layer) -> None:
         _open.append(_tokens(layer))
         _note_least()
         there = torch.nn.functional.scaled_dot_product_attention
-        if not hasattr(there, "_quorum_attention_original"):
+        # Over a sharded sequence (``distributed.context_parallel``) the settings are enough.
+        sharded = hasattr(there, "_quorum_attention_sharded")
+        if not sharded and not hasattr(there, "_quorum_attention_original"):
             torch.nn.functional.scaled_dot_product_attention = _instead_of(there)
 
 

@@ -11,6 +11,7 @@ from helpers_ranks import spawn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
+import quorum_attention as qa
 from quorum_attention import distributed
 
 OWN = functional.scaled_dot_product_attention
@@ -40,6 +41,8 @@ def _all_of_it(rank: int) -> None:
         ):  # fmt: skip
             assert torch.equal(given, x[:, rows])
             out = _attended(given, weight, mask)
+            with qa.patched_sdpa(min_tokens=0):  # not of this rank's rows alone
+                assert torch.equal(_attended(given, weight, mask), out)
             (grad,) = torch.autograd.grad(out.square().sum(), weight)
         dist.all_reduce(grad)
         assert torch.allclose(out, exact[:, rows], atol=1e-10)
@@ -53,8 +56,33 @@ def _all_of_it(rank: int) -> None:
     assert functional.scaled_dot_product_attention is OWN
 
 
+def _views(rank: int) -> None:
+    """Buffers may share memory with each other and with what is no buffer."""
+    batch, places = torch.arange(22).view(2, 11).clone(), torch.arange(10)
+    buffers = [batch[:, :-1], batch[:, 1:], places[None].expand(2, -1)]
+    wanted, rows = [b.clone() for b in buffers], slice(5 * rank, 5 * rank + 5)
+    with distributed.context_parallel(
+        dist.group.WORLD,
+        buffers=buffers,
+        buffer_seq_dims=[1, 1, 1],
+        no_restore_buffers={buffers[1]},
+    ):
+        assert all(torch.equal(b, w[:, rows]) for b, w in zip(buffers, wanted, strict=True))
+        assert torch.equal(batch, torch.arange(22).view(2, 11))
+    wanted[1] = wanted[1][:, rows]
+    assert all(torch.equal(b, w) for b, w in zip(buffers, wanted, strict=True))
+    assert torch.equal(batch, torch.arange(22).view(2, 11))
+    assert torch.equal(places, torch.arange(10))
+    assert buffers[0].data_ptr() == batch.data_ptr()
+
+
+def _both(rank: int) -> None:
+    _all_of_it(rank)
+    _views(rank)
+
+
 def test_on_processes(tmp_path: Path) -> None:
-    spawn(_all_of_it, 2, tmp_path)
+    spawn(_both, 2, tmp_path)
 
 
 def _alone(rank: int) -> None:
@@ -62,9 +90,11 @@ def _alone(rank: int) -> None:
     for named, words in (
         ({"buffers": [x]}, "buffer_seq_dims"),
         ({"buffers": [x], "buffer_seq_dims": [2]}, "none of"),
+        ({"buffers": [x, x], "buffer_seq_dims": [0, 1]}, "twice"),
         ({"buffers": [x, torch.zeros(4)], "buffer_seq_dims": [1, 0]}, "same number of tokens"),
         ({"no_restore_buffers": {x}}, "no_restore_buffers"),
         ({"buffers": [x.clone().requires_grad_()], "buffer_seq_dims": [1]}, "gradient"),
+        ({"buffers": [x.clone().requires_grad_() + 1], "buffer_seq_dims": [1]}, "gradient"),
     ):
         with pytest.raises(ValueError, match=words), distributed.context_parallel(group, **named):
             pass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,8 @@ def context_parallel(
 ) -> Iterator[None]:
     """As ``torch.distributed.tensor.experimental.context_parallel``, by ``distributed.attention``.
 
-    Within the block each of ``buffers`` holds this rank's rows, and
+    Within the block each of ``buffers`` is of this rank's rows, in memory of its own (what shares
+    its memory outside stays whole), and
     ``torch.nn.functional.scaled_dot_product_attention`` is over the rows of all ranks. Other than
     torch's: shards are contiguous, in the order of the ranks, so results need not be put in order;
     the length need not divide by anything; heads may be grouped; and dropout and masks that
@@ -48,7 +49,8 @@ def context_parallel(
         budget, depth, kernel, report: of ``distributed.attention``, for every call.
 
     Raises:
-        ValueError: buffers that do not fit each other or their dimensions.
+        ValueError: buffers that do not fit each other or their dimensions, one given twice, or one
+            that requires a gradient.
         TypeError: ``mesh`` is neither.
     """
     group = mesh if isinstance(mesh, dist.ProcessGroup) else _group_of(mesh)
@@ -57,7 +59,7 @@ def context_parallel(
     lengths = _lengths(given, dims, group.size())
     if any(not any(one is buffer for buffer in given) for one in kept):
         raise ValueError("no_restore_buffers must be among buffers")
-    whole = [None if any(b is k for k in kept) else b.detach().clone() for b in given]
+    whole = [None if any(b is k for k in kept) else _place_of(b) for b in given]
     options: dict[str, Any] = {
         "budget": budget, "depth": depth, "kernel": kernel, "report": report,
     }  # fmt: skip
@@ -80,11 +82,13 @@ def context_parallel(
             **options,
         )  # fmt: skip
 
+    # So that another patch lies below this one: its calls would be of this rank's rows alone.
+    scaled_dot_product_attention._quorum_attention_sharded = True  # type: ignore[attr-defined]
     for buffer, dim in zip(given, dims, strict=True):
         assert lengths is not None
         start = [0, *accumulate(lengths)][group.rank()]
-        mine = buffer.detach().narrow(dim, start, lengths[group.rank()]).clone()
-        _become(buffer, mine)
+        mine = buffer.detach().narrow(dim, start, lengths[group.rank()])
+        _become(buffer, _place_of(mine.clone(memory_format=torch.contiguous_format)))
     functional.scaled_dot_product_attention = scaled_dot_product_attention
     try:
         yield
@@ -110,9 +114,11 @@ def _lengths(
     """Rows of every rank, as equal as can be; None without buffers."""
     if len(buffers) != len(dims):
         raise ValueError(f"buffer_seq_dims must be one for each of {len(buffers)} buffers")
+    if len({id(buffer) for buffer in buffers}) < len(buffers):
+        raise ValueError("buffers must not have the same tensor twice")
     tokens = set()
     for buffer, dim in zip(buffers, dims, strict=True):
-        if buffer.requires_grad and buffer.is_leaf:
+        if buffer.requires_grad:
             raise ValueError("buffers must not require a gradient")
         whole_number(dim, "buffer_seq_dims", 0)
         if dim >= buffer.dim():
@@ -126,11 +132,25 @@ def _lengths(
     return tuple(n * (rank + 1) // ranks - n * rank // ranks for rank in range(ranks))
 
 
-def _become(buffer: torch.Tensor, content: torch.Tensor) -> None:
-    """Make a tensor another's copy, in place, whatever its shape."""
+class _Place(NamedTuple):
+    """Where a tensor's elements are."""
+
+    storage: torch.UntypedStorage
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+def _place_of(tensor: torch.Tensor) -> _Place:
+    storage = tensor.untyped_storage()
+    return _Place(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def _become(buffer: torch.Tensor, place: _Place) -> None:
+    """Make a tensor one of other elements. Its own are left alone: others may be views of them, as
+    inputs and labels are of one batch."""
     with torch.no_grad():
-        buffer.resize_(content.shape)
-        buffer.copy_(content)
+        buffer.set_(*place)  # type: ignore[call-overload]
 
 
 __all__ = ["context_parallel"]
