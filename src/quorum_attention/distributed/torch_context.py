@@ -143,14 +143,14 @@ class _Place(NamedTuple):
 
 def _place_of(tensor: torch.Tensor) -> _Place:
     storage = tensor.untyped_storage()
-    return _Place(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+    return _Place(storage, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
 
 def _become(buffer: torch.Tensor, place: _Place) -> None:
     """Make a tensor one of other elements. Its own are left alone: others may be views of them, as
     inputs and labels are of one batch."""
     with torch.no_grad():
-        buffer.set_(*place)  # type: ignore[call-overload]
+        buffer.set_(*place)
 
 
 __all__ = ["context_parallel"]

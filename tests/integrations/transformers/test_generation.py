@@ -14,6 +14,7 @@ from helpers_ranks import spawn
 pytest.importorskip("transformers")
 
 from helpers_models import attended, distance, register_all, tiny
+from transformers import GenerationConfig
 
 from quorum_attention.distributed import ShardedReport
 from quorum_attention.integrations.transformers import register, sharded_generate
@@ -72,6 +73,28 @@ def _sampled(rank: int, group: dist.ProcessGroup) -> None:
         assert all(torch.equal(one, sequence) for one in every)
 
 
+class _Adapted(torch.nn.Module):
+    """As PEFT's models are: ``generate`` runs the model within."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model, self.generate = model, model.generate
+
+    def get_base_model(self) -> Any:
+        return self.model
+
+
+def _wrapped(group: dist.ProcessGroup) -> None:
+    """Compiled, with adapters, and for a prompt whose shards are one token of padding and one."""
+    register("sharded", group=group)
+    model, ids = attended(tiny("llama"), "sharded"), torch.arange(1, 12)[None]
+    asked = {"group": group, "max_new_tokens": 3}
+    wanted = sharded_generate(model, ids, **asked)
+    for wrapped in (torch.compile(model, backend="eager"), _Adapted(model)):
+        assert torch.equal(sharded_generate(wrapped, ids, **asked), wanted)
+    _same("llama", group, tokens=2, left=1)
+
+
 def _refusals(rank: int, group: dist.ProcessGroup) -> None:
     register("sharded", group=group)
     model = attended(tiny("llama"), "sharded")
@@ -81,6 +104,13 @@ def _refusals(rank: int, group: dist.ProcessGroup) -> None:
     ):  # fmt: skip
         with pytest.raises(NotImplementedError, match=name):
             sharded_generate(model, ids, group=group, **{name: value})
+    config = GenerationConfig(max_new_tokens=3, prompt_lookup_num_tokens=2)
+    with pytest.raises(NotImplementedError, match="prompt_lookup_num_tokens"):
+        sharded_generate(model, ids, group=group, generation_config=config)
+    model.generation_config.max_time = 3.0
+    with pytest.raises(NotImplementedError, match="max_time"):
+        sharded_generate(model, ids, group=group)
+    model.generation_config.max_time = None
     with pytest.raises(NotImplementedError, match="use_cache"):
         sharded_generate(model, ids, group=group, use_cache=False)
     with pytest.raises(ValueError, match="input_ids must be"):
@@ -89,6 +119,19 @@ def _refusals(rank: int, group: dist.ProcessGroup) -> None:
         sharded_generate(model, ids + rank, group=group)
     with pytest.raises(ValueError, match="do not agree on the arguments"):
         sharded_generate(model, ids, group=group, max_new_tokens=3 + rank)
+    config = GenerationConfig(max_new_tokens=3 + rank)
+    with pytest.raises(ValueError, match="do not agree on the arguments"):
+        sharded_generate(model, ids, group=group, generation_config=config)
+    mask = torch.ones_like(ids)
+    mask[:, :rank] = 0
+    with pytest.raises(ValueError, match="do not agree on input_ids and attention_mask"):
+        sharded_generate(model, ids, group=group, attention_mask=mask)
+    for name in ("quorum", "sdpa"):  # of each rank's rows alone
+        with pytest.raises(ValueError, match=f"'{name}', which is not over this group"):
+            sharded_generate(attended(model, name), ids, group=group)
+    register("of_all", group=dist.group.WORLD)
+    with pytest.raises(ValueError, match="'of_all', which is not over this group"):
+        sharded_generate(attended(model, "of_all"), ids, group=group)
 
 
 def _all_of_it(rank: int) -> None:
@@ -107,6 +150,7 @@ def _all_of_it(rank: int) -> None:
         report = _same("llama", pair, prefill_chunk_size=8, tokens=20)
         # Partial results of one query: 4 heads of 16 values and a log-sum-exp, in float64.
         assert report.forward_bytes == 4 * (16 + 1) * 8
+        _wrapped(pair)
         _refusals(rank, pair)
 
 

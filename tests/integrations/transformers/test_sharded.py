@@ -108,6 +108,10 @@ def _refusals(rank: int, group: dist.ProcessGroup) -> None:
     ids = torch.randint(1, 96, (1, 8))
     with pytest.raises(ValueError, match="begin at 0 on every rank"):
         model(input_ids=ids)
+    alone = attended(model, "quorum")
+    sharded_positions(alone, group=group)
+    with pytest.raises(ValueError, match="'quorum', which is not over this group"):
+        alone(input_ids=ids)
     places = torch.arange(8)[None] + 8 * rank
     mask = torch.ones(1, 1, 8, 8, dtype=torch.bool)
     with pytest.raises(NotImplementedError, match="makes its masks itself"):

@@ -27,12 +27,16 @@ from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.integrations.transformers.closures import MaskFunction
 from quorum_attention.integrations.transformers.described import DescribedMask
 from quorum_attention.integrations.transformers.options import Options
+from quorum_attention.integrations.transformers.whose import check_is_sharded
 from quorum_attention.mask import Mask
 
-# What ``generate`` may not be given here: other caches, and what differs between ranks.
-_REFUSED = (
-    "assistant_model", "cache_implementation", "max_time", "past_key_values",
-    "prompt_lookup_num_tokens", "synced_gpus", "inputs_embeds", "custom_generate",
+# What ``generate`` may not be given here: other caches, and what differs between ranks. The first
+# may stand in a generation config as well.
+_NOT_ASKED = (
+    "cache_implementation", "max_time", "prompt_lookup_num_tokens", "assistant_early_exit",
+)  # fmt: skip
+_NOT_GIVEN = (
+    "assistant_model", "past_key_values", "synced_gpus", "inputs_embeds", "custom_generate",
 )  # fmt: skip
 
 
@@ -251,7 +255,8 @@ def sharded_generate(
     ranks draw with a seed that the first one draws.
 
     Args:
-        model: its attention is that of ``register(group=...)``, over the same group.
+        model: its attention is that of ``register(group=...)``, over the same group; compiled, or
+            with adapters of PEFT around it, if need be.
         input_ids: (batch, tokens), the whole prompt, on every rank.
         group: None is the default one.
         asked: of ``generate``; ``attention_mask`` is (batch, tokens), of the whole prompt.
@@ -260,29 +265,49 @@ def sharded_generate(
         What ``generate`` returns, on every rank.
 
     Raises:
-        TypeError, ValueError: arguments that make no sense, or that differ between ranks.
-        NotImplementedError: assisted generation, other caches, time limits, ``inputs_embeds``.
+        TypeError, ValueError: arguments that make no sense, or that differ between ranks; a model
+            whose attention is not over the group.
+        NotImplementedError: assisted generation, other caches, time limits, ``inputs_embeds``; also
+            where a generation config asks for them.
     """
     everyone = dist.group.WORLD if group is None else group
     if everyone is None:
         raise RuntimeError("there is no process group: torch.distributed.init_process_group first")
-    _check_asked(input_ids, asked)
-    seed = _agreed_seed(everyone, input_ids, asked)
+    run = _whose_forward(model)
+    check_is_sharded(run, everyone)
+    configs = [asked.get("generation_config"), getattr(run, "generation_config", None)]
+    _check_asked(input_ids, asked, configs)
+    seed = _agreed_seed(everyone, input_ids, asked, configs)
     progress = Progress(everyone, input_ids.device)
     cache = _cache_classes()[0](progress)
     devices = [] if on_host(input_ids.device) else [input_ids.device]
-    with _running(model, progress), torch.random.fork_rng(devices=devices):
+    with _running(run, progress), torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         return model.generate(  # type: ignore[operator]
             input_ids, past_key_values=cache, **{**asked, "use_cache": True}
         )
 
 
-def _check_asked(input_ids: Any, asked: dict[str, Any]) -> None:
+def _whose_forward(model: Any) -> torch.nn.Module:
+    """The module that ``model.generate`` runs: that within torch's compiler and PEFT's adapters."""
+    while True:
+        if isinstance(getattr(model, "_orig_mod", None), torch.nn.Module):
+            model = model._orig_mod
+        elif callable(getattr(model, "get_base_model", None)):
+            model = model.get_base_model()
+        else:
+            found: torch.nn.Module = model
+            return found
+
+
+def _check_asked(input_ids: Any, asked: dict[str, Any], configs: list[Any]) -> None:
     if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2 or not input_ids.numel():
         raise ValueError(f"input_ids must be (batch, tokens), not empty, got {shown(input_ids)}")
-    for name in _REFUSED:
-        if asked.get(name) is not None:
+    for name in (*_NOT_ASKED, *_NOT_GIVEN):
+        said = [asked[name]] if name in asked else []
+        if not said and name in _NOT_ASKED:
+            said = [getattr(config, name, None) for config in configs]
+        if any(one is not None for one in said):
             raise NotImplementedError(f"generate over a group does not take {name}")
     if asked.get("use_cache") is False:
         raise NotImplementedError("generate over a group needs a cache: use_cache cannot be False")
@@ -293,24 +318,38 @@ def _check_asked(input_ids: Any, asked: dict[str, Any]) -> None:
         )
 
 
-def _agreed_seed(group: dist.ProcessGroup, input_ids: torch.Tensor, asked: dict[str, Any]) -> int:
+def _agreed_seed(
+    group: dist.ProcessGroup, input_ids: torch.Tensor, asked: dict[str, Any], configs: list[Any]
+) -> int:
     """A seed that the first rank draws.
 
     Raises:
         ValueError: the ranks were not given the same.
     """
-    ids = zlib.crc32(input_ids.detach().cpu().contiguous().numpy().tobytes())
-    plain = {n: v for n, v in asked.items() if isinstance(v, (bool, int, float, str, type(None)))}
-    words = zlib.crc32(repr(sorted(plain.items())).encode())
+    mask = asked.get("attention_mask")
+    ids = _number_of(input_ids) ^ (0 if mask is None else _number_of(mask.bool()))
+    kinds = (bool, int, float, str, type(None), list, tuple, dict)
+    plain = {n: v for n, v in asked.items() if isinstance(v, kinds)}
+    written = [one.to_json_string() for one in configs if hasattr(one, "to_json_string")]
+    words = zlib.crc32(repr((sorted(plain.items()), written)).encode())
     seed = int(torch.randint(2**31, ()))
     listed = told(group, (ids, *input_ids.shape, words, seed))
     if len({tuple(one[:3]) for one in listed}) > 1:
-        raise ValueError("the ranks do not agree on input_ids: each must be given the whole prompt")
+        raise ValueError(
+            "the ranks do not agree on input_ids and attention_mask: each must be given those of "
+            "the whole prompt"
+        )
     if len({one[3] for one in listed}) > 1:
         raise ValueError(
-            f"the ranks do not agree on the arguments; rank {group.rank()} has {plain}"
+            f"the ranks do not agree on the arguments; rank {group.rank()} has {plain}, and "
+            f"generation configs {written}"
         )
     return listed[0][4]
+
+
+def _number_of(tensor: torch.Tensor) -> int:
+    """The same for tensors of the same elements."""
+    return zlib.crc32(tensor.detach().cpu().contiguous().numpy().tobytes())
 
 
 @contextmanager

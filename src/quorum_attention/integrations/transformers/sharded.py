@@ -29,6 +29,7 @@ from quorum_attention.integrations.transformers.generation import (
 )
 from quorum_attention.integrations.transformers.keywords import refuse
 from quorum_attention.integrations.transformers.options import Options
+from quorum_attention.integrations.transformers.whose import check_is_sharded
 from quorum_attention.kernels.uncompiled import uncompiled
 from quorum_attention.mask import Mask
 
@@ -208,7 +209,7 @@ def _as_mask(
     """
     documents = None
     if positions is not None:
-        _check_places(positions, sizes)
+        _check_places(positions, padding, sizes)
         # As Transformers: a mask of padding says that there is one document, and a mask in both
         # directions does not ask.
         if padding is None and asked.causal:
@@ -241,15 +242,29 @@ def _documents(
     return torch.nn.functional.pad(begins.cumsum(1), (1, 0))
 
 
-def _check_places(positions: torch.Tensor, sizes: tuple[int, ...]) -> None:
+def _check_places(
+    positions: torch.Tensor, padding: torch.Tensor | None, sizes: tuple[int, ...]
+) -> None:
     """Refuse positions that begin at 0 on every rank and go up by one: their places are missing.
+
+    What positions say of padding means nothing (``generate`` has 0 there), and is not looked at.
 
     Raises:
         ValueError: they do.
     """
-    filled = [shard for shard in positions.split(sizes, dim=1) if shard.shape[1]]
-    places = [torch.arange(t.shape[1], device=t.device).expand_as(t) for t in filled]
-    if len(filled) > 1 and all(torch.equal(a, b) for a, b in zip(filled, places, strict=True)):
+    real = torch.ones_like(positions) if padding is None else padding
+    shards = [
+        s
+        for s in zip(positions.split(sizes, 1), real.bool().split(sizes, 1), strict=True)
+        if s[1].any()
+    ]
+    missing = [
+        torch.equal(
+            mine[kept], torch.arange(mine.shape[1], device=mine.device).expand_as(mine)[kept]
+        )
+        for mine, kept in shards
+    ]
+    if len(missing) > 1 and all(missing):
         raise ValueError(
             "position_ids begin at 0 on every rank: give each rank those of its place in the "
             "sequence, or call sharded_positions(model, group=...) once (if each rank holds a "
@@ -335,11 +350,15 @@ def sharded_positions(
 
     Returns:
         A handle; its ``remove()`` takes it back.
+
+    A forward raises ``ValueError`` if the model's attention is not over the group.
     """
     kept = None if group is None else weakref.ref(group)
     del group  # the function below would keep it
 
-    def placed(_: torch.nn.Module, args: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def placed(
+        model: torch.nn.Module, args: Any, named: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
         if named.get("position_ids") is not None:
             return args, named
         ids = named.get("input_ids")
@@ -348,6 +367,7 @@ def sharded_positions(
             raise TypeError("a sharded model must be given input_ids or inputs_embeds by name")
         everyone = dist.group.WORLD if kept is None else alive(kept)
         assert everyone is not None
+        check_is_sharded(model, everyone)
         rows = [one for (one,) in told(everyone, (ids.shape[1],))]
         start = sum(rows[: everyone.rank()])
         positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
