@@ -19,6 +19,17 @@ _pools: dict[tuple[int, tuple[str, ...]], Pool] = {}
 _lock = Lock()
 
 
+def _forked() -> None:
+    """In a process that was forked off, maybe while another thread had the lock."""
+    global _lock
+    _lock = Lock()
+    _pools.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
 def kept_pool(devices: Sequence[str]) -> Pool:
     """The pool of these devices that calls share. It is started where there is none, or where no
     worker of it is left; a worker that was lost is started again.

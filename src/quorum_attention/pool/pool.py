@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from threading import Lock
 from types import TracebackType
 from typing import Any
 
@@ -17,6 +16,7 @@ from quorum_attention.counts import whole_number
 from quorum_attention.execution.device.lookup import backend_of, on_host
 from quorum_attention.kernels.uncompiled import uncompiled
 from quorum_attention.mask import Mask
+from quorum_attention.pool.forked import Turn
 from quorum_attention.pool.hired import Hired
 from quorum_attention.pool.messages import Begin
 from quorum_attention.pool.names import names_of
@@ -71,7 +71,7 @@ class Pool(Several):
         self._threads = count
         self._workers = start(names, count)
         self._passes = 0
-        self._lock = Lock()
+        self._lock = Turn()
 
     @property
     def workers(self) -> tuple[Worker, ...]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +14,7 @@ from typing import Any
 import torch
 import torch.multiprocessing
 
+from quorum_attention.pool.forked import check_process, not_for_forks
 from quorum_attention.pool.messages import Done, Failed, Ready
 from quorum_attention.pool.paces import Readings
 from quorum_attention.pool.worker import work
@@ -30,6 +34,7 @@ class Worker:
         name: the device's own name.
         alive: whether it has not ended, nor been given up.
         readings: how quick it was.
+        owner: number of the process that started it.
     """
 
     device: str
@@ -38,6 +43,7 @@ class Worker:
     name: str = ""
     alive: bool = True
     readings: Readings = field(default_factory=Readings)
+    owner: int = field(default_factory=os.getpid)
 
     @property
     def label(self) -> str:
@@ -45,7 +51,12 @@ class Worker:
         return f"{self.device} ({self.name})"
 
     def send(self, message: object) -> bool:
-        """Send a message; False if the worker is gone."""
+        """Send a message; False if the worker is gone.
+
+        Raises:
+            RuntimeError: it is another process's.
+        """
+        check_process(self.owner)
         try:
             self.pipe.send(message)
         except (BrokenPipeError, ConnectionResetError, OSError):
@@ -53,15 +64,20 @@ class Worker:
         return True
 
     def end(self) -> None:
-        """End it, kindly where it is idle; it is gone when this returns."""
+        """End it, kindly where it is idle; it is gone when this returns. Nothing happens to one of
+        another process."""
         self.alive = False
+        if os.getpid() != self.owner:
+            return
         self.send(None)
         self.process.join(_END_SECONDS)
         self.kill()
 
     def kill(self) -> None:
-        """End it at once."""
+        """End it at once, if it is this process's."""
         self.alive = False
+        if os.getpid() != self.owner:
+            return
         if self.process.is_alive():
             self.process.kill()
         self.process.join()
@@ -79,8 +95,9 @@ def start(
         work: what its process does: says ``Ready``, and then obeys.
 
     Raises:
-        RuntimeError: one did not start; all are ended.
+        RuntimeError: one did not start, and all are ended; or this process may start none.
     """
+    _check_may_start()
     context = torch.multiprocessing.get_context("spawn")
     workers = []
     for device in devices:
@@ -93,6 +110,7 @@ def start(
         )
         process.start()
         theirs.close()
+        not_for_forks(process, ours)
         workers.append(Worker(device, process, ours))
     limit = time.monotonic() + _START_SECONDS
     for worker in workers:
@@ -112,6 +130,26 @@ def start(
             )
         worker.name = answer.name
     return workers
+
+
+def _check_may_start() -> None:
+    """Refuse what multiprocessing would say less clearly, or when a worker has ended."""
+    if multiprocessing.current_process().daemon:
+        raise RuntimeError(
+            "several devices need a worker process each, and this process may start none: it is a "
+            "daemon of multiprocessing, such as a worker of multiprocessing.Pool, of a DataLoader "
+            "or of another pool; or a worker imports a script that uses a pool without `if "
+            '__name__ == "__main__":` around its work'
+        )
+    main = sys.modules["__main__"]
+    script = getattr(main, "__file__", None)
+    if getattr(main, "__spec__", None) is not None or not script or hasattr(sys, "frozen"):
+        return
+    if not os.path.exists(script):
+        raise RuntimeError(
+            f"the workers of several devices import the program, and it is in no file ({script}): "
+            'save it as a script, with its work under `if __name__ == "__main__":`'
+        )
 
 
 def listen(

@@ -1,0 +1,90 @@
+"""Workers belong to the process that started them: not to one that is forked off it.
+
+Two processes that talk to one worker read each other's answers. So a forked process closes what it
+has of the pipes, and is told so when it uses a pool that it has inherited.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.process
+import os
+import weakref
+from contextlib import suppress
+from threading import Lock, get_ident
+from types import TracebackType
+from typing import Any
+
+_pipes: weakref.WeakSet[Any] = weakref.WeakSet()
+_processes: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def not_for_forks(process: Any, pipe: Any) -> None:
+    """A worker's process and the pipe to it, which forked processes let go of."""
+    _processes.add(process)
+    _pipes.add(pipe)
+
+
+def _let_go() -> None:
+    """In a process that was forked off."""
+    with suppress(Exception):
+        for pipe in list(_pipes):
+            pipe.close()
+        # Python would end them, as its own children, when this process ends.
+        for process in list(_processes):
+            multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
+    _pipes.clear()
+    _processes.clear()
+
+
+def check_process(owner: int) -> None:
+    """Refuse to use the workers of another process.
+
+    Args:
+        owner: number of the process that started them.
+
+    Raises:
+        RuntimeError: this is another one.
+    """
+    if os.getpid() != owner:
+        raise RuntimeError(
+            "this pool belongs to the process that this one was forked from: open a Pool here, or "
+            "give the devices by name"
+        )
+
+
+class Turn:
+    """A lock for one call at a time, as a ``with`` block.
+
+    Raises:
+        RuntimeError: this thread has it already, and would wait for itself; or the process was
+            forked from the lock's.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._process = Lock(), os.getpid()
+        self._holder: int | None = None
+
+    def __enter__(self) -> None:
+        check_process(self._process)
+        if self._holder == get_ident():
+            raise RuntimeError(
+                "a call on a pool began within another one on the same pool (from its progress=, "
+                "say): it would wait for itself"
+            )
+        self._lock.acquire()
+        self._holder = get_ident()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._holder = None
+        self._lock.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
+
+__all__ = ["Turn", "check_process", "not_for_forks"]
