@@ -314,7 +314,7 @@ def _mapped(path: Path_, mode: str, begin: int, entry: Entry) -> torch.Tensor:
 def as_tensor(raw: Any, start: int, entry: Entry) -> torch.Tensor:
     """The tensor of the mapped bytes ``raw``, which begin at byte ``start`` of a file."""
     if raw is None:
-        return torch.empty(entry.shape, dtype=entry.dtype)
+        return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         flat = torch.from_numpy(raw)

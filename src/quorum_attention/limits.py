@@ -28,8 +28,8 @@ def data_bytes() -> int:
 def warm_up() -> None:
     """Start torch's thread pools, whose stacks count as data, before anything is measured."""
     # Enough elements that every thread gets some.
-    torch.ones(torch.get_num_threads() << 17).add_(1.0)
-    small = torch.randn(1, 2, 256, 16, requires_grad=True)
+    torch.ones(torch.get_num_threads() << 17, device="cpu").add_(1.0)
+    small = torch.randn(1, 2, 256, 16, requires_grad=True, device="cpu")
     out = torch.nn.functional.scaled_dot_product_attention(small, small, small)
     # The first gradient that is handed over imports torch's symbolic shapes: 30 MiB.
     torch.autograd.grad(out, small, torch.ones_like(out))

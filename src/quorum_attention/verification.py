@@ -64,7 +64,7 @@ class Problem:
         query, key = self.query[at][rows].double(), self.key[key_at].double()
         scores = torch.matmul(query, key.mT).mul_(self.scale)
         if self.is_causal:
-            after = torch.arange(scores.shape[1]) > rows.unsqueeze(1)
+            after = torch.arange(scores.shape[1], device="cpu") > rows.unsqueeze(1)
             scores = scores.masked_fill_(after, float("-inf"))
         return scores
 
@@ -72,9 +72,9 @@ class Problem:
 def sample(n: int, count: int, generator: torch.Generator) -> torch.Tensor:
     """Up to ``count`` positions below ``n``: both ends and random ones between, ascending."""
     if n <= count:
-        return torch.arange(n)
-    inner = torch.randint(0, n, (count - 2,), generator=generator)
-    chosen: torch.Tensor = torch.unique(torch.cat([torch.tensor([0, n - 1]), inner]))
+        return torch.arange(n, device="cpu")
+    inner = torch.randint(0, n, (count - 2,), generator=generator, device="cpu")
+    chosen: torch.Tensor = torch.unique(torch.cat([torch.tensor([0, n - 1], device="cpu"), inner]))
     return chosen
 
 
@@ -195,7 +195,7 @@ def _key_gradients(
     dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
     step = max(1, _BLOCK_ELEMENTS // (n_keys if given is None else 1024))
     for start in range(0, n_queries, step):
-        rows = torch.arange(start, min(start + step, n_queries))
+        rows = torch.arange(start, min(start + step, n_queries), device="cpu")
         grad = grad_out[at][rows].double()
         if given is None:
             scores = problem.scores(at, key_at, rows)

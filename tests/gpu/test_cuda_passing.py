@@ -181,3 +181,21 @@ def test_memory_of_results_is_used_again_and_given_back() -> None:
     assert kept is not None
     kept.give_back()
     assert kept.take(1 << 24) is None
+
+
+@pytest.mark.parametrize("route", ["passing", "slots"])
+def test_a_default_device_of_the_program_changes_nothing(route: str) -> None:
+    """Flags of overflow lie in page-locked memory, which no GPU's memory is."""
+    n, sizes = 1500, {"heads": 4, "kv_heads": 2, "head_dim": 64}
+    given = inputs(n, dtype=torch.float16, **sizes)
+    work = {"n_tokens": n, **sizes, "dtype": torch.float16, "is_causal": True}
+    made = [plan(work, "efficient", 640, 256, 1, backward=b) for b in (False, True)]
+    if route == "slots":
+        made = [
+            qa.plan(**work, backward=b, levels=(7,), kernel="efficient", device="cuda",
+                    inputs="host", n_cap=1, accumulator="host")
+            for b in (False, True)
+        ]  # fmt: skip
+    with torch.device("cuda"):
+        found = both(given, made)
+    check(found, given, is_causal=True, dtype=torch.float16)

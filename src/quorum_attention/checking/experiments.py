@@ -112,13 +112,13 @@ class Experiments:
         # The call to compare with: plain if the kernel takes that, because it has all pairs.
         self.base_causal = not self.plain
         self.is_causal = is_causal
-        self.grad_out = torch.empty(0)
+        self.grad_out = torch.empty(0, device="cpu")
         self.tensors = self._draw(seed)
         # Tolerances of weights and of lse.
         self.loose = [max(_LEAST, 16 * torch.finfo(self.sizes.dtype).eps)] * 2
         self.loose_gradients = 16 * self.loose[0]
         self.found: list[str] = []
-        self.scores = torch.empty(0)
+        self.scores = torch.empty(0, device="cpu")
 
     def run(self) -> list[str]:
         """The causes, in the order they were found in."""
@@ -274,7 +274,7 @@ class Experiments:
 
     def _nearby(self, generator: torch.Generator) -> list[Tensors]:
         by = [
-            _TINY * torch.randn(t.shape, generator=generator, dtype=torch.float64)
+            _TINY * torch.randn(t.shape, generator=generator, dtype=torch.float64, device="cpu")
             for t in self.tensors
         ]
         found: list[Tensors] = []
@@ -399,14 +399,14 @@ class Experiments:
         """Whether a pair's score depends on positions: it changes when keys or queries are
         permuted."""
         generator = torch.Generator().manual_seed(self.seed + 3)
-        order = torch.randperm(self.n, generator=generator).to(self.sizes.device)
+        order = torch.randperm(self.n, generator=generator, device="cpu").to(self.sizes.device)
         query, key, _ = (t[:1] for t in self.tensors)
         if self.base_causal:
             # The rows of the last third against the keys before them.
             task = rectangle((0, 2 * self.n // 3), (2 * self.n // 3, self.n))
             order = torch.cat(
-                [torch.randperm(2 * self.n // 3, generator=generator),
-                 torch.arange(2 * self.n // 3, self.n)]
+                [torch.randperm(2 * self.n // 3, generator=generator, device="cpu"),
+                 torch.arange(2 * self.n // 3, self.n, device="cpu")]
             ).to(self.sizes.device)  # fmt: skip
         else:
             task = square(self.n)
@@ -526,7 +526,7 @@ class Experiments:
         """An lse larger by ln 2 has to halve all probabilities, and the gradient of values."""
         causal = self._kinds()[0]
         whole = self._whole(self.tensors, causal)
-        more = Statistics(whole.out, whole.lse + torch.log(torch.tensor(2.0)).item())
+        more = Statistics(whole.out, whole.lse + torch.log(torch.tensor(2.0, device="cpu")).item())
         first, halved = (self._gradients(s, causal)[2] for s in (whole, more))
         return far(2 * halved, first, 64 * self.loose[0])
 

@@ -67,7 +67,9 @@ def slopes(
             continue
         worst = Slope(name, 0.0, torch.inf)
         for _ in range(_DIRECTIONS):
-            direction = torch.randn(tensors[index].shape, generator=generator, dtype=torch.float64)
+            direction = torch.randn(
+                tensors[index].shape, generator=generator, dtype=torch.float64, device="cpu"
+            )
             step = _Step(subject, tensors, grad_out, task, is_causal, index)
             slope = step.compare(grads[index], direction.to(grad_out.device))
             found_here = Slope(name, slope[0], slope[1] + roughness)

@@ -46,7 +46,7 @@ class Sizes:
             (self.batch, self.heads, self.n_queries, self.value_dim),
         )
         return [
-            (torch.randn(s, generator=generator, dtype=torch.float64) * factor)
+            (torch.randn(s, generator=generator, dtype=torch.float64, device="cpu") * factor)
             .to(self.dtype)
             .to(self.device)
             for s in shapes
@@ -202,5 +202,5 @@ def rectangle(keys: tuple[int, int], queries: tuple[int, int]) -> Task:
 
 def tokens(task: Task, device: torch.device) -> torch.Tensor:
     """Global positions of a task's tokens."""
-    runs = [torch.arange(start, stop) for start, stop, _ in task.runs]
+    runs = [torch.arange(start, stop, device="cpu") for start, stop, _ in task.runs]
     return torch.cat(runs).to(device)

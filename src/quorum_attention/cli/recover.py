@@ -225,7 +225,7 @@ def _fill(tensor: torch.Tensor, generator: torch.Generator) -> None:
     for head in flat:
         for start in range(0, head.shape[0], _BLOCK_TOKENS):
             block = head[start : start + _BLOCK_TOKENS]
-            block.copy_(torch.randn(block.shape, generator=generator))
+            block.copy_(torch.randn(block.shape, generator=generator, device="cpu"))
 
 
 def _default_budget(query: torch.Tensor, value: torch.Tensor, device: torch.device) -> int:

@@ -207,7 +207,7 @@ def _computed(
 def _dropout(p: float, seed: int | None) -> tuple[float, int] | None:
     if p == 0.0:
         return None
-    return p, int(torch.randint(LARGEST_SEED, ())) if seed is None else seed
+    return p, int(torch.randint(LARGEST_SEED, (), device="cpu")) if seed is None else seed
 
 
 class _Decided(NamedTuple):

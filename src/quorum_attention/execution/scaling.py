@@ -254,7 +254,7 @@ class BackwardScaling:
                 flags = held.flags
             else:
                 pins = backend_of(self._device).pins
-                flags = torch.zeros(unscale.shape, dtype=torch.int32, pin_memory=pins)
+                flags = torch.zeros(unscale.shape, dtype=torch.int32, pin_memory=pins, device="cpu")
             held = self._held[unit.slot] = _Held(unit, Steps(self._work.n_keys), flags)
         held.steps.divide_(unit.fields["grad_out"], unit.fields["value"], unscale)
 

@@ -237,7 +237,7 @@ class _Totals:
         if not self._asked.backward:
             lengths = (of.n_queries, of.n_queries, 0)
         made = [
-            torch.zeros((*t.shape[:2], n, *t.shape[3:]), dtype=t.dtype)
+            torch.zeros((*t.shape[:2], n, *t.shape[3:]), dtype=t.dtype, device="cpu")
             for t, n in zip(like.tensors, lengths, strict=False)
         ]
         if not self._asked.backward:

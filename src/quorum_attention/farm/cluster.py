@@ -396,7 +396,9 @@ class _InStore:
     def rows(self, entry: int, heads: Interval, rows: Interval) -> torch.Tensor:
         """(1, heads, rows, ...), fetched and put together."""
         if rows.start >= rows.stop:
-            return torch.empty((1, heads.length, 0, *self.shape[3:]), dtype=self.dtype)
+            return torch.empty(
+                (1, heads.length, 0, *self.shape[3:]), dtype=self.dtype, device="cpu"
+            )
         first, last = rows.start // self.step, -(-rows.stop // self.step)
         ray = ray_here()
         found = []

@@ -64,7 +64,7 @@ class Reader:
 def _mapped(one: InFile) -> torch.Tensor:
     """Map a file's tensor for reading; it does not count as this process's memory."""
     if 0 in one.shape:
-        return torch.empty(one.shape, dtype=one.dtype)
+        return torch.empty(one.shape, dtype=one.dtype, device="cpu")
     spanned = sum((n - 1) * s for n, s in zip(one.shape, one.strides, strict=True)) + 1
     raw = np.memmap(one.path, np.uint8, "r", one.offset, spanned * one.dtype.itemsize)
     with warnings.catch_warnings():
@@ -132,7 +132,7 @@ def moved(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
     if on_host(tensor.device):
         return tensor.pin_memory().to(place, non_blocking=True)
     if on_host(place):
-        locked = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        locked = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
         return locked.copy_(tensor)
     return tensor.to(place)
 

@@ -127,11 +127,13 @@ class FarmCall:
         query, key, value = (t.detach() for t in tensors[:3])
         rows, out, lse = query.shape[:-1], request.out, request.lse
         if out is None:
-            out = torch.empty((*rows, value.shape[-1]), dtype=request.out_dtype)
+            out = torch.empty((*rows, value.shape[-1]), dtype=request.out_dtype, device="cpu")
         else:
             torch.autograd.graph.increment_version(out)
         if lse is None:
-            lse = torch.empty(rows if self._with_lse else 0, dtype=request.work.state_dtype)
+            lse = torch.empty(
+                rows if self._with_lse else 0, dtype=request.work.state_dtype, device="cpu"
+            )
         results = {"out": out.detach(), **({"lse": lse} if self._with_lse else {})}
         self._run(tensors, {"query": query, "key": key, "value": value}, results)
         return out, lse
@@ -147,7 +149,7 @@ class FarmCall:
         }  # fmt: skip
         made = given.grads
         if made is None:
-            made = tuple(torch.empty(t.shape, dtype=t.dtype) for t in tensors[:3])  # type: ignore[assignment]
+            made = tuple(torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in tensors[:3])  # type: ignore[assignment]
         assert made is not None
         results = dict(zip(GRADIENTS, made, strict=True))
         self._run(tensors, {name: t.detach() for name, t in inputs.items()}, results)

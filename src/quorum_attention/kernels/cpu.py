@@ -301,8 +301,8 @@ def _groups() -> bool:
     versions of torch."""
     with outside(), torch.enable_grad():
         g = torch.Generator().manual_seed(0)
-        query, grad_out = (torch.randn(2, 4, 5, 8, generator=g) for _ in range(2))
-        key, value = (torch.randn(2, 2, 7, 8, generator=g) for _ in range(2))
+        query, grad_out = (torch.randn(2, 4, 5, 8, generator=g, device="cpu") for _ in range(2))
+        key, value = (torch.randn(2, 2, 7, 8, generator=g, device="cpu") for _ in range(2))
         for tensor in (query, key, value):
             tensor.requires_grad_()
         every = [t.repeat_interleave(2, 1) for t in (key, value)]

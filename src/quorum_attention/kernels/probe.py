@@ -207,7 +207,7 @@ class _Inputs:
         heads = 4 if question.grouped else 2
 
         def random(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=generator).to(question.dtype)
+            return torch.randn(shape, generator=generator, device="cpu").to(question.dtype)
 
         mask = _random_mask(question.mask, heads, n_keys, generator)
         return cls(
@@ -311,9 +311,9 @@ def _random_mask(
         return None
     shape = (1, heads if mask.heads else 1, _QUERIES if mask.rows else 1, n_keys)
     shape = shape if mask.columns else (*shape[:3], 1)
-    values = torch.randn(shape, generator=generator)
+    values = torch.randn(shape, generator=generator, device="cpu")
     if mask.columns:
-        values.masked_fill_(torch.rand(shape, generator=generator) < 0.2, -torch.inf)
+        values.masked_fill_(torch.rand(shape, generator=generator, device="cpu") < 0.2, -torch.inf)
     if mask.rows:
         values[:, :, _QUERIES // 3] = -torch.inf
     return values

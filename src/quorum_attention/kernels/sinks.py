@@ -50,8 +50,8 @@ def sinks_gradient(
     """
     heads, rows, width = out.shape[-3:]
     own = sinks.detach().to(device=out.device, dtype=lse.dtype)
-    sums = torch.zeros(heads, dtype=torch.promote_types(lse.dtype, torch.float64))
-    sums = sums.to(out.device)
+    state = torch.promote_types(lse.dtype, torch.float64)
+    sums = torch.zeros(heads, dtype=state, device=out.device)
     batch = math.prod(out.shape[:-3])  # -1 means nothing where there are no rows
     grads, outs = (t.reshape(batch, heads, rows, width) for t in (grad_out, out))
     lses = lse.reshape(batch, heads, rows)

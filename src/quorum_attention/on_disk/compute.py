@@ -140,7 +140,7 @@ def _decision(call: FileCall, part: Part, *, in_file: bool) -> Decision:
     with torch.no_grad():
         tensors, request = call.of_part(part, call.written)
         dtype = call.work.state_dtype if in_file else call.out_dtype
-        target = torch.empty(0, dtype=dtype)
+        target = torch.empty(0, dtype=dtype, device="cpu")
         if call.backward:
             given = call.given(part, tensors, request)
             given = given._replace(grads=(target, target, target))

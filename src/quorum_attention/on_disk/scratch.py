@@ -31,7 +31,7 @@ class Scratch:
         for shape in shapes:
             count = math.prod(shape)
             if self._mapping is None or not count:
-                found.append(torch.empty(shape, dtype=dtype))
+                found.append(torch.empty(shape, dtype=dtype, device="cpu"))
                 continue
             raw = np.frombuffer(self._mapping, np.uint8, count * dtype.itemsize, begin)
             found.append(torch.from_numpy(raw).view(dtype).view(shape))

@@ -103,8 +103,8 @@ def _cut(mask: Mask, sizes: Sizes, block: Block) -> Mask:
     # Its chunks are not counted from the block's first key.
     found = replace(mask, **changes, chunk=None)
     first = changes["offset"] + keys.start
-    of_queries = torch.arange(first, first + rows.length) // mask.chunk
-    of_keys = torch.arange(*keys) // mask.chunk
+    of_queries = torch.arange(first, first + rows.length, device="cpu") // mask.chunk
+    of_keys = torch.arange(*keys, device="cpu") // mask.chunk
     return found & Mask(documents=(of_queries, of_keys))
 
 

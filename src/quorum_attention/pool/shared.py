@@ -107,7 +107,7 @@ def room(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         storage = _nameless(n_bytes).untyped_storage()
     else:
         storage = torch.UntypedStorage._new_shared(n_bytes, device="cpu")
-    made = torch.empty(0, dtype=dtype)
+    made = torch.empty(0, dtype=dtype, device="cpu")
     made.set_(storage, 0, shape)  # type: ignore[call-overload]
     return made
 

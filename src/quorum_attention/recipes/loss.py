@@ -119,7 +119,7 @@ def _differs(model: Any) -> str | None:
     """Why the new loss is not the model's own, if it is not: of a few tokens."""
     head = model.get_output_embeddings().weight
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(head.shape[0], (2, _TRIED), generator=generator)
+    ids = torch.randint(head.shape[0], (2, _TRIED), generator=generator, device="cpu")
     ids = ids.to(model.get_input_embeddings().weight.device)
     labels = ids.clone()
     labels[0, :3] = _IGNORED

@@ -49,7 +49,7 @@ def _goes_token_by_token(module: torch.nn.Module) -> bool:
     if weight.device.type == "meta" or not weight.is_floating_point():
         return False
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randn(1, 2, weight.shape[1], generator=generator).to(weight)
+    tokens = torch.randn(1, 2, weight.shape[1], generator=generator, device="cpu").to(weight)
     training = module.training
     module.eval()
     try:

@@ -45,7 +45,7 @@ class Cpu(Backend):
 
     def both_ways(self, device: torch.device, n_bytes: int) -> Callable[[], object]:
         """A function that copies ``n_bytes`` once: on a CPU there is one direction."""
-        source, target = (torch.empty(n_bytes, dtype=torch.uint8) for _ in range(2))
+        source, target = (torch.empty(n_bytes, dtype=torch.uint8, device="cpu") for _ in range(2))
         return lambda: target.copy_(source)
 
 

@@ -149,7 +149,9 @@ class Cuda(Backend):
     def both_ways(self, device: torch.device, n_bytes: int) -> Callable[[], object]:
         """A function that copies ``n_bytes`` each way at once, on two streams."""
         near = [torch.empty(n_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        host = [torch.empty(n_bytes, dtype=torch.uint8).pin_memory() for _ in range(2)]
+        host = [
+            torch.empty(n_bytes, dtype=torch.uint8, device="cpu").pin_memory() for _ in range(2)
+        ]
         streams = [torch.cuda.Stream(device) for _ in range(2)]
 
         def both() -> None:

@@ -322,7 +322,7 @@ class CudaMover(StreamMover):
 
 def _locked_memory(n_bytes: int) -> torch.Tensor:
     """(n_bytes,) uint8, page-locked; torch keeps such memory for the next time."""
-    return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
 
 def by_address(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -119,7 +119,7 @@ class Passes:
             ]
             self.overflow = torch.zeros(shape, dtype=torch.int32, device=device)
             pins = backend_of(device).pins
-            self.flags = torch.zeros(shape, dtype=torch.int32, pin_memory=pins)
+            self.flags = torch.zeros(shape, dtype=torch.int32, pin_memory=pins, device="cpu")
 
     # --- A head group -------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ _random = torch.Generator().manual_seed(0)
 def pairs_to_try(mask: Mask, sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(batch, query, key), each (pairs,) int64 on the host: random ones, and ones beside edges."""
     queries = _some(sizes.queries, NEAR)
-    ends = torch.tensor([0, sizes.queries - 1])
+    ends = torch.tensor([0, sizes.queries - 1], device="cpu")
     queries = torch.cat((queries, ends))
     keys = [(queries + sizes.offset + apart) for apart in sorted(set(_edges(mask)))]
     keys += [torch.zeros_like(queries), torch.full_like(queries, sizes.keys - 1)]
@@ -37,7 +37,7 @@ def pairs_to_try(mask: Mask, sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor, 
 
 def _some(limit: int, count: int) -> torch.Tensor:
     """(count,) random whole numbers from 0 to below ``limit``."""
-    return torch.randint(limit, (count,), generator=_random)
+    return torch.randint(limit, (count,), generator=_random, device="cpu")
 
 
 def _edges(mask: Mask) -> Iterator[int]:

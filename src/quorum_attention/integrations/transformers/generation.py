@@ -332,7 +332,7 @@ def _agreed_seed(
     plain = {n: v for n, v in asked.items() if isinstance(v, kinds)}
     written = [one.to_json_string() for one in configs if hasattr(one, "to_json_string")]
     words = zlib.crc32(repr((sorted(plain.items()), written)).encode())
-    seed = int(torch.randint(2**31, ()))
+    seed = int(torch.randint(2**31, (), device="cpu"))
     listed = told(group, (ids, *input_ids.shape, words, seed))
     if len({tuple(one[:3]) for one in listed}) > 1:
         raise ValueError(

@@ -348,7 +348,7 @@ def _packed(arrays: list[NDArray[Any]], pinned: bool) -> tuple[torch.Tensor, tup
         parts.append((at, array.shape, strides))
         at += -(-array.size // _ALIGNED) * _ALIGNED
     with outside():  # because it is cached
-        buffer = torch.zeros(at, dtype=torch.int32, pin_memory=pinned)
+        buffer = torch.zeros(at, dtype=torch.int32, pin_memory=pinned, device="cpu")
     host = buffer.numpy()
     for (start, _, _), array in zip(parts, arrays, strict=True):
         host[start : start + array.size] = array.reshape(-1)

@@ -190,7 +190,7 @@ def _numbers(which: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """``which`` on the device; cached, because every task of a head group needs it."""
     # A backward may use it, so it must not be a tensor of inference mode.
     with outside():
-        return torch.tensor(which, dtype=torch.int32).to(device)
+        return torch.tensor(which, dtype=torch.int32, device="cpu").to(device)
 
 
 def _flex_mask(sizes: tuple[int, int], lists: list[torch.Tensor], keeps: MaskMod) -> Any:

@@ -261,12 +261,12 @@ def _tables(at: Launch, axes: Sequence[_Axis], device: torch.device) -> _Tables:
         for axis, block in axes:
             starts, entries = at.runs(block, axis)
             size = len(starts) + entries.size
-            both = torch.empty(size, dtype=torch.int32, pin_memory=pinned)
+            both = torch.empty(size, dtype=torch.int32, pin_memory=pinned, device="cpu")
             both[: len(starts)] = torch.from_numpy(starts)
             both[len(starts) :] = torch.from_numpy(entries.reshape(-1))
             found.append((both, len(starts)))
         mixed = np.stack(at.mixed())
-        blocks = torch.empty(mixed.shape, dtype=torch.int64, pin_memory=pinned)
+        blocks = torch.empty(mixed.shape, dtype=torch.int64, pin_memory=pinned, device="cpu")
         blocks.copy_(torch.from_numpy(mixed))
     return _Tables(tuple(found), blocks)
 

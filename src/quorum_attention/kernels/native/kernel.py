@@ -464,7 +464,9 @@ def host_table(
     """A table in host memory; ``shifts``: for dropout."""
     starts, entries = table(found, n_rows, block, axis, shifts=shifts)
     with outside():  # because it is cached
-        both = torch.empty(len(starts) + entries.size, dtype=torch.int32, pin_memory=pinned)
+        both = torch.empty(
+            len(starts) + entries.size, dtype=torch.int32, pin_memory=pinned, device="cpu"
+        )
         both[: len(starts)] = torch.from_numpy(starts)
         both[len(starts) :] = torch.from_numpy(entries.reshape(-1))
     aligned = shifts and is_aligned(entries)
