@@ -7,6 +7,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
 import quorum_attention as qa
 from quorum_attention.cli import main
@@ -29,6 +30,25 @@ def quantized() -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated, says torch
         return torch.quantize_per_tensor(Q, 0.1, 0, torch.qint8)
+
+
+class Stands(torch.Tensor):
+    """A tensor of another one's numbers: it has no memory of its own."""
+
+    @staticmethod
+    def __new__(cls, of: torch.Tensor) -> Stands:
+        made: Stands = torch.Tensor._make_wrapper_subclass(cls, of.shape, dtype=of.dtype)
+        made.of = of  # type: ignore[attr-defined]
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        args = tree_map(lambda one: one.of if isinstance(one, cls) else one, args)
+        return func(*args, **(kwargs or {}))
+
+
+def standing(*shape: int, dtype: torch.dtype = torch.float32) -> Stands:
+    return Stands(torch.ones(shape, dtype=dtype))
 
 
 LAZY = (nested, jagged, quantized)
@@ -60,6 +80,23 @@ CALLS = {
     "quantized": (
         {"query": quantized},
         TypeError, "query must be one of float16.*qint8",
+    ),
+    "a stand-in": (
+        {"key": standing(1, 2, 50, 8)}, NotImplementedError, "key must be .* plain .* a Stands",
+    ),
+    "a stand-in for a result": (
+        {"out": standing(1, 2, 50, 8)}, NotImplementedError, "out must be .* plain .* a Stands",
+    ),
+    "a stand-in for a mask": (
+        {"attn_mask": standing(50, 50)}, NotImplementedError, "attn_mask must be a plain tensor",
+    ),
+    "a stand-in for lengths": (
+        {"attn_mask": qa.Mask(key_lengths=standing(1, dtype=torch.int64))},
+        NotImplementedError, "Mask.key_lengths must be a plain tensor, got a Stands",
+    ),
+    "a stand-in for ids, further in": (
+        {"attn_mask": qa.Mask(causal=True) | qa.Mask(documents=standing(50, dtype=torch.int64))},
+        NotImplementedError, "Mask.documents must be a plain tensor, got a Stands",
     ),
     "lists": ({"query": [1.0, 2.0]}, TypeError, "query must be a torch.Tensor .* got list"),
     "a budget of 400 digits": ({"budget": "9" * 400}, ValueError, "budget must be less than 2.*63"),

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from quorum_attention.autograd import attend
+from quorum_attention.call.causal_bias import as_mask, is_causal_bias
 from quorum_attention.call.options import Device, Written
 from quorum_attention.call.request import request_of
 from quorum_attention.call.settings import (
@@ -33,6 +34,7 @@ from quorum_attention.execution.report import Report
 from quorum_attention.execution.workload import ELEMENT_BYTES
 from quorum_attention.kernels.outside import capturing, is_fake, is_traced
 from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.mask import Mask
 from quorum_attention.traced import as_operator
 
 _Sdpa = Callable[..., torch.Tensor]
@@ -41,6 +43,7 @@ _NAMES = (
 )  # fmt: skip
 _DEFAULTS = (None, None, None, None, 0.0, False, None, False)
 _POSITIONAL = 6
+_MASK = _NAMES.index("attn_mask")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 MIN_TOKENS = 4096
 
@@ -195,14 +198,19 @@ def _note_least() -> None:
 
 def _instead_of(original: _Sdpa) -> _Sdpa:
     def scaled_dot_product_attention(*args: Any, **named: Any) -> torch.Tensor:
+        own = original
+        mask: Any = args[_MASK] if len(args) > _MASK else named.get("attn_mask")
+        if is_causal_bias(mask):
+            # It looks for the name in torch.nn.functional, and does not know torch's own there.
+            own = mask._dispatch
         if torch.compiler.is_dynamo_compiling():
             taken = _taken_in_a_graph(args, named)
         else:
             settings = current()
             if settings is None or not settings.sdpa:
-                return original(*args, **named)
+                return own(*args, **named)
             taken = _taken(settings, args, named)
-        return original(*args, **named) if taken is None else taken
+        return own(*args, **named) if taken is None else taken
 
     scaled_dot_product_attention.__doc__ = original.__doc__
     scaled_dot_product_attention._quorum_attention_original = original  # type: ignore[attr-defined]
@@ -257,7 +265,16 @@ def _read(args: Any, named: Any) -> tuple[Any, ...] | None:
     if len(args) > _POSITIONAL or any(name not in _NAMES[len(args) :] for name in named):
         return None
     rest = zip(_NAMES[len(args) :], _DEFAULTS[len(args) :], strict=True)
-    return (*args, *[named.get(name, default) for name, default in rest])
+    call = (*args, *[named.get(name, default) for name, default in rest])
+    query, key, value, mask = call[:4]
+    if isinstance(mask, Mask):
+        return None
+    if is_causal_bias(mask):
+        try:
+            return (query, key, value, as_mask(mask, query, key), *call[4:])
+        except ValueError:
+            return None
+    return call
 
 
 def _fits(call: tuple[Any, ...], min_tokens: int) -> bool:
@@ -268,7 +285,10 @@ def _fits(call: tuple[Any, ...], min_tokens: int) -> bool:
             return False
         if tensor.is_nested or tensor.dim() < 2:
             return False
-    if mask is not None:
+    if isinstance(mask, Mask):
+        if is_causal:  # refused by torch's own
+            return False
+    elif mask is not None:
         if type(mask) not in _PLAIN and not _is_of_a_trace(mask):
             return False
         # torch's own refuses both of these.

@@ -34,6 +34,7 @@ from quorum_attention.autograd import (
     refuse_mapped,
 )
 from quorum_attention.call.arranged import arranged
+from quorum_attention.call.causal_bias import as_mask
 from quorum_attention.call.gradients import Given
 from quorum_attention.call.options import Written
 from quorum_attention.call.request import Request, Tensors, request_of
@@ -85,6 +86,7 @@ def as_operator(
     """(out, lse) of a call by the operator; arguments as those of ``api.attention``. None where an
     option cannot be said to an operator."""
     parts = Parts()
+    attn_mask = as_mask(attn_mask, query, key)
     described = attn_mask if isinstance(attn_mask, Mask) else None
     mask = attn_mask if described is None else described.bias
     sinks = None if described is None else described.sinks

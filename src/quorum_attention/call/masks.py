@@ -35,11 +35,23 @@ def under_mask(
     Raises:
         ValueError, TypeError, NotImplementedError: a part of the mask does not fit, by name.
     """
+    _check_kinds(mask)
     work = Workload(*sizes, is_causal, shape, dropout=dropout)
     read = Sizes(work.batch, sizes.heads, sizes.n_queries, sizes.n_keys)
     call = work.call_shape(options.device.type, needs_grad)
     causal, kernel = under(mask, read, is_causal, options.kernel, call, options.device)
     return causal, options if kernel is options.kernel else replace(options, kernel=kernel)
+
+
+def _check_kinds(mask: Mask) -> None:
+    """Refuse tensors of a mask, and of those within it, that have no dense memory of their own."""
+    documents = mask.documents if isinstance(mask.documents, tuple) else (mask.documents,)
+    named = [("key_lengths", mask.key_lengths), ("key_padding", mask.key_padding)]
+    for name, tensor in [*named, *(("documents", ids) for ids in documents)]:
+        if tensor is not None:
+            check_kind(tensor, f"Mask.{name}")
+    for inner in (*mask.either, *mask.every):
+        _check_kinds(inner)
 
 
 def checked_sinks(mask: Mask, heads: int, query: torch.Tensor) -> torch.Tensor | None:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from quorum_attention.call.arranged import arranged
+from quorum_attention.call.causal_bias import as_mask
 from quorum_attention.call.dropout import checked_dropout, dropout_of
 from quorum_attention.call.masks import checked_sinks, under_mask
 from quorum_attention.call.options import Written, options_of
@@ -162,6 +163,7 @@ def request_of(
             been allocated by then but the casts of autocast.
     """
     query, key, value = as_tensor(query, "query"), as_tensor(key, "key"), as_tensor(value, "value")
+    attn_mask = as_mask(attn_mask, query, key)
     described = attn_mask if isinstance(attn_mask, Mask) else None
     attn_mask = attn_mask if described is None else described.bias
     mask = None if attn_mask is None else as_tensor(attn_mask, "attn_mask")

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from quorum_attention.call.causal_bias import is_causal_bias
 from quorum_attention.call.mapped import Mappings
 from quorum_attention.call.overlap import Lie, overlaps_itself, share_memory
 from quorum_attention.counts import shown
@@ -69,7 +70,7 @@ def check_kind(tensor: torch.Tensor, name: str) -> None:
     Raises:
         NotImplementedError: it is nested, sparse or a wrapper of other tensors.
     """
-    if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
+    if type(tensor) not in _PLAIN and _stands_for_others(tensor):
         raise NotImplementedError(
             f"{name} must be a plain tensor, got a {type(tensor).__name__}, which stands for others"
         )
@@ -79,6 +80,18 @@ def check_kind(tensor: torch.Tensor, name: str) -> None:
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _stands_for_others(tensor: torch.Tensor) -> bool:
+    """Whether what a tensor of another class says is not in memory of its own."""
+    if is_traceable_wrapper_subclass(tensor) or is_causal_bias(tensor):
+        return True
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.numel() == 0:
+        return False
+    try:
+        return tensor.data_ptr() == 0 and not tensor.is_meta
+    except RuntimeError:
+        return True
 
 
 def _check_device(tensor: torch.Tensor, name: str) -> None:

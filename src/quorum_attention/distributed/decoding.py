@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from quorum_attention.api import attention_with_lse
+from quorum_attention.call.causal_bias import as_mask
 from quorum_attention.distributed.report import ShardedReport
 from quorum_attention.execution.report import Report
 from quorum_attention.execution.workload import state_dtype
@@ -64,7 +65,8 @@ def decode(
         raise RuntimeError("there is no process group: torch.distributed.init_process_group first")
     everyone = dist.group.WORLD if group is None else group
     assert everyone is not None
-    mask = Mask(bias=attn_mask) if isinstance(attn_mask, torch.Tensor) else attn_mask
+    mask = as_mask(attn_mask, query, key)
+    mask = Mask(bias=mask) if isinstance(mask, torch.Tensor) else mask
     sinks = None if mask is None else mask.sinks
     if mask is not None and sinks is not None:
         mask = replace(mask, sinks=None)

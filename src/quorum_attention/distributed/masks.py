@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from quorum_attention.call.causal_bias import as_mask
 from quorum_attention.counts import shown
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.mask import Keeps, Mask
@@ -55,6 +56,7 @@ def checked_mask(attn_mask: Any) -> Mask | None:
     Raises:
         TypeError: it is none.
     """
+    attn_mask = as_mask(attn_mask)
     if attn_mask is None or isinstance(attn_mask, Mask):
         return attn_mask
     if isinstance(attn_mask, torch.Tensor):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from quorum_attention.call.causal_bias import as_mask
 from quorum_attention.call.gradients import Given, given_of
 from quorum_attention.call.options import Written
 from quorum_attention.call.request import Request, Tensors, request_of
@@ -200,6 +201,7 @@ def file_call(
             shape = tuple(tensor.shape)
             raise ValueError(f"{name} must be (..., heads, tokens, head_dim), got shape {shape}")
     query, key, value = given = tuple(tensors[name] for name in ("query", "key", "value"))
+    mask = as_mask(mask, query, key)
     checked, request = request_of(
         "attention_backward" if backward else "attention", query, key, value, mask, 0.0, None,
         is_causal, scale, True, None, None if backward else out_dtype, written,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from quorum_attention.call.causal_bias import as_mask
 from quorum_attention.call.options import Budget, Written
 from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.call.validation import as_tensor
@@ -64,6 +65,7 @@ def request_of_parts(function: str, *call: Any) -> tuple[Tensors, Request, Mask 
     """
     query, key, value, attn_mask, *numbers, out, out_dtype, written = call
     _check(written)
+    attn_mask = as_mask(attn_mask, as_tensor(query, "query"), as_tensor(key, "key"))
     described = attn_mask if isinstance(attn_mask, Mask) else None
     if described is not None:
         attn_mask = Mask(bias=described.bias, sinks=described.sinks)

@@ -1,0 +1,83 @@
+"""torch's own causal masks: tensors of numbers that nobody wrote, so they have to be recognised."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch.nn.attention.bias import CausalBias, causal_lower_right, causal_upper_left
+from torch.nn.functional import scaled_dot_product_attention as torchs
+
+import quorum_attention as qa
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+LENGTHS = [(20, 50), (50, 50), (50, 20), (1, 7)]
+MAKES = [causal_lower_right, causal_upper_left]
+
+
+def made(make, n_queries: int, n_keys: int) -> CausalBias:  # type: ignore[no-untyped-def]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # lower right with more queries than keys
+        bias: CausalBias = make(n_queries, n_keys)
+    bias.fill_(7.0)
+    return bias
+
+
+def tensors(n_queries: int, n_keys: int) -> list[torch.Tensor]:
+    return [torch.randn(2, 2, n, 16) for n in (n_queries, n_keys, n_keys)]
+
+
+@pytest.mark.parametrize("make", MAKES)
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_calls_take_them_for_what_they_say(make, lengths) -> None:
+    query, key, value = tensors(*lengths)
+    bias = made(make, *lengths)
+    kept = torch.ones(lengths, dtype=torch.bool)
+    kept = kept.tril(lengths[1] - lengths[0] if make is causal_lower_right else 0)
+    exact = torchs(query.double(), key.double(), value.double(), kept)
+    exact[:, :, ~kept.any(-1)] = 0
+    for more in ({}, {"depth": 1}):
+        out, lse = qa.attention_with_lse(query, key, value, bias, **more)
+        torch.testing.assert_close(out, exact.float())
+        torch.testing.assert_close(qa.attention(query, key, value, bias, **more), out)
+        grads = qa.attention_backward(out, query, key, value, out, lse, bias, **more)
+        plain = qa.attention_backward(out, query, key, value, out, lse, kept, **more)
+        for one, other in zip(grads, plain, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("min_tokens", [1, 30, 10_000])
+@pytest.mark.parametrize("make", MAKES)
+def test_a_patched_function_takes_them_as_torchs_own_does(make, min_tokens: int) -> None:
+    """Torch's own recognises them by the function's name, which is ours while it is patched."""
+    query, key, value = tensors(20, 50)
+    bias = made(make, 20, 50)
+    expected = torchs(query, key, value, bias)
+    functional = torch.nn.functional
+    for enabled in (True, False):
+        with qa.patched_sdpa(min_tokens=min_tokens, enabled=enabled):
+            for found in (
+                functional.scaled_dot_product_attention(query, key, value, bias),
+                functional.scaled_dot_product_attention(query, key, value, attn_mask=bias),
+            ):
+                torch.testing.assert_close(found, expected)
+            with pytest.raises(ValueError, match="CausalBias should not be used with causal"):
+                functional.scaled_dot_product_attention(query, key, value, bias, 0.0, True)
+
+
+def test_compiled_code_takes_them_too() -> None:
+    query, key, value = tensors(20, 50)
+    bias = made(causal_lower_right, 20, 50)
+    compiled = torch.compile(lambda *three: qa.attention(*three, bias), backend="eager")
+    torch.testing.assert_close(compiled(query, key, value), torchs(query, key, value, bias))
+
+
+def test_one_of_other_lengths_is_refused() -> None:
+    with pytest.raises(ValueError, match="20 queries and 50 keys, got a CausalBias for 19 and 50"):
+        qa.attention(*tensors(20, 50), made(causal_lower_right, 19, 50))
+
+
+def test_one_within_a_mask_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="attn_mask must be a plain tensor, got a Causal"):
+        qa.attention(*tensors(20, 50), qa.Mask(bias=made(causal_lower_right, 20, 50)))
