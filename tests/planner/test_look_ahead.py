@@ -3,70 +3,34 @@ with tests that take as long as they are told."""
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from helpers_made_up_gpu import GPU, first_of_a_kind, made_up_gpu, new_kernels, probing
 
 import quorum_attention as qa
-from quorum_attention.execution.device.lookup import BACKENDS
 from quorum_attention.execution.placement import Placement
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels import ahead, registry
 from quorum_attention.kernels.cudnn import CudnnKernel
-from quorum_attention.kernels.flash import FlashKernel
-from quorum_attention.planner import decide, known, search
+from quorum_attention.planner import decide, search
 from quorum_attention.planner.options import Options
 
-GPU = torch.device("cuda", 0)
 GIB = 1 << 30
-probing = sys.modules["quorum_attention.kernels.probe"]
-
-
-def first_of_a_kind() -> Callable[..., bool]:
-    """Answers as ``compile_ahead`` does: whether nobody has asked for that before."""
-    seen: set[tuple[object, ...]] = set()
-
-    def first(*of: object) -> bool:
-        new = of not in seen
-        seen.add(of)
-        return new
-
-    return first
 
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A machine with a made-up GPU, whose kernels nobody has tested yet."""
-    monkeypatch.setenv("QUORUM_ATTENTION_CACHE", str(tmp_path))
-    # As many multiprocessors as are assumed where there is no GPU: that is remembered.
-    about = SimpleNamespace(name="made up", multi_processor_count=160, L2_cache_size=50 << 20)
-    for name, answer in {
-        "is_available": True, "set_device": None, "is_current_stream_capturing": False,
-        "get_device_capability": (9, 0), "get_device_properties": about, "current_device": 0,
-        "device_count": 1,
-    }.items():  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, lambda *of, answer=answer: answer)
-    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    backend = BACKENDS["cuda"]
-    monkeypatch.setattr(backend, "prepare", lambda device: None)
-    monkeypatch.setattr(decide, "compile_ahead", first_of_a_kind())
+    made_up_gpu(monkeypatch, tmp_path)
     monkeypatch.setattr(probing, "is_proven", lambda *of: False)
     monkeypatch.setattr(probing, "note_proven", lambda *of: None)
-    monkeypatch.setattr(probing, "one_thread", nullcontext)
-    # New kernels: nothing is remembered of them.
-    for kernel in (CudnnKernel(), FlashKernel()):
-        monkeypatch.setitem(registry._KERNELS, kernel.name, kernel)
-    known._known.cache_clear()
     yield
-    known._known.cache_clear()
     assert not ahead.RUNNING
 
 
@@ -160,8 +124,7 @@ def test_it_decides_what_it_would_have_decided(tests: Any, monkeypatch: pytest.M
         monkeypatch.setattr(decide, "compile_ahead", first_of_a_kind())
         one = both(budget=budget, tokens=tokens)
         monkeypatch.setattr(decide, "compile_ahead", lambda *of: False)
-        for kernel in (CudnnKernel(), FlashKernel()):
-            monkeypatch.setitem(registry._KERNELS, kernel.name, kernel)
+        new_kernels(monkeypatch)
         assert both(budget=budget, tokens=tokens).plan == one.plan
 
 

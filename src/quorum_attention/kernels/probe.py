@@ -16,6 +16,7 @@ import math
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import product
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -34,7 +35,7 @@ from quorum_attention.kernels.protocol import (
     Statistics,
     TaskTensors,
 )
-from quorum_attention.kernels.proven import is_proven, note_proven
+from quorum_attention.kernels.proven import is_built, is_proven, note_built, note_proven
 from quorum_attention.kernels.remembered import remembered
 from quorum_attention.kernels.scaling import Scaling
 from quorum_attention.kernels.traits import traits_of
@@ -79,6 +80,8 @@ class _Question:
 
 # Answers remembered for each kernel.
 _ANSWERS = 1024
+# What each kernel has been asked in this process: from then on it is there.
+_ASKED: WeakKeyDictionary[InnerKernel, set[_Question]] = WeakKeyDictionary()
 
 
 def probe(kernel: InnerKernel, call: CallShape, device: torch.device | None = None) -> str | None:
@@ -115,6 +118,21 @@ def begin(kernel: InnerKernel, call: CallShape, device: torch.device) -> bool:
     return False
 
 
+def building_left(kernel: InnerKernel, call: CallShape, device: torch.device) -> float:
+    """Seconds that building ``kernel`` would still take before it runs such calls, and their
+    backwards if they need any, in this process; 0 where it has been built, or has not to be."""
+    traits = traits_of(kernel)
+    anew, again = traits.building_seconds, traits.rebuilding_seconds
+    if not any(anew) and not any(again):
+        return 0.0
+    question = _question(call, device)
+    with suppress(TypeError):
+        if question in _ASKED.get(kernel, ()):
+            return 0.0
+    spent = again if is_built(kernel, question, question.device) else anew
+    return sum(spent) if call.needs_grad else spent[0]
+
+
 def _test_of(kernel: InnerKernel) -> str:
     return f"test of {kernel.name}"
 
@@ -145,6 +163,8 @@ def _answer(kernel: InnerKernel, question: _Question) -> str | None:
             f"kernel {kernel.name!r} has to be tried out before a CUDA graph is captured: make one "
             f"such call first, as warm-up"
         )
+    with suppress(TypeError):  # no weak reference
+        _ASKED.setdefault(kernel, set()).add(question)
     if is_proven(kernel, question, question.device):
         return None
     on_device = question.device.type == "cuda"
@@ -152,6 +172,8 @@ def _answer(kernel: InnerKernel, question: _Question) -> str | None:
         wrong = _tried(kernel, question)
     if wrong is None:
         note_proven(kernel, question, question.device)
+        if any(traits_of(kernel).building_seconds):
+            note_built(kernel, question, question.device)
     return wrong
 
 

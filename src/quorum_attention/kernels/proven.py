@@ -37,7 +37,10 @@ def is_proven(kernel: object, question: object, device: torch.device) -> bool:
 
 def note_proven(kernel: object, question: object, device: torch.device) -> None:
     """Remember that it has passed. What cannot be written is not remembered."""
-    entry = _entry(kernel, question, device)
+    _note(_entry(kernel, question, device))
+
+
+def _note(entry: str | None) -> None:
     if entry is None or entry in _known():
         return
     _known().append(entry)
@@ -48,6 +51,18 @@ def note_proven(kernel: object, question: object, device: torch.device) -> None:
         # Another process may have added to it.
         together = list(dict.fromkeys([*_read(path), *_known()]))
         write_text(path, json.dumps(together[-_MOST:], indent=1), durable=False)
+
+
+def is_built(kernel: object, question: object, device: torch.device) -> bool:
+    """Whether a process on this machine has built this kernel of the package, for this test, with
+    these versions: what it compiled is probably still on disk."""
+    entry = _entry_of_built(kernel, question, device)
+    return entry is not None and entry in _known()
+
+
+def note_built(kernel: object, question: object, device: torch.device) -> None:
+    """Remember that it has been built here. What cannot be written is not remembered."""
+    _note(_entry_of_built(kernel, question, device))
 
 
 def read() -> None:
@@ -71,9 +86,21 @@ def _read(path: Path) -> list[str]:
 
 def _entry(kernel: object, question: object, device: torch.device) -> str | None:
     """The name of an entry; None for what is not remembered."""
-    module, package = type(kernel).__module__, __name__.rpartition(".")[0]
     # Not kernels with options, which are more than their names.
-    if device.type != "cuda" or not module.startswith(package) or getattr(kernel, "__dict__", None):
+    if getattr(kernel, "__dict__", None):
+        return None
+    return _named(kernel, question, device)
+
+
+def _entry_of_built(kernel: object, question: object, device: torch.device) -> str | None:
+    # Its options are compiled in, but for none of them does it take clearly longer.
+    named = _named(kernel, question, device)
+    return None if named is None else f"built: {named}"
+
+
+def _named(kernel: object, question: object, device: torch.device) -> str | None:
+    module, package = type(kernel).__module__, __name__.rpartition(".")[0]
+    if device.type != "cuda" or not module.startswith(package):
         return None
     found = torch.cuda.get_device_properties(device)
     driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: None)()

@@ -45,6 +45,9 @@ class Traits:
             any. Two calls in flight, or all tasks of a head group together, may be faster.
         launch_seconds: host seconds to launch a forward, and a backward, of a kernel of whole
             tasks.
+        building_seconds: what a first forward, and a first backward, of a kind take more in a new
+            process, while this kernel is compiled; 0: it has not to be.
+        rebuilding_seconds: the same where an earlier process has left what it compiled on disk.
         rates: speeds of its forward and its backward, as shares of the device's best kernel's.
         scaled_backward: dtypes for which a scaled backward is more exact; it undoes the scaling
             (kernels/scaling.py). Backwards in other dtypes are not scaled, nor those with dropout.
@@ -80,6 +83,8 @@ class Traits:
     whole_tasks: bool = False
     several_streams: bool = False
     launch_seconds: tuple[float, float] = (60e-6, 200e-6)  # the native kernel's
+    building_seconds: tuple[float, float] = (0.0, 0.0)
+    rebuilding_seconds: tuple[float, float] = (0.0, 0.0)
     rates: tuple[float, float] = (1.0, 1.0)
     scaled_backward: frozenset[torch.dtype] = field(default_factory=frozenset)
     wide_products: bool = False
@@ -102,12 +107,17 @@ class Traits:
             value = getattr(self, one.name)
             if isinstance(one.default, bool) and not isinstance(value, bool):
                 raise TypeError(f"{one.name} must be True or False, got {shown(value)}")
-        for name, pair in (("launch_seconds", self.launch_seconds), ("rates", self.rates)):
+        for name, none in (
+            ("launch_seconds", False), ("rates", False), ("building_seconds", True),
+            ("rebuilding_seconds", True),
+        ):  # fmt: skip
+            pair = getattr(self, name)
             numbers = isinstance(pair, tuple) and all(isinstance(n, (int, float)) for n in pair)
             if not numbers or len(pair) != 2:
                 raise TypeError(f"{name} must be two numbers, got {shown(pair)}")
-            if not all(0 < n < math.inf for n in pair):
-                raise ValueError(f"{name} must be above 0, got {pair}")
+            if not all(0 <= n < math.inf and (none or n) for n in pair):
+                least = "0 or more" if none else "above 0"
+                raise ValueError(f"{name} must be {least}, got {pair}")
         dtypes = self.scaled_backward
         if not isinstance(dtypes, frozenset) or not all(isinstance(d, torch.dtype) for d in dtypes):
             raise TypeError(f"scaled_backward must be a frozenset of dtypes, got {shown(dtypes)}")

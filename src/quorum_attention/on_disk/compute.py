@@ -22,6 +22,7 @@ from quorum_attention.on_disk.scratch import bytes_of, scratch
 from quorum_attention.passes import decide_backward, decide_forward, run_forward
 from quorum_attention.planner import policy
 from quorum_attention.planner.decide import Decision
+from quorum_attention.planner.first_calls import alike
 from quorum_attention.progress import progress_bar
 
 # What a kill may cost, about: heads that take less are computed together.
@@ -135,6 +136,7 @@ def _decided(call: FileCall, heads: int) -> tuple[Decision, bool] | None:
     return _decision(call, parts[0], in_file=True), True
 
 
+@alike()
 def _decision(call: FileCall, part: Part, *, in_file: bool) -> Decision:
     """How a part would be run. Of results it matters only that they are given, and their dtype."""
     with torch.no_grad():
@@ -241,6 +243,7 @@ def _target(call: FileCall, part: Part, result: torch.Tensor, name: str) -> torc
     return call.sliced(result, part, heads)
 
 
+@alike()
 def _forward(
     call: FileCall,
     part: Part,
@@ -261,6 +264,7 @@ def _forward(
         targets["lse"].copy_(made)
 
 
+@alike()
 def _backward(
     call: FileCall,
     part: Part,

@@ -34,6 +34,7 @@ from quorum_attention.kernels.select import rivals, select_kernel, unrounded_ker
 from quorum_attention.kernels.traits import recorded
 from quorum_attention.planner import known, policy
 from quorum_attention.planner.calibration import machine_of, rates_known
+from quorum_attention.planner.first_calls import not_yet
 from quorum_attention.planner.machine import Machine
 from quorum_attention.planner.options import Options
 from quorum_attention.planner.plan import Plan
@@ -92,15 +93,18 @@ class Decision:
     last: bool = False
 
 
-def decide(asked: Asked) -> Decision:
+def decide(asked: Asked, *, runs: bool = True) -> Decision:
     """How to run a pass.
+
+    Args:
+        runs: whether it is going to be run so; otherwise it is only asked.
 
     Raises:
         BudgetError: nothing fits; names the smallest budget that would do.
         NotImplementedError: no kernel, or not the one asked for, can run the call.
     """
     whole = _whole(asked)
-    return _by_plan(asked) if whole is None else Decision(whole)
+    return _by_plan(asked, runs=runs) if whole is None else Decision(whole)
 
 
 def decide_recorded(asked: Asked) -> Recorded | None:
@@ -142,7 +146,8 @@ def decide_both(forward: Asked, backward: Asked, *, beside: int = 0) -> Decision
     _prepare(forward, backward)
     for asked in (forward, backward):
         try:
-            found.append(decide(asked))
+            # The backward is decided again when its turn comes.
+            found.append(decide(asked, runs=not asked.backward))
         except BudgetError as error:
             name, held = "forward", 0
             if asked.backward:
@@ -271,7 +276,7 @@ def _small_kernel(asked: Asked) -> InnerKernel | None:
 # --- With a plan ------------------------------------------------------------------------------
 
 
-def _by_plan(asked: Asked) -> Decision:
+def _by_plan(asked: Asked, *, runs: bool = True) -> Decision:
     """A decision with a plan: the monolithic call where it is short, otherwise by a search."""
     work, options, place, backward = asked.work, asked.options, asked.place, asked.backward
     _prepare(asked)
@@ -285,7 +290,8 @@ def _by_plan(asked: Asked) -> Decision:
     call_shape, device = asked.call_shape, options.device
     # Where the result's dtype already decides on a kernel, no others are compared.
     free = unrounded_kernel(options.kernel, call_shape, device, asked.result) == "auto"
-    return _planned(asked, preferred, rivals(preferred, call_shape, device) if free else ())
+    others = rivals(preferred, call_shape, device) if free else ()
+    return _planned(asked, preferred, others, runs=runs)
 
 
 def _prepare(*passes: Asked) -> None:
@@ -342,8 +348,18 @@ def _look_ahead(*passes: Asked) -> None:
                 )  # fmt: skip
 
 
-def _planned(asked: Asked, preferred: InnerKernel, others: Iterable[InnerKernel] = ()) -> Decision:
-    """A decision by the plan given, or by a search within the budget."""
+def _planned(
+    asked: Asked,
+    preferred: InnerKernel,
+    others: Iterable[InnerKernel] = (),
+    *,
+    runs: bool = True,
+) -> Decision:
+    """A decision by the plan given, or by a search within the budget.
+
+    Args:
+        runs: whether the pass is going to be run so.
+    """
     work, options, place, backward = asked.work, asked.options, asked.place, asked.backward
     machine = machine_of(options.device, work.dtype, work.head_dim)
     given = options.plan
@@ -354,9 +370,17 @@ def _planned(asked: Asked, preferred: InnerKernel, others: Iterable[InnerKernel]
         plan = replace(given, candidate=fitted)
         _check_budget(plan, options.budget_bytes)
         return Decision(preferred, plan, last=True)
+
+    def wait(kernel: InnerKernel, best: Candidate, found: Candidate) -> str | None:
+        instead = preferred.name, work, place, backward, options.budget_bytes, options.depth
+        return not_yet(
+            kernel, asked.call_shape, options.device, instead, best.cost, found.cost, counts=runs
+        )
+
     kernel, found = quickest(
         work, _wish(options), preferred, others, place, machine, backward=backward,
         believed=lambda kernel: why_not(kernel, asked.call_shape, options.device) is None,
+        not_yet=wait,
     )  # fmt: skip
     made = Plan(work, found, place, kernel.name, options.budget_bytes, backward)
     return Decision(kernel, made, last=True)
@@ -379,6 +403,7 @@ def quickest(
     *,
     backward: bool,
     believed: Callable[[InnerKernel], bool],
+    not_yet: Callable[[InnerKernel, Candidate, Candidate], str | None] = lambda *of: None,
 ) -> tuple[InnerKernel, Candidate]:
     """A kernel and its schedule: ``preferred``, unless one of ``others`` is predicted to be clearly
     faster, or only that one fits.
@@ -386,6 +411,7 @@ def quickest(
     Args:
         others: other kernels that take the call.
         believed: whether a kernel works here. Asked last, because it may build the kernel.
+        not_yet: why a kernel should not be built yet, of it, the best candidate so far and its own.
 
     Raises:
         BudgetError: none fits; names the smallest budget that would do.
@@ -411,7 +437,14 @@ def quickest(
             if best is None and believed(kernel):
                 failure = min(failure or error, error, key=_named_bytes)
             continue
-        if (best is None or _is_faster(found, *best, preferred)) and believed(kernel):
+        if best is not None:
+            if not _is_faster(found, *best, preferred):
+                continue
+            why = not_yet(kernel, best[1], found)
+            if why is not None:
+                best = best[0], replace(best[1], why="; ".join(filter(None, (best[1].why, why))))
+                continue
+        if believed(kernel):
             best = kernel, found
     if best is not None:
         return best

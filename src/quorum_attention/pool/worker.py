@@ -23,6 +23,7 @@ from quorum_attention.execution.report import Report
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.mask import Mask
 from quorum_attention.passes import run_backward, run_forward
+from quorum_attention.planner.first_calls import alike
 from quorum_attention.pool.local import Local
 from quorum_attention.pool.masked import bias_at, masked
 from quorum_attention.pool.messages import Begin, Compute, Done, End, Ended, Failed, Ready
@@ -108,6 +109,7 @@ class Computing(Protocol):
         """Compute a part; its results are in place when this returns."""
 
 
+@alike()
 def answer(one: Computing, message: Compute) -> Done | Failed:
     """Compute a part, and say how that ended."""
     begun = time.perf_counter()
