@@ -13,6 +13,7 @@ from helpers_ranks import spawn
 
 pytest.importorskip("transformers")
 
+import transformers
 from helpers_models import attended, distance, register_all, tiny
 
 from quorum_attention.distributed import ShardedReport
@@ -137,6 +138,39 @@ def _refusals(rank: int, group: dist.ProcessGroup) -> None:
         register("sharded", group=group, report=3)  # type: ignore[arg-type]
 
 
+def _not_for_shards(rank: int, group: dist.ProcessGroup) -> None:
+    """Models whose tokens meet elsewhere, or that count positions in a way of their own."""
+    register("sharded", group=group)
+    ids = torch.randint(1, 96, (2, 8))
+    small = {
+        "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 48, "pad_token_id": 1,
+    }  # fmt: skip
+    mixing = transformers.Lfm2Config(
+        **small, layer_types=["full_attention", "conv"], block_multiple_of=8
+    )
+    model = transformers.AutoModelForCausalLM.from_config(mixing, attn_implementation="sharded")
+    places = torch.arange(8)[None] + 8 * rank
+    with pytest.raises(NotImplementedError, match="layers of conv"):
+        model(input_ids=ids, position_ids=places)
+    counting = transformers.RobertaForMaskedLM(transformers.RobertaConfig(**small))
+    with pytest.raises(ValueError, match="counts positions from its input_ids"):
+        sharded_positions(counting, group=group)
+    blind = transformers.BartForCausalLM(
+        transformers.BartConfig(vocab_size=96, d_model=32, decoder_layers=1, decoder_ffn_dim=48)
+    )
+    with pytest.raises(ValueError, match="takes no position_ids"):
+        sharded_positions(blind, group=group)
+    masked = attended(tiny("opt"), "sharded")
+    sharded_positions(masked, group=group)
+    padding = torch.ones_like(ids)
+    masked(input_ids=ids, attention_mask=padding)
+    if rank == 0:
+        padding[1, :3] = 0
+    with pytest.raises(ValueError, match="counts positions by its attention_mask"):
+        masked(input_ids=ids, attention_mask=padding)
+
+
 def _all_of_it(rank: int) -> None:
     register_all()
     pair = dist.new_group([0, 1])
@@ -151,6 +185,7 @@ def _all_of_it(rank: int) -> None:
     if rank < 2:
         _models(rank, [16, 11], pair)
         _refusals(rank, pair)
+        _not_for_shards(rank, pair)
 
 
 def test_on_processes(tmp_path: Path) -> None:

@@ -18,10 +18,10 @@ from quorum_attention.integrations.transformers.attending import attend  # noqa:
 from quorum_attention.integrations.transformers.generation import sharded_generate  # noqa: E402
 from quorum_attention.integrations.transformers.masks import quorum_mask  # noqa: E402
 from quorum_attention.integrations.transformers.options import Options  # noqa: E402
+from quorum_attention.integrations.transformers.positions import sharded_positions  # noqa: E402
 from quorum_attention.integrations.transformers.sharded import (  # noqa: E402
     attend_sharded,
     sharded_mask,
-    sharded_positions,
 )
 from quorum_attention.kernels.protocol import InnerKernel  # noqa: E402
 

@@ -273,7 +273,7 @@ def sharded_generate(
     everyone = dist.group.WORLD if group is None else group
     if everyone is None:
         raise RuntimeError("there is no process group: torch.distributed.init_process_group first")
-    run = _whose_forward(model)
+    run = whose_forward(model)
     check_is_sharded(run, everyone)
     configs = [asked.get("generation_config"), getattr(run, "generation_config", None)]
     _check_asked(input_ids, asked, configs)
@@ -288,7 +288,7 @@ def sharded_generate(
         )
 
 
-def _whose_forward(model: Any) -> torch.nn.Module:
+def whose_forward(model: Any) -> torch.nn.Module:
     """The module that ``model.generate`` runs: that within torch's compiler and PEFT's adapters."""
     while True:
         if isinstance(getattr(model, "_orig_mod", None), torch.nn.Module):
@@ -398,4 +398,5 @@ __all__ = [
     "progress_here",
     "sharded_generate",
     "step_mask",
+    "whose_forward",
 ]

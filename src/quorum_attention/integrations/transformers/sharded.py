@@ -29,8 +29,7 @@ from quorum_attention.integrations.transformers.generation import (
 )
 from quorum_attention.integrations.transformers.keywords import refuse
 from quorum_attention.integrations.transformers.options import Options
-from quorum_attention.integrations.transformers.whose import check_is_sharded
-from quorum_attention.kernels.uncompiled import uncompiled
+from quorum_attention.integrations.transformers.whose import check_layers
 from quorum_attention.mask import Mask
 
 
@@ -322,6 +321,8 @@ def attend_sharded(
             f"{tuple(attention_mask.shape)}"
         )
     group = alive(kept)
+    if attention_mask.found is None:
+        check_layers(module)
     mask, lengths = attention_mask.whole(group, position_ids, query.device)
     if softcap is not None or s_aux is not None:
         mask = replace(mask, softcap=softcap, sinks=s_aux)
@@ -337,50 +338,10 @@ def attend_sharded(
     return out.transpose(1, 2).contiguous(), None
 
 
-def sharded_positions(
-    model: torch.nn.Module, *, group: dist.ProcessGroup | None = None
-) -> torch.utils.hooks.RemovableHandle:
-    """Give a model's forwards ``position_ids`` of this rank's place, where a call has none.
-
-    Each such forward begins with the ranks telling each other their rows, for which the host waits.
-
-    Args:
-        model: called with ``input_ids`` or ``inputs_embeds`` (batch, rows, ...) by name.
-        group: over which the sequence is sharded; None is the default one.
-
-    Returns:
-        A handle; its ``remove()`` takes it back.
-
-    A forward raises ``ValueError`` if the model's attention is not over the group.
-    """
-    kept = None if group is None else weakref.ref(group)
-    del group  # the function below would keep it
-
-    def placed(
-        model: torch.nn.Module, args: Any, named: dict[str, Any]
-    ) -> tuple[Any, dict[str, Any]]:
-        if named.get("position_ids") is not None:
-            return args, named
-        ids = named.get("input_ids")
-        ids = named.get("inputs_embeds") if ids is None else ids
-        if ids is None:
-            raise TypeError("a sharded model must be given input_ids or inputs_embeds by name")
-        everyone = dist.group.WORLD if kept is None else alive(kept)
-        assert everyone is not None
-        check_is_sharded(model, everyone)
-        rows = [one for (one,) in told(everyone, (ids.shape[1],))]
-        start = sum(rows[: everyone.rank()])
-        positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
-        return args, {**named, "position_ids": positions}
-
-    return model.register_forward_pre_hook(uncompiled(placed), with_kwargs=True)
-
-
 __all__ = [
     "Asked",
     "ShardedMask",
     "asked_of",
     "attend_sharded",
     "sharded_mask",
-    "sharded_positions",
 ]

@@ -1,6 +1,6 @@
-"""Whether a model's attention is over a group: with any other, a rank's rows see only each other.
+"""Whether a model can be sharded: attention over the group, and nothing else that mixes tokens.
 
-That would be wrong without a word: nothing else of a model looks at other tokens.
+Otherwise each rank's rows would see only each other somewhere, and be wrong without a word.
 """
 
 from __future__ import annotations
@@ -12,6 +12,32 @@ import torch
 import torch.distributed as dist
 
 from quorum_attention.integrations.transformers.options import Options
+
+# Kinds of layers, as configurations name them, in which tokens meet in attention alone: others are
+# recurrences, convolutions, and keys that are chosen or compressed beside the attention.
+_ATTENTION_ALONE = frozenset(
+    {
+        "attention", "chunked_attention", "full_attention", "sliding_attention",
+        "window_attention", "dense", "mlp", "moe", "sparse",
+    }
+)  # fmt: skip
+
+
+def check_layers(module: torch.nn.Module) -> None:
+    """Nothing, unless the model that an attention module is of mixes tokens elsewhere, too.
+
+    Raises:
+        NotImplementedError: it has layers of another kind, which see this rank's rows alone.
+    """
+    config = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    others = sorted({str(kind) for kind in kinds or ()} - _ATTENTION_ALONE)
+    if others:
+        raise NotImplementedError(
+            f"attention over a group is all that reaches other ranks; this model has layers of "
+            f"{', '.join(others)}, whose tokens meet elsewhere as well: each rank's rows would see "
+            "only each other there"
+        )
 
 
 def check_is_sharded(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
@@ -52,4 +78,4 @@ def _is_over(name: str, group: dist.ProcessGroup) -> bool | None:
     return False if own else None
 
 
-__all__ = ["check_is_sharded"]
+__all__ = ["check_is_sharded", "check_layers"]
