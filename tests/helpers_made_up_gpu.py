@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,18 +20,6 @@ from quorum_attention.planner import decide, known
 
 GPU = torch.device("cuda", 0)
 probing = sys.modules["quorum_attention.kernels.probe"]
-
-
-def first_of_a_kind() -> Callable[..., bool]:
-    """Answers as ``compile_ahead`` does: whether nobody has asked for that before."""
-    seen: set[tuple[object, ...]] = set()
-
-    def first(*of: object) -> bool:
-        new = of not in seen
-        seen.add(of)
-        return new
-
-    return first
 
 
 def made_up_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -52,7 +39,8 @@ def made_up_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
     monkeypatch.setattr(BACKENDS["cuda"], "prepare", lambda device: None)
-    monkeypatch.setattr(decide, "compile_ahead", first_of_a_kind())
+    monkeypatch.setattr(decide, "_PREPARED", set())
+    monkeypatch.setattr(decide, "compile_ahead", lambda *of: True)
     monkeypatch.setattr(probing, "one_thread", nullcontext)
     new_kernels(monkeypatch)
     forget_files(monkeypatch)

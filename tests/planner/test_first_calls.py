@@ -43,6 +43,7 @@ def in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     forget_files(monkeypatch)
     monkeypatch.setattr(first_calls, "_lost", {})
     monkeypatch.setattr(first_calls, "_prepared", set())
+    monkeypatch.setattr(first_calls, "_there", set())
 
 
 def asked(kernel: str = "auto", mib: int = 16, tokens: int = 1 << 15) -> decide.Asked:
@@ -164,6 +165,7 @@ def test_nobody_loses_more_than_twice_what_has_to_be(
         kernel = NativeKernel()
         monkeypatch.setattr(first_calls, "_lost", {})
         monkeypatch.setattr(first_calls, "_prepared", set())
+        monkeypatch.setattr(first_calls, "_there", set())
         largest = random.choice((0.01, 0.3, 3.0, 30.0))
         calls = [
             (random.choice("abc"), random.uniform(0, largest), random.uniform(0, 0.4))
@@ -190,6 +192,10 @@ def test_little_is_remembered_however_many_kinds_there_are() -> None:
         not_yet(kernel, call, GPU, (number,), cost(1.1), cost(1.0), counts=True)
     assert 0 < len(first_calls._lost) <= 1024
     assert 0 < len(first_calls._prepared) <= 1024
+    for number in range(3000):
+        call = replace(CALL, head_dim=8 * (1 + number), value_dim=8)
+        not_yet(get_kernel("dense"), call, GPU, (number,), cost(1.1), cost(1.0), counts=True)
+    assert 0 < len(first_calls._there) <= 1024
 
 
 def test_a_kernel_that_need_not_be_built_is_never_put_off() -> None:

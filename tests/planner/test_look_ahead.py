@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_made_up_gpu import GPU, first_of_a_kind, made_up_gpu, new_kernels, probing
+from helpers_made_up_gpu import GPU, made_up_gpu, new_kernels, probing
 
 import quorum_attention as qa
 from quorum_attention.execution.placement import Placement
@@ -121,8 +121,10 @@ def test_it_decides_what_it_would_have_decided(tests: Any, monkeypatch: pytest.M
     tests(lambda name: None)
     for number, budget in enumerate((GIB, 128 << 20)):
         tokens = (1 << 18) + 128 * number
-        monkeypatch.setattr(decide, "compile_ahead", first_of_a_kind())
+        monkeypatch.setattr(decide, "_PREPARED", set())
+        monkeypatch.setattr(decide, "compile_ahead", lambda *of: True)
         one = both(budget=budget, tokens=tokens)
+        monkeypatch.setattr(decide, "_PREPARED", set())
         monkeypatch.setattr(decide, "compile_ahead", lambda *of: False)
         new_kernels(monkeypatch)
         assert both(budget=budget, tokens=tokens).plan == one.plan

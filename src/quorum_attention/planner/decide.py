@@ -294,6 +294,10 @@ def _by_plan(asked: Asked, *, runs: bool = True) -> Decision:
     return _planned(asked, preferred, others, runs=runs)
 
 
+# Kinds of calls for which it has been begun: there are few.
+_PREPARED: set[tuple[torch.device, torch.dtype, int, int, bool | None]] = set()
+
+
 def _prepare(*passes: Asked) -> None:
     """Begin what a first call of a kind waits for, beside planning it.
 
@@ -306,6 +310,10 @@ def _prepare(*passes: Asked) -> None:
         return
     # It will probably be cut.
     scaled = work.dtype == torch.float16 if asked.needs_grad else None
+    kind = options.device, work.dtype, work.head_dim, work.value_dim, scaled
+    if kind in _PREPARED:
+        return
+    _PREPARED.add(kind)
     backend = backend_of(options.device)
     if backend.remembers and backend.is_here():
         # Threads that import hold the interpreter's lock, 5 ms at a time, and reading a file
@@ -313,7 +321,7 @@ def _prepare(*passes: Asked) -> None:
         proven.read()
         known.read()
     backend.prepare(options.device)
-    if compile_ahead(options.device, work.dtype, work.head_dim, work.value_dim, scaled):
+    if compile_ahead(*kind):
         _look_ahead(*passes)
 
 

@@ -24,11 +24,13 @@ from quorum_attention.kernels.protocol import CallShape, InnerKernel
 from quorum_attention.planner.cost import Cost
 from quorum_attention.sizes import format_seconds
 
-_Kind = tuple[str, torch.device, torch.dtype, int, int, bool]
+_Kind = tuple[int, torch.device, torch.dtype, int, int, bool]
 _lost: dict[_Kind, float] = {}
 """Predicted seconds that calls of a kind have lost without a kernel."""
 _prepared: set[tuple[object, ...]] = set()
 """What has run instead: its own shapes are prepared."""
+_there: set[_Kind] = set()
+"""Kinds for which nothing has to be built any more."""
 # Kinds, and what ran, that are remembered.
 _MOST = 1024
 _alike: ContextVar[bool] = ContextVar("_alike", default=False)
@@ -63,12 +65,14 @@ def not_yet(
         slower, faster: the pass's costs without and with ``kernel``.
         counts: whether the pass is going to run; otherwise it is only asked.
     """
-    if _alike.get() or torch.are_deterministic_algorithms_enabled():
+    kind = id(kernel), device, call.dtype, call.head_dim, call.value_dim, call.needs_grad
+    if kind in _there or _alike.get() or torch.are_deterministic_algorithms_enabled():
         return None
     left = building_left(kernel, call, device)
     if not left:
+        _forget_all_of_too_many()
+        _there.add(kind)
         return None
-    kind = kernel.name, device, call.dtype, call.head_dim, call.value_dim, call.needs_grad
     loses = slower.seconds - faster.seconds
     if instead not in _prepared:
         loses += slower.preparation
@@ -76,12 +80,16 @@ def not_yet(
     if lost >= left:
         return None
     if counts:
-        for remembered in (_lost, _prepared):
-            if len(remembered) >= _MOST:
-                remembered.clear()
+        _forget_all_of_too_many()
         _lost[kind] = lost
         _prepared.add(instead)
     return (
         f"{kernel.name} would take {format_seconds(faster.seconds)}, and "
         f"{format_seconds(left)} to be built first: not for so few calls"
     )
+
+
+def _forget_all_of_too_many() -> None:
+    for remembered in (_lost, _prepared, _there):
+        if len(remembered) >= _MOST:
+            remembered.clear()
