@@ -2,12 +2,15 @@
 
 Caches are Triton's, this package's, and the bytecode of all that Python imports.
 
-    python benchmarks/first.py [--cases 262144,65536-gqa] [--before ../before/src] [--json FILE]
+    python benchmarks/first.py [--cases 262144,65536-gqa] [--calls 2] [--before ../before/src]
+        [--caches none,kept,kept] [--read] [--json FILE]
 
 Plain calls (plain.py): inputs in page-locked host memory, results made by the call, gradients by
 autograd. Each process has initialised CUDA before, and has called torch's own ``backward`` with a
 gradient, which imports sympy (2 s by itself). The first process of a machine also reads libraries
-from its disk: one is run and thrown away. With ``--before`` an older version in turn. Needs a CUDA
+from its disk: one is run and thrown away, unless ``--read`` says that they have been read. With
+``--before`` an older version in turn; with ``--calls 1`` the first call alone. The case "short" is
+a call under a tight budget that takes 0.2 s on a kernel that takes seconds to build. Needs a CUDA
 device.
 """
 
@@ -23,17 +26,16 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-CALLS = 2
 
-
-def in_this_process(case: str) -> list[tuple[float, float]]:
+def in_this_process(case: str, calls: int) -> list[tuple[float, float]]:
     """Seconds of forward and backward of each call."""
     import torch
-    from plain import CASES, both
+    from plain import CASES, Case, both
 
     import quorum_attention as qa
 
-    given = CASES[case]
+    short = {"short": Case(1 << 15, 8, 8, 64, torch.float16, "16MiB")}
+    given = (CASES | short)[case]
     torch.manual_seed(0)
     heads = (given.heads, given.kv_heads, given.kv_heads, given.heads)
     tensors = [
@@ -48,10 +50,10 @@ def in_this_process(case: str) -> list[tuple[float, float]]:
     def forward(*three: torch.Tensor) -> torch.Tensor:
         return qa.attention(*three, is_causal=True, enable_gqa=True, budget=given.budget)
 
-    return [both(forward, tensors[:3], tensors[3]) for _ in range(CALLS)]
+    return [both(forward, tensors[:3], tensors[3]) for _ in range(calls)]
 
 
-def in_a_new_process(case: str, source: Path, caches: Path) -> list[list[float]]:
+def in_a_new_process(case: str, calls: int, source: Path, caches: Path) -> list[list[float]]:
     """The same in a process that imports the package from ``source``."""
     own = Path(__file__).resolve().parent
     paths = [str(source), str(own), os.environ.get("PYTHONPATH", "")]
@@ -62,7 +64,7 @@ def in_a_new_process(case: str, source: Path, caches: Path) -> list[list[float]]
         "PYTHONPYCACHEPREFIX": str(caches / "bytecode"), "PYTHONDONTWRITEBYTECODE": "",
     }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, __file__, "--within", case],
+        [sys.executable, __file__, "--within", case, "--calls", str(calls)],
         env=environment, capture_output=True, text=True, check=True,
     )  # fmt: skip
     found: list[list[float]] = json.loads(done.stdout.splitlines()[-1])
@@ -75,23 +77,29 @@ def main() -> None:
     parser.add_argument("--cases", default="262144,65536-gqa")
     parser.add_argument("--before", type=Path, help="src of an older version")
     parser.add_argument("--caches", default="none,kept,kept", help="of the processes, in order")
+    parser.add_argument("--calls", type=int, default=2, help="in each process")
+    parser.add_argument("--read", action="store_true", help="libraries have been read before")
     parser.add_argument("--json")
     parser.add_argument("--within", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.within:
-        print(json.dumps(in_this_process(given.within)))
+        print(json.dumps(in_this_process(given.within, given.calls)))
         return
     versions = {} if given.before is None else {"before": given.before}
     versions["now"] = Path(__file__).resolve().parents[1] / "src"
     document: dict[str, Any] = {}
     for case in given.cases.split(","):
-        with tempfile.TemporaryDirectory() as folder:
-            in_a_new_process(case, versions["now"], Path(folder))
+        if not given.read:
+            with tempfile.TemporaryDirectory() as folder:
+                in_a_new_process(case, 1, versions["now"], Path(folder))
         with tempfile.TemporaryDirectory() as folder:
             for caches, name in product(given.caches.split(","), versions):
-                calls = in_a_new_process(case, versions[name], Path(folder) / name)
-                first, second = (sum(call) for call in calls[:2])
-                over = f"first over second {first - second:.2f} s, second {second:.3f} s"
+                calls = in_a_new_process(case, given.calls, versions[name], Path(folder) / name)
+                first = sum(calls[0])
+                over = f"first {first:.2f} s"
+                if given.calls > 1:
+                    second = sum(calls[1])
+                    over += f", over second {first - second:.2f} s, second {second:.3f} s"
                 print(f"{case:15} {name:6} caches {caches}: {over}", flush=True)
                 document.setdefault(case, {}).setdefault(name, []).append(
                     {"caches": caches, "calls": calls}
