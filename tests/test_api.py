@@ -336,6 +336,7 @@ MANY = torch.zeros(1, 2, 50, 8, requires_grad=True)
         ({"key": Q[..., :4]}, ValueError, "key must have the query's head_dim 8, got 4"),
         ({"value": Q[:, :, :9]}, ValueError, r"value must have the key's heads and tokens \(2, 50"),
         ({"query": Q[..., :0], "key": Q[..., :0]}, ValueError, "head_dim of at least 1, got 0"),
+        ({"value": Q[..., :0]}, ValueError, "value_dim of at least 1, got 0"),
         ({"query": Q.repeat(1, 2, 1, 1)}, ValueError, "key has 2 heads .* enable_gqa=True"),
         (
             {"query": Q[:, :1].expand(1, 3, 50, 8), "enable_gqa": True},

@@ -163,6 +163,9 @@ def sizes_of(
         )
     if head_dim == 0:
         raise ValueError("query must have a head_dim of at least 1, got 0")
+    if value_dim == 0:
+        # There would be a log-sum-exp of every row, and no output.
+        raise ValueError("value must have a value_dim of at least 1, got 0")
     if heads != kv_heads:
         if not enable_gqa:
             raise ValueError(

@@ -55,12 +55,17 @@ def rows_are_dense(*tensors: torch.Tensor) -> bool:
     The last dimension has to be contiguous. On a GPU every row also has to start at a multiple of
     a word (16 bytes): operators refuse other rows, or fail with misaligned addresses. Rows whose
     length is no multiple of a word may start anywhere, because they are padded, which copies them.
+    On a CPU rows of 16 bits may not begin within the row before: torch's matrix products refuse
+    them where the processor multiplies bf16.
     """
     word = backend_of(tensors[0].device).word_bytes
     for tensor in tensors:
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             return False
-        if word > 1 and not _at_whole_words(tensor, word):
+        if word > 1:
+            if not _at_whole_words(tensor, word):
+                return False
+        elif tensor.element_size() == 2 and _rows_overlap(tensor):
             return False
     return True
 
@@ -88,6 +93,10 @@ def results_are_dense(query: torch.Tensor) -> bool:
     expanded = 0 in steps
     each = zip(query.shape[:-1], steps[:-1], strict=True)
     return not any(s == 1 and (n > 1 or expanded) for n, s in each)
+
+
+def _rows_overlap(tensor: torch.Tensor) -> bool:
+    return tensor.shape[-2] > 1 and 0 < tensor.stride(-2) < tensor.shape[-1]
 
 
 def _at_whole_words(tensor: torch.Tensor, word: int) -> bool:
