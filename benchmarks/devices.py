@@ -215,7 +215,7 @@ def kill(pool: Pool, backward: bool, where: str = "cpu") -> str:
 def measure(
     steps: Steps, pool: Pool, tokens: int, heads: int, budget: str, rounds: int, alone: int
 ) -> None:
-    """Forward and backward, one device (in so many turns) and all of them in turn."""
+    """Forward and backward, of one device (in so many turns), then of all of them."""
     shape = (1, heads, tokens, 64)
     q, k, v, grad = (drawn(shape, seed) for seed in range(4))
     say(f"inputs of {q.nbytes >> 20} MiB each")
@@ -223,10 +223,9 @@ def measure(
     details: list[Any] = []
     same: dict[str, Any] = {"is_causal": True, "budget": budget}
     kept: dict[str, Any] = {}
-    for turn in range(rounds):
-        for name, devices in (("one", "cuda:0"), ("all", pool)):
-            if name == "one" and turn >= alone:
-                continue  # it is warm; how a pool shares goes by its calls before
+    # One after the other: workers that have nothing to do for ten seconds unlock their memory.
+    for name, devices, turns in (("one", "cuda:0", min(alone, rounds)), ("all", pool, rounds)):
+        for turn in range(turns):
             report = qa.Report()
             # A report measures stages, which takes time: not in all turns.
             watched = name == "all" and turn == rounds - 1 and turn > 2

@@ -22,18 +22,13 @@ from quorum_attention.pool import Pool, PoolPass
 
 
 def orders(one: PoolPass) -> list[tuple[int, float, float, float]]:
-    """(device, start, stop, worked) of each order of a pass: parts of one order follow each other
-    without any time between them, and say their share of what it took."""
-    found: list[tuple[int, float, float, float]] = []
-    for device in range(len(one.devices)):
-        mine = sorted((r.start, r.stop, r.worked) for r in one.ran if r.device == device)
-        for start, stop, worked in mine:
-            if found and found[-1][0] == device and start == found[-1][2]:
-                last = found.pop()
-                found.append((device, last[1], stop, last[3] + worked))
-            else:
-                found.append((device, start, stop, worked))
-    return found
+    """(device, start, stop, worked) of each order of a pass: its parts say their share of what it
+    took. One that waited at its worker starts when the one before stops."""
+    found: dict[int, tuple[int, float, float, float]] = {}
+    for r in one.ran:
+        device, start, stop, worked = found.get(r.order, (r.device, r.start, r.stop, 0.0))
+        found[r.order] = (device, min(start, r.start), max(stop, r.stop), worked + r.worked)
+    return sorted(found.values())
 
 
 def waits(one: PoolPass) -> dict[str, float]:

@@ -101,7 +101,8 @@ def test_a_long_first_order_counts_beyond_what_is_new(new: float) -> None:
     dispatch = Dispatcher(machine, lambda part: part.pairs(SIZES), new={0: new})
     order = dispatch.take(0, 0.0)
     assert order is not None
-    dispatch.done(0, 10.0)
+    for unit in dispatch.done(0, 10.0).units:
+        machine.on(UnitDone(0, unit, ()))
     wanted = {0: pytest.approx((10 - new) / order.pairs)} if new < 10 else {}
     assert dispatch.paces == wanted
     assert dispatch.spent == {0: (0.0, 0)}
@@ -127,7 +128,8 @@ def test_no_order_is_long(timed: bool) -> None:
     assert first is not None
     if not timed:
         assert first.pairs >= 0.45 * pairs  # seconds are not known yet
-    dispatch.done(0, first.pairs * paces[0])
+    for unit in dispatch.done(0, first.pairs * paces[0]).units:
+        machine.on(UnitDone(0, unit, ()))
     order = dispatch.take(0, first.pairs * paces[0])
     assert order is not None
     largest = max(part.pairs(sizes) for part in parts) * paces[0]

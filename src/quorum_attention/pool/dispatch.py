@@ -4,12 +4,21 @@ Parts are small, so that devices end together; a call of several of them is quic
 calls. So a device takes a share of what it will do in all at once, then a share of what is then
 left, and so on (Hummel, Schonberg and Flynn, "Factoring", 1992), as far as parts lie side by side.
 A device that would still be at a part when the others could have done all the rest takes none.
+
+A second order may wait at a device that is at its first, so that it need not wait for it. It counts
+as not begun, and is taken back for a device that has nothing to do.
+
+Devices that are alike have a home each: the parts that they take first, the same ones in every call
+(Markatos and LeBlanc, "Using processor affinity in loop scheduling", 1994), because their workers
+have the memory of those open and locked. What is left in other homes they take from its end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quorum_attention.execution.control.machine import Machine
@@ -17,14 +26,18 @@ from quorum_attention.execution.control.machine import Machine
 # The share of what a device will presumably do that it takes at once: where devices are alike, and
 # where they may not be as quick as they are thought to be.
 _SHARE_ALIKE, _SHARE = 0.8, 0.55
-# Devices that were as quick as each other before take all at once: a call that copies beside its
-# kernels waits for its first and for its last copies.
+# Devices that gain by long calls take all at once.
 _SHARE_SURE = 1.001
 # No order takes much longer, where paces are known: a device that is lost loses all of its order.
 _LONGEST_SECONDS = 5.0
 # Only of devices this much quicker another one may be in the way, and not for so few seconds.
 _SLOW = 1.25
 _SHORT_SECONDS = 0.01
+# Up to here what is expected of a device says how long its orders are, and not what was seen: so
+# that they have the same sizes from call to call.
+_AS_EXPECTED = 1.5
+# No order waits at a device that will do less than such a share of it.
+_LEAST_AHEAD = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +48,15 @@ class Order:
         part: all of them, as one.
         units: those that the machine knows.
         pairs: how much work it is.
-        begun: when, in seconds.
+        begun: when, in seconds; of one that waits, when it was made.
+        near: the part and those beside it that the device will presumably take next, as one.
     """
 
     part: Any
     units: tuple[Any, ...]
     pairs: int
     begun: float
+    near: Any
 
 
 class Dispatcher:
@@ -54,13 +69,16 @@ class Dispatcher:
         paces: how long each device takes for a pair, relative to the others, as far as that is
             known beforehand.
         alike: whether devices may be taken to be equally quick.
-        sure: whether they were, and gain by long calls.
+        sure: whether those that are alike gain by long calls: each takes its home at once.
         new: seconds that the first order of a device may take beside computing, where it may have
             to open, compile or plan what it has not met before.
         timed: whether ``paces`` are seconds a pair, and not only relative to each other.
+        homes: the device that should take each part; None: whoever comes first.
+        usual: seconds a pair that are expected of devices, whatever was seen.
 
     Attributes:
         orders: what devices are at, by number.
+        queued: what waits for devices that are at something else; the machine does not know of it.
         paces: seconds a pair, as seen in this pass.
         spent: seconds and pairs of all orders that a device has done, except the first of a new
             one.
@@ -76,15 +94,24 @@ class Dispatcher:
         sure: bool = False,
         new: Mapping[int, float] | None = None,
         timed: bool = False,
+        homes: Mapping[Any, int] | None = None,
+        usual: Mapping[int, float] | None = None,
     ) -> None:
         self._new, self._timed = dict(new or {}), timed
         self.spent: dict[int, tuple[float, int]] = {}
         self._machine, self._pairs, self._join = machine, pairs, join
-        self._before = dict(paces or {})
-        self._share = _SHARE_SURE if alike and sure else _SHARE_ALIKE if alike else _SHARE
+        self._before, self._usual = dict(paces or {}), dict(usual or {})
+        self._sure = alike and sure
+        self._share = _SHARE_SURE if self._sure else _SHARE_ALIKE if alike else _SHARE
         self.paces: dict[int, float] = {}
-        self._left = sum(pairs(part) for part in machine.queue.waiting)
+        self._homes = homes or {}
+        # What no device has, nor waits at one; by home.
+        self._free: dict[int | None, deque[Any]] = {}
+        self._place = {part: at for at, part in enumerate(machine.queue.waiting)}
+        self._left = 0
+        self._give_back(machine.queue.waiting)
         self.orders: dict[int, Order] = {}
+        self.queued: dict[int, Order] = {}
 
     def idle(self) -> list[int]:
         """Devices that have nothing to do, the quickest first."""
@@ -93,51 +120,153 @@ class Dispatcher:
 
     def take(self, device: int, now: float) -> Order | None:
         """What an idle device does next; None: nothing."""
-        waiting = self._machine.queue.waiting
-        if not waiting or (self.orders and self._hinders(device, now)):
-            return None
-        most = self._share * self._fair(device, now)
-        if self.paces or self._timed:
-            most = min(most, _LONGEST_SECONDS / self._pace(device))
-        self._machine.start(device)
-        units = [self._next(device)]
-        part = units[0]
-        while self._join is not None and waiting:
-            joined = self._join(part, waiting[0])
-            if joined is None or self._pairs(joined) > most:
-                break
-            units.append(self._next(device))
-            part = joined
-        order = Order(part, tuple(units), self._pairs(part), now)
-        self._left -= order.pairs
-        self.orders[device] = order
+        order = self._made(device, now, ahead=False)
+        if order is not None:
+            self._begin(device, order)
         return order
 
-    def done(self, device: int, now: float) -> Order:
-        """A device has done its order."""
+    def ahead(self, device: int, now: float) -> Order | None:
+        """What waits from now on for a device that is at its order; None: nothing, as long as
+        nobody knows how quick it is."""
+        known = device in self.paces or self._timed or self._sure
+        if not known or device in self.queued or device not in self.orders:
+            return None
+        order = self._made(device, now, ahead=True)
+        if order is not None:
+            self.queued[device] = order
+        return order
+
+    def behind(self, device: int, now: float) -> int | None:
+        """The device whose waiting order would begin last, if it should be taken back because an
+        idle device finds nothing else to do."""
+        if not self.queued or any(self._free.values()):
+            return None
+        busy = self._busy(now)
+        last = max(self.queued, key=lambda number: busy.get(number, 0.0))
+        return None if self._hinders(device, now, self.queued[last].units[0]) else last
+
+    def withdrawn(self, device: int) -> Order:
+        """What waited for a device was taken back."""
+        order = self.queued.pop(device)
+        self._give_back(order.units)
+        return order
+
+    def done(self, device: int, now: float, worked: float | None = None, new: float = 0.0) -> Order:
+        """A device has done its order.
+
+        Args:
+            worked: seconds that it was at it, as it says itself; None: since the order began.
+            new: how many of them may have gone into what it had not met before.
+        """
         order = self.orders.pop(device)
-        seconds, new = now - order.begun, self._new.pop(device, 0.0)
+        seconds = now - order.begun if worked is None else worked
+        new = max(new, self._new.pop(device, 0.0))
         before, pairs = self.spent.get(device, (0.0, 0))
         self.spent[device] = (before, pairs) if new else (before + seconds, pairs + order.pairs)
         if seconds > new:
             self.paces[device] = (seconds - new) / max(1, order.pairs)
         return order
 
-    def lost(self, device: int) -> None:
-        """A device is gone; its order goes back."""
-        order = self.orders.pop(device, None)
+    def go_on(self, device: int, now: float) -> Order | None:
+        """A device begins with what waited for it, after the machine knows of what it has done."""
+        order = self.queued.pop(device, None)
         if order is not None:
-            self._left += order.pairs
+            order = replace(order, begun=now)
+            self._begin(device, order)
+        return order
+
+    def lost(self, device: int) -> None:
+        """A device is gone; its orders go back."""
+        for orders in (self.orders, self.queued):
+            order = orders.pop(device, None)
+            if order is not None:
+                self._give_back(order.units)
         self.paces.pop(device, None)
 
-    def seconds(self, device: int) -> float | None:
-        """How long its order should take; None where no pace is known."""
-        return self._pace(device) * self.orders[device].pairs if self.paces else None
+    def _made(self, device: int, now: float, ahead: bool) -> Order | None:
+        """An order from what is free."""
+        home, own = self._source(device)
+        free = self._free.get(home)
+        if not free:
+            return None
+        first = free[0] if own else free[-1]
+        if self.orders and self._hinders(device, now, first):
+            return None
+        most = self._most(device, now, free if own else ())
+        if ahead and most < _LEAST_AHEAD * self._pairs(first):
+            return None
+        units, part = [free.popleft() if own else free.pop()], first
+        while self._join is not None and free:
+            joined = self._join(part, free[0]) if own else self._join(free[-1], part)
+            if joined is None or self._pairs(joined) > most:
+                break
+            units.append(free.popleft() if own else free.pop())
+            part = joined
+        if not own:
+            units.reverse()
+        order = Order(part, tuple(units), self._pairs(part), now, self._near(part, home, own))
+        self._left -= order.pairs
+        return order
 
-    def _next(self, device: int) -> Any:
-        launch = self._machine.next(device)
-        assert launch is not None, "a part is waiting"
-        return launch.group
+    def _source(self, device: int) -> tuple[int | None, bool]:
+        """Where a device takes parts from, and whether from the beginning: its home, then the
+        fullest one of others."""
+        if not self._homes:
+            return None, True
+        if self._free.get(device):
+            return device, True
+        return max(self._free, key=lambda home: self._work(self._free[home])), False
+
+    def _most(self, device: int, now: float, home: Iterable[Any]) -> float:
+        """Pairs of an order, at most."""
+        fair, longest = self._fair(device, now), self._longest(device)
+        if not self._sure or not self._homes or not home:
+            return min(self._share * fair, longest)
+        work = self._work(home)
+        # Of equal lengths: calls of other sizes may be planned in another way.
+        return _SHARE_SURE * work / max(1, math.ceil(work / longest - 1e-3))
+
+    def _longest(self, device: int) -> float:
+        """Pairs of an order that is not too long."""
+        seen = self._pace(device) if self.paces or self._timed else None
+        usual = self._usual.get(device) if self._sure else None
+        if usual and (not seen or 1 / _AS_EXPECTED < seen / usual < _AS_EXPECTED):
+            seen = usual
+        return _LONGEST_SECONDS / seen if seen else math.inf
+
+    def _near(self, part: Any, home: int | None, own: bool) -> Any:
+        if home is None or not own or self._join is None:
+            return part
+        for other in self._free[home]:
+            joined = self._join(part, other)
+            if joined is None:
+                break
+            part = joined
+        return part
+
+    def _begin(self, device: int, order: Order) -> None:
+        """Tell the machine."""
+        self.orders[device] = order
+        waiting = self._machine.queue.waiting
+        for unit in reversed(order.units):
+            if waiting[0] != unit:
+                waiting.remove(unit)
+                waiting.appendleft(unit)
+        self._machine.start(device)
+        for unit in order.units:
+            launch = self._machine.next(device)
+            assert launch is not None, "a part is waiting"
+            assert launch.group == unit
+
+    def _give_back(self, units: Iterable[Any]) -> None:
+        for unit in units:
+            self._left += self._pairs(unit)
+            self._free.setdefault(self._homes.get(unit), deque()).append(unit)
+        for home, free in self._free.items():
+            self._free[home] = deque(sorted(free, key=self._place.__getitem__))
+
+    def _work(self, parts: Iterable[Any]) -> int:
+        return sum(self._pairs(part) for part in parts)
 
     def _pace(self, device: int) -> float:
         found = self.paces.get(device)
@@ -159,23 +288,26 @@ class Dispatcher:
         }
 
     def _fair(self, device: int, now: float) -> float:
-        """Pairs that an idle device will do, if all end together."""
+        """Pairs that a device will still begin, if all end together."""
         speeds = {number: 1 / self._pace(number) for number in self._machine.devices}
-        begun = sum(seconds * speeds[number] for number, seconds in self._busy(now).items())
-        return (self._left + begun) * speeds[device] / sum(speeds.values())
+        begun = {number: seconds * speeds[number] for number, seconds in self._busy(now).items()}
+        waits = sum(order.pairs for order in self.queued.values())
+        every = self._left + waits + sum(begun.values())
+        return every * speeds[device] / sum(speeds.values()) - begun.get(device, 0.0)
 
-    def _hinders(self, device: int, now: float) -> bool:
-        """Whether quicker devices would do all the rest sooner than this one its next part."""
+    def _hinders(self, device: int, now: float, part: Any) -> bool:
+        """Whether quicker devices would do all the rest sooner than this one that part."""
         pace = self._pace(device)
         quicker = {n: self._pace(n) for n in self._machine.devices if self._pace(n) * _SLOW < pace}
-        busy, work = self._busy(now), self._pairs(self._machine.queue.waiting[0])
+        busy, work = self._busy(now), self._pairs(part)
         if not quicker or (self.paces and pace * work < _SHORT_SECONDS):
             return False
         speeds = sum(1 / each for each in quicker.values())
         begun = sum(busy.get(number, 0.0) / each for number, each in quicker.items())
+        waits = sum(order.pairs for order in self.queued.values())
         # As if what is left could be cut at will, and a part beyond that.
-        rest = (self._left + begun) / speeds + work * min(quicker.values())
-        return pace * work > rest
+        rest = (self._left + waits + begun) / speeds + work * min(quicker.values())
+        return busy.get(device, 0.0) + pace * work > rest
 
 
 __all__ = ["Dispatcher", "Order"]

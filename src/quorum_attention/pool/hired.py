@@ -46,6 +46,22 @@ class Hired:
         """To listen to it."""
         return self._worker.pipe
 
+    @property
+    def may_wait(self) -> bool:
+        """Whether orders may wait at it."""
+        return self._worker.shelf is not None
+
+    def queue(self, message: Compute) -> bool:
+        """Have an order wait until the worker has done the one before; False if it cannot."""
+        if any(not on_host(one.device) for one in (message.sums or {}).values()
+               if isinstance(one, torch.Tensor)):  # fmt: skip
+            return False  # what is taken back was given to nobody
+        return self._worker.queue(self._with_sums(message))
+
+    def withdraw(self) -> bool:
+        """Take back what waits; False if the worker has it already."""
+        return self._worker.withdraw()
+
     def send(self, message: object) -> bool:
         """Send a message; False if the worker is gone. After the last one of a pass no memory of a
         device that this worker was given counts as taken: it has let go of it, or is ended."""
@@ -54,11 +70,15 @@ class Hired:
         if isinstance(message, Begin):
             tensors = {name: self._given_to(one) for name, one in message.tensors.items()}
             message = replace(message, tensors=tensors, budget=self._budget)
-        elif isinstance(message, Compute) and message.sums is not None:
-            message = replace(
-                message, sums={name: self._given_to(one) for name, one in message.sums.items()}
-            )
+        elif isinstance(message, Compute):
+            message = self._with_sums(message)
         return self._worker.send(message)
+
+    def _with_sums(self, message: Compute) -> Compute:
+        if message.sums is None:
+            return message
+        sums = {name: self._given_to(one) for name, one in message.sums.items()}
+        return replace(message, sums=sums)
 
     def _end(self, message: End) -> bool:
         limit = time.monotonic() + _CONFIRM_SECONDS

@@ -36,13 +36,15 @@ class Compute:
     """Compute a part of the pass that has begun.
 
     In a pool ``part`` is a ``Part``, and ``sums`` is where those of its gradients go that have to
-    be added up, by name: grad_key and grad_value, grad_mask.
+    be added up, by name: grad_key and grad_value, grad_mask; and ``near`` is the part with those
+    beside it that the worker will presumably compute too, whose memory is locked with its own.
     """
 
     number: int
     index: int
     part: Any
     sums: Any = None
+    near: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +70,31 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
+class Begun:
+    """A worker has a part, and begins with it. Another one may be laid on its shelf from now on,
+    and nothing else is there."""
+
+    number: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
-    """The results of a part are in place."""
+    """The results of a part are in place.
+
+    Attributes:
+        seconds: that the worker was at it.
+        opening: how many of them went into opening and page-locking memory.
+        new: whether it was the first part of its sizes there: some of them went into compiling,
+            planning or what else a first call does.
+    """
 
     number: int
     index: int
     seconds: float
     report: Report
+    opening: float = 0.0
+    new: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,4 +116,4 @@ class Failed:
     broken: bool = False
 
 
-__all__ = ["Begin", "Compute", "Done", "End", "Failed", "Ready"]
+__all__ = ["Begin", "Begun", "Compute", "Done", "End", "Ended", "Failed", "Ready"]

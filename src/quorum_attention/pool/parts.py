@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -81,7 +81,9 @@ def parts_of(
     even end.
 
     Args:
-        even: whether the devices are alike; if they are not, everything is cut finer.
+        even: whether the devices are alike: whole heads are then in as many runs beside each other
+            as there are devices, each with its small parts last. If they are not alike, everything
+            is cut finer.
         paces: how long each takes for a pair, relative to the others, where that is known.
     """
     heads = sizes.batch * sizes.kv_heads
@@ -98,15 +100,34 @@ def parts_of(
     pieces = min(wanted, _most_pieces(sizes))
     cut = cut if pieces > 1 else 0
     found: list[Part] = []
-    at = 0
-    while at < heads - cut:
-        left = heads - cut - at
-        largest = max(1, heads // (devices * _OF_A_DEVICE))
-        run = min(left, max(1, min(largest, math.ceil(left / (2 * devices)))))
-        found += _whole(sizes, at, run)
-        at += run
+    largest = max(1, heads // (devices * _OF_A_DEVICE))
+    runs = devices if even else 1
+    for number in range(runs):
+        at, stop = ((heads - cut) * n // runs for n in (number, number + 1))
+        while at < stop:
+            shared = 2 if even else 2 * devices
+            run = min(stop - at, max(1, min(largest, math.ceil((stop - at) / shared))))
+            found += _whole(sizes, at, run)
+            at += run
     for head in range(heads - cut, heads):
         found += _cut(sizes, head, pieces)
+    return found
+
+
+def homes_of(sizes: Sizes, parts: Sequence[Part], devices: Sequence[int]) -> dict[Part, int]:
+    """The device that should take each part of ``parts_of``, among so many that are alike.
+
+    Each has as much work, of whole heads and of pieces, and the same in every call of these sizes.
+    """
+    found: dict[Part, int] = {}
+    for whole in (True, False):
+        mine = [part for part in parts if part.whole == whole]
+        every, before = sum(part.pairs(sizes) for part in mine), 0
+        for part in mine:
+            pairs = part.pairs(sizes)
+            middle = (before + pairs / 2) / max(1, every)
+            found[part] = devices[min(len(devices) - 1, int(middle * len(devices)))]
+            before += pairs
     return found
 
 
@@ -208,4 +229,4 @@ def _row(sizes: Sizes, part: float) -> float:
     return math.sqrt(2 * pairs) if pairs <= above else square + (pairs - above) / sizes.n_keys
 
 
-__all__ = ["Part", "Sizes", "joined", "parts_of"]
+__all__ = ["Part", "Sizes", "homes_of", "joined", "parts_of"]

@@ -21,7 +21,7 @@ from quorum_attention.pool.hired import Hired
 from quorum_attention.pool.messages import Begin
 from quorum_attention.pool.names import names_of
 from quorum_attention.pool.paces import paces_of
-from quorum_attention.pool.parts import Part, joined
+from quorum_attention.pool.parts import Part, homes_of, joined
 from quorum_attention.pool.report import PoolPass, PoolReport
 from quorum_attention.pool.request import request_on_several
 from quorum_attention.pool.rooms import give_back
@@ -69,7 +69,7 @@ class Pool(Several):
         names = names_of(devices)
         count = None if threads is None else whole_number(threads, "threads", 1)
         self._threads = count
-        self._workers = start(names, count)
+        self._workers = start(names, count, shelves=True)
         self._passes = 0
         self._lock = Turn()
 
@@ -96,7 +96,7 @@ class Pool(Several):
     def join(self, device: str | torch.device) -> None:
         """Start a worker for one more device, or for one whose worker was lost. It takes part in a
         pass that is running."""
-        self._workers += start(names_of([device]), self._threads)
+        self._workers += start(names_of([device]), self._threads, shelves=True)
 
     def mend(self) -> None:
         """Start a worker in the place of each that was lost."""
@@ -104,7 +104,7 @@ class Pool(Several):
             for number, worker in enumerate(self._workers):
                 if not worker.alive or not worker.process.is_alive():
                     worker.kill()
-                    self._workers[number] = start([worker.device], self._threads)[0]
+                    self._workers[number] = start([worker.device], self._threads, shelves=True)[0]
 
     def close(self) -> None:
         """End the workers; the pool is of no use afterwards."""
@@ -185,14 +185,16 @@ class Pool(Several):
         return not paces or max(paces) <= _ALIKE * min(paces)
 
     def _sure(self, kind: tuple[Any, ...]) -> bool:
-        """Whether workers have been equally quick, and copy beside their kernels; or were so quick
-        that a second order would cost more than it evens out."""
+        """Whether workers that are alike gain by long calls: they copy beside their kernels, and
+        were not seen to be unequal; or were so quick that a second order would cost more than it
+        evens out."""
         here = [worker for worker in self._workers if worker.alive]
         if all(worker.readings.short(kind) for worker in here):
             return True
-        paces = [worker.readings.pace(kind) or 0.0 for worker in here]
+        paces = self.paces(kind).values()
         overlap = all(backend_of(torch.device(worker.device)).overlaps for worker in here)
-        return overlap and 0.0 < max(paces) <= _SURE * min(paces)
+        # The first call too: other sizes of orders would have to be planned and prepared later on.
+        return overlap and (not paces or max(paces) <= _SURE * min(paces))
 
     def run(
         self,
@@ -225,7 +227,8 @@ class Pool(Several):
             return None if totals is None else totals.room(part)
 
         with self._lock:
-            paces = self.paces(kind)
+            paces, alike = self.paces(kind), self.alike(budgets, kind)
+            here = [number for number, worker in enumerate(self._workers) if worker.alive]
             report.devices = [worker.label for worker in self._workers]
             report.parts = len(parts)
             hired: list[Hired] = []
@@ -242,31 +245,44 @@ class Pool(Several):
             coordinator = Coordinator(
                 recruits(), begin, parts, sums, ended, report,
                 join=partial(joined, begin.sizes), paces=paces,
-                alike=self.alike(budgets, kind), recruits=recruits, sure=self._sure(kind),
-                new=self._new(kind), timed=bool(paces),
+                alike=alike, recruits=recruits, sure=self._sure(kind), new=self._new(kind),
+                timed=bool(paces), homes=homes_of(begin.sizes, parts, here) if alike else None,
+                usual=self._usual(kind), allowed=self._allowed(),
+                may_wait=lambda part: totals is None or totals.in_host_memory,
             )  # fmt: skip
             coordinator.run()
             self._note(kind, coordinator.spent)
 
     def paces(self, kind: tuple[Any, ...]) -> dict[int, float]:
         """Seconds a pair of each worker: as seen last, or as expected."""
-        backward, dtype, head_dim, *_ = kind
-        here = {n: worker for n, worker in enumerate(self._workers) if worker.alive}
-        readings = {n: worker.readings for n, worker in here.items()}
+        readings = {n: w.readings for n, w in enumerate(self._workers) if w.alive}
         seen = any(one.pace(kind) is not None for one in readings.values())
         if not seen and len(set(self.names)) <= 1:
             return {}  # alike, and nothing else is known
+        return paces_of(readings, kind, self._usual(kind))
+
+    def _usual(self, kind: tuple[Any, ...]) -> dict[int, float]:
+        """Seconds a pair that are expected of each worker."""
+        backward, dtype, head_dim, *_ = kind
+        here = {n: worker for n, worker in enumerate(self._workers) if worker.alive}
         names = [(worker.device, worker.name) for worker in here.values()]
         expected = expected_paces(names, dtype, head_dim, backward=backward)
-        return paces_of(readings, kind, dict(zip(here, expected, strict=True)))
+        return dict(zip(here, expected, strict=True))
+
+    def _allowed(self) -> dict[int, float]:
+        """Seconds that what is new to a worker may take beside computing."""
+        return {
+            number: _NEW_ON_HOST if on_host(torch.device(worker.device)) else _NEW_SECONDS
+            for number, worker in enumerate(self._workers)
+        }
 
     def _new(self, kind: tuple[Any, ...]) -> dict[int, float]:
         """Seconds that a first order of a kind may take beside computing, of those to whom it is
         one."""
         return {
-            number: _NEW_ON_HOST if on_host(torch.device(worker.device)) else _NEW_SECONDS
-            for number, worker in enumerate(self._workers)
-            if not worker.readings.met(kind)
+            number: seconds
+            for number, seconds in self._allowed().items()
+            if not self._workers[number].readings.met(kind)
         }
 
     def _note(self, kind: tuple[Any, ...], spent: Mapping[int, tuple[float, int]]) -> None:

@@ -19,6 +19,7 @@ class Ran:
         index: of the part.
         start, stop: seconds since the pass began, as the coordinator saw it.
         worked: seconds that its worker was at it; what is left went by between the two.
+        order: the first of the parts that were computed at once with it.
         report: what the device's own call did.
     """
 
@@ -28,6 +29,7 @@ class Ran:
     stop: float
     report: Report
     worked: float = 0.0
+    order: int = 0
 
 
 @dataclass(slots=True)
@@ -69,7 +71,7 @@ class PoolPass:
             "copy_seconds": self.copy_seconds,
             "parts": self.parts,
             "ran": [
-                {name: getattr(one, name) for name in ("device", "start", "stop", "worked")}
+                {n: getattr(one, n) for n in ("device", "order", "start", "stop", "worked")}
                 | {"part": one.index}
                 for one in self.ran
             ],
@@ -113,6 +115,7 @@ def ran(
     stop: float,
     report: Report,
     worked: float | None = None,
+    order: int | None = None,
 ) -> list[Ran]:
     """Parts that a device computed at once, each with its share of the time.
 
@@ -120,6 +123,7 @@ def ran(
         parts: number and work of each.
         report: of all together; it goes with the first.
         worked: seconds that the worker says; None: all of them.
+        order: number of the order; None: of the first part.
     """
     worked = stop - start if worked is None else worked
     every, before, found = max(1, sum(work for _, work in parts)), 0, []
@@ -127,6 +131,7 @@ def ran(
         first, last = (start + (stop - start) * at / every for at in (before, before + work))
         own = Ran(device, number, first, last, report if not before else Report())
         own.worked = worked * work / every
+        own.order = parts[0][0] if order is None else order
         found.append(own)
         before += work
     return found

@@ -15,8 +15,8 @@ from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.control.events import DeviceJoined, DeviceLost, UnitDone
 from quorum_attention.execution.control.instructions import GiveUp
 from quorum_attention.execution.control.machine import Limits, Machine
-from quorum_attention.pool.dispatch import Dispatcher
-from quorum_attention.pool.messages import Compute, Done, End, Failed
+from quorum_attention.pool.dispatch import Dispatcher, Order
+from quorum_attention.pool.messages import Begun, Compute, Done, End, Failed
 from quorum_attention.pool.report import PoolPass, ran
 from quorum_attention.pool.workers import listen
 
@@ -66,7 +66,8 @@ class Hand(Protocol):
         """End it at once."""
 
 
-Listen = Callable[[Sequence[Any], "float | None"], "list[tuple[Any, Done | Failed | None]]"]
+Said = Begun | Done | Failed | None
+Listen = Callable[[Sequence[Any], "float | None"], Sequence[tuple[Any, Said]]]
 Recruits = Callable[[bool], Sequence[Hand]]
 
 
@@ -88,6 +89,11 @@ class Coordinator:
         paces: seconds a pair of workers by number, as far as they are known beforehand.
         alike, sure: whether they may be taken to be equally quick; whether they were, and gain by
             long calls.
+        homes: the number of the worker that should take each part; None: whoever comes first.
+        usual: seconds a pair that are expected of workers, whatever was seen.
+        allowed: seconds that an order may take beside computing, by number, if its worker says that
+            it was new to it.
+        may_wait: whether a second order may be this part, and wait at its worker; None: none may.
         steady: whether parts take as long as their pairs say; if not, nothing is concluded from how
             long others took, and a worker has an hour for each.
         new: by number, seconds that a worker's first order may take beside computing.
@@ -114,8 +120,12 @@ class Coordinator:
         new: Mapping[int, float] | None = None,
         timed: bool = False,
         steady: bool = True,
+        homes: Mapping[Any, int] | None = None,
+        usual: Mapping[int, float] | None = None,
+        allowed: Mapping[int, float] | None = None,
+        may_wait: Callable[[Any], bool] | None = None,
     ) -> None:
-        self._steady = steady
+        self._steady, self._allowed, self._may_wait = steady, allowed or {}, may_wait
         self._workers, self._begin, self._parts = list(workers), begin, list(parts)
         self._sums, self._done, self._report = sums, done, report
         self._listen, self._recruits = listen, recruits
@@ -124,13 +134,17 @@ class Coordinator:
         self._numbers = {part: number for number, part in enumerate(self._parts)}
         self._dispatch = Dispatcher(
             self._machine, lambda part: part.pairs(begin.sizes), join, paces, alike, sure, new,
-            timed,
+            timed, homes, usual,
         )  # fmt: skip
         self._running, self.spent = self._dispatch.orders, self._dispatch.spent
         self._targets: dict[int, Any] = {}
         # Seconds a pair of what each did last, with all that it had to wait for.
         self._lasted: dict[int, float] = {}
         self._errors: list[str] = []
+        # What workers have said, and was not taken in yet.
+        self._heard: list[tuple[Any, Said]] = []
+        # Devices of which it is known that they have begun with their order.
+        self._begun: set[int] = set()
 
     def run(self) -> None:
         """Run all parts.
@@ -178,13 +192,24 @@ class Coordinator:
     def _drain(self) -> None:
         """Let workers finish the parts they have, so that they can be used again."""
         limit = time.monotonic() + _HUNG_SECONDS
+        for number in list(self._dispatch.queued):
+            self._withdraw(number)
         try:
             while self._running and time.monotonic() < limit:
-                for worker, answer in self._listen([self._workers[n] for n in self._running], 1.0):
+                # Others may have answered at the same time as the one whose error this is.
+                heard, self._heard = self._heard, []
+                for worker, answer in heard or self._listen(
+                    [self._workers[n] for n in self._running], 1.0
+                ):
+                    if isinstance(answer, Begun):
+                        continue
                     number = next(n for n in self._running if self._workers[n] is worker)
+                    following = self._dispatch.queued.pop(number, None)
                     self._dispatch.lost(number)
                     if answer is None:
                         worker.kill()
+                    elif following is not None:
+                        self._running[number] = following  # it was at that already
         finally:
             self._stop()
 
@@ -198,18 +223,48 @@ class Coordinator:
                 self._machine.on(DeviceJoined(number, 1))
 
     def _launch(self) -> None:
-        """A part for each device that has none."""
+        """An order for each device that has none, and then one that waits for each that has."""
         for number in self._dispatch.idle():
             if number not in self._machine.devices:
                 continue  # lost meanwhile
-            order = self._dispatch.take(number, time.perf_counter())
-            if order is None:
-                continue
-            index = self._numbers[order.units[0]]
-            target = self._targets[index] = self._sums(order.part)
-            message = Compute(self._begin.number, index, order.part, target)
-            if not self._workers[number].send(message):
+            now = time.perf_counter()
+            behind = self._dispatch.behind(number, now)
+            if behind is not None:
+                self._withdraw(behind)
+            order = self._dispatch.take(number, now)
+            if order is not None and not self._workers[number].send(self._message(order)):
                 self._lost(number, "its worker has ended")
+        for number in list(self._running) if self._may_wait is not None else ():
+            self._queue(number)
+
+    def _message(self, order: Order) -> Compute:
+        index = self._numbers[order.units[0]]
+        target = self._targets[index] = self._sums(order.part)
+        return Compute(self._begin.number, index, order.part, target, order.near)
+
+    def _queue(self, number: int) -> None:
+        """Have an order wait for a device that is at one, if there is one for it."""
+        worker: Any = self._workers[number]
+        if number not in self._begun or not getattr(worker, "may_wait", False):
+            return
+        order = self._dispatch.ahead(number, time.perf_counter())
+        if order is None:
+            return
+        assert self._may_wait is not None
+        if not self._may_wait(order.part) or not worker.queue(self._message(order)):
+            self._back(number)
+
+    def _withdraw(self, number: int) -> bool:
+        """Take back what waits for a device; False if its worker has begun with it."""
+        worker: Any = self._workers[number]
+        if number not in self._dispatch.queued or not worker.withdraw():
+            return False
+        self._back(number)
+        return True
+
+    def _back(self, number: int) -> None:
+        order = self._dispatch.withdrawn(number)
+        self._targets.pop(self._numbers[order.units[0]], None)
 
     def _hear(self) -> None:
         """Take in what workers say; those that say nothing for too long are given up."""
@@ -222,12 +277,16 @@ class Coordinator:
             seconds = _ASK_SECONDS if seconds is None else min(seconds, _ASK_SECONDS)
         heard = self._listen([self._workers[n] for n in self._running], seconds)
         # What is done first: a failure may end the pass.
-        for worker, answer in sorted(heard, key=lambda one: not isinstance(one[1], Done)):
+        self._heard = sorted(heard, key=lambda one: not isinstance(one[1], Done))
+        while self._heard:
+            worker, answer = self._heard.pop(0)
             number = numbers[id(worker)]
             if answer is None:
                 self._lost(number, "its worker has ended")
             elif isinstance(answer, Failed):
                 self._failed(number, answer)
+            elif isinstance(answer, Begun):
+                self._begun.add(number)
             else:
                 self._finished(number, answer)
         if heard:
@@ -248,15 +307,22 @@ class Coordinator:
 
     def _finished(self, number: int, answer: Done) -> None:
         now = time.perf_counter()
-        order = self._dispatch.done(number, now)
+        new = self._allowed.get(number, 0.0) if answer.new else 0.0
+        # What it had to wait for says nothing of its pace, nor what it opened.
+        worked = answer.seconds - answer.opening if answer.seconds else None
+        order = self._dispatch.done(number, now, worked, new)
+        assert answer.index == self._numbers[order.units[0]], "another order was meant"
+        self._begun.discard(number)
         self._lasted[number] = (now - order.begun) / max(1, order.pairs)
         for unit in order.units:
             self._machine.on(UnitDone(number, unit, _WHOLE))
+        self._dispatch.go_on(number, now)
         shares = [(self._numbers[unit], unit.pairs(self._begin.sizes)) for unit in order.units]
         began = self._began
         self._report.ran += ran(
-            number, shares, order.begun - began, now - began, answer.report, answer.seconds
-        )
+            number, shares, order.begun - began, now - began, answer.report, answer.seconds,
+            answer.index,
+        )  # fmt: skip
         self._done(order.part, self._targets.pop(answer.index))
 
     def _failed(self, number: int, answer: Failed) -> None:
@@ -264,6 +330,7 @@ class Coordinator:
             self._lost(number, f"its device has failed ({answer.error})")
             return
         if not answer.memory:
+            self._withdraw(number)
             self._dispatch.lost(number)
             there = RuntimeError(
                 f"in the worker of {self._report.devices[number]}:\n{answer.trace}"
@@ -276,9 +343,12 @@ class Coordinator:
         self._lost(number, "out of memory at every depth", end=False)
 
     def _lost(self, number: int, why: str, end: bool = True) -> None:
-        """A device leaves the pass; its part goes back."""
-        self._dispatch.lost(number)
+        """A device leaves the pass; its orders go back."""
+        self._begun.discard(number)
         worker = self._workers[number]
+        # One that has failed takes nothing that waits, one that is gone no more.
+        self._withdraw(number)
+        self._dispatch.lost(number)
         if end:
             worker.kill()
         if len(self._machine.devices) == 1:

@@ -15,7 +15,7 @@ from quorum_attention.execution.control.instructions import GiveUp
 from quorum_attention.execution.control.machine import Limits, Machine
 from quorum_attention.execution.report import Report
 from quorum_attention.pool.dispatch import Dispatcher, Order
-from quorum_attention.pool.parts import Part, Sizes, joined, parts_of
+from quorum_attention.pool.parts import Part, Sizes, homes_of, joined, parts_of
 from quorum_attention.pool.report import PoolPass, ran
 
 _WHOLE: tuple[int, ...] = ()
@@ -42,7 +42,7 @@ def simulate(
         lost: devices that fail, and after how many seconds.
         paces: relative times of devices, by number, as far as they are known beforehand.
         sure: whether devices that are alike were seen to be (pool/dispatch.py).
-        order_seconds: what each order takes beside its ``seconds``.
+        order_seconds: what an order takes beside its ``seconds``, if its worker had to wait for it.
 
     Returns:
         The report that a pool would have filled, its times predicted.
@@ -57,21 +57,29 @@ def simulate(
     machine = Machine(parts, _never, Limits(0, 0), dict.fromkeys(range(len(names)), 1))
     numbers = {part: number for number, part in enumerate(parts)}
     dispatch = Dispatcher(
-        machine, lambda part: part.pairs(sizes), partial(joined, sizes), paces, alike, sure
-    )
+        machine, lambda part: part.pairs(sizes), partial(joined, sizes), paces, alike, sure,
+        homes=homes_of(sizes, parts, range(len(names))) if alike else None,
+    )  # fmt: skip
     # (time, tie, device, order), of failures with None; the tie makes equal times repeatable.
     events: list[tuple[float, int, int, Order | None]] = []
     for device, at in (lost or {}).items():
         heapq.heappush(events, (at, -1 - device, device, None))
 
-    def launch(device: int, now: float) -> None:
-        order = dispatch.take(device, now)
+    def begun(device: int, now: float, order: Order | None, waited: float) -> None:
         if order is not None:
-            takes = order_seconds + seconds(device, order.part)
+            takes = waited + seconds(device, order.part)
             heapq.heappush(events, (now + takes, device, device, order))
 
-    for device in dispatch.idle():
-        launch(device, 0.0)
+    def launch(now: float) -> None:
+        for device in dispatch.idle():
+            behind = dispatch.behind(device, now)
+            if behind is not None:
+                dispatch.withdrawn(behind)
+            begun(device, now, dispatch.take(device, now), order_seconds)
+        for device in list(dispatch.orders):
+            dispatch.ahead(device, now)
+
+    launch(0.0)
     now = 0.0
     while not machine.finished:
         now, _, device, order = heapq.heappop(events)
@@ -87,10 +95,10 @@ def simulate(
             dispatch.done(device, now)
             for unit in order.units:
                 machine.on(UnitDone(device, unit, _WHOLE))
+            begun(device, now, dispatch.go_on(device, now), 0.0)
             shares = [(numbers[unit], unit.pairs(sizes)) for unit in order.units]
             report.ran += ran(device, shares, order.begun, now, Report())
-        for other in dispatch.idle():
-            launch(other, now)
+        launch(now)
     report.seconds = now
     return report
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quorum_attention.execution.device.lookup import backend_of
+from quorum_attention.execution.device.lookup import backend_of, on_host
 from quorum_attention.execution.workload import state_dtype
 from quorum_attention.pool.mask_total import MaskTotal
 from quorum_attention.pool.parts import Part, Sizes
@@ -29,6 +29,11 @@ class Totals:
         self._sizes, self._like, self._mask = sizes, (key, value), mask
         self._dtype = state_dtype(key.dtype)
         self._sums: dict[tuple[int, int], list[torch.Tensor]] = {}
+
+    @property
+    def in_host_memory(self) -> bool:
+        """Whether sums are there."""
+        return on_host(self._like[0].device)
 
     def room(self, part: Part) -> dict[str, torch.Tensor] | None:
         """Where a worker puts those of a part's gradients that are added up, by name; None: all are

@@ -8,8 +8,9 @@ import time
 import traceback
 from collections.abc import Iterable
 from dataclasses import replace
-from multiprocessing.connection import Connection
-from typing import Protocol
+from multiprocessing.connection import Connection, wait
+from socket import socket
+from typing import Any, Protocol
 
 import torch
 
@@ -26,10 +27,11 @@ from quorum_attention.passes import run_backward, run_forward
 from quorum_attention.planner.first_calls import alike
 from quorum_attention.pool.local import Local
 from quorum_attention.pool.masked import bias_at, masked
-from quorum_attention.pool.messages import Begin, Compute, Done, End, Ended, Failed, Ready
+from quorum_attention.pool.messages import Begin, Begun, Compute, Done, End, Ended, Failed, Ready
 from quorum_attention.pool.openings import Openings, most_locked_bytes
 from quorum_attention.pool.parts import Part
 from quorum_attention.pool.shared import InFile, opened
+from quorum_attention.pool.shelf import taken
 from quorum_attention.pool.touched import Touching
 
 # How often a worker without work looks whether the pool's process has freed memory; and after how
@@ -40,8 +42,13 @@ _GRADS = ("grad_query", "grad_key", "grad_value")
 _ROWS = ("query", "key", "value", "grad_out", "out", "lse", "grad_lse", *_GRADS)
 
 
-def work(device: str, threads: int | None, pipe: Connection) -> None:
-    """Obey a pool until it says no more; ``threads``: of a CPU device."""
+def work(device: str, threads: int | None, pipe: Connection, outlet: socket | None = None) -> None:
+    """Obey a pool until it says no more.
+
+    Args:
+        threads: of a CPU device.
+        outlet: of its shelf.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool ends its workers itself
     if threads is not None:
         torch.set_num_threads(threads)
@@ -50,30 +57,54 @@ def work(device: str, threads: int | None, pipe: Connection) -> None:
     with backend.current(place):
         torch.empty(1, device=place)  # opens the device, which takes a while
         pipe.send(Ready(device if on_host(place) else backend.model(place)))
-        _obey(place, pipe)
+        _obey(place, pipe, outlet)
 
 
-def _obey(place: torch.device, pipe: Connection) -> None:
+def _obey(place: torch.device, pipe: Connection, outlet: socket | None) -> None:
     passes: dict[int, _Pass] = {}
+    met: set[Any] = set()
+    well = True
     kept = backend_of(place).kept
     openings = Openings(None if kept is None else kept.locker, most_locked_bytes())
     while True:
         try:
             if not passes:
                 _wait(place, pipe, openings)
-            message = pipe.recv()
+            # After a failure nothing is taken that waits: the pool takes it back.
+            message = _next(pipe, outlet if passes and well else None)
         except (EOFError, OSError):
             return  # the pool is gone
         if message is None:
             return
         if isinstance(message, Begin):
-            passes[message.number] = _Pass(message, place, openings)
+            passes[message.number] = _Pass(message, place, openings, met)
         elif isinstance(message, End):
             passes.pop(message.number).end()
             if message.confirm and not _sent(pipe, Ended(message.number)):
                 return
-        elif not _sent(pipe, answer(passes[message.number], message)):
-            return
+        else:
+            if outlet is not None and not _sent(pipe, Begun(message.number, message.index)):
+                return
+            said = _answer(passes[message.number], message)
+            well = isinstance(said, Done)
+            if not _sent(pipe, said):
+                return
+
+
+def _answer(one: _Pass, message: Compute) -> Done | Failed:
+    said = answer(one, message)
+    return replace(said, opening=one.opening, new=one.new) if isinstance(said, Done) else said
+
+
+def _next(pipe: Connection, outlet: socket | None) -> Any:
+    """The order that waits, or the next message."""
+    while outlet is not None:
+        found = taken(outlet)
+        if found is not None:
+            return found
+        if pipe in wait([pipe, outlet]):
+            break
+    return pipe.recv()
 
 
 def _sent(pipe: Connection, message: object) -> bool:
@@ -136,9 +167,21 @@ def _can_be_sent(error: BaseException) -> bool:
 
 
 class _Pass:
-    """A pass in a worker."""
+    """A pass in a worker.
 
-    def __init__(self, message: Begin, device: torch.device, openings: Openings) -> None:
+    Args:
+        met: the sizes of all that was computed before; added to.
+
+    Attributes:
+        opening: seconds that the last part took to open and lock memory.
+        new: whether it was the first of its sizes.
+    """
+
+    def __init__(
+        self, message: Begin, device: torch.device, openings: Openings, met: set[Any]
+    ) -> None:
+        self._met = met
+        self.opening, self.new = 0.0, False
         self._sizes, self._backward = message.sizes, message.backward
         # Opened with the first part: a pass may be over, and its memory gone, before this worker
         # has heard that it began.
@@ -160,11 +203,17 @@ class _Pass:
 
     def compute(self, message: Compute, report: Report) -> None:
         """Compute a part; its results are in place when this returns."""
+        begun = time.perf_counter()
         if not self._tensors:
             open_ = self._openings.open
             self._tensors = {name: open_(handle) for name, handle in self._handles.items()}
             self._openings.forget_unused()
-        with Touching(self._unlocked(message)):
+        sizes = self._sizes_of(message.part)
+        self.new = sizes not in self._met
+        self._met.add(sizes)
+        unlocked = self._unlocked(message)
+        self.opening = time.perf_counter() - begun
+        with Touching(unlocked):
             if self._backward:
                 at = self._gradients(message, report)
             else:
@@ -173,13 +222,27 @@ class _Pass:
         for device in {self._device, *(t.device for t in self._tensors.values())}:
             backend_of(device).synchronize(device)
 
+    def _sizes_of(self, part: Part) -> Any:
+        """What plans, and shapes that kernels prepare for, depend on most."""
+        asked, names = self._options, ("query", "key", "value", "mask")
+        tensors = [self._tensors[name] for name in names if name in self._tensors]
+        # Rows and keys by powers of two: where devices are not alike hardly two parts have as many.
+        rows = part.rows.length.bit_length(), part.rows.start > 0
+        keys = part.n_keys(self._sizes).bit_length()
+        options = tuple(str(asked.get(name)) for name in ("kernel", "depth", "accumulator"))
+        return (
+            self._backward, part.heads.length, part.kv(self._sizes).length, rows, keys,
+            self._budget, options, asked.get("mask") is not None, self._sizes.is_causal,
+            tuple((t.dtype, t.device, t.shape[-1]) for t in tensors),
+        )  # fmt: skip
+
     def _unlocked(self, message: Compute) -> list[torch.Tensor]:
         """Lock what should stay so; what is left, of which pages have to be made first."""
         if not backend_of(self._device).pins:
             return []
         # Ordinary files are not read ahead of time.
         mapped = {
-            name: self._of(name, message.part)
+            name: self._of(name, message.near or message.part)
             for name in _ROWS
             if isinstance(h := self._handles.get(name), InFile) and h.in_memory
         }

@@ -15,8 +15,9 @@ import torch
 import torch.multiprocessing
 
 from quorum_attention.pool.forked import check_process, not_for_forks
-from quorum_attention.pool.messages import Done, Failed, Ready
+from quorum_attention.pool.messages import Begun, Done, Failed, Ready
 from quorum_attention.pool.paces import Readings
+from quorum_attention.pool.shelf import Shelf
 from quorum_attention.pool.worker import work
 
 # Seconds until a worker has to be ready: it imports torch and opens its device.
@@ -35,6 +36,7 @@ class Worker:
         alive: whether it has not ended, nor been given up.
         readings: how quick it was.
         owner: number of the process that started it.
+        shelf: where an order waits for it; None: it has no such place.
     """
 
     device: str
@@ -44,6 +46,7 @@ class Worker:
     alive: bool = True
     readings: Readings = field(default_factory=Readings)
     owner: int = field(default_factory=os.getpid)
+    shelf: Shelf | None = None
 
     @property
     def label(self) -> str:
@@ -62,6 +65,14 @@ class Worker:
         except (BrokenPipeError, ConnectionResetError, OSError):
             return False
         return True
+
+    def queue(self, message: object) -> bool:
+        """Have a message wait until it has answered the one before; False if it cannot."""
+        return self.shelf is not None and self.shelf.put(message)
+
+    def withdraw(self) -> bool:
+        """Take back what waits; False if the worker has it already."""
+        return self.shelf is None or self.shelf.take_back()
 
     def end(self) -> None:
         """End it, kindly where it is idle; it is gone when this returns. Nothing happens to one of
@@ -82,17 +93,21 @@ class Worker:
             self.process.kill()
         self.process.join()
         self.pipe.close()
+        if self.shelf is not None:
+            self.shelf.close()
 
 
 def start(
     devices: Sequence[str],
     threads: int | None,
-    work: Callable[[str, int | None, Connection], None] = work,
+    work: Callable[..., None] = work,
+    shelves: bool = False,
 ) -> list[Worker]:
     """A worker for each device, ready to compute.
 
     Args:
-        work: what its process does: says ``Ready``, and then obeys.
+        work: what its process does: says ``Ready``, and then obeys. Its arguments are a device, the
+            threads and a pipe; and the outlet of its shelf, or None, where there are ``shelves``.
 
     Raises:
         RuntimeError: one did not start, and all are ended; or this process may start none.
@@ -102,16 +117,18 @@ def start(
     workers = []
     for device in devices:
         ours, theirs = context.Pipe()
+        shelf = Shelf.made() if shelves else None
+        outlet = ((None if shelf is None else shelf.outlet),) if shelves else ()
         process = context.Process(
             target=work,
-            args=(device, threads, theirs),
+            args=(device, threads, theirs, *outlet),
             name=f"quorum-attention {device}",
             daemon=True,
         )
         process.start()
         theirs.close()
         not_for_forks(process, ours)
-        workers.append(Worker(device, process, ours))
+        workers.append(Worker(device, process, ours, shelf=shelf))
     limit = time.monotonic() + _START_SECONDS
     for worker in workers:
         ready = worker.pipe.poll(max(0.0, limit - time.monotonic()))
@@ -154,7 +171,7 @@ def _check_may_start() -> None:
 
 def listen(
     workers: Sequence[Worker], seconds: float | None
-) -> list[tuple[Worker, Done | Failed | None]]:
+) -> list[tuple[Worker, Begun | Done | Failed | None]]:
     """What workers say next; None instead of an answer from one that is gone.
 
     Empty if nobody says anything for so many seconds.
