@@ -96,6 +96,15 @@ def test_damaged_files_are_refused_by_name(tmp_path: Path, change, said: str) ->
     assert str(path) in str(raised.value)
 
 
+def test_no_tensor_has_so_many_elements(tmp_path: Path) -> None:
+    path = tmp_path / "a.npy"
+    described = {"descr": "<f4", "fortran_order": False, "shape": (0, 10**20)}
+    with open(path, "wb") as file:
+        np.lib.format.write_array_header_1_0(file, described)
+    with pytest.raises(ValueError, match="corrupt: it has shape"):
+        open_npy(path)
+
+
 @settings(max_examples=150, deadline=None)
 @given(at=st.integers(0, 250), byte=st.integers(0, 255))
 def test_any_byte_may_be_wrong(

@@ -13,7 +13,7 @@ import math
 import mmap
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from os import PathLike
@@ -285,6 +285,8 @@ def _entry(path: Path_, name: str, found: Any) -> Entry:
             f"{wrong} has data_offsets {offsets!r}, which must be its first byte and its end"
         )
     dtype = _DTYPES[found["dtype"]]
+    if not holds(shape):
+        raise ValueError(f"{wrong} has shape {shape}: more than a tensor can have")
     needed = math.prod(shape) * dtype.itemsize
     if offsets[1] - offsets[0] != needed:
         raise ValueError(
@@ -292,6 +294,11 @@ def _entry(path: Path_, name: str, found: Any) -> Entry:
             f"{offsets} are {offsets[1] - offsets[0]} bytes apart"
         )
     return Entry(name, dtype, tuple(shape), *offsets)
+
+
+def holds(shape: Iterable[int]) -> bool:
+    """Whether there can be a tensor of a shape, which may have a size of 0."""
+    return math.prod(max(1, size) for size in shape) < 1 << 60  # 63 bits of bytes
 
 
 def _are_sizes(found: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from quorum_attention.files import Entry, Layout, as_tensor
+from quorum_attention.files import Entry, Layout, as_tensor, holds
 
 SUFFIX = ".npy"
 # It has no types.
@@ -86,7 +86,7 @@ def _header(path: str | PathLike[str], file: Any) -> tuple[tuple[int, ...], bool
             raise ValueError(f"version {version} of the format is not known here")
     except Exception as error:
         raise ValueError(f"{path} is not a .npy file: {_first_line(error)}") from error
-    if any(n < 0 for n in shape):
+    if any(n < 0 for n in shape) or (0 in shape and not holds(shape)):
         raise ValueError(f"{path} is corrupt: it has shape {shape}")
     return tuple(int(n) for n in shape), bool(by_columns), dtype
 

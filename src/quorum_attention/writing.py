@@ -47,6 +47,8 @@ def check_target(path: str | PathLike[str]) -> Path:
         OSError: it is not a regular file, may not be written, or its directory does not exist or
             may not be written. Nothing has been changed.
     """
+    if not os.fspath(path):
+        raise FileNotFoundError("there is no file to write: its name is empty")
     target = Path(os.path.realpath(path))
     if not target.parent.is_dir():
         raise FileNotFoundError(f"{path} cannot be written: there is no directory {target.parent}")

@@ -47,6 +47,9 @@ def test_doctor_names_every_kernel(capsys: pytest.CaptureFixture[str]) -> None:
         ["plan", "--tokens", "100", "--levels", "8"],
         ["plan", "--tokens", "100000", "--budget", "1KiB", "--device", "cpu"],
         ["run", "no-such-file", "out"],
+        ["run", "", "out"],
+        ["run", "q=", "out"],
+        ["recover", "--tokens", "500", "--draw", "", "--device", "cpu"],
     ],
 )
 def test_user_errors_are_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,6 +142,19 @@ def test_recover_really_fails_and_comes_back(
     assert ours["peak_bytes"] <= found["budget_bytes"]
     assert ours["errors"]["out"] < 1e-5
     assert Path(picture).exists()
+
+
+def test_nobody_has_to_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python has no stdout where it was closed (``>&-``)."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["plan", "--tokens", "100", "--device", "cpu", "--json"]) == 0
+
+
+@pytest.mark.parametrize("option", ["--timeout=-1", "--method-seconds=nan"])
+def test_seconds_are_above_0(option: str, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "--only", "census", "--output", str(tmp_path / "new"), option])
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("module", ["quorum_attention", "quorum_attention.cli"])

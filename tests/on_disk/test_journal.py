@@ -144,8 +144,10 @@ def test_a_full_disk_leaves_what_was_said_before(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
-        with pytest.raises(OSError, match="No space"):
-            journal.add(2)
+        for write in (lambda: journal.add(2), journal.finish):
+            with pytest.raises(OSError, match="No space") as raised:
+                write()
+            assert raised.value.filename == str(tmp_path / "j")
         assert (tmp_path / "j").read_bytes() == before
         with pytest.raises(OSError, match="No space"):
             written(tmp_path / "new", [1])

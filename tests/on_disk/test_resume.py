@@ -45,7 +45,7 @@ def inputs(folder: Path, backward: bool) -> list[str]:
 
 
 def run(folder: Path, *options: str, backward: bool = False, out: str = "out") -> int:
-    return main(["run", *inputs(folder, backward), str(folder / out), *EACH, *options])
+    return main(["run", *inputs(folder, backward), f"{folder}/{out}", *EACH, *options])
 
 
 @pytest.fixture
@@ -265,3 +265,69 @@ def test_a_damaged_journal_costs_time_and_no_bit(
         assert "damaged" in shown.err
         assert json.loads(shown.out)["resumed_parts"] == resumed
     assert tensors(folder / "out") == tensors(folder / "whole")
+
+
+def test_a_resumed_run_has_all_of_its_files_for_itself(
+    folder: Path,
+    stop_after: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stop_after(2)
+    run(folder, out="new/")
+    second = ["run", str(folder / "qkv"), str(folder / "new/lse.npy"), "--device", "cpu"]
+    tried = []
+
+    def compute(work: Work, left: Sequence[Part]) -> Iterator[Part]:
+        for part in compute_here(work, left):
+            monkeypatch.setattr(command, "_computer", lambda options: compute_here)
+            tried.append(main([*second, "--restart"]))
+            yield part
+
+    monkeypatch.setattr(command, "_computer", lambda options: compute)
+    assert run(folder, "--resume", out="new/") == 0
+    assert tried == [2, 2]
+    assert capsys.readouterr().err.count("another") == 2
+    assert run(folder, out="whole/") == 0
+    for name in ("out.npy", "lse.npy"):
+        assert (folder / "new" / name).read_bytes() == (folder / "whole" / name).read_bytes()
+
+
+def test_results_of_an_unfinished_output_are_not_taken_over(
+    folder: Path,
+    stop_after: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stop_after(2)
+    run(folder, out="new/")
+    go_on(monkeypatch)
+    before = {path.name: path.read_bytes() for path in (folder / "new").iterdir()}
+    for mode in ([], ["--resume"], ["--restart"]):
+        given = ["run", str(folder / "qkv"), str(folder / "new/lse.npy"), "--device", "cpu", *mode]
+        assert main(given) == 2
+        assert "is another output's, which is not finished" in capsys.readouterr().err
+        assert {path.name: path.read_bytes() for path in (folder / "new").iterdir()} == before
+    assert run(folder, "--resume", out="new/") == 0
+
+
+def test_what_is_begun_anew_with_fewer_results_leaves_no_others(
+    folder: Path, stop_after: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_after(2)
+    run(folder, out="new/")
+    go_on(monkeypatch)
+    fewer = ["run", str(folder / "qkv"), f"{folder}/new/", "--device", "cpu", "--restart"]
+    assert main(fewer) == 0
+    assert [path.name for path in (folder / "new").iterdir()] == ["out.npy"]
+
+
+@pytest.mark.parametrize("name", [UNFINISHED, JOURNAL])
+def test_an_input_that_is_called_as_what_is_unfinished_stays(
+    folder: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.rename(folder / "qkv", folder / name)
+    before = (folder / name).read_bytes()
+    assert main(["run", str(folder / name), str(folder / "out"), *EACH, "--restart"]) == 2
+    assert "rename it" in capsys.readouterr().err
+    assert (folder / name).read_bytes() == before

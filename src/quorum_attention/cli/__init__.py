@@ -56,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with stoppable():
             options = parser(given).parse_args(given)
             status: int = options.run(options)
-            sys.stdout.flush()
+            if sys.stdout is not None:  # it may be closed
+                sys.stdout.flush()
     except Stopped as stopped:
         print(f"quorum-attention: stopped by {stopped.name}", file=sys.stderr)
         return stopped.status

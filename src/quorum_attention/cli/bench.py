@@ -17,6 +17,7 @@ _DESCRIPTION = (
     "The paper's experiments on this machine, side by side with torch's kernels. Their calls are "
     "causal, as the paper's are."
 )
+_seconds = shared.number_of("seconds, a number above 0", lambda number: number > 0)
 EXPERIMENTS = ("accuracy", "cost", "recovery", "stages", "census", "boundary", "wrapped")
 
 
@@ -54,12 +55,12 @@ def add_to(commands: Any) -> None:
         parser, "the capped budget, enforced (default: 1GiB, 64MiB with --quick; 48MiB on a CPU)"
     )
     parser.add_argument(
-        "--method-seconds", type=float, metavar="S",
+        "--method-seconds", type=_seconds, metavar="S",
         help="a sweep ends where a method's next length should take longer "
         "(default: 300; 20 with --quick)",
     )  # fmt: skip
     parser.add_argument(
-        "--timeout", type=float, default=1800.0, metavar="S", help="of one measurement, seconds"
+        "--timeout", type=_seconds, default=1800.0, metavar="S", help="of one measurement, seconds"
     )
     parser.add_argument(
         "--quick", action="store_true", help="a few methods, lengths and passes: some minutes"

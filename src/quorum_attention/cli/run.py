@@ -39,7 +39,7 @@ from quorum_attention.on_disk.fingerprint import fingerprint
 from quorum_attention.on_disk.inputs import BACKWARD, FORWARD, Inputs, read_inputs
 from quorum_attention.on_disk.run import Compute, Outcome, header_of, run_call
 from quorum_attention.on_disk.targets import Output, are_same, check_apart, output_of
-from quorum_attention.on_disk.unfinished import Mode
+from quorum_attention.on_disk.unfinished import Mode, beside
 from quorum_attention.pictures import check_drawable
 
 # What changes no number of the result, and may be another when a call is resumed.
@@ -179,6 +179,11 @@ def _tell(
 def _check(options: argparse.Namespace, inputs: Inputs, output: Output) -> None:
     """Refuse what can be refused, before anything is written."""
     check_apart(output, inputs.files)
+    for path in (path for target in output.targets for path in beside(target)):
+        if any(are_same(path, file) for file in inputs.files):
+            raise ValueError(
+                f"the input {path} has the name of what is written beside {output.name}: rename it"
+            )
     if options.draw:
         drawn = check_drawable(options.draw)
         others = [("output", target.path) for target in output.targets]

@@ -135,6 +135,8 @@ def _opened(named: Iterable[str]) -> Iterator[tuple[str, Path, torch.Tensor]]:
     """(name, file, tensor) of all there is."""
     for text in named:
         name, equals, rest = text.partition("=")
+        if not text or (equals and name in _ROLES and not rest):
+            raise ValueError(f"an input has no file: its name is {text!r}")
         if equals and name in _ROLES and not os.path.exists(text):
             yield name, Path(rest), open_npy(rest)
             continue

@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,19 @@ class Header:
         return found
 
 
+def _named(writes: Callable[[Journal, bytes], None]) -> Callable[[Journal, bytes], None]:
+    """Errors with the file's name, which a full disk does not say."""
+
+    @wraps(writes)
+    def write(journal: Journal, lines: bytes) -> None:
+        try:
+            writes(journal, lines)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(journal.path)) from error
+
+    return write
+
+
 @dataclass(slots=True)
 class Journal:
     """The journal at ``path``.
@@ -94,22 +108,23 @@ class Journal:
             OSError: it cannot be written; it then says what it said before.
         """
         line = _line({"part": part})
-        try:
-            if self.end:
-                self._append(line)
-            else:
-                self._create(_line(_header_record(self.header)) + line)
-        except OSError as error:
-            # With the file's name, which a full disk does not say.
-            raise OSError(error.errno, error.strerror, str(self.path)) from error
+        if self.end:
+            self._append(line)
+        else:
+            self._create(_line(_header_record(self.header)) + line)
         self.done.add(part)
 
     def finish(self, files: Sequence[int] = ()) -> None:
-        """Note that all is done, and in which files."""
+        """Note that all is done, and in which files.
+
+        Raises:
+            OSError: it cannot be written; it then says what it said before.
+        """
         if self.end:
             self._append(_line({_COMPLETE: True, _FILES: list(files)}))
         self.complete, self.files = True, tuple(files)
 
+    @_named
     def _create(self, lines: bytes) -> None:
         """A new file, which is there whole or not at all."""
         new = self.path.with_name(self.path.name + _NEW)
@@ -125,6 +140,7 @@ class Journal:
         sync_directory(self.path.parent)
         self.end = len(lines)
 
+    @_named
     def _append(self, lines: bytes) -> None:
         with open(self.path, "r+b") as file:
             # Lines that did not count go: what is written next must not come after them.

@@ -159,8 +159,10 @@ def _opened(output: Output, header: Header, mode: Mode, stack: ExitStack) -> Unf
     remove_stale(output.targets[0].path)
     journal = None
     try:
+        if not is_new:
+            _check_own(first, path, output.targets[0])
         if mode == "restart":
-            path.unlink(missing_ok=True)
+            _discard(path, output)
         else:
             journal = _left(path, is_new, output, mode, header)
     except BaseException:
@@ -254,8 +256,10 @@ def _created(
                     f"{target.path} is another output's, which is not finished ({journal}): finish "
                     f"or remove that first"
                 )
-            file, _ = _locked(other, str(target.path))
+            file, is_new = _locked(other, str(target.path))
             stack.callback(file.close)
+            if not is_new:
+                _check_own(other, path, target)
             files.append(file)
         for file, target in zip(files, output.targets, strict=True):
             file.truncate(0)
@@ -305,13 +309,13 @@ def _continued(
             files.append(None)
             maps.append(None)
             continue
-        try:
-            file = lock if not number else open(path, "r+b")  # noqa: SIM115
-        except FileNotFoundError:
+        file, is_new = (_locked(path, str(target.path))) if number else (lock, False)
+        stack.callback(file.close)
+        if is_new:
+            path.unlink()
             raise ValueError(
                 f"{path} is gone: {output.name} cannot be resumed; begin with --restart"
-            ) from None
-        stack.callback(file.close)
+            )
         _check(file, path, target, identity)
         mapping = mmap.mmap(file.fileno(), target.layout.n_bytes)
         files.append(file)
@@ -334,6 +338,47 @@ def _check(file: BinaryIO, path: Path, target: Target, identity: object) -> None
             f"{path} is not the file that its journal is of: it cannot be resumed; begin with "
             f"--restart"
         )
+
+
+def _identity(path: Path) -> str:
+    """The identity of the output that an unfinished file is of; empty where it has none."""
+    with suppress(OSError), open(path, "rb") as file:
+        found = file.read(_IDENTITY.stop)[_IDENTITY]
+        return found.hex() if any(found) else ""
+    return ""
+
+
+def _check_own(path: Path, own: Path, target: Target) -> None:
+    """Refuse to take over an unfinished file that another output's journal is of.
+
+    Raises:
+        UnfinishedError: it is.
+    """
+    identity = _identity(path)
+    for journal in path.parent.glob(f"*{_JOURNAL}") if identity else ():
+        if journal != own and _of(journal) == identity:
+            raise UnfinishedError(
+                f"{target.path} is another output's, which is not finished ({journal}): finish or "
+                f"remove that first"
+            )
+
+
+def _of(journal: Path) -> object:
+    """The identity of the output that a journal is of; None where it has none."""
+    with suppress(OSError, ValueError):
+        found = journals.read(journal)
+        return None if found is None else found.header.settings.get("identity")
+    return None
+
+
+def _discard(path: Path, output: Output) -> None:
+    """Remove the journal of what is begun anew, and those of its files that are not written now."""
+    identity = _of(path)
+    path.unlink(missing_ok=True)
+    now = [beside(target)[0] for target in output.targets]
+    for file in path.parent.glob(f"*{_UNFINISHED}") if identity else ():
+        if file not in now and _identity(file) == identity:
+            file.unlink(missing_ok=True)
 
 
 def _remove(targets: Sequence[Target]) -> None:
