@@ -65,7 +65,7 @@ def in_a_new_process(case: str, calls: int, source: Path, caches: Path) -> list[
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, __file__, "--within", case, "--calls", str(calls)],
-        env=environment, capture_output=True, text=True, check=True,
+        env=environment, stdout=subprocess.PIPE, text=True, check=True,
     )  # fmt: skip
     found: list[list[float]] = json.loads(done.stdout.splitlines()[-1])
     return found

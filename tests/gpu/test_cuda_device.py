@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -322,3 +325,61 @@ def test_from_files_to_files(gpu: torch.device, locked: bool, tmp_path, monkeypa
         # cuDNN adds dQ in any order.
         assert torch.linalg.norm(mine.float() - other.float()) < 1e-3 * other.float().norm()
     assert not any(tensor.is_pinned() for tensor in (*tensors, *results.values()))
+
+
+FIRST = """if True:
+    import sys
+    import threading
+    import torch
+    import quorum_attention as qa
+    from quorum_attention.kernels import ahead
+    import quorum_attention.kernels.registry
+    probe = sys.modules["quorum_attention.kernels.probe"]
+    where = []
+    tried = probe._tried
+    def noted(kernel, question):
+        where.append((kernel.name, threading.current_thread() is threading.main_thread()))
+        return tried(kernel, question)
+    probe._tried = noted
+    torch.manual_seed(1)
+    three = [torch.randn(1, 2, 8192, 64).half().requires_grad_() for _ in range(3)]
+    grad = torch.randn(1, 2, 8192, 64).half()
+    exact = [t.detach().to("cuda", torch.float64).requires_grad_() for t in three]
+    out = torch.nn.functional.scaled_dot_product_attention(*exact, is_causal=True)
+    out.backward(grad.to("cuda", torch.float64))
+    expected = [out.detach(), *(t.grad for t in exact)]
+    expected = [t.cpu() for t in expected]
+    del out, exact
+    torch.cuda.empty_cache()
+    for turn in range(2):
+        for t in three:
+            t.grad = None
+        report = qa.Report()
+        out = qa.attention(*three, is_causal=True, budget="18MiB", devices="cuda", report=report)
+        out.backward(grad)
+        assert report.forward.peak_bytes <= 18 << 20
+        assert report.backward.peak_bytes <= 18 << 20
+        assert report.backward.levels or report.backward.n_groups > 1, report.backward
+        for found, true in zip([out.detach(), *(t.grad for t in three)], expected):
+            error = (found.double() - true).abs().max() / true.abs().max()
+            assert error < 4e-3, error
+    for name in list(ahead.RUNNING):
+        ahead.wait(name)
+    first, beside = where[0]
+    assert not beside, "the first kernel is tested in a thread"
+    assert len(where) == len(set(name for name, _ in where)), where
+    print("first calls are right")
+    """
+
+
+def test_a_first_call_in_a_new_process_without_caches_is_right(tmp_path: Path) -> None:
+    """The kernel is tested beside the search, what merges is compiled by stages, and the second
+    call tests nothing again."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    for name in ("TRITON_CACHE_DIR", "QUORUM_ATTENTION_CACHE"):
+        environment[name] = str(tmp_path / name)
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST],
+        env=environment, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.stdout.strip() == "first calls are right", done.stderr[-2000:]
