@@ -78,7 +78,7 @@ def test_the_kernels_prepared_are_those_launched(
         parts = tuple(torch.empty(t.shape, dtype=dtype) for t in states)
         flags = torch.zeros(1, heads, dtype=torch.int32) if scaled else None
         factors = torch.ones(1, heads) if scaled else None
-        merge.add_all_(states, parts, 0.5, factors, flags)
+        merge.add_all_(states, parts, 0.5, factors, flags, scaled)
         if scaled:
             values = torch.empty(1, heads, keys, value_dim, dtype=dtype)
             scaling.divide_gradient_(part, values, torch.ones(1, heads), 0)

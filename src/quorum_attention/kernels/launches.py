@@ -48,7 +48,7 @@ class Launch(NamedTuple):
 CONSTANTS = {
     "merge": ("UNIT", "WIDTH", "BLOCK_ROWS", "BLOCK_WIDTH"),
     "add": (
-        "SCALED", "CHECKED",
+        "SCALED", "CHECKED", "NARROW",
         "UNIT_0", "WIDTH_0", "BLOCK_ROWS_0", "BLOCK_WIDTH_0",
         "UNIT_1", "WIDTH_1", "BLOCK_ROWS_1", "BLOCK_WIDTH_1",
         "UNIT_2", "WIDTH_2", "BLOCK_ROWS_2", "BLOCK_WIDTH_2",
@@ -81,6 +81,7 @@ def to_add(
     alpha: float,
     unscale: torch.Tensor | None,
     overflow: torch.Tensor | None,
+    narrow: bool = False,
 ) -> Launch:
     """Add up to three pairs; see ``merge.add_all_``."""
     by_head = unscale if overflow is None else overflow
@@ -92,7 +93,8 @@ def to_add(
         factors_b = factors_b if several > 1 else 0
     arguments: list[Any] = []
     blocks: list[int] = []
-    constants: list[object] = [unscale is not None, overflow is not None]
+    checked = overflow is not None
+    constants: list[object] = [unscale is not None, checked, checked and narrow]
     kinds: list[object] = []
     for i in range(3):
         # A missing pair gets no blocks, so its pointers are never read.
@@ -186,12 +188,13 @@ def merging(dtype: torch.dtype, width: int) -> Launch:
 
 
 def adding(dtype: torch.dtype, widths: tuple[int, ...], scaled: bool) -> Launch:
-    """Gradients of ``dtype`` and ``widths`` are added; ``scaled``: with factors and flags."""
+    """Gradients of ``dtype`` and ``widths`` are added, and at last rounded to it; ``scaled``: with
+    factors and flags."""
     targets = tuple(_empty(1, 1, _ROWS, width) for width in widths)
     sources = tuple(target.to(dtype) for target in targets)
     unscale = _empty(1, 1) if scaled else None
     overflow = _empty(1, 1, dtype=torch.int32) if scaled else None
-    return to_add(targets, sources, 1.0, unscale, overflow)
+    return to_add(targets, sources, 1.0, unscale, overflow, dtype == torch.float16)
 
 
 def finding_norms(dtype: torch.dtype, width: int) -> Launch:

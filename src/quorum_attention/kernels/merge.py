@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,9 @@ from quorum_attention.kernels.launching import launch
 
 MERGE_WORKSPACE_BYTES = 3 * BLOCK_BYTES
 """Upper bound of the bytes ``merge_`` and ``add_`` allocate at any one time."""
+
+LARGEST_FP16 = 65504.0
+"""fp16's largest number."""
 
 
 _here = threading.local()
@@ -90,6 +94,7 @@ def add_(
     alpha: float = 1.0,
     unscale: torch.Tensor | None = None,
     overflow: torch.Tensor | None = None,
+    narrow: bool = False,
 ) -> None:
     """``target += alpha * unscale * source`` for (b, h, rows, d) tensors, in place.
 
@@ -97,11 +102,12 @@ def add_(
         target: fp32 or fp64; any strides.
         source: same shape, any floating dtype.
         unscale: (b or 1, h / g) fp32: one factor for g neighbouring heads; None is 1.
-        overflow: shaped like ``unscale``, int32; set to 1 where any element of ``source`` is not
-            finite; None: not checked.
+        overflow: shaped like ``unscale``, int32; bit 1 is set where any element of ``source`` is
+            not finite; None: not checked.
+        narrow: bit 2 is set where any element of the sum is larger than fp16's largest number.
     """
     if target.is_cuda and _triton_can_merge(target, source):
-        launch(to_add((target,), (source,), alpha, unscale, overflow))
+        launch(to_add((target,), (source,), alpha, unscale, overflow, narrow))
         return
     if unscale is None and overflow is None and source.dtype == target.dtype:
         target.add_(source, alpha=alpha)
@@ -110,11 +116,13 @@ def add_(
     # In blocks, because a 16-bit source is first converted to the target's dtype.
     for block in row_blocks(batch, heads, rows, max(1, width) * target.element_size()):
         part = source[block].to(target.dtype)
-        if overflow is not None:
-            _flag_(overflow, torch.isfinite(part), heads, block)
+        if overflow is not None and not _largest(part) < math.inf:
+            _flag_(overflow, 1, ~torch.isfinite(part), heads, block)
         if unscale is not None:
             part = part * _by_head(unscale, heads).expand(batch, heads, 1, 1)[block[:2]]
-        target[block].add_(part, alpha=alpha)
+        held = target[block].add_(part, alpha=alpha)
+        if overflow is not None and narrow and not _largest(held) <= LARGEST_FP16:
+            _flag_(overflow, 2, held.abs() > LARGEST_FP16, heads, block)
 
 
 def add_all_(
@@ -123,27 +131,38 @@ def add_all_(
     alpha: float = 1.0,
     unscale: torch.Tensor | None = None,
     overflow: torch.Tensor | None = None,
+    narrow: bool = False,
 ) -> None:
     """``add_`` for up to three pairs, on a GPU in one launch."""
     pairs = list(zip(targets, sources, strict=True))
     one_dtype = len({source.dtype for source in sources}) == 1
     if one_dtype and all(t.is_cuda and _triton_can_merge(t, s) for t, s in pairs):
-        launch(to_add(targets, sources, alpha, unscale, overflow))
+        launch(to_add(targets, sources, alpha, unscale, overflow, narrow))
         return
     for target, source in pairs:
-        add_(target, source, alpha, unscale, overflow)
+        add_(target, source, alpha, unscale, overflow, narrow)
+
+
+def _largest(part: torch.Tensor) -> float:
+    """The largest magnitude; NaN if there is one. Read once, unlike what says where it is."""
+    if not part.numel():
+        return 0.0
+    low, high = part.aminmax()
+    return max(-float(low), float(high))
 
 
 def _flag_(
-    overflow: torch.Tensor, finite: torch.Tensor, heads: int, block: tuple[slice, slice, slice]
+    overflow: torch.Tensor,
+    bit: int,
+    bad: torch.Tensor,
+    heads: int,
+    block: tuple[slice, slice, slice],
 ) -> None:
-    """Set ``overflow`` to 1 for the heads in ``block`` whose elements are not all ``finite``."""
-    if bool(finite.all()):
-        return
+    """Set a bit of ``overflow`` for the heads in ``block`` that have a ``bad`` element."""
     shared = heads // overflow.shape[1]
-    for entry, head in (~finite).flatten(2).any(-1).nonzero().tolist():
+    for entry, head in bad.flatten(2).any(-1).nonzero().tolist():
         at = 0 if overflow.shape[0] == 1 else block[0].start + entry
-        overflow[at, (block[1].start + head) // shared] = 1
+        overflow[at, (block[1].start + head) // shared] |= bit
 
 
 def _by_head(unscale: torch.Tensor, heads: int) -> torch.Tensor:

@@ -29,13 +29,15 @@ class Scaling:
     Attributes:
         shift: probabilities are computed times 2**shift.
         unscale: (b, key heads) fp32, powers of two: what ``grad_out`` was divided by; None is 1.
-        overflow: shaped like ``unscale``, int32; set to 1 for the heads whose partial gradients are
-            not all finite; None: not checked.
+        overflow: shaped like ``unscale``, int32; bits are set for heads: 1 where a partial gradient
+            is not finite, 2 where an accumulated one outgrows fp16; None: not checked.
+        narrow: whether finished gradients are rounded to fp16; if not, nothing outgrows it.
     """
 
     shift: int = 0
     unscale: torch.Tensor | None = None
     overflow: torch.Tensor | None = None
+    narrow: bool = False
 
 
 def value_norms(value: torch.Tensor) -> torch.Tensor | None:

@@ -182,7 +182,11 @@ class Slots(Route):
         scalings: list[BackwardScaling] = []
 
         def make_pass(schedule: Schedule, tools: Tools) -> SlotPass:
-            scaling = BackwardScaling(call.work, call.device, machine) if job.scaled else None
+            scaling = None
+            if job.scaled:
+                scaling = BackwardScaling(
+                    call.work, call.device, machine, job.narrow, job.doubts
+                )  # fmt: skip
             if scaling is not None:
                 scalings.append(scaling)
             return _make_pass(job, schedule, tools, inputs, homes, final, scaling)

@@ -210,6 +210,7 @@ class ByParts:
                     2.0**-scaling.shift,
                     scaling.unscale,
                     scaling.overflow,
+                    scaling.narrow,
                 )
             del found
 
