@@ -34,6 +34,7 @@ def _several_checks(rank: int, group: dist.ProcessGroup) -> None:
     _strided_and_without_batch(rank, group)
     _one_rank_alone(rank, group)
     _nothing_recorded(rank, group)
+    _no_second_derivative(rank, group)
     _ranks_that_disagree(rank, group)
     _one_rank_refuses(rank, group)
 
@@ -73,6 +74,16 @@ def _nothing_recorded(rank: int, group: dist.ProcessGroup) -> None:
     q = torch.randn(1, 2, 40, 8, requires_grad=True)
     with torch.no_grad():
         assert not sharded.attention(q, q, q, group=group).requires_grad
+
+
+def _no_second_derivative(rank: int, group: dist.ProcessGroup) -> None:
+    """It is an error, and no zero, where heads are exchanged whole and where they are not."""
+    for heads in (2, 1):
+        q = torch.randn(1, heads, 10, 8, requires_grad=True)
+        out = sharded.attention(q, q, q, group=group)
+        (grad,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+        with pytest.raises(NotImplementedError, match="second derivatives of quorum_attention"):
+            (q.sum() + grad.square().sum()).backward()
 
 
 def _ranks_that_disagree(rank: int, group: dist.ProcessGroup) -> None:

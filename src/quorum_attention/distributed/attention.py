@@ -11,7 +11,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from quorum_attention.call.dropout import checked_dropout
 from quorum_attention.call.options import Written, options_of
@@ -31,6 +30,7 @@ from quorum_attention.distributed.ways import choose
 from quorum_attention.distributed.whole_heads import ByHeads, Exchanged, Turn, turns_of
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.kernels.dropout import LARGEST_SEED
+from quorum_attention.kernels.first_derivative import first_derivative
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.uncompiled import uncompiled
@@ -305,7 +305,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_derivative("quorum_attention.distributed.attention")
     def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
         call: Sharded = ctx.call
         rest: Sequence[torch.Tensor] = ctx.saved_tensors[: ctx.count]

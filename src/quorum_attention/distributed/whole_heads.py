@@ -15,12 +15,12 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.distributed.calls import Calls, Learned
 from quorum_attention.distributed.swap import Part, Swap, ToRows, opened
 from quorum_attention.execution.device.two_streams import TwoStreams
+from quorum_attention.kernels.first_derivative import first_derivative
 
 # Into how many calls a rank's heads are cut. On one stream the end of each leaves most of the
 # device idle for a while: on H200s that takes longer than what more calls hide of the messages.
@@ -193,7 +193,7 @@ class ByHeads(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_derivative("quorum_attention.distributed.attention")
     def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
         """The gradients of this rank's rows; of bias and sinks, of what is computed here."""
         mask = ctx.call.calls.mask

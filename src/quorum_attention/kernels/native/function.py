@@ -9,6 +9,7 @@ import torch
 
 from quorum_attention.counts import real_number, switch
 from quorum_attention.decomposition import Rectangle
+from quorum_attention.kernels.first_derivative import first_derivative
 from quorum_attention.kernels.native.bits import runs_of_bits
 from quorum_attention.kernels.native.config import Config, Half, config
 from quorum_attention.kernels.native.kernel import NativeKernel, runs_of
@@ -163,7 +164,7 @@ class _Function(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivative("native_attention")
     def backward(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor) -> Any:
         query, key, value, bias, sinks, *both, out, lse = ctx.saved_tensors
         bits: Bits = (both[0], both[1])
