@@ -86,6 +86,39 @@ def test_a_model_that_does_more_to_its_logits_keeps_its_loss() -> None:
         assert "not this model's own" in str(summary)
 
 
+def test_a_cap_is_found_while_logits_are_small() -> None:
+    """Those of a fresh model are, and after some training they are not."""
+    summary = long_context(tiny("gemma2"), checkpoints=None)
+    assert "chunked loss" in summary.left_out
+
+
+def test_a_call_that_asks_for_more_is_the_models_own() -> None:
+    model, ids = tiny("llama"), torch.randint(VOCABULARY, (1, 30))
+    shifted = torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:]
+    wanted = model(ids, labels=ids).loss
+    ignoring = model(ids, labels=ids, ignore_index=7).loss
+    long_context(model, checkpoints=None)
+    torch.testing.assert_close(model(ids, labels=ids, shift_labels=shifted).loss, wanted)
+    torch.testing.assert_close(model(ids, labels=ids, ignore_index=7).loss, ignoring)
+    torch.testing.assert_close(model(ids, labels=ids, return_dict=False)[0], wanted)
+
+    class Adapted(torch.nn.Module):
+        """As an adapter of PEFT around the head, put there after the recipe."""
+
+        def __init__(self, head: torch.nn.Linear) -> None:
+            super().__init__()
+            self.head = head
+            self.weight, self.bias = head.weight, head.bias
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 3 * self.head(x)
+
+    model.lm_head = Adapted(model.lm_head)
+    found = model(ids, labels=ids)
+    assert found.logits is not None
+    assert found.loss.item() != pytest.approx(wanted.item(), rel=1e-4)
+
+
 def test_sixteen_bits_on_a_cpu_keep_their_loss() -> None:
     summary = long_context(tiny("llama").bfloat16(), mlp_tile=None)
     assert "chunked loss" in summary.left_out

@@ -2,13 +2,14 @@
 
 The model's forward, given labels, then returns no logits. It is tried on a few tokens first: a
 model that does more to its logits than to multiply (a soft cap, a scale), or whose loss is another
-one, keeps its own.
+one, keeps its own. So does a call that asks for anything else.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -22,6 +23,9 @@ from quorum_attention.recipes.summary import NO_LIGER, Ingredient, left_out
 NAME = "chunked loss"
 _IGNORED = -100
 _TRIED = 12  # tokens
+# A soft cap leaves small logits as they are, and those of a fresh model are small: it is tried with
+# large ones, too.
+_LARGE = 100.0
 # (hidden (tokens, width), weight, bias, labels (tokens,)) -> the sum of the losses
 _Sum = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None", torch.Tensor], torch.Tensor]
 
@@ -88,15 +92,12 @@ def _forward(plain: Callable[..., Any], total: _Sum) -> Callable[..., Any]:
         given.pop("self", None)
         given.update(given.pop("kwargs", {}))
         labels = given.pop("labels", None)
-        asked_for_router = given.get("output_router_logits") or getattr(
-            self.config, "output_router_logits", False
-        )
-        if labels is None or given.get("shift_labels") is not None or asked_for_router:
+        if labels is None or _asks_for_more(self, given):
             return plain(self, *args, **named)
         from transformers.modeling_outputs import CausalLMOutputWithPast
 
-        given.pop("logits_to_keep", None)
-        given.pop("shift_labels", None)
+        for name in ("logits_to_keep", "shift_labels", "ignore_index"):
+            given.pop(name, None)
         items = given.pop("num_items_in_batch", None)
         found = self.get_decoder()(**given)
         head = self.get_output_embeddings()
@@ -114,6 +115,17 @@ def _forward(plain: Callable[..., Any], total: _Sum) -> Callable[..., Any]:
     return forward
 
 
+def _asks_for_more(model: Any, given: dict[str, Any]) -> bool:
+    """Whether a call wants what only the model's own forward gives; or adapters came after."""
+    router = given.get("output_router_logits") or getattr(
+        model.config, "output_router_logits", False
+    )
+    in_words = given.get("return_dict", getattr(model.config, "return_dict", True))
+    other_loss = any(given.get(name) is not None for name in ("shift_labels", "ignore_index"))
+    head = model.get_output_embeddings()
+    return bool(router or other_loss or in_words is False or type(head) is not torch.nn.Linear)
+
+
 @torch.no_grad()
 def _differs(model: Any) -> str | None:
     """Why the new loss is not the model's own, if it is not: of a few tokens."""
@@ -123,20 +135,41 @@ def _differs(model: Any) -> str | None:
     ids = ids.to(model.get_input_embeddings().weight.device)
     labels = ids.clone()
     labels[0, :3] = _IGNORED
+    asked = {"input_ids": ids, "labels": labels, "use_cache": False}
+    # Transformers' own is in float32, of models in float64 too.
+    room = 20 * max(torch.finfo(head.dtype).eps, torch.finfo(torch.float32).eps)
     training = model.training
     model.eval()
     try:
-        ours = model(input_ids=ids, labels=labels, use_cache=False).loss
-        own = type(model).forward(model, input_ids=ids, labels=labels, use_cache=False).loss
+        own = type(model).forward(model, **asked)
+        factor = max(1.0, _LARGE / max(float(own.logits.abs().max()), 1e-30))
+        for scale in (1.0, factor):
+            with _scaled(model.get_decoder(), scale):
+                ours = model(**asked).loss.double()
+                true = type(model).forward(model, **asked).loss.double()
+            if not bool((ours - true).abs() <= room * true.abs()):
+                numbers = f"{ours.item():.6g} for {true.item():.6g}"
+                return f"it is not this model's own: {numbers} on a few tokens"
     except Exception as error:  # whatever it is, the model keeps its own loss
         return f"it failed on a few tokens: {type(error).__name__}: {error}"
     finally:
         model.train(training)
-    # Transformers' own is in float32, of models in float64 too.
-    room = 20 * max(torch.finfo(head.dtype).eps, torch.finfo(torch.float32).eps)
-    if not bool((ours.double() - own.double()).abs() <= room * own.double().abs()):
-        return f"it is not this model's own: {ours.item():.6g} for {own.item():.6g} on a few tokens"
     return None
+
+
+@contextmanager
+def _scaled(decoder: torch.nn.Module, scale: float) -> Iterator[None]:
+    """What the decoder returns times ``scale``, whoever calls it."""
+
+    def larger(_: Any, args: Any, found: Any) -> Any:
+        found.last_hidden_state = found.last_hidden_state * scale
+        return found
+
+    handle = decoder.register_forward_hook(larger)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 __all__ = ["NAME", "chunk_loss"]

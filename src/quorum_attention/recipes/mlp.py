@@ -28,9 +28,9 @@ def tile_mlps(model: torch.nn.Module, tokens: int) -> Ingredient:
     found = [module for module in model.modules() if _is_gated(module)]
     if not found:
         return left_out(NAME, "no MLP of gate_proj, up_proj and down_proj (experts are not tiled)")
-    if not _goes_token_by_token(found[0]):
-        kind = type(found[0]).__name__
-        return left_out(NAME, f"{kind} gives other results for some tokens alone")
+    for kind, one in {type(module): module for module in found}.items():
+        if not _goes_token_by_token(one):
+            return left_out(NAME, f"{kind.__name__} gives other results for some tokens alone")
     for module in found:
         _tile(module, tokens, apply_tiled_mlp)
     return Ingredient(NAME, True, f"Liger's, {tokens:,} tokens at a time, {len(found)} of them")

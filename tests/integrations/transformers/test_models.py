@@ -212,6 +212,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(asked: dict[str, Any], named
     with pytest.raises((NotImplementedError, ValueError), match=named):
         call(**asked)
     assert call(output_attentions=False, use_cache=True).shape == (2, 20, 4, 8)
+    assert call(shift_labels=torch.zeros(2, 20), ignore_index=-1).shape == (2, 20, 4, 8)
 
 
 def test_causal_without_a_mask_and_with_other_lengths_is_refused() -> None:

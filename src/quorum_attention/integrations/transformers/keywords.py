@@ -15,6 +15,7 @@ WITHOUT_EFFECT = frozenset(
     {
         "cache_position",
         "deterministic",  # repeatable bit by bit: what that asks is up to the kernel
+        "ignore_index",  # of the loss
         "kernel_options",  # of FlexAttention
         "logits_to_keep",
         "max_length_k",  # what cu_seq_lens say already
@@ -24,6 +25,7 @@ WITHOUT_EFFECT = frozenset(
         "output_router_logits",
         "position_ids",  # rotated into queries and keys, and in the mask where documents are packed
         "return_dict",
+        "shift_labels",  # of the loss
         "seq_idx",  # for layers that are not attention
         "use_cache",
     }
