@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import time
+import weakref
 
 import pytest
 import torch
@@ -111,3 +113,21 @@ def test_the_smallest_at_any_length_works_and_nothing_less_does(seed: int) -> No
         assert through_slots.peak_bytes >= smallest
     with pytest.raises(qa.BudgetError):
         qa.plan(n, budget=smallest - 1, **call)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_refused_call_lets_go_of_its_tensors_at_once(recorded: bool) -> None:
+    """Who catches the error may need the memory before Python looks for cycles."""
+
+    def refused() -> weakref.ref[torch.Tensor]:
+        given = torch.randn(1, 2, 70, 16, requires_grad=recorded)
+        with pytest.raises(qa.BudgetError):
+            qa.attention(given, given, given, budget=1)
+        return weakref.ref(given)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert refused()() is None
+    finally:
+        gc.enable()

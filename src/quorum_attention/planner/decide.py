@@ -432,7 +432,9 @@ def quickest(
         if isinstance(found.schedule.route, Whole) or found.cost.seconds < policy.WORTH_BUILDING:
             return best
     except BudgetError as error:
-        failure = error
+        # Its traceback would hold this frame, and so the caller's tensors, until cycles are looked
+        # for.
+        failure = error.with_traceback(None)
     for kernel in others:
         if best is not None:
             floor = least(work, kernel, machine, backward=backward)
@@ -443,7 +445,7 @@ def quickest(
         except BudgetError as error:
             # The smallest budget that an error names has to work: only of kernels that work here.
             if best is None and believed(kernel):
-                failure = min(failure or error, error, key=_named_bytes)
+                failure = min(failure or error, error, key=_named_bytes).with_traceback(None)
             continue
         if best is not None:
             if not _is_faster(found, *best, preferred):
@@ -457,7 +459,10 @@ def quickest(
     if best is not None:
         return best
     assert failure is not None, "the preferred kernel either fits or does not"
-    raise failure
+    try:
+        raise failure
+    finally:
+        failure = None
 
 
 def _is_faster(
