@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -14,11 +14,13 @@ import torch.distributed as dist
 from quorum_attention.call.validation import check_kind
 from quorum_attention.counts import one_of, shown, whole_number
 from quorum_attention.distributed.masks import columns_of, signature_of
+from quorum_attention.distributed.peers import Peers
+from quorum_attention.distributed.watch import Watch
 from quorum_attention.execution.device.lookup import best_device
 from quorum_attention.mask import Mask
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# What the ranks tell each other, after their rows.
+# What the ranks tell each other, after their rows and the lengths that they were given.
 _WORDS = (
     "batch size", "heads", "kv_heads", "head_dim", "value_dim", "dtype", "is_causal", "scale",
     "attn_mask", "dropout_p", "dropout_seed",
@@ -108,19 +110,34 @@ def home_of(group: dist.ProcessGroup) -> torch.device:
     return best_device()
 
 
-def told(group: dist.ProcessGroup, numbers: Sequence[int]) -> list[list[int]]:
-    """The numbers of every rank; the host waits for them."""
+def told(
+    group: dist.ProcessGroup, numbers: Sequence[int], watch: Watch | None = None
+) -> list[list[int]]:
+    """The numbers of every rank; the host waits for them.
+
+    Args:
+        watch: the pass; None: one of its own.
+    """
+    if watch is None:
+        with Watch(group, False) as alone:
+            found = told(group, numbers, alone)
+            alone.end()
+            return found
     mine = torch.tensor(numbers, dtype=torch.int64, device=home_of(group))
     every = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(every, mine, group=group)
-    found: list[list[int]] = torch.stack(every).tolist()
-    return found
+    watch.gather(every, mine)
+    listed: list[list[int]] = torch.stack(every).tolist()
+    return listed
 
 
-def refuse(group: dist.ProcessGroup, lengths: object) -> None:
-    """Tell the ranks that agree on a call that this one raises an error, and with them all do."""
+def refuse(group: dist.ProcessGroup, lengths: object, watch: Watch) -> None:
+    """Tell the ranks that agree on a call that this one raises an error, and with them all do.
+
+    Where they may not ask it hears of it who waits for it.
+    """
     if lengths is None:
-        told(group, (_REFUSED,) + (0,) * (len(_WORDS) + _COLUMNS))
+        told(group, (_REFUSED,) + (0,) * (1 + len(_WORDS) + _COLUMNS), watch)
+        watch.over()
 
 
 class Said(NamedTuple):
@@ -141,30 +158,73 @@ class Said(NamedTuple):
     dropout: tuple[float, int | None]
 
 
+class Agreed(NamedTuple):
+    """What the ranks agree on.
+
+    Attributes:
+        sizes: rows of every rank.
+        name: of the call, the same on all ranks, in plain values.
+        mark: a number of it, if nobody was asked now.
+    """
+
+    sizes: tuple[int, ...]
+    name: Hashable
+    mark: int | None
+
+
 def agreed(
-    group: dist.ProcessGroup, said: Said, lengths: Sequence[int] | str | None
-) -> tuple[int, ...]:
-    """Rows of every rank; gathered, unless they are given.
+    group: dist.ProcessGroup, said: Said, lengths: Sequence[int] | str | None, watch: Watch
+) -> Agreed:
+    """Rows of every rank, and whether all make the same call: asked, unless lengths are given and
+    it was asked before.
 
     Raises:
         ValueError: the lengths do not fit, or the ranks do not agree, or one of them refused.
     """
-    rows = said.query.shape[-2]
-    if lengths is not None:
-        return _given(group, lengths, rows)
+    rows, peers, seed = said.query.shape[-2], Peers.of(group), said.dropout[1]
+    given = None if lengths is None else _given(group, lengths, rows)
+    if given is not None:
+        name = _name(said, given)
+        mark = peers.agreed.get(name)
+        if mark is not None:
+            mark ^= 0 if seed is None else seed
+            watch.knows((name, seed), mark)
+            return Agreed(given, name, mark)
     columns = [] if said.mask is None else columns_of(said.mask)
     shown_columns = [*columns, *[-1] * _COLUMNS][:_COLUMNS]
-    listed = told(group, (rows, *_numbers(said), *shown_columns))
+    listed = told(group, (rows, _number(given), *_numbers(said), *shown_columns), watch)
+    try:
+        sizes = _compared(group, said, listed)
+    except ValueError:
+        # All ranks raise.
+        watch.over()
+        raise
+    name = _name(said, sizes)
+    peers.agree(name)
+    watch.knows((name, seed))
+    return Agreed(sizes, name, None)
+
+
+def _compared(
+    group: dist.ProcessGroup, said: Said, listed: Sequence[Sequence[int]]
+) -> tuple[int, ...]:
+    """Rows of every rank, from what each has said; raises on all ranks or on none."""
     refused = [rank for rank, one in enumerate(listed) if one[0] == _REFUSED]
     if refused:
         raise ValueError(
             f"rank {refused[0]} refused the call before anything was sent; it says why"
         )
-    for number, word in enumerate(_WORDS, start=1):
+    sizes = tuple(one[0] for one in listed)
+    wrong = [rank for rank, one in enumerate(listed) if one[1] not in (-1, _number(sizes))]
+    if wrong:
+        raise ValueError(
+            f"the ranks do not agree on lengths: they have {list(sizes)} rows, and rank {wrong[0]} "
+            "was given others"
+        )
+    for number, word in enumerate(_WORDS, start=2):
         if len({one[number] for one in listed}) > 1:
             raise ValueError(f"the ranks do not agree on {word}; {_words(group, said)}")
-    sizes = tuple(one[0] for one in listed)
-    for number in range(len(_WORDS) + 1, len(listed[0])):
+    for number in range(len(_WORDS) + 2, len(listed[0])):
         widths = [one[number] for one in listed]
         if not (set(widths) in ({-1}, {sum(sizes)}) or tuple(widths) == sizes):
             raise ValueError(
@@ -172,6 +232,20 @@ def agreed(
                 f"{list(sizes)}, or on all of them for all {sum(sizes)}, got {widths}"
             )
     return sizes
+
+
+def _name(said: Said, sizes: tuple[int, ...]) -> Hashable:
+    """A call whose ranks have so many rows. Not its seed, which may be another at every call."""
+    query, key, mask = said.query.shape, said.key.shape, said.mask
+    of_mask: Hashable = None
+    if mask is not None:
+        tokens = sum(sizes)
+        whole = tuple([n == tokens and max(sizes) < tokens for n in columns_of(mask)])
+        of_mask = (signature_of(mask), whole)
+    return (
+        sizes, tuple(query[:-2]), key[-3], query[-1], said.value.shape[-1],
+        _DTYPES.index(said.dtype), said.is_causal, said.scale, of_mask, said.dropout[0],
+    )  # fmt: skip
 
 
 def _given(group: dist.ProcessGroup, lengths: Sequence[int] | str, rows: int) -> tuple[int, ...]:
@@ -213,4 +287,4 @@ def _number(what: object) -> int:
     return -1 if what is None else zlib.crc32(repr(what).encode())
 
 
-__all__ = ["Said", "agreed", "check_shard", "home_of", "refuse", "told"]
+__all__ = ["Agreed", "Said", "agreed", "check_shard", "home_of", "refuse", "told"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -26,6 +27,7 @@ from quorum_attention.distributed.masks import Shards, checked_mask, whole_mask
 from quorum_attention.distributed.report import ShardedReport
 from quorum_attention.distributed.run import Sharded, backward, forward
 from quorum_attention.distributed.swap import Swap
+from quorum_attention.distributed.watch import Watch, in_host_memory
 from quorum_attention.distributed.ways import choose
 from quorum_attention.distributed.whole_heads import ByHeads, Exchanged, Turn, turns_of
 from quorum_attention.execution.device.lookup import on_host
@@ -91,7 +93,8 @@ def attention(
             it computes. With dropout whole heads are given to ranks.
         lengths: rows of every rank, if they are known, or "equal" if all have as many as this one:
             else they are gathered first. The host waits for that, and ranks that do not agree on
-            sizes, dtype or options raise.
+            sizes, dtype or options raise. With ``lengths`` it waits the first time that sizes and
+            options are these, and then no more.
         budget, depth, kernel: as in ``quorum_attention.attention``, for each rank by itself: every
         part that a rank computes recovers from a lack of memory on its own. What the rows of a part
             take that are gathered from other ranks comes on top of the budget.
@@ -101,10 +104,11 @@ def attention(
         (..., heads, rows, value_dim): the result for this rank's rows.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit, also among ranks (unless ``lengths`` is
-            given); before anything is sent.
-        RuntimeError: there is no process group. Errors of ``quorum_attention.attention`` come
-            through; the other ranks then wait until the group's timeout.
+        TypeError, ValueError: arguments that do not fit, also among ranks.
+        RuntimeError: there is no process group; or another rank has failed, with its number, its
+            error, and whether the group can be used again. Errors of ``quorum_attention.attention``
+            come through on the rank that has them. On GPUs the host does not wait for others: they
+            get NaN from a rank that failed (docs/distributed.md).
     """
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError("there is no process group: torch.distributed.init_process_group first")
@@ -112,32 +116,33 @@ def attention(
     if not isinstance(group, dist.ProcessGroup) or group.rank() < 0:
         raise ValueError("group must be a process group that this process is a member of")
     asked = Written(budget, None, depth, kernel)
-    try:
-        check_shard(query, key, value, switch(enable_gqa, "enable_gqa"))
-        causal = switch(is_causal, "is_causal")
-        factor = None if scale is None else real_number(scale, "scale")
-        mask = checked_mask(attn_mask)
-        p, seed = checked_dropout(dropout_p, dropout_seed, draws=True)
-        _check_options(asked, report, query.device)
-    except Exception:
-        refuse(group, lengths)
-        raise
-    kind, inputs, dtype = query.device.type, (query, key, value), query.dtype
-    cast = torch.is_autocast_enabled(kind) and dtype != torch.float64
-    if cast:
-        dtype = torch.get_autocast_dtype(kind)
-    said = Said(query, key, value, dtype, causal, factor, mask, (p, seed))
-    sizes = agreed(group, said, lengths)
-    if mask is not None:
-        batch_shape = query.shape[:-3]
-        shards = Shards(group, sizes, batch_shape, query.shape[-3], query.device)
-        mask = whole_mask(mask, shards)
-    whole = (query.shape[-3], sum(sizes))
-    calls = Calls(factor, asked, whole, report, mask, _dropout(p, seed))
-    if not cast:
-        return _computed(inputs, group, sizes, causal, calls)
-    with torch.autocast(kind, enabled=False):
-        return _computed([t.to(dtype) for t in inputs], group, sizes, causal, calls)
+    with Watch(group, in_host_memory(query)) as watch:
+        try:
+            check_shard(query, key, value, switch(enable_gqa, "enable_gqa"))
+            causal = switch(is_causal, "is_causal")
+            factor = None if scale is None else real_number(scale, "scale")
+            mask = checked_mask(attn_mask)
+            p, seed = checked_dropout(dropout_p, dropout_seed, draws=True)
+            _check_options(asked, report, query.device)
+        except Exception:
+            refuse(group, lengths, watch)
+            raise
+        kind, inputs, dtype = query.device.type, (query, key, value), query.dtype
+        cast = torch.is_autocast_enabled(kind) and dtype != torch.float64
+        if cast:
+            dtype = torch.get_autocast_dtype(kind)
+        said = Said(query, key, value, dtype, causal, factor, mask, (p, seed))
+        sizes, name, mark = agreed(group, said, lengths, watch)
+        if mask is not None:
+            batch_shape = query.shape[:-3]
+            shards = Shards(group, sizes, batch_shape, query.shape[-3], query.device)
+            mask = whole_mask(mask, shards, watch)
+        whole = (query.shape[-3], sum(sizes))
+        calls = Calls(factor, asked, whole, report, mask, _dropout(p, seed), name, mark)
+        if not cast:
+            return _computed(inputs, group, watch, sizes, causal, calls)
+        with torch.autocast(kind, enabled=False):
+            return _computed([t.to(dtype) for t in inputs], group, watch, sizes, causal, calls)
 
 
 def _check_options(asked: Written, report: Any, device: torch.device) -> None:
@@ -158,6 +163,7 @@ def _check_options(asked: Written, report: Any, device: torch.device) -> None:
 def _computed(
     inputs: Sequence[torch.Tensor],
     group: dist.ProcessGroup,
+    watch: Watch,
     sizes: tuple[int, ...],
     causal: bool,
     calls: Calls,
@@ -191,14 +197,14 @@ def _computed(
         exchanged = Exchanged(
             Swap(group, sizes), decided.turns, calls, causal, aside and calls.unlimited
         )
-        out = ByHeads.apply(*flat, bias, sinks, exchanged)  # type: ignore[no-untyped-call]
+        out = ByHeads.apply(*flat, bias, sinks, exchanged, watch)  # type: ignore[no-untyped-call]
     else:
         if causal and units != "pairs":
             # Of some rows of a head: causal then is a matter of the mask, which knows where.
             lower = Mask(causal=True)
             calls = replace(calls, mask=lower if mask is None else mask & lower)
-        call = Sharded(decided.assignment, group, calls, decided.kept)
-        out = _Attention.apply(*flat, bias, sinks, call)  # type: ignore[no-untyped-call]
+        call = Sharded(decided.assignment, weakref.ref(group), calls, decided.kept)
+        out = _Attention.apply(*flat, bias, sinks, call, watch)  # type: ignore[no-untyped-call]
     if decided.widened:
         out = out.to(query.dtype)
     return out if len(shape) == 4 else out.reshape(*shape[:-1], value.shape[-1])
@@ -292,8 +298,9 @@ class _Attention(torch.autograd.Function):
         bias: torch.Tensor | None,
         sinks: torch.Tensor | None,
         call: Sharded,
+        watch: Watch,
     ) -> torch.Tensor:
-        out, lse, kept = forward(call, query, key, value)
+        out, lse, kept = forward(call, watch, query, key, value)
         if any(ctx.needs_input_grad):
             rest = kept if call.kept else [query, key, value, out, lse]
             # A checkpoint recomputes where something saved is asked for, and all ranks have to.
@@ -317,10 +324,10 @@ class _Attention(torch.autograd.Function):
         query, key, value = inputs
         mask = call.calls.mask
         learned = Learned.of(mask, *ctx.needs_input_grad[3:5])
-        made = backward(call, grad_out.contiguous(), query, key, value, rest, learned)
-        if learned is None or mask is None:
-            return (*made, None, None, None)
-        return (*made, *learned.found(mask), None)
+        with call.calls.at_backward(call.group, grad_out.device) as watch:
+            made = backward(call, watch, grad_out.contiguous(), query, key, value, rest, learned)
+        of_mask = (None, None) if learned is None or mask is None else learned.found(mask)
+        return (*made, *of_mask, None, None)
 
 
 __all__ = ["attention"]

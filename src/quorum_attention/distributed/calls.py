@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from quorum_attention.api import attention_backward, attention_with_lse
 from quorum_attention.call.gradients import given_of
@@ -17,6 +19,8 @@ from quorum_attention.call.settings import current, filled
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.distributed.masks import cut, part_of, tensors_of
 from quorum_attention.distributed.report import ShardedReport
+from quorum_attention.distributed.watch import Watch
+from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.execution.report import Report
 from quorum_attention.execution.workload import state_dtype
 from quorum_attention.mask import Mask
@@ -71,6 +75,8 @@ class Calls:
         sizes: query heads and tokens of the whole call.
         mask: of the whole call; None: what a call says by ``causal`` is all.
         dropout: chance and seed.
+        name: what the call is on all ranks, in plain values.
+        mark: a number of it, if the ranks are not asked in every call whether they agree.
     """
 
     scale: float | None
@@ -79,9 +85,18 @@ class Calls:
     report: ShardedReport | None = None
     mask: Mask | None = None
     dropout: tuple[float, int] | None = None
+    name: Hashable = None
+    mark: int | None = None
+
+    def at_backward(self, group: dist.ProcessGroup, device: torch.device) -> Watch:
+        """The pass that begins."""
+        watch = Watch(group, on_host(device))
+        watch.knows(("the backward of", self.name), None if self.mark is None else ~self.mark)
+        return watch
 
     def forward(
         self,
+        watch: Watch,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -90,7 +105,30 @@ class Calls:
         rows: Interval,
         out_dtype: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and log-sum-exp of some rows of some heads; the whole call's numbers of both."""
+        """Output and log-sum-exp of some rows of some heads; the whole call's numbers of both.
+
+        NaN where a rank has failed: the pass raises at its end.
+        """
+
+        def instead() -> tuple[torch.Tensor, torch.Tensor]:
+            size, state = query.shape[:3], state_dtype(query.dtype)
+            out = query.new_full((*size, value.shape[3]), math.nan, dtype=out_dtype or query.dtype)
+            return out, query.new_full(size, math.nan, dtype=state)
+
+        return watch.computed(
+            lambda: self._forward(query, key, value, causal, heads, rows, out_dtype), instead
+        )
+
+    def _forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        causal: bool,
+        heads: Interval,
+        rows: Interval,
+        out_dtype: torch.dtype | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         mask = None if self.mask is None else part_of(self.mask, heads, rows, self.sizes)
         if mask is None and self.dropout is None and self.report is None and self.unlimited:
             device = compute_device(query.device, None)
@@ -108,6 +146,7 @@ class Calls:
 
     def backward(
         self,
+        watch: Watch,
         given: tuple[torch.Tensor, ...],
         causal: bool,
         heads: Interval,
@@ -121,6 +160,24 @@ class Calls:
             given: upstream gradient, query, key, value, output, log-sum-exp.
             learned: the gradients of the mask's own tensors, to which those of this call are added.
         """
+
+        def instead() -> Three:
+            query, key, value = grads or (torch.empty_like(t) for t in given[1:4])
+            return query.fill_(math.nan), key.fill_(math.nan), value.fill_(math.nan)
+
+        return watch.computed(
+            lambda: self._backward(given, causal, heads, rows, learned, grads), instead
+        )
+
+    def _backward(
+        self,
+        given: tuple[torch.Tensor, ...],
+        causal: bool,
+        heads: Interval,
+        rows: Interval,
+        learned: Learned | None,
+        grads: Three | None,
+    ) -> Three:
         mask = None if self.mask is None else part_of(self.mask, heads, rows, self.sizes)
         of_bias = learned is not None and learned.bias is not None
         of_sinks = learned is not None and learned.sinks is not None

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from quorum_attention.api import attention_with_lse
 from quorum_attention.call.causal_bias import as_mask
 from quorum_attention.distributed.report import ShardedReport
+from quorum_attention.distributed.watch import Watch, in_host_memory
 from quorum_attention.execution.report import Report
 from quorum_attention.execution.workload import state_dtype
 from quorum_attention.kernels.protocol import InnerKernel
@@ -58,8 +59,8 @@ def decode(
         (..., heads, queries, value_dim), in the query's dtype; 0 in rows that see no key.
 
     Raises:
-        RuntimeError: there is no process group. Errors of ``quorum_attention.attention`` come
-            through; the other ranks then wait until the group's timeout.
+        RuntimeError: there is no process group; or another rank has failed, as of ``attention``.
+            Errors of ``quorum_attention.attention`` come through on the rank that has them.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError("there is no process group: torch.distributed.init_process_group first")
@@ -68,17 +69,26 @@ def decode(
     mask = as_mask(attn_mask, query, key)
     mask = Mask(bias=mask) if isinstance(mask, torch.Tensor) else mask
     sinks = None if mask is None else mask.sinks
-    if mask is not None and sinks is not None:
-        mask = replace(mask, sinks=None)
-    state = state_dtype(query.dtype)
     made = None if report is None else Report()
-    out, lse = attention_with_lse(
-        query, key, value, mask, scale=scale, enable_gqa=enable_gqa, budget=budget, depth=depth,
-        kernel=kernel, out_dtype=state, report=made,
-    )  # fmt: skip
-    mine = torch.cat([out, lse.to(out.device).unsqueeze(-1)], dim=-1)
-    every = mine.new_empty((everyone.size(), *mine.shape))
-    dist.all_gather(list(every.unbind()), mine, group=everyone)
+
+    def computed() -> tuple[torch.Tensor, torch.Tensor]:
+        own = mask if mask is None or sinks is None else replace(mask, sinks=None)
+        return attention_with_lse(
+            query, key, value, own, scale=scale, enable_gqa=enable_gqa, budget=budget,
+            depth=depth, kernel=kernel, out_dtype=state_dtype(query.dtype), report=made,
+        )  # fmt: skip
+
+    def instead() -> tuple[torch.Tensor, torch.Tensor]:
+        size, state = query.shape[:-1], state_dtype(query.dtype)
+        out = query.new_full((*size, value.shape[-1]), math.nan, dtype=state)
+        return out, query.new_full(size, math.nan, dtype=state)
+
+    with Watch(everyone, in_host_memory(query)) as watch:
+        out, lse = watch.computed(computed, instead, (TypeError, ValueError, NotImplementedError))
+        mine = torch.cat([out, lse.to(out.device).unsqueeze(-1)], dim=-1)
+        every = mine.new_empty((everyone.size(), *mine.shape))
+        watch.gather(list(every.unbind()), mine)
+        watch.end()
     if report is not None and made is not None:
         _fill(report, everyone, mine, query.shape[-2] * key.shape[-2], made)
     return merged(every[..., :-1], every[..., -1], sinks).to(query.dtype)

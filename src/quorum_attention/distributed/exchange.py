@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
+
+from quorum_attention.distributed.marks import read_mark, write_marks
+from quorum_attention.distributed.watch import Watch
 
 # Parts of a message begin at multiples of this, so that each can be read as a tensor of any dtype.
 _ALIGNMENT = 16
@@ -45,37 +49,61 @@ class Delivery:
     """Parcels that are under way.
 
     Made by all ranks of the group together, of the same parcels in the same order.
+
+    Args:
+        watch: the pass.
+        mark: what the last rank sends the others at the end of its messages; None: nothing.
     """
 
     def __init__(
-        self, parcels: Sequence[Parcel], group: dist.ProcessGroup, device: torch.device
+        self,
+        parcels: Sequence[Parcel],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        watch: Watch,
+        mark: int | None = None,
     ) -> None:
         here, ranks = group.rank(), group.size()
+        self._watch, self._tail = watch, False
         self._here = here
         self._parcels = [p for p in parcels if p.target == here]
         outgoing = [p for p in parcels if p.source == here and p.target != here]
-        outgoing.sort(key=lambda p: p.target)
         self._incoming = [p for p in self._parcels if p.source != here]
         self._incoming.sort(key=lambda p: p.source)
         sent = [sum(p.nbytes for p in outgoing if p.target == rank) for rank in range(ranks)]
         got = [sum(p.nbytes for p in self._incoming if p.source == rank) for rank in range(ranks)]
         self.received_bytes = sum(got)
+        last = ranks - 1
+        if mark is not None and here == last:
+            sent = [n + _ALIGNMENT * (target != here) for target, n in enumerate(sent)]
+        elif mark is not None:
+            got[last] += _ALIGNMENT
+            self._tail = True
         self._outbox = torch.empty(sum(sent), dtype=torch.uint8, device=device)
         self._inbox = torch.empty(sum(got), dtype=torch.uint8, device=device)
-        at = 0
+        starts = [0, *accumulate(sent)][:ranks]
         for parcel in outgoing:
             assert parcel.content is not None
-            parcel.read(self._outbox, at).copy_(parcel.content)
-            at += parcel.nbytes
+            parcel.read(self._outbox, starts[parcel.target]).copy_(parcel.content)
+            starts[parcel.target] += parcel.nbytes
+        if mark is not None and here == last:
+            for at in starts[:last]:
+                write_marks(self._outbox[at : at + _ALIGNMENT], 1, mark)
         self._work = dist.all_to_all_single(
             self._inbox, self._outbox, got, sent, group=group, async_op=True
         )
 
     def contents(self) -> list[torch.Tensor]:
-        """What came for this rank, in the order of the parcels; its own parcels as they are."""
+        """What came for this rank, in the order of the parcels; its own parcels as they are.
+
+        Raises:
+            ValueError: it is of another call.
+        """
         if self._work is not None:
-            self._work.wait()
+            self._watch.wait(self._work)
             self._work = None
+        if self._tail:
+            self._watch.check(read_mark(self._inbox))
         arrived: dict[int, torch.Tensor] = {}
         at = 0
         for parcel in self._incoming:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from quorum_attention.call.causal_bias import as_mask
 from quorum_attention.counts import shown
 from quorum_attention.decomposition.intervals import Interval
+from quorum_attention.distributed.watch import Watch
 from quorum_attention.mask import Keeps, Mask
 
 
@@ -64,7 +65,7 @@ def checked_mask(attn_mask: Any) -> Mask | None:
     raise TypeError(f"attn_mask must be a Mask, a tensor or None, got {shown(attn_mask)}")
 
 
-def whole_mask(mask: Mask, shards: Shards) -> Mask:
+def whole_mask(mask: Mask, shards: Shards, watch: Watch) -> Mask:
     """The mask of the whole sequence: ids and paddings of this rank's rows gathered.
 
     Raises:
@@ -73,11 +74,11 @@ def whole_mask(mask: Mask, shards: Shards) -> Mask:
     changed: dict[str, Any] = {}
     if mask.documents is not None:
         given = mask.documents if isinstance(mask.documents, tuple) else (mask.documents,)
-        every = tuple(_gathered(ids, shards, "attn_mask.documents") for ids in given)
+        every = tuple(_gathered(ids, shards, "attn_mask.documents", watch) for ids in given)
         if any(a is not b for a, b in zip(every, given, strict=True)):
             changed["documents"] = every if len(every) == 2 else every[0]
     if mask.key_padding is not None:
-        padding = _gathered(mask.key_padding, shards, "attn_mask.key_padding")
+        padding = _gathered(mask.key_padding, shards, "attn_mask.key_padding", watch)
         if padding is not mask.key_padding:
             changed["key_padding"] = padding
     if mask.bias is not None:
@@ -90,13 +91,13 @@ def whole_mask(mask: Mask, shards: Shards) -> Mask:
         )
     for name in ("either", "every"):
         below = getattr(mask, name)
-        made = tuple(whole_mask(one, shards) for one in below)
+        made = tuple(whole_mask(one, shards, watch) for one in below)
         if any(a is not b for a, b in zip(below, made, strict=True)):
             changed[name] = made
     return replace(mask, **changed) if changed else mask
 
 
-def _gathered(mine: torch.Tensor, shards: Shards, name: str) -> torch.Tensor:
+def _gathered(mine: torch.Tensor, shards: Shards, name: str, watch: Watch) -> torch.Tensor:
     """A tensor with a number for each token of the whole call, from each rank's or as it is."""
     columns, most = mine.shape[-1], max(shards.sizes)
     if mine.dim() == 2 and mine.shape[0] not in (1, shards.batch):
@@ -113,7 +114,7 @@ def _gathered(mine: torch.Tensor, shards: Shards, name: str) -> torch.Tensor:
     padded = torch.zeros((shards.batch, most), dtype=torch.int64, device=shards.device)
     padded[:, : shards.rows] = entries
     every = [torch.empty_like(padded) for _ in shards.sizes]
-    dist.all_gather(every, padded, group=shards.group)
+    watch.gather(every, padded)
     whole = torch.cat([t[:, :n] for t, n in zip(every, shards.sizes, strict=True)], dim=1)
     return whole.to(mine.dtype)
 

@@ -6,6 +6,7 @@ one before.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,8 +16,10 @@ import torch.distributed as dist
 from quorum_attention.distributed.assignment import Assignment, Block, Piece
 from quorum_attention.distributed.calls import Calls, Learned
 from quorum_attention.distributed.exchange import Delivery, Parcel
+from quorum_attention.distributed.peers import alive
 from quorum_attention.distributed.report import ShardedReport
 from quorum_attention.distributed.stages import Gathered
+from quorum_attention.distributed.watch import Watch
 from quorum_attention.execution.workload import state_dtype
 from quorum_attention.kernels.merge import add_, empty_, merge_
 
@@ -31,9 +34,14 @@ class Sharded:
     """
 
     assignment: Assignment
-    group: dist.ProcessGroup
+    _group: weakref.ref[dist.ProcessGroup]
     calls: Calls
     kept: bool
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group; a graph of autograd's, which a caller may keep, holds this."""
+        return alive(self._group)
 
     @property
     def report(self) -> ShardedReport | None:
@@ -71,6 +79,7 @@ class Inward:
     def __init__(
         self,
         call: Sharded,
+        watch: Watch,
         stage: int,
         by_query: Sequence[torch.Tensor],
         by_key: Sequence[torch.Tensor],
@@ -88,7 +97,8 @@ class Inward:
                 if piece.owner == call.rank:
                     parcel.content = call.own(tensor, piece)
                 parcels.append(parcel)
-        self._delivery = Delivery(parcels, call.group, by_query[0].device)
+        mark = watch.mark if stage == 0 else None
+        self._delivery = Delivery(parcels, call.group, by_query[0].device, watch, mark)
         self.received_bytes = self._delivery.received_bytes
 
     def arrived(self) -> tuple[list[tuple[Gathered, ...]], list[Gathered]]:
@@ -133,6 +143,7 @@ class Back:
     def __init__(
         self,
         call: Sharded,
+        watch: Watch,
         stage: int,
         pieces: Sequence[Piece],
         results: Sequence[tuple[Gathered, ...]],
@@ -151,7 +162,7 @@ class Back:
                 if piece.rank == call.rank:
                     parcel.content = by_heads[piece.heads][number].at(piece.rows)
                 parcels.append(parcel)
-        self._delivery = Delivery(parcels, call.group, likes[0].device)
+        self._delivery = Delivery(parcels, call.group, likes[0].device, watch)
         self.received_bytes = self._delivery.received_bytes
 
         self.owned = [p for p in self._pieces if p.owner == call.rank]
@@ -163,11 +174,12 @@ class Back:
 
 
 def forward(
-    call: Sharded, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    call: Sharded, watch: Watch, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Output and lse of this rank's rows, and the tensors that are kept for the backward.
 
     Args:
+        watch: the pass.
         query: (batch, heads, rows, head_dim) of this rank's shard; key and value likewise.
     """
     assignment, state = call.assignment, state_dtype(query.dtype)
@@ -176,24 +188,27 @@ def forward(
     kept: list[torch.Tensor] = []
     backs = []
     n = assignment.n_stages
-    coming = Inward(call, 0, (query,), (key, value)) if n else None
+    coming = Inward(call, watch, 0, (query,), (key, value)) if n else None
     received = 0
     for stage in range(n):
         assert coming is not None
         now, coming = coming, None
         if stage + 1 < n:
-            coming = Inward(call, stage + 1, (query,), (key, value))
+            coming = Inward(call, watch, stage + 1, (query,), (key, value))
         received += now.received_bytes
         queries, (keys, values) = now.arrived()
         results = [
-            _statistics(call, stage, rows, keys, values, out.dtype, state) for (rows,) in queries
+            _statistics(call, watch, stage, rows, keys, values, out.dtype, state)
+            for (rows,) in queries
         ]
         if call.kept and results:
             kept += [keys.tensor, values.tensor]
             for (rows,), (part, part_lse) in zip(queries, results, strict=True):
                 kept += [rows.tensor, part.tensor, part_lse.tensor]
-        backs.append(Back(call, stage, assignment.query_pieces, results, (out, lse), state))
+        backs.append(Back(call, watch, stage, assignment.query_pieces, results, (out, lse), state))
+    watch.all_sent()
     _merged(call, backs, out, lse, state)
+    watch.end()
     if call.report is not None:
         call.report.forward_bytes = received + sum(back.received_bytes for back in backs)
     return out, lse, kept
@@ -201,6 +216,7 @@ def forward(
 
 def backward(
     call: Sharded,
+    watch: Watch,
     grad_out: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -211,6 +227,7 @@ def backward(
     """The gradients of this rank's rows.
 
     Args:
+        watch: the pass.
         learned: to which the gradients of the mask's own tensors are added, of the pairs computed
             here.
         query, key, value: of this rank's shard; where inputs were kept only their sizes are used.
@@ -224,26 +241,28 @@ def backward(
     ]
     backs: list[tuple[Back, Back]] = []
     n, held = assignment.n_stages, iter(rest)
-    coming = Inward(call, 0, by_query, by_key) if n else None
+    coming = Inward(call, watch, 0, by_query, by_key) if n else None
     received = 0
     for stage in range(n):
         assert coming is not None
         now, coming = coming, None
         if stage + 1 < n:
-            coming = Inward(call, stage + 1, by_query, by_key)
+            coming = Inward(call, watch, stage + 1, by_query, by_key)
         received += now.received_bytes
         queries, gathered = now.arrived()
         if call.kept:
             queries, gathered = _held(call, stage, queries, held)
-        made = _Gradients(call, stage, queries, gathered, state, learned)
+        made = _Gradients(call, watch, stage, queries, gathered, state, learned)
         backs.append(
             (
-                Back(call, stage, assignment.query_pieces, made.queries, grads[:1], state),
-                Back(call, stage, assignment.key_pieces, made.keys, grads[1:], state),
+                Back(call, watch, stage, assignment.query_pieces, made.queries, grads[:1], state),
+                Back(call, watch, stage, assignment.key_pieces, made.keys, grads[1:], state),
             )
         )
+    watch.all_sent()
     _summed(call, [pair[0] for pair in backs], grads[:1], state)
     _summed(call, [pair[1] for pair in backs], grads[1:], state)
+    watch.end()
     if call.report is not None:
         call.report.backward_bytes = received + sum(
             b.received_bytes for pair in backs for b in pair
@@ -253,6 +272,7 @@ def backward(
 
 def _statistics(
     call: Sharded,
+    watch: Watch,
     stage: int,
     rows: Gathered,
     keys: Gathered,
@@ -271,7 +291,7 @@ def _statistics(
     def computed(block: Block, out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         kv = assignment.of.kv_of(heads)
         return call.calls.forward(
-            rows.at(block.queries), keys.over(block.keys, kv), values.over(block.keys, kv),
+            watch, rows.at(block.queries), keys.over(block.keys, kv), values.over(block.keys, kv),
             block.causal, heads, block.queries, out_dtype,
         )  # fmt: skip
 
@@ -338,6 +358,7 @@ class _Gradients:
     def __init__(
         self,
         call: Sharded,
+        watch: Watch,
         stage: int,
         queries: Sequence[tuple[Gathered, ...]],
         keys: Sequence[Gathered],
@@ -349,7 +370,7 @@ class _Gradients:
         blocks = call.assignment.blocks(call.rank, stage)
         if not blocks:
             return
-        self._call, self._inputs, self._gathered = call, queries, keys
+        self._call, self._watch, self._inputs, self._gathered = call, watch, queries, keys
         self._learned = learned
         # Of one block the results are what the kernel returns, and may be rounded at once.
         alone = len(blocks) == 1 and call.assignment.alone(call.rank, stage)
@@ -382,8 +403,8 @@ class _Gradients:
             )
             mine = (query_grad, key_grad, value_grad)
         self._call.calls.backward(
-            (grad_out, query, key, value, out, lse), block.causal, block.heads, block.queries,
-            self._learned, mine,
+            self._watch, (grad_out, query, key, value, out, lse), block.causal, block.heads,
+            block.queries, self._learned, mine,
         )  # fmt: skip
         if written:
             return

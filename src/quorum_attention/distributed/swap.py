@@ -11,6 +11,7 @@ the middle go through the exchange, because a message cannot have a gap.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,6 +20,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from quorum_attention.distributed.marks import MARK_BYTES, read_mark, write_marks
+from quorum_attention.distributed.peers import alive
+from quorum_attention.distributed.watch import Watch
 
 _WORD = 16
 # Of a tensor of the shard, some heads of each rank's share: [start, stop) within a share.
@@ -80,22 +85,29 @@ class Swap:
     """
 
     def __init__(self, group: dist.ProcessGroup, lengths: Sequence[int]) -> None:
-        self._group = group
+        self._group = weakref.ref(group)
         self.rank, self.ranks = group.rank(), len(lengths)
         self._lengths = tuple(lengths)
         self._edges = edges = Edges.of(self._lengths, self.rank)
         self.start, self.rows, self.tokens = edges[:3]
 
-    def to_heads(self, parts: Sequence[Part]) -> ToHeads:
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group; a graph of autograd's, which a caller may keep, holds this."""
+        return alive(self._group)
+
+    def to_heads(self, parts: Sequence[Part], mark: int | None = None) -> ToHeads:
         """Send heads to the ranks whose share they are; those of this rank's share come.
 
         Args:
             parts: tensors (batch, all heads, rows of the shard, dim) of one dtype.
+            mark: what the last rank sends the others at the end of its message; None: nothing.
         """
         # A device waits for the host here, so what follows from sizes alone is remembered.
         first, edges = parts[0][0], self._edges
         known = tuple([(*lies(tensor), some) for tensor, some in parts])
-        packing = _packing(self._lengths, self.rank, first.element_size(), known)
+        marked = mark is not None and edges.others > 0
+        packing = _packing(self._lengths, self.rank, first.element_size(), known, marked)
         tensors = [tensor for tensor, _ in parts]
         if packing.in_words:
             tensors = [tensor.view(torch.complex128) for tensor in tensors]
@@ -103,11 +115,23 @@ class Swap:
         outbox = tensors[0].new_empty(packing.outbox)
         for tensor, copy in zip(tensors, packing.sent, strict=False):
             copy.of(tensor, outbox)
-        work = self._sent(inbox[edges.first : edges.last], outbox, edges.theirs, edges.mine)
+        theirs, mine, got = edges.theirs, edges.mine, inbox[edges.first : edges.last]
+        if packing.extra:
+            assert mark is not None
+            if self.rank == self.ranks - 1:
+                write_marks(outbox, edges.others, mark)
+                mine = [rows + packing.extra for rows in mine[:-1]] + mine[-1:]
+            else:
+                theirs = [*theirs[:-1], theirs[-1] + packing.extra]
+                got = inbox[edges.first :]
+        work = self._sent(got, outbox, theirs, mine)
         # Beside the transfer:
         for tensor, copy in zip(tensors, packing.own, strict=False):
             copy.of(tensor, inbox)
-        return ToHeads(inbox.view(first.dtype), packing.sizes, work, outbox)
+        inbox, tail = inbox.view(first.dtype), None
+        if packing.extra and self.rank < self.ranks - 1:
+            inbox, tail = inbox[: self.tokens], inbox[self.tokens :]
+        return ToHeads(inbox, packing.sizes, work, outbox, tail)
 
     def to_rows(self, part: torch.Tensor, target: torch.Tensor, start: int) -> ToRows:
         """Send rows of heads back to the ranks whose shards they are of; write those that come.
@@ -150,7 +174,7 @@ class Swap:
     ) -> Any:
         if not self._edges.others:
             return None
-        return dist.all_to_all_single(inbox, outbox, come, go, group=self._group, async_op=True)
+        return dist.all_to_all_single(inbox, outbox, come, go, group=self.group, async_op=True)
 
 
 class View(NamedTuple):
@@ -182,6 +206,7 @@ class Packing(NamedTuple):
     Attributes:
         in_words: whether tensors and message are seen as words of 16 bytes.
         sizes: heads and dim of each tensor, in elements.
+        extra: rows at the end of each of the last rank's messages, for a mark.
         inbox, outbox: sizes of the messages, (rows, batch, elements or words of a token).
         sent: into the outbox; none where there is nobody to send to.
         own: this rank's rows, into the inbox; none where they are sent as well.
@@ -189,6 +214,7 @@ class Packing(NamedTuple):
 
     in_words: bool
     sizes: tuple[tuple[int, int], ...]
+    extra: int
     inbox: tuple[int, int, int]
     outbox: tuple[int, int, int]
     sent: tuple[Copy, ...]
@@ -224,23 +250,30 @@ def _packing(
     rank: int,
     element_size: int,
     parts: tuple[tuple[tuple[int, ...], tuple[int, ...], bool, tuple[int, int]], ...],
+    marked: bool,
 ) -> Packing:
     """The packing of ``Swap.to_heads``.
 
     Args:
         parts: of each tensor, what ``lies`` says, and its heads.
+        marked: whether the last rank's messages end with a mark.
     """
     edges, ranks, batch = Edges.of(lengths, rank), len(lengths), parts[0][0][0]
     words = in_words(tuple([part[:3] for part in parts]), element_size)
     step = _WORD // element_size if words else 1
     each = [((stop - start), shape[3]) for shape, _, _, (start, stop) in parts]
     width = sum(heads * dim for heads, dim in each) // step
+    row_bytes = batch * width * step * element_size
+    extra = -(-MARK_BYTES // row_bytes) if marked and row_bytes else 0
+    # Rows of a message, and of what comes.
+    length = edges.rows + (extra if rank == ranks - 1 else 0)
+    come = edges.tokens + (extra if rank < ranks - 1 else 0)
     at, sent, own = 0, [], []
     for (shape, stride, _, some), (heads, dim) in zip(parts, each, strict=True):
         if words:
             shape, stride, dim = _of_words(shape, stride, step)
         token = batch * width
-        strides = (edges.rows * token, token, width, dim, 1)
+        strides = (length * token, token, width, dim, 1)
         if edges.others:
             source = _by_token(shape, stride, some, ranks, edges.low, edges.high)
             room = View((edges.others, edges.rows, batch, heads, dim), strides, at)
@@ -250,8 +283,8 @@ def _packing(
             room = View((1, edges.rows, batch, heads, dim), strides, edges.start * token + at)
             own.append(Copy(source, room))
         at += heads * dim
-    inbox, outbox = (edges.tokens, batch, width), (edges.others * edges.rows, batch, width)
-    return Packing(words, tuple(each), inbox, outbox, tuple(sent), tuple(own))
+    inbox, outbox = (come, batch, width), (edges.others * length, batch, width)
+    return Packing(words, tuple(each), extra, inbox, outbox, tuple(sent), tuple(own))
 
 
 def _of_words(
@@ -290,18 +323,26 @@ class ToHeads:
     Attributes:
         inbox: (rows of all shards, batch, elements of a token).
         sizes: heads and dim of each tensor.
+        tail: rows that end with the last rank's mark; None: it sent none.
     """
 
     inbox: torch.Tensor
     sizes: Sequence[tuple[int, int]]
     work: Any
     outbox: torch.Tensor | None
+    tail: torch.Tensor | None = None
 
-    def arrived(self) -> list[torch.Tensor]:
-        """Views (batch, heads, rows of all shards, dim) of the message that came."""
+    def arrived(self, watch: Watch) -> list[torch.Tensor]:
+        """Views (batch, heads, rows of all shards, dim) of the message that came.
+
+        Raises:
+            ValueError: it is of another call.
+        """
         if self.work is not None:
-            self.work.wait()
-        self.work = self.outbox = None
+            watch.wait(self.work)
+        if self.tail is not None:
+            watch.check(read_mark(self.tail))
+        self.work = self.outbox = self.tail = None
         return opened(self.inbox, self.sizes)
 
 
@@ -333,12 +374,12 @@ class ToRows:
     own: torch.Tensor | None
     start: int
 
-    def written(self) -> None:
+    def written(self, watch: Watch) -> None:
         """Write all of them where they belong; once."""
         if self.own is not None:
             self.own.copy_(self.message[self.start : self.start + len(self.own)])
         if self.work is not None:
-            self.work.wait()
+            watch.wait(self.work)
             self.place.copy_(self.inbox.view(self.place.shape))
 
 

@@ -19,6 +19,7 @@ import torch
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.distributed.calls import Calls, Learned
 from quorum_attention.distributed.swap import Part, Swap, ToRows, opened
+from quorum_attention.distributed.watch import Watch
 from quorum_attention.execution.device.two_streams import TwoStreams
 from quorum_attention.kernels.first_derivative import first_derivative
 
@@ -74,7 +75,12 @@ class Exchanged:
 
 
 def forward(
-    call: Exchanged, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keep: bool
+    call: Exchanged,
+    watch: Watch,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keep: bool,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Output of this rank's rows, and what the backward needs.
 
@@ -82,22 +88,24 @@ def forward(
         query: (batch, heads, rows, head_dim) of this rank's shard; key and value likewise.
     """
     swap = call.swap
-    coming = [swap.to_heads(_parts(turn, query, key, value)) for turn in call.turns]
+    coming = [swap.to_heads(_parts(turn, query, key, value), watch.mark) for turn in call.turns]
     out = query.new_empty((*query.shape[:3], value.shape[3]))
     lanes, kept, going = TwoStreams(query.device, call.side_by_side), [], []
     for number, (turn, now) in enumerate(zip(call.turns, coming, strict=True)):
         lanes.reads(number, now.inbox, now.outbox)
         with lanes.turn(number):
-            rows, keys, values = now.arrived()
+            rows, keys, values = now.arrived(watch)
             numbers = call.numbers(turn, query.shape[1])
-            part, lse = call.calls.forward(rows, keys, values, call.is_causal, *numbers)
+            part, lse = call.calls.forward(watch, rows, keys, values, call.is_causal, *numbers)
             going.append(swap.to_rows(part, out, turn.heads[0]))
         lanes.leaves(part, lse, going[-1].inbox, going[-1].message)
         if keep:
             kept += [now.inbox, part, lse]
+    watch.all_sent()
     lanes.meet()
     for one in going:
-        one.written()
+        one.written(watch)
+    watch.end()
     if call.calls.report is not None:
         call.calls.report.forward_bytes = swap.received_bytes([query, key, value], [out])
     return out, kept
@@ -105,6 +113,7 @@ def forward(
 
 def backward(
     call: Exchanged,
+    watch: Watch,
     grad_out: torch.Tensor,
     shapes: Sequence[torch.Size],
     kept: Sequence[torch.Tensor],
@@ -113,27 +122,30 @@ def backward(
     """The gradients of this rank's rows of query, key and value.
 
     Args:
+        watch: the pass.
         shapes: of the three.
         kept: what the forward returned.
         learned: to which the gradients of the mask's own tensors are added, of what is computed
             here.
     """
     swap = call.swap
-    coming = [swap.to_heads([(grad_out, turn.heads)]) for turn in call.turns]
+    coming = [swap.to_heads([(grad_out, turn.heads)], watch.mark) for turn in call.turns]
     grads = [grad_out.new_empty(shape) for shape in shapes]
     lanes, going = TwoStreams(grad_out.device, call.side_by_side), list[ToRows]()
     for number, (turn, now) in enumerate(zip(call.turns, coming, strict=True)):
         held = kept[3 * number : 3 * number + 3]
         lanes.reads(number, now.inbox, now.outbox, *held)
         with lanes.turn(number):
-            (upstream,) = now.arrived()
-            back = _turned_back(call, turn, (upstream, *held), grads, learned)
+            (upstream,) = now.arrived(watch)
+            back = _turned_back(call, watch, turn, (upstream, *held), grads, learned)
         for one in back:
             lanes.leaves(one.inbox, one.message)
         going += back
+    watch.all_sent()
     lanes.meet()
     for one in going:
-        one.written()
+        one.written(watch)
+    watch.end()
     if call.calls.report is not None:
         call.calls.report.backward_bytes = swap.received_bytes([grad_out], grads)
     return grads
@@ -141,6 +153,7 @@ def backward(
 
 def _turned_back(
     call: Exchanged,
+    watch: Watch,
     turn: Turn,
     given: tuple[torch.Tensor, ...],
     grads: Sequence[torch.Tensor],
@@ -156,7 +169,7 @@ def _turned_back(
     sizes = [(heads, head_dim), (kv_heads, head_dim), (kv_heads, grads[2].shape[3])]
     query, key, value = opened(inbox, sizes)
     made = call.calls.backward(
-        (upstream, query, key, value, part, lse), call.is_causal,
+        watch, (upstream, query, key, value, part, lse), call.is_causal,
         *call.numbers(turn, grads[0].shape[1]), learned,
     )  # fmt: skip
     starts = turn.heads[0], turn.kv_heads[0], turn.kv_heads[0]
@@ -185,9 +198,10 @@ class ByHeads(torch.autograd.Function):
         bias: torch.Tensor | None,
         sinks: torch.Tensor | None,
         call: Exchanged,
+        watch: Watch,
     ) -> torch.Tensor:
         """Output of this rank's rows."""
-        out, kept = forward(call, query, key, value, any(ctx.needs_input_grad))
+        out, kept = forward(call, watch, query, key, value, any(ctx.needs_input_grad))
         ctx.save_for_backward(*kept, *call.calls.read())
         ctx.call, ctx.shapes = call, [t.shape for t in (query, key, value)]
         return out
@@ -196,10 +210,13 @@ class ByHeads(torch.autograd.Function):
     @first_derivative("quorum_attention.distributed.attention")
     def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
         """The gradients of this rank's rows; of bias and sinks, of what is computed here."""
-        mask = ctx.call.calls.mask
+        call: Exchanged = ctx.call
+        mask, saved = call.calls.mask, ctx.saved_tensors
         learned = Learned.of(mask, *ctx.needs_input_grad[3:5])
-        made = backward(ctx.call, grad_out, ctx.shapes, ctx.saved_tensors, learned)
-        return (*made, *((None, None) if learned is None else learned.found(mask)), None)
+        with call.calls.at_backward(call.swap.group, grad_out.device) as watch:
+            made = backward(call, watch, grad_out, ctx.shapes, saved, learned)
+        of_mask = (None, None) if learned is None or mask is None else learned.found(mask)
+        return (*made, *of_mask, None, None)
 
 
 __all__ = ["ByHeads", "Exchanged", "Turn", "backward", "forward", "turns_of"]

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from quorum_attention import distributed
 from quorum_attention.counts import shown
 from quorum_attention.distributed.agreement import told
+from quorum_attention.distributed.peers import alive
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.integrations.transformers.closures import MaskFunction
 from quorum_attention.integrations.transformers.described import DescribedMask
@@ -38,24 +39,6 @@ _NOT_ASKED = (
 _NOT_GIVEN = (
     "assistant_model", "past_key_values", "synced_gpus", "inputs_embeds", "custom_generate",
 )  # fmt: skip
-
-
-def alive(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
-    """The group that was given once.
-
-    What outlives a call holds no more than a weak reference to it: the last reference ends a
-    group's threads, and one of Gloo's that is still there when Python ends may abort the process.
-
-    Raises:
-        RuntimeError: it has been destroyed.
-    """
-    found = group()
-    if found is None:
-        raise RuntimeError(
-            "the process group of this attention has been destroyed; register or call "
-            "sharded_positions again with the one that there is now"
-        )
-    return found
 
 
 class Progress:

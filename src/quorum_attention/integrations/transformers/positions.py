@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from quorum_attention.distributed.agreement import told
-from quorum_attention.integrations.transformers.generation import alive, whose_forward
+from quorum_attention.distributed.peers import alive
+from quorum_attention.integrations.transformers.generation import whose_forward
 from quorum_attention.integrations.transformers.whose import check_is_sharded
 from quorum_attention.kernels.uncompiled import uncompiled
 

@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 from quorum_attention import distributed
 from quorum_attention.distributed.agreement import told
+from quorum_attention.distributed.peers import alive
 from quorum_attention.integrations.transformers.closures import MaskFunction, known
 from quorum_attention.integrations.transformers.described import DescribedMask
 from quorum_attention.integrations.transformers.generation import (
     StepMask,
-    alive,
     attend_step,
     progress_here,
     step_mask,

@@ -1,0 +1,74 @@
+"""What a rank remembers of a process group from call to call."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+import zlib
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+# Calls that a group has agreed on, remembered; when there are more, all are forgotten, by all ranks
+# at the same call.
+_MOST = 1024
+
+
+def alive(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
+    """The group that was given once.
+
+    What outlives a call holds no more than a weak reference to it: the last reference ends a
+    group's threads, and one of Gloo's that is still there when Python ends may abort the process.
+
+    Raises:
+        RuntimeError: it has been destroyed.
+    """
+    found = group()
+    if found is None:
+        raise RuntimeError(
+            "the process group of this attention has been destroyed; call, register or call "
+            "sharded_positions again with the one that there is now"
+        )
+    return found
+
+
+@dataclass(slots=True)
+class Peers:
+    """What is remembered of one group.
+
+    Attributes:
+        passes: how many passes there were, the same number on all ranks.
+        left: whether this rank raised an error of which others may have heard no more than a word.
+        agreed: calls that the ranks have agreed on, with a number that is the same on all of them.
+    """
+
+    passes: int = 0
+    left: bool = False
+    agreed: dict[Hashable, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Peers:
+        """Those of a group, as long as there is one."""
+        found = _EVERY.get(group)
+        if found is None:
+            found = _EVERY[group] = cls()
+        return found
+
+    def agree(self, name: Hashable) -> None:
+        """Remember that all ranks make the call that this one calls ``name``, of plain values."""
+        if len(self.agreed) >= _MOST:
+            self.agreed.clear()
+        self.agreed[name] = zlib.crc32(repr(name).encode())
+
+
+def keep_for_good(group: dist.ProcessGroup) -> None:
+    """Never let a group go that has messages left over: its last reference would wait for them, in
+    ``destroy_process_group`` or when Python ends, up to the group's time limit."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+_EVERY: WeakKeyDictionary[dist.ProcessGroup, Peers] = WeakKeyDictionary()
+
+__all__ = ["Peers", "alive", "keep_for_good"]

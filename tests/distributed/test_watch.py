@@ -1,0 +1,213 @@
+"""A rank that fails when others count on it: all learn of it, and the group can be used again."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers_ranks import compare, inputs_of, spawn
+from torch.utils.checkpoint import checkpoint
+
+from quorum_attention import distributed as sharded
+from quorum_attention.distributed import run, watch
+from quorum_attention.distributed.calls import Calls
+from quorum_attention.kernels import DenseKernel
+
+# Heads and key/value heads: exchanged among 2 and 4 ranks, and what is shared otherwise.
+HEADS = ((4, 4), (5, 1), (3, 3))
+# By how many ranks there are.
+FAILING = {2: (0,), 3: (1, 2), 4: (3,)}
+
+
+class PlantedError(Exception):
+    """What a rank fails with here."""
+
+
+@contextmanager
+def planted(here: bool, name: str, after: int = 0) -> Iterator[None]:
+    """The ``after``-th next call of a method of ``Calls`` fails on this rank."""
+    kept, count = getattr(Calls, name), [0]
+
+    def failing(self: Any, *args: Any) -> Any:
+        count[0] += 1
+        if here and count[0] > after:
+            raise PlantedError("out of everything")
+        return kept(self, *args)
+
+    setattr(Calls, name, failing)
+    try:
+        yield
+    finally:
+        setattr(Calls, name, kept)
+
+
+def plain(*three: torch.Tensor, **options: Any) -> torch.Tensor:
+    return sharded.attention(*three, is_causal=True, enable_gqa=True, **options)
+
+
+def recomputed(*three: torch.Tensor, **options: Any) -> torch.Tensor:
+    out: torch.Tensor = checkpoint(plain, *three, use_reentrant=False, **options)
+    return out
+
+
+def _one_fails(rank: int, group: dist.ProcessGroup, failing: int) -> None:
+    ranks, here = group.size(), rank == failing
+    says = (
+        "out of everything"
+        if here
+        else rf"rank {failing} failed \(PlantedError: out of everything\)"
+    )
+    kind = PlantedError if here else RuntimeError
+    heads, kv_heads = HEADS[failing % len(HEADS)]
+    sizes = [17 + 3 * one for one in range(ranks)]
+    torch.manual_seed(failing)
+    tensors = inputs_of(heads, kv_heads, sum(sizes), 8, 8, torch.float32, 1)
+    start = sum(sizes[:rank])
+    options: dict[str, Any] = {"group": group, "lengths": sizes if failing % 2 else None}
+    for call in (plain, recomputed):
+        mine = [t[:, :, start : start + sizes[rank]].clone().requires_grad_() for t in tensors]
+        with planted(here, "_forward"), pytest.raises(kind, match=says):
+            call(*mine[:3], **options)
+        out = call(*mine[:3], **options)
+        with (
+            planted(here, "_backward" if call is plain else "_forward"),
+            pytest.raises(kind, match=says),
+        ):
+            out.backward(mine[3])
+        # Nothing is left over: what follows is right.
+        compare(rank, sizes, tensors, True, **options)
+
+
+def _in_every_group(rank: int) -> None:
+    watch._LOOK_SECONDS = 0.2
+    groups = {n: dist.new_group(list(range(n))) for n in (2, 3, 4)}
+    for ranks, group in groups.items():
+        if rank < ranks:
+            for failing in FAILING[ranks]:
+                _one_fails(rank, group, failing)
+    if rank < 2:
+        _a_graph_does_not_keep_its_group(rank)
+    if rank < 3:
+        _two_fail(rank, groups[3])
+        _a_late_stage(rank, groups[3])
+        _a_step_of_decoding(rank, groups[3])
+        _a_rank_that_is_slow_is_none_that_failed(rank, groups[3])
+        _one_fails_when_all_is_sent(rank, groups[3])
+    # Whoever ends takes its messages with it, and others then need not wait to learn of it.
+    dist.barrier()
+
+
+def _a_graph_does_not_keep_its_group(rank: int) -> None:
+    group = dist.new_group([0, 1], use_local_synchronization=True)
+    kept = []
+    for heads, kv_heads in HEADS[:2]:
+        for backward in (False, True):
+            q, k, v, upstream = inputs_of(heads, kv_heads, 20, 8, 8, torch.float32, 1)
+            kept.append(plain(q.requires_grad_(), k, v, group=group))
+            if backward:
+                kept[-1].backward(upstream, retain_graph=True)
+    left = weakref.ref(group)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert left() is None, gc.get_referrers(left())
+    with pytest.raises(RuntimeError, match="has been destroyed"):
+        kept[0].sum().backward()
+
+
+def _two_fail(rank: int, group: dist.ProcessGroup) -> None:
+    tensors = inputs_of(4, 2, 90, 8, 8, torch.float32, 1)
+    mine = [t[:, :, 30 * rank : 30 * rank + 30] for t in tensors[:3]]
+    kind = RuntimeError if rank == 1 else PlantedError
+    with planted(rank != 1, "_forward"), pytest.raises(kind, match="out of everything"):
+        plain(*mine, group=group)
+    _all_well(rank, group)
+
+
+def _a_late_stage(rank: int, group: dist.ProcessGroup) -> None:
+    """Messages of earlier stages have been sent, and some of later ones."""
+    torch.manual_seed(1)
+    q, k, v, _ = inputs_of(8, 8, 90, 8, 8, torch.float32, 1)
+    mine = [t[:, :, 30 * rank : 30 * rank + 30] for t in (q, k, v)]
+    report = sharded.ShardedReport()
+    plain(*mine, group=group, report=report)
+    assert report.stages > 1
+    for after in range(1, len(report.calls)):
+        kind = PlantedError if rank == 2 else RuntimeError
+        with planted(rank == 2, "_forward", after), pytest.raises(kind, match="out of everything"):
+            plain(*mine, group=group)
+    _all_well(rank, group)
+
+
+def _a_step_of_decoding(rank: int, group: dist.ProcessGroup) -> None:
+    q, k = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 9, 8)
+    kind, kernel = (PlantedError, _Failing()) if rank == 0 else (RuntimeError, "auto")
+    with pytest.raises(kind, match="out of everything"):
+        sharded.decode(q, k, k, group=group, kernel=kernel)  # type: ignore[arg-type]
+    sharded.decode(q, k, k, group=group)
+
+
+def _a_rank_that_is_slow_is_none_that_failed(rank: int, group: dist.ProcessGroup) -> None:
+    kept = Calls._forward
+
+    def slow(self: Any, *args: Any) -> Any:
+        time.sleep(1.0)
+        return kept(self, *args)
+
+    if rank == 1:
+        Calls._forward = slow  # type: ignore[method-assign]
+    try:
+        _all_well(rank, group)
+    finally:
+        Calls._forward = kept  # type: ignore[method-assign]
+
+
+def _one_fails_when_all_is_sent(rank: int, group: dist.ProcessGroup) -> None:
+    """The others have their results, and hear of it when they next wait for that rank."""
+    torch.manual_seed(2)
+    tensors = inputs_of(5, 1, 60, 8, 8, torch.float32, 1)
+    mine = [t[:, :, 20 * rank : 20 * rank + 20] for t in tensors[:3]]
+    kept, watch._GONE_SECONDS = run._merged, 0.5
+    if rank == 2:
+        run._merged = _raising
+    try:
+        if rank == 2:
+            with pytest.raises(PlantedError):
+                plain(*mine, group=group)
+            return
+        assert plain(*mine, group=group).isfinite().all()
+    finally:
+        run._merged = kept
+    with pytest.raises(
+        RuntimeError, match=r"rank 2 failed \(PlantedError.*earlier call.*cannot be used"
+    ):
+        plain(*mine, group=group)
+
+
+def _raising(*args: Any) -> Any:
+    raise PlantedError("late")
+
+
+def _all_well(rank: int, group: dist.ProcessGroup) -> None:
+    torch.manual_seed(3)
+    tensors = inputs_of(4, 2, 90, 8, 8, torch.float32, 1)
+    compare(rank, [30, 40, 20], tensors, True, group=group)
+
+
+class _Failing(DenseKernel):
+    """A kernel that does not compute."""
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        raise PlantedError("out of everything")
+
+
+def test_one_of_several_fails(tmp_path: Path) -> None:
+    spawn(_in_every_group, 4, tmp_path)
