@@ -400,3 +400,11 @@ def test_tensors_without_a_use_are_named(
     printed = capsys.readouterr()
     assert "also has sinks" in printed.err
     assert json.loads(printed.out)["unknown"] == ["sinks"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names here")
+def test_a_pipe_is_no_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It would be waited for without end."""
+    os.mkfifo(tmp_path / "pipe")
+    assert main(["run", str(tmp_path / "pipe"), str(tmp_path / "out"), *CPU]) == 2
+    assert "is a pipe" in capsys.readouterr().err

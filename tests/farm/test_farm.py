@@ -9,6 +9,7 @@ import signal
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,10 @@ def test_in_processes(tmp_path: Path) -> None:
         case.in_files(farm, tmp_path)
         for seed in range(100, 104):
             MaskedCase(seed).in_memory(farm)  # what is sent arrives
+        # Threads take turns: none hears what is said to another.
+        with ThreadPoolExecutor(3) as threads:
+            for _ in threads.map(lambda seed: Case(seed).in_memory(farm), range(3100, 3109)):
+                pass
         os.kill(crew._workers[0].process.pid, signal.SIGKILL)
         case.in_memory(farm)
         with pytest.raises(ValueError, match="nonsense"):

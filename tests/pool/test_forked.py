@@ -126,6 +126,13 @@ def test_turns_follow_each_other() -> None:
     assert len(order) == 400
 
 
+def test_gradients_that_torch_maps_over_are_refused(pool: Pool) -> None:
+    query = torch.randn(1, 2, 200, 8, requires_grad=True)
+    out = attention(query, query, query, devices=pool)
+    with pytest.raises(NotImplementedError, match="is_grads_batched"):
+        torch.autograd.grad(out, query, torch.randn(3, *out.shape), is_grads_batched=True)
+
+
 _SCRIPT = """
 import torch, quorum_attention as qa
 q = torch.randn(1, 2, 200, 8)

@@ -17,6 +17,21 @@ def records(*inputs: torch.Tensor) -> bool:
     )
 
 
+def refuse_batched(*upstream: torch.Tensor | None) -> None:
+    """Refuse gradients that torch maps over (``is_grads_batched``, ``vectorize``), where processes
+    are handed tensors: those have no memory of their own.
+
+    Raises:
+        NotImplementedError: one of them is such.
+    """
+    batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)
+    if any(tensor is not None and batched(tensor) for tensor in upstream):
+        raise NotImplementedError(
+            "devices cannot be several where torch maps over gradients (is_grads_batched, "
+            "vectorize): ask for one gradient after the other"
+        )
+
+
 def refuse_out() -> None:
     """Refuse ``out=`` under torch.func: it has no room for dimensions that a transformation adds.
 

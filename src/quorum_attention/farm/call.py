@@ -8,7 +8,9 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
+from threading import Lock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -22,12 +24,16 @@ from quorum_attention.farm.units import Cut, Head, Joint, Unit, units_of
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.mask import Mask
+from quorum_attention.pool.forked import Turn
 from quorum_attention.pool.report import PoolPass
 from quorum_attention.pool.run import Coordinator
 from quorum_attention.pool.shared import InFile, in_file
 from quorum_attention.writing import UNFINISHED, folder_of_now
 
 _numbers = count(1)
+# Workers have one pass at a time: two coordinators would hear each other's answers.
+_turns: WeakKeyDictionary[Any, Turn] = WeakKeyDictionary()
+_lock = Lock()
 
 
 @dataclass(slots=True)
@@ -73,16 +79,25 @@ def run(crew: Crew, asked: Asked, report: PoolPass) -> None:
 
 
 def steps(crew: Crew, asked: Asked, report: PoolPass) -> Iterator[set[Head]]:
-    """``run``, which stops now and then.
+    """``run``, which stops now and then. Passes of several threads follow one another.
 
     Yields:
         heads whose results are complete since the last time. Of heads that are cut it is known at
         the end.
+
+    Raises:
+        RuntimeError: also where it is asked for within a pass of the same workers.
     """
-    try:
-        yield from _steps(crew, asked, report)
-    finally:
-        crew.forget()
+    with _turn_of(crew):
+        try:
+            yield from _steps(crew, asked, report)
+        finally:
+            crew.forget()
+
+
+def _turn_of(crew: Crew) -> Turn:
+    with _lock:
+        return _turns.setdefault(crew, Turn())
 
 
 def _steps(crew: Crew, asked: Asked, report: PoolPass) -> Iterator[set[Head]]:

@@ -47,8 +47,8 @@ def check_process(owner: int) -> None:
     """
     if os.getpid() != owner:
         raise RuntimeError(
-            "this pool belongs to the process that this one was forked from: open a Pool here, or "
-            "give the devices by name"
+            "these workers belong to the process that this one was forked from: open a Pool or a "
+            "Farm here, or give the devices by name"
         )
 
 
@@ -68,8 +68,8 @@ class Turn:
         check_process(self._process)
         if self._holder == get_ident():
             raise RuntimeError(
-                "a call on a pool began within another one on the same pool (from its progress=, "
-                "say): it would wait for itself"
+                "a call began within another one of the same workers (from its progress=, say): it "
+                "would wait for itself"
             )
         self._lock.acquire()
         self._holder = get_ident()
