@@ -112,3 +112,22 @@ def test_a_home_is_not_kept_from_others(slow: float) -> None:
     first = max(r.stop - r.start for r in report.ran if r.device == 0)
     # Nothing is idle but for one part; a first order that was too large is not taken back.
     assert report.seconds <= max(1.1 * ideal, 0.4 / slow + 1.5 * first)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 5, 7, 8])
+@pytest.mark.parametrize(
+    "speeds", [(1.0, 0.5), (0.5, 1.0), (1.0, 0.25), (1.0, 1.0, 0.5), (0.7, 1.0)]
+)
+@pytest.mark.parametrize("known", [False, True])
+def test_unequal_devices_share_heads_that_do_not_divide(
+    heads: int, speeds: tuple[float, ...], known: bool
+) -> None:
+    """Within a tenth of an ideal split, also where nobody knew beforehand how quick each is."""
+    sizes = Sizes(1, heads, heads, 1 << 17, 1 << 17, True)
+    pairs = sum(part.pairs(sizes) for part in parts_of(sizes, 1))
+    report = simulate(
+        sizes, [f"device {n}" for n in range(len(speeds))],
+        lambda device, part: part.pairs(sizes) / pairs / speeds[device],
+        paces={n: 1 / speed for n, speed in enumerate(speeds)} if known else None,
+    )  # fmt: skip
+    assert report.seconds * sum(speeds) < 1.10

@@ -12,6 +12,8 @@ import torch
 
 import quorum_attention as qa
 from quorum_attention.pool import Pool
+from quorum_attention.pool.messages import Done
+from quorum_attention.pool.run import Coordinator
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="not Linux")
 
@@ -34,3 +36,24 @@ def test_memory_of_a_pass_is_let_go_of() -> None:
             time.sleep(0.05)
         q = torch.randn(1, 2, 100, 8)
         assert torch.allclose(qa.attention(q, q, q, devices=pool), qa.attention(q, q, q), atol=1e-5)
+
+
+def test_it_says_what_was_new_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its first order of some sizes; and how long it opened memory."""
+    said: list[Done] = []
+    finished = Coordinator._finished
+
+    def noted(self: Coordinator, number: int, answer: Done) -> None:
+        said.append(answer)
+        finished(self, number, answer)
+
+    monkeypatch.setattr(Coordinator, "_finished", noted)
+    with Pool(["cpu", "cpu"], threads=1) as pool:
+        new = []
+        for heads in (2, 2, 6, 6, 2):
+            q = torch.randn(1, heads, 300, 8).share_memory_()
+            said.clear()
+            qa.attention(q, q, q, devices=pool)
+            assert all(0.0 < one.opening < one.seconds for one in said)
+            new.append(said[0].new)
+    assert new == [True, False, True, False, False]

@@ -26,6 +26,8 @@ from quorum_attention.execution.control.machine import Machine
 # The share of what a device will presumably do that it takes at once: where devices are alike, and
 # where they may not be as quick as they are thought to be.
 _SHARE_ALIKE, _SHARE = 0.8, 0.55
+# And where nothing is known of them.
+_SHARE_UNKNOWN = 0.4
 # Devices that gain by long calls take all at once.
 _SHARE_SURE = 1.001
 # No order takes much longer, where paces are known: a device that is lost loses all of its order.
@@ -221,7 +223,8 @@ class Dispatcher:
         """Pairs of an order, at most."""
         fair, longest = self._fair(device, now), self._longest(device)
         if not self._sure or not self._homes or not home:
-            return min(self._share * fair, longest)
+            known = self.paces or self._before or self._share != _SHARE
+            return min((self._share if known else _SHARE_UNKNOWN) * fair, longest)
         work = self._work(home)
         # Of equal lengths: calls of other sizes may be planned in another way.
         return _SHARE_SURE * work / max(1, math.ceil(work / longest - 1e-3))
