@@ -216,7 +216,7 @@ def _run_gradients(tensors: Tensors, request: Request, given: Given) -> tuple[to
     divided = work.dtype == torch.float16 and outreaches(grad_out.dtype, work.dtype)
     doubts = Doubts(outgrown=divided and not backend_of(options.device).own_memory)
     found = _run(tensors, request, asked, decision, job_of, grads or ())
-    if doubts.outgrown or doubts.rows is not None:
+    if doubts:
         _mend(tensors, request, given, decision.kernel, found, doubts)
     return (*found, *of_mask)
 

@@ -111,6 +111,25 @@ def test_a_mask_that_keeps_one_key_of_a_row(n: int, route: str) -> None:
         assert float(found[1].abs().max()) < 1e-2
 
 
+@pytest.mark.parametrize("route", ROUTES)
+def test_small_rows_beside_the_largest(route: str) -> None:
+    """One row's upstream gradient has all be divided by 2**20, which leaves nothing of the others;
+    their gradients are numbers of fp16 all the same."""
+    n = 150  # too many pairs for an exact delta
+    q, k, v, grad = draw(n, n, seed=31)
+    q, k = q / 64, k / 64  # nothing outgrows fp16
+    grad[:, :, 0] /= 2
+    grad[:, :, 1:] = (grad[:, :, 1:].float() * 1e-9).half()
+    v = (v.float() * torch.rand(v.shape, generator=torch.Generator().manual_seed(1))).half()
+    causal = torch.ones(n, n, dtype=torch.bool).tril()
+    found, _ = gradients((q, k, v, grad), route, is_causal=True)
+    right = exact((q, k, v, grad), causal)
+    small, largest = right[0][:, :, 2:], float(right[0][:, :, 2:].abs().max())
+    assert largest > 0.01
+    off = (found[0][:, :, 2:].double() - small).abs().max()
+    assert float(off) < 2e-3 * largest
+
+
 @pytest.mark.parametrize("grads", [torch.float16, torch.float32])
 def test_an_upstream_gradient_that_is_divided(grads: torch.dtype) -> None:
     """In fp32, larger than fp16 holds: gradients are multiplied when all has been added up."""

@@ -6,6 +6,7 @@ and more, cancel in
     dS = P (dP - delta),
 
 and what fp32 leaves of them is more than fp16 holds. Rows of one kept key are such: there dS is 0.
+To keep dS in range the upstream gradient is divided by as much, and its small rows are lost.
 A backward notes which of its gradients may be so (execution/doubts.py). When it is done, the
 gradients of those rows are computed as the textbook says, tile by tile, each number of a row from
 the same probabilities: delta = rowsum(P dP) / rowsum(P).
@@ -60,8 +61,9 @@ def mend_rows_(
     """Compute doubtful rows of gradients anew; returns how many.
 
     Doubtful are rows that are not finite, if all that they are made of is; with them, in a head of
-    few pairs, all of the head; and where the delta of some rows is doubtful, these rows of the
-    query's gradient, and all of their key's and value's.
+    few pairs, all of the head, and so it is where the upstream gradient was divided by very much;
+    and where the delta of some rows is doubtful, these rows of the query's gradient, and all of
+    their key's and value's.
 
     Args:
         given: the upstream gradient and the output as the caller gave them.
@@ -81,9 +83,10 @@ def mend_rows_(
             keys = (_broken_rows(of_key[None]) | _broken_rows(of_value[None]))[0]
             if doubts.rows is not None and bool((more := doubts.rows[entry][own]).any()):
                 rows, keys = rows | more.to(rows.device), torch.ones_like(keys)
-            if not bool(rows.any()) and not bool(keys.any()):
+            few = rows.shape[1] * keys.shape[0] <= _FEW_PAIRS
+            if not bool(rows.any()) and not bool(keys.any()) and not (few and doubts.sunk):
                 continue
-            if rows.shape[1] * keys.shape[0] <= _FEW_PAIRS:
+            if few:
                 # Where one row is too large, others are hardly more than rounding errors.
                 rows, keys = torch.ones_like(rows), torch.ones_like(keys)
             pairs = (int(rows.any(dim=0).sum()) + rows.shape[1] * bool(keys.any())) * keys.shape[0]

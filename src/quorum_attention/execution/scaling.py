@@ -157,10 +157,15 @@ class Steps:
         value: torch.Tensor,
         unscale: torch.Tensor,
         norms: torch.Tensor | None = None,
+        *,
+        doubts: Doubts,
     ) -> None:
         """Divide ``grad_out`` (b, h, n, dv) in place; ``unscale`` (b, hk) gets the divisors;
-        ``norms`` as in ``divide_gradient_``."""
-        divide_gradient_(grad_out, value, unscale, usual_shift(self.n_keys), norms)
+        ``norms`` as in ``divide_gradient_``; ``doubts`` is told of large divisors."""
+        shift = usual_shift(self.n_keys)
+        most = divide_gradient_(grad_out, value, unscale, shift, norms)
+        # Probabilities are larger by the shift.
+        doubts.divided = max(doubts.divided, most - shift)
         for (entry, head), steps in self.taken.items():
             further = 2.0 ** _off_the_gradient(steps)
             _head(grad_out, value, entry, head).div_(further)
@@ -279,7 +284,8 @@ class BackwardScaling:
                 pins = backend_of(self._device).pins
                 flags = torch.zeros(unscale.shape, dtype=torch.int32, pin_memory=pins, device="cpu")
             held = self._held[unit.slot] = _Held(unit, Steps(self._work.n_keys), flags)
-        held.steps.divide_(unit.fields["grad_out"], unit.fields["value"], unscale)
+        fields = unit.fields
+        held.steps.divide_(fields["grad_out"], fields["value"], unscale, doubts=self._doubts)
 
     def scaling(self, unit: Unit) -> Scaling:
         """How a prepared unit is scaled, for the kernel."""

@@ -54,7 +54,7 @@ def divide_gradient_(
     unscale: torch.Tensor,
     shift: int,
     norms: torch.Tensor | None = None,
-) -> None:
+) -> int:
     """Divide ``grad_out`` in place by a power of two for every key/value head.
 
     Args:
@@ -63,11 +63,15 @@ def divide_gradient_(
         unscale: (b, hk) fp32, receives the divisors.
         shift: probabilities will be computed times 2**shift.
         norms: ``value_norms(value)``, if that is known.
+
+    Returns:
+        log2 of the largest divisor; 0 where the host does not know it, on a GPU.
     """
     dense = grad_out.is_contiguous() and value.is_contiguous()
     if grad_out.is_cuda and dense and triton_available():
         _divide_by_launches_(grad_out, value, unscale, shift, norms)
-        return
+        return 0
+    most = 0
     batch, key_heads = unscale.shape
     shared = grad_out.shape[1] // max(1, key_heads)
     for entry in range(batch):
@@ -76,9 +80,11 @@ def divide_gradient_(
             largest = largest_norm(value[entry : entry + 1, head : head + 1])
             exponent = divisor_exponent(largest_norm(part), largest, shift)
             unscale[entry, head] = 2.0**exponent
+            most = max(most, exponent)
             if exponent:
                 for block in _blocks(part):
                     part[block].mul_(2.0**-exponent)
+    return most
 
 
 def _norms_by_launch(value: torch.Tensor) -> torch.Tensor:

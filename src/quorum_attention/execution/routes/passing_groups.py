@@ -260,7 +260,8 @@ class Passes:
         if not self.job.scaled:
             return Scaling()
         unscale = self.unscale[slot][:, : self.heads]
-        self.steps.divide_(fields["grad_out"], staying["value"], unscale, self.norms)
+        given = fields["grad_out"], staying["value"], unscale, self.norms
+        self.steps.divide_(*given, doubts=self.job.doubts)
         overflow = self.overflow[:, : self.heads]
         return Scaling(self.steps.shift, unscale, overflow, self.job.narrow)
 

@@ -171,7 +171,7 @@ def compute_group(
                 unscale = torch.empty(sizes, dtype=torch.float32, device=call.device)
                 overflow = torch.zeros(sizes, dtype=torch.int32, device=call.device)
                 copy_on_device(given[divided], upstream)
-                steps.divide_(given[divided], task.value, unscale)
+                steps.divide_(given[divided], task.value, unscale, doubts=job.doubts)
             scaling = Scaling(steps.shift, unscale, overflow, job.narrow)
         with tools.clock.timed("compute"):
             spec.accumulate(call.kernel, task, given, states, scaling)
