@@ -200,7 +200,8 @@ def agreed(
         watch.over()
         raise
     name = _name(said, sizes)
-    peers.agree(name)
+    if name not in peers.agreed:
+        peers.agree(name)
     watch.knows((name, seed))
     return Agreed(sizes, name, None)
 
