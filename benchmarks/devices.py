@@ -269,7 +269,7 @@ def measure(
         name: [best[one][i] / simulated[name][n] for n, one in enumerate(("one", "all"))]
         for i, name in enumerate(("forward", "backward"))
     }
-    steps.results[f"{budget}"] = {
+    steps.results[f"{budget}, {heads} heads"] = {
         "heads": heads, "seconds": found, "parts": details, "difference": differ,
         "simulated": simulated, "medians": best, "over simulated": over,
         "forward": best["one"][0] / best["all"][0],
@@ -330,7 +330,7 @@ def main() -> None:
             step = partial(
                 measure, steps, pool, options.tokens, int(heads), budget, int(rounds), options.alone
             )
-            steps.run(f"times at {budget}", step)
+            steps.run(f"times at {budget}, {heads} heads", step)
             if options.json:
                 options.json.write_text(json.dumps(steps.results, indent=1, default=str))
         if not options.only_times:
