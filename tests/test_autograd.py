@@ -240,6 +240,16 @@ def test_a_second_derivative_with_a_mask_is_refused_in_words() -> None:
         first.sum().backward()
 
 
+@pytest.mark.parametrize("call", [{}, {"depth": 1}])
+def test_gradients_in_batches_are_refused_in_words(call: dict[str, int]) -> None:
+    given = torch.randn(1, 2, 20, 8, dtype=torch.float64, requires_grad=True)
+    out, lse = qa.attention_with_lse(given, given, given, **call)
+    for result in (out, lse):
+        many = torch.stack([torch.ones_like(result)] * 3)
+        with pytest.raises(NotImplementedError, match="is_grads_batched"):
+            torch.autograd.grad(result, given, many, is_grads_batched=True, retain_graph=True)
+
+
 def test_create_graph_alone_works() -> None:
     plain = inputs(20)
     given = leaves(plain)

@@ -51,7 +51,12 @@ def standing(*shape: int, dtype: torch.dtype = torch.float32) -> Stands:
     return Stands(torch.ones(shape, dtype=dtype))
 
 
-LAZY = (nested, jagged, quantized)
+def inferred() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.empty_like(Q)
+
+
+LAZY = (nested, jagged, quantized, inferred)
 CALLS = {
     "a CUDA device without one": (
         {"devices": "cuda"}, ValueError, "devices is 'cuda', but there is no CUDA device",
@@ -69,6 +74,9 @@ CALLS = {
         NotImplementedError, "attn_mask must be on a CPU or CUDA device, got 'meta'",
     ),
     "a meta result": ({"out": Q.to("meta")}, ValueError, "out must be in host memory .* got meta"),
+    "a result of inference mode": (
+        {"out": inferred}, ValueError, "out must not be a tensor of inference mode outside of it",
+    ),
     "nested": ({"query": nested}, NotImplementedError, "query must be a .* got a nested one"),
     "jagged": ({"key": jagged}, NotImplementedError, "key must be a plain tensor"),
     "sparse": ({"value": Q.to_sparse()}, NotImplementedError, "value must be .* sparse_coo"),

@@ -15,7 +15,7 @@ import torch
 
 from quorum_attention.call.gradients import Given
 from quorum_attention.call.request import Request, Tensors
-from quorum_attention.call.transforms import records
+from quorum_attention.call.transforms import records, refuse_batched
 from quorum_attention.call.validation import as_tensor
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.traits import captures
@@ -179,6 +179,7 @@ class _Gradients(Quick):
 def _gradients(*read: Any) -> tuple[torch.Tensor, ...]:
     """``_Gradients``: as a function of autograd's only where a second derivative could be asked
     for."""
+    refuse_batched(read[0], read[8])
     seen = records(*(t for t in read if isinstance(t, torch.Tensor)))
     made: tuple[torch.Tensor, ...] = _Gradients.apply(*read) if seen else _Gradients.forward(*read)
     return made

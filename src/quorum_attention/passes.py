@@ -14,7 +14,6 @@ from quorum_attention.call.gradients import Given
 from quorum_attention.call.lse_columns import column_bytes, with_columns, without_columns
 from quorum_attention.call.places import backward_place, forward_place, place_after
 from quorum_attention.call.request import Request, Tensors
-from quorum_attention.call.transforms import refuse_batched
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.call import Call
 from quorum_attention.execution.control.events import NeedsPlan
@@ -161,7 +160,6 @@ def run_backward(tensors: Tensors, request: Request, given: Given) -> tuple[torc
             )
         return (*found, of_sinks)
     if request.runner is not None and not is_trivial(tensors):
-        refuse_batched(given.grad_out, given.grad_lse)
         return request.runner.backward(tensors, request, given)
     if not given.of_mask:
         return _run_backward(tensors, request, given)

@@ -17,21 +17,6 @@ def records(*inputs: torch.Tensor) -> bool:
     )
 
 
-def refuse_batched(*upstream: torch.Tensor | None) -> None:
-    """Refuse gradients that torch maps over (``is_grads_batched``, ``vectorize``), where processes
-    are handed tensors: those have no memory of their own.
-
-    Raises:
-        NotImplementedError: one of them is such.
-    """
-    batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)
-    if any(tensor is not None and batched(tensor) for tensor in upstream):
-        raise NotImplementedError(
-            "devices cannot be several where torch maps over gradients (is_grads_batched, "
-            "vectorize): ask for one gradient after the other"
-        )
-
-
 def refuse_out() -> None:
     """Refuse ``out=`` under torch.func: it has no room for dimensions that a transformation adds.
 
@@ -40,6 +25,24 @@ def refuse_out() -> None:
     """
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError("out cannot be given under torch.func transformations")
+
+
+def refuse_batched(*gradients: torch.Tensor | None) -> None:
+    """Refuse gradients of ``is_grads_batched``, several in one: they are made by an older vmap of
+    torch's, which knows few operators, and have no memory that a kernel could read.
+
+    Raises:
+        NotImplementedError: one of them is.
+    """
+    if any(tensor is not None and _is_batched(tensor) for tensor in gradients):
+        raise NotImplementedError(
+            "the gradients of attention cannot be taken with is_grads_batched (nor by "
+            "torch.autograd.functional with vectorize=True): ask for one after the other, or use "
+            "torch.func.jacrev on one device"
+        )
+
+
+_is_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)
 
 
 def refuse_randomness(*inputs: torch.Tensor | None) -> None:

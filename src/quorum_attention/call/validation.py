@@ -238,6 +238,8 @@ def check_result(
     _check_form(result, shape, name, dtype)
     if result.requires_grad:
         raise ValueError(f"{name} must not require a gradient")
+    if result.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(f"{name} must not be a tensor of inference mode outside of it")
     if result.is_neg():
         raise ValueError(f"{name} must not be a view with a sign of its own (it is written to)")
     if any(n > 1 and s == 0 for n, s in zip(result.shape, result.stride(), strict=True)):
