@@ -165,6 +165,8 @@ def _not_for_shards(rank: int, group: dist.ProcessGroup) -> None:
     sharded_positions(masked, group=group)
     padding = torch.ones_like(ids)
     masked(input_ids=ids, attention_mask=padding)
+    with pytest.raises(ValueError, match=r"got \[8, 0\] on the ranks"):
+        masked(input_ids=ids[:, : 8 - 8 * rank])
     if rank == 0:
         padding[1, :3] = 0
     with pytest.raises(ValueError, match="counts positions by its attention_mask"):

@@ -33,7 +33,7 @@ def sharded_positions(
     Each such forward begins with the ranks telling each other their rows, for which the host waits.
     It raises ``ValueError`` if the model's attention is not over the group, and where the model
     itself would count otherwise than from 0 up: by an ``attention_mask`` that masks something, or
-    by images.
+    by images; and, on all ranks, if one has no rows.
 
     Args:
         model: called with ``input_ids`` or ``inputs_embeds`` (batch, rows, ...) by name.
@@ -65,6 +65,11 @@ def sharded_positions(
         masked = by_mask and mask is not None and not bool(mask.all())
         shown = by_media and any(named.get(name) is not None for name in _MEDIA)
         listed = told(everyone, (ids.shape[1], int(masked or shown)))
+        if not all(rows for rows, _ in listed):
+            raise ValueError(
+                "models of Transformers do not run on no rows, got "
+                f"{[rows for rows, _ in listed]} on the ranks: give each at least one"
+            )
         if any(one[1] for one in listed):
             raise ValueError(
                 f"{type(model).__name__} counts positions by its attention_mask or its images, "
