@@ -126,6 +126,26 @@ def test_turns_follow_each_other() -> None:
     assert len(order) == 400
 
 
+def test_a_pool_that_is_closed_while_a_call_waits_for_its_turn() -> None:
+    said = list[str]()
+
+    def waits() -> None:
+        try:
+            call(made)
+        except RuntimeError as error:
+            said.append(str(error))
+
+    with Pool(["cpu"], threads=1) as made:
+        thread = threading.Thread(target=waits)
+        with made._lock:
+            thread.start()
+            thread.join(1)  # it has checked that there are workers, and waits
+            assert thread.is_alive()
+            made.close()
+        thread.join(60)
+    assert said == ["the pool has no worker: it was closed, or all of them were lost"]
+
+
 def test_gradients_that_torch_maps_over_are_refused(pool: Pool) -> None:
     query = torch.randn(1, 2, 200, 8, requires_grad=True)
     out = attention(query, query, query, devices=pool)

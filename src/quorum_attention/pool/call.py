@@ -145,8 +145,7 @@ class PoolCall:
 
     def _pool(self) -> Pool:
         pool = self._pool_of()
-        if not pool.devices:
-            raise RuntimeError("the pool has no worker: it was closed, or all of them were lost")
+        pool.check_open()
         return pool
 
     def _of_mask(

@@ -106,6 +106,15 @@ class Pool(Several):
                     worker.kill()
                     self._workers[number] = start([worker.device], self._threads, shelves=True)[0]
 
+    def check_open(self) -> None:
+        """Refuse to compute without workers.
+
+        Raises:
+            RuntimeError: none is left.
+        """
+        if not self.devices:
+            raise RuntimeError("the pool has no worker: it was closed, or all of them were lost")
+
     def close(self) -> None:
         """End the workers; the pool is of no use afterwards."""
         for worker in self._workers:
@@ -228,6 +237,7 @@ class Pool(Several):
 
         with self._lock:
             paces, alike = self.paces(kind), self.alike(budgets, kind)
+            self.check_open()  # another thread may have closed it meanwhile
             here = [number for number, worker in enumerate(self._workers) if worker.alive]
             report.devices = [worker.label for worker in self._workers]
             report.parts = len(parts)
