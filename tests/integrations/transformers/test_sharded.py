@@ -173,6 +173,18 @@ def _not_for_shards(rank: int, group: dist.ProcessGroup) -> None:
         masked(input_ids=ids, attention_mask=padding)
 
 
+def _compiled(rank: int) -> None:
+    """A compiled model says the same, and keeps no group: ``spawn`` looks whether one is left."""
+    register("sharded", group=dist.group.WORLD)
+    torch.manual_seed(3)
+    model, ids = tiny("llama", {"num_hidden_layers": 1}), torch.randint(1, 96, (1, 12))
+    wanted, rows = attended(model, "exact")(ids).logits, slice(4 * rank, 4 * rank + 4)
+    ours = attended(model, "sharded")
+    sharded_positions(ours)
+    found = torch.compile(ours, backend="eager")(input_ids=ids[:, rows]).logits
+    assert distance(found, wanted[:, rows].double()) < 1e-5
+
+
 def _all_of_it(rank: int) -> None:
     register_all()
     pair = dist.new_group([0, 1])
@@ -184,6 +196,7 @@ def _all_of_it(rank: int) -> None:
     left[1, :11] = 0
     _same(rank, "mistral", [9, 14, 8], everyone, padding=left)
     _same(rank, "qwen3", [9, 14, 8], everyone, hooked=True)
+    _compiled(rank)
     if rank < 2:
         _models(rank, [16, 11], pair)
         _refusals(rank, pair)

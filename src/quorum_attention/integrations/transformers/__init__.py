@@ -23,6 +23,7 @@ from quorum_attention.integrations.transformers.sharded import (  # noqa: E402
     attend_sharded,
     sharded_mask,
 )
+from quorum_attention.integrations.transformers.whose import Kept  # noqa: E402
 from quorum_attention.kernels.protocol import InnerKernel  # noqa: E402
 
 
@@ -83,7 +84,7 @@ def register(
         return name
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group must be a process group or None, got {shown(group)}")
-    AttentionInterface.register(name, partial(attend_sharded, options, weakref.ref(group)))
+    AttentionInterface.register(name, partial(attend_sharded, options, Kept(weakref.ref(group))))
     AttentionMaskInterface.register(name, sharded_mask)
     return name
 

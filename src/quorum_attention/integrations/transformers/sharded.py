@@ -8,7 +8,6 @@ layers of that forward use what was found.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -29,7 +28,8 @@ from quorum_attention.integrations.transformers.generation import (
 )
 from quorum_attention.integrations.transformers.keywords import refuse
 from quorum_attention.integrations.transformers.options import Options
-from quorum_attention.integrations.transformers.whose import check_layers
+from quorum_attention.integrations.transformers.whose import Kept, check_layers
+from quorum_attention.kernels.uncompiled import uncompiled
 from quorum_attention.mask import Mask
 
 
@@ -111,6 +111,7 @@ class ShardedMask(DescribedMask):
         return self.found
 
 
+@uncompiled
 def sharded_mask(
     batch_size: int,
     q_length: int,
@@ -271,9 +272,10 @@ def _check_places(
         )
 
 
+@uncompiled  # a graph would keep the group, and its threads, for good
 def attend_sharded(
     options: Options,
-    kept: weakref.ref[dist.ProcessGroup],
+    kept: Kept,
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -320,7 +322,7 @@ def attend_sharded(
             f"attention over a group makes its masks itself; {name} was given one of shape "
             f"{tuple(attention_mask.shape)}"
         )
-    group = alive(kept)
+    group = alive(kept.group)
     if attention_mask.found is None:
         check_layers(module)
     mask, lengths = attention_mask.whole(group, position_ids, query.device)

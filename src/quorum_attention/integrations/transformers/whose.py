@@ -5,13 +5,24 @@ Otherwise each rank's rows would see only each other somewhere, and be wrong wit
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from quorum_attention.integrations.transformers.options import Options
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A weak reference to a group, out of sight of torch's compiler: it looks through plain ones
+    among the arguments of what is registered, and keeps what it finds for good."""
+
+    group: weakref.ref[dist.ProcessGroup]
+
 
 # Kinds of layers, as configurations name them, in which tokens meet in attention alone: others are
 # recurrences, convolutions, and keys that are chosen or compressed beside the attention.
@@ -73,9 +84,9 @@ def _is_over(name: str, group: dist.ProcessGroup) -> bool | None:
     function = AttentionInterface._global_mapping.get(name)
     given = getattr(function, "args", ())
     if given and isinstance(given[0], Options):
-        return given[0].sharded and given[1]() is group
+        return given[0].sharded and given[1].group() is group
     own = function is None or getattr(function, "__module__", "").startswith("transformers.")
     return False if own else None
 
 
-__all__ = ["check_is_sharded", "check_layers"]
+__all__ = ["Kept", "check_is_sharded", "check_layers"]
