@@ -288,7 +288,9 @@ def test_rows_by_tiles_are_those_of_the_whole(
     # Rows without keys have NaN for a gradient in autograd.
     right = [t.nan_to_num(0.0) for t in torch.autograd.grad(p @ values, wide, grad.double())]
     made = tuple(torch.full_like(t, torch.inf, dtype=torch.float32) for t in (q, k, v))
-    upstream = Upstream(grad, torch.zeros_like(grad), torch.zeros(grad.shape[:-1]))
+    out = (p @ values).detach()
+    lse = torch.logsumexp(scores.masked_fill(late, -torch.inf), -1).detach().float()
+    upstream = Upstream(grad, out.half(), lse)
     count = exact_rows.mend_rows_(call, upstream, made, Doubts(outgrown=True), left)
     empty = (scores.masked_fill(late, -torch.inf) == -torch.inf).all(-1)
     for got, want in zip(made, right, strict=True):
@@ -296,6 +298,58 @@ def test_rows_by_tiles_are_those_of_the_whole(
         if not bool(empty.any()):
             assert torch.allclose(got.double(), want, rtol=1e-5, atol=1e-6)
     assert count == 2 * (4 * n + 2 * n_keys)
+
+
+def few_in_truth(n: int, *, seed: int) -> Four:
+    """Values and upstream gradients so large that dK outgrows fp16, and dV does not."""
+    g = torch.Generator().manual_seed(seed)
+    q, k = (torch.randn((1, 1, n, 16), generator=g).half() for _ in range(2))
+    v = (100 * torch.randn((1, 1, n, 16), generator=g) + 30_000).half()
+    return q, k, v, (10_000 * torch.randn((1, 1, n, 16), generator=g)).clamp(-6e4, 6e4).half()
+
+
+@pytest.mark.parametrize("n", [64, 200])
+def test_keys_that_are_a_part_of_their_rows(n: int) -> None:
+    """The lse and the output are of all keys, the call is of some: its gradients are of all rows'
+    probabilities, and not as if its keys were all there are."""
+    q, k, v, grad = few_in_truth(n, seed=n)
+    right = exact((q, k, v, grad), torch.ones(n, n, dtype=torch.bool))
+    out, lse = qa.attention_with_lse(q, k, v)
+    for part in (slice(0, 40), slice(40, n)):
+        report = qa.Report()
+        found = qa.attention_backward(
+            grad, q, k[:, :, part], v[:, :, part], out, lse, kernel="cpu", report=report
+        )
+        assert report.backward.mended_rows
+        # Not so the key's: the output's rounding, times values of 30,000, is most of it.
+        want = right[2][:, :, part]
+        assert torch.allclose(
+            found[2].double(), want, rtol=0.01, atol=0.01 * float(want.abs().max())
+        )
+
+
+@pytest.mark.parametrize("of", ["query", "value"])
+def test_nobody_waits_for_what_is_infinite_in_truth(
+    of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss that was scaled by too much: one row tells, and no head of many pairs is computed
+    anew. Where that row is not infinite in truth, the head is."""
+    monkeypatch.setattr(exact_rows, "_FEW_PAIRS", 16)
+    n = 200
+    q, k, v, grad = draw(n, n, seed=41)
+    if of == "value":
+        v, grad = v / 60_000, grad.abs()
+    found, report = gradients((q, k, v, grad), "together")
+    assert not bool(found[0 if of == "query" else 2].isfinite().all())
+    assert report.backward.mended_rows == 0
+    q, k, v, grad = draw(n, n, seed=42)
+    one = torch.zeros(n, n, dtype=torch.bool)
+    one[torch.arange(n), torch.randint(n, (n,), generator=torch.Generator().manual_seed(1))] = True
+    found, report = gradients(
+        (q, (400 * k).clamp(-6e4, 6e4), v, grad / 8), "together", attn_mask=one
+    )
+    assert report.backward.mended_rows
+    assert all(bool(got.isfinite().all()) for got in found)
 
 
 def test_a_delta_beyond_fp16_is_noted() -> None:

@@ -9,10 +9,14 @@ and what fp32 leaves of them is more than fp16 holds. Rows of one kept key are s
 To keep dS in range the upstream gradient is divided by as much, and its small rows are lost.
 A backward notes which of its gradients may be so (execution/doubts.py). When it is done, the
 gradients of those rows are computed as the textbook says, tile by tile, each number of a row from
-the same probabilities: delta = rowsum(P dP) / rowsum(P).
+the same probabilities: delta = rowsum(P dP) / rowsum(P). Rows whose lse is of more keys than these
+(a call over a part of the keys) keep it, and the delta of their output.
 
-A gradient that is too large for fp16 in truth is computed again too, and is infinite again. On a
-GPU, where float64 may be slow, heads of more than some billions of pairs are left as they are.
+A gradient that is too large for fp16 in truth is infinite again. Where a loss was scaled by too
+much most heads have such, and nobody should wait for them. So in a head of many pairs one row of
+the query's gradient, and one of the value's, is computed first: where it is infinite in truth, the
+query's gradient, or those of key and value, stay as they are. On a GPU, where float64 may be slow,
+so do heads of more than some billions of pairs.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from quorum_attention.execution.mask_gradient import Upstream, fitting
 from quorum_attention.execution.trimming import pairs_of
 from quorum_attention.execution.workload import flat_entry
 from quorum_attention.kernels.blocks import row_blocks
+from quorum_attention.kernels.delta import not_whole
 from quorum_attention.kernels.dropout import dropped
 from quorum_attention.kernels.protocol import Pairwise
 from quorum_attention.kernels.traits import pairwise, traits_of
@@ -38,6 +43,8 @@ from quorum_attention.kernels.traits import pairwise, traits_of
 _MOST_PAIRS = 1 << 32
 # Most pairs of a query head of which all rows are computed for the sake of one.
 _FEW_PAIRS = 1 << 20
+# The same on a GPU, for whether one row is computed before the others.
+_FEW_ON_DEVICE = 1 << 16
 # Most bytes of a tile: less than any plan has for its kernel on a CPU.
 _HOST_BYTES, _DEVICE_BYTES = 2 << 20, 64 << 20
 _MOST_ROWS = 128
@@ -73,6 +80,7 @@ def mend_rows_(
     entries = [()] if not call.work.batch_shape else list(_indices(call.work.batch_shape))
     walk = _Walk(call, given, pairs_of(call.work, call.kernel), pairwise(call.kernel), left)
     shared, mended = call.work.queries_per_key_head, 0
+    own_memory = backend_of(call.device).own_memory
     for entry in entries:
         for head in range(call.work.kv_heads):
             own = slice(head * shared, (head + 1) * shared)
@@ -86,20 +94,27 @@ def mend_rows_(
             few = rows.shape[1] * keys.shape[0] <= _FEW_PAIRS
             if not bool(rows.any()) and not bool(keys.any()) and not (few and doubts.sunk):
                 continue
-            if few:
-                # Where one row is too large, others are hardly more than rounding errors.
-                rows, keys = torch.ones_like(rows), torch.ones_like(keys)
-            pairs = (int(rows.any(dim=0).sum()) + rows.shape[1] * bool(keys.any())) * keys.shape[0]
-            if pairs > _MOST_PAIRS and backend_of(call.device).own_memory:
-                continue
             one = walk.head(entry, head)
             if not _is_finite(one.key) or not _is_finite(one.value):
                 continue
             sound = _sound_rows(one.query) & _sound_rows(one.grad_out).to(one.query.device)
-            rows &= sound.to(rows.device)
+            sound = sound.to(rows.device)
+            if rows.shape[1] * keys.shape[0] > (_FEW_ON_DEVICE if own_memory else _FEW_PAIRS):
+                if one.query_outgrows(rows & sound, of_query):
+                    rows, few = torch.zeros_like(rows), False
+                if bool(sound.all()) and one.value_outgrows(keys, of_value):
+                    keys, few = torch.zeros_like(keys), False
+            if few:
+                # Where one row is too large, others are hardly more than rounding errors.
+                rows, keys = torch.ones_like(rows), torch.ones_like(keys)
+            rows = rows & sound
+            if not bool(sound.all()):
+                keys = torch.zeros_like(keys)
+            pairs = (int(rows.any(dim=0).sum()) + rows.shape[1] * bool(keys.any())) * keys.shape[0]
+            if pairs > _MOST_PAIRS and own_memory:
+                continue
             mended += one.mend_queries_(rows, of_query)
-            if bool(sound.all()):
-                mended += one.mend_keys_(keys, of_key, of_value)
+            mended += one.mend_keys_(keys, of_key, of_value)
     return mended
 
 
@@ -147,7 +162,7 @@ class _Walk:
         return _Head(
             self, entry, own, call.query[entry][own], call.key[entry][head],
             call.value[entry][head], self.given.grad_out[entry][own], self.given.out[entry][own],
-            mask, self._tile(mask),
+            self.given.lse[entry][own], mask, self._tile(mask),
         )  # fmt: skip
 
     def _tile(self, mask: torch.Tensor | None) -> tuple[int, int]:
@@ -193,6 +208,7 @@ class _Head:
     Attributes:
         heads: the query heads.
         query, grad_out, out: (g, n_queries, d); ``key``, ``value``: (n_keys, d).
+        lse: (g, n_queries), of the whole rows.
         mask: (g or 1, n_queries or 1, n_keys or 1), or None.
         tile: most queries and keys of a tile.
     """
@@ -205,20 +221,49 @@ class _Head:
     value: torch.Tensor
     grad_out: torch.Tensor
     out: torch.Tensor
+    lse: torch.Tensor
     mask: torch.Tensor | None
     tile: tuple[int, int]
+
+    def query_outgrows(self, rows: torch.Tensor, of_query: torch.Tensor) -> bool:
+        """Whether the first that is not finite of ``rows`` (g, n_queries) of the query's gradient
+        is too large for its dtype in truth."""
+        asked = rows & _broken_rows(of_query)
+        for at in _first(asked.any(dim=0)):
+            found = self._of_queries(at)
+            return _is_too_large(found[asked[:, at].to(found.device)], of_query.dtype)
+        return False
+
+    def value_outgrows(self, keys: torch.Tensor, of_value: torch.Tensor) -> bool:
+        """The same of ``keys`` (n_keys,) of the value's, whose sums nothing cancels: from lse."""
+        for at in _first(keys & _broken_rows(of_value[None])[0]):
+            found = self._wide(of_value.new_zeros(1, of_value.shape[-1]))
+            for rows in _spans(self.query.shape[1], max(self.tile)):
+                if self._is_masked(rows, at):
+                    continue
+                p = self._scores(self._wide(self.query[:, rows]), rows, at)[0]
+                lse = self._wide(self.lse[:, rows, None])
+                p.sub_(lse.masked_fill(lse == -torch.inf, 0.0)).exp_()
+                self._drop_(p, rows, at)
+                found += torch.einsum("gij,gid->jd", p, self._wide(self.grad_out[:, rows]))
+            return _is_too_large(found, of_value.dtype)
+        return False
 
     def mend_queries_(self, rows: torch.Tensor, target: torch.Tensor) -> int:
         """Write the ``rows`` (g, n_queries) of the query's gradient (g, n_queries, d)."""
         mended = 0
         for at in _runs(rows.any(dim=0), self.tile[0]):
-            block = self._block(at)
-            found = torch.zeros_like(block.query)
-            for keys in self._keys(at):
-                _, ds, key = self._gradients(block, keys)
-                found.add_(ds @ key, alpha=self.walk.call.scale)
-            mended += _write_(target[:, at], found, rows[:, at])
+            mended += _write_(target[:, at], self._of_queries(at), rows[:, at])
         return mended
+
+    def _of_queries(self, at: slice) -> torch.Tensor:
+        """Rows of the query's gradient, (g, rows, d)."""
+        block = self._block(at)
+        found = torch.zeros_like(block.query)
+        for keys in self._keys(at):
+            _, ds, key = self._gradients(block, keys)
+            found.add_(ds @ key, alpha=self.walk.call.scale)
+        return found
 
     def mend_keys_(self, keys: torch.Tensor, of_key: torch.Tensor, of_value: torch.Tensor) -> int:
         """Write the rows ``keys`` (n_keys,) of the gradients of key and value, (n_keys, d)."""
@@ -272,13 +317,18 @@ class _Head:
             p = scores.sub_(largest).exp_()
             total += p.sum(dim=-1, keepdim=True)
             delta += (p * dp).sum(dim=-1, keepdim=True)
+        products = grad_out * self._wide(self.out[:, at])
+        lse = self._wide(self.lse[:, at, None])
+        # Rows that see other keys as well.
+        others = not_whole(total * (largest - lse).exp(), lse.float()) & lse.isfinite()
         # Rows without keys.
         total.masked_fill_(total == 0.0, 1.0)
         delta /= total
         if work.columns:
-            out = self._wide(self.out[:, at, -work.columns :])
-            delta += (grad_out[..., -work.columns :] * out).sum(dim=-1, keepdim=True)
-        return largest, total, delta
+            delta += products[..., -work.columns :].sum(dim=-1, keepdim=True)
+        delta = torch.where(others, products.sum(dim=-1, keepdim=True), delta)
+        largest = torch.where(others, lse, largest)
+        return largest, total.masked_fill_(others, 1.0), delta
 
     def _gradients(
         self, block: _Block, keys: slice
@@ -356,6 +406,17 @@ class _Head:
 
     def _wide(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.walk.call.device).double()
+
+
+def _first(wanted: torch.Tensor) -> Iterator[slice]:
+    """The first position that is ``wanted`` (n,), if there is one."""
+    for at in wanted.nonzero()[:1, 0].tolist():
+        yield slice(at, at + 1)
+
+
+def _is_too_large(made: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether numbers, of which none is NaN, are infinite in ``dtype``."""
+    return bool(made.to(dtype).isinf().any()) and not bool(made.isnan().any())
 
 
 def _spans(length: int, most: int) -> Iterator[slice]:
