@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-# Before there is a group: imported later, it keeps the default one for good.
-import torch._dynamo
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
@@ -36,6 +33,10 @@ def spawn(work: Any, ranks: int, folder: Path, *args: Any, backend: str = "gloo"
 
 
 def _run(rank: int, ranks: int, store: str, work: Any, args: tuple[Any, ...], backend: str) -> None:
+    # Before there is a group: imported later, it keeps the default one for good. Not at the top of
+    # this file: it imports Triton, which other tests have to tell first that it interprets.
+    import torch._dynamo
+
     torch.set_num_threads(1)
     if backend == "nccl":
         HOME[0] = torch.device("cuda", rank)

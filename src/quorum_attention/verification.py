@@ -64,8 +64,8 @@ class Problem:
         query, key = self.query[at][rows].double(), self.key[key_at].double()
         scores = torch.matmul(query, key.mT).mul_(self.scale)
         if self.is_causal:
-            after = torch.arange(scores.shape[1], device="cpu") > rows.unsqueeze(1)
-            scores = scores.masked_fill_(after, float("-inf"))
+            keys = torch.arange(scores.shape[1], device="cpu")
+            scores = scores.masked_fill_(keys > rows.unsqueeze(1), float("-inf"))
         return scores
 
 

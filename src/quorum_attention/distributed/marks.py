@@ -20,7 +20,8 @@ def write_marks(outbox: torch.Tensor, messages: int, mark: int) -> None:
         mark: in [0, 2**63).
     """
     place = outbox.view(torch.uint8).view(messages, -1)[:, -MARK_BYTES:]
-    place.copy_(torch.tensor(list(mark.to_bytes(MARK_BYTES, "little")), dtype=torch.uint8))
+    digits = list(mark.to_bytes(MARK_BYTES, "little"))
+    place.copy_(torch.tensor(digits, dtype=torch.uint8, device="cpu"))
 
 
 def read_mark(tail: torch.Tensor) -> int:

@@ -158,7 +158,7 @@ class Watch:
     def gather(self, every: list[torch.Tensor], mine: torch.Tensor) -> None:
         """``torch.distributed.all_gather``."""
         work = dist.all_gather(every, mine, group=self._group, async_op=True)
-        self.wait(work, mine.device.type == "cpu")
+        self.wait(work, on_host(mine.device))
 
     def all_sent(self) -> None:
         """All messages of this pass are on their way: the others need no more of this rank."""

@@ -29,7 +29,7 @@ def first_derivative(name: str) -> Callable[[Callable[..., Any]], Callable[..., 
                 grads = backward(ctx, *grad_outputs)
             if not recorded:
                 return grads
-            anchor = torch.zeros((), requires_grad=True)
+            anchor = torch.zeros((), device="cpu", requires_grad=True)
             given = [grad for grad in grads if grad is not None]
             made = iter(_Last.apply(name, anchor, *given))  # type: ignore[no-untyped-call]
             return tuple(None if grad is None else next(made) for grad in grads)
