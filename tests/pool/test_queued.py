@@ -192,6 +192,28 @@ def test_both_orders_of_a_lost_worker_go_to_others() -> None:
     workers[1].kill()
 
 
+def test_no_worker_goes_on_when_a_pass_is_interrupted_between_two_orders() -> None:
+    """The first is done, and the second not yet taken for begun."""
+    hold = threading.Event()
+
+    def second_waits(message: Compute, count: int) -> Done:
+        hold.wait(20 if count == 2 else 0)
+        return done(message)
+
+    workers = [worker(second_waits)]
+    one = coordinator(workers, [])
+
+    def interrupted(number: int, now: float) -> None:
+        if one._dispatch.queued:
+            raise KeyboardInterrupt
+
+    one._dispatch.go_on = interrupted  # type: ignore[method-assign, assignment]
+    with pytest.raises(KeyboardInterrupt):
+        one.run()
+    assert not workers[0].alive
+    hold.set()
+
+
 def test_two_errors_at_once_end_the_pass_at_once() -> None:
     """Nobody waits for a worker that has answered already."""
     both = threading.Barrier(2)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,6 +38,49 @@ def test_taken_or_taken_back() -> None:
     assert not one.put("x" * (1 << 18))  # more than a message may be
     one.close()
     assert not one.put("c")
+
+
+def test_nobody_waits_where_a_program_says_how_long_sockets_wait() -> None:
+    socket.setdefaulttimeout(5.0)
+    try:
+        one, begun = shelf(), time.monotonic()
+    finally:
+        socket.setdefaulttimeout(None)
+    assert not one.take_back()
+    assert taken(one.outlet) is None
+    assert one.put("a")
+    assert one.put("b")
+    assert one.take_back()
+    assert taken(one.outlet) == "b"
+    assert time.monotonic() - begun < 4
+    one.close()
+
+
+WAITING_SOCKETS = """
+import socket
+
+socket.setdefaulttimeout(2.0)  # in the workers as well: they import this
+
+import torch
+from quorum_attention.pool import Pool
+
+if __name__ == "__main__":
+    q = torch.randn(1, 6, 900, 16)
+    with Pool(["cpu", "cpu"], threads=1) as pool:
+        pool.alike = lambda *asked: False
+        for _ in range(3):
+            pool.attention(q, q, q)
+        assert len(pool.devices) == 2
+"""
+
+
+def test_workers_of_such_a_program_stay(tmp_path: Path) -> None:
+    script = tmp_path / "waiting_sockets.py"
+    script.write_text(WAITING_SOCKETS)
+    ran = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_one_of_two_has_it() -> None:

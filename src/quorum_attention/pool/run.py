@@ -186,7 +186,7 @@ class Coordinator:
 
     def _stop(self) -> None:
         """End the workers that compute: they would write into results that the caller has back."""
-        for number in self._running:
+        for number in {*self._running, *self._dispatch.queued}:
             self._workers[number].kill()
 
     def _drain(self) -> None:

@@ -24,6 +24,8 @@ class Shelf:
 
     def __init__(self) -> None:
         self._inlet, self.outlet = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        never_wait(self._inlet)
+        never_wait(self.outlet)
 
     @classmethod
     def made(cls) -> Shelf | None:
@@ -55,6 +57,12 @@ class Shelf:
         self.outlet.close()
 
 
+def never_wait(end: socket.socket) -> None:
+    """In every process that has it: a new socket waits as long as ``socket.setdefaulttimeout`` of
+    the program says, whatever is asked of it, and then raises an error."""
+    end.setblocking(False)
+
+
 def taken(outlet: socket.socket) -> Any:
     """The message that waits, which nobody else gets then; None if there is none."""
     try:
@@ -64,4 +72,4 @@ def taken(outlet: socket.socket) -> Any:
     return pickle.loads(said)
 
 
-__all__ = ["Shelf", "taken"]
+__all__ = ["Shelf", "never_wait", "taken"]

@@ -31,7 +31,7 @@ from quorum_attention.pool.messages import Begin, Begun, Compute, Done, End, End
 from quorum_attention.pool.openings import Openings, most_locked_bytes
 from quorum_attention.pool.parts import Part
 from quorum_attention.pool.shared import InFile, opened
-from quorum_attention.pool.shelf import taken
+from quorum_attention.pool.shelf import never_wait, taken
 from quorum_attention.pool.touched import Touching
 
 # How often a worker without work looks whether the pool's process has freed memory; and after how
@@ -52,6 +52,8 @@ def work(device: str, threads: int | None, pipe: Connection, outlet: socket | No
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool ends its workers itself
     if threads is not None:
         torch.set_num_threads(threads)
+    if outlet is not None:
+        never_wait(outlet)
     place = torch.device(device)
     backend = backend_of(place)
     with backend.current(place):
