@@ -38,20 +38,32 @@ class Board:
     Args:
         store: of the group.
         rank, ranks: of the group.
+        made: the how manieth group it is of those that this store had, one after the other: a
+            group that is destroyed and made again may have its name, and what was said in it is
+            still there.
     """
 
-    def __init__(self, store: Any, rank: int, ranks: int) -> None:
-        self._store: Any = dist.distributed_c10d.PrefixStore("quorum_attention", store)
+    def __init__(self, store: Any, rank: int, ranks: int, made: int) -> None:
+        self._store: Any = dist.distributed_c10d.PrefixStore(f"quorum_attention/{made}", store)
         self._rank, self._ranks = rank, ranks
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> Board | None:
+    def of(cls, group: dist.ProcessGroup, made: int) -> Board | None:
         """That of a group; None where it has no store."""
+        store = _store_of(group)
+        return None if store is None else cls(store, group.rank(), group.size(), made)
+
+    @staticmethod
+    def made(group: dist.ProcessGroup) -> int:
+        """Asked once, by each rank, when it first uses a group: ``made``, the same on all of them,
+        as all take part in the first call."""
+        store = _store_of(group)
+        if store is None:
+            return 0
         try:
-            store = dist.distributed_c10d._get_process_group_store(group)
+            return int(store.add(f"quorum_attention/made/{group.rank()}", 1))
         except Exception:
-            return None
-        return None if store is None else cls(store, group.rank(), group.size())
+            return 0  # a store that keeps nothing
 
     @property
     def seconds(self) -> float:
@@ -106,6 +118,13 @@ class Board:
                 number, time, what = json.loads(self._store.get(key))
                 found[rank] = (number, time, what)
         return found
+
+
+def _store_of(group: dist.ProcessGroup) -> Any:
+    try:
+        return dist.distributed_c10d._get_process_group_store(group)
+    except Exception:
+        return None
 
 
 __all__ = ["Board", "Word"]

@@ -11,6 +11,8 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from quorum_attention.distributed.board import Board
+
 # Calls that a group has agreed on, remembered; when there are more, all are forgotten, by all ranks
 # at the same call.
 _MOST = 1024
@@ -39,11 +41,13 @@ class Peers:
     """What is remembered of one group.
 
     Attributes:
+        made: the how manieth group of its name it is, as of ``Board``.
         passes: how many passes there were, the same number on all ranks.
         left: whether this rank raised an error of which others may have heard no more than a word.
         agreed: calls that the ranks have agreed on, with a number that is the same on all of them.
     """
 
+    made: int = 0
     passes: int = 0
     left: bool = False
     agreed: dict[Hashable, int] = field(default_factory=dict)
@@ -53,7 +57,7 @@ class Peers:
         """Those of a group, as long as there is one."""
         found = _EVERY.get(group)
         if found is None:
-            found = _EVERY[group] = cls()
+            found = _EVERY[group] = cls(Board.made(group))
         return found
 
     def agree(self, name: Hashable) -> None:

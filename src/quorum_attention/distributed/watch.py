@@ -34,6 +34,9 @@ from quorum_attention.execution.device.lookup import on_host
 _LOOK_SECONDS = 1.0
 # Ranks that wait for different things do so for good when each has said so for so many times.
 _SAID_AGAIN = 5
+# After so many looks it says and asks for what only every so manieth time: a store in a file keeps
+# all that was ever said, and every rank asks for all others.
+_LOOKS_OFTEN, _THEN_EVERY = 30, 10
 # The failure of an earlier pass counts when the rank that failed has not come for so long.
 _GONE_SECONDS = 10.0
 # How often a rank that failed asks whether all others know, and how long it waits for that where
@@ -198,7 +201,7 @@ class Watch:
         self._error = error
         _clear(error)
         self._peers.left = True
-        board = Board.of(self._group)
+        board = Board.of(self._group, self._peers.made)
         if board is None:
             return
         try:
@@ -215,7 +218,7 @@ class Watch:
 
     def _leave(self, error: BaseException) -> None:
         """Tell the others that this rank takes no part any more."""
-        board = Board.of(self._group)
+        board = Board.of(self._group, self._peers.made)
         if board is None:
             return
         with suppress(Exception):
@@ -246,7 +249,7 @@ class Watch:
 
     def _come_back(self) -> None:
         self._peers.left = False
-        board = Board.of(self._group)
+        board = Board.of(self._group, self._peers.made)
         if board is not None:
             board.withdraw(self._peers.passes)
 
@@ -258,7 +261,11 @@ class Watch:
         Args:
             error: of a first attempt.
         """
-        board, begun, seen = Board.of(self._group), time.monotonic(), dict[int, tuple[int, str]]()
+        board, begun, seen = (
+            Board.of(self._group, self._peers.made),
+            time.monotonic(),
+            dict[int, tuple[int, str]](),
+        )
         while not work.is_completed():
             if board is None:
                 work.wait()
@@ -307,6 +314,8 @@ class Watch:
     def _apart(self, board: Board, seen: dict[int, tuple[int, str]]) -> str | None:
         """In words, that another rank waits in this pass for something else than this one does."""
         self._looks += 1
+        if self._looks > _LOOKS_OFTEN and self._looks % _THEN_EVERY:
+            return None
         mine = "what the ranks agree on" if self._what is None else repr(self._what)
         board.wait(self._number, self._looks, mine)
         for rank, (number, looks, theirs) in board.waiting().items():
