@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 
@@ -119,8 +120,7 @@ def mend_rows_(
 
 
 def _indices(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    for index in torch.cartesian_prod(*(torch.arange(n) for n in sizes)).view(-1, len(sizes)):
-        yield tuple(index.tolist())
+    yield from product(*(range(n) for n in sizes))
 
 
 def _sound_rows(tensor: torch.Tensor) -> torch.Tensor:
