@@ -214,6 +214,36 @@ def test_no_worker_goes_on_when_a_pass_is_interrupted_between_two_orders() -> No
     hold.set()
 
 
+def test_a_pool_that_is_closed_while_its_workers_are_listened_to() -> None:
+    """By another thread: its workers are gone, whatever a pipe says that is just being closed."""
+    closed, other = worker(well), worker(well)
+    closed.kill()
+    assert pool_run.listen([closed, other], 0.1) == [(closed, None)]
+    other.kill()
+
+
+def test_two_threads_that_end_a_worker_close_its_pipe_once() -> None:
+    one, closes = worker(well), [0]
+
+    class Pipe:
+        closed = False
+
+        def close(self) -> None:
+            if not self.closed:
+                time.sleep(0.05)
+                closes[0] += 1
+                self.closed = True
+
+    one.pipe.close()
+    one.pipe = Pipe()  # type: ignore[assignment]
+    threads = [threading.Thread(target=one.kill) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert closes == [1]
+
+
 def test_two_errors_at_once_end_the_pass_at_once() -> None:
     """Nobody waits for a worker that has answered already."""
     both = threading.Barrier(2)

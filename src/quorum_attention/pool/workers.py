@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from threading import RLock
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class Worker:
         readings: how quick it was.
         owner: number of the process that started it.
         shelf: where an order waits for it; None: it has no such place.
+        closing: held by who ends it.
     """
 
     device: str
@@ -47,6 +49,7 @@ class Worker:
     readings: Readings = field(default_factory=Readings)
     owner: int = field(default_factory=os.getpid)
     shelf: Shelf | None = None
+    closing: Any = field(default_factory=RLock, repr=False, compare=False)
 
     @property
     def label(self) -> str:
@@ -89,12 +92,15 @@ class Worker:
         self.alive = False
         if os.getpid() != self.owner:
             return
-        if self.process.is_alive():
-            self.process.kill()
-        self.process.join()
-        self.pipe.close()
-        if self.shelf is not None:
-            self.shelf.close()
+        # The thread that closes the pool, and one whose call runs there: closed twice at once, a
+        # pipe's number may be another file's already.
+        with self.closing:
+            if self.process.is_alive():
+                self.process.kill()
+            self.process.join()
+            self.pipe.close()
+            if self.shelf is not None:
+                self.shelf.close()
 
 
 def start(
@@ -177,8 +183,16 @@ def listen(
     Empty if nobody says anything for so many seconds.
     """
     sources: dict[Any, Worker] = {worker.pipe: worker for worker in workers}
-    heard = []
-    for pipe in wait(list(sources), seconds):
+    heard: list[tuple[Worker, Begun | Done | Failed | None]] = []
+    try:
+        ready = wait(list(sources), seconds)
+    except (OSError, ValueError):
+        # Another thread has closed the pool meanwhile.
+        heard = [(worker, None) for worker in workers if not worker.alive]
+        if not heard:
+            raise
+        return heard
+    for pipe in ready:
         worker = sources[pipe]
         try:
             heard.append((worker, worker.pipe.recv()))
