@@ -238,7 +238,10 @@ class _Head:
         """The same of ``keys`` (n_keys,) of the value's, whose sums nothing cancels: from lse."""
         for at in _first(keys & _broken_rows(of_value[None])[0]):
             found = self._wide(of_value.new_zeros(1, of_value.shape[-1]))
-            for rows in _spans(self.query.shape[1], max(self.tile)):
+            # As many as have no more numbers than a tile has pairs.
+            width = max(1, self.query.shape[-1] + of_value.shape[-1])
+            most = max(self.tile[0], self.tile[0] * self.tile[1] // width)
+            for rows in _spans(self.query.shape[1], most):
                 if self._is_masked(rows, at):
                     continue
                 p = self._scores(self._wide(self.query[:, rows]), rows, at)[0]
