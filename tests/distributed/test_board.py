@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,6 +58,28 @@ def test_a_group_without_a_store_has_no_words(monkeypatch: pytest.MonkeyPatch, g
     monkeypatch.setattr(board, "_store_of", lambda group: None)
     assert Board.made(group(0)) == 0
     assert Board.of(group(0), 0) is None
+
+
+DRY = """
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from quorum_attention import distributed
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+for heads in (4, 8):
+    for _ in range(3):
+        q = torch.randn(1, heads, 30, 8, requires_grad=True)
+        distributed.attention(q, q, q, lengths="equal").sum().backward()
+"""
+
+
+def test_a_dry_run_is_no_disagreement() -> None:
+    """torch's fake backend sends nothing, so no marks come either."""
+    ran = subprocess.run(
+        [sys.executable, "-c", DRY], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_a_store_that_keeps_nothing_is_no_error(
