@@ -6,6 +6,7 @@ nothing behind: helpers_uninitialised.py, helpers_leftovers.py.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
@@ -20,6 +21,13 @@ import pytest
 import torch
 from helpers_leftovers import count_page_locks, left_since, standing
 from helpers_uninitialised import filled
+
+# Triton decides at its import, and at that of kernels, whether it interprets; without a GPU it has
+# to. Here, before a test that takes the setting away can be the first to import it.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    with contextlib.suppress(ImportError):
+        import triton.language  # noqa: F401
 
 # The machine checks itself after every event (execution/control/checks.py).
 os.environ["QUORUM_ATTENTION_CHECKED"] = "1"
