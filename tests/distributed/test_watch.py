@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
+import sys
 import time
 import weakref
 from collections.abc import Iterator
@@ -202,11 +204,42 @@ def _all_well(rank: int, group: dist.ProcessGroup) -> None:
     compare(rank, [30, 40, 20], tensors, True, group=group)
 
 
+class _Pause:
+    """Lets other threads have the interpreter while it ends."""
+
+    def __del__(self, sleep: Any = time.sleep) -> None:
+        sleep(0.5)
+
+
+def _holds_the_interpreter() -> None:
+    sys.setswitchinterval(1000)
+    end = time.monotonic() + 2
+    while time.monotonic() < end:
+        pass
+
+
+def _the_others_end_as_this_one_does(rank: int) -> None:
+    """Messages left over fail then, in a thread that could end the process."""
+    watch._LOOK_SECONDS = 0.2
+    group = dist.new_group([0, 1, 2])
+    _one_fails_when_all_is_sent(rank, group)
+    dist.barrier()
+    if rank == 0:
+        vars(sys)["_pause"] = _Pause()
+        atexit.register(_holds_the_interpreter)
+    else:
+        time.sleep(1)
+
+
 class _Failing(DenseKernel):
     """A kernel that does not compute."""
 
     def forward(self, *args: Any, **named: Any) -> Any:
         raise PlantedError("out of everything")
+
+
+def test_messages_left_over_do_not_abort_a_process_that_ends(tmp_path: Path) -> None:
+    spawn(_the_others_end_as_this_one_does, 3, tmp_path)
 
 
 def test_one_of_several_fails(tmp_path: Path) -> None:

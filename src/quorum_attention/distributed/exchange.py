@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from quorum_attention.distributed.marks import read_mark, write_marks
+from quorum_attention.distributed.peers import begun
 from quorum_attention.distributed.watch import Watch
 
 # Parts of a message begin at multiples of this, so that each can be read as a tensor of any dtype.
@@ -89,9 +90,10 @@ class Delivery:
         if mark is not None and here == last:
             for at in starts[:last]:
                 write_marks(self._outbox[at : at + _ALIGNMENT], 1, mark)
-        self._work = dist.all_to_all_single(
+        work = dist.all_to_all_single(
             self._inbox, self._outbox, got, sent, group=group, async_op=True
         )
+        self._work = begun(group, work)
 
     def contents(self) -> list[torch.Tensor]:
         """What came for this rank, in the order of the parcels; its own parcels as they are.

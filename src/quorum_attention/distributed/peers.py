@@ -7,6 +7,7 @@ import weakref
 import zlib
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -45,12 +46,14 @@ class Peers:
         passes: how many passes there were, the same number on all ranks.
         left: whether this rank raised an error of which others may have heard no more than a word.
         agreed: calls that the ranks have agreed on, with a number that is the same on all of them.
+        begun: messages that this rank has not waited for.
     """
 
     made: int = 0
     passes: int = 0
     left: bool = False
     agreed: dict[Hashable, int] = field(default_factory=dict)
+    begun: list[Any] = field(default_factory=list)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Peers:
@@ -67,12 +70,24 @@ class Peers:
         self.agreed[name] = zlib.crc32(repr(name).encode())
 
 
+def begun(group: dist.ProcessGroup, work: Any) -> Any:
+    """``work``, a message of the group that is on its way."""
+    Peers.of(group).begun.append(work)
+    return work
+
+
 def keep_for_good(group: dist.ProcessGroup) -> None:
     """Never let a group go that has messages left over: its last reference would wait for them, in
-    ``destroy_process_group`` or when Python ends, up to the group's time limit."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    ``destroy_process_group`` or when Python ends, up to the group's time limit.
+
+    Nor those messages. They fail when other processes end, and a thread of Gloo's that has the last
+    reference to one lets go of its tensors, for which it asks for the interpreter: where that is
+    ending, the process is aborted.
+    """
+    for one in (group, Peers.of(group).begun):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
 
 
 _EVERY: WeakKeyDictionary[dist.ProcessGroup, Peers] = WeakKeyDictionary()
 
-__all__ = ["Peers", "alive", "keep_for_good"]
+__all__ = ["Peers", "alive", "begun", "keep_for_good"]

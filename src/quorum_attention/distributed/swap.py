@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from quorum_attention.distributed.marks import MARK_BYTES, read_mark, write_marks
-from quorum_attention.distributed.peers import alive
+from quorum_attention.distributed.peers import alive, begun
 from quorum_attention.distributed.watch import Watch
 
 _WORD = 16
@@ -174,7 +174,8 @@ class Swap:
     ) -> Any:
         if not self._edges.others:
             return None
-        return dist.all_to_all_single(inbox, outbox, come, go, group=self.group, async_op=True)
+        work = dist.all_to_all_single(inbox, outbox, come, go, group=self.group, async_op=True)
+        return begun(self.group, work)
 
 
 class View(NamedTuple):

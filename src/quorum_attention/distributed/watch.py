@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from quorum_attention.distributed.board import Board, Word
-from quorum_attention.distributed.peers import Peers, keep_for_good
+from quorum_attention.distributed.peers import Peers, begun, keep_for_good
 from quorum_attention.execution.device.lookup import on_host
 
 # A rank that has waited for so long looks whether another has failed, and again after as long.
@@ -72,6 +72,8 @@ class Watch:
         self._peers = peers = Peers.of(group)
         if peers.left:
             self._come_back()
+        if peers.begun:
+            peers.begun = [work for work in peers.begun if not work.is_completed()]
         peers.passes += 1
         self._number = peers.passes
         self._what: Hashable = None
@@ -148,21 +150,23 @@ class Watch:
         Raises:
             RuntimeError: a rank has failed, and the message does not come.
         """
+        found = None
         if not (self._host if host is None else host):
             work.wait()
-            return
-        try:
-            work.wait(timedelta(seconds=_LOOK_SECONDS))
-        except Exception as error:
-            # Not within this block: the error of a rank that failed is no consequence of waiting.
-            found = error
         else:
-            return
-        self._wait_long(work, found)
+            try:
+                work.wait(timedelta(seconds=_LOOK_SECONDS))
+            except Exception as error:
+                # Not in this block: the error of a rank that failed is no consequence of waiting.
+                found = error
+        if found is not None:
+            self._wait_long(work, found)
+        if work in self._peers.begun:
+            self._peers.begun.remove(work)
 
     def gather(self, every: list[torch.Tensor], mine: torch.Tensor) -> None:
         """``torch.distributed.all_gather``."""
-        work = dist.all_gather(every, mine, group=self._group, async_op=True)
+        work = begun(self._group, dist.all_gather(every, mine, group=self._group, async_op=True))
         self.wait(work, on_host(mine.device))
 
     def all_sent(self) -> None:
