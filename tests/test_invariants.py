@@ -16,8 +16,8 @@ from helpers_kernels import IdleKernel, WatchedKernel
 from helpers_memory import FailingAllocations, usage
 from helpers_not_finite import assert_between, least, most
 from helpers_plans import unpinned
+from hypothesis import example, settings
 from hypothesis import given as for_all
-from hypothesis import settings
 from hypothesis import strategies as st
 
 import quorum_attention as qa
@@ -39,6 +39,7 @@ class TestEveryPairIsComputedExactlyOnce:
         tile=st.integers(1, 9),
         is_causal=st.booleans(),
     )
+    @example(33, 33, (1,), "aligned", 2, True)
     def test_pairs_handed_to_the_kernel(self, n_queries, n_keys, levels, layout, tile, is_causal):
         kernel = _KERNEL
         plan = qa.plan(
@@ -53,7 +54,9 @@ class TestEveryPairIsComputedExactlyOnce:
         wanted = Counter(
             (i, j) for i in range(n_queries) for j in range(n_keys) if not is_causal or j <= i
         )
-        assert kernel.pairs == wanted
+        # A last chunk may be filled up: its rows beyond the end are computed, and left out.
+        pairs = Counter({pair: n for pair, n in kernel.pairs.items() if pair[0] < n_queries})
+        assert pairs == wanted
 
     @pytest.mark.parametrize("levels", LEVELS)
     @pytest.mark.parametrize("is_causal", [False, True])
