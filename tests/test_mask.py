@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ import quorum_attention as qa
 from quorum_attention import Mask
 from quorum_attention.decomposition import Rows
 from quorum_attention.kernels.dropout import Dropout, dropped
-from quorum_attention.kernels.masked import choice
+from quorum_attention.kernels.masked import Sizes, choice, read
 from quorum_attention.kernels.native import NativeKernel
 from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.kernels.registry import get_kernel
@@ -215,6 +216,51 @@ def test_a_tensor_that_is_written_to_is_read_again() -> None:
     want = torch.nn.functional.scaled_dot_product_attention(q, k, v, dense(mask, 1, 1, 20, 20))
     assert not torch.allclose(before, after)
     assert torch.allclose(after, want, atol=1e-5)
+
+
+def _by_numpy(ids: torch.Tensor) -> None:
+    ids.numpy()[10:] = 1
+
+
+def _by_data(ids: torch.Tensor) -> None:
+    ids.data[10:] = 1
+
+
+def _other_data(ids: torch.Tensor) -> None:
+    ids.data = torch.arange(20) // 10
+
+
+@pytest.mark.parametrize("change", [_by_numpy, _by_data, _other_data])
+@pytest.mark.parametrize("again", [True, False], ids=["the same mask", "another mask"])
+def test_a_tensor_that_changes_without_torch_counting_it_is_read_again(
+    change: Callable[[torch.Tensor], None], again: bool
+) -> None:
+    """Ids in memory that NumPy fills, for one: torch knows of nothing that is written there."""
+    q, k, v = (torch.randn(1, 1, 20, 4) for _ in range(3))
+    ids = torch.zeros(20, dtype=torch.int64)
+    mask = Mask(documents=ids)
+    before = qa.attention(q, k, v, attn_mask=mask)
+    version = ids._version
+    change(ids)
+    assert ids._version == version
+    mask = mask if again else Mask(documents=ids)
+    for _ in range(2):  # the second time it is remembered
+        after = qa.attention(q, k, v, attn_mask=mask)
+        want = torch.nn.functional.scaled_dot_product_attention(q, k, v, dense(mask, 1, 1, 20, 20))
+        assert not torch.allclose(before, after)
+        assert torch.allclose(after, want, atol=1e-5)
+
+
+def test_a_mask_is_read_once_for_all_masks_of_the_same_tensors() -> None:
+    ids = torch.arange(40) // 7
+    sizes = Sizes(1, 1, 40, 40)
+    one = read(Mask(documents=ids), sizes, False)
+    assert read(Mask(documents=ids), sizes, False) is one
+    ids += 1
+    other = read(Mask(documents=ids), sizes, False)
+    assert other is not one
+    assert read(Mask(documents=ids), sizes, False) is other
+    assert read(Mask(documents=ids.clone()), sizes, False) is not other
 
 
 def test_masks_are_combined() -> None:

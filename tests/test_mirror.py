@@ -50,7 +50,7 @@ ELSEWHERE = {
     "test_mask.py": (
         "call/masks.py", "kernels/masked/calls.py", "kernels/masked/choice.py",
         "kernels/masked/geometry.py", "kernels/masked/kernel.py", "kernels/masked/parts.py",
-        "kernels/masked/reading.py", "kernels/masked/tiles.py",
+        "kernels/masked/reading.py", "kernels/masked/seen.py", "kernels/masked/tiles.py",
     ),
     "native/test_masked.py": ("kernels/masked/native.py",),
     "native/test_tried.py": (

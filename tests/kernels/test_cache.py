@@ -29,6 +29,16 @@ def test_sizes_stay_within_the_limit(asked: list[tuple[int, int]], limit: int) -
         assert len(cache) == len(used)
 
 
+def test_a_value_is_put_in_the_place_of_another() -> None:
+    cache: Cache[int] = Cache(10, lambda value: value)
+    assert cache.get("a", lambda: 6) == 6
+    cache.put("a", 3)
+    cache.put("b", 7)
+    assert (cache.get("a", lambda: 1), cache.get("b", lambda: 1)) == (3, 7)
+    cache.put("c", 1)
+    assert len(cache) == 2
+
+
 def test_what_fails_to_be_made_is_made_again() -> None:
     cache: Cache[int] = Cache(4, lambda value: 1)
     with pytest.raises(ZeroDivisionError):

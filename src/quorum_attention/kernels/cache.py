@@ -37,6 +37,11 @@ class Cache(Generic[_Value]):
                 return found  # type: ignore[return-value]
         # Made without the lock: it may take long, and making a value twice does no harm.
         value = make()
+        self.put(key, value)
+        return value
+
+    def put(self, key: Hashable, value: _Value) -> None:
+        """Hold ``value`` under ``key``, in the place of what was."""
         with self._lock:
             if key in self._values:
                 self._total -= self._size(self._values.pop(key))
@@ -45,4 +50,3 @@ class Cache(Generic[_Value]):
             while self._total > self._limit:
                 _, gone = self._values.popitem(last=False)
                 self._total -= self._size(gone)
-        return value

@@ -17,6 +17,7 @@ from quorum_attention.kernels.kit.masks import BlockMask
 from quorum_attention.kernels.kit.trials import over_pairs
 from quorum_attention.kernels.masked.geometry import AnyOf, Blocks, Geometry, Place, Rule
 from quorum_attention.kernels.masked.kernel import MaskedKernel
+from quorum_attention.kernels.masked.seen import Seen
 from quorum_attention.kernels.outside import outside
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.mask import Mask
@@ -81,55 +82,66 @@ def read(mask: Mask, sizes: Sizes, is_causal: bool) -> Reading:
         ValueError: a tensor of the mask does not fit the call, by name.
     """
     known = _BY_MASK.get(mask)
-    if known is not None and known[0] == (sizes, is_causal) and known[1] == _versions(known[2]):
-        return known[3]
-    watched = [*_tensors(mask), *_functions(mask)]
-    tensors = tuple(thing for thing in watched if isinstance(thing, torch.Tensor))
-    versions = _versions(tensors)
-    found = _shared(mask, sizes, is_causal, watched)
-    if versions is not None:
-        _BY_MASK[mask] = ((sizes, is_causal), versions, tensors, found)
+    if known is not None and known.call == (sizes, is_causal) and known.is_still_so:
+        return known.reading
+    tensors = tuple(_tensors(mask))
+    # Before they are read: what another thread writes meanwhile is a change.
+    seen = tuple(map(Seen, tensors))
+    found = _shared(mask, sizes, is_causal, tensors, seen)
+    _BY_MASK[mask] = _Last((sizes, is_causal), tensors, seen, found)
     return found
 
 
-def _versions(tensors: tuple[torch.Tensor, ...]) -> tuple[int, ...] | None:
-    """The versions of tensors; None if one has none."""
-    if any(t.is_inference() for t in tensors):
-        return None
-    return tuple(t._version for t in tensors)
+class _Last(NamedTuple):
+    """What a mask was read as last. (Tensors and what is read refer to no mask.)"""
+
+    call: tuple[Sizes, bool]
+    tensors: tuple[torch.Tensor, ...]
+    seen: tuple[Seen, ...]
+    reading: Reading
+
+    @property
+    def is_still_so(self) -> bool:
+        """Whether none of the tensors has been written to since."""
+        return all(one.is_same(tensor) for one, tensor in zip(self.seen, self.tensors, strict=True))
 
 
-# What each mask was read as last. (Tensors and what is read refer to no mask.)
-_BY_MASK: WeakKeyDictionary[
-    Mask, tuple[tuple[Sizes, bool], tuple[int, ...], tuple[torch.Tensor, ...], Reading]
-] = WeakKeyDictionary()
+_BY_MASK: WeakKeyDictionary[Mask, _Last] = WeakKeyDictionary()
 
 
-def _shared(mask: Mask, sizes: Sizes, is_causal: bool, watched: Sequence[object]) -> Reading:
+def _shared(
+    mask: Mask,
+    sizes: Sizes,
+    is_causal: bool,
+    tensors: tuple[torch.Tensor, ...],
+    seen: tuple[Seen, ...],
+) -> Reading:
     """What ``mask`` is read as, shared by masks of the same tensors."""
-    key = (
-        _described(mask), sizes, is_causal, tuple((id(thing), _state(thing)) for thing in watched)
-    )  # fmt: skip
-
-    def make() -> _Held:
-        return _Held(Reading(mask, sizes, is_causal), [ref(thing) for thing in watched])
-
     if _functions(mask):
         # It holds them: remembered here, they would outlive their mask.
         return Reading(mask, sizes, is_causal)
+    key = (_described(mask), sizes, is_causal, tuple(map(id, tensors)))
+
+    def make() -> _Held:
+        return _Held(Reading(mask, sizes, is_causal), [ref(t) for t in tensors], seen)
+
     try:
         held = _READINGS.get(key, make)
-        if all(one() is thing for one, thing in zip(held.things, watched, strict=True)):
+        watched = zip(held.things, held.seen, tensors, strict=True)
+        if all(one() is tensor and past.is_same(tensor) for one, past, tensor in watched):
             return held.reading
+        # Written to since; or an id that is used again, and the tensor remembered under it is gone.
+        held = make()
+        _READINGS.put(key, held)
+        return held.reading
     except TypeError:  # something takes no weak reference
-        pass
-    # Or an id that is used again: the thing remembered under it is gone.
-    return Reading(mask, sizes, is_causal)
+        return Reading(mask, sizes, is_causal)
 
 
 class _Held(NamedTuple):
     reading: Reading
-    things: list[ref[object]]
+    things: list[ref[torch.Tensor]]
+    seen: tuple[Seen, ...]
 
 
 _READINGS: Cache[_Held] = Cache(64, lambda held: 1)
@@ -148,15 +160,6 @@ def _band(mask: Mask, sizes: Sizes, is_causal: bool) -> Band:
     return Band(
         None if low <= 1 - sizes.n_queries else low, None if high >= sizes.n_keys - 1 else high
     )
-
-
-def _state(thing: object) -> Hashable:
-    """What changes when a tensor is written to."""
-    if not isinstance(thing, torch.Tensor):
-        return 0
-    if not thing.is_inference():
-        return int(thing._version)
-    return bytes(thing.cpu().numpy())  # it has no version
 
 
 def geometries(mask: Mask, sizes: Sizes, is_causal: bool) -> tuple[Geometry, ...]:
