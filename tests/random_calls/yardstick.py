@@ -117,7 +117,9 @@ def _head_errors(found: torch.Tensor, wanted: Wanted) -> torch.Tensor:
     account for, torch is wrong itself: then as much as it can."""
     finite = wanted.exact.isfinite()
     off = (found.to(wanted.exact) - wanted.exact).abs().masked_fill(~finite, 0.0)
-    off = torch.minimum(torch.where(off.isnan(), torch.inf, off), wanted.loose)
+    # Where a mask of the lowest numbers leaves no bound, there is nothing to hold torch to.
+    loose = torch.where(wanted.loose.isnan(), torch.inf, wanted.loose)
+    off = torch.minimum(torch.where(off.isnan(), torch.inf, off), loose)
     off = off.nan_to_num(nan=0.0, posinf=0.0)
     return off.amax((-2, -1), keepdim=True) if off.numel() else off
 
