@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +35,16 @@ class PlantedError(Exception):
 
 
 @contextmanager
-def planted(here: bool, name: str, after: int = 0) -> Iterator[None]:
+def planted(
+    here: bool, name: str, after: int = 0, kind: type[BaseException] = PlantedError
+) -> Iterator[None]:
     """The ``after``-th next call of a method of ``Calls`` fails on this rank."""
     kept, count = getattr(Calls, name), [0]
 
     def failing(self: Any, *args: Any) -> Any:
         count[0] += 1
         if here and count[0] > after:
-            raise PlantedError("out of everything")
+            raise kind("out of everything")
         return kept(self, *args)
 
     setattr(Calls, name, failing)
@@ -91,12 +94,14 @@ def _one_fails(rank: int, group: dist.ProcessGroup, failing: int) -> None:
 def _in_every_group(rank: int) -> None:
     watch._LOOK_SECONDS = 0.2
     groups = {n: dist.new_group(list(range(n))) for n in (2, 3, 4)}
+    of_two = [dist.new_group([0, 1], timeout=timedelta(seconds=30)) for _ in range(2)]
     for ranks, group in groups.items():
         if rank < ranks:
             for failing in FAILING[ranks]:
                 _one_fails(rank, group, failing)
     if rank < 2:
         _a_graph_does_not_keep_its_group(rank)
+        _one_is_interrupted(rank, of_two)
     if rank < 3:
         _two_fail(rank, groups[3])
         _a_late_stage(rank, groups[3])
@@ -105,6 +110,25 @@ def _in_every_group(rank: int) -> None:
         _one_fails_when_all_is_sent(rank, groups[3])
     # Whoever ends takes its messages with it, and others then need not wait to learn of it.
     dist.barrier()
+
+
+def _one_is_interrupted(rank: int, groups: list[dist.ProcessGroup]) -> None:
+    """The other has sent all by then: the last reference to the group would wait for what does not
+    come, up to the group's time limit."""
+    for heads, kv_heads in HEADS[:2]:
+        group = groups.pop()
+        q, k, v, _ = inputs_of(heads, kv_heads, 20, 8, 8, torch.float32, 1)
+        kind = (RuntimeError, KeyboardInterrupt)[rank]
+        with (
+            planted(rank == 1, "_forward", kind=KeyboardInterrupt),
+            pytest.raises(kind, match="out of everything"),
+        ):
+            plain(q, k, v, group=group)
+        begun = time.monotonic()
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        assert time.monotonic() - begun < 15
 
 
 def _a_graph_does_not_keep_its_group(rank: int) -> None:

@@ -85,6 +85,8 @@ class Watch:
         # Whether what this rank raises is another's failure.
         self._heard = False
         self._sent = self._ended = False
+        # Whether it waits, or has waited in vain, for a message that may never come.
+        self._in_vain = False
 
     def __enter__(self) -> Watch:
         return self
@@ -92,7 +94,7 @@ class Watch:
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None and not self._ended and self.ranks > 1:
             self._ended = True
-            if self._host and not self._sent:
+            if self._host and (self._in_vain or not self._sent):
                 keep_for_good(self._group)
             self._leave(error)
 
@@ -154,13 +156,15 @@ class Watch:
         if not (self._host if host is None else host):
             work.wait()
         else:
+            self._in_vain = True
             try:
                 work.wait(timedelta(seconds=_LOOK_SECONDS))
             except Exception as error:
                 # Not in this block: the error of a rank that failed is no consequence of waiting.
                 found = error
-        if found is not None:
-            self._wait_long(work, found)
+            if found is not None:
+                self._wait_long(work, found)
+            self._in_vain = False
         if work in self._peers.begun:
             self._peers.begun.remove(work)
 
