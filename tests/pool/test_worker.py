@@ -6,13 +6,15 @@ import gc
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import quorum_attention as qa
 from quorum_attention.pool import Pool
-from quorum_attention.pool.messages import Done
+from quorum_attention.pool.hired import Hired
+from quorum_attention.pool.messages import Begin, Done, End
 from quorum_attention.pool.run import Coordinator
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="not Linux")
@@ -57,3 +59,40 @@ def test_it_says_what_was_new_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
             assert all(0.0 < one.opening < one.seconds for one in said)
             new.append(said[0].new)
     assert new == [True, False, True, False, False]
+
+
+@pytest.mark.parametrize("said", [Begin, End])
+def test_a_pool_that_was_interrupted_as_it_spoke_loses_no_worker_and_no_memory(
+    monkeypatch: pytest.MonkeyPatch, said: type
+) -> None:
+    """Some have heard that a pass begins or ends, and others have not."""
+    send, heard = Hired.send, [0]
+
+    def interrupted(self: Hired, message: object) -> bool:
+        if isinstance(message, said):
+            heard[0] += 1
+            if heard[0] == 2:
+                raise KeyboardInterrupt
+        return send(self, message)
+
+    with Pool(["cpu", "cpu"], threads=1) as pool:
+        before: list[Any] = [worker.process.pid for worker in pool.workers]
+        q = torch.randn(1, 4, 100, 8)
+        monkeypatch.setattr(Hired, "send", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            qa.attention(q, q, q, devices=pool)
+        monkeypatch.undo()
+        del q
+        for _ in range(2):
+            q = torch.randn(1, 4, 100, 8)
+            made = qa.attention(q, q, q, devices=pool)
+            assert torch.allclose(made, qa.attention(q, q, q), atol=1e-5)
+        assert [w.process.pid for w in pool.workers if w.process.is_alive()] == before
+        del q, made
+        gc.collect()
+        until = time.monotonic() + 10
+        for pid in before:
+            maps = Path(f"/proc/{pid}/maps")
+            while "memfd:quorum-attention" in maps.read_text(encoding="utf-8"):
+                assert time.monotonic() < until
+                time.sleep(0.05)

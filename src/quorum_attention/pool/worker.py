@@ -79,9 +79,11 @@ def _obey(place: torch.device, pipe: Connection, outlet: socket | None) -> None:
         if message is None:
             return
         if isinstance(message, Begin):
+            # There is one at a time: of what is still here the pool was interrupted as it said so.
+            _end(passes, list(passes))
             passes[message.number] = _Pass(message, place, openings, met)
         elif isinstance(message, End):
-            passes.pop(message.number).end()
+            _end(passes, [message.number])
             if message.confirm and not _sent(pipe, Ended(message.number)):
                 return
         else:
@@ -91,6 +93,14 @@ def _obey(place: torch.device, pipe: Connection, outlet: socket | None) -> None:
             well = isinstance(said, Done)
             if not _sent(pipe, said):
                 return
+
+
+def _end(passes: dict[int, _Pass], numbers: Iterable[int]) -> None:
+    """Passes are over; a pool that is interrupted may say so of one that never began here."""
+    for number in numbers:
+        one = passes.pop(number, None)
+        if one is not None:
+            one.end()
 
 
 def _answer(one: _Pass, message: Compute) -> Done | Failed:
