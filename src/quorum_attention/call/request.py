@@ -27,7 +27,7 @@ from quorum_attention.call.validation import (
 from quorum_attention.counts import real_number, switch
 from quorum_attention.execution.masks import mask_shape
 from quorum_attention.execution.report import Report
-from quorum_attention.execution.workload import Workload
+from quorum_attention.execution.workload import Workload, scale_is_exact
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.mask import Mask
 from quorum_attention.planner.options import Options
@@ -200,7 +200,10 @@ def request_of(
             needs_grad=function == "attention_backward" or records(query, key, value),
             dropout=p > 0.0,
         )
-    work = Workload(*sizes, is_causal, shape, factor > 0, sinks is not None, p > 0.0)
+    exact = scale_is_exact(factor, query.dtype)
+    work = Workload(
+        *sizes, is_causal, shape, factor > 0, sinks is not None, p > 0.0, exact_scale=exact
+    )
     if options.plan is not None:
         check_plan(options.plan, work)
     dtype = out.dtype if out is not None else (out_dtype or query.dtype)

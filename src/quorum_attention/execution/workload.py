@@ -28,7 +28,7 @@ class Workload:
     says whether the factor of the scores is above 0, ``sinks`` whether rows begin with a sink,
     ``dropout`` whether probabilities are dropped.
     ``columns`` is how many of the last columns of the value were added to carry the gradient of the
-    log-sum-exp (call/lse_columns.py).
+    log-sum-exp (call/lse_columns.py). ``exact_scale``: see ``CallShape``.
     """
 
     batch_shape: tuple[int, ...]
@@ -45,6 +45,7 @@ class Workload:
     sinks: bool = False
     dropout: bool = False
     columns: int = 0
+    exact_scale: bool = True
 
     @property
     def batch(self) -> int:
@@ -94,7 +95,13 @@ class Workload:
             mask=self.mask,
             positive_scale=self.positive_scale,
             dropout=self.dropout,
+            exact_scale=self.exact_scale,
         )
+
+
+def scale_is_exact(scale: float, dtype: torch.dtype) -> bool:
+    """The ``exact_scale`` of a call."""
+    return dtype != torch.float32 or abs(math.frexp(scale)[0]) in (0.0, 0.5)
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -52,6 +52,7 @@ class CpuKernel(RectangleKernel):
     """torch's tiled CPU attention: fp16, bf16, fp32 and fp64, any head size, masks."""
 
     name = "cpu"
+    rounds_scale = True
     traits = replace(
         RectangleKernel.traits,
         plain_softmax=True,
@@ -236,7 +237,7 @@ class CpuKernel(RectangleKernel):
         """Upper bound of the bytes ``forward`` allocates at any one time."""
         if call.dropout:
             return dropping.forward_bytes(call, extent)
-        sizes = RectangleSizes.of(call, extent, extent.direct)
+        sizes = _sizes(call, extent)
         shared = sizes.heads // max(1, sizes.key_heads)
         width = max(call.head_dim, call.value_dim)
         tile_queries, tile_keys = _tile(sizes)
@@ -268,7 +269,7 @@ class CpuKernel(RectangleKernel):
         """Upper bound of the bytes ``backward`` allocates at any one time."""
         if call.dropout:
             return dropping.backward_bytes(call, extent)
-        sizes = RectangleSizes.of(call, extent, extent.direct)
+        sizes = _sizes(call, extent)
         shared = sizes.heads // max(1, sizes.key_heads)
         width = max(call.head_dim, call.value_dim)
         tile_queries, tile_keys = _tile(sizes)
@@ -319,6 +320,11 @@ def _groups() -> bool:
             one.shape == other.shape and torch.allclose(one, other, 1e-4, 1e-5)
             for one, other in zip(*results, strict=True)
         )
+
+
+def _sizes(call: CallShape, extent: Extent) -> RectangleSizes:
+    sizes = RectangleSizes.of(call, extent, extent.direct)
+    return sizes if call.exact_scale else replace(sizes, signed_query=True)
 
 
 def _widened(sizes: RectangleSizes, numbers: int) -> int:

@@ -49,6 +49,8 @@ class CallShape:
         positive_scale: whether the factor of the scores is above 0.
         dropout: whether probabilities are dropped; asked only of kernels whose traits say
             ``dropout``.
+        exact_scale: whether nothing is rounded by multiplying with the factor of the scores, a
+            power of two; False only for fp32 inputs.
     """
 
     device_type: str
@@ -62,6 +64,7 @@ class CallShape:
     mask: MaskShape | None = None
     positive_scale: bool = True
     dropout: bool = False
+    exact_scale: bool = True
 
 
 @dataclass(frozen=True, slots=True)

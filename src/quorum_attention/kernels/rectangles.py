@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 
 import torch
@@ -82,6 +82,8 @@ class RectangleKernel(ABC):
         lowest_score: the operator treats this score, and lower ones, as masked.
         row_unit: for every batch entry the operator's temporaries are rounded up to multiples of
             this many rows.
+        rounds_scale: in its backward the operator rounds a score times the factor otherwise than in
+            its forward, so in fp32 too the factor it gets is a power of two (``signed``).
         traits: see ``Traits``.
     """
 
@@ -90,6 +92,7 @@ class RectangleKernel(ABC):
     masked_limit: int | None = None
     lowest_score: float = -math.inf
     row_unit: int = 1
+    rounds_scale: bool = False
     traits: Traits = Traits(
         several_streams=True,
         scaled_backward=frozenset({torch.float16}),
@@ -176,7 +179,7 @@ class RectangleKernel(ABC):
 
         ``out_dtype``: the output will be stored in it; a kernel may return it in this dtype.
         """
-        upright, factor, _ = signed(query, scale)
+        upright, factor, _ = signed(query, scale, self.rounds_scale)
         out, lse = self.rectangle_forward(upright, key, value, causal, factor, bias)
         if bias is not None:
             # Operators differ in what they return for rows without keys (0 with lse 0, NaN).
@@ -204,7 +207,7 @@ class RectangleKernel(ABC):
 
         ``grad_dtype``: the gradients will be stored in it; a kernel may return them in this dtype.
         """
-        upright, factor, share = signed(query, scale)
+        upright, factor, share = signed(query, scale, self.rounds_scale)
         grad_query, grad_key, grad_value = self.rectangle_backward(
             grad_out, upright, key, value, out, lse, causal, factor, bias
         )
@@ -467,27 +470,42 @@ def readable(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return copy.transpose(1, 2).copy_(rows)
 
 
-def signed(query: torch.Tensor, scale: float) -> tuple[torch.Tensor, float, float]:
+def signed(
+    query: torch.Tensor, scale: float, rounds_scale: bool = False
+) -> tuple[torch.Tensor, float, float]:
     """Queries and a factor above 0 that give the same scores as ``query`` and ``scale``.
 
     Operators mask a row with -inf and take its maximum before they multiply by the factor. With a
     factor of 0 or below they return NaN or wrong weights. So the queries are multiplied by the sign
-    of the factor (-1 or 0), which is exact. In float64 they are multiplied by all of the factor but
-    a power of two: torch's CPU operator rounds a score times the factor otherwise in its backward
-    than in its forward, which costs two digits of exp(score - lse) where scores are large.
+    of the factor (-1 or 0), which is exact. In float64, and in fp32 for torch's CPU operator, they
+    are multiplied by all of the factor but a power of two: that operator rounds a score times the
+    factor otherwise in its backward than in its forward, which costs a digit or two of
+    exp(score - lse) where scores are large (docs/gradients.md).
+
+    Args:
+        rounds_scale: as the kernel's.
 
     Returns:
         (queries, factor, share): the queries are ``query`` itself if ``share`` is 1; the gradient
         of these queries is to be multiplied by ``share``, the part of ``scale`` that is not factor.
     """
-    share = -1.0 if scale < 0 else 0.0 if scale == 0 else 1.0
-    factor = abs(scale) or 1.0
-    if query.dtype == torch.float64:
-        mantissa, exponent = math.frexp(factor)
-        if mantissa != 0.5:
-            share, factor = share * mantissa, math.ldexp(1.0, exponent)
+    dtype = query.dtype
+    exact = dtype == torch.float64 or (rounds_scale and dtype == torch.float32)
+    share, factor = _split(scale, exact)
     # 0 times NaN or infinity is NaN, as in the scores.
     return (query if share == 1.0 else query * share), factor, share
+
+
+@lru_cache(maxsize=256)
+def _split(scale: float, exact: bool) -> tuple[float, float]:
+    """``scale`` as a product of what queries are multiplied by and a factor above 0; ``exact``: a
+    power of two."""
+    share = -1.0 if scale < 0 else 0.0 if scale == 0 else 1.0
+    factor = abs(scale) or 1.0
+    mantissa, exponent = math.frexp(factor)
+    if exact and mantissa != 0.5:
+        share, factor = share * mantissa, math.ldexp(1.0, exponent)
+    return share, factor
 
 
 def four_dims(bias: torch.Tensor) -> torch.Tensor:

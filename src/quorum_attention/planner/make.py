@@ -22,7 +22,13 @@ from quorum_attention.execution.device.lookup import (
 from quorum_attention.execution.masks import mask_shape
 from quorum_attention.execution.placement import Placement
 from quorum_attention.execution.trimming import pairs_of
-from quorum_attention.execution.workload import DTYPE_NAMES, ELEMENT_BYTES, GroupSize, Workload
+from quorum_attention.execution.workload import (
+    DTYPE_NAMES,
+    ELEMENT_BYTES,
+    GroupSize,
+    Workload,
+    scale_is_exact,
+)
 from quorum_attention.html_table import html_table
 from quorum_attention.kernels.masked import Sizes, under
 from quorum_attention.kernels.protocol import InnerKernel
@@ -255,6 +261,7 @@ def _workload(
         counts["value_dim"],
         dtype,
         switch(is_causal, "is_causal"),
+        exact_scale=scale_is_exact(counts["head_dim"] ** -0.5, dtype),
     )
 
 

@@ -220,7 +220,7 @@ class LongNetKernel:
 
     def _widened(self, call: CallShape) -> CallShape:
         narrow = self.full_precision and call.dtype.itemsize < 4
-        return replace(call, dtype=torch.float32) if narrow else call
+        return replace(call, dtype=torch.float32, exact_scale=False) if narrow else call
 
     def _first(self, call: CallShape) -> Operator | None:
         call = self._widened(call)
