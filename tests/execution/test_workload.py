@@ -91,9 +91,10 @@ def test_bytes_and_state(dtype: torch.dtype) -> None:
 
 
 def test_what_kernels_are_told() -> None:
-    work = replace(WORK, is_causal=True, positive_scale=False)
+    work = replace(WORK, is_causal=True, positive_scale=False, exact_scale=False)
     call = work.call_shape("cpu", True)
-    for name in ("head_dim", "value_dim", "dtype", "is_causal", "mask", "positive_scale"):
+    same = ("head_dim", "value_dim", "dtype", "is_causal", "mask", "positive_scale", "exact_scale")
+    for name in same:
         assert getattr(call, name) == getattr(work, name), name
     assert (call.device_type, call.needs_grad) == ("cpu", True)
     assert (call.query_heads, call.key_heads) == (4, 2)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from quorum_attention.decomposition import Decomposition, Rectangle, Task
+from quorum_attention.execution.workload import scale_is_exact
 from quorum_attention.kernels import (
     CallShape,
     Gradients,
@@ -83,6 +84,7 @@ class Case:
             True,
             mask,
             self.scale > 0,
+            exact_scale=scale_is_exact(self.scale, self.dtype),
         )
 
     def additive_mask(self, dtype: torch.dtype) -> torch.Tensor | None:
