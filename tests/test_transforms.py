@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from helpers_attention import assert_close, inputs
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import quorum_attention as qa
@@ -206,3 +208,65 @@ def test_a_kernel_of_a_function_is_mapped_as_any_other() -> None:
     kernel = qa.from_lse_function(function)
     found = vmap(grad(loss(qa.attention, kernel=kernel, depth=1)))(q, k, v)
     assert_close(found, vmap(grad(loss(sdpa)))(q, k, v), 1e-11)
+
+
+def _second_causal(batch: object, head: object, query: object, key: object) -> torch.Tensor:
+    """Causal in the second entry of a batch."""
+    return (batch != 1) | (query >= key)  # type: ignore[operator,return-value]
+
+
+def _kept() -> torch.Tensor:
+    kept = torch.ones(2, 1, 20, 20, dtype=torch.bool)
+    kept[1].tril_()
+    return kept
+
+
+def _under_a_mask(*three: torch.Tensor, **call: object) -> torch.Tensor:
+    lengths = torch.tensor([20, 13])
+    mask = qa.Mask(keeps=_second_causal, key_lengths=lengths)
+    return qa.attention(*three, attn_mask=mask, **call)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("call", [{}, {"depth": 1}, {"kernel": "dense"}], ids=str)
+def test_functions_of_a_mask_know_the_entries_of_their_own_batch(call: dict[str, object]) -> None:
+    """Whatever vmap adds to it: the numbers of entries that they get are those of one call."""
+    q, k, v = three()
+    kept = _kept() & (torch.arange(20) < torch.tensor([20, 13])[:, None])[:, None, None]
+
+    def ours(*given: torch.Tensor) -> torch.Tensor:
+        return _under_a_mask(*given, **call)
+
+    def wanted(*given: torch.Tensor) -> torch.Tensor:
+        return sdpa(*given, kept)
+
+    assert_close(vmap(ours)(q, k, v), wanted(q, k, v), 1e-12)
+    assert_close(vmap(vmap(ours))(q[None], k[None], v[None]), wanted(q, k, v)[None], 1e-12)
+    own, right = (torch.stack(vmap(grad(loss(f), (0, 1, 2)))(q, k, v)) for f in (ours, wanted))
+    assert_close(own, right, 1e-11)
+    graph = make_fx(vmap(grad(loss(ours), (0, 1, 2))))(q, k, v)
+    assert_close(torch.stack(graph(q, k, v)), right, 1e-11)
+    graph = make_fx(vmap(vmap(ours)))(q[None], k[None], v[None])
+    assert_close(graph(q[None], k[None], v[None])[0], wanted(q, k, v), 1e-12)
+
+
+def test_a_kernel_of_a_function_of_the_entry_is_not_mapped() -> None:
+    """It would count entries through the dimension that vmap adds."""
+
+    def by_entry(query, key, value, *, is_causal, scale, batch_indices):  # type: ignore[no-untyped-def]
+        scores = scale * query @ key.mT * (1 + batch_indices[:, None, None, None])
+        return scores.softmax(-1) @ value, scores.logsumexp(-1)
+
+    kernels = (
+        qa.from_lse_function(by_entry),
+        qa.from_score_mod(lambda score, b, h, q, k: score * (b + 1)),
+        qa.from_score_mod(mask_mod=_second_causal),
+    )
+    q, k, v = three()
+    for kernel in kernels:
+        with pytest.raises(NotImplementedError, match="a function of the batch entry"):
+            vmap(partial(qa.attention, kernel=kernel))(q, k, v)
+        with pytest.raises(NotImplementedError, match="a function of the batch entry"):
+            make_fx(vmap(partial(qa.attention, kernel=kernel)))(q, k, v)(q, k, v)
+    alike = qa.from_score_mod(lambda score, b, h, q, k: score * 2, lambda b, h, q, k: q >= k)
+    found = vmap(partial(qa.attention, kernel=alike))(q, k, v)
+    assert_close(found, sdpa(2 * q, k, v, is_causal=True), 1e-12)

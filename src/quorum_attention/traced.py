@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from threading import Lock
@@ -39,7 +39,7 @@ from quorum_attention.call.gradients import Given
 from quorum_attention.call.options import Written
 from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.call.settings import Settings, current
-from quorum_attention.call.spelled import Parts, read
+from quorum_attention.call.spelled import Parts, count, read
 from quorum_attention.mask import Mask
 from quorum_attention.passes import beside, run_backward, run_forward
 
@@ -52,6 +52,8 @@ _CALL = (
     "float dropout_p, float? scale, bool is_causal, bool enable_gqa, ScalarType? out_dtype, "
     "str options, SymInt[] numbers, bool recorded, bool of_mask, bool of_sinks"
 )
+# Where the numbers are in it.
+_NUMBERS = 6
 # The host plans, and may wait for the device: a CUDA graph of inductor's goes around it.
 _TAGS = tuple(
     getattr(torch.Tag, name)
@@ -182,17 +184,36 @@ def _request(
     recorded, of_mask, _ = call[7:]
     written, described = read(options, numbers, parts)
     written = written if settings is None else settings.fill(written)
+    # What torch.vmap has added in front (``_map_forward``) is none of the call's own dimensions.
+    mapped = len(numbers) - count(options)
+    first, bias = (query, key, value), mask
+    if mapped:
+        first = (query[(0,) * mapped], key[(0,) * mapped], value[(0,) * mapped])
+        bias = _without(mask, mapped, query.dim())
     if described is not None and (mask is not None or sinks is not None):
-        described = replace(described, bias=mask, sinks=sinks)
+        described = replace(described, bias=bias, sinks=sinks)
     # A forward that is recorded takes kernels that have gradients, as a backward does.
     function = "attention_backward" if recorded else "attention"
     with torch.no_grad():  # nobody asks these tensors for gradients: ``recorded`` says it
         tensors, request = request_of(
-            function, query, key, value, mask if described is None else described, dropout_p,
-            None if seed is None else int(seed), is_causal, scale, enable_gqa, None, out_dtype,
-            written,
+            function, first[0], first[1], first[2], bias if described is None else described,
+            dropout_p, None if seed is None else int(seed), is_causal, scale, enable_gqa, None,
+            out_dtype, written,
         )  # fmt: skip
+        if mapped:
+            query, key, value = (tensor.resolve_neg() for tensor in (query, key, value))
+            tensors = tensors._replace(query=query, key=key, value=value, mask=mask)
+        for level in reversed(range(mapped)):
+            outer = _without(mask, level, query.dim())
+            request = request.mapped(query.shape[level], outer)
     return tensors, replace(request, records=recorded, mask_grad=of_mask)
+
+
+def _without(mask: torch.Tensor | None, mapped: int, rank: int) -> torch.Tensor | None:
+    """A mask for the first entry of so many mapped dimensions, of queries of ``rank`` with them."""
+    if mask is None:
+        return None
+    return mask[(0,) * max(0, mask.dim() - (rank - mapped))]
 
 
 def _beside_copies(request: Request, run: Callable[[Request], _Result]) -> _Result:
@@ -381,6 +402,7 @@ def _map_forward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
     """One more batch dimension; what is not mapped is expanded."""
     query, key, value, mask, sinks, seed, parts, *call = args
     _refuse_others(in_dims[4:7], call)
+    call = _counted(call)
     query, key, value = in_front(info.batch_size, in_dims[:3], [query, key, value])
     mask = mask_in_front(mask, in_dims[3], query.dim())
     found = torch.ops.quorum_attention.attention(query, key, value, mask, sinks, seed, parts, *call)
@@ -389,7 +411,8 @@ def _map_forward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
 
 def _map_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
     grad_out, grad_lse, *four, lse, settings, mask, sinks, seed, parts = args[:12]
-    call, mask_dim = args[12:], in_dims[8]
+    mask_dim = in_dims[8]
+    call = _counted(args[12:])
     *_, of_mask, of_sinks = call
     _refuse_others((0 if of_sinks else in_dims[9], *in_dims[10:12]), call)
     size = info.batch_size
@@ -407,6 +430,12 @@ def _map_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
     if of_mask:
         found = [*found[:3], found[3].reshape(shape), *found[4:]]
     return found, [0] * len(found)
+
+
+def _counted(call: Sequence[Any]) -> list[Any]:
+    """A call that says of one more dimension that it is mapped: by one number more than is
+    spelled."""
+    return [*call[:_NUMBERS], [*call[_NUMBERS], 0], *call[_NUMBERS + 1 :]]
 
 
 def _refuse_others(dims: tuple[Any, ...], call: Any) -> None:

@@ -13,7 +13,7 @@ from quorum_attention.call.causal_bias import as_mask
 from quorum_attention.call.dropout import checked_dropout, dropout_of
 from quorum_attention.call.masks import checked_sinks, under_mask
 from quorum_attention.call.options import Written, options_of
-from quorum_attention.call.transforms import records, refuse_out
+from quorum_attention.call.transforms import records, refuse_entries, refuse_out
 from quorum_attention.call.validation import (
     as_tensor,
     check_apart,
@@ -129,6 +129,7 @@ class Request:
             )
         if self.runner is not None:
             raise NotImplementedError("devices cannot be several under torch.vmap")
+        refuse_entries(self.options.kernel, self.options.device)
         batch = (size, *self.work.batch_shape)
         shape = None if mask is None else mask_shape(mask, len(batch))
         work = replace(self.work, batch_shape=batch, mask=shape)

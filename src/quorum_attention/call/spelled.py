@@ -124,6 +124,20 @@ def read(
     return written, reader.back(mask, "attn_mask")
 
 
+@lru_cache(maxsize=1024)
+def count(text: str) -> int:
+    """How many numbers were taken out of what was spelled."""
+    return 0 if not text else _most(_parsed(text))
+
+
+def _most(form: Any) -> int:
+    if not isinstance(form, tuple):
+        return 0
+    if len(form) == 2 and form[0] == "number":
+        return int(form[1]) + 1
+    return max(map(_most, form), default=0)
+
+
 class _Reader:
     def __init__(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
         self.numbers, self.tensors = numbers, tensors

@@ -6,6 +6,11 @@ from collections.abc import Iterator
 
 import torch
 
+from quorum_attention.kernels.outside import outside
+from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.registry import get_kernel
+from quorum_attention.kernels.traits import by_entry
+
 
 def records(*inputs: torch.Tensor) -> bool:
     """Whether the call has to be a function of autograd's: for gradients, or under a transformation
@@ -81,6 +86,26 @@ def _levels(tensor: torch.Tensor) -> Iterator[int]:
     while functorch.is_functorch_wrapped_tensor(tensor):
         yield functorch.maybe_get_level(tensor)
         tensor = functorch.get_unwrapped(tensor)
+
+
+def refuse_entries(kernel: str | InnerKernel, device: torch.device) -> None:
+    """Refuse torch.vmap where an attention depends on the number of the batch entry: entries would
+    be counted through the dimension that it adds.
+
+    Raises:
+        NotImplementedError: ``kernel`` depends on it.
+    """
+    told = None if isinstance(kernel, str) and kernel == "auto" else by_entry(get_kernel(kernel))
+    if told is None:
+        return
+    with outside():
+        apart = told.tells_entries_apart(device)
+    if apart:
+        raise NotImplementedError(
+            f"torch.vmap cannot map this call: kernel {told.name!r} has a function of the batch "
+            "entry, and would count entries through the dimension that is mapped; make that one of "
+            "the batch"
+        )
 
 
 def refuse_transforms(*inputs: torch.Tensor) -> None:

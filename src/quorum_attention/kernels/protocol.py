@@ -219,6 +219,15 @@ class Captures(InnerKernel, Protocol):
         ...
 
 
+class ByEntry(InnerKernel, Protocol):
+    """A kernel that is told which batch entry it computes, and may compute another attention in
+    each."""
+
+    def tells_entries_apart(self, device: torch.device) -> bool:
+        """Whether results depend on the number of the batch entry, as far as can be told."""
+        ...
+
+
 class Sparse(InnerKernel, Protocol):
     """A kernel with a mask of its own that says which pairs it keeps.
 

@@ -15,6 +15,7 @@ import torch
 
 from quorum_attention.counts import shown
 from quorum_attention.kernels.protocol import (
+    ByEntry,
     CallShape,
     Captures,
     InnerKernel,
@@ -59,6 +60,7 @@ class Traits:
         probed_as: the kernel to compare with the reference instead of this one, because this one
             has options that change the scores; None: this one.
         captures: it says which tensors it reads besides (``Captures``).
+        by_entry: it says whether it depends on the batch entry's number (``ByEntry``).
         sparse: it says which pairs it keeps (``Sparse``).
         pairwise: it says how it changes each score (``Pairwise``).
         whole_calls: it takes monolithic calls on the inputs as they lie (``WholeCalls``).
@@ -91,6 +93,7 @@ class Traits:
     dropout: bool = False
     probed_as: InnerKernel | None = None
     captures: bool = False
+    by_entry: bool = False
     sparse: bool = False
     pairwise: bool = False
     whole_calls: bool = False
@@ -160,6 +163,11 @@ def captures(kernel: InnerKernel) -> Captures | None:
     return cast(Captures, kernel) if traits_of(kernel).captures else None
 
 
+def by_entry(kernel: InnerKernel) -> ByEntry | None:
+    """``kernel`` as one that may depend on the batch entry's number, if it may."""
+    return cast(ByEntry, kernel) if traits_of(kernel).by_entry else None
+
+
 def sparse(kernel: InnerKernel) -> Sparse | None:
     """``kernel`` as one that says which pairs it keeps, if it does."""
     return cast(Sparse, kernel) if traits_of(kernel).sparse else None
@@ -216,6 +224,7 @@ def _methods(protocol: type) -> tuple[str, ...]:
 METHODS = MappingProxyType(
     {
         "captures": _methods(Captures),
+        "by_entry": _methods(ByEntry),
         "sparse": _methods(Sparse),
         "pairwise": _methods(Pairwise),
         "whole_calls": _methods(WholeCalls),

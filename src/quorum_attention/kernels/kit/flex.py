@@ -100,6 +100,7 @@ class FlexKernel:
         launch_seconds=(0.7e-3, 2.3e-3),  # most of it torch.compile's
         rates=(0.84, 0.69),  # H200, causal, D = 64
         captures=True,
+        by_entry=True,
         sparse=True,
         whole_calls=True,
         task_calls=True,
@@ -140,6 +141,10 @@ class FlexKernel:
     def captured(self) -> list[torch.Tensor]:
         """See ``Captures``."""
         return self._in_memory.captured()
+
+    def tells_entries_apart(self, device: torch.device) -> bool:
+        """See ``ByEntry``."""
+        return self._in_memory.tells_entries_apart(device)
 
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
         """See ``ScoreModKernel``."""

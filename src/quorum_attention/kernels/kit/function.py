@@ -74,7 +74,7 @@ class Piece:
 class FunctionKernel:
     """See ``from_lse_function``."""
 
-    traits = Traits(own_attention=True, captures=True)
+    traits = Traits(own_attention=True, captures=True, by_entry=True)
 
     def __init__(
         self,
@@ -96,6 +96,10 @@ class FunctionKernel:
     def captured(self) -> list[torch.Tensor]:
         """See ``Captures``: the tensors that ``reads.tensors`` finds in the functions' closures."""
         return tensors(self.function, self.explicit_backward)
+
+    def tells_entries_apart(self, device: torch.device) -> bool:
+        """See ``ByEntry``."""
+        return "batch_indices" in (*self._wants, *self._backward_wants)
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""

@@ -33,6 +33,7 @@ from quorum_attention.kernels.kit.masks import BlockMask, MaskMod, kept_pairs
 from quorum_attention.kernels.kit.materialised import ScoreMod, materialised
 from quorum_attention.kernels.kit.reads import reads, tensors
 from quorum_attention.kernels.kit.trials import (
+    scores_apart,
     task_indices,
     told_apart,
     trial_bytes,
@@ -69,6 +70,13 @@ class ScoreModKernel(FunctionKernel):
     def captured(self) -> list[torch.Tensor]:
         """See ``Captures``."""
         return tensors(self.score_mod, self.mask_mod)
+
+    def tells_entries_apart(self, device: torch.device) -> bool:
+        """See ``ByEntry``."""
+        mask, score_mod = self.mask_mod, self.score_mod
+        return (mask is not None and told_apart(mask, device)[0]) or (
+            score_mod is not None and scores_apart(score_mod, device)
+        )
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""

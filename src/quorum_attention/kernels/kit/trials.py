@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from quorum_attention.decomposition import CLEAR, MIXED
 from quorum_attention.kernels.kit.block_masks import BLOCK, Geometry, Nodes, joined, piece
-from quorum_attention.kernels.kit.masks import MaskMod
+from quorum_attention.kernels.kit.masks import BlockMask, MaskMod
 from quorum_attention.kernels.positions import positions
 from quorum_attention.kernels.protocol import TaskTensors
 
@@ -88,8 +88,21 @@ def told_apart(mask_mod: MaskMod, device: torch.device) -> tuple[bool, bool]:
     """Whether the mask differs between batch entries, and between heads."""
     # Each dimension has size 2: the stride of a dimension of size 1 tells nothing.
     twice, once = (torch.zeros(n, dtype=torch.int64, device=device) for n in (2, 1))
-    found = over_pairs(mask_mod)(twice, twice, once, once)
+    found = over_pairs(_placed(mask_mod, device))(twice, twice, once, once)
     return found.stride(0) != 0, found.stride(1) != 0
+
+
+def _placed(mask_mod: MaskMod, device: torch.device) -> MaskMod:
+    return mask_mod.on(device) if isinstance(mask_mod, BlockMask) else mask_mod
+
+
+def scores_apart(score_mod: Callable[..., Any], device: torch.device) -> bool:
+    """Whether a score modification differs between batch entries."""
+    twice = torch.zeros(2, dtype=torch.int64, device=device)
+    at, score = twice[0], torch.zeros((), device=device)
+    # What does not depend on the entry is expanded.
+    found = torch.vmap(lambda entry: score_mod(score, entry, at, at, at))(twice)
+    return bool(found.stride(0) != 0)
 
 
 def tried_nodes(

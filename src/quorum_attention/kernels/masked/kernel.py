@@ -48,7 +48,8 @@ class MaskedKernel:
 
     Args:
         geometries: one for each batch entry, or one for all of them.
-        n_queries, n_keys: of the calls it is for.
+        batch, n_queries, n_keys: of the calls it is for; torch.vmap may add entries, which are
+            those of the batch over and over.
         base: what computes the parts: an operator, or ``dense``, for which ``Tiles`` stands in.
         functions: the user's functions in the geometries.
         softcap: of scores; ``base`` has it if it is an operator other than ``Tiles``.
@@ -57,6 +58,7 @@ class MaskedKernel:
     def __init__(
         self,
         geometries: tuple[Geometry, ...],
+        batch: int,
         n_queries: int,
         n_keys: int,
         base: InnerKernel,
@@ -64,7 +66,7 @@ class MaskedKernel:
         softcap: float | None,
     ) -> None:
         self.geometries, self.base = geometries, base
-        self.n_queries, self.n_keys = n_queries, n_keys
+        self.batch, self.n_queries, self.n_keys = batch, n_queries, n_keys
         self._functions = tuple(functions)
         self._distinct = tuple(dict.fromkeys(geometries))
         self._parts = ByParts(self._distinct, base, softcap)
@@ -143,7 +145,7 @@ class MaskedKernel:
         device: torch.device,
     ) -> torch.Tensor:
         """See ``Pairwise``."""
-        found = []
+        entries, found = self._own(entries), []
         for at, geometry in self._by_geometry(entries):
             place = Place(
                 torch.tensor(entries[at], device=device),
@@ -211,6 +213,7 @@ class MaskedKernel:
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
+        task = self._told(task)
         for entries, geometry in self._by_geometry(task.entries):
             one, given = _entries_of(task, entries), (state.out[entries], state.lse[entries])
             if self._by_parts(drops=task.dropout is not None):
@@ -220,6 +223,7 @@ class MaskedKernel:
 
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
+        task = self._told(task)
         lse, by_parts = grads.lse, self._by_parts(drops=task.dropout is not None)
         if by_parts:
             shift = grads.scaling.shift * math.log(2.0)
@@ -341,6 +345,17 @@ class MaskedKernel:
             entries=tuple(range(query.shape[0])),
             dropout=dropout,
         )  # fmt: skip
+
+    def _own(self, entries: tuple[int, ...]) -> tuple[int, ...]:
+        """The numbers of entries among those of the batch."""
+        if max(entries, default=0) < self.batch:
+            return entries
+        return tuple(entry % self.batch for entry in entries)
+
+    def _told(self, task: TaskTensors) -> TaskTensors:
+        """A task with numbers of entries that functions know."""
+        own = self._own(task.entries)
+        return task if own is task.entries else replace(task, entries=own)
 
     def _by_geometry(self, entries: tuple[int, ...]) -> Iterator[tuple[slice, Geometry]]:
         """Runs of batch entries with the same geometry."""

@@ -202,8 +202,7 @@ class NativeTried:
         """Whether functions differ between batch entries, and between heads."""
 
         def make() -> tuple[bool, bool]:
-            placed = [f.on(device) if isinstance(f, BlockMask) else f for f in self._functions]
-            each = [told_apart(f, device) for f in placed]
+            each = [told_apart(f, device) for f in self._functions]
             return any(a for a, _ in each), any(b for _, b in each)
 
         seen = settled(self._functions)

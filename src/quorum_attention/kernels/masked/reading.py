@@ -67,8 +67,8 @@ class Reading:
         found = self._kernels.get(id(base))
         if found is None:
             found = MaskedKernel(
-                self.geometries, self._sizes.n_queries, self._sizes.n_keys, base, self._functions,
-                self._softcap,
+                self.geometries, self._sizes.batch, self._sizes.n_queries, self._sizes.n_keys, base,
+                self._functions, self._softcap,
             )  # fmt: skip
             self._kernels[id(base)] = found
         return found

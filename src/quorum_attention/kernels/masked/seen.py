@@ -12,6 +12,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quorum_attention.kernels.outside import outside
+
+_are_transforms_active = torch._C._are_functorch_transforms_active
+_modes = torch._C._len_torch_dispatch_stack
+
 
 class Seen:
     """The state of a tensor: its numbers in host memory, elsewhere its version and its place."""
@@ -36,5 +41,8 @@ class Seen:
 
 
 def _numbers(tensor: torch.Tensor) -> NDArray[np.generic]:
-    found: NDArray[np.generic] = tensor.detach().cpu().numpy()
-    return found
+    if tensor.is_cpu and not _are_transforms_active() and not _modes():
+        found: NDArray[np.generic] = tensor.numpy()
+        return found
+    with outside():  # a transformation or a mode would take part in that
+        return tensor.cpu().numpy()
