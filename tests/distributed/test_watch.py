@@ -94,7 +94,7 @@ def _one_fails(rank: int, group: dist.ProcessGroup, failing: int) -> None:
 def _in_every_group(rank: int) -> None:
     watch._LOOK_SECONDS = 0.2
     groups = {n: dist.new_group(list(range(n))) for n in (2, 3, 4)}
-    of_two = [dist.new_group([0, 1], timeout=timedelta(seconds=30)) for _ in range(2)]
+    of_two = [dist.new_group([0, 1], timeout=timedelta(seconds=30)) for _ in range(6)]
     for ranks, group in groups.items():
         if rank < ranks:
             for failing in FAILING[ranks]:
@@ -102,6 +102,9 @@ def _in_every_group(rank: int) -> None:
     if rank < 2:
         _a_graph_does_not_keep_its_group(rank)
         _one_is_interrupted(rank, of_two)
+        _an_error_holds_no_tensors(rank, groups[2])
+        _what_was_saved_cannot_be_had(rank, of_two)
+        _arguments_of_a_step_do_not_fit(rank, of_two)
     if rank < 3:
         _two_fail(rank, groups[3])
         _a_late_stage(rank, groups[3])
@@ -129,6 +132,63 @@ def _one_is_interrupted(rank: int, groups: list[dist.ProcessGroup]) -> None:
         del group
         gc.collect()
         assert time.monotonic() - begun < 15
+
+
+def _an_error_holds_no_tensors(rank: int, group: dist.ProcessGroup) -> None:
+    """They are free when it is forgotten, and not when garbage is collected: memory that ran out on
+    one rank is there for a smaller call."""
+    for heads, kv_heads in HEADS[:2]:
+        q = torch.randn(1, heads, 20, 8)
+        k = torch.randn(1, kv_heads, 20, 8)
+        left = weakref.ref(q)
+        gc.collect()
+        gc.disable()
+        try:
+            with planted(rank == 0, "_forward"):
+                _forgotten(q, k, group)
+            del q
+            assert left() is None, gc.get_referrers(left())
+        finally:
+            gc.enable()
+
+
+def _forgotten(q: torch.Tensor, k: torch.Tensor, group: dist.ProcessGroup) -> None:
+    try:
+        plain(q, k, k, group=group)
+    except (PlantedError, RuntimeError):
+        return
+    raise AssertionError("no rank has failed")
+
+
+def _what_was_saved_cannot_be_had(rank: int, groups: list[dist.ProcessGroup]) -> None:
+    """On one rank, where the others have begun with the backward."""
+    for heads, kv_heads in HEADS[:2]:
+        q, k, v, upstream = inputs_of(heads, kv_heads, 20, 8, 8, torch.float32, 1)
+        bias = torch.zeros(40, 40, requires_grad=True)
+        out = sharded.attention(q.requires_grad_(), k, v, bias, enable_gqa=True, group=groups[-1])
+        if rank == 0:
+            with torch.no_grad():
+                bias += 1
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.backward(upstream)
+        del out
+        dist.destroy_process_group(groups.pop())
+    out = plain(q, k, v, group=groups[-1])
+    out.backward(upstream, retain_graph=rank == 1)
+    with pytest.raises(RuntimeError, match="through the graph a second time"):
+        out.backward(upstream)
+    del out
+    dist.destroy_process_group(groups.pop())
+
+
+def _arguments_of_a_step_do_not_fit(rank: int, groups: list[dist.ProcessGroup]) -> None:
+    q: Any = torch.randn(1, 2, 1, 8)
+    kind = (TypeError, RuntimeError)[rank]
+    with pytest.raises(kind, match="attn_mask must be a Mask"):
+        sharded.decode(q, q, q, [1] if rank == 0 else None, group=groups[-1])  # type: ignore[arg-type]
+    dist.destroy_process_group(groups.pop())
+    with pytest.raises(ValueError, match="group must be a process group"):
+        sharded.decode(q, q, q, group=3)  # type: ignore[arg-type]
 
 
 def _a_graph_does_not_keep_its_group(rank: int) -> None:
@@ -264,6 +324,12 @@ class _Failing(DenseKernel):
 
 def test_messages_left_over_do_not_abort_a_process_that_ends(tmp_path: Path) -> None:
     spawn(_the_others_end_as_this_one_does, 3, tmp_path)
+
+
+def test_an_error_may_be_among_its_own_causes() -> None:
+    error, other = PlantedError("one"), PlantedError("other")
+    error.__cause__, other.__cause__ = other, error
+    watch._clear(error)
 
 
 def test_one_of_several_fails(tmp_path: Path) -> None:

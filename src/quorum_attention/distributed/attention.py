@@ -24,6 +24,7 @@ from quorum_attention.distributed.assignment import (
 )
 from quorum_attention.distributed.calls import Calls, Learned
 from quorum_attention.distributed.masks import Shards, checked_mask, whole_mask
+from quorum_attention.distributed.peers import member_of
 from quorum_attention.distributed.report import ShardedReport
 from quorum_attention.distributed.run import Sharded, backward, forward
 from quorum_attention.distributed.swap import Swap
@@ -110,11 +111,7 @@ def attention(
             come through on the rank that has them. On GPUs the host does not wait for others: they
             get NaN from a rank that failed (docs/distributed.md).
     """
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError("there is no process group: torch.distributed.init_process_group first")
-    group = dist.group.WORLD if group is None else group
-    if not isinstance(group, dist.ProcessGroup) or group.rank() < 0:
-        raise ValueError("group must be a process group that this process is a member of")
+    group = member_of(group)
     asked = Written(budget, None, depth, kernel)
     with Watch(group, in_host_memory(query)) as watch:
         try:
@@ -315,7 +312,7 @@ class _Attention(torch.autograd.Function):
     @first_derivative("quorum_attention.distributed.attention")
     def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
         call: Sharded = ctx.call
-        rest: Sequence[torch.Tensor] = ctx.saved_tensors[: ctx.count]
+        rest = call.calls.saved(ctx, call.group, grad_out.device)[: ctx.count]
         if call.kept:
             # Only their sizes are used: one element each.
             inputs = [torch.empty((), dtype=d, device=w).expand(s) for s, d, w in ctx.like]

@@ -18,6 +18,7 @@ from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.call.settings import current, filled
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.distributed.masks import cut, part_of, tensors_of
+from quorum_attention.distributed.peers import Peers
 from quorum_attention.distributed.report import ShardedReport
 from quorum_attention.distributed.watch import Watch
 from quorum_attention.execution.device.lookup import on_host
@@ -93,6 +94,22 @@ class Calls:
         watch = Watch(group, on_host(device))
         watch.knows(("the backward of", self.name), None if self.mark is None else ~self.mark)
         return watch
+
+    def saved(
+        self, ctx: Any, group: dist.ProcessGroup, device: torch.device
+    ) -> Sequence[torch.Tensor]:
+        """What a forward has saved. Where that cannot be had (it was changed meanwhile, or the
+        backward has been here before) the others hear of it, who begin the backward."""
+        passes = Peers.of(group).passes
+        try:
+            saved: Sequence[torch.Tensor] = ctx.saved_tensors
+        except Exception:
+            # A checkpoint computes anew here, and in passes of its own they have heard already.
+            if Peers.of(group).passes == passes:
+                with self.at_backward(group, device):
+                    raise
+            raise
+        return saved
 
     def forward(
         self,

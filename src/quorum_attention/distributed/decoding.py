@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 
 from quorum_attention.api import attention_with_lse
-from quorum_attention.call.causal_bias import as_mask
+from quorum_attention.call.validation import as_tensor
+from quorum_attention.distributed.masks import checked_mask
+from quorum_attention.distributed.peers import member_of
 from quorum_attention.distributed.report import ShardedReport
 from quorum_attention.distributed.watch import Watch, in_host_memory
 from quorum_attention.execution.report import Report
@@ -62,13 +64,7 @@ def decode(
         RuntimeError: there is no process group; or another rank has failed, as of ``attention``.
             Errors of ``quorum_attention.attention`` come through on the rank that has them.
     """
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError("there is no process group: torch.distributed.init_process_group first")
-    everyone = dist.group.WORLD if group is None else group
-    assert everyone is not None
-    mask = as_mask(attn_mask, query, key)
-    mask = Mask(bias=mask) if isinstance(mask, torch.Tensor) else mask
-    sinks = None if mask is None else mask.sinks
+    everyone = member_of(group)
     made = None if report is None else Report()
 
     def computed() -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,6 +80,10 @@ def decode(
         return out, query.new_full(size, math.nan, dtype=state)
 
     with Watch(everyone, in_host_memory(query)) as watch:
+        for tensor, name in ((query, "query"), (key, "key"), (value, "value")):
+            as_tensor(tensor, name)
+        mask = checked_mask(attn_mask, query, key)
+        sinks = None if mask is None else mask.sinks
         out, lse = watch.computed(computed, instead, (TypeError, ValueError, NotImplementedError))
         mine = torch.cat([out, lse.to(out.device).unsqueeze(-1)], dim=-1)
         every = mine.new_empty((everyone.size(), *mine.shape))

@@ -51,13 +51,16 @@ class Shards(NamedTuple):
         return self.sizes[self.group.rank()]
 
 
-def checked_mask(attn_mask: Any) -> Mask | None:
+def checked_mask(attn_mask: Any, query: Any = None, key: Any = None) -> Mask | None:
     """The argument ``attn_mask`` as a ``Mask``.
+
+    Args:
+        query, key: as of ``as_mask``.
 
     Raises:
         TypeError: it is none.
     """
-    attn_mask = as_mask(attn_mask)
+    attn_mask = as_mask(attn_mask, query, key)
     if attn_mask is None or isinstance(attn_mask, Mask):
         return attn_mask
     if isinstance(attn_mask, torch.Tensor):

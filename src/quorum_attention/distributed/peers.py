@@ -37,6 +37,20 @@ def alive(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
     return found
 
 
+def member_of(group: Any) -> dist.ProcessGroup:
+    """The argument ``group``; None is the default one.
+
+    Raises:
+        RuntimeError: there is none. ValueError: it is none of this process's.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError("there is no process group: torch.distributed.init_process_group first")
+    found = dist.group.WORLD if group is None else group
+    if not isinstance(found, dist.ProcessGroup) or found.rank() < 0:
+        raise ValueError("group must be a process group that this process is a member of")
+    return found
+
+
 @dataclass(slots=True)
 class Peers:
     """What is remembered of one group.
@@ -90,4 +104,4 @@ def keep_for_good(group: dist.ProcessGroup) -> None:
 
 _EVERY: WeakKeyDictionary[dist.ProcessGroup, Peers] = WeakKeyDictionary()
 
-__all__ = ["Peers", "alive", "begun", "keep_for_good"]
+__all__ = ["Peers", "alive", "begun", "keep_for_good", "member_of"]

@@ -140,7 +140,9 @@ class Watch:
             except Exception as error:
                 if self.ranks == 1:
                     raise
-                self._fail(error)
+                if not self._fail(error):
+                    self._error = None
+                    raise
         return instead()
 
     def wait(self, work: Any, host: bool | None = None) -> None:
@@ -152,18 +154,17 @@ class Watch:
         Raises:
             RuntimeError: a rank has failed, and the message does not come.
         """
-        found = None
         if not (self._host if host is None else host):
             work.wait()
         else:
-            self._in_vain = True
+            self._in_vain, late = True, False
             try:
                 work.wait(timedelta(seconds=_LOOK_SECONDS))
-            except Exception as error:
+            except Exception:
                 # Not in this block: the error of a rank that failed is no consequence of waiting.
-                found = error
-            if found is not None:
-                self._wait_long(work, found)
+                late = True
+            if late:
+                self._wait_long(work)
             self._in_vain = False
         if work in self._peers.begun:
             self._peers.begun.remove(work)
@@ -193,7 +194,13 @@ class Watch:
         if self._error is not None:
             if self._host:
                 self._come_back()
-            raise self._error
+            # An error holds the frames that it went through, with the call's tensors: nothing in
+            # these frames may hold the error.
+            error, self._error = self._error, None
+            try:
+                raise error
+            finally:
+                del error
         assert self._word is not None
         raise RuntimeError(
             f"{_named(self._word)} in this call, and so none of the ranks has a result. All took "
@@ -202,29 +209,25 @@ class Watch:
 
     # --- A rank that fails ------------------------------------------------------------------
 
-    def _fail(self, error: Exception) -> None:
-        """Tell the others; they know when this returns, if their hosts wait for messages.
-
-        Raises:
-            ``error``: they do not come to know.
-        """
+    def _fail(self, error: Exception) -> bool:
+        """Tell the others; they know when this returns, if their hosts wait for messages. False if
+        they do not come to know."""
         self._error = error
         _clear(error)
         self._peers.left = True
         board = Board.of(self._group, self._peers.made)
         if board is None:
-            return
+            return True
         try:
             first = board.first(self._number)
             if first:
                 board.tell(self._said(error, drains=True))
         except Exception:
-            return  # the store is gone; the others get NaN
+            return True  # the store is gone; the others get NaN
         if not self._host:
-            return
+            return True
         board.see(self._number)
-        if first and not self._asked(board, board.seconds):
-            raise error
+        return not first or self._asked(board, board.seconds)
 
     def _leave(self, error: BaseException) -> None:
         """Tell the others that this rank takes no part any more."""
@@ -265,12 +268,8 @@ class Watch:
 
     # --- A rank that waits ------------------------------------------------------------------
 
-    def _wait_long(self, work: Any, error: Exception) -> None:
-        """Wait on, and look every now and then whether a rank has failed.
-
-        Args:
-            error: of a first attempt.
-        """
+    def _wait_long(self, work: Any) -> None:
+        """Wait on, and look every now and then whether a rank has failed."""
         board, begun, seen = (
             Board.of(self._group, self._peers.made),
             time.monotonic(),
@@ -354,7 +353,9 @@ def _named(word: Word) -> str:
 def _clear(error: BaseException) -> None:
     """Let go of what an error's frames hold: room for the messages that are left."""
     one: BaseException | None = error
-    while one is not None:
+    met: set[int] = set()  # an error may be among its own causes
+    while one is not None and id(one) not in met:
+        met.add(id(one))
         traceback.clear_frames(one.__traceback__)
         one = one.__cause__ or one.__context__
 

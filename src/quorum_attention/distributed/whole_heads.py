@@ -211,7 +211,7 @@ class ByHeads(torch.autograd.Function):
     def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
         """The gradients of this rank's rows; of bias and sinks, of what is computed here."""
         call: Exchanged = ctx.call
-        mask, saved = call.calls.mask, ctx.saved_tensors
+        mask, saved = call.calls.mask, call.calls.saved(ctx, call.swap.group, grad_out.device)
         learned = Learned.of(mask, *ctx.needs_input_grad[3:5])
         with call.calls.at_backward(call.swap.group, grad_out.device) as watch:
             made = backward(call, watch, grad_out, ctx.shapes, saved, learned)
