@@ -37,6 +37,8 @@ def made(kind: str):  # type: ignore[no-untyped-def]
         "a number": (closure, widen),
         "a tensor written to": (by_table, lambda: table.mul_(2)),
         "another tensor": (by_table, other),
+        "numbers by NumPy": (by_table, lambda: table.numpy().fill(3)),
+        "numbers by .data": (by_table, lambda: table.data.fill_(3)),
         "another's memory": (by_table, lambda: setattr(table, "data", torch.zeros(5))),
         "a dictionary": (lambda b, h, q, k: q < state["w"], lambda: state.update(w=4)),
         "a list in it": (lambda b, h, q, k: q < state["w"], lambda: state["more"].append(2)),
@@ -47,7 +49,7 @@ def made(kind: str):  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("kind", [
     "a number", "a tensor written to", "another tensor", "another's memory", "a dictionary",
-    "a list in it", "within another", "joined by torch",
+    "a list in it", "within another", "joined by torch", "numbers by NumPy", "numbers by .data",
 ])  # fmt: skip
 def test_a_change_is_seen(kind: str) -> None:
     function, change = made(kind)

@@ -7,26 +7,34 @@ closure do change (a length, ids that are edited in place), so they are compared
 
 from __future__ import annotations
 
+import hashlib
 import types
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
 
 from quorum_attention.kernels.kit.masks import BlockMask
+from quorum_attention.kernels.outside import outside
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 # The most things looked at, and the deepest nesting of functions and containers.
 _MOST = 256
 _DEEPEST = 8
+# Most bytes of a tensor whose numbers are compared in every call.
+_MOST_BYTES = 4096
+_are_transforms_active = torch._C._are_functorch_transforms_active
+_modes = torch._C._len_torch_dispatch_stack
 
 
 class Same:
     """A tensor at one version: no longer equal once the tensor has been written to.
 
-    It does not keep the tensor alive.
+    Of a small one in host memory the numbers are compared as well: what NumPy, or anybody through
+    ``.data``, writes to it torch does not count. It does not keep the tensor alive.
     """
 
     __slots__ = ("address", "reference", "state")
@@ -36,7 +44,7 @@ class Same:
         self.reference = weakref.ref(tensor)
         version = None if tensor.is_inference() else tensor._version
         strided = tensor.layout == torch.strided and not tensor.is_nested
-        self.state = version, tensor.data_ptr() if strided else 0
+        self.state = version, tensor.data_ptr() if strided else 0, _numbers(tensor, strided)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Same):
@@ -46,6 +54,25 @@ class Same:
 
     def __hash__(self) -> int:
         return hash((self.address, self.state))
+
+
+def _numbers(tensor: torch.Tensor, strided: bool) -> bytes | None:
+    """What stands for the numbers of a small tensor in host memory; None for others."""
+    if not (strided and tensor.is_cpu and tensor.nbytes <= _MOST_BYTES):
+        return None
+    with suppress(RuntimeError, TypeError):  # other dtypes that NumPy lacks
+        if not (_are_transforms_active() or _modes()):
+            return _digest(tensor)
+        with outside():  # they would take part in it
+            return _digest(tensor)
+    return None
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    if tensor.dtype == torch.bfloat16:  # which NumPy lacks
+        tensor = tensor.detach().view(torch.int16)
+    # Forced: it is nobody's gradient.
+    return hashlib.blake2b(tensor.numpy(force=True).tobytes(), digest_size=16).digest()
 
 
 def reads(value: Any) -> Hashable:
