@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import quorum_attention as qa
+from quorum_attention import api, passes
 from quorum_attention.call.options import Written
 from quorum_attention.call.request import Request, Tensors, request_of
+from quorum_attention.execution.device.cpu import Cpu
 from quorum_attention.kernels.cpu import CpuKernel
+from quorum_attention.repeated import calls
+from quorum_attention.repeated import whole as whole_module
 from quorum_attention.repeated.whole import Whole, whole
 
 OPTIONS: dict[str, Any] = {"enable_gqa": True, "kernel": "cpu"}
@@ -59,18 +64,80 @@ def test_it_is_what_a_planned_call_is(is_causal: bool) -> None:
             strict=True,
         ):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-    assert list(call.at_backward.values()) == [True]
+    assert [way is not None for way in call.at_backward.values()] == [True]
 
 
-def test_gradients_that_are_looked_at_afterwards_come_as_usual() -> None:
+def test_gradients_that_are_looked_at_afterwards_come_as_usual(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU, where looking would make the host wait."""
     three = inputs(dtype=torch.float16)
     call = known(three)
     out, want = made(call, three), qa.attention(*three, **OPTIONS)
     grad_out = torch.randn(1, 4, 40, 16).half()
+    with monkeypatch.context() as patched:
+        patched.setattr(Cpu, "own_memory", True)
+        assert call._way(grad_out, three, out, torch.zeros(1, 4, 40)) is None
     grads = torch.autograd.grad(out, three, grad_out)
-    assert list(call.at_backward.values()) == [False]
+    assert list(call.at_backward.values()) == [None]
     for one, other in zip(grads, torch.autograd.grad(want, three, grad_out), strict=True):
         assert torch.equal(one, other)
+
+
+def both_ways(
+    three: tuple[torch.Tensor, ...], grad_out: torch.Tensor, **options: Any
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Output and gradients of a call that is remembered, each beside the planned call's."""
+    results = []
+    for written in ({}, {}, {"out_dtype": three[0].dtype}):
+        out = qa.attention(*three, **options, **written, enable_gqa=True)
+        results.append((out.detach(), *torch.autograd.grad(out, three, grad_out)))
+    assert any(type(one) is Whole for one in calls._KNOWN.values())
+    yield from zip(results[1], results[2], strict=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="calls would go to the GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("n", [12, 90])
+@pytest.mark.parametrize("upstream", [1.0, 3e4, 1e-7, torch.nan])
+def test_gradients_of_ours_on_a_cpu_are_bit_for_bit_those_of_a_planned_call(
+    dtype: torch.dtype, n: int, upstream: float
+) -> None:
+    """From materialised scores and from the operator; too large in fp16, too small, and odd."""
+    calls._KNOWN.clear()
+    three, grad_out = inputs(n, dtype), torch.randn(1, 4, n, 16, dtype=dtype)
+    if upstream == upstream:
+        grad_out = (upstream * grad_out.double()).to(dtype)
+    else:
+        grad_out[0, 0, 0, 0] = upstream
+    for is_causal in (False, True):
+        for one, other in both_ways(three, grad_out, is_causal=is_causal):
+            assert one.dtype == dtype
+            assert one.stride() == other.stride()
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    calls._KNOWN.clear()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="calls would go to the GPU")
+def test_training_in_16_bits_on_a_cpu_is_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: Any) -> Any:
+        raise AssertionError("a call like one before was decided again")
+
+    calls._KNOWN.clear()
+    grad_out = torch.randn(1, 4, 40, 16).bfloat16()
+    for time in range(3):
+        three = inputs(dtype=torch.bfloat16)
+        out = qa.attention(*three, enable_gqa=True)
+        torch.autograd.grad(out, three, grad_out)
+        if not time:
+            monkeypatch.setattr(api, "request_of", refused)
+            monkeypatch.setattr(whole_module, "decide_backward", refused)
+            monkeypatch.setattr(passes, "decide_backward", refused)
+    # Of another length it is another call.
+    other = [t[:, :, :39].detach().requires_grad_() for t in three[1:]]
+    with pytest.raises(AssertionError, match="decided again"):
+        qa.attention(three[0], *other, enable_gqa=True)
+    calls._KNOWN.clear()
 
 
 def test_it_saves_what_a_planned_call_saves() -> None:

@@ -4,8 +4,8 @@ To check a call and to decide how it runs takes some sixty functions of Python. 
 a processor's caches hold them; between two layers of a model they do not, and it is 0.3
 milliseconds (docs/planner.md). So a call that asks for attention and nothing more is looked up
 first, by everything that its checks and its decision depend on (``likeness.py``). Two kinds of
-calls are remembered: small ones on a CPU (``small.py``), and those that are one kernel call on a
-GPU (``whole.py``).
+calls are remembered: small ones on a CPU that torch's autograd records (``small.py``), and those
+that are one kernel call on a GPU, or on a CPU with gradients that are ours (``whole.py``).
 
 Nothing is remembered that holds a tensor, or a kernel that its user may let go.
 """

@@ -10,7 +10,7 @@ from quorum_attention.autograd import attend
 from quorum_attention.call.request import Request, Tensors
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.repeated.small import Small, small
-from quorum_attention.repeated.whole import Whole, whole
+from quorum_attention.repeated.whole import Whole, gradients_are_ours, whole
 
 # Calls that are remembered; when there are more, all are forgotten. (Under a mask each keeps its
 # kernel's tables in page-locked memory, 0.4 MB for 262,144 tokens.)
@@ -46,7 +46,8 @@ def output(
     # Of tensors that were broadcast or cast, others like the given ones are not.
     if any(one is not other for one, other in zip(tensors[:3], given, strict=True)):
         name = None
-    if not backend_of(request.options.device).own_memory:
+    here = not backend_of(request.options.device).own_memory
+    if here:
         # Not tried twice: a checkpoint counts what is saved, also of an output that is thrown away,
         # and nothing may be remembered when it runs again.
         found = small(tensors, request) if tried is None else None
@@ -54,7 +55,7 @@ def output(
             if name is not None and tensors.mask is None:
                 _note(name, found[0])
             return request.back(found[1])
-    elif name is not None and name not in _KNOWN:
+    if name is not None and name not in _KNOWN and (not here or gradients_are_ours(request)):
         one = whole(tensors, request)
         # It is decided: not once more, unless memory runs out (as it may have just now).
         made = one.output(*tensors[:3]) if one is not None and tried is None else None

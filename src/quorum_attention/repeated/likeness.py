@@ -21,6 +21,8 @@ _modes, _tracing = torch._C._len_torch_dispatch_stack, torch._C._is_tracing
 _transforms, _forward_ad = torch._C._are_functorch_transforms_active, torch.autograd.forward_ad
 _autocast, _records = torch.is_autocast_enabled, torch.is_grad_enabled
 _deterministic, _strided = torch._C._get_deterministic_algorithms, torch.strided
+# The dtype whose small gradients are torch's own on a CPU.
+_RECORDED = torch.float32
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _WORD = 16
 # Whether this torch could find a GPU, which then computes what lies in host memory.
@@ -38,8 +40,9 @@ def like(
 ) -> Hashable | None:
     """What a call without other options is looked up by; None if it is none that is remembered.
 
-    Calls of one name differ in their numbers only, and on a CPU in how many keys they have: a model
-    that decodes has another number at every call, and decisions round it up (``planner/small.py``).
+    Calls of one name differ in their numbers only, and on a CPU in how many keys they have where
+    gradients of ours are not recorded: a model that decodes has another number at every call, and
+    decisions round it up (``planner/small.py``).
     """
     for tensor in (query, key, value):
         # A tensor of another kind may not even have sizes.
@@ -56,13 +59,17 @@ def like(
     # Before sizes are looked at: under a trace they may be tensors.
     if backend is None or _is_unusual(kind):
         return None
+    records = _records() and (query.requires_grad or key.requires_grad or value.requires_grad)
     if backend.own_memory:
         own = _on_a_gpu(query, key, value, attn_mask)
+    elif attn_mask is None:
+        # Gradients that are ours are remembered with their lengths.
+        exact = is_causal or (records and query.dtype is not _RECORDED)
+        own = _on_a_cpu(query, key, value, exact)
     else:
-        own = _on_a_cpu(query, key, value, is_causal) if attn_mask is None else None
+        return None
     if own is None:
         return None
-    records = _records() and (query.requires_grad or key.requires_grad or value.requires_grad)
     return (
         own, query.dtype, key.dtype, value.dtype, query.device, key.device, value.device,
         is_causal, scale, enable_gqa, records, backend,
@@ -71,7 +78,7 @@ def like(
 
 
 def _on_a_cpu(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, exact: bool
 ) -> Hashable | None:
     n_keys = key.shape[2]
     if n_keys == 0 or value.shape[2] != n_keys or (_ANY_GPU and BACKENDS[GPU].is_here()):
@@ -80,7 +87,7 @@ def _on_a_cpu(
         return None
     if not results_are_dense(query):
         return None
-    keys = n_keys if is_causal else (n_keys - 1).bit_length()
+    keys = n_keys if exact else (n_keys - 1).bit_length()
     others = (*key.shape[:2], key.shape[3], *value.shape[:2], value.shape[3])
     return (query.shape, others, keys)
 

@@ -1,14 +1,16 @@
-"""Calls on a GPU that are one kernel call: made again without asking how much memory is free.
+"""Calls that are one kernel call: made again without asking how much memory is free.
 
-A call that is not small is planned each time, because what is free may have changed. Asking takes
-longer than many calls, and may wait for the device. One that was made whole before is made so
-again as it is; where memory runs out, it is planned as any other, by what is free then.
+A call on a GPU that is not small is planned each time, because what is free may have changed.
+Asking takes longer than many calls, and may wait for the device. One that was made whole before is
+made so again as it is; where memory runs out, it is planned as any other, by what is free then.
+
+On a CPU these are small calls whose gradients are ours: of 16 bits and in float64.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,10 +18,15 @@ from quorum_attention.autograd import Quick, gradients
 from quorum_attention.call.gradients import Given
 from quorum_attention.call.request import Request, Tensors
 from quorum_attention.execution.call import operand
+from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.memory import is_out_of_memory
 from quorum_attention.execution.routes.whole import Whole as WholeRoute
-from quorum_attention.execution.routes.whole import without_empty_rows
-from quorum_attention.execution.scaling import scales
+from quorum_attention.execution.routes.whole import (
+    materialised,
+    materialises,
+    without_empty_rows,
+)
+from quorum_attention.execution.scaling import all_finite, scales
 from quorum_attention.execution.takes import corrected_bytes
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel, kernels, registrations
@@ -37,6 +44,18 @@ from quorum_attention.repeated.likeness import is_transformed
 _Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+class _Way(NamedTuple):
+    """How gradients are made that are one kernel call.
+
+    Attributes:
+        materialised: they come from materialised scores.
+        scaled: where they are not finite, they are made anew by a scaled backward.
+    """
+
+    materialised: bool
+    scaled: bool
+
+
 @dataclass(slots=True, eq=False)
 class Whole:
     """A call that is one kernel call.
@@ -44,12 +63,13 @@ class Whole:
     Attributes:
         request: the call, without its tensors.
         kernel: what computes: a registered kernel by its name, or one of ours under a mask.
-        at_backward: whether its gradients are one kernel call too, by what that depends on.
+        at_backward: how its gradients are made if they are one kernel call too, by what that
+            depends on.
     """
 
     request: Request
     kernel: str | InnerKernel
-    at_backward: dict[tuple[object, ...], bool] = field(default_factory=dict)
+    at_backward: dict[tuple[object, ...], _Way | None] = field(default_factory=dict)
 
     def output(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -87,41 +107,49 @@ class Whole:
             return None
         if torch.is_grad_enabled() or is_transformed() or torch.is_autocast_enabled(kind):
             return None
-        if grad_out.is_neg() or not self._is_whole(grad_out, three, out, lse):
+        way = None if grad_out.is_neg() else self._way(grad_out, three, out, lse)
+        if way is None:
             return None
         kernel = get_kernel(self.kernel)
-        calls = whole_calls(kernel)
-        assert calls is not None
         if not traits_of(kernel).empty_rows:
             lse = without_empty_rows(lse)
         try:
-            return calls.whole_backward(
+            if way.materialised:
+                made = materialised(work, self.request.scale, grad_out, three, out, lse)
+                return None if made is None else tuple([as_own(g.to(work.dtype)) for g in made])
+            calls = whole_calls(kernel)
+            assert calls is not None
+            found = calls.whole_backward(
                 operand(grad_out, work.dtype), *three, operand(out, work.dtype), lse,
                 work.is_causal, self.request.scale, None, work.dtype,
             )  # fmt: skip
+            return found if not way.scaled or all_finite(found) else None
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
         return None
 
-    def _is_whole(
+    def _way(
         self, grad_out: torch.Tensor, three: _Three, out: torch.Tensor, lse: torch.Tensor
-    ) -> bool:
+    ) -> _Way | None:
+        """How the gradients are made; None if they are not one kernel call."""
         state = (torch.are_deterministic_algorithms_enabled(), registrations())
-        found = self.at_backward.get(state)
-        if found is None:
+        if state not in self.at_backward:
             tensors = Tensors(*three, None)
             _, decision = decide_backward(tensors, self.request, Given(grad_out, out, lse))
-            work, kernel = self.request.work, decision.kernel
-            found = (
-                _is_one_call(decision, self.request)
-                and kernel is get_kernel(self.kernel)
-                # Such gradients are looked at afterwards, or need another output.
-                and not scales(kernel, work)
-                and not corrected_bytes(work, kernel)
-            )
-            self.at_backward[state] = found
-        return found
+            same = decision.kernel is get_kernel(self.kernel)
+            one = same and _is_one_call(decision, self.request)
+            self.at_backward[state] = self._way_of(decision) if one else None
+        return self.at_backward[state]
+
+    def _way_of(self, decision: Decision) -> _Way | None:
+        work, kernel = self.request.work, decision.kernel
+        way = _Way(materialises(work, kernel), scales(kernel, work))
+        if backend_of(self.request.options.device).own_memory:
+            # Such gradients are looked at afterwards, or need another output.
+            return None if way.scaled or corrected_bytes(work, kernel) else way
+        # Another output is what delta would be computed from.
+        return way if way.materialised or not corrected_bytes(work, kernel) else None
 
 
 class _Whole(Quick):
@@ -152,9 +180,13 @@ class _Whole(Quick):
         return (*(g if n else None for g, n in zip(grads, needed, strict=False)), None)
 
 
+def gradients_are_ours(request: Request) -> bool:
+    """Whether a small call on a CPU records gradients that are not those of torch's operator."""
+    return request.records and request.work.dtype != torch.float32
+
+
 def whole(tensors: Tensors, request: Request) -> Whole | None:
-    """How a call on a GPU is run that is one kernel call; None if it is not, or is not to be
-    remembered."""
+    """How a call is run that is one kernel call; None if it is not, or is not to be remembered."""
     work = request.work
     if is_trivial(tensors) or len(work.batch_shape) != 1 or request.runner is not None:
         return None
@@ -172,4 +204,6 @@ def _is_one_call(decision: Decision, request: Request) -> bool:
     plan = decision.plan
     if plan is None:
         return True
+    if not backend_of(request.options.device).own_memory:
+        return False
     return isinstance(plan.schedule.route, WholeRoute) and plan.schedule.is_all(request.work)

@@ -199,7 +199,10 @@ def at_once(job: Job) -> tuple[torch.Tensor, ...] | None:
         lse = without_empty_rows(lse)
     mask = None if call.mask is None else call.mask.whole(call.work.dtype, call.device)
     if lse is not None and materialises(call.work, call.kernel):
-        parts = _materialised(job, lse, mask)
+        three, given = (call.query, call.key, call.value), job.tensors
+        parts = materialised(
+            call.work, call.scale, given["grad_out"], three, given["out"], lse, mask
+        )
     else:
         parts = _of_call(job, None, lse, call.work.is_causal, mask)
     return None if parts is None else job.results.take(parts)
@@ -214,26 +217,23 @@ def materialises(work: Workload, kernel: InnerKernel) -> bool:
     return corrected_bytes(narrow, kernel) > 0
 
 
-def _materialised(
-    job: Job, lse: torch.Tensor, bias: torch.Tensor | None
+def materialised(
+    work: Workload,
+    scale: float,
+    grad_out: torch.Tensor,
+    three: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...] | None:
-    """The gradients of a small backward; None if one is not finite: operators keep NaN to the rows
-    that have it."""
-    call, work = job.call, job.call.work
-    grad_out, query, key, value, out, rows = (
-        _four(t, work)
-        for t in (
-            job.tensors["grad_out"],
-            call.query,
-            call.key,
-            call.value,
-            job.tensors["out"],
-            lse,
-        )
-    )
-    parts = small_gradients(
-        grad_out, query, key, value, out, rows, bias, work.is_causal, call.scale, work.columns
-    )
+    """The gradients of ``three`` in a small backward, (b, heads, n, d) each, not rounded; None if
+    one is not finite: operators keep NaN to the rows that have it.
+
+    Args:
+        lse: 0 in rows without keys.
+    """
+    given = [_four(t, work) for t in (grad_out, *three, out, lse)]
+    parts = small_gradients(*given, bias, work.is_causal, scale, work.columns)
     return parts if all_finite(parts) else None
 
 
