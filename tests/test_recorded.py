@@ -13,7 +13,7 @@ from quorum_attention.kernels import get_kernel
 from quorum_attention.kernels.cpu import CpuKernel
 
 TORCHS = "ScaledDotProductFlashAttentionForCpuBackward0"
-OURS = "_AttentionBackward"
+OURS, DECIDED_ONCE = "_AttentionBackward", "_WholeBackward"
 
 
 def made_by(out: torch.Tensor) -> str:
@@ -124,7 +124,32 @@ def test_whoever_asks_for_more_gets_ours(call, made) -> None:  # type: ignore[no
 def test_gradients_of_other_dtypes_are_ours(dtype: torch.dtype) -> None:
     """Theirs are more exact than the operator's."""
     given = [t.requires_grad_() for t in inputs(20, dtype=dtype).three]
-    assert made_by(qa.attention(*given)) == OURS
+    assert made_by(qa.attention(*given)) == DECIDED_ONCE
+    assert made_by(qa.attention(*given, out_dtype=dtype)) == OURS
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("grad", ["random", "of a sum", "transposed"])
+def test_longer_calls_of_bf16_whose_gradients_are_the_operators_are_torchs(
+    causal: bool, grad: str
+) -> None:
+    """Bit for bit what they are in a function of ours; not in fp16, where they are scaled."""
+    given = [t.requires_grad_() for t in inputs(150, dtype=torch.bfloat16).three]
+    out = qa.attention(*given, is_causal=causal)
+    assert made_by(out) == TORCHS
+    ours = qa.attention_with_lse(*given, is_causal=causal)[0]
+    assert made_by(ours) == OURS
+    assert torch.equal(out, ours)
+    grad_out = upstream(out.shape, grad).bfloat16()
+    for one, other in zip(
+        *(torch.autograd.grad(made, given, grad_out) for made in (out, ours)), strict=True
+    ):
+        assert torch.equal(one, other)
+    for dtype in (torch.float16, torch.float64):
+        others = [t.detach().to(dtype).requires_grad_() for t in given]
+        assert made_by(qa.attention(*others, is_causal=causal)) == DECIDED_ONCE
+    shared = [given[0], *(t.detach()[:, :1].requires_grad_() for t in given[1:])]
+    assert made_by(qa.attention(*shared, is_causal=causal, enable_gqa=True)) == DECIDED_ONCE
 
 
 def test_a_mask_changed_before_the_backward() -> None:

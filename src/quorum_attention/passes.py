@@ -116,7 +116,7 @@ def recording_kernel(tensors: Tensors, request: Request) -> Recorded | None:
         or request.out_dtype != work.dtype or request.sums or len(work.batch_shape) != 1
         or request.runner is not None
         # Not asked about in vain: gradients of other dtypes are ours, and so are all on a GPU.
-        or (request.records and work.dtype != torch.float32)
+        or (request.records and work.dtype not in (torch.float32, torch.bfloat16))
         or backend_of(request.options.device).own_memory
     )  # fmt: skip
     if other or is_trivial(tensors):
@@ -125,7 +125,10 @@ def recording_kernel(tensors: Tensors, request: Request) -> Recorded | None:
         return None
     place = forward_place(tensors, request)
     asked = Asked(work, request.options, place, work.dtype, request.records, False)
-    return decide_recorded(asked) if place.in_place else None
+    kernel = decide_recorded(asked) if place.in_place else None
+    if kernel is not None and request.records and materialises(work, kernel):
+        return None
+    return kernel
 
 
 def run_recorded(

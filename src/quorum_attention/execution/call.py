@@ -65,7 +65,7 @@ def rows_are_dense(*tensors: torch.Tensor) -> bool:
         if word > 1:
             if not _at_whole_words(tensor, word):
                 return False
-        elif tensor.element_size() == 2 and _rows_overlap(tensor):
+        elif tensor.element_size() == 2 and rows_overlap(tensor):
             return False
     return True
 
@@ -95,7 +95,8 @@ def results_are_dense(query: torch.Tensor) -> bool:
     return not any(s == 1 and (n > 1 or expanded) for n, s in each)
 
 
-def _rows_overlap(tensor: torch.Tensor) -> bool:
+def rows_overlap(tensor: torch.Tensor) -> bool:
+    """Whether rows begin within the row before; not those that are all the same."""
     return tensor.shape[-2] > 1 and 0 < tensor.stride(-2) < tensor.shape[-1]
 
 

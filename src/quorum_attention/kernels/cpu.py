@@ -134,12 +134,17 @@ class CpuKernel(RectangleKernel):
         )
 
     def takes_recorded(self, call: CallShape) -> bool:
-        """With gradients in fp32: in 16 bits and in float64 small ones are not the operator's. Not
-        of a subclass, which may compute something else."""
-        if type(self) is not CpuKernel or (call.needs_grad and call.dtype != torch.float32):
+        """Of gradients only those in fp32, and in bf16 without grouped heads, where ours take a
+        third of the time; in fp16 they are scaled. Not of a subclass, which may compute something
+        else."""
+        if type(self) is not CpuKernel:
             return False
-        plain = call.head_dim == call.value_dim and call.positive_scale and not call.dropout
-        return plain and (call.query_heads == call.key_heads or _groups())
+        if call.head_dim != call.value_dim or not call.positive_scale or call.dropout:
+            return False
+        same = call.query_heads == call.key_heads
+        if call.needs_grad and call.dtype != torch.float32:
+            return same and call.dtype == torch.bfloat16
+        return same or _groups()
 
     def recorded_forward(
         self,

@@ -51,11 +51,13 @@ def output(
         # Not tried twice: a checkpoint counts what is saved, also of an output that is thrown away,
         # and nothing may be remembered when it runs again.
         found = small(tensors, request) if tried is None else None
-        if found is not None:
+        if found is not None and found[1] is not None:
             if name is not None and tensors.mask is None:
                 _note(name, found[0])
             return request.back(found[1])
-    if name is not None and name not in _KNOWN and (not here or gradients_are_ours(request)):
+        if found is not None or type(tried) is Small or not gradients_are_ours(request):
+            name = None
+    if name is not None and name not in _KNOWN:
         one = whole(tensors, request)
         # It is decided: not once more, unless memory runs out (as it may have just now).
         made = one.output(*tensors[:3]) if one is not None and tried is None else None

@@ -9,7 +9,7 @@ import torch
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 
 from quorum_attention.call.settings import current
-from quorum_attention.execution.call import results_are_dense
+from quorum_attention.execution.call import results_are_dense, rows_overlap
 from quorum_attention.execution.device.lookup import BACKENDS, GPU, best_device
 from quorum_attention.kernels.registry import registrations
 from quorum_attention.mask import Mask
@@ -86,6 +86,8 @@ def _on_a_cpu(
     if query.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1:
         return None
     if not results_are_dense(query):
+        return None
+    if query.dtype.itemsize == 2 and any(rows_overlap(t) for t in (query, key, value)):
         return None
     keys = n_keys if exact else (n_keys - 1).bit_length()
     others = (*key.shape[:2], key.shape[3], *value.shape[:2], value.shape[3])

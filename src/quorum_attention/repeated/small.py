@@ -30,8 +30,9 @@ class Small(NamedTuple):
         return None if found is None else named_derivative(found)
 
 
-def small(tensors: Tensors, request: Request) -> tuple[Small, torch.Tensor] | None:
-    """How a small call is run, and its output; None if it is not the operator alone."""
+def small(tensors: Tensors, request: Request) -> tuple[Small, torch.Tensor | None] | None:
+    """How a small call is run, and its output, or None if that takes more than the operator; None
+    if such calls are not the operator alone."""
     if request.records and is_transformed():
         return None
     kernel = recording_kernel(tensors, request)
@@ -40,8 +41,7 @@ def small(tensors: Tensors, request: Request) -> tuple[Small, torch.Tensor] | No
     query, key, value, mask, _ = tensors
     made = Small(kernel, request.work.is_causal, request.scale)
     if mask is None:
-        found = made.output(query, key, value)
-        return None if found is None else (made, found)
+        return made, made.output(query, key, value)
     bias = partial(MaskView(mask, 1).whole, request.work.dtype, request.options.device)
     found = run_recorded(kernel, query, key, value, made.is_causal, made.scale, bias)
-    return None if found is None else (made, named_derivative(found))
+    return made, None if found is None else named_derivative(found)
