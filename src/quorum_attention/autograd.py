@@ -32,6 +32,8 @@ FORWARD_MODE = (
     "dual tensors) are not supported; "
     "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) has them where it fits in memory"
 )
+# By a name of this file, as in ``repeated/likeness.py``: it is asked after every small backward.
+_records = torch.is_grad_enabled
 
 
 def _without_defaults(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -245,7 +247,7 @@ def _in_words(
     grads: tuple[torch.Tensor | None, ...], upstream: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor | None, ...] | None:
     """Replaces the gradients of an operator of torch's, whose second derivative says nothing."""
-    if not torch.is_grad_enabled():
+    if not _records():
         return None
     made = iter(_First.apply(*(g for g in grads if g is not None)))
     return tuple(None if grad is None else next(made) for grad in grads)

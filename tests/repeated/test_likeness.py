@@ -204,3 +204,14 @@ def test_masks_in_numbers_are_described_by_them_and_no_others_are() -> None:
         qa.Mask(every=(qa.Mask(causal=True),)), torch.ones(8, 8),
     ):  # fmt: skip
         assert _described(mask) is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="calls would go to the GPU")
+@pytest.mark.parametrize("which", range(3))
+def test_rows_of_16_bits_that_overlap_have_no_name(which: int) -> None:
+    """Torch's matrix products may refuse them, so such a call is not what one like it was."""
+    for dtype, named in ((torch.float32, True), (torch.bfloat16, False), (torch.float16, False)):
+        three = [torch.randn(1, 2, 6, 4).to(dtype) for _ in range(3)]
+        assert like(*three, None, False, None, False) is not None
+        three[which] = torch.randn(1, 2, 16).to(dtype).as_strided((1, 2, 6, 4), (32, 16, 2, 1))
+        assert (like(*three, None, False, None, False) is not None) == named

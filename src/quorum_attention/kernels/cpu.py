@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -37,6 +37,8 @@ from quorum_attention.kernels.workspace import (
 
 _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 _BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
+# As torch's own Python calls it, which takes less time than ``torch.ops``, if it has a name there.
+_recorded: Any = getattr(torch, _FORWARD, None) or getattr(torch.ops.aten, _FORWARD, None)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # The operator works on tiles of at most this many queries and keys, one tile for each thread.
@@ -157,11 +159,10 @@ class CpuKernel(RectangleKernel):
     ) -> torch.Tensor | None:
         """See ``Recorded.recorded_forward``."""
         out: torch.Tensor
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, causal, attn_mask=bias, scale=scale
-        )
+        out, lse = _recorded(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
         # Of rows without keys too it is 0, NaN or infinite (odd_rows.py).
-        return None if math.isnan(float((lse / lse).sum())) else out
+        ones = (lse / lse).sum().item()
+        return out if ones == ones else None
 
     def rectangle_forward(
         self,

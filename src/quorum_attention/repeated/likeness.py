@@ -6,7 +6,6 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
-from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 
 from quorum_attention.call.settings import current
 from quorum_attention.execution.call import results_are_dense, rows_overlap
@@ -19,6 +18,9 @@ from quorum_attention.planner.calibration import rates_known
 # would take longer than the calls.
 _modes, _tracing = torch._C._len_torch_dispatch_stack, torch._C._is_tracing
 _transforms, _forward_ad = torch._C._are_functorch_transforms_active, torch.autograd.forward_ad
+# Included while there is a mode before dispatch.
+_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
+_included = torch._C._dispatch_tls_is_dispatch_key_included
 _autocast, _records = torch.is_autocast_enabled, torch.is_grad_enabled
 _deterministic, _strided = torch._C._get_deterministic_algorithms, torch.strided
 # The dtype whose small gradients are torch's own on a CPU.
@@ -83,9 +85,10 @@ def _on_a_cpu(
     n_keys = key.shape[2]
     if n_keys == 0 or value.shape[2] != n_keys or (_ANY_GPU and BACKENDS[GPU].is_here()):
         return None
-    if query.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1:
+    steps = query.stride()
+    if steps[3] != 1 or key.stride(3) != 1 or value.stride(3) != 1:
         return None
-    if not results_are_dense(query):
+    if steps.count(1) > 1 and not results_are_dense(query):
         return None
     if query.dtype.itemsize == 2 and any(rows_overlap(t) for t in (query, key, value)):
         return None
@@ -132,7 +135,7 @@ def _is_unusual(kind: str) -> bool:
     return (
         current() is not None
         or _modes() > 0
-        or _len_torch_dispatch_stack_pre_dispatch() > 0
+        or _included(_PRE_DISPATCH)
         or _tracing()
         or _transforms()
         or _forward_ad._current_level >= 0

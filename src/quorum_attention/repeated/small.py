@@ -10,6 +10,7 @@ import torch
 from quorum_attention.autograd import named_derivative
 from quorum_attention.call.request import Request, Tensors
 from quorum_attention.execution.masks import MaskView
+from quorum_attention.execution.memory import is_out_of_memory
 from quorum_attention.kernels.protocol import Recorded
 from quorum_attention.passes import recording_kernel, run_recorded
 from quorum_attention.repeated.likeness import is_transformed
@@ -26,8 +27,16 @@ class Small(NamedTuple):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor | None:
         """The output; None if that is not the whole of it."""
-        found = run_recorded(self.kernel, query, key, value, self.is_causal, self.scale)
-        return None if found is None else named_derivative(found)
+        # Written out: a function that no cache holds any more costs as much as a short operator.
+        try:
+            found = self.kernel.recorded_forward(
+                query, key, value, self.is_causal, self.scale, None
+            )
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
+        return found if found is None or found.grad_fn is None else named_derivative(found)
 
 
 def small(tensors: Tensors, request: Request) -> tuple[Small, torch.Tensor | None] | None:

@@ -232,8 +232,10 @@ def materialised(
     Args:
         lse: 0 in rows without keys.
     """
-    given = [_four(t, work) for t in (grad_out, *three, out, lse)]
-    parts = small_gradients(*given, bias, work.is_causal, scale, work.columns)
+    grad_out, query, key, value, out, lse = (_four(t, work) for t in (grad_out, *three, out, lse))
+    parts = small_gradients(
+        grad_out, query, key, value, out, lse, bias, work.is_causal, scale, work.columns
+    )
     return parts if all_finite(parts) else None
 
 
