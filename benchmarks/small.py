@@ -1,11 +1,12 @@
 """Small calls on a CPU against torch's own, side by side: what a call that fits costs beyond it.
 
-    python benchmarks/small.py [--threads 1] [--seconds 0.4] [--cpu-time] [--json FILE]
+    python benchmarks/small.py [--threads 1] [--seconds 0.4] [--cpu-time] [--in-turn] [--json FILE]
 
 Three columns of each: a forward without gradients, a forward that records them, and a forward with
 its backward through autograd; microseconds, medians of torch.utils.benchmark, the two methods in
 turn. "growing" has one key more in every call, as a model that decodes. --cpu-time counts what the
-one thread computes, on cores that others use as well.
+one thread computes, on cores that others use as well. --in-turn takes each method after the other,
+call by call: each finds the processor's caches as the other's backward has left them.
 """
 
 from __future__ import annotations
@@ -106,21 +107,47 @@ def calls(case: Case, attend: Callable[..., torch.Tensor]) -> dict[str, Callable
     return {"forward": forward, "recorded": recorded, "forward+backward": both}
 
 
-def measure(
-    case: Case, seconds: float, threads: int, clock: Callable[[], float]
-) -> dict[str, dict[str, float]]:
-    """Microseconds by what is timed and by method, and what we take beyond torch."""
+Times = dict[str, dict[str, list[float]]]
+
+
+def in_blocks(case: Case, seconds: float, threads: int, clock: Callable[[], float]) -> Times:
+    """Microseconds of a call by what is timed and by method, each method for a while."""
     made = {name: calls(case, attend) for name, attend in _METHODS.items()}
-    times: dict[str, dict[str, list[float]]] = {}
+    times: Times = {}
     for _ in range(_ROUNDS):
         for name, what in made.items():
             for label, call in what.items():
                 timer = Timer("call()", globals={"call": call}, num_threads=threads, timer=clock)
                 found = timer.blocked_autorange(min_run_time=seconds).median * 1e6
                 times.setdefault(label, {}).setdefault(name, []).append(found)
+    return times
+
+
+def in_turn(case: Case, seconds: float, clock: Callable[[], float]) -> Times:
+    """As ``in_blocks``, but each method's call after the other's, in either order."""
+    made = {name: calls(case, attend) for name, attend in _METHODS.items()}
+    labels = list(made["torch"])
+    times: Times = {label: {name: [] for name in made} for label in labels}
+    for label in labels:
+        ends = time.monotonic() + 2 * _ROUNDS * seconds
+        for order in itertools.cycle((list(made), list(made)[::-1])):
+            for name in order:
+                began = clock()
+                made[name][label]()
+                times[label][name].append((clock() - began) * 1e6)
+            if time.monotonic() > ends:
+                break
+    return times
+
+
+def measure(
+    case: Case, seconds: float, threads: int, clock: Callable[[], float], *, turns: bool
+) -> dict[str, dict[str, float]]:
+    """Microseconds by what is timed and by method, and what we take beyond torch."""
+    found = in_turn(case, seconds, clock) if turns else in_blocks(case, seconds, threads, clock)
     result = {}
-    for label, by_method in times.items():
-        medians = {name: statistics.median(found) for name, found in by_method.items()}
+    for label, by_method in found.items():
+        medians = {name: statistics.median(times) for name, times in by_method.items()}
         result[label] = {
             **medians,
             "beyond": medians["quorum"] - medians["torch"],
@@ -134,6 +161,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=0.2, help="of each of three rounds")
     parser.add_argument("--cpu-time", action="store_true", help="of the thread, with one thread")
+    parser.add_argument("--in-turn", action="store_true", help="each method after the other")
+    parser.add_argument("--case", help="only those that this is a part of: '256 x 256 float32'")
     parser.add_argument("--json")
     args = parser.parse_args()
     clock = time.perf_counter
@@ -143,7 +172,9 @@ def main() -> None:
     rows = []
     print(f"{'batch x heads x queries x keys':44}  microseconds: torch, ours (beyond, ratio)")
     for case in CASES:
-        found = measure(case, args.seconds, args.threads, clock)
+        if args.case and args.case not in case.name():
+            continue
+        found = measure(case, args.seconds, args.threads, clock, turns=args.in_turn)
         rows.append({"case": case.name(), **found})
         cells = [
             f"{label} {f['torch']:.0f}, {f['quorum']:.0f} ({f['beyond']:+.0f}, {f['ratio']:.2f})"
@@ -156,6 +187,7 @@ def main() -> None:
             "machine": platform.processor() or platform.machine(),
             "torch": torch.__version__,
             "threads": args.threads,
+            "calls": "in turn" if args.in_turn else "in blocks",
             "time": "of the thread's processor" if args.cpu_time else "wall",
             "microseconds": rows,
         }
