@@ -37,16 +37,22 @@ def kept_pool(devices: Sequence[str]) -> Pool:
     Raises:
         ValueError, TypeError, RuntimeError: as ``Pool``.
     """
-    names = tuple(devices)
-    with _lock:
-        pool = _pools.get((os.getpid(), names))
-        if pool is None:
-            if not _pools:
-                atexit.register(close)
-            pool = _pools[os.getpid(), names] = Pool(names)
-        else:
-            pool.mend()
-        return pool
+    name = (os.getpid(), tuple(devices))
+    while True:
+        with _lock:
+            pool = _pools.get(name)
+            if pool is None:
+                if not _pools:
+                    atexit.register(close)
+                pool = _pools[name] = Pool(devices)
+                return pool
+        # Without the lock: this waits for a call of another thread, whose progress= may ask for a
+        # pool as well.
+        pool.mend()
+        with _lock:
+            if _pools.get(name) is pool:
+                return pool
+        pool.close()  # closed meanwhile, and perhaps mended after that
 
 
 def request_on_devices(function: str, *call: Any) -> tuple[Tensors, Request]:
