@@ -102,7 +102,9 @@ class _Group:
 def _forward_group(group: _Group, kept: torch.Tensor, state: Statistics) -> None:
     at = (slice(group.batch, group.batch + 1), group.heads)
     dtype = state.out.dtype
+    empty = _empty(group, kept)
     scores = _scores(group, kept, dtype)
+    scores.masked_fill_(empty, -torch.inf)
     # Divided by the sum instead of taking exp(S - lse): a large lse has too few digits left.
     largest = scores.amax(dim=-1)
     p = _probabilities(scores, largest)
@@ -110,6 +112,7 @@ def _forward_group(group: _Group, kept: torch.Tensor, state: Statistics) -> None
     lse = largest + total.log()
     p = _drop_(p, group)
     out = (p @ group.value.to(dtype)).div_(total.masked_fill(total == 0.0, 1.0).unsqueeze(-1))
+    out.masked_fill_(empty, 0.0)
     merge_(state.out[at], state.lse[at], out.unsqueeze(0), lse.unsqueeze(0))
 
 
@@ -117,16 +120,20 @@ def _backward_group(group: _Group, kept: torch.Tensor, grads: Gradients) -> None
     at, at_key = (group.batch, group.heads), (group.batch, group.key_head)
     dtype = grads.grad_query.dtype
     query, key, value = (t.to(dtype) for t in (group.query, group.key, group.value))
-    grad_out = grads.grad_out[at].to(dtype)
+    # Rows without keys take no part, whatever is in them: 0 times NaN is NaN.
+    empty = _empty(group, kept)
+    query = query.masked_fill(empty, 0.0)
+    grad_out = grads.grad_out[at].to(dtype).masked_fill(empty, 0.0)
     delta = (grad_out * grads.out[at].to(dtype)).sum(dim=-1, keepdim=True)
 
-    p = _probabilities(_scores(group, kept, dtype), grads.lse[at])
+    scores = _scores(group, kept, dtype).masked_fill_(empty, -torch.inf)
+    p = _probabilities(scores, grads.lse[at])
     _normalise_(p, grads.lse[at].unsqueeze(-1))
     weights = p if group.dropped is None else _drop_(p.clone(), group)
     grads.grad_value[at_key].add_(_over_rows(weights, grad_out))
     del weights
-    ds = p.mul_(_drop_(grad_out @ value.mT, group).sub_(delta))
-    grads.grad_query[at].add_(ds @ key, alpha=group.scale)
+    ds = p.mul_(_drop_(grad_out @ value.mT, group).sub_(delta)).masked_fill_(empty, 0.0)
+    grads.grad_query[at].add_((ds @ key).masked_fill_(empty, 0.0), alpha=group.scale)
     grads.grad_key[at_key].add_(_over_rows(ds, query), alpha=group.scale)
 
 
@@ -192,6 +199,17 @@ def _scores(group: _Group, kept: torch.Tensor, dtype: torch.dtype) -> torch.Tens
     if group.bias is not None:
         scores += group.bias
     return scores.masked_fill_(~kept, -torch.inf)
+
+
+def _empty(group: _Group, kept: torch.Tensor) -> torch.Tensor:
+    """True where a row keeps no key of the task, (g, nq, 1) or (nq, 1).
+
+    Asked of the masks and not of scores, because NaN plus -inf is NaN.
+    """
+    if group.bias is None:
+        return ~kept.any(dim=-1, keepdim=True)
+    # Gone before there are scores, which take as many bytes or more.
+    return group.bias.masked_fill(~kept, -torch.inf).amax(dim=-1, keepdim=True) == -torch.inf
 
 
 def _over_rows(pairs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from quorum_attention.decomposition import Rows
+from quorum_attention.kernels.bias import dead_rows, dead_rows_bytes
 from quorum_attention.kernels.dropout import Dropout, dropped, dropped_bytes
 from quorum_attention.kernels.protocol import CallShape, Extent
 from quorum_attention.kernels.workspace import SLACK_BYTES
@@ -91,6 +92,10 @@ class Tiles:
                 total.masked_fill(total == 0.0, 1.0)
             )
             lses[..., rows] = (largest + total.log()).squeeze(-1)
+        empty = _empty(bias, query.shape[2], causal)
+        if empty is not None:
+            out.masked_fill_(empty.unsqueeze(-1), 0.0)
+            lse.masked_fill_(empty, -torch.inf)
         return out, lse
 
     def whole_backward(
@@ -116,12 +121,21 @@ class Tiles:
         grad_query = _grouped(grads[0], key)
         grouped, upstream, outs = (_grouped(t, key) for t in (query, grad_out, out))
         lses = lse.unflatten(1, (key.shape[1], -1)).unsqueeze(-1)
+        empty = _empty(bias, query.shape[2], causal)
+        if empty is not None:
+            empty = empty.expand(lse.shape).unflatten(1, (key.shape[1], -1)).unsqueeze(-1)
         for rows in _rows(query, key.shape[2]):
             part, seen = grouped[..., rows, :].to(work), slice(0, rows.stop if causal else None)
             some_keys, some_values = keys[..., seen, :], values[..., seen, :]
+            do, none = upstream[..., rows, :].to(work), None
+            if empty is not None:
+                # Nothing comes from rows without keys, whatever is in them.
+                none = empty[..., rows, :]
+                part, do = part.masked_fill(none, 0.0), do.masked_fill(none, 0.0)
             scores, slack = self._scores(part, some_keys.mT, scale, rows, causal, bias)
+            if none is not None:
+                scores.masked_fill_(none, -torch.inf)
             p = scores.sub_(lses[..., rows, :]).exp_()
-            do = upstream[..., rows, :].to(work)
             products = do @ some_values.mT
             weights = p
             if gone is not None:
@@ -133,7 +147,11 @@ class Tiles:
             ds = p.mul_(products.sub_(delta))
             if slack is not None:
                 ds.mul_(slack)
+            if none is not None:
+                ds.masked_fill_(none, 0.0)
             grad_query[..., rows, :] = (ds @ some_keys).mul_(scale)
+            if none is not None:
+                grad_query[..., rows, :].masked_fill_(none, 0.0)
             grads[1][:, :, seen].add_((ds.mT @ part).sum(dim=2), alpha=scale)
         return grads[0], grads[1], grads[2]
 
@@ -177,7 +195,14 @@ class Tiles:
         sizes = _Sizes(call, extent)
         copies = sizes.keys + sizes.rows_at_once * (call.head_dim + call.value_dim) * sizes.item
         results = sizes.rows * (call.value_dim + 1) * sizes.item
-        return _FORWARD_MATRICES * sizes.scores + copies + results + sizes.gone + SLACK_BYTES
+        return (
+            _FORWARD_MATRICES * sizes.scores
+            + copies
+            + results
+            + sizes.gone
+            + sizes.empty
+            + SLACK_BYTES
+        )
 
     def backward_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes that ``whole_backward`` takes, its results among them."""
@@ -188,7 +213,7 @@ class Tiles:
         results = sizes.rows * call.head_dim * sizes.item + sizes.keys
         parts = (sizes.shared + 1) * sizes.keys
         matrices = (_BACKWARD_MATRICES + call.dropout) * sizes.scores
-        return matrices + copies + results + parts + sizes.gone + SLACK_BYTES
+        return matrices + copies + results + parts + sizes.gone + sizes.empty + SLACK_BYTES
 
 
 class _Sizes:
@@ -203,11 +228,26 @@ class _Sizes:
             shape = (extent.batch, extent.query_heads, at_once, max(1, extent.max_keys))
             # And the same in the other order.
             self.gone = dropped_bytes(*shape) + lanes * at_once * extent.max_keys
+        self.empty = dead_rows_bytes(
+            extent.batch, extent.query_heads, extent.max_queries, extent.max_keys, True
+        )
         self.rows = lanes * extent.max_queries
         self.rows_at_once = lanes * at_once
         self.shared = extent.query_heads // max(1, extent.key_heads)
         width = call.head_dim + call.value_dim
         self.keys = extent.batch * extent.key_heads * extent.max_keys * width * self.item
+
+
+def _empty(bias: torch.Tensor | None, n_rows: int, causal: bool) -> torch.Tensor | None:
+    """True where a row has no key, broadcastable to (b, hq, rows); None: none is so.
+
+    Asked of the mask, because a score of NaN plus -inf is NaN.
+    """
+    if bias is None:
+        return None
+    empty = dead_rows(bias[(None,) * (4 - bias.dim())], n_rows, causal)
+    # Most masks leave no such row. On a GPU, asking would make the host wait.
+    return empty if empty.is_cuda or bool(empty.any()) else None
 
 
 def _drop_(p: torch.Tensor, gone: Gone, rows: slice) -> torch.Tensor:
