@@ -56,7 +56,39 @@ def _steps(rank: int, group: dist.ProcessGroup) -> None:
         dist.all_gather(every, got, group=group)
         assert all(torch.equal(one, got) for one in every)
         element = 8 if dtype == torch.float64 else 4
-        assert report.forward_bytes == (ranks - 1) * 2 * heads * queries * (12 + 1) * element
+        numbers = 2 * heads * queries * (12 + 1) + 1
+        assert report.forward_bytes == (ranks - 1) * numbers * element
+
+
+def _ranks_that_are_apart(rank: int, group: dist.ProcessGroup) -> None:
+    """Told on all of them, and the group goes on."""
+    q, k = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 5, 8)
+    first, sinks = rank == 0, Mask(sinks=torch.ones(2))
+
+    def again() -> None:
+        torch.manual_seed(0)
+        same = torch.randn(1, 2, 1, 8)
+        assert sharded.decode(same, k, k, group=group, scale=0.3).isfinite().all()
+
+    for word, others, scale in (
+        ("scale", (q, k, k), 0.2),
+        ("batch size", [t.repeat(2, 1, 1, 1) for t in (q, k, k)], 0.1),
+        ("heads", [t[:, :1] for t in (q, k, k)], 0.1),
+        ("value_dim", (q, k, k[..., :4]), 0.1),
+        ("dtype", [t.double() for t in (q, k, k)], 0.1),
+        ("sinks", (q, k, k, sinks), 0.1),
+        ("head_dim", [t.repeat(1, 1, 1, 2) for t in (q, k, k)], 0.1),
+    ):
+        given = others if first else (q, k, k)
+        with pytest.raises(ValueError, match=f"do not agree on .*{word}.*rank {rank} has query"):
+            sharded.decode(*given, group=group, scale=scale if first else 0.1)
+        again()
+    # Both kinds of step are known: the messages have one size, and say which they are of.
+    for scale in (0.1, 0.2):
+        sharded.decode(q, k, k, group=group, scale=scale)
+    with pytest.raises(ValueError, match="different steps of decoding"):
+        sharded.decode(q, k, k, group=group, scale=0.1 if first else 0.2)
+    again()
 
 
 def _all_of_it(rank: int) -> None:
@@ -66,6 +98,8 @@ def _all_of_it(rank: int) -> None:
     _steps(rank, everyone)
     if rank < 2:
         _steps(rank, pair)
+        _ranks_that_are_apart(rank, pair)
+    _ranks_that_are_apart(rank, everyone)
 
 
 def test_on_processes(tmp_path: Path) -> None:

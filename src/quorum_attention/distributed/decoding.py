@@ -7,6 +7,7 @@ few vectors, however long the sequence is. Keys and values stay where they are.
 from __future__ import annotations
 
 import math
+import zlib
 from dataclasses import replace
 
 import torch
@@ -14,15 +15,21 @@ import torch.distributed as dist
 
 from quorum_attention.api import attention_with_lse
 from quorum_attention.call.validation import as_tensor
+from quorum_attention.distributed.agreement import told
 from quorum_attention.distributed.masks import checked_mask
-from quorum_attention.distributed.peers import member_of
+from quorum_attention.distributed.peers import Peers, member_of
 from quorum_attention.distributed.report import ShardedReport
-from quorum_attention.distributed.watch import Watch, in_host_memory
+from quorum_attention.distributed.watch import Watch, in_host_memory, sends_nothing
 from quorum_attention.execution.report import Report
 from quorum_attention.execution.workload import state_dtype
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.uncompiled import uncompiled
 from quorum_attention.mask import Mask
+
+# What must be the same on all ranks.
+_WORDS = (
+    "batch size", "heads", "queries", "head_dim", "value_dim", "dtype", "scale", "attn_mask.sinks",
+)  # fmt: skip
 
 
 @uncompiled
@@ -63,6 +70,9 @@ def decode(
     Raises:
         RuntimeError: there is no process group; or another rank has failed, as of ``attention``.
             Errors of ``quorum_attention.attention`` come through on the rank that has them.
+        ValueError: the ranks do not agree on the step (sizes, dtype, ``scale``, whether there are
+            sinks). They ask each other before the first step of a kind; later on, where ranks are
+            at different ones, all raise in host memory, and on a GPU all have NaN.
     """
     everyone = member_of(group)
     made = None if report is None else Report()
@@ -84,14 +94,73 @@ def decode(
             as_tensor(tensor, name)
         mask = checked_mask(attn_mask, query, key)
         sinks = None if mask is None else mask.sinks
+        number = _agreed(everyone, watch, query, value, scale, sinks is not None)
         out, lse = watch.computed(computed, instead, (TypeError, ValueError, NotImplementedError))
-        mine = torch.cat([out, lse.to(out.device).unsqueeze(-1)], dim=-1)
-        every = mine.new_empty((everyone.size(), *mine.shape))
+        size = (*out.shape[:-1], out.shape[-1] + 1)
+        mine = out.new_empty(math.prod(size) + 1)
+        torch.cat([out, lse.to(out.device).unsqueeze(-1)], dim=-1, out=mine[:-1].view(size))
+        mine[-1:].fill_(number)
+        every = mine.new_empty((everyone.size(), mine.numel()))
         watch.gather(list(every.unbind()), mine)
         watch.end()
     if report is not None and made is not None:
         _fill(report, everyone, mine, query.shape[-2] * key.shape[-2], made)
-    return merged(every[..., :-1], every[..., -1], sinks).to(query.dtype)
+    parts = every[:, :-1].unflatten(-1, size)
+    found = merged(parts[..., :-1], parts[..., -1], sinks).to(query.dtype)
+    if sends_nothing(everyone):
+        return found
+    apart = (every[:, -1] != number).any()
+    if not in_host_memory(query):
+        return found.masked_fill_(apart, math.nan)
+    if apart:
+        raise ValueError(
+            f"the ranks are at different steps of decoding; {_words(everyone, query, value, scale)}"
+        )
+    return found
+
+
+def _agreed(
+    group: dist.ProcessGroup,
+    watch: Watch,
+    query: torch.Tensor,
+    value: torch.Tensor,
+    scale: float | None,
+    sinks: bool,
+) -> int:
+    """A number of the step, the same where ranks mean the same, and exact in fp32.
+
+    The ranks ask each other before the first step of a kind.
+
+    Raises:
+        ValueError: they do not agree; on all of them.
+    """
+    name = ("decode", tuple(query.shape), value.shape[-1], str(query.dtype), repr(scale), sinks)
+    watch.knows(name)
+    peers = Peers.of(group)
+    if name not in peers.agreed:
+        heads, queries, head_dim = query.shape[-3:]
+        numbers = (
+            query.shape[:-3].numel(), heads, queries, head_dim, value.shape[-1],
+            *(zlib.crc32(one.encode()) for one in name[3:5]), int(sinks),
+        )  # fmt: skip
+        listed = told(group, numbers, watch)
+        for word, column in zip(_WORDS, zip(*listed, strict=True), strict=True):
+            if len(set(column)) > 1 and not sends_nothing(group):
+                watch.over()
+                raise ValueError(
+                    f"the ranks do not agree on {word}; {_words(group, query, value, scale)}"
+                )
+        peers.agree(name)
+    return peers.agreed[name] % (1 << 24)
+
+
+def _words(
+    group: dist.ProcessGroup, query: torch.Tensor, value: torch.Tensor, scale: float | None
+) -> str:
+    return (
+        f"rank {group.rank()} has query {tuple(query.shape)} {query.dtype}, value_dim "
+        f"{value.shape[-1]}, scale={scale}"
+    )
 
 
 def merged(

@@ -54,6 +54,11 @@ def in_host_memory(query: Any) -> bool:
     return isinstance(query, torch.Tensor) and on_host(query.device)
 
 
+def sends_nothing(group: dist.ProcessGroup) -> bool:
+    """Whether what comes from a group's ranks is what memory held: a dry run."""
+    return bool(dist.get_backend(group) == _SENDS_NOTHING)
+
+
 class Watch:
     """One pass, on one rank. All ranks make one for each pass, in the same order.
 
@@ -115,7 +120,7 @@ class Watch:
         Raises:
             ValueError: it is not this rank's ``mark``.
         """
-        if mark != self.mark and dist.get_backend(self._group) != _SENDS_NOTHING:
+        if mark != self.mark and not sends_nothing(self._group):
             raise ValueError(
                 "the ranks do not agree on the call: the last rank's message is none of what rank "
                 f"{self._group.rank()} takes part in, {self._what}; {_ENDED}"
@@ -360,4 +365,4 @@ def _clear(error: BaseException) -> None:
         one = one.__cause__ or one.__context__
 
 
-__all__ = ["Watch", "in_host_memory"]
+__all__ = ["Watch", "in_host_memory", "sends_nothing"]
