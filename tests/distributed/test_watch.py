@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from quorum_attention import distributed as sharded
 from quorum_attention.distributed import run, watch
 from quorum_attention.distributed.calls import Calls
+from quorum_attention.distributed.peers import Peers
 from quorum_attention.kernels import DenseKernel
 
 # Heads and key/value heads: exchanged among 2 and 4 ranks, and what is shared otherwise.
@@ -330,6 +331,35 @@ def test_an_error_may_be_among_its_own_causes() -> None:
     error, other = PlantedError("one"), PlantedError("other")
     error.__cause__, other.__cause__ = other, error
     watch._clear(error)
+
+
+def _where_all_meet(rank: int) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    assert Peers.of(group).monitored
+    for failing in (0, 1, 0):
+        _one_fails(rank, group, failing)
+    both = [torch.randn(1, 2, 9, 8) for _ in range(3)]
+    for _ in range(5):
+        with planted(True, "_forward"), pytest.raises((PlantedError, RuntimeError)):
+            plain(*both, group=group)
+    tensors = inputs_of(4, 2, 50, 8, 8, torch.float32, 1)
+    compare(rank, [30, 20], _same(tensors), True, group=group)
+
+
+def _same(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """On all ranks those of the first."""
+    for tensor in tensors:
+        dist.broadcast(tensor, 0)
+    return tensors
+
+
+def test_one_fails_where_all_meet_before_each_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There the others wait where they cannot look, before: for half an hour."""
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    spawn(_where_all_meet, 2, tmp_path)
 
 
 def test_one_of_several_fails(tmp_path: Path) -> None:

@@ -6,10 +6,12 @@ import ctypes
 import weakref
 import zlib
 from collections.abc import Hashable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from quorum_attention.distributed.board import Board
@@ -57,6 +59,7 @@ class Peers:
 
     Attributes:
         made: the how manieth group of its name it is, as of ``Board``.
+        monitored: whether all ranks meet before each message, under TORCH_DISTRIBUTED_DEBUG=DETAIL.
         passes: how many passes there were, the same number on all ranks.
         left: whether this rank raised an error of which others may have heard no more than a word.
         agreed: calls that the ranks have agreed on, with a number that is the same on all of them.
@@ -64,6 +67,7 @@ class Peers:
     """
 
     made: int = 0
+    monitored: bool = False
     passes: int = 0
     left: bool = False
     agreed: dict[Hashable, int] = field(default_factory=dict)
@@ -74,7 +78,7 @@ class Peers:
         """Those of a group, as long as there is one."""
         found = _EVERY.get(group)
         if found is None:
-            found = _EVERY[group] = cls(Board.made(group))
+            found = _EVERY[group] = cls(Board.made(group), _is_monitored(group))
         return found
 
     def agree(self, name: Hashable) -> None:
@@ -100,6 +104,17 @@ def keep_for_good(group: dist.ProcessGroup) -> None:
     """
     for one in (group, Peers.of(group).begun):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
+
+
+def _is_monitored(group: dist.ProcessGroup) -> bool:
+    """Whether torch has wrapped the group: a collective then begins with a barrier, for which
+    whoever issues it waits."""
+    wrapper = getattr(dist.distributed_c10d, "_ProcessGroupWrapper", None)
+    if wrapper is None:
+        return False
+    with suppress(Exception):
+        return isinstance(group._get_backend(torch.device("cpu")), wrapper)
+    return False
 
 
 _EVERY: WeakKeyDictionary[dist.ProcessGroup, Peers] = WeakKeyDictionary()

@@ -9,6 +9,10 @@ message until all ranks have said that they know: each of them waits for that me
 what follows for a result. Then all exchange what is left of the pass, NaN in place of numbers, and
 raise. No message is left over, and the group can be used again.
 
+Where torch has all ranks meet before each message (TORCH_DISTRIBUTED_DEBUG=DETAIL), others wait for
+a rank that holds back its message where they cannot look. There it leaves its word first, goes on
+at once, and all look when they have what is left of the pass.
+
 On a GPU the host does not wait for messages. There a rank that fails sends NaN in place of its
 results, leaves its word and raises; others have NaN, and hear of it where their hosts next wait.
 """
@@ -92,6 +96,8 @@ class Watch:
         self._sent = self._ended = False
         # Whether it waits, or has waited in vain, for a message that may never come.
         self._in_vain = False
+        # Whether this rank's word is what the others hear of.
+        self._told = False
 
     def __enter__(self) -> Watch:
         return self
@@ -194,6 +200,8 @@ class Watch:
             The error of this rank, if it failed; RuntimeError: another has failed.
         """
         self._ended = True
+        if self._host and self._peers.monitored:
+            self._meet()
         if self._error is None and self._word is None:
             return
         if self._error is not None:
@@ -227,11 +235,14 @@ class Watch:
             first = board.first(self._number)
             if first:
                 board.tell(self._said(error, drains=True))
+                self._told = True
         except Exception:
             return True  # the store is gone; the others get NaN
         if not self._host:
             return True
         board.see(self._number)
+        if self._peers.monitored:
+            return True  # the others come to know when they have the messages that are left
         return not first or self._asked(board, board.seconds)
 
     def _leave(self, error: BaseException) -> None:
@@ -265,10 +276,27 @@ class Watch:
             time.sleep(_ASK_SECONDS)
         return False
 
+    def _meet(self) -> None:
+        """At the end of a pass in which all meet before each message: whoever failed has left its
+        word before the last of them, so it is found; and it stays until all have looked."""
+        board = Board.of(self._group, self._peers.made)
+        if board is None:
+            return
+        with suppress(Exception):  # the store went with the rank that had it
+            if self._told:
+                self._asked(board, board.seconds)
+            elif self._error is None and self._word is None:
+                word = board.word()
+                if word is not None and word.number == self._number and word.drains:
+                    self._word, self._heard = word, True
+                    board.see(self._number)
+
     def _come_back(self) -> None:
         self._peers.left = False
         board = Board.of(self._group, self._peers.made)
-        if board is not None:
+        # Others may still ask for what the rank that told of its failure waits for.
+        told = self._told or self._error is None or not self._peers.monitored
+        if board is not None and told:
             board.withdraw(self._peers.passes)
 
     # --- A rank that waits ------------------------------------------------------------------
