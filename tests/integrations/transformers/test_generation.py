@@ -148,7 +148,7 @@ def _all_of_it(rank: int) -> None:
         _same("gpt_oss", pair)
         _same("mistral", pair, left=4, num_beams=3)
         report = _same("llama", pair, prefill_chunk_size=8, tokens=20)
-        # Partial results of one query: 4 heads of 16 values and a log-sum-exp, and a number, in float64.
+        # Of one query, in float64: 4 heads of 16 values and a log-sum-exp, and a number.
         assert report.forward_bytes == (4 * (16 + 1) + 1) * 8
         _wrapped(pair)
         _refusals(rank, pair)
