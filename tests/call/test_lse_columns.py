@@ -222,3 +222,30 @@ def test_rows_without_a_gradient_do_not_scale_the_others_down() -> None:
     for mine, exact in zip(found, wanted(given, grad_lse, out_too=False)[:2], strict=True):
         # Some of these gradients are among fp16's smallest numbers.
         assert float((mine.double() - exact).abs().max()) <= 4 * 2.0**-24
+
+
+def test_small_values_under_a_mask_that_many_rows_share() -> None:
+    """A key that all rows attend to, inputs and output gradients of 1e-3, gradients of 100 of the
+    log-sum-exp: what is carried for it must not overflow where no gradient does."""
+    given = inputs(400, dtype=torch.float16)
+    for tensor in given.three:
+        tensor.mul_(4e-3)
+    given.grad_out.mul_(2e-3)
+    mask = torch.zeros(1, 1, 1, 400, dtype=torch.float16)
+    mask[..., 7] = 6.0
+    grad_lse = upstream_of(given, 40.0)
+    leaves = [t.clone().requires_grad_() for t in given.three]
+    report = qa.Report()
+    results = qa.attention_with_lse(*leaves, attn_mask=mask, depth=1, report=report)
+    found = torch.autograd.grad(results, leaves, (given.grad_out, grad_lse))
+    assert report.backward is not None
+    assert report.backward.repeated_units == 0
+    q, k, v = (t.double().requires_grad_() for t in given.three)
+    scores = q @ k.mT / q.shape[-1] ** 0.5 + mask.double()
+    exact = torch.autograd.grad(
+        (scores.softmax(-1) @ v, scores.logsumexp(-1)), (q, k, v),
+        (given.grad_out.double(), grad_lse.double()),
+    )  # fmt: skip
+    for mine, true in zip(found, exact, strict=True):
+        off = float((mine.double() - true).abs().max())
+        assert off <= 2e-3 * float(true.abs().max()) + 2.0**-24

@@ -11,9 +11,12 @@ power of two; where rows have 16 bits, three columns hold the digits of p.
 
 A scaled backward (fp16) takes the product of the norms of value and upstream gradient for a bound
 of dP. So that this is one of g as well, and no larger than it has to be, f times the largest norm
-of the value is about g there, and p as large as that norm. Where values are small, f is g; then a
-column of 1 in the value, which the upstream gradient does not see, makes the norm 1 (a kernel that
-scales by the norms alone, as the native one does, would overflow).
+of the value is about g there, and p as large as that norm. Where values are small, a column in the
+value, which the upstream gradient does not see, makes the norm larger: at least 1 (a kernel that
+scales by the norms alone, as the native one does, would overflow), and so large that f is no larger
+than the upstream gradient. For the value's gradient has columns of f too. Nobody wants them, but
+their sums over many rows would be the first that fp16 cannot hold, and the head would be scaled
+down for their sake.
 """
 
 from __future__ import annotations
@@ -84,14 +87,18 @@ def with_columns(
     # Nothing flows into a row without keys.
     lse = given.lse.to(given.grad_lse.device)
     gradient = given.grad_lse.to(work.state_dtype).masked_fill(lse == -torch.inf, 0.0)
-    norms = _norms(tensors.value, work).to(gradient.device) if work.dtype == torch.float16 else 1.0
-    factor = _factor(gradient / norms, given.grad_out.dtype, work.dtype)
+    factor = gradient
+    if work.dtype == torch.float16:
+        least = _least_norms(gradient, given.grad_out, work)
+        norms = torch.maximum(_norms(tensors.value).to(least.device), least)
+        factor = gradient / norms.repeat_interleave(work.queries_per_key_head, dim=-2)
+    factor = _factor(factor, given.grad_out.dtype, work.dtype)
     grad_out, out = _wider(given.grad_out, wide.value_dim), given.out
     # Parts are rounded as kernels get them; a narrower output would round them more.
     out = _wider(out, wide.value_dim, torch.promote_types(out.dtype, work.dtype))
     digits = 3 if work.element_bytes == 2 else 1
     if work.dtype == torch.float16:
-        value[..., work.value_dim + digits] = 1.0
+        value[..., work.value_dim + digits] = least.to(value.device)
     left = gradient.div(factor).neg_()
     for column in range(work.value_dim, work.value_dim + digits):
         part = left.to(work.dtype)
@@ -121,13 +128,31 @@ def without_columns(
     return tuple(found)
 
 
-def _norms(value: torch.Tensor, work: Workload) -> torch.Tensor:
-    """The largest norm of a row of values for each query head, (*batch, heads, 1), from 1 to
-    2**14; rows that are not finite do not count."""
+def _norms(value: torch.Tensor) -> torch.Tensor:
+    """The largest norm of a row of values for each of their heads, (*batch, kv_heads, 1), in fp32
+    and up to 2**14; rows that are not finite do not count."""
     rows = torch.linalg.vector_norm(value, dim=-1, dtype=torch.float32)
-    largest = rows.nan_to_num_(0.0, posinf=0.0).amax(dim=-1, keepdim=True).clamp_(1.0, 2.0**14)
-    found: torch.Tensor = largest.repeat_interleave(work.queries_per_key_head, dim=-2)
-    return found
+    found: torch.Tensor = rows.nan_to_num_(0.0, posinf=0.0).amax(dim=-1, keepdim=True)
+    return found.clamp_(max=2.0**14)
+
+
+def _least_norms(gradient: torch.Tensor, grad_out: torch.Tensor, work: Workload) -> torch.Tensor:
+    """How large a norm of the value's keeps factors as small as the upstream gradient, shaped as
+    ``_norms``: powers of two, from 1 to 2**14."""
+    wide = torch.promote_types(grad_out.dtype, torch.float32)
+    rows = torch.linalg.vector_norm(grad_out, dim=-1, dtype=wide).to(gradient.device)
+    own, upstream = (
+        t.nan_to_num(0.0, posinf=0.0, neginf=0.0)
+        .unflatten(-2, (work.kv_heads, -1))
+        .abs()
+        .amax(dim=(-2, -1))
+        .float()
+        for t in (gradient, rows)
+    )
+    # Rows of 2**-11 of the largest gradient still have a factor that is a normal number.
+    most = (own * 4.0).clamp_(1.0, 2.0**14)
+    exponent = torch.frexp(torch.minimum(own / upstream, most).nan_to_num_(1.0)).exponent - 1
+    return torch.ldexp(torch.ones_like(own), exponent.clamp_(0, 14)).unsqueeze(-1)
 
 
 def _wider(tensor: torch.Tensor, width: int, dtype: torch.dtype | None = None) -> torch.Tensor:
