@@ -103,7 +103,7 @@ def wrong(call: Drawn, route: str, seed: int) -> str | None:
         # dQ and dK cancel (P (dP - delta)), so that what is asked of their size is little.
         allowed = 3e-3 * size if name == "value" else 0.02 * size + _terms(made)
         # An operator that adds up in fp16 rounds to its smallest step more than once.
-        allowed += 4 * 6e-8 if route == "direct" else 6e-8
+        allowed += 6e-8 if more["levels"] else 4 * 6e-8
         off = float((actual.double() - wanted)[fits].abs().max()) if bool(fits.any()) else 0.0
         if off > allowed:
             return f"{call.words}; {route} {more}: the {name}'s gradient is off by {off:.2e}"

@@ -79,6 +79,9 @@ class Watch:
     def __init__(self, group: dist.ProcessGroup, host: bool) -> None:
         self._group, self._host, self.ranks = group, host, group.size()
         self._peers = peers = Peers.of(group)
+        # Of this rank; and whether its word is what the others hear of.
+        self._error: Exception | None = None
+        self._told = False
         if peers.left:
             self._come_back()
         if peers.begun:
@@ -88,16 +91,13 @@ class Watch:
         self._what: Hashable = None
         self.mark: int | None = None
         self._looks = 0
-        # Of this rank, and of another.
-        self._error: Exception | None = None
+        # Of another rank that failed.
         self._word: Word | None = None
         # Whether what this rank raises is another's failure.
         self._heard = False
         self._sent = self._ended = False
         # Whether it waits, or has waited in vain, for a message that may never come.
         self._in_vain = False
-        # Whether this rank's word is what the others hear of.
-        self._told = False
 
     def __enter__(self) -> Watch:
         return self

@@ -37,14 +37,15 @@ def kept_pool(devices: Sequence[str]) -> Pool:
     Raises:
         ValueError, TypeError, RuntimeError: as ``Pool``.
     """
-    name = (os.getpid(), tuple(devices))
+    names = tuple(devices)
+    name = (os.getpid(), names)
     while True:
         with _lock:
             pool = _pools.get(name)
             if pool is None:
                 if not _pools:
                     atexit.register(close)
-                pool = _pools[name] = Pool(devices)
+                pool = _pools[name] = Pool(names)
                 return pool
         # Without the lock: this waits for a call of another thread, whose progress= may ask for a
         # pool as well.
