@@ -3,10 +3,13 @@
     python benchmarks/sharded.py --json F
 
 One process a GPU, NCCL; inputs on the devices, sharded by sequence. Seconds of a forward, and of a
-forward and backward through autograd: medians, of the slowest rank. Ratios are to cuDNN on one
-device with the whole sequence ("one device"), and to that time divided by the ranks ("linear").
-A method that raises an error is left out, and the error said; one that hangs takes its process with
-it, so give doubtful ones a process of their own (``--methods``; results of both go to one file).
+forward and backward through autograd: medians, of the slowest rank. All ranks begin at one moment
+of the clock that they share. With ``--calls 1,8`` also of eight calls that are enqueued one after
+the other before anybody waits, as a model's layers are: seconds of one of them. Ratios are to cuDNN
+on one device with the whole sequence ("one device"), and to that time divided by the ranks
+("linear"). A method that raises an error is left out, and the error said; one that hangs takes its
+process with it, so give doubtful ones a process of their own (``--methods``; results of both go to
+one file).
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,7 @@ class Case:
     Attributes:
         shards: rows of each rank; None: equal ones.
         warm: one device is called once untimed, as all others are.
+        calls: that are enqueued before anybody waits.
     """
 
     tokens: int
@@ -52,6 +56,7 @@ class Case:
     shards: tuple[int, ...] | None = None
     rounds: int = 5
     warm: bool = True
+    calls: int = 1
     methods: tuple[str, ...] = (
         "one device", "ours", "plain exchange", "torch ring flash", "torch ring cudnn",
         "ringmaster",
@@ -88,15 +93,17 @@ def main() -> None:
     parser.add_argument("--cases", default="", help="names, with commas; all")
     parser.add_argument("--methods", default="", help="names, with commas; those of the case")
     parser.add_argument("--rounds", type=int, help="those of the case")
+    parser.add_argument("--calls", default="1", help="how many in a row; numbers, with commas")
     parser.add_argument("--json", help="file to write; what it has of other methods stays")
     given = parser.parse_args()
     ranks = torch.cuda.device_count()
     names = given.cases.split(",") if given.cases else list(cases(ranks))
     methods = given.methods.split(",") if given.methods else None
+    rows = [int(number) for number in given.calls.split(",")]
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29533")
     torch.multiprocessing.spawn(
-        rank_main, (ranks, names, methods, given.rounds, given.json), nprocs=ranks
+        rank_main, (ranks, names, methods, given.rounds, rows, given.json), nprocs=ranks
     )
 
 
@@ -106,6 +113,7 @@ def rank_main(
     names: list[str],
     chosen: list[str] | None,
     rounds: int | None,
+    rows: list[int],
     target: str | None,
 ) -> None:
     """All cases on one rank."""
@@ -122,9 +130,11 @@ def rank_main(
     }  # fmt: skip
     if target and Path(target).exists():
         document["cases"] = json.loads(Path(target).read_text(encoding="utf-8"))["cases"]
-    for name in names:
-        case = cases(ranks)[name]
-        found = measure(case, rank, ranks, device, chosen or list(case.methods), rounds)
+    for name, calls in product(names, rows):
+        case = replace(cases(ranks)[name], calls=calls)
+        case = case if rounds is None else replace(case, rounds=rounds)
+        found = measure(case, rank, ranks, device, chosen or list(case.methods))
+        name = name if calls == 1 else f"{name}, {calls} in a row"
         case_of = document["cases"].setdefault(name, {})
         one = found.get("one device", case_of.get("one device"))
         case_of.update({m: _compared(*row, one, ranks) for m, row in found.items()})
@@ -182,7 +192,7 @@ class Method:
 
 
 def measure(
-    case: Case, rank: int, ranks: int, device: torch.device, names: list[str], rounds: int | None
+    case: Case, rank: int, ranks: int, device: torch.device, names: list[str]
 ) -> dict[str, Any]:
     """Seconds of each method on one case, and what there is to say."""
     sizes = case.shards or (case.tokens // ranks,) * ranks
@@ -194,18 +204,18 @@ def measure(
     whole = [torch.randn(s, device=device, dtype=case.dtype) for s in shapes]
     mine = [t[:, :, start:stop].contiguous() for t in whole]
     setting = Setting(rank, ranks, device, sizes, whole, mine)
-    methods, found = _prepared(setting, names, case.warm)
+    methods, found = _prepared(setting, names, case)
     timed: dict[str, list[tuple[float, float]]] = {name: [] for name in methods}
-    for _ in range(rounds or case.rounds):
+    for _ in range(case.rounds):
         for name, method in methods.items():
-            timed[name].append(_times(method, rank == 0 or method.together))
+            timed[name].append(_times(method, rank == 0 or method.together, case.calls))
     for name, pairs in timed.items():
         median = [statistics.median(times) for times in zip(*pairs, strict=True)]
         slowest = torch.tensor(median, device=device)
         if methods[name].together:
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         found[name] = (*slowest.tolist(), "")
-    if "ours" in methods:
+    if "ours" in methods and case.calls == 1:
         said = _said(case, setting, methods["ours"])
         found["ours"] = (*found["ours"][:2], said)
     del whole, mine, setting, methods
@@ -214,17 +224,17 @@ def measure(
 
 
 def _prepared(
-    setting: Setting, names: list[str], warm: bool
+    setting: Setting, names: list[str], case: Case
 ) -> tuple[dict[str, Method], dict[str, Any]]:
-    """The methods that work here, called once (one device if ``warm``); why others do not."""
+    """The methods that work here, called once (one device if it is to be); why others do not."""
     methods: dict[str, Method] = {}
     broken: dict[str, Any] = {}
     for name in names:
         said = ""
         try:
             method = METHODS[name](setting)
-            if warm or method.together:
-                _times(method, setting.rank == 0 or method.together)
+            if case.warm or method.together:
+                _times(method, setting.rank == 0 or method.together, 1)
         except Exception as error:
             said = f"{type(error).__name__}: {error}"[:300]
         every: list[Any] = [None] * setting.ranks
@@ -269,28 +279,44 @@ def _difference(setting: Setting, ours: Callable[..., torch.Tensor], rows: slice
     return "; gradients differ from one device's by " + ", ".join(f"{w:.1e}" for w in worst)
 
 
-def _times(method: Method, runs: bool) -> tuple[float, float]:
+def _times(method: Method, runs: bool, calls: int) -> tuple[float, float]:
     """Seconds of a forward without gradients, and of a forward and backward."""
-    q, k, v = (t.detach().requires_grad_() for t in method.tensors[:3])
-    with method.around(), torch.no_grad():
-        forward = _timed(lambda: method.call(q, k, v), runs)
+    q, k, v = leaves = [t.detach().requires_grad_() for t in method.tensors[:3]]
+
+    def forward() -> None:
+        with torch.no_grad():
+            method.call(q, k, v)
 
     def both() -> None:
+        for leaf in leaves:
+            leaf.grad = None
         method.call(q, k, v).backward(method.tensors[3])
 
     with method.around():
-        return forward, _timed(both, runs)
+        alone = _timed(forward, runs, calls)
+    with method.around():
+        return alone, _timed(both, runs, calls)
 
 
-def _timed(work: Callable[[], Any], runs: bool) -> float:
+def _timed(work: Callable[[], Any], runs: bool, calls: int) -> float:
+    begun = _together()
+    for _ in range(calls if runs else 0):
+        work()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begun) / calls
+
+
+def _together() -> float:
+    """Wait for a moment that all ranks agree on, when no device has anything to do."""
     torch.cuda.synchronize()
     dist.barrier()
     torch.cuda.synchronize()
-    begun = time.perf_counter()
-    if runs:
-        work()
-    torch.cuda.synchronize()
-    return time.perf_counter() - begun
+    moment = torch.tensor(time.perf_counter() + 2e-3, dtype=torch.float64, device="cuda")
+    dist.broadcast(moment, 0)
+    start = moment.item()
+    while time.perf_counter() < start:
+        pass
+    return start
 
 
 def _one_device(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
