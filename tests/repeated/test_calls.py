@@ -176,6 +176,39 @@ def test_where_memory_runs_out_the_call_is_made_as_any_other(
     assert not calls._KNOWN
 
 
+@pytest.mark.parametrize("own_memory", [False, True], ids=["host", "own memory"])
+@pytest.mark.parametrize("before", [False, True], ids=["first", "remembered"])
+def test_a_whole_call_that_runs_out_of_memory_is_not_remembered(
+    own_memory: bool, before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is decided without asking how much is free: again and again, as long as it fails."""
+    backend = SimpleNamespace(own_memory=own_memory)
+    monkeypatch.setattr(calls, "backend_of", lambda device: backend)
+    leaves = [torch.randn(1, 2, 300, 16).half().requires_grad_() for _ in range(3)]
+    want = exact(*leaves).half()
+    if before:
+        qa.attention(*leaves, enable_gqa=True)
+        assert [type(one) for one in calls._KNOWN.values()] == [whole.Whole]
+    forward, failures = CpuKernel.whole_forward, []
+
+    def scarce_forward(self: CpuKernel, query: Any, key: Any, *args: Any, **named: Any) -> Any:
+        if (query.shape[2], key.shape[2]) == (300, 300):
+            failures.append(True)
+            raise torch.OutOfMemoryError("no memory for all of it at once")
+        return forward(self, query, key, *args, **named)
+
+    with monkeypatch.context() as scarce:
+        scarce.setattr(CpuKernel, "whole_forward", scarce_forward)
+        for _ in range(2):
+            out = qa.attention(*leaves, enable_gqa=True)
+            torch.testing.assert_close(out, want, rtol=1e-2, atol=1e-3)
+            assert failures
+            assert not calls._KNOWN
+            failures.clear()
+    torch.testing.assert_close(qa.attention(*leaves, enable_gqa=True), want, rtol=1e-2, atol=1e-3)
+    assert [type(one) for one in calls._KNOWN.values()] == [whole.Whole]
+
+
 def test_bad_arguments_are_refused_after_a_good_call_too() -> None:
     q, k, v = inputs()
     qa.attention(q, k, v, enable_gqa=True)

@@ -41,27 +41,30 @@ def output(
         tried: what was ``known``, where that was not the whole of this call.
     """
     if tried is not None:
-        # It may be another kind of call by now.
+        # It may be another kind of call by now, and one that ran out of memory may do so again: it
+        # is remembered by the next call like it that does not.
         _KNOWN.pop(name, None)
+        name = None
     # Of tensors that were broadcast or cast, others like the given ones are not.
     if any(one is not other for one, other in zip(tensors[:3], given, strict=True)):
         name = None
     here = not backend_of(request.options.device).own_memory
     if here:
-        # Not tried twice: a checkpoint counts what is saved, also of an output that is thrown away,
-        # and nothing may be remembered when it runs again.
+        # Not tried twice: a checkpoint counts what is saved, also of an output that is thrown away.
         found = small(tensors, request) if tried is None else None
         if found is not None and found[1] is not None:
             if name is not None and tensors.mask is None:
                 _note(name, found[0])
             return request.back(found[1])
-        if found is not None or type(tried) is Small or not gradients_are_ours(request):
+        if found is not None or not gradients_are_ours(request):
             name = None
     if name is not None and name not in _KNOWN:
         one = whole(tensors, request)
-        # It is decided: not once more, unless memory runs out (as it may have just now).
-        made = one.output(*tensors[:3]) if one is not None and tried is None else None
-        _note(name, one)
+        # It is decided: not once more, unless memory runs out. Then it is not remembered either: a
+        # short call is decided without asking how much is free.
+        made = None if one is None else one.output(*tensors[:3])
+        if one is None or made is not None:
+            _note(name, one)
         if made is not None:
             return made
     return attend(tensors, request, out)[0]
