@@ -7,6 +7,7 @@ import signal
 import time
 import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from socket import socket
@@ -163,7 +164,7 @@ def answer(one: Computing, message: Compute) -> Done | Failed:
         memory = isinstance(error, (OutOfMemoryError, torch.OutOfMemoryError, MemoryError))
         # A budget is as small for the others, or theirs are others.
         memory = memory and (one.unequal or not isinstance(error, BudgetError))
-        said = error if _can_be_sent(error) else f"{type(error).__name__}: {error}"
+        said = _as_sent(error)
         # After an error of its own a CUDA device takes nothing more from this process.
         broken = not memory and "CUDA error" in str(error)
         trace = traceback.format_exc()
@@ -171,11 +172,14 @@ def answer(one: Computing, message: Compute) -> Done | Failed:
     return Done(message.number, message.index, time.perf_counter() - begun, report)
 
 
-def _can_be_sent(error: BaseException) -> bool:
-    try:
-        return type(pickle.loads(pickle.dumps(error))) is type(error)
-    except Exception:
-        return False
+def _as_sent(error: BaseException) -> BaseException | str:
+    """It as the pool gets it, else its text. Not itself: with it the frames of the part, and their
+    tensors, would stay."""
+    with suppress(Exception):
+        said = pickle.loads(pickle.dumps(error))
+        if type(said) is type(error):
+            return said
+    return f"{type(error).__name__}: {error}"
 
 
 class _Pass:
@@ -199,6 +203,8 @@ class _Pass:
         # has heard that it began.
         self._handles = message.tensors
         self._tensors: dict[str, torch.Tensor] = {}
+        # Of the part that is being computed: where gradients go that are added up.
+        self._sums: dict[str, torch.Tensor] = {}
         self._openings = openings
         self._options, self._budget, self._device = message.options, message.budget, device
 
@@ -216,6 +222,7 @@ class _Pass:
     def compute(self, message: Compute, report: Report) -> None:
         """Compute a part; its results are in place when this returns."""
         begun = time.perf_counter()
+        self._sums = {name: opened(handle) for name, handle in (message.sums or {}).items()}
         if not self._tensors:
             open_ = self._openings.open
             self._tensors = {name: open_(handle) for name, handle in self._handles.items()}
@@ -225,13 +232,27 @@ class _Pass:
         self._met.add(sizes)
         unlocked = self._unlocked(message)
         self.opening = time.perf_counter() - begun
-        with Touching(unlocked):
-            if self._backward:
-                at = self._gradients(message, report)
-            else:
-                at = self._statistics(message.part, report)
-            at.store()
-        for device in {self._device, *(t.device for t in self._tensors.values())}:
+        try:
+            with Touching(unlocked):
+                if self._backward:
+                    at = self._gradients(message, report)
+                else:
+                    at = self._statistics(message.part, report)
+                at.store()
+        finally:
+            self._wait()
+        self._sums = {}
+
+    def _wait(self) -> None:
+        """Until kernels and copies are done, also those of a part that has failed.
+
+        Before that no tensor of another process may be let go of: torch first takes its memory out
+        of this process, and then waits for the current stream of its device. A kernel that still
+        uses the memory would fault, and this process could compute nothing any more. So tensors of
+        a part are referred to by the pass.
+        """
+        every = (*self._tensors.values(), *self._sums.values())
+        for device in {self._device, *(t.device for t in every)}:
             backend_of(device).synchronize(device)
 
     def _sizes_of(self, part: Part) -> Any:
@@ -284,8 +305,7 @@ class _Pass:
         at = self._local(part, (*names, "grad_query", "grad_key", "grad_value"))
         query, key, value, grad_out, out, lse = (at.read(self._of(n, part)) for n in names)
         grad_lse = at.read(self._of("grad_lse", part)) if "grad_lse" in self._tensors else None
-        sums = {name: opened(handle) for name, handle in (message.sums or {}).items()}
-        target = self._of("grad_query", part)
+        sums, target = self._sums, self._of("grad_query", part)
         if "grad_key" not in sums:
             keys = (self._of(name, part) for name in ("grad_key", "grad_value"))
             grads = (at.result(target), *(at.result(one) for one in keys))
