@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import random
 import signal
@@ -176,7 +177,28 @@ def test_second_orders_wait_at_their_workers(where: str) -> None:
             report = compare(made, inputs(3, 1, 5000, where), is_causal=True)
             for found in (report.pool.forward, report.pool.backward):
                 assert sorted(one.index for one in found.ran) == list(range(found.parts))
+            assert not report.pool.forward.history
+            assert not report.pool.backward.history
         assert not any(worker.withdraw() for worker in made.workers)
+
+
+@pytest.mark.parametrize("where", ["cuda:0", "cuda:1"])
+def test_sums_in_allocations_of_their_own(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """A worker closes such an allocation with the last of its tensors: not while its kernels, or
+    copies from the other GPU, still write there."""
+
+    def apart(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        whole = torch.empty(16 << 20, dtype=dtype, device=device)
+        return whole[: math.prod(shape)].view(shape)
+
+    monkeypatch.setattr("quorum_attention.pool.totals.made_for", apart)
+    with Pool(["cuda:0", "cuda:1"]) as made:
+        made.alike = lambda *asked: False  # type: ignore[method-assign]
+        before = [worker.process.pid for worker in made.workers]
+        for turn in range(12):
+            report = compare(made, inputs(3, 1, 3000 + 1000 * turn, where), is_causal=True)
+            assert not report.pool.backward.history
+        assert [worker.process.pid for worker in made.workers if worker.alive] == before
 
 
 @pytest.mark.parametrize("where", ["cpu", "cuda:0"])
