@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
+import signal
+import sys
+import threading
 import weakref
 from collections import Counter
 from itertools import accumulate
@@ -26,10 +30,48 @@ TOLERANCES = {
 HOME = [torch.device("cpu")]
 
 
-def spawn(work: Any, ranks: int, folder: Path, *args: Any, backend: str = "gloo") -> None:
-    """Run ``work(rank, *args)`` on the ranks of a group; fails if one of them fails."""
-    store = folder / f"store-{ranks}"
-    mp.spawn(_run, (ranks, str(store), work, args, backend), nprocs=ranks)
+def spawn(
+    work: Any, ranks: int, folder: Path, *args: Any, backend: str = "gloo", forked: bool = True
+) -> None:
+    """Run ``work(rank, *args)`` on the ranks of a group; fails if one of them fails.
+
+    Three and more are forks of one process, which has imported torch for all of them: importing it
+    takes longer than most of what they do. Two have nothing in common, not even the order of their
+    sets; nor have any on a GPU, which no fork can use, or if ``forked`` is false.
+    """
+    told = (ranks, str(folder / f"store-{ranks}"), work, args, backend)
+    if forked and ranks > 2 and not torch.cuda.is_available():
+        mp.spawn(_forked, told, nprocs=1)
+    else:
+        mp.spawn(_run, told, nprocs=ranks)
+
+
+def _forked(_: int, ranks: int, *told: Any) -> None:
+    """Run the ranks as forks of this process, each of which ends as a process of its own would."""
+    import torch._dynamo
+
+    torch.set_num_threads(1)
+    assert threading.active_count() == 1, "a fork has only the thread that forks"
+    gc.collect()
+    gc.freeze()
+    children = {}
+    for rank in range(ranks):
+        number = os.fork()
+        if not number:
+            mp._prctl_pr_set_pdeathsig(signal.SIGTERM)  # type: ignore[attr-defined]
+            _run(rank, ranks, *told)
+            return
+        children[number] = rank
+    while children:
+        number, status = os.wait()
+        rank = children.pop(number)
+        if status:
+            for other in children:
+                os.kill(other, signal.SIGTERM)
+            if os.WIFSIGNALED(status):
+                raise RuntimeError(f"rank {rank} died of signal {os.WTERMSIG(status)}")
+            # It has said what was wrong.
+            sys.exit(os.WEXITSTATUS(status))
 
 
 def _run(rank: int, ranks: int, store: str, work: Any, args: tuple[Any, ...], backend: str) -> None:
@@ -37,6 +79,8 @@ def _run(rank: int, ranks: int, store: str, work: Any, args: tuple[Any, ...], ba
     # this file: it imports Triton, which other tests have to tell first that it interprets.
     import torch._dynamo
 
+    # A process that ends looks at all of it time and again: a second for what torch is made of.
+    gc.freeze()
     torch.set_num_threads(1)
     if backend == "nccl":
         HOME[0] = torch.device("cuda", rank)

@@ -79,14 +79,11 @@ def _views(rank: int) -> None:
 def _both(rank: int) -> None:
     _all_of_it(rank)
     _views(rank)
+    _refusals(dist.new_group([rank], use_local_synchronization=True))
 
 
-def test_on_processes(tmp_path: Path) -> None:
-    spawn(_both, 2, tmp_path)
-
-
-def _alone(rank: int) -> None:
-    group, x = dist.group.WORLD, torch.zeros(2, 5)
+def _refusals(group: dist.ProcessGroup) -> None:
+    x = torch.zeros(2, 5)
     for named, words in (
         ({"buffers": [x]}, "buffer_seq_dims"),
         ({"buffers": [x], "buffer_seq_dims": [2]}, "none of"),
@@ -102,5 +99,5 @@ def _alone(rank: int) -> None:
         pass
 
 
-def test_refusals(tmp_path: Path) -> None:
-    spawn(_alone, 1, tmp_path)
+def test_on_processes(tmp_path: Path) -> None:
+    spawn(_both, 2, tmp_path)

@@ -324,7 +324,7 @@ class _Failing(DenseKernel):
 
 
 def test_messages_left_over_do_not_abort_a_process_that_ends(tmp_path: Path) -> None:
-    spawn(_the_others_end_as_this_one_does, 3, tmp_path)
+    spawn(_the_others_end_as_this_one_does, 3, tmp_path, forked=False)
 
 
 def test_an_error_may_be_among_its_own_causes() -> None:
