@@ -291,6 +291,7 @@ def test_masks_are_combined() -> None:
         ({"window": (1, 2, 3)}, "Mask.window must be"),
         ({"window": -2}, "Mask.window must be"),
         ({"chunk": 0}, "Mask.chunk must be at least 1"),
+        ({"chunk": 10**30}, "Mask.chunk must be at most"),
         ({"documents": torch.zeros(3)}, "Mask.documents must be integers"),
         ({"documents": (torch.zeros(3, dtype=torch.int64),)}, "one tensor or two"),
         ({"key_padding": torch.zeros(3)}, "Mask.key_padding must be bool"),

@@ -199,6 +199,60 @@ def test_what_cannot_be_mapped_is_refused_by_name() -> None:
         vmap(lambda *t: qa.attention(*t, plan=plan))(q[0], k[0], v[0])
 
 
+def test_tensors_of_a_mask_cannot_be_mapped() -> None:
+    """They are read before the call is planned, for all entries at once."""
+    q, k, v = (t[:, None] for t in three())
+    ids, plain = torch.arange(20).expand(3, 20) // 4, qa.Mask(window=3)
+    masks: dict[str, Callable[[torch.Tensor], qa.Mask]] = {
+        "Mask.documents": lambda ids: qa.Mask(documents=ids),
+        "Mask.documents of two": lambda ids: qa.Mask(documents=(ids, ids)) | plain,
+        "Mask.key_padding": lambda ids: plain & (plain | qa.Mask(key_padding=ids < 2)),
+        "Mask.key_lengths": lambda ids: qa.Mask(key_lengths=ids[:1]),
+    }
+    for name, mask in masks.items():
+        name = name.removesuffix(" of two")
+        with pytest.raises(NotImplementedError, match=f"torch.vmap cannot map over {name}"):
+            vmap(lambda i, *t, mask=mask: qa.attention(*t, attn_mask=mask(i)))(ids, q, k, v)
+    for call in ({}, {"depth": 1}):
+        with pytest.raises(NotImplementedError, match=r"reads a tensor of a torch.func transf"):
+            vmap(
+                lambda i, *t, call=call: qa.attention(
+                    *t, attn_mask=qa.Mask(keeps=lambda b, h, x, y: i[x] == i[y]), **call
+                )
+            )(ids, q, k, v)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_tensors_of_a_mask_may_come_from_what_is_derived(depth: int) -> None:
+    """They have no gradient, so the wrappers that torch.func.grad puts around them say nothing."""
+    q, k, v = (t.flatten(0, 1) for t in three())
+    lower = torch.ones(20, 20, dtype=torch.bool).tril()
+
+    def mine(q: torch.Tensor) -> torch.Tensor:
+        ids = (q[0, 0, :, 0] * 0).long() + torch.arange(20) // 7
+        of_keys = (q[0, 0, :, 0] ** 2 >= 0) & (torch.arange(20) != 5)
+        lengths = torch.full((6,), 20) + (q[:, 0, 0, 0] * 0).long()
+        mask = qa.Mask(causal=True, documents=ids, key_lengths=lengths)
+        mask &= qa.Mask(key_padding=of_keys) | qa.Mask(window=0)
+        return qa.attention(q, k, v, attn_mask=mask, depth=depth).square().sum()
+
+    def torchs(q: torch.Tensor) -> torch.Tensor:
+        ids, at = torch.arange(20) // 7, torch.arange(20)
+        kept = lower & (ids[:, None] == ids) & ((at != 5) | (at[:, None] == at))
+        return sdpa(q, k, v, kept).square().sum()
+
+    assert_close(grad(mine)(q), grad(torchs)(q), 1e-11)
+    assert_close(grad(lambda q: grad(mine)(q.detach()).sum() + mine(q))(q), grad(torchs)(q), 1e-11)
+    closed_over = torch.arange(20.0)
+
+    def closes(t: torch.Tensor) -> torch.Tensor:
+        mask = qa.Mask(keeps=lambda b, h, x, y: t[x] >= t[y])
+        return qa.attention(q, k, v * t.sum(), attn_mask=mask, depth=depth).sum()
+
+    with pytest.raises(NotImplementedError, match=r"reads a tensor of a torch.func transf"):
+        grad(closes)(closed_over)
+
+
 def test_a_kernel_of_a_function_is_mapped_as_any_other() -> None:
     def function(query, key, value, *, is_causal, scale):  # type: ignore[no-untyped-def]
         scores = scale * query @ key.mT

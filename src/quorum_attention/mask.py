@@ -13,6 +13,8 @@ from quorum_attention.counts import real_number, shown, whole_number
 Documents = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Keeps = Callable[[Any, Any, Any, Any], torch.Tensor]
 
+# Positions and their sums are 64-bit integers.
+_FAR = 1 << 62
 _CAUSAL = (False, True, "upper_left", "lower_right")
 # The fields that say which pairs are kept; the others change scores or results.
 _STRUCTURE = (
@@ -92,12 +94,11 @@ class Mask:
                 f"{shown(self.causal)}"
             )
         if self.offset is not None:
-            limit = 1 << 62
-            whole_number(self.offset, "Mask.offset", -limit, limit)
+            whole_number(self.offset, "Mask.offset", -_FAR, _FAR)
         if self.window is not None:
             _window(self.window)
         if self.chunk is not None:
-            whole_number(self.chunk, "Mask.chunk", 1)
+            whole_number(self.chunk, "Mask.chunk", 1, _FAR)
         if self.documents is not None:
             both = self.documents if isinstance(self.documents, tuple) else (self.documents,)
             if isinstance(self.documents, tuple) and len(both) != 2:

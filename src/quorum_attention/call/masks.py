@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
+from quorum_attention.call.transforms import unwrapped
 from quorum_attention.call.validation import Sizes as CallSizes
 from quorum_attention.call.validation import check_kind
 from quorum_attention.execution.device.lookup import on_host
@@ -36,6 +38,8 @@ def under_mask(
         ValueError, TypeError, NotImplementedError: a part of the mask does not fit, by name.
     """
     _check_kinds(mask)
+    if torch._C._are_functorch_transforms_active():
+        mask = _unwrapped(mask)
     work = Workload(*sizes, is_causal, shape, dropout=dropout)
     read = Sizes(work.batch, sizes.heads, sizes.n_queries, sizes.n_keys)
     call = work.call_shape(options.device.type, needs_grad)
@@ -52,6 +56,32 @@ def _check_kinds(mask: Mask) -> None:
             check_kind(tensor, f"Mask.{name}")
     for inner in (*mask.either, *mask.every):
         _check_kinds(inner)
+
+
+def _unwrapped(mask: Mask) -> Mask:
+    """``mask`` with tensors that can be read under a transformation of torch.func's.
+
+    Raises:
+        NotImplementedError: torch.vmap maps over one, by name.
+    """
+
+    def plain(tensor: torch.Tensor | None, name: str) -> torch.Tensor | None:
+        return None if tensor is None else unwrapped(tensor, f"Mask.{name}")
+
+    documents: Any = mask.documents
+    if isinstance(documents, tuple):
+        documents = tuple(plain(ids, "documents") for ids in documents)
+    else:
+        documents = plain(documents, "documents")
+    lengths, padding = (
+        plain(mask.key_lengths, "key_lengths"),
+        plain(mask.key_padding, "key_padding"),
+    )
+    either, every = tuple(map(_unwrapped, mask.either)), tuple(map(_unwrapped, mask.every))
+    return replace(
+        mask, documents=documents, key_lengths=lengths, key_padding=padding, either=either,
+        every=every,
+    )  # fmt: skip
 
 
 def checked_sinks(mask: Mask, heads: int, query: torch.Tensor) -> torch.Tensor | None:

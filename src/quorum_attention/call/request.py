@@ -13,7 +13,12 @@ from quorum_attention.call.causal_bias import as_mask
 from quorum_attention.call.dropout import checked_dropout, dropout_of
 from quorum_attention.call.masks import checked_sinks, under_mask
 from quorum_attention.call.options import Written, options_of
-from quorum_attention.call.transforms import records, refuse_entries, refuse_out
+from quorum_attention.call.transforms import (
+    records,
+    refuse_captured,
+    refuse_entries,
+    refuse_out,
+)
 from quorum_attention.call.validation import (
     as_tensor,
     check_apart,
@@ -201,6 +206,8 @@ def request_of(
             needs_grad=function == "attention_backward" or records(query, key, value),
             dropout=p > 0.0,
         )
+    if torch._C._are_functorch_transforms_active():
+        refuse_captured(options.kernel)
     exact = scale_is_exact(factor, query.dtype)
     work = Workload(
         *sizes, is_causal, shape, factor > 0, sinks is not None, p > 0.0, exact_scale=exact

@@ -9,7 +9,7 @@ import torch
 from quorum_attention.kernels.outside import outside
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
-from quorum_attention.kernels.traits import by_entry
+from quorum_attention.kernels.traits import by_entry, captures
 
 
 def records(*inputs: torch.Tensor) -> bool:
@@ -86,6 +86,44 @@ def _levels(tensor: torch.Tensor) -> Iterator[int]:
     while functorch.is_functorch_wrapped_tensor(tensor):
         yield functorch.maybe_get_level(tensor)
         tensor = functorch.get_unwrapped(tensor)
+
+
+def unwrapped(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """``tensor``, whose numbers are read now and which gets no gradient, without the wrappers of
+    torch.func's derivatives.
+
+    Raises:
+        NotImplementedError: torch.vmap maps over it.
+    """
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            raise NotImplementedError(
+                f"torch.vmap cannot map over {name}: only over query, key, value and attn_mask (or "
+                "Mask.bias); make the dimension that is mapped one of the batch"
+            )
+        if not functorch.is_gradtrackingtensor(tensor):
+            break
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def refuse_captured(kernel: str | InnerKernel) -> None:
+    """Refuse functions of the user's that close over a tensor of a transformation: they are called
+    outside of it, where that tensor has no numbers.
+
+    Raises:
+        NotImplementedError: a function of ``kernel`` does.
+    """
+    told = None if isinstance(kernel, str) and kernel == "auto" else captures(get_kernel(kernel))
+    if told is None:
+        return
+    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, told.captured())):
+        raise NotImplementedError(
+            f"a function of kernel {told.name!r} (Mask.keeps, mask_mod, score_mod, ...) reads a "
+            "tensor of a torch.func transformation that is under way: it may read only tensors "
+            "from outside of it"
+        )
 
 
 def refuse_entries(kernel: str | InnerKernel, device: torch.device) -> None:

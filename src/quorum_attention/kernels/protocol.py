@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -216,6 +216,17 @@ class Captures(InnerKernel, Protocol):
 
     def captured(self) -> Sequence[torch.Tensor]:
         """The tensors besides the inputs that results depend on."""
+        ...
+
+
+class CallsBack(InnerKernel, Protocol):
+    """A kernel that calls users' functions in the forward and again in the backward.
+
+    What these depend on has to be the same both times (``kit/unchanged.py``).
+    """
+
+    def called_back(self) -> Sequence[Any]:
+        """The functions; None where there is none."""
         ...
 
 

@@ -16,6 +16,7 @@ import torch
 from quorum_attention.counts import shown
 from quorum_attention.kernels.protocol import (
     ByEntry,
+    CallsBack,
     CallShape,
     Captures,
     InnerKernel,
@@ -60,6 +61,8 @@ class Traits:
         probed_as: the kernel to compare with the reference instead of this one, because this one
             has options that change the scores; None: this one.
         captures: it says which tensors it reads besides (``Captures``).
+        calls_back: it says which functions of the user's its backward calls again
+            (``CallsBack``).
         by_entry: it says whether it depends on the batch entry's number (``ByEntry``).
         sparse: it says which pairs it keeps (``Sparse``).
         pairwise: it says how it changes each score (``Pairwise``).
@@ -93,6 +96,7 @@ class Traits:
     dropout: bool = False
     probed_as: InnerKernel | None = None
     captures: bool = False
+    calls_back: bool = False
     by_entry: bool = False
     sparse: bool = False
     pairwise: bool = False
@@ -163,6 +167,11 @@ def captures(kernel: InnerKernel) -> Captures | None:
     return cast(Captures, kernel) if traits_of(kernel).captures else None
 
 
+def calls_back(kernel: InnerKernel) -> CallsBack | None:
+    """``kernel`` as one that calls users' functions in both passes, if it does."""
+    return cast(CallsBack, kernel) if traits_of(kernel).calls_back else None
+
+
 def by_entry(kernel: InnerKernel) -> ByEntry | None:
     """``kernel`` as one that may depend on the batch entry's number, if it may."""
     return cast(ByEntry, kernel) if traits_of(kernel).by_entry else None
@@ -224,6 +233,7 @@ def _methods(protocol: type) -> tuple[str, ...]:
 METHODS = MappingProxyType(
     {
         "captures": _methods(Captures),
+        "calls_back": _methods(CallsBack),
         "by_entry": _methods(ByEntry),
         "sparse": _methods(Sparse),
         "pairwise": _methods(Pairwise),

@@ -100,6 +100,7 @@ class FlexKernel:
         launch_seconds=(0.7e-3, 2.3e-3),  # most of it torch.compile's
         rates=(0.84, 0.69),  # H200, causal, D = 64
         captures=True,
+        calls_back=True,
         by_entry=True,
         sparse=True,
         whole_calls=True,
@@ -141,6 +142,10 @@ class FlexKernel:
     def captured(self) -> list[torch.Tensor]:
         """See ``Captures``."""
         return self._in_memory.captured()
+
+    def called_back(self) -> tuple[Any, ...]:
+        """See ``CallsBack``."""
+        return self._in_memory.called_back()
 
     def tells_entries_apart(self, device: torch.device) -> bool:
         """See ``ByEntry``."""

@@ -31,7 +31,7 @@ from quorum_attention.kernels.kit.flex import FlexKernel
 from quorum_attention.kernels.kit.function import FunctionKernel, LseFunction, quadratic_workspace
 from quorum_attention.kernels.kit.masks import BlockMask, MaskMod, kept_pairs
 from quorum_attention.kernels.kit.materialised import ScoreMod, materialised
-from quorum_attention.kernels.kit.reads import reads, tensors
+from quorum_attention.kernels.kit.reads import reads
 from quorum_attention.kernels.kit.trials import (
     scores_apart,
     task_indices,
@@ -39,6 +39,7 @@ from quorum_attention.kernels.kit.trials import (
     trial_bytes,
     tried_nodes,
 )
+from quorum_attention.kernels.kit.unchanged import tensors
 from quorum_attention.kernels.protocol import CallShape, Extent, TaskTensors
 
 # Rectangles whose parts are cached.
@@ -53,7 +54,7 @@ class ScoreModKernel(FunctionKernel):
         run: number of rectangles run so far; parts of a rectangle count one by one.
     """
 
-    traits = replace(FunctionKernel.traits, sparse=True)
+    traits = replace(FunctionKernel.traits, sparse=True, calls_back=True)
 
     def __init__(self, score_mod: ScoreMod | None, mask_mod: MaskMod | None, name: str) -> None:
         self.score_mod, self.mask_mod = score_mod, mask_mod
@@ -69,7 +70,11 @@ class ScoreModKernel(FunctionKernel):
 
     def captured(self) -> list[torch.Tensor]:
         """See ``Captures``."""
-        return tensors(self.score_mod, self.mask_mod)
+        return tensors(self.called_back())
+
+    def called_back(self) -> tuple[Any, ...]:
+        """See ``CallsBack``."""
+        return self.score_mod, self.mask_mod
 
     def tells_entries_apart(self, device: torch.device) -> bool:
         """See ``ByEntry``."""

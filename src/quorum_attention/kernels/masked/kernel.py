@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ from quorum_attention.decomposition import (
     Verdict,
 )
 from quorum_attention.kernels.dropout import Dropout
-from quorum_attention.kernels.kit.reads import tensors
+from quorum_attention.kernels.kit.unchanged import tensors
 from quorum_attention.kernels.masked.geometry import Geometry, Place
 from quorum_attention.kernels.masked.native import NativeUnderMask
 from quorum_attention.kernels.masked.native_tried import NativeTried
@@ -95,6 +96,7 @@ class MaskedKernel:
             scaled_backward=own.scaled_backward if by_operator else frozenset(),
             wide_products=own.wide_products or not by_operator,
             captures=True,
+            calls_back=True,
             sparse=True,
             pairwise=True,
             dropout=own.dropout,
@@ -121,7 +123,11 @@ class MaskedKernel:
 
     def captured(self) -> Sequence[torch.Tensor]:
         """See ``Captures``."""
-        return tensors(*self._functions)
+        return tensors(self._functions)
+
+    def called_back(self) -> Sequence[Any]:
+        """See ``CallsBack``."""
+        return self._functions
 
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
         """See ``Sparse``."""
