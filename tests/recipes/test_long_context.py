@@ -11,8 +11,9 @@ import torch
 
 pytest.importorskip("transformers")
 
+import transformers
 from helpers_memory import usage
-from helpers_models import VOCABULARY, distance, tiny
+from helpers_models import SIZES, VOCABULARY, distance, tiny
 
 from quorum_attention.recipes import long_context
 from quorum_attention.recipes.long_context import ATTENTION
@@ -101,6 +102,10 @@ def test_a_call_that_asks_for_more_is_the_models_own() -> None:
     torch.testing.assert_close(model(ids, labels=ids, shift_labels=shifted).loss, wanted)
     torch.testing.assert_close(model(ids, labels=ids, ignore_index=7).loss, ignoring)
     torch.testing.assert_close(model(ids, labels=ids, return_dict=False)[0], wanted)
+    # Labels of the last tokens alone go with their logits alone.
+    some = {"labels": ids[:, -6:], "logits_to_keep": 6}
+    own = type(model).forward(model, ids, **some).loss
+    torch.testing.assert_close(model(ids, **some).loss, own)
 
     class Adapted(torch.nn.Module):
         """As an adapter of PEFT around the head, put there after the recipe."""
@@ -117,6 +122,54 @@ def test_a_call_that_asks_for_more_is_the_models_own() -> None:
     found = model(ids, labels=ids)
     assert found.logits is not None
     assert found.loss.item() != pytest.approx(wanted.item(), rel=1e-4)
+
+
+def test_a_loss_that_is_set_later_is_the_one() -> None:
+    model, ids = tiny("llama"), torch.randint(VOCABULARY, (1, 30))
+    long_context(model, checkpoints=None)
+    model.loss_function = lambda logits, labels, **_: logits.square().mean()
+    found = model(ids, labels=ids)
+    torch.testing.assert_close(found.loss, found.logits.square().mean())
+
+
+@pytest.mark.parametrize("kind", ["llava", "gemma3"])
+def test_images_are_seen(kind: str) -> None:
+    """The decoder within a model of images and text knows nothing of images."""
+    text = {"gemma3": "gemma3_text"}.get(kind, "llama")
+    vision = {"model_type": "clip_vision_model" if kind == "llava" else "siglip_vision_model",
+              "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+              "num_attention_heads": 2, "image_size": 8, "patch_size": 4}  # fmt: skip
+    config = transformers.CONFIG_MAPPING[kind](
+        text_config={"model_type": text, **SIZES}, vision_config=vision,
+        image_token_index=VOCABULARY - 1, mm_tokens_per_image=4,
+    )  # fmt: skip
+    auto = transformers.AutoModelForImageTextToText
+    model = auto.from_config(config, attn_implementation="eager").eval()
+    ids = torch.randint(VOCABULARY - 1, (1, 20))
+    ids[:, 3:7] = VOCABULARY - 1
+    images = torch.randn(1, 3, 8, 8)
+    more = {} if kind == "llava" else {"token_type_ids": (ids == VOCABULARY - 1).long()}
+    asked = {"input_ids": ids, "labels": ids, "pixel_values": images, **more}
+    changed = copy.deepcopy(model)
+    summary = long_context(changed, attention=False)
+    assert ("chunked loss" in summary.done) == HAS_LOSS
+    for one in (model, changed):
+        one(**asked).loss.backward()
+    assert changed(**asked).loss.item() == pytest.approx(model(**asked).loss.item(), rel=1e-6)
+    pairs = list(zip(changed.parameters(), model.parameters(), strict=True))
+    assert all((ours.grad is None) == (own.grad is None) for ours, own in pairs)
+    pairs = [(ours.grad, own.grad) for ours, own in pairs if own.grad is not None]
+    largest = max(own.abs().max() for _, own in pairs)
+    assert all((ours - own).abs().max() < 1e-4 * largest for ours, own in pairs)
+
+
+def test_modes_of_a_models_parts_stay() -> None:
+    model = tiny("llama").train()
+    model.model.layers[0].eval()
+    long_context(model, checkpoints=None)
+    assert model.training
+    assert not model.model.layers[0].training
+    assert model.model.layers[1].mlp.training
 
 
 def test_sixteen_bits_on_a_cpu_keep_their_loss() -> None:

@@ -18,6 +18,7 @@ import torch
 from torch.nn.functional import pad
 
 from quorum_attention.execution.device.lookup import on_host
+from quorum_attention.recipes.modes import evaluated
 from quorum_attention.recipes.summary import NO_LIGER, Ingredient, left_out
 
 NAME = "chunked loss"
@@ -34,7 +35,8 @@ def chunk_loss(model: Any) -> Ingredient:
     """Let ``model(..., labels=...)`` compute its loss without all logits at once."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    if type(head) is not torch.nn.Linear or decoder is None or decoder is model:
+    base = getattr(model, "base_model", model)
+    if type(head) is not torch.nn.Linear or decoder is None or model in (decoder, base):
         kind = type(model).__name__
         return left_out(NAME, f"{kind} is not a decoder with one linear layer to the vocabulary")
     if head.weight.device.type == "meta":
@@ -42,7 +44,7 @@ def chunk_loss(model: Any) -> Ingredient:
     chosen, whose = _implementation(head.weight)
     if chosen is None:
         return left_out(NAME, whose)
-    model.forward = MethodType(_forward(type(model).forward, chosen), model)
+    model.forward = MethodType(_forward(model, chosen), model)
     why = _differs(model)
     if why is not None:
         del model.forward
@@ -82,9 +84,18 @@ def _implementation(weight: torch.Tensor) -> tuple[_Sum | None, str]:
     return torchs_own, "torch's own"
 
 
-def _forward(plain: Callable[..., Any], total: _Sum) -> Callable[..., Any]:
-    """A model's forward with another way from hidden states to loss."""
+def _forward(model: Any, total: _Sum) -> Callable[..., Any]:
+    """A model's forward with another way from hidden states to loss.
+
+    Hidden states are those of ``base_model``, which also takes in images where a model reads some;
+    the decoder within it would pass over what it does not know.
+    """
+    plain = type(model).forward
     signature = inspect.signature(plain)
+    own_loss = getattr(model, "loss_function", None)
+    taken = set(inspect.signature(type(model.base_model).forward).parameters)
+    # What the model's own forward reads, and does not hand on by name: only it knows what for.
+    kept = set(signature.parameters) - taken - {"self", "labels", "logits_to_keep", "kwargs"}
 
     @wraps(plain)
     def forward(self: Any, *args: Any, **named: Any) -> Any:
@@ -92,14 +103,21 @@ def _forward(plain: Callable[..., Any], total: _Sum) -> Callable[..., Any]:
         given.pop("self", None)
         given.update(given.pop("kwargs", {}))
         labels = given.pop("labels", None)
-        if labels is None or _asks_for_more(self, given):
+        if (
+            labels is None
+            or any(given.get(name) is not None for name in kept)
+            or getattr(self, "loss_function", None) is not own_loss
+            or _asks_for_more(self, given)
+        ):
             return plain(self, *args, **named)
         from transformers.modeling_outputs import CausalLMOutputWithPast
 
         for name in ("logits_to_keep", "shift_labels", "ignore_index"):
             given.pop(name, None)
         items = given.pop("num_items_in_batch", None)
-        found = self.get_decoder()(**given)
+        if "labels" in taken:
+            given["labels"] = labels
+        found = self.base_model(**given)
         head = self.get_output_embeddings()
         hidden = found.last_hidden_state.to(head.weight.device)
         target = pad(labels, (0, 1), value=_IGNORED)[..., 1:].reshape(-1).to(hidden.device)
@@ -122,8 +140,11 @@ def _asks_for_more(model: Any, given: dict[str, Any]) -> bool:
     )
     in_words = given.get("return_dict", getattr(model.config, "return_dict", True))
     other_loss = any(given.get(name) is not None for name in ("shift_labels", "ignore_index"))
+    last = given.get("logits_to_keep")
+    some = isinstance(last, torch.Tensor) or bool(last)  # labels are of these tokens then
     head = model.get_output_embeddings()
-    return bool(router or other_loss or in_words is False or type(head) is not torch.nn.Linear)
+    plain_head = type(head) is torch.nn.Linear
+    return bool(router or other_loss or some or in_words is False or not plain_head)
 
 
 @torch.no_grad()
@@ -132,28 +153,25 @@ def _differs(model: Any) -> str | None:
     head = model.get_output_embeddings().weight
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(head.shape[0], (2, _TRIED), generator=generator, device="cpu")
-    ids = ids.to(model.get_input_embeddings().weight.device)
-    labels = ids.clone()
-    labels[0, :3] = _IGNORED
-    asked = {"input_ids": ids, "labels": labels, "use_cache": False}
     # Transformers' own is in float32, of models in float64 too.
     room = 20 * max(torch.finfo(head.dtype).eps, torch.finfo(torch.float32).eps)
-    training = model.training
-    model.eval()
     try:
-        own = type(model).forward(model, **asked)
-        factor = max(1.0, _LARGE / max(float(own.logits.abs().max()), 1e-30))
-        for scale in (1.0, factor):
-            with _scaled(model.get_decoder(), scale):
-                ours = model(**asked).loss.double()
-                true = type(model).forward(model, **asked).loss.double()
-            if not bool((ours - true).abs() <= room * true.abs()):
-                numbers = f"{ours.item():.6g} for {true.item():.6g}"
-                return f"it is not this model's own: {numbers} on a few tokens"
+        ids = ids.to(model.get_input_embeddings().weight.device)
+        labels = ids.clone()
+        labels[0, :3] = _IGNORED
+        asked = {"input_ids": ids, "labels": labels, "use_cache": False}
+        with evaluated(model):
+            own = type(model).forward(model, **asked)
+            factor = max(1.0, _LARGE / max(float(own.logits.abs().max()), 1e-30))
+            for scale in (1.0, factor):
+                with _scaled(model.get_decoder(), scale):
+                    ours = model(**asked).loss.double()
+                    true = type(model).forward(model, **asked).loss.double()
+                if not bool((ours - true).abs() <= room * true.abs()):
+                    numbers = f"{ours.item():.6g} for {true.item():.6g}"
+                    return f"it is not this model's own: {numbers} on a few tokens"
     except Exception as error:  # whatever it is, the model keeps its own loss
         return f"it failed on a few tokens: {type(error).__name__}: {error}"
-    finally:
-        model.train(training)
     return None
 
 

@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 
+from quorum_attention.execution.device.lookup import BACKENDS, on_host
+from quorum_attention.kernels.uncompiled import uncompiled
+from quorum_attention.recipes.modes import evaluated
 from quorum_attention.recipes.summary import NO_LIGER, Ingredient, left_out
 
 NAME = "tiled MLP"
@@ -44,25 +47,23 @@ def _is_gated(module: torch.nn.Module) -> bool:
 
 @torch.no_grad()
 def _goes_token_by_token(module: torch.nn.Module) -> bool:
-    """Tried on two tokens: each alone has to give what both together give."""
-    weight = next(p for p in module.gate_proj.parameters() if p.dim() == 2)  # type: ignore[union-attr]
-    if weight.device.type == "meta" or not weight.is_floating_point():
+    """Tried on two tokens, (tokens, width): each alone has to give what both together give."""
+    sides = (p for p in module.gate_proj.parameters() if p.dim() == 2)  # type: ignore[union-attr]
+    weight = next(sides, None)
+    if weight is None or weight.device.type == "meta" or not weight.is_floating_point():
         return False
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randn(1, 2, weight.shape[1], generator=generator, device="cpu").to(weight)
-    training = module.training
-    module.eval()
+    tokens = torch.randn(2, weight.shape[1], generator=generator, device="cpu").to(weight)
     try:
-        together = module(tokens)
-        apart = [module(tokens[:, i : i + 1]) for i in (0, 1)]
-    except (RuntimeError, TypeError):
+        with evaluated(module):
+            together = module(tokens)
+            apart = [module(tokens[i : i + 1]) for i in (0, 1)]
+    except Exception:  # whatever it is, the MLP stays as it is
         return False
-    finally:
-        module.train(training)
     if not isinstance(together, torch.Tensor) or together.shape != tokens.shape:
         return False
     room = 100 * torch.finfo(weight.dtype).eps * together.abs().max()
-    return bool((together - torch.cat(apart, 1)).abs().max() <= room)
+    return bool((together - torch.cat(apart)).abs().max() <= room)
 
 
 def _tile(module: torch.nn.Module, tokens: int, apply_tiled_mlp: Callable[..., Any]) -> None:
@@ -76,12 +77,61 @@ def _tile(module: torch.nn.Module, tokens: int, apply_tiled_mlp: Callable[..., A
         if rows <= tokens or cut_off:
             result: torch.Tensor = plain(self, x)
             return result
-        shards = min(-(-rows // tokens), x.shape[-2])
-        tiled: torch.Tensor = apply_tiled_mlp(plain, self, x, shards, list(self.parameters()))
-        return tiled
+        # In one row of tokens: a batch would be cut otherwise in the backward than in the forward.
+        row, weights = x.reshape(rows, x.shape[-1]), list(self.parameters())
+        shards = -(-rows // tokens)
+        again = torch.is_grad_enabled() and x.device.type in BACKENDS
+        run = _Repeatable(plain, x.device) if again else plain
+        tiled: torch.Tensor = apply_tiled_mlp(run, self, row, shards, weights)
+        return tiled.view(x.shape)
 
     # Bound to the module, so that a copy of the module gets one bound to itself.
     module.forward = MethodType(forward, module)
+
+
+class _Repeatable:
+    """A function of a module and a tile, whose second run of a tile is like its first.
+
+    Dropout (an adapter's, say) has to drop the same again, and autocast is that of the forward,
+    wherever the backward runs. The first runs are those without gradients, tile after tile; the
+    others come in the same order, as often as there are backwards.
+    """
+
+    def __init__(self, function: Callable[..., Any], device: torch.device) -> None:
+        kind = device.type
+        self._function, self._kind = function, kind
+        self._devices = [] if on_host(device) else [device]
+        self._dtype = torch.get_autocast_dtype(kind)
+        self._enabled = torch.is_autocast_enabled(kind)
+        self._states: list[tuple[torch.Tensor, ...]] = []
+        self._next = 0
+
+    def __call__(self, module: torch.nn.Module, tile: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            self._note()
+            first: torch.Tensor = self._function(module, tile)
+            return first
+        with (
+            torch.random.fork_rng(self._devices, device_type=self._kind),
+            torch.autocast(self._kind, self._dtype, self._enabled),
+        ):
+            self._recall()
+            again: torch.Tensor = self._function(module, tile)
+        return again
+
+    @uncompiled
+    def _note(self) -> None:
+        there = getattr(torch, self._kind)
+        states = (there.get_rng_state(device) for device in self._devices)
+        self._states.append((torch.get_rng_state(), *states))
+
+    @uncompiled
+    def _recall(self) -> None:
+        host, *others = self._states[self._next % len(self._states)]
+        self._next += 1
+        torch.set_rng_state(host)
+        for device, state in zip(self._devices, others, strict=True):
+            getattr(torch, self._kind).set_rng_state(state, device)
 
 
 __all__ = ["NAME", "tile_mlps"]
