@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from helpers_processes import NEST
 
 from quorum_attention.execution.device.lookup import BACKENDS
 
@@ -22,7 +23,7 @@ _KEPT_BYTES = 1 << 20
 _PATIENCE_S = 5.0
 # Of torch's compiler and of Python: they outlive whoever asked for them first.
 _THREADS_NOT_OURS = ("torch", "triton", "tqdm", "multiprocessing")
-_PROCESSES_NOT_OURS = ("torch/_inductor", "resource_tracker")
+_PROCESSES_NOT_OURS = ("torch/_inductor", "resource_tracker", NEST)
 _VARIABLES_NOT_OURS = ("PYTEST_", "TORCH", "TRITON", "CUDA", "KINETO", "KMP_")
 _FILES_NOT_OURS = ("torchinductor_", "torch_", "pytest-of-", "pymp-")
 

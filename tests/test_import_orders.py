@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers_processes import run_python
 
 # One process, torch loaded once: the library alone is forgotten and imported anew for every order.
 ORDERS = """
@@ -82,15 +81,14 @@ SHORT = {
 def test_kernels_can_be_called_after_anything(order: str) -> None:
     """``quorum_attention.kernels`` is a function and a subpackage; an import of the second put it
     over the first."""
-    ran = subprocess.run([sys.executable, "-c", SHORT[order]], capture_output=True, text=True)
+    ran = run_python(SHORT[order])
     assert ran.returncode == 0, ran.stderr
     assert "dense" in ran.stdout.split()
 
 
 def test_no_import_changes_what_a_public_name_is(tmp_path: Path) -> None:
     """Every module up here as the first one imported, every public name as the first one used."""
-    run = [sys.executable, "-c", ORDERS, str(tmp_path)]
-    ran = subprocess.run(run, capture_output=True, text=True)
+    ran = run_python(ORDERS, tmp_path)
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout.splitlines()[-1])
     assert found["orders"] > 40

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -113,6 +114,14 @@ def test_pure_rooms_know_nothing_of_torch(room: str) -> None:
     assert not [name for name in names if name.split(".")[0] == "torch"]
 
 
+@functools.cache
+def modules_after(statement: str) -> frozenset[str]:
+    """What a process that does nothing else has imported."""
+    code = f"{statement}; import sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return frozenset(done.stdout.split())
+
+
 @pytest.mark.parametrize(
     ("statement", "absent"),
     [
@@ -126,15 +135,6 @@ def test_nothing_heavy_is_imported_before_it_is_needed(
     statement: str, absent: tuple[str, ...]
 ) -> None:
     # torch brings some of them in by itself in some builds; then it is not our doing.
-    torchs_own = "import torch; import sys; print(*sys.modules)"
-    mine = f"{statement}; import sys; print(*sys.modules)"
-    by_torch, by_us = (
-        set(
-            subprocess.run(
-                [sys.executable, "-c", code], capture_output=True, text=True, check=True
-            ).stdout.split()
-        )
-        for code in (torchs_own, mine)
-    )
+    by_torch, by_us = (modules_after(code) for code in ("import torch", statement))
     found = [name for name in absent if name in by_us and (name == "torch" or name not in by_torch)]
     assert not found

@@ -6,12 +6,12 @@ on the kernel that it would have run on anyway, and come out right.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import textwrap
 
 import pytest
 import torch
+from helpers_processes import run_python
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _BEGIN = """
@@ -179,20 +179,16 @@ FIRST = {
 }
 
 
-def process(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-
-
 @pytest.mark.parametrize("mode", list(FIRST))
 def test_a_first_call_under_a_mode_leaves_the_next_as_it_would_have_been(mode: str) -> None:
-    done = process(_BEGIN + _THEN + textwrap.dedent(FIRST[mode]) + _AFTER)
+    done = run_python(_BEGIN + _THEN + textwrap.dedent(FIRST[mode]) + _AFTER)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "right"
 
 
 def test_compiled_code_is_one_graph_and_says_nothing() -> None:
     """No break of the graph, one recompilation for any lengths, no warning."""
-    done = process(
+    done = run_python(
         _BEGIN
         + textwrap.dedent("""
         from torch._dynamo.utils import counters
@@ -220,7 +216,7 @@ def test_compiled_code_is_one_graph_and_says_nothing() -> None:
 
 def test_a_compiled_backward_steps_around_too() -> None:
     """Compiled autograd looks into the backward of every function; ours is one break there."""
-    done = process(
+    done = run_python(
         _BEGIN
         + textwrap.dedent("""
         from torch._dynamo.utils import counters
@@ -247,7 +243,7 @@ def test_a_compiled_backward_steps_around_too() -> None:
      "qa.attention_backward(q, q, k, v, q, q[..., 0].float())"],
 )  # fmt: skip
 def test_one_graph_of_all_is_refused_in_torchs_words(call: str) -> None:
-    done = process(
+    done = run_python(
         _BEGIN
         + textwrap.dedent(f"""
         try:

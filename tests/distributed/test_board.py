@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from helpers_processes import run_python
 
 from quorum_attention.distributed import board, watch
 from quorum_attention.distributed.board import Board, Word
@@ -76,9 +75,7 @@ for heads in (4, 8):
 
 def test_a_dry_run_is_no_disagreement() -> None:
     """torch's fake backend sends nothing, so no marks come either."""
-    ran = subprocess.run(
-        [sys.executable, "-c", DRY], capture_output=True, text=True, timeout=120, check=False
-    )
+    ran = run_python(DRY)
     assert ran.returncode == 0, ran.stderr
 
 

@@ -1,0 +1,99 @@
+"""Code in a process of its own, without importing torch for it once more.
+
+``python -c`` of a program that uses torch takes 1.4 s of a processor before its first line, and
+more to end. Here one process imports torch, and every program runs in a fork of it: it has imported
+nothing else, shares nothing with other programs, and ends as ``python -c`` does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Also by what helpers_leftovers.py knows that process.
+NEST = "quorum_attention_nest"
+
+_FORKS = f"""
+{NEST} = True
+import sys, types
+if __name__ == "__main__":
+    def fork_for_each_line():
+        import gc, json, os, threading
+        import torch
+
+        assert threading.active_count() == 1, "a fork has only the thread that forks"
+        gc.collect()
+        # A process that ends looks at all of it time and again.
+        gc.freeze()
+        for line in sys.stdin:
+            told = json.loads(line)
+            number = os.fork()
+            if not number:
+                os.chdir(told["folder"])
+                os.environ.clear()
+                os.environ.update(told["environment"])
+                for stream, path in (1, told["out"]), (2, told["err"]):
+                    opened = os.open(path, os.O_WRONLY)
+                    os.dup2(opened, stream)
+                    os.close(opened)
+                opened = os.open(os.devnull, os.O_RDONLY)
+                os.dup2(opened, 0)
+                os.close(opened)
+                sys.argv = ["-c", *told["arguments"]]
+                return told["code"]
+            status = os.waitpid(number, 0)[1]
+            print(os.waitstatus_to_exitcode(status), flush=True)
+    code = fork_for_each_line()
+    if code is not None:
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        main.__builtins__ = __builtins__
+        exec(compile(code, "<string>", "exec"), main.__dict__)
+"""
+
+_nest: list[subprocess.Popen[str]] = []
+
+
+def run_python(code: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
+    """``python -c code`` with ``arguments``, where torch has been imported already.
+
+    With a GPU it is that, since a fork can use none. For programs of which it matters when torch is
+    imported, or in which environment, call ``subprocess.run``.
+    """
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    if torch.cuda.is_available():
+        return subprocess.run(command, capture_output=True, text=True)
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = (Path(folder, name) for name in ("out", "err"))
+        out.touch()
+        err.touch()
+        told = {
+            "code": code, "arguments": command[3:], "out": str(out), "err": str(err),
+            "folder": os.getcwd(), "environment": dict(os.environ),
+        }  # fmt: skip
+        nest = _started()
+        assert nest.stdin is not None
+        assert nest.stdout is not None
+        nest.stdin.write(json.dumps(told) + "\n")
+        nest.stdin.flush()
+        said = nest.stdout.readline()
+        assert said, "the process that forks has ended"
+        return subprocess.CompletedProcess(command, int(said), out.read_text(), err.read_text())
+
+
+def _started() -> subprocess.Popen[str]:
+    """The process that forks; it ends when this one does, whose end of the pipe is closed then."""
+    if not _nest or _nest[0].poll() is not None:
+        _nest[:] = [
+            subprocess.Popen(
+                [sys.executable, "-c", _FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                text=True,
+            )
+        ]  # fmt: skip
+    return _nest[0]
