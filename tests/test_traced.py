@@ -7,6 +7,7 @@ import gc
 import io
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -181,8 +182,73 @@ def test_masks_that_are_described() -> None:
         mask = qa.Mask(causal="lower_right", documents=ids) | qa.Mask(window=3)
         return ours(q, k, v, mask, depth=1)
 
-    for call in (fixed, inside):
+    def joined(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        kept = torch.arange(k.shape[-2]) != 3
+        mask = qa.Mask(causal=True, key_padding=kept) | qa.Mask(window=3)
+        mask &= qa.Mask(window=20) & qa.Mask(softcap=5.0, sinks=q[0, :, 0, 0])
+        return ours(q, k, v, mask & qa.Mask(causal="lower_right", offset=2))
+
+    for call in (fixed, inside, joined):
         agree(call, call)
+
+
+def rule_of(number: Any) -> Function:
+    return lambda b, h, q, k: (k < number) | (k == q)
+
+
+def _by_number(q: torch.Tensor, n: int) -> torch.Tensor:
+    return ours(q, q, q, qa.Mask(keeps=lambda b, h, i, j: (j < n) | (j == i)))
+
+
+def _by_tensor(q: torch.Tensor, n: int) -> torch.Tensor:
+    kept = torch.arange(q.shape[-2]) < n
+    return ours(q, q, q, qa.Mask(keeps=lambda b, h, i, j: kept[j] | (j == i)))
+
+
+def _by_nothing(q: torch.Tensor, n: int) -> torch.Tensor:
+    return ours(q * n, q, q, qa.Mask(keeps=lambda b, h, i, j: (j < 7) | (j == i)))
+
+
+@pytest.mark.parametrize("function", [_by_number, _by_tensor, _by_nothing])
+def test_a_function_of_a_mask_that_is_made_in_the_compiled_code(function: Function) -> None:
+    """One a call, whose backward comes when all calls are made: as that of layers does."""
+    made, q = torch.compile(function, backend="aot_eager"), three()[0]
+    several = [(made(q, n), function(q, n)) for n in (3, 11, 20, 11)]
+    gc.collect()
+    for found, wanted in several:
+        of_found, of_wanted = (torch.autograd.grad(t.square().sum(), q)[0] for t in (found, wanted))
+        assert_close(found, wanted, 1e-12)
+        assert_close(of_found, of_wanted, 1e-12)
+
+
+def test_a_mask_lives_until_its_backward_and_no_longer() -> None:
+    call, q = compiled(lambda q, mask: ours(q * 2, q, q, mask)), three()[0]
+    outs, rules = [], []
+    for n in (3, 11):
+        mask = qa.Mask(keeps=rule_of(n))
+        outs.append((call(q, mask), ours(q * 2, q, q, mask)))
+        rules.append(weakref.ref(mask.keeps))
+        del mask
+    torch._dynamo.reset()  # graphs keep what they watch
+    for found, wanted in outs:
+        for t in torch.autograd.grad([found.sum() - wanted.sum()], q):
+            assert t.abs().max() < 1e-12
+    del outs, found, wanted
+    gc.collect()
+    assert [rule() for rule in rules] == [None, None]
+
+
+def test_a_function_that_changes_before_its_backward_is_an_error() -> None:
+    n, q = 5, three()[0]
+
+    def rule(b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
+        return (j < n) | (i == j)
+
+    out = compiled(lambda q: ours(q * 2, q, q, qa.Mask(keeps=rule)))(q)
+    out.sum().backward(retain_graph=True)
+    n = 6
+    with pytest.raises(RuntimeError, match="n has changed between the forward and its backward"):
+        out.sum().backward()
 
 
 def test_a_number_of_a_mask_may_vary() -> None:

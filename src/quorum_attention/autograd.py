@@ -87,7 +87,7 @@ class _Attention(Quick):
         result, lse = output
         ctx.save_for_backward(*tensors, result, lse, *_captured(request.options))
         ctx.request = request
-        ctx.unchanged = _unchanged(request.options)
+        ctx.unchanged = unchanged(request.options)
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -209,7 +209,7 @@ def _captured(options: Options) -> list[torch.Tensor]:
     return [tensor for tensor in found if not tensor.is_inference()]
 
 
-def _unchanged(options: Options) -> Unchanged | None:
+def unchanged(options: Options) -> Unchanged | None:
     """What the kernel's functions depend on, if it has any."""
     if options.kernel == "auto":
         return None

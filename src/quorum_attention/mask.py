@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -134,6 +134,11 @@ class Mask:
         """The window as (left, right); -1 is no limit."""
         return (-1, -1) if self.window is None else _window(self.window)
 
+    def _said(self) -> dict[str, Any]:
+        """The fields that say anything."""
+        # By a tuple: torch's compiler knows no ``dataclasses.fields``.
+        return {name: getattr(self, name) for name in _NAMES if _given(getattr(self, name))}
+
     def __and__(self, other: Mask) -> Mask:
         """Pairs that both keep; bias, soft cap and sinks are those of the one that has them.
 
@@ -142,9 +147,7 @@ class Mask:
         """
         if not isinstance(other, Mask):
             return NotImplemented
-        names = [field.name for field in fields(Mask)]
-        mine, others = ({n: getattr(m, n) for n in names if _given(getattr(m, n))}
-                        for m in (self, other))  # fmt: skip
+        mine, others = self._said(), other._said()
         for name in _SCORES:
             if name in mine and name in others:
                 raise ValueError(f"Mask & Mask: both have {name}; give it in one of them")
@@ -155,8 +158,8 @@ class Mask:
         if not mine.keys() & others.keys() and (apart or not shifted):
             return Mask(**both)
         scores = {name: both[name] for name in _SCORES if name in both}
-        nothing: dict[str, Any] = dict.fromkeys(_SCORES)
-        return Mask(every=tuple(replace(m, **nothing) for m in (self, other)), **scores)
+        kept = [{n: v for n, v in one.items() if n not in _SCORES} for one in (mine, others)]
+        return Mask(every=(Mask(**kept[0]), Mask(**kept[1])), **scores)
 
     def __or__(self, other: Mask) -> Mask:
         """Pairs that at least one keeps.
@@ -170,12 +173,15 @@ class Mask:
 
 
 _SCORES = ("bias", "softcap", "sinks")
+_NAMES = (*_STRUCTURE, *_SCORES)
 _POSITIONAL = frozenset({"causal", "offset", "window", "chunk"})
 
 
 def _given(value: Any) -> bool:
     """Whether a field says anything."""
-    return value is not None and value is not False and not (isinstance(value, tuple) and not value)
+    # By its length: torch's compiler knows no ``not`` of a tuple.
+    empty = isinstance(value, tuple) and len(value) == 0
+    return value is not None and value is not False and not empty
 
 
 def _masks(masks: Any, name: str) -> None:

@@ -21,7 +21,9 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from threading import Lock
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import library
 from torch._functorch.utils import enable_single_level_autograd_function
@@ -32,6 +34,7 @@ from quorum_attention.autograd import (
     in_front,
     mask_in_front,
     refuse_mapped,
+    unchanged,
 )
 from quorum_attention.call.arranged import arranged
 from quorum_attention.call.causal_bias import as_mask
@@ -39,7 +42,8 @@ from quorum_attention.call.gradients import Given
 from quorum_attention.call.options import Written
 from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.call.settings import Settings, current
-from quorum_attention.call.spelled import Parts, count, read
+from quorum_attention.call.spelled import Parts, count, objects_of, read
+from quorum_attention.kernels.kit.unchanged import Unchanged
 from quorum_attention.mask import Mask
 from quorum_attention.passes import beside, run_backward, run_forward
 
@@ -52,8 +56,8 @@ _CALL = (
     "float dropout_p, float? scale, bool is_causal, bool enable_gqa, ScalarType? out_dtype, "
     "str options, SymInt[] numbers, bool recorded, bool of_mask, bool of_sinks"
 )
-# Where the numbers are in it.
-_NUMBERS = 6
+# Where the numbers are in it, and the options among all arguments.
+_NUMBERS, _OPTIONS = 6, 12
 # The host plans, and may wait for the device: a CUDA graph of inductor's goes around it.
 _TAGS = tuple(
     getattr(torch.Tag, name)
@@ -119,7 +123,7 @@ def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     with _mapping_allowed():
         tensors, request = _request(settings, *args)
         out, lse = _beside_copies(request, lambda left: run_forward(tensors, left))
-    number = torch.full((1,), _kept(settings), dtype=torch.int64, device="cpu")
+    number = _number(_kept(settings), objects_of(args[_OPTIONS]), request)
     # As ``_fake_forward`` promises: in one piece, lse beside the output.
     return out.contiguous(), lse.to(query.device).contiguous(), number
 
@@ -135,6 +139,9 @@ def _backward(
     settings: torch.Tensor,
     *rest: Any,
 ) -> list[torch.Tensor]:
+    held = _held.get(settings.data_ptr())
+    if held is not None and held.unchanged is not None:
+        held.unchanged.check()
     of_mask, of_sinks = rest[-2:]
     given = Given(grad_out, out, lse, of_mask=of_mask, of_sinks=of_sinks, grad_lse=grad_lse)
     with _mapping_allowed():
@@ -143,6 +150,29 @@ def _backward(
     for at, grad in enumerate(grads):  # one after the other, so that one copy is held beside them
         grads[at] = grad.contiguous()
     return grads
+
+
+class _Held(np.ndarray):
+    """A number for the backward, with what has to live until then: objects that a graph names (a
+    mask's function, made for one call and dropped) live as long as the tensor over its memory."""
+
+    objects: list[Any]
+    unchanged: Unchanged | None
+
+
+# By the address of their memory, which is all that a saved tensor has in common with its original.
+_held: WeakValueDictionary[int, _Held] = WeakValueDictionary()
+
+
+def _number(number: int, objects: list[Any], request: Request) -> torch.Tensor:
+    """The number of settings as a tensor, which keeps ``objects`` while it lives."""
+    if not objects:
+        return torch.full((1,), number, dtype=torch.int64, device="cpu")
+    held = np.full((1,), number, np.int64).view(_Held)
+    held.objects, held.unchanged = objects, unchanged(request.options)
+    found = torch.from_numpy(held)
+    _held[found.data_ptr()] = held
+    return found
 
 
 _OF_MAPPING = tuple(

@@ -14,6 +14,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -67,7 +68,22 @@ class Parts:
         if written.says_nothing and mask is None:
             return ""
         form = tuple([self.form(value) for value in written[:-1]])
-        return _text((form, self.form(mask)), *self.objects)
+        spelled_mask = self.form(mask)
+        if any(map(_is_made_here, self.objects)):
+            return None
+        return _text((form, spelled_mask), *self.objects)
+
+
+def _is_made_here(thing: Any) -> bool:
+    """Whether it is a function made in the code that torch's compiler traces, which closes over
+    something there: it cannot be handed to ``_text``, and has no closure in its place."""
+    if not isinstance(thing, FunctionType):
+        return False
+    try:
+        thing.__closure__  # noqa: B018
+    except AttributeError:
+        return True
+    return False
 
 
 def _text(form: Any, *objects: Any) -> str | None:
@@ -122,6 +138,26 @@ def read(
     named = zip(Written._fields[:-1], form, strict=True)
     written = Written(*(reader.back(value, name) for name, value in named))
     return written, reader.back(mask, "attn_mask")
+
+
+def objects_of(text: str) -> list[Any]:
+    """The objects that were spelled, as far as they live."""
+    found = (_object.get(number, lambda: None)() for number in _numbers_in(text))
+    return [thing for thing in found if thing is not None]
+
+
+@lru_cache(maxsize=1024)
+def _numbers_in(text: str) -> tuple[str, ...]:
+    return tuple(_named(_parsed(text))) if text else ()
+
+
+def _named(form: Any) -> Iterator[str]:
+    if isinstance(form, tuple):
+        if len(form) == 2 and form[0] == "object":
+            yield form[1]
+        else:
+            for item in form:
+                yield from _named(item)
 
 
 @lru_cache(maxsize=1024)
