@@ -3,15 +3,24 @@
 Memory of another GPU is no operand of an attention call. So a part's inputs there are copied to its
 own device, from GPU to GPU, where the budget has room for them, and to host memory where it has
 not; results made here are copied there at the end.
+
+No kernel of this device may write there. The memory is another process's, and kernels of a GPU do
+not reach what was opened for another one after the two could reach each other: that is an illegal
+access, after which the process can compute nothing more. Copies by the driver do reach it. torch
+has them where both sides are contiguous and of one dtype, and launches a kernel of the source's GPU
+where they are not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from quorum_attention.execution.device.lookup import HOST, on_host
+
+# Bytes that lie beside a result on another GPU, on their way into it.
+_PIECE_BYTES = 8 << 20
 
 
 class Local:
@@ -53,11 +62,43 @@ class Local:
     def store(self) -> None:
         """Copy results to where they belong."""
         for target, made in self.results:
-            target.copy_(made)
+            put(target, made)
         self.results.clear()
 
     def _is_here(self, tensor: torch.Tensor) -> bool:
         return on_host(tensor.device) or tensor.device == self._device
 
 
-__all__ = ["Local"]
+def put(target: torch.Tensor, made: torch.Tensor) -> None:
+    """Copy a result to where it belongs, by no kernel of the device where it was made if that is on
+    another one (see the top of this file)."""
+    if _is_near(target, made):
+        target.copy_(made)
+        return
+    for there, here in _pieces(target, made):
+        sent = here.to(there.dtype).contiguous()
+        if there.is_contiguous():
+            there.copy_(sent)
+        else:
+            there.copy_(torch.empty_like(sent, device=there.device).copy_(sent))
+
+
+def _is_near(target: torch.Tensor, made: torch.Tensor) -> bool:
+    return on_host(target.device) or target.device == made.device
+
+
+def _pieces(
+    target: torch.Tensor, made: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Two tensors of one shape in pieces that are small, or that need nothing beside them."""
+    alike = target.dtype == made.dtype and target.is_contiguous() and made.is_contiguous()
+    if alike or max(target.nbytes, made.nbytes) <= _PIECE_BYTES:
+        yield target, made
+        return
+    at = next(dim for dim, size in enumerate(made.shape) if size > 1)
+    half, size = made.shape[at] // 2, made.shape[at]
+    for start, length in ((0, half), (half, size - half)):
+        yield from _pieces(target.narrow(at, start, length), made.narrow(at, start, length))
+
+
+__all__ = ["Local", "put"]
