@@ -12,6 +12,7 @@ from typing import Any
 import quorum_attention
 from quorum_attention.cli.help import HelpFormatter
 from quorum_attention.cli.stopping import Stopped, stoppable
+from quorum_attention.cli.streams import complete_streams
 
 FAILED, USER_ERROR = 1, 2
 _HOMES = {"estimate": "plan"}
@@ -51,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0, 1 (a check failed), 2 (the user's error), or 128 and the number of the signal that
         stopped it.
     """
+    if arguments is None:
+        complete_streams()
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
         with stoppable():
