@@ -103,8 +103,8 @@ def test_others_are_refused_by_name(
 
 @pytest.mark.parametrize(
     "text",
-    ["", "not JSON", "[]", "{}", '{"about": {}, "command": "", "measurements": []}'],
-    ids=str,
+    ["", "not JSON", "[]", "{}", '{"about": {}, "command": "", "measurements": []}', "[" * 100_000],
+    ids=lambda text: text[:20],
 )
 def test_a_file_of_something_else_is_refused_and_stays(tmp_path: Path, text: str) -> None:
     (tmp_path / NAME).write_text(text)

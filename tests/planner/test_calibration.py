@@ -82,8 +82,10 @@ def test_plans_use_it() -> None:
 @pytest.mark.usefixtures("empty_cache")
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", '"x"', json.dumps({device_key(CPU, torch.float32): {"flops": {}}}),
-     json.dumps({device_key(CPU, torch.float32): 3})],
+    ["", "{", "[]", '"x"', "[" * 100_000,
+     json.dumps({device_key(CPU, torch.float32): {"flops": {}}}),
+     json.dumps({device_key(CPU, torch.float32): 3}),
+     json.dumps({device_key(CPU, torch.float32): {"flops": {"64": [10**400, 1]}}})],
 )  # fmt: skip
 def test_a_broken_file_is_no_calibration(content: str) -> None:
     write(content)

@@ -115,7 +115,7 @@ def test_a_kernel_with_options_and_what_has_no_plain_name_are_not_remembered(fol
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "nothing", "huge", "short", "other length"])
+@pytest.mark.parametrize("text", ["{", "[]", "nothing", "huge", "short", "other length", "deep"])
 def test_a_broken_file_is_as_good_as_none(text: str, folder: Path, searches: list[int]) -> None:
     call, budget = work(), 300 << 20
     first = chosen(call, budget)
@@ -130,7 +130,8 @@ def test_a_broken_file_is_as_good_as_none(text: str, folder: Path, searches: lis
         entries[name] = entries[name][:4]
     else:
         entries[name][0] = 4096
-    path.write_text(text if text in "{[]" else json.dumps(entries))
+    whole = "[" * 100_000 if text == "deep" else text
+    path.write_text(whole if whole[0] in "{[" else json.dumps(entries))
     assert chosen(call, budget) == first
     assert len(searches) == 2
 

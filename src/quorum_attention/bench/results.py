@@ -86,7 +86,7 @@ class Results:
             for record in self.records:
                 Spec(**record["spec"])
                 Answer(**record["answer"])
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ValueError(
                 f"{self.path} cannot be added to, it is no file of this version's bench: {way_out}"
             ) from error

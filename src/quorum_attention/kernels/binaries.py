@@ -149,7 +149,7 @@ def find(launch: Launch, device: torch.device) -> Binary | None:
             return None
         about |= {name: tuple(about[name]) for name in ("parameters", "multiples")}
         return Binary(**about, cubin=cubin)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 

@@ -79,7 +79,7 @@ def _known() -> list[str]:
 def _read(path: Path) -> list[str]:
     try:
         found: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return []
     return [e for e in found if isinstance(e, str)] if isinstance(found, list) else []
 

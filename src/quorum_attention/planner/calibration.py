@@ -71,7 +71,7 @@ def calibrated_flops(model: str, dtype: torch.dtype, head_dim: int) -> tuple[flo
         entry = _known()[_key(model, dtype)]
         table = {int(d): (float(a), float(b)) for d, (a, b) in entry["flops"].items()}
         found = by_head_dim(table, head_dim)
-    except (AttributeError, KeyError, IndexError, TypeError, ValueError):
+    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError):
         return None
     return found if all(math.isfinite(rate) and rate > 0 for rate in found) else None
 
@@ -87,7 +87,7 @@ def rates_known() -> object:
 def _known() -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(cache_file().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         # There is none yet, or it is broken: the assumed rates are used.
         return {}
     return found if isinstance(found, dict) else {}
@@ -107,7 +107,7 @@ def machine_of(device: torch.device, dtype: torch.dtype, head_dim: int) -> Machi
         table = {int(d): (float(a), float(b)) for d, (a, b) in entry["flops"].items()}
         forward, backward = by_head_dim(table, head_dim)
         common: dict[str, Any] = {name: float(entry[name]) for name in (*_COMMON, "filling_causal")}
-    except (AttributeError, KeyError, IndexError, TypeError, ValueError):
+    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError):
         return base  # written by an older version
     if not all(math.isfinite(rate) and rate > 0 for rate in (forward, backward, *common.values())):
         return base

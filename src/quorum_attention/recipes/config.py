@@ -76,7 +76,7 @@ def read_shape(config: Mapping[str, Any] | str | Path) -> ModelShape:
 def _read(path: str | Path) -> Any:
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a config.json: {error}") from None
 
 
