@@ -16,7 +16,8 @@ import torch
 import quorum_attention as qa
 from quorum_attention.cli import main
 from quorum_attention.cli import run as command
-from quorum_attention.on_disk import scratch, unfinished
+from quorum_attention.cli.stopping import Stopped
+from quorum_attention.on_disk import journal, scratch, unfinished
 from quorum_attention.on_disk.compute import Work, compute_here
 from quorum_attention.on_disk.journal import Journal
 from quorum_attention.on_disk.parts import Part
@@ -130,6 +131,38 @@ def test_a_disk_that_fills_up_keeps_what_is_done(
     assert main([*command, "--resume"]) == 0
     assert main(["run", "qkv", "whole", *EACH]) == 0
     assert tensors("out") == tensors("whole")
+
+
+@pytest.mark.parametrize("calls", range(1 + 2 * HEADS, 1 + 2 * HEADS + 4))
+def test_a_disk_that_fills_up_at_the_end_says_what_is_kept_and_names_the_file(
+    calls: int, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["run", "qkv", "out", *EACH]
+    with monkeypatch.context() as patched:
+        # All parts are kept: results, header, journal and folder are left to write.
+        patched.setattr(os, "fsync", after(calls, full, os.fsync))
+        status = main(command)
+    said = capsys.readouterr().err
+    if calls == 2 * HEADS + 4:  # whether a folder's names are on the disk nobody can know
+        assert status == 0
+        return
+    assert status == 2
+    assert f"{HEADS} of {HEADS} head groups are done and kept" in said
+    assert f"{folder}/out" in said.splitlines()[-1]
+    assert main([*command, "--resume"]) == 0
+    assert main(["run", "qkv", "whole", *EACH]) == 0
+    assert tensors("out") == tensors("whole")
+
+
+def test_a_signal_right_after_the_journal_was_made_says_what_is_kept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(directory: Path) -> None:
+        raise Stopped(15)
+
+    monkeypatch.setattr(journal, "sync_directory", stop)
+    assert main(["run", "qkv", "out", *EACH]) == 128 + 15
+    assert f"1 of {HEADS} head groups are done and kept" in capsys.readouterr().err
 
 
 def test_no_room_for_accumulators_is_said_before_any_work(

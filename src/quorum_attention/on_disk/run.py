@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
@@ -13,13 +14,14 @@ import quorum_attention
 from quorum_attention.execution.device.lookup import backend_of, on_host
 from quorum_attention.execution.report import Report
 from quorum_attention.files import Wanted
+from quorum_attention.on_disk import journal as journals
 from quorum_attention.on_disk.call import FileCall
 from quorum_attention.on_disk.compute import Settings, Work, compute_here, plan_words, settle
 from quorum_attention.on_disk.fingerprint import unchanged
 from quorum_attention.on_disk.journal import Header
 from quorum_attention.on_disk.parts import Part
 from quorum_attention.on_disk.targets import Output
-from quorum_attention.on_disk.unfinished import Mode, settings_of, writing
+from quorum_attention.on_disk.unfinished import Mode, beside, settings_of, writing
 
 Compute = Callable[[Work, Sequence[Part]], Iterator[Part]]
 """Computes parts, anywhere and in any order: writes their results into ``Work.results`` and yields
@@ -96,7 +98,7 @@ def run_call(
     before = settings_of(output) if mode == "resume" else None
     settings = settle(call, heads) if before is None else Settings.of(before)
     header = replace(header, settings=settings.to_dict())
-    with writing(output, header, mode) as found:
+    with _telling(output, say) as begun, writing(output, header, mode) as found:
         if found.resumed:
             settings = Settings.of(found.journal.header.settings)
         parts = call.parts(settings.heads)
@@ -106,6 +108,7 @@ def run_call(
                 f"{found.journal.path} is damaged: it has parts that the call has not; --restart "
                 f"removes it and begins anew"
             )
+        begun(len(parts))
         left = [part for part in parts if part.number not in done]
         resumed = len(done) if found.resumed else None
         if resumed is not None:
@@ -122,19 +125,34 @@ def run_call(
                 )
         folder = output.targets[0].path.parent
         work = Work(call, settings, found.tensors, folder, report, progress)
-        try:
-            if not found.journal.complete:
-                for part in compute(work, left):
-                    _check_inputs(header.inputs)
-                    found.done(part.number)
-        except BaseException:
-            if done:
-                say(
-                    f"{len(done)} of {len(parts)} head groups are done and kept: --resume goes on "
-                    f"from there"
-                )
-            raise
+        if not found.journal.complete:
+            for part in compute(work, left):
+                _check_inputs(header.inputs)
+                found.done(part.number)
     return Outcome(len(parts), resumed, settings.heads, settings.in_file)
+
+
+@contextmanager
+def _telling(output: Output, say: Callable[[str], None]) -> Iterator[Callable[[int], None]]:
+    """Says what is kept of a run that ends with an exception, wherever it comes from: also while
+    files are given their names.
+
+    Yields:
+        a function that is told how many parts the run has, when it begins.
+    """
+    begun: list[int] = []
+    try:
+        yield begun.append
+    except BaseException:
+        # The file knows best: a signal may have come right after it was written.
+        with suppress(OSError, ValueError):
+            kept = journals.read(beside(output.targets[0])[1]) if begun else None
+            if kept is not None and kept.done:
+                say(
+                    f"{len(kept.done)} of {begun[0]} head groups are done and kept: --resume goes "
+                    f"on from there"
+                )
+        raise
 
 
 def _check_inputs(inputs: Mapping[str, Any]) -> None:

@@ -77,10 +77,11 @@ class Unfinished:
         self.journal.add(part)
 
     def _flush(self) -> None:
-        for file, mapping in zip(self.files, self.maps, strict=True):
+        for file, mapping, target in zip(self.files, self.maps, self.output.targets, strict=True):
             if mapping is not None and file is not None:
-                mapping.flush()
-                os.fsync(file.fileno())
+                with _named(target):
+                    mapping.flush()
+                    os.fsync(file.fileno())
 
     def finish(self) -> None:
         """Give all files their names."""
@@ -88,10 +89,11 @@ class Unfinished:
             self._flush()
             for file, target in zip(self.files, self.output.targets, strict=True):
                 if file is not None:
-                    file.seek(0)
-                    file.write(target.layout.header)
-                    file.flush()
-                    os.fsync(file.fileno())
+                    with _named(target):
+                        file.seek(0)
+                        file.write(target.layout.header)
+                        file.flush()
+                        os.fsync(file.fileno())
             numbers = [os.fstat(file.fileno()).st_ino for file in self.files if file is not None]
             self.journal.finish(numbers)
         # The first last: its lock is the output's.
@@ -105,6 +107,15 @@ class Unfinished:
         for folder in {target.path.parent for target in self.output.targets}:
             sync_directory(folder)
         self.journal.remove()
+
+
+@contextmanager
+def _named(target: Target) -> Iterator[None]:
+    """Errors in the block with the target's name, which a full disk does not say."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(target.path)) from error
 
 
 @contextmanager
