@@ -56,6 +56,10 @@ def check_target(path: str | PathLike[str]) -> Path:
         mode = os.lstat(target).st_mode
     except FileNotFoundError:
         mode = None
+    if mode is None:
+        # A pipe that is reached by /dev/stdout has no name, and is there.
+        with suppress(FileNotFoundError):
+            mode = os.stat(path).st_mode
     if mode is not None and not stat.S_ISREG(mode):
         raise OSError(f"{path} cannot be written: it is not a regular file")
     if mode is not None and not os.access(target, os.W_OK):

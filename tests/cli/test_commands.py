@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 import quorum_attention as qa
-from quorum_attention.cli import main
+from quorum_attention.cli import main, parser
 
 
 @pytest.mark.parametrize(
@@ -50,6 +50,10 @@ def test_doctor_names_every_kernel(capsys: pytest.CaptureFixture[str]) -> None:
         ["run", "", "out"],
         ["run", "q=", "out"],
         ["recover", "--tokens", "500", "--draw", "", "--device", "cpu"],
+        ["recover", "--tokens", "500", "--budget", "0", "--device", "cpu"],
+        ["plan", "--tokens", "500", "--draw", "", "--device", "cpu"],
+        ["bench", "--heads", "3", "--kv-heads", "2", "--device", "cpu"],
+        ["bench", "--min-tokens", "2K", "--max-tokens", "1K", "--device", "cpu"],
     ],
 )
 def test_user_errors_are_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,6 +61,22 @@ def test_user_errors_are_one_line(arguments: list[str], capsys: pytest.CaptureFi
     said = capsys.readouterr().err
     assert said.startswith("quorum-attention: ")
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["recover", "--qkv"], ["bench", "--output"]])
+def test_an_empty_name_is_no_option_left_out(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([*arguments, ""])
+    assert f"argument {arguments[1]}: must be a name" in capsys.readouterr().err
+
+
+def test_a_budget_of_nothing_is_a_budget(tmp_path: Path) -> None:
+    from quorum_attention.cli.bench import _settings
+
+    options = parser().parse_args(["bench", "--device", "cpu", "--budget", "0"])
+    assert _settings(options).budget_bytes == 0
 
 
 MODULE = """

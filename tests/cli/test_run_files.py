@@ -175,10 +175,15 @@ def test_a_picture_is_no_tensor_file(inputs: Path, capsys: pytest.CaptureFixture
 def test_what_is_no_file_is_not_replaced(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pipe = inputs.parent / "pipe"
     os.mkfifo(pipe)
-    for output in (pipe, inputs.parent):
+    reader, writer = os.pipe()
+    # A pipe without a name is what /dev/stdout is beside another command.
+    for output in (pipe, inputs.parent, f"/dev/fd/{writer}"):
         assert main(["run", str(inputs), str(output), *CPU]) == 2
-        assert "not a regular file" in capsys.readouterr().err
+        assert f"{output} cannot be written: it is" in (said := capsys.readouterr().err)
+        assert "not a regular file" in said
     assert stat.S_ISFIFO(pipe.stat().st_mode)
+    os.close(reader)
+    os.close(writer)
 
 
 _HUP, _INT = signal.SIGHUP, signal.SIGINT

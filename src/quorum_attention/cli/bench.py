@@ -67,6 +67,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument(
         "--output",
+        type=shared.name_of,
         metavar="FOLDER",
         default="bench-results",
         help="for results; what is measured there already is not measured again",
@@ -165,23 +166,30 @@ def _settings(options: argparse.Namespace) -> Any:
     if reference(device) not in methods:
         methods.insert(0, reference(device))
     heads = options.heads or (2 if on_cpu else 8)
+    kv_heads = options.kv_heads or heads
+    if heads % kv_heads:
+        raise ValueError(f"--heads must be a multiple of --kv-heads, got {heads} and {kv_heads}")
     usual_max = (4_096 if quick else 16_384) if on_cpu else (65_536 if quick else 1 << 20)
     usual_min = (2_048 if quick else 1_024) if on_cpu else (32_768 if quick else 8_192)
     # Few tokens fit in much: a small limit is one that something reaches.
     usual_budget = (48 << 20) if on_cpu else ((64 << 20) if quick else (1 << 30))
     max_tokens = options.max_tokens or usual_max
+    if options.max_tokens and (options.min_tokens or 0) > max_tokens:
+        raise ValueError(
+            f"--min-tokens must be at most --max-tokens, got {options.min_tokens} and {max_tokens}"
+        )
     dtype = str(options.dtype).removeprefix("torch.") if options.dtype else None
     return Settings(
         device=device,
         heads=heads,
-        kv_heads=options.kv_heads or heads,
+        kv_heads=kv_heads,
         head_dim=options.head_dim,
         dtype=dtype or ("float32" if on_cpu else "float16"),
         methods=tuple(methods),
         min_tokens=min(options.min_tokens or usual_min, max_tokens),
         max_tokens=max_tokens,
         accuracy_tokens=options.tokens or (1_024 if on_cpu else 8_192),
-        budget_bytes=options.budget or usual_budget,
+        budget_bytes=usual_budget if options.budget is None else options.budget,
         repeats=1 if quick else options.repeats,
         draws=options.draws or (2 if quick else 10),
         method_seconds=options.method_seconds or (20.0 if quick else 300.0),

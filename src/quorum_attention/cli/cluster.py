@@ -80,7 +80,7 @@ def run(options: argparse.Namespace, sizes: dict[str, Any]) -> int:
         "forward": _simulated(of, devices, options, sizes, backward=False),
         "backward": _simulated(of, devices, options, sizes, backward=True),
     }
-    if options.draw:
+    if options.draw is not None:
         from quorum_attention.pictures.gantt import draw_gantt
 
         draw_gantt(
@@ -117,7 +117,7 @@ def run(options: argparse.Namespace, sizes: dict[str, Any]) -> int:
         "assumed rates were measured; other speeds are published ones or yours. Each device has "
         "the budget for itself, and all of them reach inputs and results at full speed."
     )
-    if options.draw:
+    if options.draw is not None:
         say(f"picture: {options.draw}")
     return 0
 

@@ -58,7 +58,7 @@ def check(options: argparse.Namespace) -> None:
                 raise ValueError(f"--{name.replace('_', '-')} goes with --ray only")
     elif options.device is not None:
         raise ValueError("--device does not go with --ray: workers have the devices Ray gives them")
-    elif options.draw:
+    elif options.draw is not None:
         raise ValueError("--draw does not go with --ray")
 
 

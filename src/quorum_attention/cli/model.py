@@ -77,8 +77,9 @@ def run(options: argparse.Namespace) -> int:
         options.device or best_device().type,
     )
     if options.memory is None:
-        budget = options.budget or WORKING + returned_bytes(shape, training, backward=True)
-        training = replace(training, budget=budget)
+        if options.budget is None:
+            budget = WORKING + returned_bytes(shape, training, backward=True)
+            training = replace(training, budget=budget)
         found = step_memory(shape, replace(training, on=SWITCHES))
         fits: bool | None = None
     else:

@@ -18,6 +18,14 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ELEMENT_BYTES}
 _SHORT = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
 
+def name_of(text: str) -> str:
+    """``text`` as the name of a file or folder. An empty one is what a script's unset variable
+    gives: it must not be taken for an option that is not there."""
+    if not text:
+        raise argparse.ArgumentTypeError("must be a name, got ''")
+    return text
+
+
 def dtype_of(text: str) -> torch.dtype:
     """``text`` as a dtype: float16 or fp16, and so on."""
     name = _SHORT.get(text, text)

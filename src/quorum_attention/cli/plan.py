@@ -98,7 +98,7 @@ def summary(made: Plan) -> dict[str, Any]:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    if options.draw:
+    if options.draw is not None:
         check_drawable(options.draw)
     if options.devices is not None:
         return cluster.run(options, _sizes(options))
@@ -118,7 +118,7 @@ def _plan(options: argparse.Namespace) -> int:
             "mixed": census.mixed,
             "tiles": census.tiles,
         }
-    if options.draw:
+    if options.draw is not None:
         made.draw(options.draw)
         result["picture"] = options.draw
     if options.json:
@@ -129,7 +129,7 @@ def _plan(options: argparse.Namespace) -> int:
         found = result["census"]
         shares = " / ".join(f"{100 * found[k]:.2f}" for k in ("masked", "clear", "mixed"))
         say(f"tiles of 128 x 128: {shares} % masked / clear / mixed")
-    if options.draw:
+    if options.draw is not None:
         say(f"picture: {options.draw}")
     _explain(options)
     return 0

@@ -73,6 +73,7 @@ def add_to(commands: Any) -> None:
     shared.add_device(parser)
     parser.add_argument(
         "--qkv",
+        type=shared.name_of,
         metavar="FILE",
         help="safetensors file with your own tensors (default: random ones)",
     )
@@ -194,7 +195,9 @@ def _setting(options: argparse.Namespace, folder: Path) -> _Setting:
         path = str(folder / "gradient.safetensors")
         grad_out = create_tensors(path, {"grad_out": (shape, query.dtype)})["grad_out"]
         _fill(grad_out, torch.Generator().manual_seed(options.seed + 1))
-    budget = options.budget or _default_budget(query, value, device)
+    budget = options.budget
+    if budget is None:
+        budget = _default_budget(query, value, device)
     return _Setting(
         folder, inputs, device, budget, options.causal, not options.forward_only, query, key,
         value, grad_out,

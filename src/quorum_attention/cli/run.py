@@ -170,7 +170,7 @@ def _tell(
         say(GLOSSARY)
         say(f"wrote {options.output}")
     # A call without queries or keys is no pass, and leaves nothing to draw.
-    if options.draw and (report.forward or report.backward) is not None:
+    if options.draw is not None and (report.forward or report.backward) is not None:
         report.draw(options.draw)
         if not options.json:
             say(f"picture: {options.draw}")
@@ -184,7 +184,7 @@ def _check(options: argparse.Namespace, inputs: Inputs, output: Output) -> None:
             raise ValueError(
                 f"the input {path} has the name of what is written beside {output.name}: rename it"
             )
-    if options.draw:
+    if options.draw is not None:
         drawn = check_drawable(options.draw)
         others = [("output", target.path) for target in output.targets]
         others += [("input", file) for file in inputs.files]
@@ -231,7 +231,7 @@ def _check_forward(options: argparse.Namespace, inputs: Inputs) -> None:
     for file in inputs.files:
         if is_npy(file) or "out" not in open_tensors(file):
             continue
-        before = json.loads(metadata_of(file).get("arguments", "{}"))
+        before = _arguments_before(file)
         for name in (*masks.NAMES, "scale") if "causal" in before else ():
             # A mask is a file, which may be called otherwise now.
             was, now = before.get(name), getattr(options, name)
@@ -241,6 +241,15 @@ def _check_forward(options: argparse.Namespace, inputs: Inputs) -> None:
                     f"{file} was written by a forward with {masks.option(name)} {was}, and this is "
                     f"a backward with {now}"
                 )
+
+
+def _arguments_before(file: Path) -> dict[str, Any]:
+    """The arguments of the forward that wrote ``file``; none where another program wrote it."""
+    try:
+        found = json.loads(metadata_of(file).get("arguments", "{}"))
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _plain(value: Any) -> Any:

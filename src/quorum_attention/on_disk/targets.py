@@ -56,6 +56,11 @@ def output_of(name: str, wanted: Wanted, metadata: Mapping[str, str]) -> Output:
     """
     if name.endswith(("/", os.sep)):
         return _in_folder(name, wanted)
+    if os.path.isdir(name):
+        raise IsADirectoryError(
+            f"{name} cannot be written: it is a folder, not a regular file; {name}/, with a slash, "
+            f"has {SUFFIX} files written into it"
+        )
     if name.endswith(SUFFIX):
         if len(wanted) != 1:
             raise ValueError(
