@@ -53,6 +53,12 @@ def test_what_a_function_must_be() -> None:
     with pytest.raises(ValueError, match="must return out"):
         qa.attention(q, q, q, kernel=from_lse_function(wrong_shape), devices="cpu")
 
+    def no_lse(query, key, value, *, is_causal, scale):
+        return value, None
+
+    with pytest.raises(TypeError, match="must return a tensor as lse, got None"):
+        qa.attention(q, q, q, kernel=from_lse_function(no_lse), devices="cpu")
+
     def dead_lse(query, key, value, *, is_causal, scale):
         out, lse = softmax_attention(query, key, value, is_causal=is_causal, scale=scale)
         return out, lse.detach()

@@ -195,6 +195,11 @@ class FunctionKernel:
         if not isinstance(found, tuple) or len(found) != 2:
             raise TypeError(f"kernel {self.name!r} must return (out, lse), got {type(found)}")
         out, lse = found
+        for what, made in (("out", out), ("lse", lse)):
+            if not isinstance(made, torch.Tensor):
+                raise TypeError(
+                    f"kernel {self.name!r} must return a tensor as {what}, got {shown(made)}"
+                )
         if tuple(out.shape) != wanted or tuple(lse.shape) != wanted[:3]:
             raise ValueError(
                 f"kernel {self.name!r} must return out {wanted} and lse {wanted[:3]}, got "
