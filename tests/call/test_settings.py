@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -147,6 +148,45 @@ def test_as_a_decorator_and_within_itself() -> None:
 
     deep(3)
     assert current() is None
+
+
+def test_as_a_decorator_of_what_runs_later() -> None:
+    """A coroutine or a generator does all of its work after the call that makes it."""
+
+    @qa.using(depth=1)
+    async def coroutine() -> int:
+        await asyncio.sleep(0)
+        return current().depth
+
+    @qa.using(depth=2)
+    def generator() -> Iterator[int]:
+        for _ in range(3):
+            try:
+                given = yield current().depth
+                assert given is None or given == "sent"
+            except KeyError:
+                yield -current().depth
+        assert current().depth == 2
+        return "done"
+
+    assert asyncio.run(coroutine()) == 1
+    made = generator()
+    assert next(made) == 2
+    assert current() is None, "between its steps the caller has its own settings"
+    assert made.throw(KeyError()) == -2
+    assert made.send("sent") == 2
+    assert next(made) == 2
+    with pytest.raises(StopIteration, match="done"):
+        next(made)
+    closed = generator()
+    next(closed)
+    closed.close()
+    assert current() is None
+    with pytest.raises(TypeError, match="asynchronous generator"):
+
+        @qa.using(depth=1)
+        async def both() -> AsyncIterator[int]:
+            yield 1
 
 
 def test_threads_begin_without_and_take_a_context_that_they_are_given() -> None:

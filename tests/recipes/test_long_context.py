@@ -124,6 +124,17 @@ def test_a_call_that_asks_for_more_is_the_models_own() -> None:
     assert found.loss.item() != pytest.approx(wanted.item(), rel=1e-4)
 
 
+def test_a_model_that_takes_no_attention_by_name_keeps_its_own() -> None:
+    config = transformers.FalconConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = transformers.FalconForCausalLM(config)
+    summary = long_context(model, checkpoints=None)
+    assert ATTENTION in summary.left_out
+    assert "FalconForCausalLM does not take its attention by name" in str(summary)
+    model(torch.randint(VOCABULARY, (1, 9)))
+
+
 def test_a_loss_that_is_set_later_is_the_one() -> None:
     model, ids = tiny("llama"), torch.randint(VOCABULARY, (1, 30))
     long_context(model, checkpoints=None)

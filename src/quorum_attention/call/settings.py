@@ -10,9 +10,11 @@ checkpoint's) may then have another budget, and still has the same numbers.
 
 from __future__ import annotations
 
+import inspect
 from contextlib import ContextDecorator
 from contextvars import ContextVar
 from enum import Enum
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -267,3 +269,49 @@ class using(ContextDecorator):  # noqa: N801 (used as a function is, as torch.no
 
     def __exit__(self, *error: object) -> None:
         remove(self._layer)
+
+    def __call__(self, function: Any) -> Any:
+        """``function`` within the block; of a generator or coroutine function, whatever runs of it.
+
+        Raises:
+            TypeError: an asynchronous generator: write the block into it.
+        """
+        if inspect.isasyncgenfunction(function):
+            raise TypeError(
+                f"{type(self).__name__} cannot decorate an asynchronous generator, got "
+                f"{shown(function)}: write the block into it"
+            )
+        if inspect.iscoroutinefunction(function):
+
+            @wraps(function)
+            async def awaited(*args: Any, **named: Any) -> Any:
+                with self:
+                    return await function(*args, **named)
+
+            return awaited
+        if inspect.isgeneratorfunction(function):
+
+            @wraps(function)
+            def stepped(*args: Any, **named: Any) -> Any:
+                return (yield from self._stepped(function(*args, **named)))
+
+            return stepped
+        return super().__call__(function)
+
+    def _stepped(self, made: Any) -> Any:
+        """A generator whose steps are within the block, and between them its caller is not."""
+        step, given = made.send, None
+        while True:
+            try:
+                with self:
+                    item = step(given)
+            except StopIteration as end:
+                return end.value
+            try:
+                step, given = made.send, (yield item)
+            except GeneratorExit:
+                with self:
+                    made.close()
+                raise
+            except BaseException as error:
+                step, given = made.throw, error

@@ -59,8 +59,7 @@ def long_context(
         raise TypeError(f"model must be a PreTrainedModel of Transformers, got {type(model)}")
     done: list[Ingredient] = []
     if attention:
-        base.set_attn_implementation(register(budget=budget))
-        done.append(Ingredient(ATTENTION, True, f"budget {budget or 'of what is free'}"))
+        done.append(_attend(base, register(budget=budget), f"budget {budget or 'of what is free'}"))
     else:
         done.append(left_out(ATTENTION, "not asked for"))
     done.append(chunk_loss(base) if chunked_loss else left_out(LOSS, "not asked for"))
@@ -71,6 +70,17 @@ def long_context(
         else left_out(CHECKPOINTS, "not asked for")
     )
     return Summary(tuple(done))
+
+
+def _attend(model: Any, name: str, how: str) -> Ingredient:
+    """Set the model's attention, if it takes that by name; of those that do not Transformers only
+    logs it."""
+    from quorum_attention.integrations.transformers.whose import names_of
+
+    model.set_attn_implementation(name)
+    if name not in names_of(model.config):
+        return left_out(ATTENTION, f"{type(model).__name__} does not take its attention by name")
+    return Ingredient(ATTENTION, True, how)
 
 
 __all__ = ["ATTENTION", "long_context"]

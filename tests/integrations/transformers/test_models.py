@@ -215,6 +215,15 @@ def test_what_cannot_be_honoured_is_refused_by_name(asked: dict[str, Any], named
     assert call(shift_labels=torch.zeros(2, 20), ignore_index=-1).shape == (2, 20, 4, 8)
 
 
+@pytest.mark.parametrize("kind", ["llama", "opt"])
+def test_weights_asked_of_a_model_are_refused_also_if_its_attention_is_not_told(kind: str) -> None:
+    model = attended(tiny(kind), "quorum")
+    ids = torch.randint(VOCABULARY, (1, 9))
+    with pytest.raises(NotImplementedError, match="output_attentions"):
+        model(input_ids=ids, output_attentions=True)
+    assert len(model(input_ids=ids, output_hidden_states=True).hidden_states) == 3
+
+
 def test_causal_without_a_mask_and_with_other_lengths_is_refused() -> None:
     function = transformers.AttentionInterface._global_mapping["quorum"]
     query, key = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 9, 8)

@@ -7,7 +7,11 @@ is on neither list here is refused: it may change results.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextvars import ContextVar
+from functools import cache
 from typing import Any
+
+import torch
 
 # Of these the attention's result is the same, whatever they are: hints for other kernels, what is
 # in the mask already, and what a model's other parts read.
@@ -41,7 +45,9 @@ _WHY = {
 
 
 def refuse(others: Mapping[str, Any], module: Any) -> None:
-    """Nothing, if no keyword is among ``others`` that may change a result.
+    """Nothing, if no keyword is among ``others`` that may change a result, nor weights are asked
+    for behind the attention's back: Transformers collects those that layers return, and some
+    models (GPT-2, OPT) do not tell their attention.
 
     Raises:
         NotImplementedError: names the keyword, and what to use instead.
@@ -54,6 +60,27 @@ def refuse(others: Mapping[str, Any], module: Any) -> None:
             f"quorum attention does not honour {name!r}, which {type(module).__name__} hands to "
             f"its attention: {why}"
         )
+    if not torch.compiler.is_compiling() and _collects_weights():
+        raise NotImplementedError(
+            f"quorum attention does not honour 'output_attentions', which was asked of the model "
+            f"of {type(module).__name__}: {_WHY['output_attentions']}"
+        )
+
+
+def _collects_weights() -> bool:
+    """Whether Transformers collects the weights that layers return, here and now."""
+    collected = _collector().get()
+    return collected is not None and any("attentions" in name for name in collected)
+
+
+@cache
+def _collector() -> Any:
+    """Where Transformers has what it collects; an empty one in versions that have none."""
+    try:
+        from transformers.utils.output_capturing import _active_collector
+    except ImportError:
+        return ContextVar("collected", default=None)
+    return _active_collector
 
 
 __all__ = ["WITHOUT_EFFECT", "refuse"]

@@ -57,7 +57,7 @@ def check_is_sharded(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
     Raises:
         ValueError: all of it is known to be of each rank's rows alone, or over another group.
     """
-    names = set(_names(getattr(model, "config", None)))
+    names = set(names_of(getattr(model, "config", None)))
     found = [_is_over(name, group) for name in names]
     if names and all(one is False for one in found):
         shown = ", ".join(repr(name) for name in sorted(names))
@@ -68,13 +68,13 @@ def check_is_sharded(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
         )
 
 
-def _names(config: Any) -> Iterator[str]:
+def names_of(config: Any) -> Iterator[str]:
     """What attention a configuration asks for, and those within it."""
     name = getattr(config, "_attn_implementation", None)
     if isinstance(name, str):
         yield name
     for part in getattr(config, "sub_configs", None) or ():
-        yield from _names(getattr(config, part, None))
+        yield from names_of(getattr(config, part, None))
 
 
 def _is_over(name: str, group: dist.ProcessGroup) -> bool | None:
@@ -89,4 +89,4 @@ def _is_over(name: str, group: dist.ProcessGroup) -> bool | None:
     return False if own else None
 
 
-__all__ = ["Kept", "check_is_sharded", "check_layers"]
+__all__ = ["Kept", "check_is_sharded", "check_layers", "names_of"]
