@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -82,7 +83,12 @@ def run_python(code: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
         assert nest.stdout is not None
         nest.stdin.write(json.dumps(told) + "\n")
         nest.stdin.flush()
-        said = nest.stdout.readline()
+        try:
+            said = nest.stdout.readline()
+        except BaseException:  # a program that takes too long, as pytest-timeout says
+            os.killpg(nest.pid, signal.SIGKILL)
+            nest.wait()
+            raise
         assert said, "the process that forks has ended"
         return subprocess.CompletedProcess(command, int(said), out.read_text(), err.read_text())
 
@@ -93,7 +99,7 @@ def _started() -> subprocess.Popen[str]:
         _nest[:] = [
             subprocess.Popen(
                 [sys.executable, "-c", _FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                text=True,
+                text=True, start_new_session=True,
             )
         ]  # fmt: skip
     return _nest[0]

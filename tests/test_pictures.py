@@ -1,10 +1,9 @@
 import builtins
-import subprocess
-import sys
 from itertools import pairwise
 
 import pytest
 import torch
+from helpers_processes import run_python
 
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition
@@ -104,7 +103,8 @@ def test_pyplot_is_left_alone(tmp_path):
         f"draw_coverage(D(999, (7,)), True, {str(tmp_path / 'a.png')!r}); "
         "assert 'matplotlib.pyplot' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
 
 
 def test_missing_matplotlib_says_what_to_install(tmp_path, monkeypatch):

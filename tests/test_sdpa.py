@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 from helpers_attention import assert_close
+from helpers_processes import run_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -433,12 +432,7 @@ print("right")
 
 
 def test_compiled_code() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", COMPILED],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_python(COMPILED)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "right"
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import io
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers_attention import assert_close
+from helpers_processes import run_python
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -586,8 +585,6 @@ print("right")
 
 
 def test_in_a_process_group_of_its_own() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SHARDED], capture_output=True, text=True, timeout=300
-    )
+    done = run_python(SHARDED)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "right"

@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 import quorum_attention as qa
-from quorum_attention.cli import main, parser
+from quorum_attention.cli import main, parser, recover
 
 
 @pytest.mark.parametrize(
@@ -138,9 +138,11 @@ def test_run_refuses_a_depth_at_which_nothing_gets_smaller(
 
 
 def test_recover_really_fails_and_comes_back(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """torch's own allocator refuses under the limit; ours returns and is right."""
+    # Of torch without a limit nothing is asked here.
+    monkeypatch.setattr(recover, "_affordable", lambda setting: False)
     sizes = [
         "--tokens",
         "4096",

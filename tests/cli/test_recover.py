@@ -9,10 +9,11 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from helpers_processes import run_python
 
 from quorum_attention.cli import child, main, recover
 from quorum_attention.files import create_tensors, open_tensors
@@ -49,9 +50,23 @@ def answered(folder: Path, spec: child.Spec) -> child.Answer:
     return child.Answer(**json.loads((folder / "answer").read_text()))
 
 
-def test_plan_budget_limit_and_peak_agree(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["recover", *SIZES, "--budget", "10MiB", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_plan_budget_limit_and_peak_agree_and_both_calls_are_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown, as_json = recover._print, []
+
+    def kept(*found: Any) -> None:
+        as_json.append(json.loads(json.dumps(recover._as_json(*found))))
+        shown(*found)
+
+    monkeypatch.setattr(recover, "_print", kept)
+    assert main(["recover", *SIZES, "--budget", "10MiB"]) == 0
+    (found,) = as_json
+    _plan_budget_limit_and_peak_agree(found)
+    _both_calls_are_shown(capsys.readouterr().out)
+
+
+def _plan_budget_limit_and_peak_agree(found: dict[str, Any]) -> None:
     limited, ours, free = found["methods"]
     assert limited["result"] == "out of memory"
     assert "can't allocate memory" in limited["error"], "it was torch's own memory that ran out"
@@ -63,7 +78,21 @@ def test_plan_budget_limit_and_peak_agree(capsys: pytest.CaptureFixture[str]) ->
     assert 16 << 20 <= free["peak_bytes"] <= 26 << 20
 
 
-def test_the_smallest_budget_that_is_named_works(capsys: pytest.CaptureFixture[str]) -> None:
+def _both_calls_are_shown(said: str) -> None:
+    for heading in ("forward: first", "forward: second", "backward: first", "backward: second"):
+        (line,) = (line for line in said.splitlines() if heading in line)
+        cells = [cell.strip() for cell in line.strip("│").split("│")]
+        # torch has room for its output, and none for the gradients.
+        assert (cells[1] == "-") == (heading != "forward: first")
+        assert all(re.fullmatch(r"[0-9.]+ (us|ms|s)", cell) for cell in cells[2:]), line
+    assert "torch, in its backward: " in said
+
+
+def test_the_smallest_budget_that_is_named_works(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Of torch without a limit nothing is asked here.
+    monkeypatch.setattr(recover, "_affordable", lambda setting: False)
     assert main(["recover", *SIZES, "--budget", "3MiB"]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
@@ -80,10 +109,7 @@ def test_nothing_is_imported_under_the_limit(tmp_path: Path, method: str) -> Non
     """What a first call imports is 30 MiB of the process's, and none of the call's."""
     spec = spec_for(tmp_path, method, None)
     (tmp_path / "spec").write_text(json.dumps(asdict(spec)))
-    done = subprocess.run(
-        [sys.executable, "-c", _IMPORTS, str(tmp_path / "spec")],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    done = run_python(_IMPORTS, tmp_path / "spec")
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines()[-1] == "[]"
 
@@ -205,20 +231,6 @@ def test_who_waited_long_for_the_first_call_gets_no_second(
     said = capsys.readouterr().out
     assert "no second one where the first took more than" in said
     assert re.search(r"│ backward: second +│ - ", said)
-
-
-def test_both_calls_of_every_method_are_shown(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["recover", *SIZES, "--budget", "10MiB"]) == 0
-    said = capsys.readouterr().out
-    for heading in ("forward: first", "forward: second", "backward: first", "backward: second"):
-        (line,) = (line for line in said.splitlines() if heading in line)
-        cells = [cell.strip() for cell in line.strip("│").split("│")]
-        # torch has room for its output, and none for the gradients.
-        assert (cells[1] == "-") == (heading != "forward: first")
-        assert all(re.fullmatch(r"[0-9.]+ (us|ms|s)", cell) for cell in cells[2:]), line
-    assert "torch, in its backward: " in said
 
 
 def test_a_process_that_dies_is_a_verdict_too(tmp_path: Path) -> None:
