@@ -325,6 +325,24 @@ def test_masks_that_do_not_fit_the_call_are_refused(mask: Mask, words: str) -> N
         qa.attention(q, k, v, attn_mask=mask)
 
 
+@pytest.mark.parametrize("depth", [0, "auto"])
+def test_a_batch_without_entries(depth: int | str) -> None:
+    """Tensors of a mask that are of each entry have no rows either."""
+    q, k, v = (torch.randn(0, 2, 8, 4, requires_grad=True) for _ in range(3))
+    none = torch.zeros(0, 8, dtype=torch.int64)
+    for mask in (
+        Mask(key_lengths=none[:, 0]),
+        Mask(key_padding=none > 0, causal=True),
+        Mask(documents=none, window=2) | Mask(documents=(none, none)),
+        Mask(chunk=3, key_lengths=none[:, 0], keeps=lambda b, h, q, k: k <= q) & Mask(window=1),
+    ):
+        out, lse = qa.attention_with_lse(q, k, v, attn_mask=mask, depth=depth)
+        assert (out.shape, lse.shape) == ((0, 2, 8, 4), (0, 2, 8))
+        assert [g.shape for g in torch.autograd.grad(out.sum() + lse.sum(), [q, k, v])] == [
+            q.shape
+        ] * 3
+
+
 def test_kernels_of_other_attention_are_refused() -> None:
     q, k, v = (torch.randn(1, 2, 8, 4) for _ in range(3))
     kernel = qa.from_score_mod(lambda s, b, h, q, k: s)

@@ -204,7 +204,8 @@ def _own(mask: Mask, sizes: Sizes, is_causal: bool) -> tuple[Geometry, ...]:
     rules: tuple[Rule, ...] = () if mask.keeps is None else (_Tried(mask.keeps),)
     queries, keys = _ids(mask, sizes)
     kept = _kept_keys(mask, sizes)
-    if queries is None and keys is None and kept is None and mask.chunk is None:
+    labelled = not (queries is None and keys is None and kept is None and mask.chunk is None)
+    if not labelled or not sizes.batch:
         return (Geometry(band, None, rules),)
     entries = max(len(t) for t in (queries, keys, kept, [0]) if t is not None)
     known: dict[bytes, Geometry] = {}
