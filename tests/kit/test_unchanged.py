@@ -124,6 +124,38 @@ def test_so_it_is_for_functions_of_a_kernel(what: str) -> None:
         out.sum().backward()
 
 
+@pytest.mark.parametrize("of", ["score_mod", "function"])
+def test_a_gradient_that_a_function_would_lose_is_refused(of: str) -> None:
+    """Of a tensor that it reads; which pairs a mask keeps has none to lose."""
+    slopes, (q, k, v) = torch.rand(2, requires_grad=True), three()
+
+    def score_mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        moved: torch.Tensor = s - slopes[h] * (q - k).abs()
+        return moved
+
+    def function(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        s = scale * query @ key.mT * slopes[0]
+        return s.softmax(-1) @ value, s.logsumexp(-1)
+
+    kernel: Any = qa.from_lse_function(function)
+    if of == "score_mod":
+        kernel = qa.from_score_mod(score_mod, compiled=False)
+    for given in ((q, k, v), (q.detach(), k.detach(), v.detach())):
+        with pytest.raises(NotImplementedError, match="no gradient of tensors that its functions"):
+            qa.attention(*given, kernel=kernel)
+    with torch.no_grad():
+        qa.attention(q, k, v, kernel=kernel)
+    slopes.requires_grad_(False)
+    qa.attention(q, k, v, kernel=kernel).sum().backward()
+    slopes.requires_grad_()
+    kept = qa.from_score_mod(mask_mod=lambda b, h, i, j: (slopes[h] > 0) | (i >= j), compiled=False)
+    qa.attention(q, k, v, kernel=kept).sum().backward()
+    qa.attention(q, k, v, attn_mask=Mask(keeps=kept.mask_mod)).sum().backward()
+
+
 def test_a_loop_over_rules_that_close_over_its_variable() -> None:
     """As it is written down first; with values of its own each backward is right."""
     q, k, v = three()

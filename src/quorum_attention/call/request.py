@@ -34,6 +34,8 @@ from quorum_attention.execution.masks import mask_shape
 from quorum_attention.execution.report import Report
 from quorum_attention.execution.workload import Workload, scale_is_exact
 from quorum_attention.kernels.dropout import Dropout
+from quorum_attention.kernels.registry import get_kernel
+from quorum_attention.kernels.traits import check_captured_gradients
 from quorum_attention.mask import Mask
 from quorum_attention.planner.options import Options
 
@@ -208,6 +210,8 @@ def request_of(
         )
     if torch._C._are_functorch_transforms_active():
         refuse_captured(options.kernel)
+    if options.kernel != "auto" and torch.is_grad_enabled():
+        check_captured_gradients(get_kernel(options.kernel))
     exact = scale_is_exact(factor, query.dtype)
     work = Workload(
         *sizes, is_causal, shape, factor > 0, sinks is not None, p > 0.0, exact_scale=exact

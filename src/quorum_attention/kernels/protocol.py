@@ -229,6 +229,10 @@ class CallsBack(InnerKernel, Protocol):
         """The functions; None where there is none."""
         ...
 
+    def without_gradient(self) -> Sequence[torch.Tensor]:
+        """Tensors that scores depend on by these functions, and that get no gradient."""
+        ...
+
 
 class ByEntry(InnerKernel, Protocol):
     """A kernel that is told which batch entry it computes, and may compute another attention in

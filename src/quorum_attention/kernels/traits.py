@@ -226,6 +226,21 @@ def check_mask_gradient(kernel: InnerKernel) -> None:
         )
 
 
+def check_captured_gradients(kernel: InnerKernel) -> None:
+    """Check that no tensor that a function of the user's reads is to get a gradient.
+
+    Raises:
+        NotImplementedError: one requires it: it would be left out without a word.
+    """
+    told = calls_back(kernel)
+    if told is not None and any(tensor.requires_grad for tensor in told.without_gradient()):
+        raise NotImplementedError(
+            f"kernel {kernel.name!r} has no gradient of tensors that its functions read, but one "
+            "of them requires it: give the function tensor.detach(), or make what it adds to the "
+            "scores an attn_mask, which gets its gradient"
+        )
+
+
 def _methods(protocol: type) -> tuple[str, ...]:
     return tuple(name for name in vars(protocol) if not name.startswith("_"))
 

@@ -147,6 +147,10 @@ class FlexKernel:
         """See ``CallsBack``."""
         return self._in_memory.called_back()
 
+    def without_gradient(self) -> list[torch.Tensor]:
+        """See ``CallsBack``."""
+        return self._in_memory.without_gradient()
+
     def tells_entries_apart(self, device: torch.device) -> bool:
         """See ``ByEntry``."""
         return self._in_memory.tells_entries_apart(device)

@@ -74,7 +74,7 @@ class Piece:
 class FunctionKernel:
     """See ``from_lse_function``."""
 
-    traits = Traits(own_attention=True, captures=True, by_entry=True)
+    traits = Traits(own_attention=True, captures=True, calls_back=True, by_entry=True)
 
     def __init__(
         self,
@@ -96,6 +96,14 @@ class FunctionKernel:
     def captured(self) -> list[torch.Tensor]:
         """See ``Captures``: the tensors that ``reads.tensors`` finds in the functions' closures."""
         return tensors(self.function, self.explicit_backward)
+
+    def called_back(self) -> tuple[Any, ...]:
+        """See ``CallsBack``: none to watch, because a library's function may keep what it likes."""
+        return ()
+
+    def without_gradient(self) -> list[torch.Tensor]:
+        """See ``CallsBack``."""
+        return self.captured()
 
     def tells_entries_apart(self, device: torch.device) -> bool:
         """See ``ByEntry``."""

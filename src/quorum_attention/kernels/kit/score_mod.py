@@ -54,7 +54,7 @@ class ScoreModKernel(FunctionKernel):
         run: number of rectangles run so far; parts of a rectangle count one by one.
     """
 
-    traits = replace(FunctionKernel.traits, sparse=True, calls_back=True)
+    traits = replace(FunctionKernel.traits, sparse=True)
 
     def __init__(self, score_mod: ScoreMod | None, mask_mod: MaskMod | None, name: str) -> None:
         self.score_mod, self.mask_mod = score_mod, mask_mod
@@ -75,6 +75,10 @@ class ScoreModKernel(FunctionKernel):
     def called_back(self) -> tuple[Any, ...]:
         """See ``CallsBack``."""
         return self.score_mod, self.mask_mod
+
+    def without_gradient(self) -> list[torch.Tensor]:
+        """See ``CallsBack``: which pairs are kept has no derivative."""
+        return tensors([self.score_mod])
 
     def tells_entries_apart(self, device: torch.device) -> bool:
         """See ``ByEntry``."""

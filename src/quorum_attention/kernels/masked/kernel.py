@@ -129,6 +129,10 @@ class MaskedKernel:
         """See ``CallsBack``."""
         return self._functions
 
+    def without_gradient(self) -> Sequence[torch.Tensor]:
+        """See ``CallsBack``: which pairs are kept has no derivative."""
+        return ()
+
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
         """See ``Sparse``."""
         every = n_queries * n_keys
