@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import and_masks
 
 import quorum_attention as qa
 from quorum_attention import Mask
@@ -41,6 +42,14 @@ def _given(n: Any, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
     return (k < n) | (k == q)
 
 
+def _as_ours(rule: Rule) -> Rule:
+    def handed_on(b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return rule(b, h, q, k)
+
+    handed_on.__module__ = "quorum_attention.made_up"
+    return handed_on
+
+
 def made(kind: str) -> tuple[Rule, Callable[[], Any]]:
     """A rule, and what changes what it reads."""
     n, ids, state, thing = 5, torch.arange(N) // 9, {"n": [4]}, Window()
@@ -65,6 +74,8 @@ def made(kind: str) -> tuple[Rule, Callable[[], Any]]:
         "another tensor": (closed, tensor),
         "within another": (lambda b, h, q, k: closed(b, h, q, k), number),
         "a global": (by_global, widen),
+        "joined by torch": (and_masks(by_global, closed), number),
+        "handed on by ours": (_as_ours(closed), tensor),
         "a list in a dictionary": (
             lambda b, h, q, k: q - k < state["n"][0], lambda: state["n"].__setitem__(0, 6),
         ),
@@ -83,7 +94,8 @@ def made(kind: str) -> tuple[Rule, Callable[[], Any]]:
 
 
 CHANGES = [
-    "a number", "another tensor", "within another", "a global", "a list in a dictionary",
+    "joined by torch", "handed on by ours", "a number", "another tensor",
+    "within another", "a global", "a list in a dictionary",
     "an attribute", "an object's number", "an object's tensor", "a method's object",
     "in a partial function's list",
 ]  # fmt: skip

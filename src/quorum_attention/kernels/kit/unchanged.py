@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from quorum_attention.kernels.kit.masks import BlockMask
+
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 # The most things looked at, and the deepest nesting of functions, containers and objects.
 _MOST, _DEEPEST = 256, 8
@@ -139,7 +141,7 @@ def _parts(
     elif kind in (dict, list, tuple) and len(thing) <= _MOST:
         named = list(thing.items()) if kind is dict else list(enumerate(thing))
         yield from ((f"{path}[{name!r}]", part, attributes) for name, part in named)
-    elif not isinstance(thing, (types.ModuleType, type)) and hasattr(thing, "__dict__"):
+    elif not isinstance(thing, (types.ModuleType, type, BlockMask)) and hasattr(thing, "__dict__"):
         call = getattr(kind, "__call__", None)  # noqa: B004
         if isinstance(thing, torch.nn.Module):
             call = kind.forward
@@ -156,12 +158,14 @@ def _parts(
 _LIBRARIES = ("torch", "numpy", "functools", "math", "quorum_attention")
 
 
+# What a function of ours may have from a user.
+_HANDED_ON = (types.FunctionType, types.MethodType, partial, torch.Tensor)
+
+
 def _read_by(function: types.FunctionType) -> Iterator[tuple[str, Any, frozenset[str]]]:
     """What a function reads by name, but not as an argument of its call."""
     names, code = _names(function.__code__), function.__code__
     module = (function.__module__ or "").partition(".")[0]
-    if module == "quorum_attention":
-        return  # as it was made
     first = code.co_argcount - len(function.__defaults__ or ())
     for name, part in zip(
         code.co_varnames[first : code.co_argcount], function.__defaults__ or (), strict=False
@@ -174,7 +178,9 @@ def _read_by(function: types.FunctionType) -> Iterator[tuple[str, Any, frozenset
             part = cell.cell_contents
         except ValueError:
             continue  # not assigned yet
-        if name in names.outer:
+        # Our own functions are as they were made, but they may have a user's within.
+        own = module == "quorum_attention" and not isinstance(part, _HANDED_ON)
+        if name in names.outer and not own:
             yield name, part, names.attributes
     if module in _LIBRARIES:
         return
