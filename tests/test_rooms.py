@@ -16,7 +16,7 @@ import quorum_attention
 ROOT = Path(quorum_attention.__file__).parent
 # Every room, a folder or a file, from the ground up. Rooms of one floor do not import each other.
 FLOORS = (
-    ("counts", "errors", "progress"),
+    ("counts", "errors", "lifetime", "progress"),
     ("html_table", "quorums", "sizes"),
     ("decomposition", "mask", "writing"),
     ("files", "kernels", "pictures"),

@@ -10,7 +10,6 @@ that work for it are killed, too, and no file is left.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -26,13 +25,12 @@ import torch.fx.experimental.symbolic_shapes  # noqa: F401 - the first gradient 
 
 from quorum_attention.bench.child import measure
 from quorum_attention.bench.spec import Spec
-
-_SET_PARENT_DEATH_SIGNAL = 1
+from quorum_attention.lifetime import end_with
 
 
 def serve(parent: int) -> None:
     """Carry out the measurements that stdin asks for, one after the other, until stdin ends."""
-    _end_with(parent)
+    end_with(parent)
     # Ctrl-C reaches all processes; the parent decides which of them end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for line in sys.stdin:
@@ -69,7 +67,7 @@ def _measure(server: int, spec: dict[str, Any], answered: BinaryIO, printed: Bin
     """In the forked process: measure, then end it."""
     status = 1
     try:
-        _end_with(server)
+        end_with(server)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         with open(os.devnull, "rb") as nothing:
             os.dup2(nothing.fileno(), 0)
@@ -86,14 +84,6 @@ def _measure(server: int, spec: dict[str, Any], answered: BinaryIO, printed: Bin
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
-
-
-def _end_with(parent: int) -> None:
-    """Have this process killed when ``parent`` ends, if the system supports that."""
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
-    if os.getppid() != parent:  # it had ended before the call above
-        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,15 @@ from quorum_attention.writing import folder_of_now
 # What a Python process allocates beside the call's tensors while it runs, on the CPU.
 _PROCESS_BYTES = 2 << 20
 _BLOCK_TOKENS = 1 << 16
+_CHILD = """
+import sys
+from quorum_attention.lifetime import end_with
+
+end_with(int(sys.argv[2]))
+from quorum_attention.cli.child import main
+
+main(sys.argv[1])
+"""
 _ACCEPTED = {
     torch.float16: 5e-3,
     torch.bfloat16: 4e-2,
@@ -326,8 +335,7 @@ def _child(spec: Spec, path: Path) -> Answer:
         # On a busy machine, threads that spin while they wait take the cores from each other.
         "OMP_WAIT_POLICY": "PASSIVE",
     }
-    start = "import sys; from quorum_attention.cli.child import main; main(sys.argv[1])"
-    command = [sys.executable, "-c", start, str(path)]
+    command = [sys.executable, "-c", _CHILD, str(path), str(os.getpid())]
     # A Ctrl-C reaches the child as well; run() waits for it and kills it if it does not go.
     finished = subprocess.run(command, env=environment, stderr=None, check=False)
     answer = Path(spec.answer)
