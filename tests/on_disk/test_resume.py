@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -331,3 +332,28 @@ def test_an_input_that_is_called_as_what_is_unfinished_stays(
     assert main(["run", str(folder / name), str(folder / "out"), *EACH, "--restart"]) == 2
     assert "rename it" in capsys.readouterr().err
     assert (folder / name).read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["qkv", "bias.npy"])
+def test_a_file_that_takes_the_place_of_one_that_was_opened_is_not_taken_for_it(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that is resumed would read the other one, and find it to be the one of its journal."""
+    np.save(folder / "bias.npy", np.zeros((300, 300), np.float32))
+    make = command.file_call
+
+    def replaced(*arguments: Any, **named: Any) -> Any:
+        content = (folder / name).read_bytes()
+        (folder / "new").write_bytes(content)
+        os.replace(folder / "new", folder / name)
+        return make(*arguments, **named)
+
+    monkeypatch.setattr(command, "file_call", replaced)
+    mask = ["--mask", str(folder / "bias.npy")]
+    before = (folder / "out").read_bytes()
+    assert run(folder, *mask) == 2
+    assert f"{folder / name}) was changed while it was opened" in capsys.readouterr().err
+    assert (folder / "out").read_bytes() == before
+    assert not (folder / UNFINISHED).exists()
+    monkeypatch.undo()
+    assert run(folder, *mask) == 0

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from quorum_attention.mask import Mask
 from quorum_attention.npy import is_npy
 from quorum_attention.on_disk.call import FileCall, file_call
 from quorum_attention.on_disk.compute import compute_here
-from quorum_attention.on_disk.fingerprint import fingerprint
+from quorum_attention.on_disk.fingerprint import fingerprint, stamp
 from quorum_attention.on_disk.inputs import BACKWARD, FORWARD, Inputs, read_inputs
 from quorum_attention.on_disk.run import Compute, Outcome, header_of, run_call
 from quorum_attention.on_disk.targets import Output, are_same, check_apart, output_of
@@ -113,6 +114,7 @@ def _run(options: argparse.Namespace) -> int:
     written = Written(
         budget=options.budget, depth=options.depth, kernel=options.kernel, devices=device
     )
+    stamps = inputs.stamps | _stamps_of_masks(options)
     mask, is_causal, mask_files = masks.mask_of(options, inputs.mask)
     _check_forward(options, inputs)
     tensors = {role: tensor for role, tensor in inputs.tensors.items() if role != "mask"}
@@ -131,7 +133,8 @@ def _run(options: argparse.Namespace) -> int:
         where = device if options.ray is None else f"Ray ({options.ray})"
         say(_headline(options, call, where))
     report = Report()
-    seen = _fingerprints({**{f"the {r}": file for r, file in inputs.where.items()}, **mask_files})
+    read = {**{f"the {role}": file for role, file in inputs.where.items()}, **mask_files}
+    seen = _fingerprints(read, stamps)
     mode: Mode = "resume" if options.resume else "restart" if options.restart else "new"
     outcome = run_call(
         call, output, header_of(call, wanted, _arguments(options), seen), report,
@@ -193,12 +196,29 @@ def _check(options: argparse.Namespace, inputs: Inputs, output: Output) -> None:
                 raise ValueError(f"--draw must be another file than the {name}, got {options.draw}")
 
 
-def _fingerprints(used: dict[str, Path]) -> dict[str, Any]:
-    """Those of files by what they are for: the same files in other places are other inputs."""
+def _stamps_of_masks(options: argparse.Namespace) -> dict[Path, tuple[int, ...]]:
+    named = (getattr(options, name) for name in masks.FILES)
+    return {Path(file): stamp(file) for file in named if file}
+
+
+def _fingerprints(used: dict[str, Path], stamps: Mapping[Path, tuple[int, ...]]) -> dict[str, Any]:
+    """Those of files by what they are for: the same files in other places are other inputs.
+
+    Args:
+        stamps: of the files before they were opened: a resumed run would go by the fingerprint of
+            a file that has taken the place of the one that was read.
+
+    Raises:
+        ValueError: a file is another one by now.
+    """
     roles: dict[Path, list[str]] = {}
     for role, file in used.items():
         roles.setdefault(file, []).append(role)
-    return {f"the file of {', '.join(names)}": fingerprint(f) for f, names in roles.items()}
+    found = {f"the file of {', '.join(names)}": fingerprint(f) for f, names in roles.items()}
+    for name, file in zip(found, roles, strict=True):
+        if stamp(file) != stamps[file]:
+            raise ValueError(f"{name} ({file}) was changed while it was opened: run it again")
+    return found
 
 
 def _arguments(options: argparse.Namespace) -> dict[str, Any]:

@@ -36,6 +36,16 @@ def fingerprint(path: str | PathLike[str]) -> dict[str, Any]:
     }
 
 
+def stamp(path: str | PathLike[str]) -> tuple[int, int, int, int]:
+    """What tells a file from another that takes its name, and from itself when it was written to.
+
+    Raises:
+        OSError: there is none.
+    """
+    found = os.stat(path)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
 def unchanged(before: dict[str, Any]) -> bool:
     """Whether size and time of the file are those of its fingerprint ``before``."""
     try:
@@ -45,4 +55,4 @@ def unchanged(before: dict[str, Any]) -> bool:
     return (found.st_size, found.st_mtime_ns) == (before["size"], before["time"])
 
 
-__all__ = ["fingerprint", "unchanged"]
+__all__ = ["fingerprint", "stamp", "unchanged"]

@@ -11,6 +11,7 @@ import torch
 
 from quorum_attention.files import open_tensors
 from quorum_attention.npy import SUFFIX, is_npy, open_npy
+from quorum_attention.on_disk.fingerprint import stamp
 
 # What a tensor is for, and the names that it may have in a file.
 NAMES = {
@@ -36,12 +37,14 @@ class Inputs:
         unknown: the names of what they hold besides.
         files: all that was opened, without repeats.
         where: the file of each tensor, by role.
+        stamps: of the files, taken before they were opened (on_disk/fingerprint.py).
     """
 
     tensors: dict[str, torch.Tensor]
     unknown: tuple[str, ...] = ()
     files: tuple[Path, ...] = ()
     where: dict[str, Path] = field(default_factory=dict)
+    stamps: dict[Path, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def mask(self) -> torch.Tensor | None:
@@ -67,7 +70,8 @@ def read_inputs(named: Sequence[str], needed: Sequence[str] = FORWARD) -> Inputs
     unknown: list[str] = []
     files: dict[Path, None] = {}
     folders = {Path(text) for text in named if os.path.isdir(text)}
-    for name, file, tensor in _opened(named):
+    stamps: dict[Path, tuple[int, ...]] = {}
+    for name, file, tensor in _opened(named, stamps):
         role = _ROLES.get(name)
         in_folder = file.parent in folders
         if role not in roles and in_folder:
@@ -94,7 +98,7 @@ def read_inputs(named: Sequence[str], needed: Sequence[str] = FORWARD) -> Inputs
                 f"there is {there or 'none'}"
             )
     of_role = {role: whence[role][1] for role in roles if role in whence}
-    return Inputs(found, tuple(unknown), tuple(files), of_role)
+    return Inputs(found, tuple(unknown), tuple(files), of_role, stamps)
 
 
 def read_qkv(path: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -131,13 +135,16 @@ def read_one(path: str, names: Sequence[str]) -> tuple[torch.Tensor, Path]:
     return tensors[there[0]], file
 
 
-def _opened(named: Iterable[str]) -> Iterator[tuple[str, Path, torch.Tensor]]:
-    """(name, file, tensor) of all there is."""
+def _opened(
+    named: Iterable[str], stamps: dict[Path, tuple[int, ...]]
+) -> Iterator[tuple[str, Path, torch.Tensor]]:
+    """(name, file, tensor) of all there is; notes the stamps of files before it opens them."""
     for text in named:
         name, equals, rest = text.partition("=")
         if not text or (equals and name in _ROLES and not rest):
             raise ValueError(f"an input has no file: its name is {text!r}")
         if equals and name in _ROLES and not os.path.exists(text):
+            stamps[Path(rest)] = stamp(rest)
             yield name, Path(rest), open_npy(rest)
             continue
         path = Path(text)
@@ -148,8 +155,11 @@ def _opened(named: Iterable[str]) -> Iterator[tuple[str, Path, torch.Tensor]]:
             if not inside:
                 raise ValueError(f"{text} is a folder without {SUFFIX} files")
             for file in inside:
+                stamps[file] = stamp(file)
                 yield file.stem, file, open_npy(file)
-        elif is_npy(path):
+            continue
+        stamps[path] = stamp(path)
+        if is_npy(path):
             yield path.stem, path, open_npy(path)
         else:
             for found, tensor in open_tensors(path).items():
