@@ -188,7 +188,10 @@ def test_where_memory_runs_out_the_backward_comes_as_usual(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     three = inputs()
-    out = made(known(three), three)
+    call = known(three)
+    torch.autograd.grad(made(call, three).sum(), three)
+    assert call.at_backward
+    out = made(call, three)
     want = torch.autograd.grad(qa.attention(*three, **OPTIONS).sum(), three)
     own, failures = CpuKernel.whole_backward, []
 
@@ -202,6 +205,9 @@ def test_where_memory_runs_out_the_backward_comes_as_usual(
     for one, other in zip(torch.autograd.grad(out.sum(), three), want, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     assert failures
+    assert not call.at_backward, "the next one is decided anew, by what is free then"
+    torch.autograd.grad(made(call, three).sum(), three)
+    assert call.at_backward
 
 
 def test_where_memory_runs_out_in_the_forward_there_is_no_output(

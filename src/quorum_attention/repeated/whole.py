@@ -42,6 +42,7 @@ from quorum_attention.planner.decide import Decision
 from quorum_attention.repeated.likeness import is_transformed
 
 _Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_NOT_DECIDED: Any = object()
 
 
 class _Way(NamedTuple):
@@ -127,6 +128,8 @@ class Whole:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
+            # The next one is decided anew, by what is free then.
+            self.at_backward.clear()
         return None
 
     def _way(
@@ -134,13 +137,15 @@ class Whole:
     ) -> _Way | None:
         """How the gradients are made; None if they are not one kernel call."""
         state = (torch.are_deterministic_algorithms_enabled(), registrations())
-        if state not in self.at_backward:
+        # Not asked for by its name again: another thread's backward may have run out of memory.
+        way = self.at_backward.get(state, _NOT_DECIDED)
+        if way is _NOT_DECIDED:
             tensors = Tensors(*three, None)
             _, decision = decide_backward(tensors, self.request, Given(grad_out, out, lse))
             same = decision.kernel is get_kernel(self.kernel)
             one = same and _is_one_call(decision, self.request)
-            self.at_backward[state] = self._way_of(decision) if one else None
-        return self.at_backward[state]
+            way = self.at_backward[state] = self._way_of(decision) if one else None
+        return way
 
     def _way_of(self, decision: Decision) -> _Way | None:
         work, kernel = self.request.work, decision.kernel
