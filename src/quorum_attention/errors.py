@@ -7,6 +7,17 @@ import torch
 # Where torch has no type of its own (very old builds), a RuntimeError is the nearest base.
 _TorchOutOfMemory: type[RuntimeError] = getattr(torch, "OutOfMemoryError", RuntimeError)
 
+# What plain RuntimeErrors say: torch's allocator for the CPU; NVIDIA's libraries, which take memory
+# for themselves when they are first used; Triton, which takes some for each kernel that it loads.
+_ALLOCATORS_SAY = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+_NOTHING_ELSE_SAID = ("std::bad_alloc", "Triton Error [CUDA]: out of memory")
+_CUDA_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+
 
 class OutOfMemoryError(_TorchOutOfMemory):  # type: ignore[misc, valid-type]
     """The call ran out of memory and no finer plan was left (or the plan was pinned)."""
@@ -35,3 +46,21 @@ class BudgetError(OutOfMemoryError):
     def __init__(self, message: str, smallest_bytes: int | None = None) -> None:
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` says that memory ran out.
+
+    It is known by its type: torch.OutOfMemoryError, MemoryError, or an accelerator error with the
+    code of a failed allocation. Where allocators raise a plain RuntimeError it is known by its
+    text.
+    """
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    accelerator_error = getattr(torch, "AcceleratorError", None)
+    if accelerator_error is not None and isinstance(error, accelerator_error):
+        return getattr(error, "error_code", None) == _CUDA_OUT_OF_MEMORY
+    if type(error) is RuntimeError:
+        text = str(error)
+        return text.strip() in _NOTHING_ELSE_SAID or any(said in text for said in _ALLOCATORS_SAY)
+    return False

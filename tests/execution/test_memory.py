@@ -23,6 +23,9 @@ def test_the_cpu_allocators_own_failure_is_recognised() -> None:
         OutOfMemoryError("ours"),
         BudgetError("ours"),
         RuntimeError("std::bad_alloc"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
     ],
 )
 def test_other_ways_to_say_it_are_recognised(error: BaseException) -> None:
@@ -38,6 +41,7 @@ class DerivedError(RuntimeError):
     [
         RuntimeError("out of memory"),
         RuntimeError("std::bad_alloc was mentioned"),
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
         RuntimeError("CUDA error: an illegal memory access was encountered"),
         RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"),
         DerivedError("std::bad_alloc"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -111,6 +113,12 @@ class Broken(CpuKernel):
             raise RuntimeError("no plan for this shape\nlots of detail")
         if self.how == "exhausted":
             raise torch.OutOfMemoryError("out of memory")
+        if self.how == "not loaded":
+            raise RuntimeError("Triton Error [CUDA]: out of memory")
+        if self.how == "no handle":
+            raise RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            )
         out, lse = super().rectangle_forward(query, key, value, causal, scale, bias)
         if self.how == "nan":
             out[..., 3, :] = torch.nan
@@ -139,9 +147,32 @@ def test_probe_finds_what_is_wrong(how: str, word: str) -> None:
     assert "\n" not in reason
 
 
-def test_probe_lets_out_of_memory_through() -> None:
-    with pytest.raises(torch.OutOfMemoryError):
-        probe(Broken("exhausted"), call())
+@pytest.mark.parametrize("how", ["exhausted", "not loaded", "no handle"])
+def test_probe_lets_out_of_memory_through(how: str) -> None:
+    kernel = Broken(how)
+    with pytest.raises(RuntimeError, match=r"out of memory|ALLOC_FAILED"):
+        probe(kernel, call())
+    # It is not remembered as a kernel that does not work.
+    kernel.how = "fine"
+    assert probe(kernel, call()) is None
+
+
+def test_where_memory_runs_out_on_a_gpu_it_is_tried_again_without_torchs_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+
+    def tried(kernel: object, question: object) -> None:
+        done.append("tried")
+        if done == ["tried"]:
+            raise RuntimeError("Triton Error [CUDA]: out of memory")
+
+    module = sys.modules["quorum_attention.kernels.probe"]
+    monkeypatch.setattr(module, "_tried", tried)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
+    on_gpu = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    assert module._tried_with_memory(Broken("fine"), on_gpu) is None
+    assert done == ["tried", "emptied", "tried"]
 
 
 def test_probe_asks_once() -> None:

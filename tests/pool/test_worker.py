@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch
 import quorum_attention as qa
 from quorum_attention.pool import Pool
 from quorum_attention.pool.hired import Hired
-from quorum_attention.pool.messages import Begin, Done, End
+from quorum_attention.pool.messages import Begin, Compute, Done, End, Failed
 from quorum_attention.pool.run import Coordinator
+from quorum_attention.pool.worker import answer
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="not Linux")
 
@@ -96,3 +98,24 @@ def test_a_pool_that_was_interrupted_as_it_spoke_loses_no_worker_and_no_memory(
             while "memfd:quorum-attention" in maps.read_text(encoding="utf-8"):
                 assert time.monotonic() < until
                 time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    "fail", [lambda: torch.empty(1 << 60, dtype=torch.uint8), lambda: bytearray(1 << 60)]
+)
+def test_memory_that_runs_out_beside_the_call_gives_the_part_back_too(
+    fail: Callable[[], object],
+) -> None:
+    """Where it opens tensors, or makes room for a gradient: torch's allocator for the CPU raises a
+    plain RuntimeError there."""
+
+    class Scarce:
+        unequal = False
+
+        def compute(self, message: Compute, report: qa.Report) -> None:
+            fail()
+
+    said = answer(Scarce(), Compute(1, 0, None))
+    assert isinstance(said, Failed)
+    assert said.memory
+    assert not said.broken

@@ -1,38 +1,11 @@
-"""Recognises out-of-memory failures."""
+"""Out-of-memory failures: recognised, and told to the caller."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
-from quorum_attention.errors import OutOfMemoryError
-
-# The CPU allocator's messages: torch raises a plain RuntimeError there.
-_CPU_ALLOCATOR_SAYS = (
-    "DefaultCPUAllocator: can't allocate memory",
-    "DefaultCPUAllocator: not enough memory",
-)
-_BAD_ALLOC = "std::bad_alloc"
-_CUDA_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that memory ran out.
-
-    It is known by its type: torch.OutOfMemoryError, MemoryError, or an accelerator error with the
-    code of a failed allocation. The CPU allocator's plain RuntimeError is known by its text.
-    """
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    accelerator_error = getattr(torch, "AcceleratorError", None)
-    if accelerator_error is not None and isinstance(error, accelerator_error):
-        return getattr(error, "error_code", None) == _CUDA_OUT_OF_MEMORY
-    if type(error) is RuntimeError:
-        text = str(error)
-        return text == _BAD_ALLOC or any(said in text for said in _CPU_ALLOCATOR_SAYS)
-    return False
+from quorum_attention.errors import OutOfMemoryError, is_out_of_memory
 
 
 def first_line(error: BaseException) -> str:
@@ -58,3 +31,6 @@ def named_out_of_memory(*, pinned: bool) -> Iterator[None]:
         if not pinned:
             why = "it was the memory of results or accumulators, which a finer plan needs as well"
         raise OutOfMemoryError(f"out of memory: {why}. The allocator said: {said}")
+
+
+__all__ = ["first_line", "is_out_of_memory", "named_out_of_memory"]

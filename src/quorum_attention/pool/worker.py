@@ -18,7 +18,7 @@ import torch
 from quorum_attention.call.gradients import given_of
 from quorum_attention.call.options import Written
 from quorum_attention.call.request import Request, Tensors, request_of
-from quorum_attention.errors import BudgetError, OutOfMemoryError
+from quorum_attention.errors import BudgetError, is_out_of_memory
 from quorum_attention.execution.device.handed import Handed
 from quorum_attention.execution.device.lookup import backend_of, on_host
 from quorum_attention.execution.report import Report
@@ -161,9 +161,8 @@ def answer(one: Computing, message: Compute) -> Done | Failed:
     try:
         one.compute(message, report)
     except Exception as error:
-        memory = isinstance(error, (OutOfMemoryError, torch.OutOfMemoryError, MemoryError))
         # A budget is as small for the others, or theirs are others.
-        memory = memory and (one.unequal or not isinstance(error, BudgetError))
+        memory = is_out_of_memory(error) and (one.unequal or not isinstance(error, BudgetError))
         said = _as_sent(error)
         # After an error of its own a CUDA device takes nothing more from this process.
         broken = not memory and "CUDA error" in str(error)
