@@ -138,7 +138,7 @@ class Whole:
         """How the gradients are made; None if they are not one kernel call."""
         state = (torch.are_deterministic_algorithms_enabled(), registrations())
         # Not asked for by its name again: another thread's backward may have run out of memory.
-        way = self.at_backward.get(state, _NOT_DECIDED)
+        way: _Way | None = self.at_backward.get(state, _NOT_DECIDED)
         if way is _NOT_DECIDED:
             tensors = Tensors(*three, None)
             _, decision = decide_backward(tensors, self.request, Given(grad_out, out, lse))
