@@ -8,8 +8,10 @@ layers of that forward use what was found.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +42,7 @@ class Asked(NamedTuple):
         left, right: tokens before and after a query that it sees; -1 is no limit.
         chunk: tokens; 0: no chunks.
         packed: whether these rows are of several documents, and the model asks for that.
+        silent: whether it is known that the model does not ask, or its cache says there is one.
         refused: whether there is anything else, which is not known for a whole sequence.
     """
 
@@ -48,6 +51,7 @@ class Asked(NamedTuple):
     right: int = -1
     chunk: int = 0
     packed: bool = False
+    silent: bool = False
     refused: bool = False
 
     def near(self, left: int, right: int) -> Asked:
@@ -133,6 +137,7 @@ def sharded_mask(
     if progress is not None:
         plain = asked == Asked(causal=True)
         return step_mask(progress, batch_size, q_length, function, attention_mask, plain)
+    asked = asked._replace(silent=not _documents_are_asked_for())
     if q_length != kv_length or int(q_offset) != kv_offset:
         asked = asked._replace(refused=True)  # a cache that is not empty
     padding = None
@@ -141,6 +146,22 @@ def sharded_mask(
         if padding.shape[1] != kv_length:
             asked = asked._replace(refused=True)
     return ShardedMask(asked, padding, (batch_size, 1, q_length, kv_length))
+
+
+def _documents_are_asked_for() -> bool:
+    """Whether the function of Transformers that makes this mask looks for documents: it was given
+    positions, and no cache. True where that cannot be seen.
+
+    Of rows of one document it hands on nothing that would tell.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "transformers.masking_utils":
+            given = frame.f_locals
+            if "position_ids" in given and "past_key_values" in given:
+                return given["position_ids"] is not None and given["past_key_values"] is None
+        frame = frame.f_back
+    return True
 
 
 # What the ranks tell each other before positions and padding, after ``Asked``.
@@ -166,7 +187,10 @@ def _found(
     every = [torch.empty_like(numbers) for _ in sizes]
     dist.all_gather(every, numbers, group=group)
     whole = torch.cat([t[:, :, :n] for t, n in zip(every, sizes, strict=True)], dim=2)
-    asked = asked._replace(packed=any(one[Asked._fields.index("packed")] for one in listed))
+    packed, silent = (
+        any(one[Asked._fields.index(name)] for one in listed) for name in ("packed", "silent")
+    )
+    asked = asked._replace(packed=packed, silent=silent)
     return _as_mask(asked, whole[0] if fits else None, whole[1] if padded else None, sizes), sizes
 
 
@@ -213,7 +237,7 @@ def _as_mask(
         # As Transformers: a mask of padding says that there is one document, and a mask in both
         # directions does not ask.
         if padding is None and asked.causal:
-            documents = _documents(positions, sizes, asked.packed)
+            documents = _documents(positions, sizes, asked)
     window = (asked.left, asked.right)
     chunk: int | None = asked.chunk or None
     if documents is not None and positions is not None and chunk is not None:
@@ -227,17 +251,17 @@ def _as_mask(
 
 
 def _documents(
-    positions: torch.Tensor, sizes: tuple[int, ...], packed: bool
+    positions: torch.Tensor, sizes: tuple[int, ...], asked: Asked
 ) -> torch.Tensor | None:
     """Ids of documents, which begin where positions do not go up by one; None: one only.
 
     Args:
-        packed: whether a rank's mask says that there are some among its rows. If none does though
-            there are, the model (or its cache) does not ask for documents.
+        asked: ``packed`` if a rank's mask says that there are some among its rows. If none does
+            though there are, the model (or its cache) does not ask for documents.
     """
     inside = any(bool((shard.diff() != 1).any()) for shard in positions.split(sizes, dim=1))
     begins = positions.diff() != 1
-    if not bool(begins.any()) or (inside and not packed):
+    if not bool(begins.any()) or (not asked.packed and (inside or asked.silent)):
         return None
     return torch.nn.functional.pad(begins.cumsum(1), (1, 0))
 
