@@ -246,7 +246,7 @@ def _a_rank_that_is_slow_is_none_that_failed(rank: int, group: dist.ProcessGroup
     kept = Calls._forward
 
     def slow(self: Any, *args: Any) -> Any:
-        time.sleep(1.0)
+        time.sleep(2.5 * watch._LOOK_SECONDS)  # the others look twice meanwhile
         return kept(self, *args)
 
     if rank == 1:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+from helpers_processes import run_python
 
 SCRIPT = """
 import sys
@@ -49,9 +47,6 @@ print("done")
 
 @pytest.mark.parametrize("how", ["plain", "compiled"])
 def test_in_a_process_of_its_own(how: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT, how],
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
+    done = run_python(SCRIPT, how)
     assert done.returncode == 0, done.stderr
     assert "done" in done.stdout

@@ -53,9 +53,8 @@ def test_against_float64(settings, levels, is_causal) -> None:
         torch.testing.assert_close(mine.double(), theirs.grad, atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_exact_by_check_kernel(dtype) -> None:
-    found = qa.check_kernel(qa.LongNetKernel(MIXTURE), heads=5, dtype=dtype, device="cpu",
+def test_exact_by_check_kernel() -> None:
+    found = qa.check_kernel(qa.LongNetKernel(MIXTURE), heads=5, dtype=torch.float32, device="cpu",
                             other_sizes=False)  # fmt: skip
     assert found.exact, str(found)
 
@@ -67,6 +66,7 @@ def test_full_precision_inside() -> None:
     assert found.exact
     rounded = qa.check_kernel(qa.LongNetKernel(MIXTURE), heads=5, dtype=torch.bfloat16,
                               device="cpu")  # fmt: skip
+    assert rounded.exact, str(rounded)
     for name in ("out", "grad_key", "grad_value"):
         worst, other = (max(c.errors[name] for c in f.cases) for f in (found, rounded))
         assert worst < other, name

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
-import sys
 
 import pytest
+from helpers_processes import run_python
 
 # What somebody who imports this package has not asked for; some are not even installed.
 ABSENT = (
@@ -38,10 +37,8 @@ print(json.dumps({{"seconds": spent, "modules": sorted(set(sys.modules) - before
 @functools.cache
 def imported(step: str, again: bool = False) -> dict[str, object]:
     """What a step takes and loads, after torch."""
-    done = subprocess.run(
-        [sys.executable, "-c", CODE.format(step=STEPS[step])], capture_output=True, text=True,
-        check=True,
-    )  # fmt: skip
+    done = run_python(CODE.format(step=STEPS[step]))
+    assert done.returncode == 0, done.stderr
     found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
     return found
 
