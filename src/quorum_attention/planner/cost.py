@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
+from math import gcd
 
 from quorum_attention.decomposition import Decomposition, Rectangle, Task
 from quorum_attention.decomposition.batches import Batch, batches
@@ -21,6 +23,8 @@ from quorum_attention.planner.machine import Machine
 _DEVICE_COPIES = 6
 # Host time per call for keeping two streams in order.
 _STREAM_SECONDS = 30e-6
+# Tasks whose shapes are counted, at most.
+_MOST_COUNTED = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +145,23 @@ def _sample(
     else:
         task, rectangles = pieces_of(decomposition, at_once, is_causal, n_queries, n_keys)
         tasks, cuts = [task], [rectangles]
+    calls = _calls_of(cuts, together, at_once)
+    return _Sample(
+        tuple(calls.items()),
+        calls.total(),
+        sum(call.first.pairs * call.count * times for call, times in calls.items()),
+        sum(call.first.n_queries * call.count * times for call, times in calls.items()),
+        sum(len(task.runs) for task in tasks) / len(tasks),
+        len(tasks),
+        len(calls),
+        sum(task.n_tokens for task in tasks) / len(tasks),
+    )
+
+
+def _calls_of(
+    cuts: Iterable[tuple[Rectangle, ...]], together: tuple[int, int] | None, at_once: Pieces | None
+) -> Counter[Batch]:
+    """The operator calls of tasks that are cut into these rectangles."""
     calls: Counter[Batch] = Counter()
     for rectangles in cuts:
         for batch in _batches(rectangles, at_once):
@@ -153,16 +174,24 @@ def _sample(
             calls[_alike(batch, most)] += whole
             if rest:
                 calls[_alike(batch, rest)] += 1
-    return _Sample(
-        tuple(calls.items()),
-        calls.total(),
-        sum(call.first.pairs * call.count * times for call, times in calls.items()),
-        sum(call.first.n_queries * call.count * times for call, times in calls.items()),
-        sum(len(task.runs) for task in tasks) / len(tasks),
-        len(tasks),
-        len(calls),
-        sum(task.n_tokens for task in tasks) / len(tasks),
-    )
+    return calls
+
+
+@lru_cache(maxsize=256)
+def _all_shapes(
+    decomposition: Decomposition,
+    is_causal: bool,
+    n_queries: int,
+    n_keys: int,
+    together: tuple[int, int] | None,
+) -> int:
+    """How many different shapes the calls of a decomposition have; of some of very many tasks."""
+    step = 1 + decomposition.n_tasks // _MOST_COUNTED
+    while any(gcd(step, count) > 1 for count in decomposition.levels):
+        step += 1  # else it would pass by the same positions again and again
+    tasks = map(decomposition.task, islice(decomposition.paths(), 0, None, step))
+    cuts = (task.rectangles(is_causal, n_queries, n_keys) for task in tasks)
+    return len(_calls_of(cuts, together, None))
 
 
 def _sample_of(calls: tuple[tuple[int, int, bool, int], ...], units: int) -> _Sample:
@@ -255,6 +284,24 @@ def _flops_of_pair(work: Workload, spec: PassSpec) -> float:
 
 def _rate(machine: Machine, spec: PassSpec) -> float:
     return machine.backward_flops if spec.backward else machine.flops
+
+
+def preparation_seconds(schedule: Schedule, case: Case, machine: Machine) -> float:
+    """What a kernel takes to prepare the shapes of all calls of a pass.
+
+    ``cost`` looks at a few tasks only, in the time that it has: of a sequence that is cut twice it
+    sees a few of some tens of shapes.
+    """
+    found = cost(schedule, case, machine).preparation
+    load = schedule.route.load(schedule, case)
+    if not found or load.calls is not None or load.at_once is not None:
+        return found
+    work = case.work
+    together = schedule.limits if schedule.group.batch == 1 else None
+    shapes = _all_shapes(
+        schedule.decomposition, work.is_causal, work.n_queries, work.n_keys, together
+    )
+    return max(found, shapes * machine.plan_seconds)
 
 
 def cost(schedule: Schedule, case: Case, machine: Machine) -> Cost:

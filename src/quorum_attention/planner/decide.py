@@ -43,6 +43,7 @@ from quorum_attention.planner.search import (
     Wish,
     choose,
     least,
+    prepared,
     refitted,
     short_monolithic,
 )
@@ -180,9 +181,10 @@ def decide_untried(
     preferred = select_kernel(kernel, call_shape, device, tried=False)
     others = rivals(preferred, call_shape, device) if kernel == "auto" else ()
     machine = machine_of(device, work.dtype, work.head_dim)
-    return quickest(
+    chosen, found = quickest(
         work, wish, preferred, others, place, machine, backward=backward, believed=lambda _: True
     )
+    return chosen, prepared(found, Case(work, chosen, spec_of(backward), place), machine)
 
 
 # --- Without a plan ---------------------------------------------------------------------------
@@ -381,8 +383,9 @@ def _planned(
 
     def wait(kernel: InnerKernel, best: Candidate, found: Candidate) -> str | None:
         instead = preferred.name, work, place, backward, options.budget_bytes, options.depth
+        slower = prepared(best, Case(work, preferred, spec_of(backward), place), machine).cost
         return not_yet(
-            kernel, asked.call_shape, options.device, instead, best.cost, found.cost, counts=runs
+            kernel, asked.call_shape, options.device, instead, slower, found.cost, counts=runs
         )
 
     kernel, found = quickest(
@@ -390,6 +393,7 @@ def _planned(
         believed=lambda kernel: why_not(kernel, asked.call_shape, options.device) is None,
         not_yet=wait,
     )  # fmt: skip
+    found = prepared(found, Case(work, kernel, spec_of(backward), place), machine)
     made = Plan(work, found, place, kernel.name, options.budget_bytes, backward)
     return Decision(kernel, made, last=True)
 

@@ -27,7 +27,7 @@ from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.remembered import remembered
 from quorum_attention.kernels.traits import traits_of
 from quorum_attention.planner import known, passing, policy
-from quorum_attention.planner.cost import Cost, cost, least_seconds
+from quorum_attention.planner.cost import Cost, cost, least_seconds, preparation_seconds
 from quorum_attention.planner.footprint import Footprint, footprint_of
 from quorum_attention.planner.machine import Machine
 from quorum_attention.quorums import chunk_count, quorum_size, quorum_sizes
@@ -79,6 +79,12 @@ class Candidate:
 def price(schedule: Schedule, case: Case, machine: Machine) -> Candidate:
     """Bytes and seconds of one schedule."""
     return Candidate(schedule, footprint_of(schedule, case), cost(schedule, case, machine))
+
+
+def prepared(found: Candidate, case: Case, machine: Machine) -> Candidate:
+    """It with all shapes counted that its kernel has to prepare: the search looks at few."""
+    seconds = preparation_seconds(found.schedule, case, machine)
+    return replace(found, cost=replace(found.cost, preparation=seconds))
 
 
 def refitted(

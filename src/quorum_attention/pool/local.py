@@ -4,11 +4,10 @@ Memory of another GPU is no operand of an attention call. So a part's inputs the
 own device, from GPU to GPU, where the budget has room for them, and to host memory where it has
 not; results made here are copied there at the end.
 
-No kernel of this device may write there. The memory is another process's, and kernels of a GPU do
-not reach what was opened for another one after the two could reach each other: that is an illegal
-access, after which the process can compute nothing more. Copies by the driver do reach it. torch
-has them where both sides are contiguous and of one dtype, and launches a kernel of the source's GPU
-where they are not.
+No kernel of this device may write there. The memory is another process's, and a kernel of one GPU
+that writes to such memory of another one is an illegal access, after which the process can compute
+nothing more (docs/devices.md). Copies by the driver reach it. torch has them where both sides are
+contiguous and of one dtype, and launches a kernel of the source's GPU where they are not.
 """
 
 from __future__ import annotations
