@@ -27,12 +27,14 @@ def test_qwen3_8b_has_its_published_number_of_parameters(tmp_path: Path) -> None
     assert read_shape({"text_config": QWEN3_8B}) == shape
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "gemma3"])
-def test_parameters_are_those_of_the_model(kind: str) -> None:
+def test_parameters_are_those_of_the_model(kind: str, biased: bool) -> None:
     transformers = pytest.importorskip("transformers")
     sizes: dict[str, Any] = {
         "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 24,
         "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 130,
+        "attention_bias": biased,
     }  # fmt: skip
     if kind in ("gpt_oss", "qwen3_moe", "mixtral"):
         sizes["num_local_experts"] = 4

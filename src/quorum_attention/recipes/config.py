@@ -15,6 +15,7 @@ from quorum_attention.counts import shown
 _NORMS = {"gemma2": 4, "gemma3_text": 4, "gemma3": 4}
 _HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text", "gemma3")
 _INPUT_BIASES = ("qwen2",)
+_NO_BIASES = ("mistral", "mixtral")  # whatever their configuration says
 _TIED = ("gemma", "gemma2", "gemma3", "gemma3_text")
 KINDS = (
     "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma", "gemma2", "gemma3_text",
@@ -150,7 +151,8 @@ def _parameters(
     inputs, outputs = (heads + 2 * kv_heads) * head_dim, heads * head_dim
     attention = hidden * (inputs + outputs)
     default = kind == "gpt_oss"
-    if config.get("attention_bias", default) or kind in _INPUT_BIASES:
+    biased = config.get("attention_bias", default) and kind not in _NO_BIASES
+    if biased or kind in _INPUT_BIASES:
         attention += inputs + (0 if kind in _INPUT_BIASES else hidden)
     if kind in _HEAD_NORMS:
         attention += 2 * head_dim

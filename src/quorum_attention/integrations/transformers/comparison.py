@@ -8,12 +8,14 @@ function itself is evaluated, tile by tile, and nothing is described.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import torch
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
 from quorum_attention.integrations.transformers.closures import MaskFunction
 from quorum_attention.integrations.transformers.recognition import Sizes
+from quorum_attention.kernels.outside import outside
 from quorum_attention.mask import Mask
 
 ANYWHERE = 128  # random pairs
@@ -107,9 +109,15 @@ def agrees(mask: Mask, function: MaskFunction, sizes: Sizes) -> bool:
     """
     if not (sizes.batch and sizes.queries and sizes.keys):
         return True
-    b, q, k = (each.to(sizes.device) for each in pairs_to_try(mask, sizes))
-    described = kept_at(mask, b, q, k, sizes)
-    return torch.equal(described, asked(function, b, q + sizes.query_offset, k + sizes.key_offset))
+    # A model may be mapped (torch.func). Where all there is are numbers, so are the pairs to try;
+    # tensors belong to the transformation.
+    held = (mask.documents, mask.key_padding, mask.keeps)
+    only_numbers = all(one is None for one in held) and not (mask.either or mask.every)
+    with outside() if only_numbers else nullcontext():
+        b, q, k = (each.to(sizes.device) for each in pairs_to_try(mask, sizes))
+        described = kept_at(mask, b, q, k, sizes)
+        asked_for = asked(function, b, q + sizes.query_offset, k + sizes.key_offset)
+        return torch.equal(described, asked_for)
 
 
 __all__ = ["agrees", "asked", "dense", "kept_at", "pairs_to_try"]
