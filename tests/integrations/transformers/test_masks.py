@@ -224,6 +224,14 @@ def test_a_model_that_computes_with_its_mask_is_told_so() -> None:
     assert mask.to("cpu").contiguous() is mask
 
 
+def test_a_mask_of_three_dimensions_is_refused_by_name() -> None:
+    """Indexed as one of two it would mean something else."""
+    mask = torch.ones(2, 2, 2, dtype=torch.bool)
+    for queries in (1, 2):
+        with pytest.raises(ValueError, match=r"attention_mask must be .* got shape \(2, 2, 2\)"):
+            quorum_mask(2, queries, 2, attention_mask=mask)
+
+
 def test_one_query_has_a_mask_as_large_as_its_keys() -> None:
     padding = torch.ones(2, 40, dtype=torch.bool)
     padding[0, :3] = False

@@ -43,7 +43,15 @@ def quorum_mask(
 
     Returns:
         A ``DescribedMask``; for one query what SDPA has: a tensor (batch, 1, 1, kv_length) or None.
+
+    Raises:
+        ValueError: a mask of padding that is not of two dimensions.
     """
+    if attention_mask is not None and attention_mask.ndim not in (2, 4):
+        raise ValueError(
+            "attention_mask must be (batch, tokens), or (batch, heads, queries, keys), got shape "
+            f"{tuple(attention_mask.shape)}"
+        )
     if torch.compiler.is_compiling() and q_length != 1:
         found = _in_graph(
             (batch_size, q_length, kv_length), q_offset, kv_offset, mask_function, attention_mask
