@@ -1,22 +1,24 @@
-"""An MLP some tokens at a time: Liger's, after DeepSpeed's (Arctic Long Sequence Training).
+"""An MLP some tokens at a time, after DeepSpeed's TiledMLP (Arctic Long Sequence Training).
 
 The gate, the product and whatever else an MLP holds between its layers is there for one tile of
-tokens; the backward computes it again, tile by tile.
+tokens; the backward computes it again, tile by tile. Autograd sees one function of the tokens and
+of the weights, so whatever asks it for gradients gets those of the MLP as it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from types import MethodType
 from typing import Any
 
 import torch
 
-from quorum_attention.execution.device.lookup import BACKENDS, on_host
 from quorum_attention.kernels.uncompiled import uncompiled
 from quorum_attention.recipes.modes import evaluated
-from quorum_attention.recipes.summary import NO_LIGER, Ingredient, left_out
+from quorum_attention.recipes.repeat import Repeat
+from quorum_attention.recipes.summary import Ingredient, left_out
+from quorum_attention.recipes.weights import Weights
 
 NAME = "tiled MLP"
 _PARTS = ("gate_proj", "up_proj", "down_proj")
@@ -24,10 +26,6 @@ _PARTS = ("gate_proj", "up_proj", "down_proj")
 
 def tile_mlps(model: torch.nn.Module, tokens: int) -> Ingredient:
     """Let every gated MLP of ``model`` work ``tokens`` tokens at a time."""
-    try:
-        from liger_kernel.ops.tiled_mlp import apply_tiled_mlp
-    except ImportError as error:
-        return left_out(NAME, f"{NO_LIGER}: {error}")
     found = [module for module in model.modules() if _is_gated(module)]
     if not found:
         return left_out(NAME, "no MLP of gate_proj, up_proj and down_proj (experts are not tiled)")
@@ -35,8 +33,8 @@ def tile_mlps(model: torch.nn.Module, tokens: int) -> Ingredient:
         if not _goes_token_by_token(one):
             return left_out(NAME, f"{kind.__name__} gives other results for some tokens alone")
     for module in found:
-        _tile(module, tokens, apply_tiled_mlp)
-    return Ingredient(NAME, True, f"Liger's, {tokens:,} tokens at a time, {len(found)} of them")
+        _tile(module, tokens)
+    return Ingredient(NAME, True, f"{tokens:,} tokens at a time, {len(found)} of them")
 
 
 def _is_gated(module: torch.nn.Module) -> bool:
@@ -66,72 +64,93 @@ def _goes_token_by_token(module: torch.nn.Module) -> bool:
     return bool((together - torch.cat(apart)).abs().max() <= room)
 
 
-def _tile(module: torch.nn.Module, tokens: int, apply_tiled_mlp: Callable[..., Any]) -> None:
+def _tile(module: torch.nn.Module, tokens: int) -> None:
     plain: Any = type(module).forward
 
     @wraps(plain)
     def forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         rows = x.numel() // x.shape[-1] if x.numel() else 0
-        # Gradients of weights flow through x's: without those the function would make none.
-        cut_off = torch.is_grad_enabled() and not x.requires_grad
-        if rows <= tokens or cut_off:
+        if rows <= tokens:
             result: torch.Tensor = plain(self, x)
             return result
-        # In one row of tokens: a batch would be cut otherwise in the backward than in the forward.
-        row, weights = x.reshape(rows, x.shape[-1]), list(self.parameters())
-        shards = -(-rows // tokens)
-        again = torch.is_grad_enabled() and x.device.type in BACKENDS
-        run = _Repeatable(plain, x.device) if again else plain
-        tiled: torch.Tensor = apply_tiled_mlp(run, self, row, shards, weights)
+        # In one row of tokens, cut into tiles of about the same length.
+        row, length = x.reshape(rows, x.shape[-1]), -(-rows // -(-rows // tokens))
+        if torch.is_grad_enabled():
+            tiled = _with_gradients(plain, self, row, length)
+        else:
+            tiled = _joined((plain(self, tile) for tile in row.split(length)), rows)
         return tiled.view(x.shape)
 
     # Bound to the module, so that a copy of the module gets one bound to itself.
     module.forward = MethodType(forward, module)
 
 
-class _Repeatable:
-    """A function of a module and a tile, whose second run of a tile is like its first.
+def _joined(parts: Iterator[torch.Tensor], rows: int) -> torch.Tensor:
+    """All rows, written part by part: they are there once, and one part beside them."""
+    start, out = 0, torch.empty(0)
+    for part in parts:
+        if not start:
+            out = part.new_empty((rows, *part.shape[1:]))
+        out[start : start + len(part)] = part
+        start += len(part)
+    return out
 
-    Dropout (an adapter's, say) has to drop the same again, and autocast is that of the forward,
-    wherever the backward runs. The first runs are those without gradients, tile after tile; the
-    others come in the same order, as often as there are backwards.
-    """
 
-    def __init__(self, function: Callable[..., Any], device: torch.device) -> None:
-        kind = device.type
-        self._function, self._kind = function, kind
-        self._devices = [] if on_host(device) else [device]
-        self._dtype = torch.get_autocast_dtype(kind)
-        self._enabled = torch.is_autocast_enabled(kind)
-        self._states: list[tuple[torch.Tensor, ...]] = []
-        self._next = 0
+@uncompiled
+def _with_gradients(
+    plain: Callable[..., Any], module: torch.nn.Module, row: torch.Tensor, length: int
+) -> torch.Tensor:
+    if torch._C._are_functorch_transforms_active():
+        whole: torch.Tensor = plain(module, row)  # torch.func derives it by its own means
+        return whole
+    weights = Weights(module)
+    tiled: torch.Tensor = _Tiled.apply(plain, module, length, weights, row, *weights.taken())  # type: ignore[no-untyped-call]
+    return tiled
 
-    def __call__(self, module: torch.nn.Module, tile: torch.Tensor) -> torch.Tensor:
-        if not torch.is_grad_enabled():
-            self._note()
-            first: torch.Tensor = self._function(module, tile)
-            return first
-        with (
-            torch.random.fork_rng(self._devices, device_type=self._kind),
-            torch.autocast(self._kind, self._dtype, self._enabled),
-        ):
-            self._recall()
-            again: torch.Tensor = self._function(module, tile)
-        return again
 
-    @uncompiled
-    def _note(self) -> None:
-        there = getattr(torch, self._kind)
-        states = (there.get_rng_state(device) for device in self._devices)
-        self._states.append((torch.get_rng_state(), *states))
+class _Tiled(torch.autograd.Function):
+    """``plain(module, row)``, ``length`` rows at a time, of the row and the weights that learn."""
 
-    @uncompiled
-    def _recall(self) -> None:
-        host, *others = self._states[self._next % len(self._states)]
-        self._next += 1
-        torch.set_rng_state(host)
-        for device, state in zip(self._devices, others, strict=True):
-            getattr(torch, self._kind).set_rng_state(state, device)
+    @staticmethod
+    def forward(
+        ctx: Any, plain: Callable[..., Any], module: torch.nn.Module, length: int,
+        weights: Weights, row: torch.Tensor, *learning: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.plain, ctx.module, ctx.length, ctx.weights = plain, module, length, weights
+        ctx.repeat = repeat = Repeat(row.device)
+        ctx.save_for_backward(row, *learning)
+
+        def parts() -> Iterator[torch.Tensor]:
+            for tile in row.split(length):
+                with repeat.first():
+                    part = plain(module, tile)
+                yield part
+
+        return _joined(parts(), len(row))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        row, *learning = ctx.saved_tensors
+        wanted: bool = ctx.needs_input_grad[4]
+        into_row = torch.zeros_like(row) if wanted else None
+        start = 0
+        with ctx.weights.lent(learning) as leaves:
+            for number, (tile, arrived) in enumerate(
+                zip(row.split(ctx.length), upstream.split(ctx.length), strict=True)
+            ):
+                piece = tile.detach().requires_grad_(wanted)
+                with ctx.repeat.again(number), torch.enable_grad():
+                    out = ctx.plain(ctx.module, piece)
+                if not number:
+                    leaves.refuse_others(out, piece)
+                if out.requires_grad:
+                    inputs = [piece, *leaves.tensors] if wanted else leaves.tensors
+                    torch.autograd.backward(out, arrived, inputs=inputs)
+                if into_row is not None and piece.grad is not None:
+                    into_row[start : start + len(piece)] = piece.grad
+                start += len(piece)
+        return (None, None, None, None, into_row, *leaves.gradients())
 
 
 __all__ = ["NAME", "tile_mlps"]
