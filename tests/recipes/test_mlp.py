@@ -7,8 +7,6 @@ import copy
 import pytest
 import torch
 
-pytest.importorskip("liger_kernel")
-
 from quorum_attention.recipes.mlp import tile_mlps
 
 WIDTH = 8

@@ -13,6 +13,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from quorum_attention.kernels.uncompiled import uncompiled
 from quorum_attention.recipes.modes import evaluated
@@ -87,10 +88,12 @@ def _tile(module: torch.nn.Module, tokens: int) -> None:
 
 def _joined(parts: Iterator[torch.Tensor], rows: int) -> torch.Tensor:
     """All rows, written part by part: they are there once, and one part beside them."""
-    start, out = 0, torch.empty(0)
+    first = next(parts)
+    out = first.new_empty((rows, *first.shape[1:]))
+    start = len(first)
+    out[:start] = first
+    del first
     for part in parts:
-        if not start:
-            out = part.new_empty((rows, *part.shape[1:]))
         out[start : start + len(part)] = part
         start += len(part)
     return out
@@ -100,8 +103,8 @@ def _joined(parts: Iterator[torch.Tensor], rows: int) -> torch.Tensor:
 def _with_gradients(
     plain: Callable[..., Any], module: torch.nn.Module, row: torch.Tensor, length: int
 ) -> torch.Tensor:
-    if torch._C._are_functorch_transforms_active():
-        whole: torch.Tensor = plain(module, row)  # torch.func derives it by its own means
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        whole: torch.Tensor = plain(module, row)  # those derive it by their own means
         return whole
     weights = Weights(module)
     tiled: torch.Tensor = _Tiled.apply(plain, module, length, weights, row, *weights.taken())  # type: ignore[no-untyped-call]
