@@ -1,0 +1,242 @@
+"""Weights of a tiled MLP are inputs of one function: what autograd does with them stays its own."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from helpers_ranks import spawn
+from torch import Tensor
+
+from quorum_attention.recipes.mlp import tile_mlps
+
+WIDTH, WIDER = 8, 12
+
+
+class Gated(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (torch.nn.Linear(WIDTH, WIDER) for _ in range(2))
+        self.down_proj = torch.nn.Linear(WIDER, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.gate_proj(x).sigmoid() * self.up_proj(x))
+
+
+def two(dtype: torch.dtype = torch.float64) -> tuple[Gated, Gated]:
+    """An MLP as it is, and a copy that is tiled."""
+    plain = Gated().to(dtype)
+    tiled = copy.deepcopy(plain)
+    assert tile_mlps(tiled, 4).done
+    return plain, tiled
+
+
+def tokens(requires_grad: bool = False) -> Tensor:
+    return torch.randn(2, 11, WIDTH, dtype=torch.float64, requires_grad=requires_grad)
+
+
+def gradients(model: torch.nn.Module) -> dict[str, Tensor | None]:
+    return {name: weight.grad for name, weight in model.named_parameters()}
+
+
+def same(plain: torch.nn.Module, tiled: torch.nn.Module) -> None:
+    """The same weights have gradients, and the same ones."""
+    for (name, own), ours in zip(gradients(plain).items(), gradients(tiled).values(), strict=True):
+        torch.testing.assert_close(ours, own, msg=lambda said, name=name: f"{name}: {said}")
+
+
+@pytest.mark.parametrize("of_input", [False, True])
+def test_gradients_are_asked_for_by_name(of_input: bool) -> None:
+    """``.grad`` stays empty, and the graph can be used again."""
+    x = tokens(of_input)
+    found = []
+    for model in two():
+        loss = model(x).square().sum()
+        asked = [*model.parameters(), *([x] if of_input else [])]
+        first = torch.autograd.grad(loss, asked, retain_graph=True)
+        found.append((*first, *torch.autograd.grad(loss, asked[:2])))
+        assert x.grad is None
+        assert not any(isinstance(g, Tensor) for g in gradients(model).values())
+    for own, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, own)
+
+
+def test_a_backward_fills_only_what_it_is_asked_for() -> None:
+    plain, tiled = two()
+    x = tokens(True)
+    for model in (plain, tiled):
+        model(x).square().sum().backward(inputs=[model.up_proj.weight])
+    assert x.grad is None
+    assert tiled.gate_proj.weight.grad is None
+    same(plain, tiled)
+
+
+@pytest.mark.parametrize("of_input", [False, True])
+def test_some_weights_learn(of_input: bool) -> None:
+    """As around adapters; without any, only the input does."""
+    for learns in (("up_proj.weight",), ("down_proj.bias", "gate_proj.weight"), ()):
+        plain, tiled = two()
+        x = tokens(of_input)
+        into = []
+        for model in (plain, tiled):
+            for name, weight in model.named_parameters():
+                weight.requires_grad_(name in learns)
+            x.grad = None
+            out = model(x)
+            assert out.requires_grad == (of_input or bool(learns))
+            if out.requires_grad:
+                out.square().sum().backward()
+            into.append(x.grad)
+        same(plain, tiled)
+        torch.testing.assert_close(*into)
+
+
+def test_tied_weights_get_the_sum() -> None:
+    """Within the MLP, and with a layer outside of it; the weight is there once."""
+
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = Gated().double()
+            self.mlp.up_proj.weight = self.mlp.gate_proj.weight
+            self.head = torch.nn.Linear(WIDTH, WIDER).double()
+            self.head.weight = self.mlp.gate_proj.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.mlp(x))
+
+    plain = Tied()
+    tiled = copy.deepcopy(plain)
+    assert tile_mlps(tiled, 4).done
+    x = tokens()
+    for model in (plain, tiled):
+        model(x).square().sum().backward()
+    same(plain, tiled)
+    assert tiled.mlp.up_proj.weight is tiled.head.weight
+
+
+def test_hooks_of_weights_see_the_whole_gradient_once() -> None:
+    plain, tiled = two()
+    x = tokens(True)
+    seen: list[list[Tensor]] = []
+    for model in (plain, tiled):
+        mine: list[Tensor] = []
+        seen.append(mine)
+        weight = model.down_proj.weight
+        weight.register_hook(lambda g, mine=mine: mine.append(g.clone()))
+        model.up_proj.bias.register_hook(lambda g: 2 * g)
+        weight.register_post_accumulate_grad_hook(lambda w, mine=mine: mine.append(w.grad.clone()))
+        model(x).square().sum().backward()
+    assert len(seen[1]) == 2
+    for own, ours in zip(*seen, strict=True):
+        torch.testing.assert_close(ours, own)
+    same(plain, tiled)
+
+
+def test_weights_of_the_call_are_those_of_the_backward() -> None:
+    """Not what the module holds by then: after ``functional_call`` those are others."""
+    plain, tiled = two()
+    base = {n: torch.randn_like(w).requires_grad_() for n, w in plain.named_parameters()}
+    base["up_proj.weight"].requires_grad_(False)
+    learning = [w for w in base.values() if w.requires_grad]
+    x, found = tokens(True), []
+    for model in (plain, tiled):
+        given = {n: w * 2 if w.requires_grad else w for n, w in base.items()}  # no leaves
+        out = torch.func.functional_call(model, given, (x,))
+        found.append(torch.autograd.grad(out.square().sum(), [x, *learning]))
+        assert all(w.requires_grad and w.is_leaf for w in model.parameters())
+    for own, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, own)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_changed_before_the_backward_are_an_error(frozen: bool) -> None:
+    _, tiled = two()
+    tiled.up_proj.weight.requires_grad_(not frozen)
+    loss = tiled(tokens(True)).square().sum()
+    with torch.no_grad():
+        tiled.up_proj.weight += 1
+    with pytest.raises(RuntimeError, match=r"in-?\s?place"):
+        loss.backward()
+
+
+def test_a_tensor_from_elsewhere_is_not_left_out_silently() -> None:
+    outside = torch.ones(WIDER, dtype=torch.float64, requires_grad=True)
+
+    class Reaching(Gated):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down_proj(self.gate_proj(x).sigmoid() * self.up_proj(x) * outside)
+
+    model = Reaching().double()
+    assert tile_mlps(model, 4).done
+    held = dict(model.named_parameters())
+    with pytest.raises(RuntimeError, match="none of its parameters"):
+        model(tokens(True)).sum().backward()
+    assert all(held[name] is weight for name, weight in model.named_parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_over_tiles_lose_no_digits(dtype: torch.dtype) -> None:
+    """128 tiles: added up in 16 bits, they were off 4 to 8 times as far as one product."""
+    torch.manual_seed(0)
+    plain = Gated().to(dtype)
+    exact, tiled = copy.deepcopy(plain).double(), copy.deepcopy(plain)
+    assert tile_mlps(tiled, 16).done
+    x, upstream = (torch.rand(2048, WIDTH).to(dtype) for _ in range(2))
+    errors = []
+    for model in (plain, tiled):
+        model(x).backward(upstream * 0.01)
+    exact(x.double()).backward((upstream * 0.01).double())
+    for model in (plain, tiled):
+        weights = zip(model.parameters(), exact.parameters(), strict=True)
+        errors.append([((w.grad - e.grad).norm() / e.grad.norm()).item() for w, e in weights])
+    assert all(ours <= 1.5 * own + 1e-4 for own, ours in zip(*errors, strict=True)), errors
+
+
+def test_within_checkpoints_and_compiled() -> None:
+    plain, tiled = two()
+    x = tokens(True)
+    plain(x).square().sum().backward()
+    for reentrant in (False, True):
+        tiled.zero_grad()
+        out = torch.utils.checkpoint.checkpoint(tiled, x, use_reentrant=reentrant)
+        out.square().sum().backward()
+        same(plain, tiled)
+    tiled.zero_grad()
+    torch.compile(tiled, backend="eager")(x).square().sum().backward()
+    same(plain, tiled)
+
+
+def test_without_gradients_and_under_transforms() -> None:
+    plain, tiled = two()
+    x = tokens()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            torch.testing.assert_close(tiled(x), plain(x))
+    weights = {name: weight.detach() for name, weight in tiled.named_parameters()}
+    found = [
+        torch.func.grad(lambda w, m=m: torch.func.functional_call(m, w, (x,)).sum())(weights)
+        for m in (plain, tiled)
+    ]
+    torch.testing.assert_close(found[1], found[0])
+    ways = [torch.func.jvp(model, (x,), (torch.ones_like(x),))[1] for model in (plain, tiled)]
+    torch.testing.assert_close(ways[1], ways[0])
+
+
+def _on_ranks(rank: int) -> None:
+    """Every rank has tokens of its own; gradients are the mean of all."""
+    torch.manual_seed(0)
+    found = []
+    x = torch.randn(2, 11, WIDTH, dtype=torch.float64)
+    for model in two():
+        ranks = torch.nn.parallel.DistributedDataParallel(model)
+        for _ in range(2):
+            ranks(x + rank).square().sum().backward()
+        found.append(model)
+    same(*found)
+
+
+def test_ddp_counts_every_gradient_once(tmp_path: Path) -> None:
+    spawn(_on_ranks, 2, tmp_path)
