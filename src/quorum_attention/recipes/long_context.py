@@ -28,8 +28,8 @@ def long_context(
 ) -> Summary:
     """Change a decoder of Transformers in place so that long texts fit; its results stay the same.
 
-    Attention is this package's. Checkpoints are Transformers' own (in host memory by torch's
-    ``save_on_cpu``), the tiled MLP is Liger's, the chunked loss Liger's or torch's. What is not
+    Attention and the tiled MLP are this package's. Checkpoints are Transformers' own (in host
+    memory by torch's ``save_on_cpu``), the chunked loss is Liger's or torch's. What is not
     installed, or does not suit the model, is left out, and the summary says so.
 
     Args:

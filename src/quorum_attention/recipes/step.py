@@ -178,6 +178,9 @@ def _layers(shape: ModelShape, training: Training, rows: int, size: int) -> list
     # experts; the gradients that flow back replace what has been used.
     intermediates = 3 * rows * shape.experts_per_token * shape.intermediate * size
     tiled = min(intermediates, intermediates * MLP_TILE // rows) if rows else 0
+    if rows > MLP_TILE and training.lora is None and not shape.experts and size < 4:
+        # Gradients of the MLP's weights are summed up over tiles in float32.
+        tiled += 3 * shape.hidden * shape.intermediate * 4
     projected = rows * shape.attention_width * size
     # Two residual streams, two norms' outputs and the gradient of the layer's output; queries and
     # keys before they are rotated.
