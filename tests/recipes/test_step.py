@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import quorum_attention as qa
 from quorum_attention.cli import main
@@ -45,6 +46,21 @@ def test_four_times_the_tokens_are_four_times_the_activations() -> None:
         factor = 1 if a.name in ("weights", "gradients of weights", "optimizer") else 4
         if a.name != "attention's working memory":
             assert b.bytes == factor * a.bytes, a.name
+
+
+def test_all_weights_trained_are_summed_up_over_tiles_in_float32() -> None:
+    """Of the MLP of one layer: 3 * 4096 * 12288 numbers; in float32 they take nothing more."""
+    sums = []
+    for dtype in (torch.bfloat16, torch.float32):
+        parts = [
+            {part.name: part.bytes for part in step_memory(SHAPE, training).parts}
+            for training in (
+                Training(262_144, dtype=dtype, lora=lora, on=("tiled MLP",)) for lora in (16, None)
+            )
+        ]
+        adapted, full = (one["MLP intermediates of a layer"] for one in parts)
+        sums.append(full - adapted)
+    assert sums == [576 << 20, 0]
 
 
 def test_every_switch_makes_its_part_smaller_and_no_other() -> None:

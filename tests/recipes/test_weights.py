@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers_memory import usage
 from helpers_ranks import spawn
 from torch import Tensor
 
@@ -193,6 +194,23 @@ def test_sums_over_tiles_lose_no_digits(dtype: torch.dtype) -> None:
         weights = zip(model.parameters(), exact.parameters(), strict=True)
         errors.append([((w.grad - e.grad).norm() / e.grad.norm()).item() for w, e in weights])
     assert all(ours <= 1.5 * own + 1e-4 for own, ours in zip(*errors, strict=True)), errors
+
+
+def test_tokens_are_there_once_and_the_rest_for_one_tile() -> None:
+    """Output, gradient of the input, and 1/32 of the 24 numbers or more of each token between."""
+    plain, tiled = (copy.deepcopy(two(torch.float32)[0]) for _ in range(2))
+    assert tile_mlps(tiled, 128).done
+    x = torch.randn(4096, WIDTH, requires_grad=True)
+
+    def step(model: torch.nn.Module) -> None:
+        x.grad = None
+        model(x).backward(x.detach())
+
+    for model in (plain, tiled):
+        step(model)
+    whole, ours = (usage(lambda model=model: step(model)).peak for model in (plain, tiled))
+    tokens = x.numel() * x.element_size()
+    assert ours < 2 * tokens + whole / 8, (ours, whole, tokens)
 
 
 def test_within_checkpoints_and_compiled() -> None:
