@@ -80,3 +80,33 @@ def test_an_mlp_of_another_kind_is_left_alone() -> None:
     model = Gated(0.0)
     model.gate_proj = torch.nn.Identity()  # type: ignore[assignment]
     assert not tile_mlps(model, 4).done
+
+
+def test_a_short_call_after_a_long_one_in_one_region_of_autocast() -> None:
+    """A cast made without gradients is not handed on: the short call's would be missing."""
+    plain = Gated(0.0)
+    tiled = copy.deepcopy(plain)
+    assert tile_mlps(tiled, 5).done
+    x = torch.randn(2, 11, WIDTH, requires_grad=True)
+    for model in (plain, tiled):
+        with torch.autocast("cpu", torch.bfloat16):
+            long, short = model(x), model(x[:1, :3])
+        (long.float().sum() * 0 + short.float().square().sum()).backward()
+    for ours, own in zip(tiled.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, own.grad, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_within_the_mlp(reentrant: bool) -> None:
+    class Within(Gated):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=reentrant)
+
+    plain = Within(0.0).double()
+    tiled = copy.deepcopy(plain)
+    assert tile_mlps(tiled, 4).done
+    x = torch.randn(11, WIDTH, dtype=torch.float64, requires_grad=True)
+    for model in (plain, tiled):
+        model(x).square().sum().backward()
+    for ours, own in zip(tiled.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, own.grad)

@@ -145,11 +145,11 @@ class _Tiled(torch.autograd.Function):
                 piece = tile.detach().requires_grad_(wanted)
                 with ctx.repeat.again(number), torch.enable_grad():
                     out = ctx.plain(ctx.module, piece)
-                if not number:
-                    leaves.refuse_others(out, piece)
+                leaves.refuse_others(out, piece)
                 if out.requires_grad:
-                    inputs = [piece, *leaves.tensors] if wanted else leaves.tensors
-                    torch.autograd.backward(out, arrived, inputs=inputs)
+                    # Without ``inputs``: all there are are ours, and reentrant checkpoints within
+                    # refuse them.
+                    torch.autograd.backward(out, arrived)
                 if into_row is not None and piece.grad is not None:
                     into_row[start : start + len(piece)] = piece.grad
                 start += len(piece)

@@ -40,8 +40,9 @@ class Repeat:
     @contextmanager
     def again(self, number: int) -> Iterator[None]:
         """The run ``number`` (from 0) once more; random numbers go on as if it had not been."""
+        kind = self._kind if self._known else "cpu"
         with (
-            torch.random.fork_rng(self._devices, self._known, device_type=self._kind),
+            torch.random.fork_rng(self._devices, self._known, device_type=kind),
             self._autocast(),
         ):
             if self._known:
@@ -52,8 +53,8 @@ class Repeat:
             yield
 
     def _autocast(self) -> Any:
-        # Without the cache: a weight in 16 bits, made in a run without gradients, would be taken
-        # by the calls after it in the region, and the weight would get no gradient of theirs.
+        # Without the cache: older torch hands a cast made without gradients on to the calls after
+        # it in the region, and the weight gets no gradient of theirs.
         kind = self._kind if self._casts else "cpu"
         return torch.autocast(kind, self._dtype, self._enabled, cache_enabled=False)
 
