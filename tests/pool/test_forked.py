@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import multiprocessing
 import os
 import subprocess
@@ -16,6 +17,7 @@ import torch
 
 from quorum_attention import attention
 from quorum_attention.pool import Pool, kept
+from quorum_attention.pool import forked as forked_module
 from quorum_attention.pool.forked import Turn
 
 FORKS = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
@@ -124,6 +126,48 @@ def test_turns_follow_each_other() -> None:
         thread.join()
     assert order[::2] == order[1::2]
     assert len(order) == 400
+
+
+def test_an_interrupt_at_any_moment_keeps_no_turn() -> None:
+    """Python raises KeyboardInterrupt where a function begins, and after calls. Each of these
+    places has its turn here."""
+
+    def interrupted(at: int) -> bool:
+        left, last = at, -1
+
+        def trace(frame: Any, event: str, argument: object) -> Any:
+            nonlocal left, last
+            if frame.f_code.co_filename != forked_module.__file__:
+                return None
+            frame.f_trace_opcodes = True
+            code = frame.f_code.co_code
+            may = event == "call" or (last >= 0 and dis.opname[code[last]].startswith("CALL"))
+            last = frame.f_lasti if event == "opcode" else -1
+            left -= may
+            if may and left < 0:
+                raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            with turn:
+                pass
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(before)
+        return False
+
+    turn = Turn()
+    for at in range(100):
+        more = interrupted(at)
+        assert not turn._lock.locked(), f"at place {at}"
+        with turn:
+            assert turn._lock.locked()
+        if not more:
+            break
+    assert 5 < at < 99
 
 
 def test_a_pool_that_is_closed_while_a_call_waits_for_its_turn() -> None:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import random
+import resource
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from quorum_attention.errors import is_out_of_memory
 from quorum_attention.execution.device.kept import Locker
 from quorum_attention.execution.device.page_locks import addresses
 from quorum_attention.pool import openings as pool_openings
 from quorum_attention.pool.openings import Openings
-from quorum_attention.pool.shared import Shared, room
+from quorum_attention.pool.shared import InFile, Shared, room
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="not Linux")
 
@@ -218,3 +222,38 @@ def waited(done: object) -> None:
     while not done():  # type: ignore[operator]
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+def test_memory_is_let_go_of_where_no_thread_may_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    openings, before = Openings(), mapped()
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    for _ in range(2):
+        tensor = room((1 << 20,), torch.uint8)
+        openings.open(Shared.made(tensor).handle)
+        del tensor
+        gc.collect()
+        openings.forget_gone()
+        gc.collect()
+        assert mapped() == before
+
+
+def test_memory_that_cannot_be_mapped_is_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that other workers compute the part."""
+    tensor = room((1 << 20,), torch.uint8)
+    handle = Shared.made(tensor).handle
+    assert isinstance(handle, InFile)
+    seen = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 20, seen[1]))
+    try:
+        with pytest.raises(OSError, match="not mapped") as raised:
+            Openings().open(handle)
+        with pytest.raises(OSError, match="memory") as other:
+            handle.open()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, seen)
+    assert is_out_of_memory(raised.value)
+    assert is_out_of_memory(other.value)
+    assert not is_out_of_memory(OSError(errno.EMFILE, "too many open files"))

@@ -168,6 +168,14 @@ def test_a_closed_pool() -> None:
         pool.attention(q, q, q)
 
 
+def test_a_pool_that_is_closed_as_a_call_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another thread, after it was seen that there are workers."""
+    with Pool(["cpu"], threads=1) as made:
+        monkeypatch.setattr(made, "check_open", made.close)
+        with pytest.raises(RuntimeError, match="the pool has no worker"):
+            made.attention(*(torch.randn(1, 2, 100, 8) for _ in range(3)))
+
+
 def test_a_pool_that_is_closed_before_the_backward() -> None:
     q = torch.randn(1, 1, 10, 8, requires_grad=True)
     with Pool("cpu", threads=1) as pool:

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -200,3 +201,63 @@ def test_whoever_comes_takes_parts() -> None:
         "device 1: joined",
         "device 2: joined",
     ]
+
+
+def test_a_part_that_could_not_be_sent_is_not_waited_for() -> None:
+    """No shared memory for sums: the error comes at once, and the workers stay."""
+    workers = [worker(well), worker(well)]
+    parts, report = parts_of(SIZES, 2, even=False), PoolPass(devices=["one", "two"])
+
+    def sums(part: Part) -> None:
+        if part == parts[1]:
+            raise OSError("no file is left")
+
+    coordinator = Coordinator(
+        workers, Begin(1, False, SIZES, {}), parts, sums, lambda p, s: None, report
+    )
+    began = time.perf_counter()
+    with pytest.raises(OSError, match="no file is left"):
+        coordinator.run()
+    assert time.perf_counter() - began < 10
+    assert all(one.alive for one in workers)
+
+
+def test_answers_of_an_earlier_pass_are_not_taken_for_this_ones() -> None:
+    """A worker that a second interrupt has left at work answers late."""
+
+    def twice(message: Compute, count: int) -> Done:
+        late.send(Done(message.number - 1, message.index, 0.0, Report()))
+        return well(message, count)
+
+    ours, late = multiprocessing.Pipe()
+    slow = worker(twice)
+    slow.pipe, real = ours, slow.pipe
+
+    def pass_on() -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                if late.poll(0.001):
+                    real.send(late.recv())
+                if real.poll(0.001):
+                    late.send(real.recv())
+
+    threading.Thread(target=pass_on, daemon=True).start()
+    report, ended = PoolPass(devices=["one"]), list[Part]()
+    parts = parts_of(SIZES, 1, even=False)
+    Coordinator(
+        [slow], Begin(7, False, SIZES, {}), parts, lambda p: None, lambda p, s: ended.append(p),
+        report,
+    ).run()  # fmt: skip
+    assert sorted(ended) == sorted(parts)
+
+
+def test_a_worker_that_says_what_nobody_understands_is_lost() -> None:
+    class Garbage:
+        def __reduce__(self) -> tuple[object, ...]:
+            return int, ("none",)
+
+    def talks(message: Compute, count: int) -> Any:
+        return Garbage() if count == 2 else well(message, count)
+
+    report, _ = run(talks, well)
+    assert "device 0: its worker has ended" in report.history

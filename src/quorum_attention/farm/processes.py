@@ -17,7 +17,7 @@ from quorum_attention.farm.data import Back, Piece, Source
 from quorum_attention.pool.messages import Compute, Done, Failed, Ready
 from quorum_attention.pool.run import Hand
 from quorum_attention.pool.shared import Shared
-from quorum_attention.pool.workers import Worker, listen, start
+from quorum_attention.pool.workers import Worker, end, end_with, listen, start
 
 
 class Processes:
@@ -34,6 +34,7 @@ class Processes:
         self, devices: Sequence[str], budget: int | None = None, threads: int | None = None
     ) -> None:
         self._workers = start(devices, threads, partial(_obey, budget=budget))
+        end_with(self, self._workers)
         self._kept: list[Shared] = []
         self.hands: list[Hand] = [_Remembering(one) for one in self._workers]
         self.expected = len(self.hands)
@@ -63,9 +64,7 @@ class Processes:
 
     def close(self) -> None:
         """End the workers."""
-        for worker in self._workers:
-            if worker.alive:
-                worker.end()
+        end(self._workers)
 
 
 class _Remembering:
@@ -121,7 +120,7 @@ def _obey(device: str, threads: int | None, pipe: Connection, budget: int | None
                 pieces = message.sums.pieces if isinstance(message.sums, Back) else []
                 try:
                     pipe.send((said, pieces))
-                except BrokenPipeError:
+                except ConnectionError:
                     return
 
 

@@ -191,7 +191,8 @@ class PoolCall:
         if asked.mask is not None and asked.mask.is_structured:
             even = False  # parts of as many rows may be of unequal work
         paces = pool.paces(kind)
-        return parts_of(self.sizes(request), len(pool.devices), even, list(paces.values()))
+        count = max(1, len(pool.devices))  # none: it is being closed, as its ``run`` says
+        return parts_of(self.sizes(request), count, even, list(paces.values()))
 
     def _run(
         self,

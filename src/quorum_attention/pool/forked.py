@@ -9,10 +9,13 @@ from __future__ import annotations
 import multiprocessing.process
 import os
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from threading import Lock, get_ident
-from types import TracebackType
 from typing import Any
+
+# Whoever has taken a lock has said so by then.
+_MOMENT_SECONDS = 0.2
 
 _pipes: weakref.WeakSet[Any] = weakref.WeakSet()
 _processes: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -55,6 +58,8 @@ def check_process(owner: int) -> None:
 class Turn:
     """A lock for one call at a time, as a ``with`` block.
 
+    An interrupt (Ctrl-C) at whatever moment leaves it taken or free as the block is entered or not.
+
     Raises:
         RuntimeError: this thread has it already, and would wait for itself; or the process was
             forked from the lock's.
@@ -62,26 +67,33 @@ class Turn:
 
     def __init__(self) -> None:
         self._lock, self._process = Lock(), os.getpid()
+        # Who had it last; who has it, a moment after it was taken.
         self._holder: int | None = None
 
     def __enter__(self) -> None:
         check_process(self._process)
-        if self._holder == get_ident():
-            raise RuntimeError(
-                "a call began within another one of the same workers (from its progress=, say): it "
-                "would wait for itself"
-            )
-        self._lock.acquire()
-        self._holder = get_ident()
+        mine, taken = get_ident(), list[bool]()
+        try:
+            # Interrupts come between calls into C: ``extend`` takes the lock and notes it in one.
+            if self._holder == mine:
+                taken.extend(filter(None, map(self._lock.acquire, (True,), (_MOMENT_SECONDS,))))
+                if not taken and self._holder == mine:
+                    raise RuntimeError(
+                        "a call began within another one of the same workers (from its progress=, "
+                        "say): it would wait for itself"
+                    )
+            if not taken:
+                taken.extend(map(self._lock.acquire, (True,)))
+            self._holder = mine
+        except BaseException:
+            if taken:
+                self._lock.release()
+            raise
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._holder = None
-        self._lock.release()
+    @property
+    def __exit__(self) -> Callable[..., None]:
+        """The lock's own, in C: in Python an interrupt could come before anything is done."""
+        return self._lock.__exit__
 
 
 if hasattr(os, "register_at_fork"):

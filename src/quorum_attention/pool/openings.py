@@ -243,7 +243,10 @@ class _Reaper:
             if self._works:
                 return
             self._works = True
-        threading.Thread(target=self._work, name="unmapping", daemon=True).start()
+        try:
+            threading.Thread(target=self._work, name="unmapping", daemon=True).start()
+        except RuntimeError:  # no thread may be had, for lack of memory maybe
+            self._work()
 
     def _work(self) -> None:
         unmap = ctypes.CDLL(None).munmap

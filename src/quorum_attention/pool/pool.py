@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import count as count_from
 from types import TracebackType
 from typing import Any
 
@@ -28,7 +29,7 @@ from quorum_attention.pool.rooms import give_back
 from quorum_attention.pool.run import Coordinator
 from quorum_attention.pool.speeds import expected_paces
 from quorum_attention.pool.totals import Totals
-from quorum_attention.pool.workers import Worker, start
+from quorum_attention.pool.workers import Worker, end, end_with, start
 
 # Devices whose paces differ by no more are taken to be alike.
 _ALIKE = 1.5
@@ -37,6 +38,7 @@ _SURE = 1.1
 # What a first order of its kind may take beside computing: a CUDA device's context and its
 # libraries, compiling, plans; on the host plans only.
 _NEW_SECONDS, _NEW_ON_HOST = 2.0, 0.2
+_NO_WORKER = "the pool has no worker: it was closed, or all of them were lost"
 
 
 class Pool(Several):
@@ -70,7 +72,8 @@ class Pool(Several):
         count = None if threads is None else whole_number(threads, "threads", 1)
         self._threads = count
         self._workers = start(names, count, shelves=True)
-        self._passes = 0
+        end_with(self, self._workers)
+        self._passes = count_from(1)
         self._lock = Turn()
 
     @property
@@ -96,7 +99,7 @@ class Pool(Several):
     def join(self, device: str | torch.device) -> None:
         """Start a worker for one more device, or for one whose worker was lost. It takes part in a
         pass that is running."""
-        self._workers += start(names_of([device]), self._threads, shelves=True)
+        self._workers.extend(start(names_of([device]), self._threads, shelves=True))
 
     def mend(self) -> None:
         """Start a worker in the place of each that was lost."""
@@ -113,13 +116,11 @@ class Pool(Several):
             RuntimeError: none is left.
         """
         if not self.devices:
-            raise RuntimeError("the pool has no worker: it was closed, or all of them were lost")
+            raise RuntimeError(_NO_WORKER)
 
     def close(self) -> None:
         """End the workers; the pool is of no use afterwards."""
-        for worker in self._workers:
-            if worker.alive:
-                worker.end()
+        end(self._workers)
         give_back()
 
     def __enter__(self) -> Pool:
@@ -187,7 +188,7 @@ class Pool(Several):
             budgets: of each worker.
             kind: as of ``run``.
         """
-        here = [(n, worker) for n, worker in enumerate(self._workers) if worker.alive]
+        here = self._here().items()
         if len({(w.name, budgets[min(n, len(budgets) - 1)]) for n, w in here}) > 1:
             return False
         paces = self.paces(kind).values()
@@ -237,8 +238,9 @@ class Pool(Several):
 
         with self._lock:
             paces, alike = self.paces(kind), self.alike(budgets, kind)
-            self.check_open()  # another thread may have closed it meanwhile
-            here = [number for number, worker in enumerate(self._workers) if worker.alive]
+            here = list(self._here())
+            if not here:  # another thread has closed it meanwhile
+                raise RuntimeError(_NO_WORKER)
             report.devices = [worker.label for worker in self._workers]
             report.parts = len(parts)
             hired: list[Hired] = []
@@ -257,7 +259,7 @@ class Pool(Several):
                 join=partial(joined, begin.sizes), paces=paces,
                 alike=alike, recruits=recruits, sure=self._sure(kind), new=self._new(kind),
                 timed=bool(paces), homes=homes_of(begin.sizes, parts, here) if alike else None,
-                usual=self._usual(kind), allowed=self._allowed(),
+                usual=self._usual(kind, self._here()), allowed=self._allowed(),
                 may_wait=lambda part: totals is None or totals.in_host_memory,
             )  # fmt: skip
             coordinator.run()
@@ -265,16 +267,20 @@ class Pool(Several):
 
     def paces(self, kind: tuple[Any, ...]) -> dict[int, float]:
         """Seconds a pair of each worker: as seen last, or as expected."""
-        readings = {n: w.readings for n, w in enumerate(self._workers) if w.alive}
+        here = self._here()
+        readings = {n: worker.readings for n, worker in here.items()}
         seen = any(one.pace(kind) is not None for one in readings.values())
-        if not seen and len(set(self.names)) <= 1:
+        if not seen and len({worker.name for worker in here.values()}) <= 1:
             return {}  # alike, and nothing else is known
-        return paces_of(readings, kind, self._usual(kind))
+        return paces_of(readings, kind, self._usual(kind, here))
 
-    def _usual(self, kind: tuple[Any, ...]) -> dict[int, float]:
-        """Seconds a pair that are expected of each worker."""
+    def _here(self) -> dict[int, Worker]:
+        """Workers that are alive, by number; another thread may close the pool at any time."""
+        return {n: worker for n, worker in enumerate(self._workers) if worker.alive}
+
+    def _usual(self, kind: tuple[Any, ...], here: Mapping[int, Worker]) -> dict[int, float]:
+        """Seconds a pair that are expected of workers."""
         backward, dtype, head_dim, *_ = kind
-        here = {n: worker for n, worker in enumerate(self._workers) if worker.alive}
         names = [(worker.device, worker.name) for worker in here.values()]
         expected = expected_paces(names, dtype, head_dim, backward=backward)
         return dict(zip(here, expected, strict=True))
@@ -306,8 +312,7 @@ class Pool(Several):
 
     def number(self) -> int:
         """A number for a pass."""
-        self._passes += 1
-        return self._passes
+        return next(self._passes)
 
 
 __all__ = ["Pool"]

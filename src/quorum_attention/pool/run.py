@@ -187,7 +187,10 @@ class Coordinator:
     def _stop(self) -> None:
         """End the workers that compute: they would write into results that the caller has back."""
         for number in {*self._running, *self._dispatch.queued}:
-            self._workers[number].kill()
+            try:
+                self._workers[number].kill()
+            except KeyboardInterrupt:  # another one, while it waited for the first ones to end
+                self._workers[number].kill()
 
     def _drain(self) -> None:
         """Let workers finish the parts they have, so that they can be used again."""
@@ -201,7 +204,7 @@ class Coordinator:
                 for worker, answer in heard or self._listen(
                     [self._workers[n] for n in self._running], 1.0
                 ):
-                    if isinstance(answer, Begun):
+                    if isinstance(answer, Begun) or self._is_old(answer):
                         continue
                     number = next(n for n in self._running if self._workers[n] is worker)
                     following = self._dispatch.queued.pop(number, None)
@@ -232,10 +235,19 @@ class Coordinator:
             if behind is not None:
                 self._withdraw(behind)
             order = self._dispatch.take(number, now)
-            if order is not None and not self._workers[number].send(self._message(order)):
+            if order is not None and not self._send(number, order):
                 self._lost(number, "its worker has ended")
         for number in list(self._running) if self._may_wait is not None else ():
             self._queue(number)
+
+    def _send(self, number: int, order: Order) -> bool:
+        """Send an order; False if its worker is gone."""
+        try:
+            return self._workers[number].send(self._message(order))
+        except Exception:
+            # No memory for sums, say. Nobody waits for an answer to what was never sent.
+            self._dispatch.lost(number)
+            raise
 
     def _message(self, order: Order) -> Compute:
         index = self._numbers[order.units[0]]
@@ -251,8 +263,12 @@ class Coordinator:
         if order is None:
             return
         assert self._may_wait is not None
-        if not self._may_wait(order.part) or not worker.queue(self._message(order)):
-            self._back(number)
+        waits = False
+        try:
+            waits = self._may_wait(order.part) and worker.queue(self._message(order))
+        finally:
+            if not waits:
+                self._back(number)
 
     def _withdraw(self, number: int) -> bool:
         """Take back what waits for a device; False if its worker has begun with it."""
@@ -281,6 +297,8 @@ class Coordinator:
         while self._heard:
             worker, answer = self._heard.pop(0)
             number = numbers[id(worker)]
+            if self._is_old(answer):
+                continue
             if answer is None:
                 self._lost(number, "its worker has ended")
             elif isinstance(answer, Failed):
@@ -295,6 +313,10 @@ class Coordinator:
         for number, end in ends.items():
             if number in self._running and end <= now:
                 self._lost(number, f"no answer for {now - self._running[number].begun:.0f} s")
+
+    def _is_old(self, answer: Said) -> bool:
+        """Whether it is about an earlier pass, of which a second interrupt has left a worker."""
+        return answer is not None and answer.number != self._begin.number
 
     def _limit(self, number: int) -> float:
         """Seconds after which a worker's part is taken from it."""

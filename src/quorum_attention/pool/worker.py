@@ -123,7 +123,7 @@ def _next(pipe: Connection, outlet: socket | None) -> Any:
 def _sent(pipe: Connection, message: object) -> bool:
     try:
         pipe.send(message)
-    except BrokenPipeError:
+    except ConnectionError:
         return False
     return True
 

@@ -7,8 +7,12 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
+from multiprocessing.util import Finalize
+from pickle import UnpicklingError
 from threading import RLock
 from typing import Any
 
@@ -24,6 +28,8 @@ from quorum_attention.pool.worker import work
 # Seconds until a worker has to be ready: it imports torch and opens its device.
 _START_SECONDS = 180.0
 _END_SECONDS = 5.0
+# Until the exit code of one that has closed its pipe is known.
+_EXIT_SECONDS = 1.0
 
 
 @dataclass(slots=True)
@@ -63,9 +69,11 @@ class Worker:
             RuntimeError: it is another process's.
         """
         check_process(self.owner)
+        # Of its own: what cannot be sent (no file or no memory is left here) is not the worker's.
+        said = ForkingPickler.dumps(message)
         try:
-            self.pipe.send(message)
-        except (BrokenPipeError, ConnectionResetError, OSError):
+            self.pipe.send_bytes(said)
+        except (OSError, ValueError, TypeError):  # the last two: another thread has closed it
             return False
         return True
 
@@ -76,16 +84,6 @@ class Worker:
     def withdraw(self) -> bool:
         """Take back what waits; False if the worker has it already."""
         return self.shelf is None or self.shelf.take_back()
-
-    def end(self) -> None:
-        """End it, kindly where it is idle; it is gone when this returns. Nothing happens to one of
-        another process."""
-        self.alive = False
-        if os.getpid() != self.owner:
-            return
-        self.send(None)
-        self.process.join(_END_SECONDS)
-        self.kill()
 
     def kill(self) -> None:
         """End it at once, if it is this process's."""
@@ -119,40 +117,93 @@ def start(
         RuntimeError: one did not start, and all are ended; or this process may start none.
     """
     _check_may_start()
-    context = torch.multiprocessing.get_context("spawn")
-    workers = []
-    for device in devices:
-        ours, theirs = context.Pipe()
-        shelf = Shelf.made() if shelves else None
-        outlet = ((None if shelf is None else shelf.outlet),) if shelves else ()
-        process = context.Process(
-            target=work,
-            args=(device, threads, theirs, *outlet),
-            name=f"quorum-attention {device}",
-            daemon=True,
-        )
-        process.start()
-        theirs.close()
-        not_for_forks(process, ours)
-        workers.append(Worker(device, process, ours, shelf=shelf))
-    limit = time.monotonic() + _START_SECONDS
-    for worker in workers:
-        ready = worker.pipe.poll(max(0.0, limit - time.monotonic()))
-        try:
-            answer = worker.pipe.recv() if ready else None
-        except (EOFError, OSError):
-            answer = None
-        if not isinstance(answer, Ready):
-            code = worker.process.exitcode
-            for each in workers:
-                each.kill()
-            raise RuntimeError(
-                f"the worker of {worker.device} did not start"
-                + (f" (exit code {code})" if code is not None else "")
-                + '; a script that uses a pool needs `if __name__ == "__main__":` around its work'
-            )
-        worker.name = answer.name
+    workers: list[Worker] = []
+    try:
+        for device in devices:
+            _begin(device, threads, work, shelves, workers)
+        limit = time.monotonic() + _START_SECONDS
+        for worker in workers:
+            _wait_for(worker, max(0.0, limit - time.monotonic()))
+    except BaseException:  # an interrupt, or no more files or processes may be had
+        for each in workers:
+            each.kill()
+        raise
     return workers
+
+
+def _begin(
+    device: str, threads: int | None, work: Callable[..., None], shelves: bool, begun: list[Worker]
+) -> None:
+    """Begin the process of a worker, which is one of ``begun`` even if that is interrupted."""
+    context = torch.multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    shelf = Shelf.made() if shelves else None
+    outlet = ((None if shelf is None else shelf.outlet),) if shelves else ()
+    process = context.Process(
+        target=work,
+        args=(device, threads, theirs, *outlet),
+        name=f"quorum-attention {device}",
+        daemon=True,
+    )
+    not_for_forks(process, ours)
+    worker = Worker(device, process, ours, shelf=shelf)
+    try:
+        process.start()
+    finally:
+        theirs.close()
+        if process.pid is not None:
+            begun.append(worker)
+
+
+def _wait_for(worker: Worker, seconds: float) -> None:
+    """Wait until a worker is ready.
+
+    Raises:
+        RuntimeError: it is not.
+    """
+    answer = None
+    with suppress(EOFError, OSError, UnpicklingError):
+        answer = worker.pipe.recv() if worker.pipe.poll(seconds) else None
+    if isinstance(answer, Ready):
+        worker.name = answer.name
+        return
+    worker.process.join(_EXIT_SECONDS)
+    code = worker.process.exitcode
+    raise RuntimeError(
+        f"the worker of {worker.device} did not start"
+        + (f" (exit code {code})" if code is not None else "")
+        + '; a script that uses a pool needs `if __name__ == "__main__":` around its work'
+    )
+
+
+def end(workers: Sequence[Worker]) -> None:
+    """End workers, kindly those that are idle; they are gone when this returns. Nothing happens to
+    those of another process."""
+    here = [one for one in workers if one.alive]
+    for one in here:
+        one.alive = False
+    mine = [one for one in here if one.owner == os.getpid()]
+    try:
+        for one in mine:
+            one.send(None)
+        limit = time.monotonic() + _END_SECONDS
+        for one in mine:
+            one.process.join(max(0.0, limit - time.monotonic()))
+    finally:
+        for one in mine:
+            one.kill()
+
+
+def end_with(owner: object, workers: list[Worker]) -> None:
+    """Have workers end when nobody refers to their ``owner`` any more, or the program ends: by
+    itself Python would only ask them to, and wait for one that is stopped for ever."""
+    Finalize(owner, _kill, (workers,), exitpriority=1)
+
+
+def _kill(workers: list[Worker]) -> None:
+    for worker in workers:
+        if worker.alive:
+            worker.kill()
 
 
 def _check_may_start() -> None:
@@ -196,9 +247,9 @@ def listen(
         worker = sources[pipe]
         try:
             heard.append((worker, worker.pipe.recv()))
-        except (EOFError, OSError):
+        except Exception:  # it is gone, it says what nobody understands, or another thread ended it
             heard.append((worker, None))
     return heard
 
 
-__all__ = ["Worker", "listen", "start"]
+__all__ = ["Worker", "end", "end_with", "listen", "start"]
