@@ -24,6 +24,11 @@ from typing import BinaryIO
 from quorum_attention.sizes import format_bytes
 
 UNFINISHED = ".unfinished"
+# Of outputs that are kept when their process ends. Where the identity of one lies in its files: in
+# the first bytes, which are zeros until the end. The very first stay zeros, so that nothing can be
+# loaded.
+RUN_UNFINISHED = f".run{UNFINISHED}"
+IDENTITY = slice(16, 32)
 _IN_USE = "in-use"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)

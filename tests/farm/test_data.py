@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from quorum_attention.call.mapped import Mappings
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.farm import data
+from quorum_attention.farm.call import _files_of
 from quorum_attention.farm.data import Reader, bytes_of, read_state, write_rows, write_state
 from quorum_attention.pool.shared import InFile
 
@@ -35,6 +38,34 @@ def test_what_is_written_is_read(
     write_state(str(tmp_path / "state"), state)
     for one, other in zip(read_state(str(tmp_path / "state"), state), state, strict=True):
         assert torch.equal(one, other)
+
+
+def test_rows_are_not_written_to_an_output_that_was_begun_anew(tmp_path: Path) -> None:
+    """By a worker of a process that was killed, and whose output another one has begun anew."""
+    rows = torch.randn(1, 2, 5, 7)
+    path = tmp_path / "out.run.unfinished"
+    mine, others = b"m" * 16, b"o" * 16
+    path.write_bytes(bytes(16) + mine + bytes(rows.nbytes))
+    target = InFile(str(path), 32, tuple(rows.shape), rows.stride(), rows.dtype, True, mine)
+    write_rows(target, 0, Interval(0, 2), Interval(0, 5), rows)
+    assert torch.equal(Reader(target)(0, Interval(0, 2), Interval(0, 5)), rows)
+    for start in (bytes(16) + others, bytes(32), b"", b"a header that can be loaded, and so on"):
+        now = start + bytes(rows.nbytes if start else 0)
+        path.write_bytes(now)
+        with pytest.raises(RuntimeError, match="begun anew"):
+            write_rows(target, 0, Interval(0, 2), Interval(0, 5), rows)
+        assert path.read_bytes() == now
+
+
+@pytest.mark.parametrize("name", ["out.run.unfinished", "out.12345678.unfinished", "out"])
+def test_only_an_output_that_is_kept_has_an_identity(name: str, tmp_path: Path) -> None:
+    """Elsewhere those bytes may be results."""
+    path = tmp_path / name
+    path.write_bytes(bytes(16) + b"i" * 16 + bytes(4 * 2 * 6 * 8))
+    mapped = np.memmap(path, np.float32, "r+", 32, (1, 2, 6, 8))
+    found = _files_of({"out": torch.from_numpy(mapped)}, Mappings.now())
+    assert found is not None
+    assert found["out"].identity == (b"i" * 16 if ".run." in name else b"")
 
 
 def test_a_state_is_never_written_over(tmp_path: Path) -> None:

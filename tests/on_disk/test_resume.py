@@ -128,6 +128,27 @@ def test_what_is_unfinished_is_not_destroyed_without_a_word(
     assert tensors(folder / "out") == tensors(folder / "whole")
 
 
+@pytest.mark.parametrize("parts", [0, 2])
+def test_what_is_begun_anew_is_another_file(
+    parts: int,
+    folder: Path,
+    stop_after: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker of the process that left the old one may have that open, and still write there."""
+    stop_after(parts)
+    run(folder)
+    if not parts:  # as a process leaves it that is killed before a part is done
+        (folder / UNFINISHED).write_bytes(bytes(1 << 16))
+    go_on(monkeypatch)
+    with open(folder / UNFINISHED, "r+b") as old:
+        assert run(folder, "--restart") == 0
+        assert os.fstat(old.fileno()).st_nlink == 0
+        old.write(b"late" * 10_000)
+    assert run(folder, out="whole") == 0
+    assert tensors(folder / "out") == tensors(folder / "whole")
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

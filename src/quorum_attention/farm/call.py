@@ -28,7 +28,7 @@ from quorum_attention.pool.forked import Turn
 from quorum_attention.pool.report import PoolPass
 from quorum_attention.pool.run import Coordinator
 from quorum_attention.pool.shared import InFile, in_file
-from quorum_attention.writing import UNFINISHED, folder_of_now
+from quorum_attention.writing import IDENTITY, RUN_UNFINISHED, UNFINISHED, folder_of_now
 
 _numbers = count(1)
 # Workers have one pass at a time: two coordinators would hear each other's answers.
@@ -286,6 +286,10 @@ def _files_of(results: Mapping[str, torch.Tensor], mappings: Mappings) -> dict[s
         one = _in_file(tensor, mappings, written=True)
         if one is None or tensor.numel() == 0 or not tensor[0, 0].is_contiguous():
             return None
+        if one.path.endswith(RUN_UNFINISHED):
+            # Another process may begin that output anew, while workers of this one still write.
+            with open(one.path, "rb") as file:
+                one = replace(one, identity=file.read(IDENTITY.stop)[IDENTITY])
         found[name] = one
     return found
 

@@ -16,6 +16,7 @@ import torch
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.pool.shared import InFile
+from quorum_attention.writing import IDENTITY
 
 # Of one write; the system takes 2 GiB less a page. Large tensors are written by several threads,
 # because one thread fills fresh pages of a file at a fraction of what memory takes.
@@ -80,17 +81,26 @@ def write_rows(
 
     By writing, not through a mapping: of a page that two machines have mapped, a network file
     system may lose what one of them wrote.
+
+    Raises:
+        RuntimeError: a file of that name is another output by now; nothing is written there.
     """
     of = of.to(target.dtype)
     itemsize = target.dtype.itemsize
-    handle = os.open(target.path, os.O_WRONLY)
+    handle = os.open(target.path, os.O_RDWR if target.identity else os.O_WRONLY)
     try:
+        if target.identity and _identity(handle) != target.identity:
+            raise RuntimeError(f"{target.path} was begun anew, or is finished: this call is over")
         for number, head in enumerate(range(*heads)):
             first = entry * target.strides[0] + head * target.strides[1]
             first += rows.start * target.strides[2]
             _write(handle, of[0, number], target.offset + first * itemsize)
     finally:
         os.close(handle)
+
+
+def _identity(handle: int) -> bytes:
+    return os.pread(handle, IDENTITY.stop - IDENTITY.start, IDENTITY.start)
 
 
 def _write(handle: int, tensor: torch.Tensor, at: int) -> None:

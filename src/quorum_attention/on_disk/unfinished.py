@@ -23,7 +23,8 @@ from quorum_attention.on_disk import journal as journals
 from quorum_attention.on_disk.journal import Header, Journal
 from quorum_attention.on_disk.targets import Output, Target
 from quorum_attention.writing import (
-    UNFINISHED,
+    IDENTITY,
+    RUN_UNFINISHED,
     locked,
     remove_stale,
     reserve,
@@ -32,11 +33,7 @@ from quorum_attention.writing import (
     take_permissions,
 )
 
-_UNFINISHED = f".run{UNFINISHED}"
 _JOURNAL = ".run.journal"
-# Where the identity of an unfinished output lies in its files: in the first bytes, which are zeros
-# until the end. The very first stay zeros, so that nothing can be loaded.
-_IDENTITY = slice(16, 32)
 
 Mode = Literal["new", "resume", "restart"]
 """What to do with an unfinished output: refuse to touch it, go on with it, or remove it."""
@@ -159,7 +156,7 @@ def beside(target: Target) -> tuple[Path, Path]:
     name = stem_of(target.path)
     if name != target.path.name:
         name += "~" + hashlib.sha256(os.fsencode(target.path.name)).hexdigest()[:16]
-    return target.path.with_name(name + _UNFINISHED), target.path.with_name(name + _JOURNAL)
+    return target.path.with_name(name + RUN_UNFINISHED), target.path.with_name(name + _JOURNAL)
 
 
 def _opened(output: Output, header: Header, mode: Mode, stack: ExitStack) -> Unfinished:
@@ -182,6 +179,7 @@ def _opened(output: Output, header: Header, mode: Mode, stack: ExitStack) -> Unf
             first.unlink(missing_ok=True)
         raise
     if journal is None:
+        lock = lock if is_new else _anew(first, output.name, stack)
         return _created(output, header, path, lock, stack)
     if journal.complete and is_new:
         stack.callback(first.unlink, missing_ok=True)  # it was made as a lock alone
@@ -251,10 +249,23 @@ def _locked(path: Path, name: str) -> tuple[BinaryIO, bool]:
         file.close()
 
 
+def _anew(path: Path, name: str, stack: ExitStack) -> BinaryIO:
+    """A new file, locked, in the place of one that was left and that this process has locked.
+
+    A worker of the process that left it may still write there (a farm's, on another machine).
+    """
+    path.unlink()
+    file, is_new = _locked(path, name)
+    stack.callback(file.close)
+    if not is_new:
+        raise OSError(f"{name} is being written by another process ({path} was made meanwhile)")
+    return file
+
+
 def _created(
     output: Output, header: Header, path: Path, lock: BinaryIO, stack: ExitStack
 ) -> Unfinished:
-    identity = secrets.token_bytes(_IDENTITY.stop - _IDENTITY.start)
+    identity = secrets.token_bytes(IDENTITY.stop - IDENTITY.start)
     header = replace(header, settings={**header.settings, "identity": identity.hex()})
     files: list[BinaryIO] = [lock]
     maps: list[mmap.mmap] = []
@@ -271,6 +282,7 @@ def _created(
             stack.callback(file.close)
             if not is_new:
                 _check_own(other, path, target)
+                file = _anew(other, str(target.path), stack)
             files.append(file)
         for file, target in zip(files, output.targets, strict=True):
             file.truncate(0)
@@ -278,7 +290,9 @@ def _created(
                 take_permissions(file.fileno(), os.stat(target.path))
             reserve(file, target.layout.n_bytes, target.path)
             mapping = mmap.mmap(file.fileno(), target.layout.n_bytes)
-            mapping[_IDENTITY] = identity
+            mapping[IDENTITY] = identity
+            # Workers on other machines read it before they write.
+            mapping.flush(0, min(mmap.PAGESIZE, len(mapping)))
             maps.append(mapping)
             tensors |= target.layout.tensors(mapping)
     except BaseException:
@@ -344,7 +358,7 @@ def _check(file: BinaryIO, path: Path, target: Target, identity: object) -> None
         )
     file.seek(0)
     start = file.read(len(target.layout.header))
-    if start != target.layout.header and start[_IDENTITY].hex() != identity:
+    if start != target.layout.header and start[IDENTITY].hex() != identity:
         raise ValueError(
             f"{path} is not the file that its journal is of: it cannot be resumed; begin with "
             f"--restart"
@@ -354,7 +368,7 @@ def _check(file: BinaryIO, path: Path, target: Target, identity: object) -> None
 def _identity(path: Path) -> str:
     """The identity of the output that an unfinished file is of; empty where it has none."""
     with suppress(OSError), open(path, "rb") as file:
-        found = file.read(_IDENTITY.stop)[_IDENTITY]
+        found = file.read(IDENTITY.stop)[IDENTITY]
         return found.hex() if any(found) else ""
     return ""
 
@@ -387,7 +401,7 @@ def _discard(path: Path, output: Output) -> None:
     identity = _of(path)
     path.unlink(missing_ok=True)
     now = [beside(target)[0] for target in output.targets]
-    for file in path.parent.glob(f"*{_UNFINISHED}") if identity else ():
+    for file in path.parent.glob(f"*{RUN_UNFINISHED}") if identity else ():
         if file not in now and _identity(file) == identity:
             file.unlink(missing_ok=True)
 

@@ -28,6 +28,8 @@ class InFile:
         shape, strides: in elements.
         dtype: of the tensor.
         written: whether it is written to.
+        identity: what the file must have in its bytes ``writing.IDENTITY`` to be written to; empty:
+            it has none.
     """
 
     path: str
@@ -36,6 +38,7 @@ class InFile:
     strides: tuple[int, ...]
     dtype: torch.dtype
     written: bool
+    identity: bytes = b""
 
     @property
     def in_memory(self) -> bool:
