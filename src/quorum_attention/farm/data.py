@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.execution.device.lookup import on_host
-from quorum_attention.pool.shared import InFile
+from quorum_attention.pool.shared import InFile, bytes_in_file
 from quorum_attention.writing import IDENTITY
 
 # Of one write; the system takes 2 GiB less a page. Large tensors are written by several threads,
@@ -67,7 +66,7 @@ def _mapped(one: InFile) -> torch.Tensor:
     if 0 in one.shape:
         return torch.empty(one.shape, dtype=one.dtype, device="cpu")
     spanned = sum((n - 1) * s for n, s in zip(one.shape, one.strides, strict=True)) + 1
-    raw = np.memmap(one.path, np.uint8, "r", one.offset, spanned * one.dtype.itemsize)
+    raw = bytes_in_file(one.path, "r", one.offset, spanned * one.dtype.itemsize)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         flat: torch.Tensor = torch.from_numpy(raw)

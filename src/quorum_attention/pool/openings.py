@@ -15,6 +15,7 @@ the other, before anything is computed.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import threading
@@ -210,7 +211,8 @@ class Openings:
         both = mmap.PROT_READ | mmap.PROT_WRITE
         start = libc.mmap(None, n_bytes, both, mmap.MAP_SHARED, file, 0)
         if start is None or start == _FAILED:
-            raise OSError(ctypes.get_errno(), f"shared memory of {n_bytes} bytes was not mapped")
+            code, said = ctypes.get_errno(), f"shared memory of {n_bytes} bytes was not mapped"
+            raise MemoryError(said) if code == errno.ENOMEM else OSError(code, said)
         memory = (ctypes.c_char * n_bytes).from_address(start)
         # Not at the end of the process, which takes it apart itself.
         weakref.finalize(memory, self._reaper.add, start, n_bytes).atexit = False

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,13 +48,31 @@ class InFile:
         return self.path.startswith("/proc/")
 
     def open(self) -> torch.Tensor:
-        """Map it here."""
+        """Map it here.
+
+        Raises:
+            MemoryError: there is no room for it.
+        """
         spanned = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) + 1
         n_bytes = spanned * self.dtype.itemsize if 0 not in self.shape else 0
         mode = "r+" if self.written else "c"
-        mapped = np.memmap(self.path, np.uint8, mode, self.offset, n_bytes)  # type: ignore[call-overload]
+        mapped = bytes_in_file(self.path, mode, self.offset, n_bytes)
         flat: torch.Tensor = torch.from_numpy(mapped).view(self.dtype)
         return flat.as_strided(self.shape, self.strides)
+
+
+def bytes_in_file(path: str, mode: str, offset: int, n_bytes: int) -> np.memmap[Any, Any]:
+    """Part of a file, mapped; ``mode`` as NumPy has it.
+
+    Raises:
+        MemoryError: there is no room for it here; another process may have it.
+    """
+    try:
+        return np.memmap(path, np.uint8, mode, offset, n_bytes)  # type: ignore[call-overload, no-any-return]
+    except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise MemoryError(f"{n_bytes} bytes of {path} were not mapped") from error
+        raise
 
 
 Handle = torch.Tensor | InFile | Handed
@@ -216,4 +236,4 @@ def in_file(tensor: torch.Tensor, mappings: Mappings, written: bool) -> InFile |
     return InFile(path, offset, tuple(tensor.shape), tensor.stride(), tensor.dtype, written)
 
 
-__all__ = ["Handle", "InFile", "Shared", "in_file", "made_for", "opened", "room"]
+__all__ = ["Handle", "InFile", "Shared", "bytes_in_file", "in_file", "made_for", "opened", "room"]
