@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -241,6 +243,34 @@ def test_without_gradients_and_under_transforms() -> None:
     torch.testing.assert_close(found[1], found[0])
     ways = [torch.func.jvp(model, (x,), (torch.ones_like(x),))[1] for model in (plain, tiled)]
     torch.testing.assert_close(ways[1], ways[0])
+
+
+def test_threads_that_train_one_model_wait_for_each_other() -> None:
+    """In a backward the module has other weights: another thread's forward must not take those."""
+    plain, tiled = two()
+    held = list(tiled.parameters())
+    batches = [[torch.randn(23, WIDTH, dtype=torch.float64) for _ in range(30)] for _ in range(3)]
+    found: list[list[tuple[Tensor, ...]]] = [[] for _ in batches]
+
+    def work(number: int) -> None:
+        for x in batches[number]:
+            found[number].append(torch.autograd.grad(tiled(x).square().sum(), held))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(batches))]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    for mine, ours in zip(batches, found, strict=True):
+        for x, got in zip(mine, ours, strict=True):
+            wanted = torch.autograd.grad(plain(x).square().sum(), list(plain.parameters()))
+            torch.testing.assert_close(got, wanted)
+    assert all(a is b for a, b in zip(held, tiled.parameters(), strict=True))
 
 
 def _on_ranks(rank: int) -> None:

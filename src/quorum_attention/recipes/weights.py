@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 _Place = tuple[torch.nn.Module, str]  # a module and the name of one of its weights
+# Of each module one: held beside the module, it could be neither copied nor pickled.
+_locks: WeakKeyDictionary[torch.nn.Module, threading.RLock] = WeakKeyDictionary()
+_making = threading.Lock()
 
 
 class Weights:
@@ -19,14 +24,19 @@ class Weights:
     own weights stay untouched. The others stay what they are, with whatever belongs to them (the
     scales of a quantized weight, say).
 
-    The module is changed while they are lent, as by ``torch.func.functional_call``: no other
-    thread may use it meanwhile.
+    The module is changed while they are lent, as by ``torch.func.functional_call``. Other threads
+    that lend or gather wait; those that read it in another way with gradients have to.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._learning: list[list[_Place]] = []
         self._fixed: list[tuple[_Place, torch.Tensor, int]] = []
         self._taken: list[torch.Tensor] = []
+        self._lock = _lock_of(module)
+        with self._lock:
+            self._gather(module)
+
+    def _gather(self, module: torch.nn.Module) -> None:
         numbers: dict[int, int] = {}
         for owner in module.modules():
             for name, weight in owner._parameters.items():
@@ -62,12 +72,13 @@ class Weights:
         swaps = [(place, weight) for place, weight, _ in self._fixed]
         for places, leaf in zip(self._learning, leaves.tensors, strict=True):
             swaps.extend((place, leaf) for place in places)
-        had = [_put(place, weight) for place, weight in swaps]
-        try:
-            yield leaves
-        finally:
-            for (place, _), before in zip(swaps, had, strict=True):
-                _put(place, before)
+        with self._lock:
+            had = [_put(place, weight) for place, weight in swaps]
+            try:
+                yield leaves
+            finally:
+                for (place, _), before in zip(swaps, had, strict=True):
+                    _put(place, before)
 
 
 class Leaves:
@@ -121,6 +132,11 @@ class Leaves:
                         "gradient and is none of its parameters: leave it as it is (mlp_tile=None)"
                     )
             nodes.extend(following for following, _ in node.next_functions)
+
+
+def _lock_of(module: torch.nn.Module) -> threading.RLock:
+    with _making:
+        return _locks.setdefault(module, threading.RLock())
 
 
 def _put(place: _Place, weight: torch.Tensor) -> Any:
