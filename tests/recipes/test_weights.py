@@ -198,6 +198,18 @@ def test_sums_over_tiles_lose_no_digits(dtype: torch.dtype) -> None:
     assert all(ours <= 1.5 * own + 1e-4 for own, ours in zip(*errors, strict=True)), errors
 
 
+def test_its_output_is_written_to_in_place() -> None:
+    """As by a residual that is added to it. It is no view, of which FSDP warns."""
+    plain, tiled = two()
+    x = tokens()
+    for model in (plain, tiled):
+        out = model(x)
+        out += x
+        out.square().sum().backward()
+    same(plain, tiled)
+    assert not tiled(x)._is_view()
+
+
 def test_tokens_are_there_once_and_the_rest_for_one_tile() -> None:
     """Output, gradient of the input, and 1/32 of the 24 numbers or more of each token between."""
     plain, tiled = (copy.deepcopy(two(torch.float32)[0]) for _ in range(2))

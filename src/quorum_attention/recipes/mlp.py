@@ -77,37 +77,39 @@ def _tile(module: torch.nn.Module, tokens: int) -> None:
         # In one row of tokens, cut into tiles of about the same length.
         row, length = x.reshape(rows, x.shape[-1]), -(-rows // -(-rows // tokens))
         if torch.is_grad_enabled():
-            tiled = _with_gradients(plain, self, row, length)
-        else:
-            tiled = _joined((plain(self, tile) for tile in row.split(length)), rows)
-        return tiled.view(x.shape)
+            return _with_gradients(plain, self, row, length, x.shape)
+        return _joined((plain(self, tile) for tile in row.split(length)), x.shape)
 
     # Bound to the module, so that a copy of the module gets one bound to itself.
     module.forward = MethodType(forward, module)
 
 
-def _joined(parts: Iterator[torch.Tensor], rows: int) -> torch.Tensor:
+def _joined(parts: Iterator[torch.Tensor], shape: torch.Size) -> torch.Tensor:
     """All rows, written part by part: they are there once, and one part beside them."""
     first = next(parts)
-    out = first.new_empty((rows, *first.shape[1:]))
-    start = len(first)
-    out[:start] = first
+    out = first.new_empty(shape)  # and no view of it: what comes after may work in place
+    rows, start = out.view(-1, shape[-1]), len(first)
+    rows[:start] = first
     del first
     for part in parts:
-        out[start : start + len(part)] = part
+        rows[start : start + len(part)] = part
         start += len(part)
     return out
 
 
 @uncompiled
 def _with_gradients(
-    plain: Callable[..., Any], module: torch.nn.Module, row: torch.Tensor, length: int
+    plain: Callable[..., Any],
+    module: torch.nn.Module,
+    row: torch.Tensor,
+    length: int,
+    shape: torch.Size,
 ) -> torch.Tensor:
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         whole: torch.Tensor = plain(module, row)  # those derive it by their own means
-        return whole
+        return whole.view(shape)
     weights = Weights(module)
-    tiled: torch.Tensor = _Tiled.apply(plain, module, length, weights, row, *weights.taken())  # type: ignore[no-untyped-call]
+    tiled: torch.Tensor = _Tiled.apply(plain, module, length, shape, weights, row, *weights.taken())  # type: ignore[no-untyped-call]
     return tiled
 
 
@@ -117,7 +119,7 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, plain: Callable[..., Any], module: torch.nn.Module, length: int,
-        weights: Weights, row: torch.Tensor, *learning: torch.Tensor,
+        shape: torch.Size, weights: Weights, row: torch.Tensor, *learning: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         ctx.plain, ctx.module, ctx.length, ctx.weights = plain, module, length, weights
         ctx.repeat = repeat = Repeat(row.device)
@@ -129,18 +131,18 @@ class _Tiled(torch.autograd.Function):
                     part = plain(module, tile)
                 yield part
 
-        return _joined(parts(), len(row))
+        return _joined(parts(), shape)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         row, *learning = ctx.saved_tensors
-        wanted: bool = ctx.needs_input_grad[4]
+        wanted: bool = ctx.needs_input_grad[5]
         into_row = torch.zeros_like(row) if wanted else None
-        start = 0
+        start, above = 0, upstream.reshape(row.shape)
         with ctx.weights.lent(learning) as leaves:
             for number, (tile, arrived) in enumerate(
-                zip(row.split(ctx.length), upstream.split(ctx.length), strict=True)
+                zip(row.split(ctx.length), above.split(ctx.length), strict=True)
             ):
                 piece = tile.detach().requires_grad_(wanted)
                 with ctx.repeat.again(number), torch.enable_grad():
@@ -153,7 +155,7 @@ class _Tiled(torch.autograd.Function):
                 if into_row is not None and piece.grad is not None:
                     into_row[start : start + len(piece)] = piece.grad
                 start += len(piece)
-        return (None, None, None, None, into_row, *leaves.gradients())
+        return (None, None, None, None, None, into_row, *leaves.gradients())
 
 
 __all__ = ["NAME", "tile_mlps"]
