@@ -20,6 +20,7 @@ from helpers_farm import Case, MaskedCase
 import quorum_attention as qa
 from quorum_attention.errors import BudgetError, OutOfMemoryError
 from quorum_attention.farm import Farm
+from quorum_attention.farm import call as farm_call
 from quorum_attention.farm import compute as farm_compute
 from quorum_attention.farm.crew import Alone, Here
 from quorum_attention.farm.processes import Processes
@@ -229,3 +230,17 @@ def test_nothing_to_compute() -> None:
     for shape in ((1, 0, 5, 8), (0, 2, 5, 8)):
         assert farm.attention(*[torch.ones(shape)] * 3).shape == shape
     assert torch.equal(farm.attention(k, q, q), torch.zeros(1, 2, 5, 8))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_fork_while_another_thread_asks_for_a_turn() -> None:
+    with farm_call._lock:
+        number = os.fork()
+        if not number:
+            signal.alarm(10)
+            try:
+                with farm_call._turn_of(Alone("cpu")):
+                    os._exit(0)
+            finally:
+                os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]) == 0

@@ -158,7 +158,9 @@ def test_nobody_there() -> None:
     gone.alive = False
     report = PoolPass(devices=["device 0"])
     parts = parts_of(SIZES, 2)
-    with pytest.raises(RuntimeError, match=r"no device is left after 0 of \d+ parts"):
+    with pytest.raises(
+        RuntimeError, match=r"no device is left after 0 of \d+ parts: all had ended"
+    ):
         Coordinator(
             [gone], Begin(1, False, SIZES, {}), parts, lambda p: None, lambda p, s: None, report
         ).run()

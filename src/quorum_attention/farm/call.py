@@ -95,6 +95,16 @@ def steps(crew: Crew, asked: Asked, report: PoolPass) -> Iterator[set[Head]]:
             crew.forget()
 
 
+def _forked() -> None:
+    """In a process that was forked off, maybe while another thread had the lock."""
+    global _lock
+    _lock = Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
 def _turn_of(crew: Crew) -> Turn:
     with _lock:
         return _turns.setdefault(crew, Turn())

@@ -382,7 +382,7 @@ class Coordinator:
 
     def _give_up(self) -> NoReturn:
         done, all_ = len(self._report.ran), len(self._parts)
-        said = "; ".join(self._report.history)
+        said = "; ".join(self._report.history) or "all had ended before, or were closed"
         message = f"no device is left after {done} of {all_} parts: {said}"
         if self._errors:
             raise OutOfMemoryError(f"{message}; {self._errors[-1]}")
