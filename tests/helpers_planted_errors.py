@@ -733,7 +733,8 @@ class WholeTask:
     backward_workspace_bytes = forward_workspace_bytes
 
     def scores(self, task):
-        return task.scale * (task.query @ task.key.mT).masked_fill(~self.mask(task), -torch.inf)
+        scores = task.scale * (task.query @ task.key.mT)
+        return scores.masked_fill(~self.mask(task), -torch.inf)
 
     def forward(self, task, state):
         merge_(state.out, state.lse, *softmax(self.scores(task), task.value))
@@ -796,6 +797,20 @@ for _mask, _cause in (
     KERNELS[f"whole task: {_mask.__name__}"] = (lambda mask=_mask: WholeTask(mask), _cause)
 
 
+class SizeOfTheScale(WholeTask):
+    """Takes a scale below 0 for one above."""
+
+    def scores(self, task):
+        return super().scores(replace(task, scale=abs(task.scale)))
+
+
+class SizeOfTheScaleBesideABias(SizeOfTheScale):
+    """The same, and the scores are no product alone."""
+
+    def scores(self, task):
+        return super().scores(task) - 0.1 * (task.key * task.key).sum(-1)[..., None, :]
+
+
 class Overwriting(WholeTask):
     """Adds to nothing: what was merged before is lost."""
 
@@ -832,6 +847,8 @@ class ReusingItsBuffer(WholeTask):
 
 KERNELS["returns one buffer again and again"] = ReusingItsBuffer, causes.STATE
 KERNELS["state overwritten"] = Overwriting, causes.MERGE
+KERNELS["the size of the scale"] = SizeOfTheScale, causes.SCALE
+KERNELS["the size of the scale beside a bias"] = SizeOfTheScaleBesideABias, causes.SCALE
 
 
 class WritingKeys(WholeTask):

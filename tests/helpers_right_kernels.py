@@ -174,8 +174,8 @@ class InSixteenBitsOnly(WholeTask):
         return "16 bits only" if call.dtype != self.dtype else super().refusal(call)
 
     def scores(self, task):
-        product = task.query.float() @ task.key.float().mT
-        return task.scale * product.masked_fill(~self.mask(task), -torch.inf)
+        scores = task.scale * (task.query.float() @ task.key.float().mT)
+        return scores.masked_fill(~self.mask(task), -torch.inf)
 
     def forward(self, task, state):
         scores = self.scores(task)
@@ -214,7 +214,9 @@ RIGHT: dict[str, Callable[[], str | InnerKernel]] = {
     "cpu": lambda: "cpu",
     "plain": lambda: from_lse_function(plain),
     "plain, backward given": lambda: from_lse_function(plain, backward=gradients),
-    "torch's own": lambda: from_lse_function(torchs_own, backward=torchs_own_backward),
+    "torch's own": lambda: from_lse_function(
+        torchs_own, backward=torchs_own_backward, positive_scale=True
+    ),
     "grouped": lambda: from_lse_function(Grouped.right, grouped=True),
     "grouped, backward given": lambda: from_lse_function(
         Grouped.right, backward=Grouped.gradients(summed), grouped=True

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+import quorum_attention as qa
 import quorum_attention.kernels.registry as registry
 from quorum_attention.kernels import (
     CallShape,
     CpuKernel,
+    DenseKernel,
     MaskShape,
     get_kernel,
     kernels,
@@ -180,3 +183,22 @@ def test_probe_asks_once() -> None:
     assert probe(kernel, call()) is None
     kernel.how = "raises"
     assert probe(kernel, call()) is None
+
+
+class SizeOfTheScale(DenseKernel):
+    """Right for scales above 0."""
+
+    name = "size of the scale"
+
+    def forward(self, task: Any, state: Any) -> None:
+        super().forward(replace(task, scale=abs(task.scale)), state)
+
+
+def test_a_kernel_is_tried_on_the_sign_of_the_scale_that_it_gets() -> None:
+    q, k, v = (torch.randn(1, 2, 40, 16) for _ in range(3))
+    kernel = SizeOfTheScale()
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=0.3)
+    out = qa.attention(q, k, v, scale=0.3, kernel=kernel, depth=1, devices="cpu")
+    torch.testing.assert_close(out, wanted)
+    with pytest.raises(NotImplementedError, match="test"):
+        qa.attention(q, k, v, scale=-0.3, kernel=kernel, depth=1, devices="cpu")

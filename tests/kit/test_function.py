@@ -34,6 +34,27 @@ def test_against_torch_with_gradients() -> None:
         torch.testing.assert_close(a, b, atol=5e-6, rtol=1e-5)
 
 
+def size_of_the_scale(query, key, value, *, is_causal, scale):
+    """Right for every scale above 0."""
+    return softmax_attention(query, key, value, is_causal=is_causal, scale=abs(scale))
+
+
+def test_a_function_for_scales_above_0_says_so_or_is_told_so() -> None:
+    g = fresh_generator()
+    q, k, v = (torch.randn(1, 2, 30, 8, generator=g) for _ in range(3))
+    found = qa.check_kernel(from_lse_function(size_of_the_scale), n_tokens=61, levels=[(3,)])
+    assert not found
+    assert "below 0" in str(found)
+    kernel = from_lse_function(size_of_the_scale, positive_scale=True)
+    assert qa.check_kernel(kernel, n_tokens=61, levels=[(3,)])
+    for scale in (-0.3, 0.0):
+        with pytest.raises(NotImplementedError, match="for a scale above 0"):
+            qa.attention(q, k, v, scale=scale, kernel=kernel, devices="cpu")
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=0.3)
+    out = qa.attention(q, k, v, scale=0.3, kernel=kernel, devices="cpu")
+    torch.testing.assert_close(out, wanted)
+
+
 def test_what_a_function_must_be() -> None:
     with pytest.raises(TypeError, match="function must be callable"):
         from_lse_function(3)

@@ -20,6 +20,7 @@ from quorum_attention.execution.memory import first_line, is_out_of_memory
 from quorum_attention.kernels import InnerKernel, Statistics
 
 _TOKENS = 53
+_BELOW = "applied otherwise below 0 (where no call has that: positive_scale=True, or a refusal)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +188,8 @@ def _changed_by_zeros(bench: _Bench, few: int, more: int) -> bool | None:
 def _scale(bench: _Bench) -> Iterator[Broken]:
     """The scale is one factor, of query times key or of the scores.
 
-    All known attention has one or the other; a scale that is applied twice has neither.
+    All known attention has one or the other; a scale that is applied twice has neither. So it is
+    below 0, where the kernel takes that: the probe asks for it only of plain attention.
     """
     sizes = bench.sizes
     query, key, _, _ = bench.draw(sizes)
@@ -205,7 +207,11 @@ def _scale(bench: _Bench) -> Iterator[Broken]:
     if float(((total - 1).abs() * (total != 0)).max()) > bench.limit:
         return  # these are no weights, so there are no scores to compute from them
     once, twice, moved = weights(1.0, 1.0), weights(2.0, 1.0), weights(1.0, 2.0)
+    signed = replace(sizes.call(bench.causal), positive_scale=False)
+    below = weights(-1.0, 1.0) if bench.kernel.refusal(signed) is None else None
     if same(moved, twice):
+        if below is not None and not same(below, weights(1.0, -1.0)):
+            yield Broken(causes.SCALE, _BELOW)
         return
     if same(twice, once) and not same(moved, once):
         yield Broken(causes.SCALE, "ignored")
@@ -220,6 +226,16 @@ def _scale(bench: _Bench) -> Iterator[Broken]:
     bent = (third - second) - (second - first)
     if float(bent.abs().max()) > bench.limit * max(float(first.abs().max()), 1.0):
         yield Broken(causes.SCALE, "applied otherwise")
+        return
+    if below is None:
+        return
+    told &= below.shares > least
+    if told.any():
+        first, second, turned = (w.scores()[told] for w in (once, twice, below))
+        # With twice the rounding of the difference above.
+        off = (turned - (3 * first - 2 * second)) / 2
+        if float(off.abs().max()) > bench.limit * max(float(first.abs().max()), 1.0):
+            yield Broken(causes.SCALE, _BELOW)
 
 
 def _causal(bench: _Bench) -> Iterator[Broken]:

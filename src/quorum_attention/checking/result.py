@@ -91,6 +91,10 @@ class CheckResult:
         """Whether every case is exact, and no law is broken."""
         return self.verdict != "not exact"
 
+    def __bool__(self) -> bool:
+        """``exact``."""
+        return self.exact
+
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
         return {"verdict": self.verdict, **asdict(self)}

@@ -84,11 +84,13 @@ class FunctionKernel:
         backward: BackwardFunction | None = None,
         grouped: bool = False,
         workspace: WorkspaceBound | None = None,
+        positive_scale: bool = False,
     ) -> None:
         self.name = name
         self.function = function
         self.explicit_backward = backward
         self.grouped = grouped
+        self.positive_scale = positive_scale
         self._workspace = workspace or quadratic_workspace
         self._wants = _parameters(function, "function")
         self._backward_wants = () if backward is None else _parameters(backward, "backward")
@@ -113,6 +115,8 @@ class FunctionKernel:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
         if call.mask is not None:
             return "it takes no attention mask: let the function itself apply it, by positions"
+        if self.positive_scale and not call.positive_scale:
+            return "its function is for a scale above 0"
         return None
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
@@ -250,6 +254,7 @@ def from_lse_function(
     backward: BackwardFunction | None = None,
     grouped: bool = False,
     workspace: WorkspaceBound | None = None,
+    positive_scale: bool = False,
 ) -> FunctionKernel:
     """An inner kernel from a function; pass it as ``kernel=``, or register it.
 
@@ -272,6 +277,9 @@ def from_lse_function(
         grouped: whether the function takes fewer key heads than query heads.
         workspace: ``workspace(call, extent)`` -> upper bound of the bytes that a call allocates.
             Default: four score matrices in fp32, enough for a function that materialises scores.
+        positive_scale: whether the function is right for scales above 0 only, as torch's own
+            operator for CPUs is in causal calls; calls with others are refused then.
+            ``check_kernel`` tries scales below 0 where it is not said.
 
     Raises:
         TypeError: not callable, or it lacks ``is_causal`` or ``scale``.
@@ -294,11 +302,12 @@ def from_lse_function(
             raise TypeError(f"{what} must be callable or None, got {shown(given)}")
     if name is not None and not isinstance(name, str):
         raise TypeError(f"name must be a str or None, got {shown(name)}")
-    grouped = switch(grouped, "grouped")
+    grouped, positive = switch(grouped, "grouped"), switch(positive_scale, "positive_scale")
     found = name or str(getattr(function, "__name__", type(function).__name__))
     return FunctionKernel(
-        function, name=found, backward=backward, grouped=grouped, workspace=workspace
-    )
+        function, name=found, backward=backward, grouped=grouped, workspace=workspace,
+        positive_scale=positive,
+    )  # fmt: skip
 
 
 def upstream_of(
