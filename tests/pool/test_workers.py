@@ -12,7 +12,7 @@ import pytest
 from helpers_processes import run_python
 
 from quorum_attention.pool import workers
-from quorum_attention.pool.workers import Worker, end, end_with, start
+from quorum_attention.pool.workers import Worker, end, end_after, start
 
 UNIX = pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="no SIGSTOP")
 
@@ -70,7 +70,7 @@ def test_a_start_that_is_broken_off_leaves_no_process(
 
 def test_an_owner_that_is_forgotten_takes_its_workers_along() -> None:
     owner, mine = Nobody(), [worker()]
-    end_with(owner, mine)
+    end_after(owner, mine)
     mine.append(worker())  # it has joined later
     del owner
     gc.collect()
@@ -104,7 +104,7 @@ def test_what_cannot_be_sent_does_not_count_as_a_lost_worker() -> None:
 
 _STOPPED = """
 import multiprocessing, os, signal, time
-from quorum_attention.pool.workers import Worker, end_with
+from quorum_attention.pool.workers import Worker, end_after
 class Nobody: pass
 def sleeps():
     time.sleep(100)
@@ -113,7 +113,7 @@ process = multiprocessing.get_context("fork").Process(target=sleeps, daemon=True
 process.start()
 os.kill(process.pid, signal.SIGSTOP)
 ours, _ = multiprocessing.Pipe()
-end_with(owner, [Worker("cpu", process, ours)])
+end_after(owner, [Worker("cpu", process, ours)])
 signal.alarm(20)
 print(process.pid)
 """

@@ -17,7 +17,7 @@ from quorum_attention.farm.data import Back, Piece, Source
 from quorum_attention.pool.messages import Compute, Done, Failed, Ready
 from quorum_attention.pool.run import Hand
 from quorum_attention.pool.shared import Shared
-from quorum_attention.pool.workers import Worker, end, end_with, listen, start
+from quorum_attention.pool.workers import Worker, end, end_after, listen, start
 
 
 class Processes:
@@ -34,7 +34,7 @@ class Processes:
         self, devices: Sequence[str], budget: int | None = None, threads: int | None = None
     ) -> None:
         self._workers = start(devices, threads, partial(_obey, budget=budget))
-        end_with(self, self._workers)
+        end_after(self, self._workers)
         self._kept: list[Shared] = []
         self.hands: list[Hand] = [_Remembering(one) for one in self._workers]
         self.expected = len(self.hands)

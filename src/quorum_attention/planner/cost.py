@@ -286,15 +286,17 @@ def _rate(machine: Machine, spec: PassSpec) -> float:
     return machine.backward_flops if spec.backward else machine.flops
 
 
-def preparation_seconds(schedule: Schedule, case: Case, machine: Machine) -> float:
+def preparation_seconds(schedule: Schedule, case: Case, machine: Machine, found: float) -> float:
     """What a kernel takes to prepare the shapes of all calls of a pass.
 
-    ``cost`` looks at a few tasks only, in the time that it has: of a sequence that is cut twice it
-    sees a few of some tens of shapes.
+    Args:
+        found: what ``cost`` says. It looks at a few tasks only, in the time that it has: of a
+            sequence that is cut twice it sees a few of some tens of shapes.
     """
-    found = cost(schedule, case, machine).preparation
+    if not found:
+        return found
     load = schedule.route.load(schedule, case)
-    if not found or load.calls is not None or load.at_once is not None:
+    if load.calls is not None or load.at_once is not None:
         return found
     work = case.work
     together = schedule.limits if schedule.group.batch == 1 else None

@@ -83,8 +83,13 @@ def price(schedule: Schedule, case: Case, machine: Machine) -> Candidate:
 
 def prepared(found: Candidate, case: Case, machine: Machine) -> Candidate:
     """It with all shapes counted that its kernel has to prepare: the search looks at few."""
-    seconds = preparation_seconds(found.schedule, case, machine)
-    return replace(found, cost=replace(found.cost, preparation=seconds))
+    before = found.cost.preparation
+    seconds = preparation_seconds(found.schedule, case, machine, before)
+    return (
+        found
+        if seconds == before
+        else replace(found, cost=replace(found.cost, preparation=seconds))
+    )
 
 
 def refitted(

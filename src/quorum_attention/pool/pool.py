@@ -29,7 +29,7 @@ from quorum_attention.pool.rooms import give_back
 from quorum_attention.pool.run import Coordinator
 from quorum_attention.pool.speeds import expected_paces
 from quorum_attention.pool.totals import Totals
-from quorum_attention.pool.workers import Worker, end, end_with, start
+from quorum_attention.pool.workers import Worker, end, end_after, start
 
 # Devices whose paces differ by no more are taken to be alike.
 _ALIKE = 1.5
@@ -72,7 +72,7 @@ class Pool(Several):
         count = None if threads is None else whole_number(threads, "threads", 1)
         self._threads = count
         self._workers = start(names, count, shelves=True)
-        end_with(self, self._workers)
+        end_after(self, self._workers)
         self._passes = count_from(1)
         self._lock = Turn()
 

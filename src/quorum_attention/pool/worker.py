@@ -245,10 +245,9 @@ class _Pass:
     def _wait(self) -> None:
         """Until kernels and copies are done, also those of a part that has failed.
 
-        Before that no tensor of another process may be let go of: torch first takes its memory out
-        of this process, and then waits for the current stream of its device. A kernel that still
-        uses the memory would fault, and this process could compute nothing any more. So tensors of
-        a part are referred to by the pass.
+        Before that no tensor of another process is let go of: torch then takes its memory out of
+        this process, and waits for the current stream of the device that has it, but not for other
+        devices and streams that may still use it. So tensors of a part are referred to by the pass.
         """
         every = (*self._tensors.values(), *self._sums.values())
         for device in {self._device, *(t.device for t in every)}:

@@ -194,7 +194,7 @@ def end(workers: Sequence[Worker]) -> None:
             one.kill()
 
 
-def end_with(owner: object, workers: list[Worker]) -> None:
+def end_after(owner: object, workers: list[Worker]) -> None:
     """Have workers end when nobody refers to their ``owner`` any more, or the program ends: by
     itself Python would only ask them to, and wait for one that is stopped for ever."""
     Finalize(owner, _kill, (workers,), exitpriority=1)
@@ -252,4 +252,4 @@ def listen(
     return heard
 
 
-__all__ = ["Worker", "end", "end_with", "listen", "start"]
+__all__ = ["Worker", "end", "end_after", "listen", "start"]
