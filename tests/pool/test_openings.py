@@ -143,6 +143,21 @@ def test_a_result_that_nobody_has_touched_is_not_locked_as_a_whole() -> None:
     assert driver.covers(there)
 
 
+def test_results_that_change_places_are_locked_when_they_come_again() -> None:
+    """Four results of a step lie in four places, another one in each from step to step: a forward
+    has one, a backward reads that and has three. In the second step all are locked."""
+    driver = Driver()
+    openings = driver.openings()
+    places = [room(HEAD, torch.uint8) for _ in range(4)]
+    for step in range(2):
+        out, *grads = places[step:] + places[:step]
+        openings.lock([], begun(openings, out))
+        there = begun(openings, out, *grads)
+        openings.lock(there[:1], there[1:])
+    assert len(driver.locked) == 4
+    assert driver.asked == 4
+
+
 def test_what_is_locked_stays_for_a_few_passes() -> None:
     before, driver = mapped(), Driver()
     openings = driver.openings()

@@ -36,8 +36,9 @@ from quorum_attention.pool.shared import Handle, InFile, opened
 
 _FAILED = ctypes.c_void_p(-1).value
 _File = tuple[int, int]
-# What is locked stays open for so many passes that have no use for it: of a backward, until the
-# next one.
+# What is open, or also locked, stays so for so many passes that have no use for it, where memory is
+# locked: of a backward, until the next one. Results lie elsewhere from call to call, and are locked
+# when they come there for a second time.
 _PASSES = 4
 # How much a worker keeps locked: of the host's memory.
 _MOST_OF_HOST = 1 / 16
@@ -114,12 +115,12 @@ class Openings:
         ).as_strided(handle.shape, handle.strides)  # fmt: skip
 
     def forget_unused(self) -> None:
-        """A pass has opened what it needs: let go of what the one before had beside that, of what
-        is locked a little later."""
+        """A pass has opened what it needs: let go of what the one before had beside that; where
+        memory is locked a little later, if it is not gone."""
         for name, one in list(self._every.items()):
             one.unused = 0 if one.used else one.unused + 1
             one.passes += one.used
-            most = _PASSES if one.ranges and _is(one.path, name) else 0
+            most = _PASSES if self._locker is not None and _is(one.path, name) else 0
             if one.unused > most:
                 self._forget(name)
             one.used = False
