@@ -5,7 +5,8 @@
 
 First a few calls are compared with one device's. Then 1,048,576 tokens, causal, fp16, inputs and
 results in host memory, forward and backward within budgets (each with its number of heads and of
-turns), in turn with one device of the same machine; what the simulator says beside it. Then more
+turns, and of tokens where it is another), in turn with one device of the same machine; what the
+simulator says beside it, by rates that the workers measure before (``Pool.measure``). Then more
 calls are compared: inputs on either device, heads that do not divide, masks, dropout, workers that
 are killed. A step that would begin after ``--seconds`` is left out. Needs two CUDA devices.
 """
@@ -25,6 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,8 +35,11 @@ import torch
 
 import quorum_attention as qa
 from quorum_attention import Mask
+from quorum_attention.planner.machine import Machine
 from quorum_attention.pool import Pool
-from quorum_attention.pool.parts import Part, Sizes
+from quorum_attention.pool.parts import Sizes, parts_of
+from quorum_attention.pool.predict import predicted
+from quorum_attention.pool.report import PoolPass
 from quorum_attention.pool.shared import room
 from quorum_attention.pool.simulate import ORDER_SECONDS, simulate
 
@@ -212,10 +217,54 @@ def kill(pool: Pool, backward: bool, where: str = "cpu") -> str:
     )
 
 
+def orders_of(one: PoolPass) -> str:
+    """What each device computed: heads, seconds of its worker, and how many of them it opened and
+    locked memory."""
+    said = []
+    for device in range(len(one.devices)):
+        orders: dict[int, list[float]] = {}
+        for ran in one.ran:
+            if ran.device == device:
+                found = orders.setdefault(ran.order, [0.0, 0.0, 0.0])
+                for at, more in enumerate((1, ran.worked, ran.opening)):
+                    found[at] += more
+        each = [f"{n:.0f} in {worked:.3f} ({o:.3f})" for n, worked, o in orders.values()]
+        said.append(f"device {device}: {', '.join(each)}")
+    return "; ".join(said)
+
+
+@contextmanager
+def passes_of(pool: Pool) -> Iterator[list[PoolPass]]:
+    """Reports of a pool's passes, in which nothing is timed but whole orders."""
+    found: list[PoolPass] = []
+    run = pool.run
+
+    def noted(begin: Any, parts: Any, report: PoolPass, *rest: Any) -> None:
+        run(begin, parts, report, *rest)
+        found.append(report)
+
+    pool.run = noted  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        pool.run = run  # type: ignore[method-assign]
+
+
 def measure(
-    steps: Steps, pool: Pool, tokens: int, heads: int, budget: str, rounds: int, alone: int
+    steps: Steps,
+    pool: Pool,
+    machines: tuple[Machine, list[Machine]] | None,
+    tokens: int,
+    heads: int,
+    budget: str,
+    rounds: int,
+    alone: int,
 ) -> None:
-    """Forward and backward, of one device (in so many turns), then of all of them."""
+    """Forward and backward, of one device (in so many turns), then of all of them.
+
+    Args:
+        machines: the rates of one device alone, and of all at once; None: those assumed.
+    """
     shape = (1, heads, tokens, 64)
     q, k, v, grad = (drawn(shape, seed) for seed in range(4))
     say(f"inputs of {q.nbytes >> 20} MiB each")
@@ -224,8 +273,10 @@ def measure(
     same: dict[str, Any] = {"is_causal": True, "budget": budget}
     kept: dict[str, Any] = {}
     # One after the other: workers that have nothing to do for ten seconds unlock their memory.
-    for name, devices, turns in (("one", "cuda:0", min(alone, rounds)), ("all", pool, rounds)):
-        for turn in range(turns):
+    turns = [("one", "cuda:0", n) for n in range(min(alone, rounds))]
+    turns += [("all", pool, n) for n in range(rounds)]
+    with passes_of(pool) as passes:
+        for name, devices, turn in turns:
             report = qa.Report()
             # A report measures stages, which takes time: not in all turns.
             watched = name == "all" and turn == rounds - 1 and turn > 2
@@ -238,6 +289,8 @@ def measure(
             )
             found[name].append((first, second))
             say(f"{budget} {name}: {first:.3f} {second:.3f}")
+            for one in passes[-2:] if name == "all" else ():
+                say(f"  {orders_of(one)}")
             if told:
                 details.append(report.to_dict()["pool"])
                 say(str(report.pool))
@@ -264,13 +317,14 @@ def measure(
         for name, rows in warm.items()
     }
     both = {name: sum(rows) for name, rows in best.items()}
-    simulated = simulated_seconds(tokens, heads, budget, len(pool.devices))
+    simulated = simulated_seconds(tokens, heads, budget, len(pool.devices), machines)
     over = {
         name: [best[one][i] / simulated[name][n] for n, one in enumerate(("one", "all"))]
         for i, name in enumerate(("forward", "backward"))
     }
-    steps.results[f"{budget}, {heads} heads"] = {
+    steps.results[f"{budget}, {heads} heads of {tokens}"] = {
         "heads": heads, "seconds": found, "parts": details, "difference": differ,
+        "orders": [one.to_dict() for one in passes],
         "simulated": simulated, "medians": best, "over simulated": over,
         "forward": best["one"][0] / best["all"][0],
         "backward": best["one"][1] / best["all"][1],
@@ -278,27 +332,59 @@ def measure(
     }  # fmt: skip
 
 
-def simulated_seconds(tokens: int, heads: int, budget: str, devices: int) -> dict[str, Any]:
+def simulated_seconds(
+    tokens: int,
+    heads: int,
+    budget: str,
+    devices: int,
+    machines: tuple[Machine, list[Machine]] | None,
+) -> dict[str, Any]:
     """What the planner and the simulator say, forward and backward, of one and of all devices."""
     sizes = Sizes(1, heads, heads, tokens, tokens, True)
+    one, all_ = (None, [None] * devices) if machines is None else machines
+    call: dict[str, Any] = {"head_dim": 64, "dtype": HALF, "budget": budget, "device": "cuda"}
     found: dict[str, Any] = {}
     for backward in (False, True):
-
-        def seconds(device: int, part: Part, backward: bool = backward) -> float:
-            made = qa.plan(
-                tokens, heads=part.heads.length, head_dim=64, dtype=HALF, budget=budget,
-                is_causal=True, backward=backward, device="cuda",
-            )  # fmt: skip
-            whole = Part(0, part.heads, type(part.rows)(0, tokens), True)
-            return made.predicted_seconds * part.pairs(sizes) / whole.pairs(sizes)
-
-        name = "backward" if backward else "forward"
-        found[name] = []
-        for count in (1, devices):
-            costs = ORDER_SECONDS if count > 1 else 0.0
-            made = simulate(sizes, ["H200"] * count, seconds, sure=True, order_seconds=costs)
-            found[name].append(made.seconds)
+        # One device computes all heads in one call, without a worker.
+        whole = parts_of(sizes, 1)
+        part = whole[0]._replace(heads=type(whole[0].heads)(0, heads))
+        alone = predicted(sizes, [one], backward=backward, **call)(0, part)
+        together = simulate(
+            sizes, ["H200"] * devices, predicted(sizes, all_, backward=backward, **call),
+            sure=True, order_seconds=ORDER_SECONDS,
+        )  # fmt: skip
+        found["backward" if backward else "forward"] = [alone, together.seconds]
     return found
+
+
+def measured_rates(pool: Pool) -> tuple[Machine, list[Machine]]:
+    """The rates of the first device alone, and of all at once."""
+    alone, all_ = pool.measure(HALF, 64, alone=True), pool.measure(HALF, 64)
+    for said, found in (("alone", alone), ("all at once", all_)):
+        for number, one in enumerate(found):
+            say(
+                f"device {number}, {said}: {one.flops / 1e12:.0f}; {one.backward_flops / 1e12:.0f} "
+                f"TFLOP/s, copies {one.up_bytes_per_second / 1e9:.1f} GB/s each way"
+            )
+    return alone[0], all_
+
+
+def print_simulated(results: dict[str, Any]) -> None:
+    """Measured over simulated, of each setting."""
+    rows = [
+        (f"{name}, {way}, {count}", measured, one["simulated"][way][n])
+        for name, one in results.items()
+        if isinstance(one, dict) and "over simulated" in one
+        for i, way in enumerate(("forward", "backward"))
+        for n, (count, which) in enumerate((("one", "one"), ("all", "all")))
+        for measured in [one["medians"][which][i]]
+    ]
+    for name, measured, simulated in rows:
+        print(f"{name:50s} measured {measured:.3f} s, simulated {simulated:.3f}, "
+              f"measured / simulated {measured / simulated:.3f}")  # fmt: skip
+    off = [abs(measured / simulated - 1) for _, measured, simulated in rows]
+    if off:
+        print(f"{len(off)} settings: {sum(o <= 0.05 for o in off)} within 5 %, most {max(off):.3f}")
 
 
 def main() -> None:
@@ -323,14 +409,19 @@ def main() -> None:
         say(f"workers started in {time.perf_counter() - begun:.1f} s: {pool.names}")
         if not options.only_times:
             check_first(steps, pool)
+        rates: list[tuple[Machine, list[Machine]]] = []
+        steps.run("rates", lambda: rates.append(measured_rates(pool)))
+        steps.results["rates"] = [[asdict(one[0]), *map(asdict, one[1])] for one in rates]
         for turn, asked in enumerate(options.budgets):
             if turn == 1 and not options.only_times:
                 check_killed(steps, pool)
-            budget, heads, rounds = asked.split(":")
+            budget, heads, rounds, *others = asked.split(":")
+            tokens = int(others[0]) if others else options.tokens
             step = partial(
-                measure, steps, pool, options.tokens, int(heads), budget, int(rounds), options.alone
-            )
-            steps.run(f"times at {budget}, {heads} heads", step)
+                measure, steps, pool, rates[0] if rates else None, tokens, int(heads), budget,
+                int(rounds), options.alone,
+            )  # fmt: skip
+            steps.run(f"times at {budget}, {heads} heads of {tokens}", step)
             if options.json:
                 options.json.write_text(json.dumps(steps.results, indent=1, default=str))
         if not options.only_times:
@@ -343,10 +434,10 @@ def main() -> None:
     for name, found in steps.results.items():
         if isinstance(found, dict) and "both" in found:
             kept = {n: round(found[n], 4) for n in ("forward", "backward", "both", "difference")}
-            kept["over simulated"] = found["over simulated"]
-            print(name, kept, "simulated", found["simulated"], "measured", found["seconds"])
-        else:
+            print(name, kept, "measured", found["seconds"])
+        elif name != "rates":
             print(name, found)
+    print_simulated(steps.results)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quorum_attention.pool import Pool, PoolReport, paces
-from quorum_attention.pool.paces import Readings, paces_of
+from quorum_attention.pool.paces import Readings, even, paces_of
 
 ALIKE = {0: 1e-10, 1: 1e-10}
 
@@ -52,6 +52,16 @@ def test_it_becomes_slower_or_quicker() -> None:
 def test_others_are_expected_beside_those_that_were_seen() -> None:
     found = paces_of(seen(a=[0.3, 0.3], b=[]), "kind", {0: 1e-10, 1: 4e-10})
     assert found[1] == pytest.approx(12e-10)
+
+
+@pytest.mark.parametrize("heads", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("slow", [1.0, 1.12, 1.2, 1.3, 1.45])
+def test_devices_are_even_as_long_as_no_part_should_change_places(heads: int, slow: float) -> None:
+    """Of two devices with as many heads each, one of them slower: orders of other sizes would have
+    to be planned and prepared, for nothing."""
+    moved = max(heads + 1.0, (heads - 1) * slow)
+    assert even([1.0, slow], 1 / heads) == (slow <= 1.1 or moved >= heads * slow)
+    assert even([], 1 / heads)
 
 
 def test_short_calls_say_nothing() -> None:

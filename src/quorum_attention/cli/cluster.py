@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
-from functools import lru_cache
 from typing import Any
 
 from quorum_attention.cli import masks
 from quorum_attention.cli.output import print_json, say
-from quorum_attention.planner import plan
 from quorum_attention.pool.parts import Part, Sizes
+from quorum_attention.pool.predict import predicted
 from quorum_attention.pool.report import PoolPass
 from quorum_attention.pool.simulate import ORDER_SECONDS, simulate
 from quorum_attention.pool.speeds import SPEEDS
@@ -129,19 +128,12 @@ def _simulated(
     sizes: dict[str, Any],
     backward: bool,
 ) -> PoolPass:
-    @lru_cache
-    def one(heads: int, kv_heads: int) -> float:
-        """Seconds of whole heads on an H200."""
-        call = {**sizes, "heads": heads, "kv_heads": kv_heads, "batch": 1, "device": "cuda"}
-        return plan(options.tokens, backward=backward, **call).predicted_seconds
+    own = {"heads", "kv_heads", "batch", "is_causal", "n_keys"}
+    call = {name: value for name, value in sizes.items() if name not in own} | {"device": "cuda"}
+    one = predicted(of, [None] * len(devices), backward=backward, **call)
 
     def seconds(device: int, part: Part) -> float:
-        kv = part.kv(of)
-        whole = Part(part.entry, part.heads, type(part.rows)(0, of.n_queries), True)
-        share = part.pairs(of) / whole.pairs(of)
-        heads = part.heads.length if part.heads.length % kv.length == 0 else kv.length * of.share
-        scaled = share * part.heads.length / heads
-        return one(heads, kv.length) * scaled / devices[device][1]
+        return one(device, part) / devices[device][1]
 
     paces = {number: 1 / speed for number, (_, speed) in enumerate(devices)}
     names = [name for name, _ in devices]

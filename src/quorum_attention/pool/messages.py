@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from quorum_attention.execution.report import Report
 from quorum_attention.pool.parts import Sizes
 from quorum_attention.pool.shared import Handle
@@ -98,6 +100,28 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
+class Measure:
+    """Measure how quick the device is, between passes.
+
+    Attributes:
+        dtype, head_dim: of calls.
+        host: shared memory, uint8, to copy from and to; None: kernels are measured, not copies.
+    """
+
+    dtype: torch.dtype
+    head_dim: int
+    host: Handle | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was measured: fields of ``planner.machine.Machine``; or why nothing was."""
+
+    rates: dict[str, Any]
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """A part could not be computed.
 
@@ -116,4 +140,6 @@ class Failed:
     broken: bool = False
 
 
-__all__ = ["Begin", "Begun", "Compute", "Done", "End", "Ended", "Failed", "Ready"]
+__all__ = [
+    "Begin", "Begun", "Compute", "Done", "End", "Ended", "Failed", "Measure", "Measured", "Ready",
+]  # fmt: skip

@@ -9,7 +9,7 @@ last few calls the quickest one counts: something may have held up the others.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,8 @@ _KEPT = 3
 _BELIEVED = 2
 # What took less says nothing.
 _TELLING_SECONDS = 0.05
+# Devices whose paces differ by no more are as quick as each other.
+_EVEN = 1.1
 # A device that was left out of so many calls in which one of its kind took part is tried again.
 _LEFT_OUT = 16
 
@@ -73,6 +75,18 @@ class Readings:
             self._left_out.pop(kind)
 
 
+def even(paces: Collection[float], share: float) -> bool:
+    """Whether devices that have as much to do should keep to that: they are as equal as kernels of
+    the same work are from one time to the next, or the quickest would end later with a part of the
+    slowest than the slowest with all of its own.
+
+    Args:
+        paces: of each; none: nothing is known.
+        share: the smallest part over what each has to do.
+    """
+    return not paces or max(paces) <= max(_EVEN, 1 + share) * min(paces)
+
+
 def paces_of(
     readings: Mapping[int, Readings], kind: Any, expected: Mapping[int, float]
 ) -> dict[int, float]:
@@ -90,4 +104,4 @@ def paces_of(
     return {n: sure.get(n, min(seen.get(n, pace), pace)) for n, pace in found.items()}
 
 
-__all__ = ["Readings", "paces_of"]
+__all__ = ["Readings", "even", "paces_of"]

@@ -17,11 +17,13 @@ from quorum_attention.counts import whole_number
 from quorum_attention.execution.device.lookup import backend_of, on_host
 from quorum_attention.kernels.uncompiled import uncompiled
 from quorum_attention.mask import Mask
+from quorum_attention.planner.machine import Machine
 from quorum_attention.pool.forked import Turn
 from quorum_attention.pool.hired import Hired
+from quorum_attention.pool.measured import machines
 from quorum_attention.pool.messages import Begin
 from quorum_attention.pool.names import names_of
-from quorum_attention.pool.paces import paces_of
+from quorum_attention.pool.paces import even, paces_of
 from quorum_attention.pool.parts import Part, homes_of, joined
 from quorum_attention.pool.report import PoolPass, PoolReport
 from quorum_attention.pool.request import request_on_several
@@ -33,8 +35,6 @@ from quorum_attention.pool.workers import Worker, end, end_after, start
 
 # Devices whose paces differ by no more are taken to be alike.
 _ALIKE = 1.5
-# As equal as kernels of the same work are from one time to the next.
-_SURE = 1.1
 # What a first order of its kind may take beside computing: a CUDA device's context and its
 # libraries, compiling, plans; on the host plans only.
 _NEW_SECONDS, _NEW_ON_HOST = 2.0, 0.2
@@ -194,17 +194,21 @@ class Pool(Several):
         paces = self.paces(kind).values()
         return not paces or max(paces) <= _ALIKE * min(paces)
 
-    def _sure(self, kind: tuple[Any, ...]) -> bool:
+    def _sure(self, kind: tuple[Any, ...], share: float) -> bool:
         """Whether workers that are alike gain by long calls: they copy beside their kernels, and
-        were not seen to be unequal; or were so quick that a second order would cost more than it
-        evens out."""
+        were not seen to be unequal; or were so quick that a second order would cost more than
+        it evens out.
+
+        Args:
+            share: the smallest part over what each has to do.
+        """
         here = [worker for worker in self._workers if worker.alive]
         if all(worker.readings.short(kind) for worker in here):
             return True
         paces = self.paces(kind).values()
         overlap = all(backend_of(torch.device(worker.device)).overlaps for worker in here)
         # The first call too: other sizes of orders would have to be planned and prepared later on.
-        return overlap and (not paces or max(paces) <= _SURE * min(paces))
+        return overlap and even(paces, share)
 
     def run(
         self,
@@ -254,10 +258,12 @@ class Pool(Several):
                 hired.extend(found)
                 return found
 
+            work = [part.pairs(begin.sizes) for part in parts]
+            share = len(here) * min(work, default=0) / max(1, sum(work))
             coordinator = Coordinator(
                 recruits(), begin, parts, sums, ended, report,
                 join=partial(joined, begin.sizes), paces=paces,
-                alike=alike, recruits=recruits, sure=self._sure(kind), new=self._new(kind),
+                alike=alike, recruits=recruits, sure=self._sure(kind, share), new=self._new(kind),
                 timed=bool(paces), homes=homes_of(begin.sizes, parts, here) if alike else None,
                 usual=self._usual(kind, self._here()), allowed=self._allowed(),
                 may_wait=lambda part: totals is None or totals.in_host_memory,
@@ -309,6 +315,30 @@ class Pool(Several):
                 worker.readings.took_part(kind, *spent[number])
             elif worker.name in took_part:
                 worker.readings.was_left_out(kind)
+
+    def measure(
+        self, dtype: torch.dtype = torch.float16, head_dim: int = 64, *, alone: bool = False
+    ) -> list[Machine]:
+        """How quick its devices are now (some seconds): kernels, and copies between each and shared
+        host memory. With it ``simulate`` predicts passes (docs/devices.md).
+
+        Args:
+            dtype, head_dim: of calls.
+            alone: whether one device measures after the other; else all measure at once, as links
+                to the host may share what its memory gives.
+
+        Returns:
+            the rates of each device whose worker is alive.
+
+        Raises:
+            RuntimeError: no worker is left, or one could not measure.
+        """
+        with self._lock:
+            here = list(self._here().values())
+            if not here:
+                raise RuntimeError(_NO_WORKER)
+            runs = [[worker] for worker in here] if alone else [here]
+            return [one for run in runs for one in machines(run, dtype, head_dim)]
 
     def number(self) -> int:
         """A number for a pass."""

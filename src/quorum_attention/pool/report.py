@@ -19,6 +19,7 @@ class Ran:
         index: of the part.
         start, stop: seconds since the pass began, as the coordinator saw it.
         worked: seconds that its worker was at it; what is left went by between the two.
+        opening: how many of those went into opening and page-locking memory.
         order: the first of the parts that were computed at once with it.
         report: what the device's own call did.
     """
@@ -30,6 +31,7 @@ class Ran:
     report: Report
     worked: float = 0.0
     order: int = 0
+    opening: float = 0.0
 
 
 @dataclass(slots=True)
@@ -71,7 +73,10 @@ class PoolPass:
             "copy_seconds": self.copy_seconds,
             "parts": self.parts,
             "ran": [
-                {n: getattr(one, n) for n in ("device", "order", "start", "stop", "worked")}
+                {
+                    n: getattr(one, n)
+                    for n in ("device", "order", "start", "stop", "worked", "opening")
+                }
                 | {"part": one.index}
                 for one in self.ran
             ],
@@ -116,6 +121,7 @@ def ran(
     report: Report,
     worked: float | None = None,
     order: int | None = None,
+    opening: float = 0.0,
 ) -> list[Ran]:
     """Parts that a device computed at once, each with its share of the time.
 
@@ -124,13 +130,14 @@ def ran(
         report: of all together; it goes with the first.
         worked: seconds that the worker says; None: all of them.
         order: number of the order; None: of the first part.
+        opening: seconds that it opened and locked memory.
     """
     worked = stop - start if worked is None else worked
     every, before, found = max(1, sum(work for _, work in parts)), 0, []
     for number, work in parts:
         first, last = (start + (stop - start) * at / every for at in (before, before + work))
         own = Ran(device, number, first, last, report if not before else Report())
-        own.worked = worked * work / every
+        own.worked, own.opening = (seconds * work / every for seconds in (worked, opening))
         own.order = parts[0][0] if order is None else order
         found.append(own)
         before += work

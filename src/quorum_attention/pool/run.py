@@ -343,7 +343,7 @@ class Coordinator:
         began = self._began
         self._report.ran += ran(
             number, shares, order.begun - began, now - began, answer.report, answer.seconds,
-            answer.index,
+            answer.index, answer.opening,
         )  # fmt: skip
         self._done(order.part, self._targets.pop(answer.index))
 

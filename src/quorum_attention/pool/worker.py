@@ -28,7 +28,18 @@ from quorum_attention.passes import run_backward, run_forward
 from quorum_attention.planner.first_calls import alike
 from quorum_attention.pool.local import Local
 from quorum_attention.pool.masked import bias_at, masked
-from quorum_attention.pool.messages import Begin, Begun, Compute, Done, End, Ended, Failed, Ready
+from quorum_attention.pool.measured import measured
+from quorum_attention.pool.messages import (
+    Begin,
+    Begun,
+    Compute,
+    Done,
+    End,
+    Ended,
+    Failed,
+    Measure,
+    Ready,
+)
 from quorum_attention.pool.openings import Openings, most_locked_bytes
 from quorum_attention.pool.parts import Part
 from quorum_attention.pool.shared import InFile, opened
@@ -83,6 +94,9 @@ def _obey(place: torch.device, pipe: Connection, outlet: socket | None) -> None:
             # There is one at a time: of what is still here the pool was interrupted as it said so.
             _end(passes, list(passes))
             passes[message.number] = _Pass(message, place, openings, met)
+        elif isinstance(message, Measure):
+            if not _sent(pipe, measured(place, message)):
+                return
         elif isinstance(message, End):
             _end(passes, [message.number])
             if message.confirm and not _sent(pipe, Ended(message.number)):

@@ -165,8 +165,14 @@ class Backend(ABC):
         """How large a calibration's measurements have to be on ``device``."""
 
     @abstractmethod
-    def both_ways(self, device: torch.device, n_bytes: int) -> Callable[[], object]:
+    def both_ways(
+        self, device: torch.device, n_bytes: int, host: Sequence[torch.Tensor] = ()
+    ) -> Callable[[], object]:
         """A function that copies ``n_bytes`` to the device and as many back at the same time.
 
         Where copies cannot run at the same time it makes one copy.
+
+        Args:
+            host: what it reads and what it writes there, each (n_bytes,) uint8; none: memory of
+                its own.
         """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -43,9 +43,13 @@ class Cpu(Backend):
         """Short calls, and copies of 32 MiB."""
         return TrialSizes(2048, 2048, 32 << 20, 0.0, torch.get_num_threads())
 
-    def both_ways(self, device: torch.device, n_bytes: int) -> Callable[[], object]:
+    def both_ways(
+        self, device: torch.device, n_bytes: int, host: Sequence[torch.Tensor] = ()
+    ) -> Callable[[], object]:
         """A function that copies ``n_bytes`` once: on a CPU there is one direction."""
-        source, target = (torch.empty(n_bytes, dtype=torch.uint8, device="cpu") for _ in range(2))
+        source, target = host or [
+            torch.empty(n_bytes, dtype=torch.uint8, device="cpu") for _ in range(2)
+        ]
         return lambda: target.copy_(source)
 
 

@@ -146,19 +146,21 @@ class Cuda(Backend):
         # A GPU's clock rate falls during its first second of work.
         return TrialSizes(8 * _TILE_ROWS * count, 65_536, 256 << 20, 0.7, threads=1)
 
-    def both_ways(self, device: torch.device, n_bytes: int) -> Callable[[], object]:
+    def both_ways(
+        self, device: torch.device, n_bytes: int, host: Sequence[torch.Tensor] = ()
+    ) -> Callable[[], object]:
         """A function that copies ``n_bytes`` each way at once, on two streams."""
         near = [torch.empty(n_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        host = [
+        read, written = host or [
             torch.empty(n_bytes, dtype=torch.uint8, device="cpu").pin_memory() for _ in range(2)
         ]
         streams = [torch.cuda.Stream(device) for _ in range(2)]
 
         def both() -> None:
             with torch.cuda.stream(streams[0]):
-                near[0].copy_(host[0], non_blocking=True)
+                near[0].copy_(read, non_blocking=True)
             with torch.cuda.stream(streams[1]):
-                host[1].copy_(near[1], non_blocking=True)
+                written.copy_(near[1], non_blocking=True)
 
         return both
 
