@@ -17,6 +17,7 @@ from quorum_attention.call.options import Written, compute_device
 from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.call.settings import current, filled
 from quorum_attention.decomposition.intervals import Interval
+from quorum_attention.distributed import again
 from quorum_attention.distributed.masks import cut, part_of, tensors_of
 from quorum_attention.distributed.peers import Peers
 from quorum_attention.distributed.report import ShardedReport
@@ -147,7 +148,11 @@ class Calls:
         out_dtype: torch.dtype | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         mask = None if self.mask is None else part_of(self.mask, heads, rows, self.sizes)
-        if mask is None and self.dropout is None and self.report is None and self.unlimited:
+        if self._plain and (out_dtype is None or out_dtype == query.dtype):
+            found = again.forward((query, key, value), causal, self.scale)
+            if found is not None:
+                return found[0], found[1]
+        if self._plain:
             device = compute_device(query.device, None)
             request = _request(
                 query.shape, key.shape, value.shape, query.dtype, query.device, device, causal,
@@ -195,6 +200,11 @@ class Calls:
         learned: Learned | None,
         grads: Three | None,
     ) -> Three:
+        if self._plain and grads is None:
+            upstream, query, key, value, out, lse = given
+            found = again.backward((query, key, value), upstream, out, lse, causal, self.scale)
+            if found is not None:
+                return found[0], found[1], found[2]
         mask = None if self.mask is None else part_of(self.mask, heads, rows, self.sizes)
         of_bias = learned is not None and learned.bias is not None
         of_sinks = learned is not None and learned.sinks is not None
@@ -221,6 +231,13 @@ class Calls:
     def unlimited(self) -> bool:
         """Whether nothing is said of how a call is run, as by a budget."""
         return self.asked.says_nothing and current() is None
+
+    @property
+    def _plain(self) -> bool:
+        """Whether calls are of attention and nothing more."""
+        if self.mask is not None or self.dropout is not None or self.report is not None:
+            return False
+        return self.unlimited
 
     def _options(self) -> dict[str, Any]:
         """For one call."""
