@@ -42,6 +42,18 @@ def test_any_order_gives_the_whole(dtype: torch.dtype, size: float) -> None:
         torch.testing.assert_close(lse.double(), expected_lse, atol=tolerance, rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_into_16_bits_it_is_rounded_once(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    out, part = (torch.randn(1, 3, 50, 8, generator=generator).to(dtype) for _ in range(2))
+    lse, lse_i = (torch.randn(1, 3, 50, generator=generator) for _ in range(2))
+    wide, same = out.float(), lse.clone()
+    merge_(wide, same, part, lse_i)
+    merge_(out, lse, part, lse_i)
+    assert torch.equal(out, wide.to(dtype))
+    assert torch.equal(lse, same)
+
+
 def test_empty_rows_stay_empty_and_weigh_nothing() -> None:
     out, lse = torch.empty(1, 1, 3, 2), torch.empty(1, 1, 3)
     empty_(out, lse)

@@ -49,6 +49,13 @@ for shape in shapes:
         expected, expected_lse, before = out.clone(), lse.clone(), base.clone()
         weights = _update_lse_(expected_lse, lse_i)
         _average_(expected, out_i, *(weight.unsqueeze(-1) for weight in weights))
+        # Into 16 bits: computed in fp32, rounded once.
+        narrow, its_lse = out.half(), lse.clone()
+        in_fp32, wide_lse = narrow.float(), lse.clone()
+        merge_triton_(narrow, its_lse, out_i, lse_i)
+        merge_triton_(in_fp32, wide_lse, out_i, lse_i)
+        assert torch.equal(narrow, in_fp32.half())
+        assert torch.equal(its_lse, wide_lse)
         merge_triton_(out, lse, out_i, lse_i)
         torch.testing.assert_close(out, expected, atol=2e-6, rtol=2e-6)
         torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-6)

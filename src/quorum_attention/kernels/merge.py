@@ -54,7 +54,8 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, out_i: torch.Tensor, lse_i: tor
     """Merge the statistics of more keys into running ones, in place.
 
     Args:
-        out: running output (b, h, rows, dv), fp32 or fp64; any strides.
+        out: running output (b, h, rows, dv), fp32 or fp64; any strides. One of 16 bits is merged in
+            fp32 and rounded once each time, so it is for two sets of keys.
         lse: running natural-log log-sum-exp (b, h, rows), fp32 or fp64.
         out_i: normalised output over the new keys, same shape, any floating dtype.
         lse_i: its log-sum-exp, same shape as ``lse``; -inf (with ``out_i`` 0) in rows without
@@ -68,8 +69,13 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, out_i: torch.Tensor, lse_i: tor
             f"statistics of shapes {tuple(out_i.shape)}, {tuple(lse_i.shape)} cannot be merged "
             f"into {tuple(out.shape)}, {tuple(lse.shape)}"
         )
-    if out.is_cuda and _triton_can_merge(out, out_i):
+    if out.is_cuda and _triton_can_merge(out, out_i, narrow=True):
         launch(to_merge(out, lse, out_i, lse_i))
+        return
+    if out.dtype.itemsize == 2:
+        wide = out.float()
+        merge_(wide, lse, out_i, lse_i)
+        out.copy_(wide)
         return
     # On a GPU the host would have to wait. Where a kernel is tried out it may: operators that were
     # not used yet, each loaded in 10 to 60 ms, are not needed then.
@@ -203,14 +209,14 @@ def _average_(
         out[block].addcmul_(out_i[block].to(out.dtype), new[block])
 
 
-def _triton_can_merge(out: torch.Tensor, out_i: torch.Tensor) -> bool:
+def _triton_can_merge(out: torch.Tensor, out_i: torch.Tensor, narrow: bool = False) -> bool:
     # The Triton kernel needs the last dimension contiguous; what torch returns has it so.
     return (
         triton_available()
         and not _left_to_torch()
         and (out.stride(-1) == 1 or out.shape[-1] <= 1)
         and (out_i.stride(-1) == 1 or out_i.shape[-1] <= 1)
-        and out.dtype == torch.float32
+        and (out.dtype == torch.float32 or (narrow and out.dtype.itemsize == 2))
     )
 
 
