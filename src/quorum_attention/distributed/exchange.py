@@ -13,6 +13,7 @@ import torch.distributed as dist
 from quorum_attention.distributed.marks import read_mark, write_marks
 from quorum_attention.distributed.peers import begun
 from quorum_attention.distributed.watch import Watch
+from quorum_attention.execution.device.lookup import on_host
 
 # Parts of a message begin at multiples of this, so that each can be read as a tensor of any dtype.
 _ALIGNMENT = 16
@@ -40,6 +41,15 @@ class Parcel:
         exact = math.prod(self.shape) * self.dtype.itemsize
         return -(-exact // _ALIGNMENT) * _ALIGNMENT
 
+    def as_message(self) -> torch.Tensor | None:
+        """The content as a message of bytes, if its memory is one as it is."""
+        content = self.content
+        assert content is not None
+        same = content.dtype == self.dtype and content.shape == self.shape
+        if not same or not content.is_contiguous() or content.nbytes != self.nbytes:
+            return None
+        return content.detach().view(-1).view(torch.uint8)
+
     def read(self, message: torch.Tensor, at: int) -> torch.Tensor:
         """The parcel's tensor in a message of bytes, from byte ``at``."""
         exact = math.prod(self.shape) * self.dtype.itemsize
@@ -49,11 +59,16 @@ class Parcel:
 class Delivery:
     """Parcels that are under way.
 
-    Made by all ranks of the group together, of the same parcels in the same order.
+    Made by all ranks of the group together, of the same parcels in the same order; a rank may leave
+    out those that it neither sends nor gets.
 
     Args:
         watch: the pass.
         mark: what the last rank sends the others at the end of its messages; None: nothing.
+
+    Attributes:
+        inbox, outbox: the messages; where one parcel is all that is sent, its content itself.
+        received_bytes: from other ranks.
     """
 
     def __init__(
@@ -80,36 +95,44 @@ class Delivery:
         elif mark is not None:
             got[last] += _ALIGNMENT
             self._tail = True
-        self._outbox = torch.empty(sum(sent), dtype=torch.uint8, device=device)
-        self._inbox = torch.empty(sum(got), dtype=torch.uint8, device=device)
-        starts = [0, *accumulate(sent)][:ranks]
-        for parcel in outgoing:
-            assert parcel.content is not None
-            parcel.read(self._outbox, starts[parcel.target]).copy_(parcel.content)
-            starts[parcel.target] += parcel.nbytes
-        if mark is not None and here == last:
-            for at in starts[:last]:
-                write_marks(self._outbox[at : at + _ALIGNMENT], 1, mark)
+        self.inbox = torch.empty(sum(got), dtype=torch.uint8, device=device)
+        alone = outgoing[0].as_message() if len(outgoing) == 1 else None
+        if alone is not None and sum(sent) == alone.numel():
+            self.outbox = alone
+        else:
+            self.outbox = torch.empty(sum(sent), dtype=torch.uint8, device=device)
+            starts = [0, *accumulate(sent)][:ranks]
+            for parcel in outgoing:
+                assert parcel.content is not None
+                parcel.read(self.outbox, starts[parcel.target]).copy_(parcel.content)
+                starts[parcel.target] += parcel.nbytes
+            if mark is not None and here == last:
+                for at in starts[:last]:
+                    write_marks(self.outbox[at : at + _ALIGNMENT], 1, mark)
         work = dist.all_to_all_single(
-            self._inbox, self._outbox, got, sent, group=group, async_op=True
+            self.inbox, self.outbox, got, sent, group=group, async_op=True
         )
-        self._work = begun(group, work)
+        self._work, self._waited = begun(group, work), False
 
     def contents(self) -> list[torch.Tensor]:
         """What came for this rank, in the order of the parcels; its own parcels as they are.
 
+        On a GPU the current stream waits for it, and each other one on which this is asked again.
+
         Raises:
             ValueError: it is of another call.
         """
-        if self._work is not None:
+        if not self._waited:
             self._watch.wait(self._work)
-            self._work = None
+            self._waited = True
+        elif not on_host(self.inbox.device):
+            self._work.wait()
         if self._tail:
-            self._watch.check(read_mark(self._inbox))
+            self._watch.check(read_mark(self.inbox))
         arrived: dict[int, torch.Tensor] = {}
         at = 0
         for parcel in self._incoming:
-            arrived[id(parcel)] = parcel.read(self._inbox, at)
+            arrived[id(parcel)] = parcel.read(self.inbox, at)
             at += parcel.nbytes
         found = []
         for parcel in self._parcels:
