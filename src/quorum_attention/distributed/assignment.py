@@ -151,12 +151,14 @@ class Assignment:
             blocks anywhere have the same query heads, or none in common.
         whole_heads: rank r has all pairs of the r-th of equal shares of the heads and of the
             key/value heads.
+        local_first: each rank begins with its own triangle (``local_first.py``).
     """
 
     way: str
     of: Sequences
     shares: tuple[Stages, ...]
     whole_heads: bool = False
+    local_first: bool = False
 
     @cached_property
     def n_stages(self) -> int:

@@ -23,13 +23,14 @@ from quorum_attention.distributed.assignment import (
     forward_bytes,
 )
 from quorum_attention.distributed.calls import Calls, Learned
+from quorum_attention.distributed.local_first import ByShards, LocalFirst
 from quorum_attention.distributed.masks import Shards, checked_mask, whole_mask
 from quorum_attention.distributed.peers import member_of
 from quorum_attention.distributed.report import ShardedReport
 from quorum_attention.distributed.run import Sharded, backward, forward
 from quorum_attention.distributed.swap import Swap
 from quorum_attention.distributed.watch import Watch, in_host_memory
-from quorum_attention.distributed.ways import choose
+from quorum_attention.distributed.ways import choose, hides_more, local_first
 from quorum_attention.distributed.whole_heads import ByHeads, Exchanged, Turn, turns_of
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.kernels.dropout import LARGEST_SEED
@@ -44,6 +45,9 @@ _KEPT_SHARE = 1.25
 # 16-bit calls of so few pairs are computed in fp32: on one device they get an exact delta
 # (kernels/delta.py), which needs whole rows.
 _WIDENED_PAIRS = 1 << 16
+# Dtypes whose partial results may be rounded as the kernel rounds them: those of fp16 may outgrow
+# it where their sum does not, and in fp32 computing takes so long that little is to be hidden.
+_LOCAL_FIRST = (torch.bfloat16,)
 
 
 @uncompiled
@@ -178,7 +182,7 @@ def _computed(
         flat = [t.reshape(batch, *t.shape[-3:]) for t in inputs]
     aside = not on_host(query.device) and units == "pairs"
     decided = _decided(
-        sizes, shape, key.shape[-3], value.shape[-1], query.element_size(), leans, units, aside
+        sizes, shape, key.shape[-3], value.shape[-1], query.dtype, leans, units, aside
     )
     if decided.widened:
         flat = [t.float() for t in flat]
@@ -190,7 +194,12 @@ def _computed(
         sinks = mask.sinks
         bias = mask.bias if mask.bias is not None and mask.bias.requires_grad else None
     out: torch.Tensor
-    if decided.assignment.whole_heads:
+    if decided.assignment.local_first:
+        local = LocalFirst(
+            weakref.ref(group), sizes, shape[-3], key.shape[-3], calls, aside and calls.unlimited
+        )
+        out = ByShards.apply(*flat, local, watch)  # type: ignore[no-untyped-call]
+    elif decided.assignment.whole_heads:
         exchanged = Exchanged(
             Swap(group, sizes), decided.turns, calls, causal, aside and calls.unlimited
         )
@@ -236,7 +245,7 @@ def _decided(
     query: torch.Size,
     kv_heads: int,
     value_dim: int,
-    element: int,
+    dtype: torch.dtype,
     leans: bool,
     units: Literal["pairs", "rows", "heads"],
     aside: bool,
@@ -249,17 +258,27 @@ def _decided(
     of = Sequences((0, *accumulate(lengths)), query[-3], kv_heads, leans, units)
     batch, head_dim = math.prod(query[:-3]), query[-1]
     pairs = batch * of.heads * of.tokens**2
-    widened = element == 2 and pairs <= _WIDENED_PAIRS
-    element = 4 if widened else element
+    widened = dtype.itemsize == 2 and pairs <= _WIDENED_PAIRS
+    element = 4 if widened else dtype.itemsize
     state = max(4, element)
     sizes = forward_bytes(head_dim, value_dim, element, state)
-    assignment = choose(of, sizes, 2.0 * (head_dim + value_dim))
+    pair_flops = 2.0 * (head_dim + value_dim)
+    assignment = choose(of, sizes, pair_flops)
     turns: list[Turn] = []
     if assignment.whole_heads:
         # The log-sum-exp stays where it was computed.
-        sizes = forward_bytes(head_dim, value_dim, element, 0)
-        flops = batch * of.pairs / of.ranks * 2.0 * (head_dim + value_dim) if aside else 0.0
+        alone = forward_bytes(head_dim, value_dim, element, 0)
+        flops = batch * of.pairs / of.ranks * pair_flops if aside else 0.0
         turns = turns_of(kv_heads // of.ranks, of.share, flops)
+        local = local_first(of) if aside and dtype in _LOCAL_FIRST else None
+        if local is not None and hides_more(
+            of, assignment.most_received(alone), len(turns), value_dim * element, pair_flops
+        ):
+            # Parts travel as the kernel has rounded them.
+            rows = sizes.query._replace(partial=sizes.query.alone)
+            most = local.most_received(sizes._replace(query=rows))
+            return _Decided(local, True, most, widened, [])
+        sizes = alone
     complete = all(p.alone for p in assignment.query_pieces)
     # Vectors of all ranks, as they are gathered and as they lie in the shards.
     gathered = _vectors(assignment.query_pieces), _vectors(assignment.key_pieces)

@@ -7,6 +7,9 @@
   Under causal masking the last ranks have most work, and give rows to the first.
 * *quorums*: a rank computes tasks of a cyclic quorum set, and so needs about sqrt(ranks) chunks
   instead of all; its partial results are merged where the rows belong.
+* *local first*, of causal calls: a rank computes its own triangle, and rectangles are shared by
+  heads among the rank that has the keys and the one that has the rows. More bytes move, but none
+  that a rank waits for (``local_first.py``).
 * a mesh of two of them: heads are exchanged among groups of ranks, and within a group the
   sequence is shared in one of the other ways.
 """
@@ -42,6 +45,11 @@ _TILE = 128
 # runs beside. Of an H200 and its links to others in the same host: 200 GB/s, 400 TFLOP/s.
 _LITTLE = 0.2
 _BYTES_A_FLOP = 200e9 / 400e12
+# Bytes of the device's own memory, likewise: of merging.
+_OWN_BYTES_A_FLOP = 3000e9 / 400e12
+# What is not hidden behind computing has to be less by such a share of the time of computing for
+# rows to be merged.
+_WORTH_MERGING = 0.02
 
 
 @lru_cache(maxsize=256)
@@ -71,6 +79,44 @@ def choose(of: Sequences, sizes: RowBytes, pair_flops: float = 0.0) -> Assignmen
         return fewest
     simple = [way for way in even if way.most_calls <= whole.most_calls]
     return min(simple, key=lambda way: way.most_received(sizes))
+
+
+def local_first(of: Sequences) -> Assignment | None:
+    """Own triangles first; None where shards are of unequal work, or heads have no halves."""
+    halves = not of.heads % 2 and (of.kv_heads == 1 or not of.kv_heads % 2)
+    if not of.is_causal or of.units != "pairs" or of.ranks < 2 or not halves:
+        return None
+    middle = of.heads // 2
+    shards = [Interval(*edges) for edges in pairwise(of.starts)]
+    shares = []
+    for rank, own in enumerate(shards):
+        first, second = Interval(0, middle), Interval(middle, of.heads)
+        serves = [Block(first, rows, (own,)) for rows in shards[rank + 1 :]]
+        owns = [Block(second, own, (keys,)) for keys in shards[:rank]]
+        stages = ((Block(first, own, (own,), True), *serves),
+                  (Block(second, own, (own,), True), *owns))  # fmt: skip
+        shares.append(stages if of.kv_heads > 1 else (stages[0] + stages[1],))
+    made = Assignment("local first", of, tuple(shares), local_first=True)
+    return made if made.imbalance <= _TOLERATED else None
+
+
+def hides_more(
+    of: Sequences, exchanged: int, turns: int, value_bytes: int, pair_flops: float
+) -> bool:
+    """Whether ``local_first`` leaves less to wait for than the exchange of heads, counted: of the
+    exchange the first turn's inputs and the last one's results, of the other its merging.
+
+    Args:
+        exchanged: bytes that a rank receives.
+        turns: of the exchange.
+        value_bytes: of a row of values of one head.
+    """
+    computing = of.pairs / of.ranks * pair_flops
+    waiting = exchanged / turns / _BYTES_A_FLOP
+    # The last rank's rows have as many parts as there are ranks; each is read, merged, written.
+    rows = of.tokens - of.starts[-2]
+    merging = 3 * (of.ranks - 1) * rows * of.heads * value_bytes / _OWN_BYTES_A_FLOP
+    return waiting - merging > _WORTH_MERGING * computing
 
 
 def every_way(of: Sequences) -> Iterator[Assignment]:
@@ -261,4 +307,4 @@ def _below(pieces: tuple[Interval, ...]) -> Iterator[Block]:
             yield Block(Interval(0, 0), rows, pieces[:at])
 
 
-__all__ = ["choose", "every_way", "heads", "keys", "quorums"]
+__all__ = ["choose", "every_way", "heads", "hides_more", "keys", "local_first", "quorums"]

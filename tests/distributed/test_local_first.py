@@ -1,0 +1,122 @@
+"""Own triangles first, rectangles shared by heads: exact, and as many bytes as the formula says."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from itertools import accumulate
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers_ranks import compare, inputs_of, spawn
+
+from quorum_attention import distributed as sharded
+from quorum_attention.distributed.assignment import Sequences, forward_bytes
+from quorum_attention.distributed.calls import Calls
+from quorum_attention.distributed.ways import heads, hides_more, local_first
+
+# Of the package's function's name: the module has to be asked for.
+attention = import_module("quorum_attention.distributed.attention")
+
+
+def _forced() -> None:
+    """Taken wherever it is possible, also where the exchange of heads would be as quick."""
+    attention._LOCAL_FIRST = (torch.bfloat16, torch.float32, torch.float64)
+    attention.hides_more = lambda *of: True
+    attention.on_host = lambda device: False
+    attention._WIDENED_PAIRS = 0
+    attention._decided.cache_clear()
+
+
+def _calls(rank: int) -> None:
+    _forced()
+    ranks = dist.get_world_size()
+    for number, (rows, kv_heads, share, dim, value_dim, dtype, batch) in enumerate(
+        (
+            (24, 2, 2, 16, 8, torch.float64, 1),
+            (16, 4, 1, 8, 16, torch.float32, 2),
+            (32, 2, 1, 16, 16, torch.bfloat16, 1),
+        )
+    ):
+        torch.manual_seed(number)
+        sizes, kv_heads = [rows] * ranks, kv_heads * ranks
+        n_heads = kv_heads * share
+        tensors = inputs_of(n_heads, kv_heads, sum(sizes), dim, value_dim, dtype, batch)
+        for options in ({}, {"lengths": sizes}):
+            report = compare(rank, sizes, tensors, True, **options)
+            assert report.way == "local first"
+            assert report.kept
+            # Of each later rank queries, of each earlier one keys and values; of half the heads.
+            later, earlier, unit = ranks - 1 - rank, rank, batch * rows * kv_heads // 2
+            element, lse = dtype.itemsize, max(4, dtype.itemsize)
+            come = later * share * dim * element + earlier * (dim + value_dim) * element
+            back = earlier * share * (value_dim * element + lse)
+            assert report.forward_bytes == unit * (come + back)
+            of = Sequences((0, *accumulate(sizes)), n_heads, kv_heads, True)
+            sizes_of = forward_bytes(dim, value_dim, element, lse)
+            rows_of = sizes_of.query._replace(partial=sizes_of.query.alone)
+            made = local_first(of)
+            assert made is not None
+            counted = [made.received(one, sizes_of._replace(query=rows_of)) for one in range(ranks)]
+            assert report.forward_bytes == batch * counted[rank]
+            assert report.most_forward_bytes == max(counted)
+            come = later * share * (2 * value_dim * element + lse)
+            back = earlier * share * dim * element + later * (dim + value_dim) * element
+            assert report.backward_bytes == unit * (come + back)
+    _one_fails(rank, ranks)
+
+
+def _one_fails(rank: int, ranks: int) -> None:
+    """All ranks raise in the call in which one fails, and the group can be used again."""
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(1, 2 * ranks, 8, 8) for _ in range(3))
+    kept = Calls._forward
+
+    def failing(*args: object) -> NoReturn:
+        raise ArithmeticError("planted")
+
+    if rank == ranks - 1:
+        Calls._forward = failing  # type: ignore[method-assign]
+    try:
+        with pytest.raises((ArithmeticError, RuntimeError), match="planted"):
+            sharded.attention(q, k, v, is_causal=True, lengths="equal")
+    finally:
+        Calls._forward = kept  # type: ignore[method-assign]
+    assert sharded.attention(q, k, v, is_causal=True, lengths="equal").isfinite().all()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7])
+def test_on_processes(ranks: int, tmp_path: Path) -> None:
+    spawn(_calls, ranks, tmp_path)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 7, 31])
+@pytest.mark.parametrize(("n_heads", "kv_heads"), [(4, 1), (8, 8), (64, 8)])
+def test_shares_are_equal_and_have_every_pair(ranks: int, n_heads: int, kv_heads: int) -> None:
+    of = Sequences(tuple(256 * n for n in range(ranks + 1)), n_heads, kv_heads, True)
+    made = local_first(of)
+    assert made is not None
+    assert made.imbalance < 1.001
+    assert sum(made.pairs(rank) for rank in range(ranks)) == of.pairs
+
+
+def test_where_it_is_not_possible() -> None:
+    assert local_first(Sequences((0, 8, 16), 3, 3, True)) is None
+    assert local_first(Sequences((0, 8, 16), 6, 3, True)) is None, "a group of heads would be cut"
+    assert local_first(Sequences((0, 8, 16), 4, 4, False)) is None
+    assert local_first(Sequences((0, 2, 16), 4, 4, True)) is None, "uneven shards"
+    assert local_first(Sequences((0, 8, 16), 4, 4, True, "rows")) is None
+
+
+def test_taken_where_messages_are_much_of_a_call() -> None:
+    def better(a_rank: int, n_heads: int, kv_heads: int, ranks: int = 2) -> bool:
+        of = Sequences(tuple(a_rank * n for n in range(ranks + 1)), n_heads, kv_heads, True)
+        moved = heads(of).most_received(forward_bytes(128, 128, 2, 0))
+        return hides_more(of, moved, 2, 256, 512.0)
+
+    assert better(8192, 64, 8)
+    assert not better(65536, 32, 8)
+    assert not better(524288, 8, 8)
+    assert not better(8192, 64, 8, ranks=8), "seven parts of a row are more to merge than to move"
