@@ -514,29 +514,41 @@ class TestNoNonFiniteNumberOfOurOwn:
     @pytest.mark.parametrize("kernel", ["cpu", "dense"])
     @pytest.mark.parametrize("over_inputs", [None, False])
     def test_inputs_that_are_not_finite(self, dtype, kernel, over_inputs) -> None:
-        """A NaN or an infinity in one element of one input, few keys and many: nothing that comes
-        of it disappears, and nothing else is touched."""
+        """A NaN or an infinity in one element of one input, few keys and many, in last chunks that
+        are filled up and in others, beside queries or keys of one sign (all scores -inf, no weight,
+        no gradient) and of both: nothing that comes of it disappears, and nothing else is
+        touched."""
         seed = random.SystemRandom().randrange(1 << 31)
         draw = random.Random(seed)
         for number in range(60):
             n, tile = draw.choice([1, 2, 3, 5, 17, 70]), draw.choice([1, 8])
             m, is_causal = draw.choice([n, n, 1, 3, 16, 77]), draw.random() < 0.5
+            filled = draw.random() < 0.4
+            if filled:
+                n, tile, is_causal = draw.choice([47, 63]), 8, True
+                m = n
             made = inputs(n, m, heads=1, head_dim=8, dtype=dtype)
             name = draw.choice(["query", "key", "value", "grad_out"])
             tensor, value = getattr(made, name), draw.choice([math.nan, math.inf, -math.inf])
-            row = draw.randrange(tensor.shape[-2])
-            tensor[..., row, draw.randrange(8)] = value
+            row, column = draw.randrange(tensor.shape[-2]), draw.randrange(8)
+            other = {"query": made.key, "key": made.query}.get(name)
+            if other is not None and draw.random() < 0.5:
+                other[..., column] = other[..., column].abs() + 0.1
+            tensor[..., row, column] = value
             kept = torch.ones(n, m, dtype=torch.bool)
             kept = kept.tril() if is_causal else kept
             mask = None
-            if draw.random() < 0.3:
+            if draw.random() < 0.3 and not filled:
                 mask = torch.rand(n, m) < 0.8
                 mask[:, 0] = True  # rows without keys are a matter of their own
                 kept &= mask
             levels, scale = draw.choice([(), (3,), (7,), (3, 3)]), draw.choice([0.3, 0.3, -0.3])
+            layout = draw.choice(["balanced", "aligned"])
+            if filled:
+                levels, layout = draw.choice([(1,), (3,), (7,)]), "aligned"
             sizes = {
                 "heads": 1, "n_keys": m, "head_dim": 8, "dtype": dtype, "levels": levels,
-                "layout": draw.choice(["balanced", "aligned"]), "tile": tile, "kernel": kernel,
+                "layout": layout, "tile": tile, "kernel": kernel,
                 "is_causal": is_causal, "over_inputs": over_inputs,
             }  # fmt: skip
             call = {"attn_mask": mask, "is_causal": is_causal, "scale": scale}

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 import torch
-from helpers_attention import GRADIENT_TOLERANCE, TOLERANCE, assert_close, exact, inputs
+from helpers_attention import GRADIENT_TOLERANCE, TOLERANCE, assert_close, error, exact, inputs
+from helpers_not_finite import assert_between, least, most
 from helpers_plans import unpinned
 
 import quorum_attention as qa
 from quorum_attention.decomposition import Task
+from quorum_attention.execution.doubts import Doubts
+from quorum_attention.execution.engine import Engine
 from quorum_attention.execution.padding import filled, is_filled
+from quorum_attention.execution.scaling import BackwardScaling
 
 
 def plan(n: int, backward: bool = False, **others) -> qa.Plan:
@@ -129,3 +134,81 @@ def test_a_filled_task_may_be_longer_than_the_sequence(seed: int, dtype: torch.d
     assert_close(lse, reference.lse, 5e-5)
     for actual, expected in zip(grads, reference.grads, strict=True):
         assert_close(actual, expected, GRADIENT_TOLERANCE[dtype])
+
+
+def both(given, plans, **call):  # type: ignore[no-untyped-def]
+    """(out, lse, grad_query, grad_key, grad_value) of a causal call by the plans of both passes."""
+    call |= {"is_causal": True}
+    out, lse = qa.attention_with_lse(*given.three, plan=plans[0], **call)
+    grads = qa.attention_backward(given.grad_out, *given.three, out, lse, plan=plans[1], **call)
+    return out, lse, *grads
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kernel", ["cpu", "dense"])
+@pytest.mark.parametrize("scale", [0.3, -0.3])
+def test_a_key_without_any_weight_has_no_gradient(
+    dtype: torch.dtype, kernel: str, scale: float
+) -> None:
+    """Scores of -inf give a key weights of 0, and finite gradients; the rows that fill up a chunk
+    must not multiply an infinity by 0 either."""
+    given = inputs(63, heads=2, head_dim=8, dtype=dtype)
+    column = given.query[..., 3]
+    column.copy_(column.abs() + 0.1)
+    given.key[:, :, 20, 3] = math.copysign(math.inf, -scale)
+    sizes = {"dtype": dtype, "kernel": kernel, "tile": 16}
+    plans = [plan(63, backward, **sizes) for backward in (False, True)]
+    assert any(is_filled(task, plans[0].work) for task in tasks(plans[0]))
+    found = both(given, plans, scale=scale)
+    reference = exact(given, is_causal=True, scale=scale, gradients=True)
+    for number, wanted in ((0, reference.out), (3, reference.grads[1]), (4, reference.grads[2])):
+        assert bool(wanted.isfinite().all())
+        assert error(found[number], wanted) <= GRADIENT_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["query", "key", "value", "grad_out"])
+@pytest.mark.parametrize("kernel", ["cpu", "dense"])
+def test_what_is_not_finite_goes_where_it_goes_without_them(
+    name: str, value: float, kernel: str
+) -> None:
+    """Single elements and whole rows, the last real row (which is repeated) among them."""
+    for row, columns in ((62, 3), (62, slice(None)), (61, 3), (0, 3), (20, 3), (47, slice(None))):
+        given = inputs(63, heads=1, head_dim=8, dtype=torch.float64)
+        other = {"query": given.key, "key": given.query}.get(name)
+        if other is not None:
+            other[..., 3] = other[..., 3].abs() + 0.1
+        getattr(given, name)[:, :, row, columns] = value
+        sizes = {"heads": 1, "dtype": torch.float64, "kernel": kernel, "tile": 16}
+        plans = [plan(63, backward, **sizes) for backward in (False, True)]
+        kept = torch.ones(63, 63, dtype=torch.bool).tril()
+        bounds = least(given, kept, 0.3), most(given, kept, 0.3)
+        words = f"{value} in row {row}, columns {columns} of {name}"
+        assert_between(both(given, plans, scale=0.3), *bounds, words)
+
+
+@pytest.mark.parametrize("levels", [(1,), (3,)])
+def test_memory_that_nobody_has_written_raises_no_doubt(
+    levels: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task may be filled up that is the first one in its slot. Whatever lay there must not be
+    taken for gradients that fp16 cannot hold: they would be computed anew, to other last bits."""
+    noted: list[Doubts] = []
+    begin, computed = Engine.__init__, BackwardScaling.computed
+
+    def dirty(self, pass_, arena, *others) -> None:  # type: ignore[no-untyped-def]
+        arena.fill_(0x4F)  # numbers of 3e9 in float32
+        begin(self, pass_, arena, *others)
+
+    def noting(self, unit) -> None:  # type: ignore[no-untyped-def]
+        computed(self, unit)
+        noted.append(self._doubts)
+
+    monkeypatch.setattr(Engine, "__init__", dirty)
+    monkeypatch.setattr(BackwardScaling, "computed", noting)
+    given = inputs(190, heads=2, head_dim=8, dtype=torch.float16)
+    sizes = {"dtype": torch.float16, "levels": levels, "tile": 64, "n_cap": 2}
+    plans = [plan(190, backward, **sizes) for backward in (False, True)]
+    both(given, plans)
+    assert len(noted) == levels[0]
+    assert not any(noted)

@@ -1,27 +1,41 @@
-"""Zeros that are added change nothing, and what is added to keys is masked."""
+"""Rows and columns that are added change nothing, and what is added to keys is masked."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from quorum_attention.kernels.padding import bias_for_padding, pad_last, pad_rows
+from quorum_attention.kernels import cudnn
+from quorum_attention.kernels.cudnn import CudnnKernel
+from quorum_attention.kernels.padding import (
+    bias_for_padding,
+    pad_last,
+    pad_rows,
+    repeat_last,
+)
 
 
 def test_what_is_long_enough_is_not_copied() -> None:
     tensor = torch.randn(1, 2, 5, 8)
     assert pad_last(tensor, 8) is tensor
     assert pad_rows(tensor, 5) is tensor
+    assert repeat_last(tensor, 4) is tensor
     assert pad_last(tensor, 3) is tensor
 
 
-def test_zeros_behind() -> None:
+def test_what_is_behind() -> None:
     tensor = torch.randn(1, 2, 5, 6)
-    wide, long = pad_last(tensor, 8), pad_rows(tensor, 7, 3.0)
+    wide, long, repeated = pad_last(tensor, 8), pad_rows(tensor, 7), repeat_last(tensor, 7)
     assert torch.equal(wide[..., :6], tensor)
     assert wide[..., 6:].eq(0).all()
-    assert torch.equal(long[:, :, :5], tensor)
-    assert long[:, :, 5:].eq(3).all()
+    for one in (long, repeated):
+        assert torch.equal(one[:, :, :5], tensor)
+    assert long[:, :, 5:].eq(0).all()
+    assert repeated[:, :, 5:].eq(tensor[:, :, 4:]).all()
+    rows = tensor[..., 0]
+    assert torch.equal(
+        repeat_last(rows, 9, -1), torch.cat((rows, rows[..., 4:].expand(1, 2, 4)), -1)
+    )
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -46,6 +60,79 @@ def test_a_padded_call_is_the_call(causal: bool, shape, least: tuple[int, int]) 
         return scores.softmax(-1) @ v
 
     padded = attended(
-        pad_rows(query, least[0]), *(pad_rows(t, least[1]) for t in (key, value)), mask
+        repeat_last(query, least[0]), repeat_last(key, least[1]), pad_rows(value, least[1]), mask
     )
     torch.testing.assert_close(padded[:, :, :n_queries], attended(query, key, value, bias))
+
+
+def _scores(query, key, scale, bias, causal):  # type: ignore[no-untyped-def]
+    scores = scale * (query @ key.mT)
+    if bias is not None:
+        scores = scores + bias
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1) > 0, -torch.inf)
+    return scores
+
+
+def _forward(query, key, value, bias, _lse, _p, causal, _debug, *, scale):  # type: ignore[no-untyped-def]
+    scores = _scores(query, key, scale, bias, causal)
+    lse = scores.logsumexp(-1)
+    out = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)) @ value
+    return (out, lse, *[torch.zeros(())] * 7)
+
+
+def _backward(grad_out, query, key, value, out, lse, *rest, scale):  # type: ignore[no-untyped-def]
+    bias, causal = rest[2], rest[-1]
+    p = torch.exp(_scores(query, key, scale, bias, causal) - lse.unsqueeze(-1))
+    ds = p * (grad_out @ value.mT - (grad_out * out).sum(-1, keepdim=True))
+    return scale * (ds @ key), scale * (ds.mT @ query), p.mT @ grad_out
+
+
+@pytest.fixture
+def made_up_cudnn(monkeypatch: pytest.MonkeyPatch) -> CudnnKernel:
+    """The kernel of cuDNN, its operators written out in torch."""
+    prefix = "_scaled_dot_product_cudnn_attention"
+    monkeypatch.setattr(torch.ops.aten, prefix, _forward, raising=False)
+    monkeypatch.setattr(torch.ops.aten, f"{prefix}_backward", _backward, raising=False)
+    monkeypatch.setattr(cudnn, "_TEMPLATES", [(3, torch.int64)])
+    return CudnnKernel()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("bias", [None, "of keys", "of rows"])
+@pytest.mark.parametrize("sizes", [(5, 7), (5, 100), (100, 7)])
+def test_a_padded_rectangle_has_no_nan_of_its_own(
+    causal: bool, bias: str | None, sizes: tuple[int, int], made_up_cudnn: CudnnKernel
+) -> None:
+    """A key that no query gives any weight, because its scores are -inf, has gradients of 0; and
+    rows of scores far below 0 have the weights that they have without the padding."""
+    n, m = (sizes[0], sizes[0]) if causal else sizes
+    query, grad_out = torch.randn(2, 1, 2, n, 8, dtype=torch.float64)
+    key, value = torch.randn(2, 1, 2, m, 8, dtype=torch.float64)
+    query[..., 0] = query[..., 0].abs() + 0.1
+    key[:, :, 3, 0] = -torch.inf
+    mask = None
+    if bias is not None:
+        mask = torch.randn(1, 2, n if bias == "of rows" else 1, m, dtype=torch.float64) - 2000.0
+    out, lse = made_up_cudnn.rectangle_forward(query, key, value, causal, 0.5, mask)
+    wanted = _forward(query, key, value, mask, True, 0.0, causal, False, scale=0.5)
+    for one, other in zip((out, lse), wanted, strict=False):
+        torch.testing.assert_close(one, other)
+    given = (grad_out, query, key, value, out, lse)
+    grads = made_up_cudnn.rectangle_backward(*given, causal, 0.5, mask)
+    exact = _backward(*given, 0, 0, mask, causal, scale=0.5)
+    assert bool(exact[1].isfinite().all() and exact[2].isfinite().all())
+    for one, other in zip(grads, exact, strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_row_of_scores_of_minus_infinity_stays_one(
+    causal: bool, made_up_cudnn: CudnnKernel
+) -> None:
+    query, key, value = torch.randn(3, 1, 2, 5, 8, dtype=torch.float64)
+    key[..., 0] = key[..., 0].abs() + 0.1
+    query[:, :, 3, 0] = -torch.inf
+    lse = made_up_cudnn.rectangle_forward(query, key, value, causal, 0.5, None)[1]
+    assert bool((lse[:, :, 3] == -torch.inf).all())
+    assert bool(lse[:, :, [0, 1, 2, 4]].isfinite().all())

@@ -29,10 +29,17 @@ _MOST_BLOCKS = 64
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A tensor of which every task reads its rows, into the slot's field ``field``."""
+    """A tensor of which every task reads its rows.
+
+    Attributes:
+        field: its field in the slot.
+        rows: where they are read.
+        of_scores: as that of its ``InputSpec``.
+    """
 
     field: str
     rows: RowTensor
+    of_scores: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +228,7 @@ class Engine:
             self.mover.finish(wait=True)
             self._load_inputs(whole)
             self.mover.finish(wait=True)
-            self._clear_padding(whole)
+            self._fill_up(whole)
             if not self.pass_.repeats(whole):
                 with self.mover.compute_stage(unit.slot):
                     self._finish(unit, over_inputs=True)
@@ -316,7 +323,7 @@ class Engine:
                         unit.fields[state.field][:, :, piece.local : piece.local + n] = fill
                 if unit.previous is not None:
                     self._carry(unit, *unit.previous)
-                self._clear_padding(unit)
+                self._fill_up(unit)
                 if self.pass_.prepare is not None:
                     self.pass_.prepare(unit)
             with self.clock.timed("compute"):
@@ -324,11 +331,16 @@ class Engine:
             with self.clock.timed("scatter"):
                 self._finish(unit)
 
-    def _clear_padding(self, unit: Unit) -> None:
-        if is_filled(unit.visit.task, self.pass_.work):
-            end = unit.visit.task.count_below(self.pass_.work.n_tokens)
-            for item in self.pass_.inputs:
-                unit.fields[item.field][:, :, end:] = 0
+    def _fill_up(self, unit: Unit) -> None:
+        """Write the rows beyond the end of the sequence, if the task has such (padding.py)."""
+        if not is_filled(unit.visit.task, self.pass_.work):
+            return
+        end = unit.visit.task.count_below(self.pass_.work.n_tokens)
+        for item in self.pass_.inputs:
+            field = unit.fields[item.field]
+            field[:, :, end:] = field[:, :, end - 1 : end] if item.of_scores else 0
+        for state in self.pass_.states:
+            unit.fields[state.field][:, :, end:] = state.fill(unit.group)
 
     def _finish(self, unit: Unit, *, over_inputs: bool = False) -> None:
         """Write finished rows in their final form; ``over_inputs``: only those with a final field

@@ -2,9 +2,14 @@
 
 All chunks have the same length except the last, so the few tasks that hold it have other shapes,
 and a vendor kernel takes 40 ms or more to prepare for a new shape. Under causal masking the last
-chunk can be filled up with zeros beyond the end of the sequence. Only queries beyond the end see
-keys there. The results of those queries are not stored, and their upstream gradient is zero, so
-they add nothing to any gradient.
+chunk can be filled up beyond the end of the sequence. Only queries beyond the end see keys there.
+The results of those queries are not stored, and their upstream gradient is zero, so they add
+nothing to any gradient: zero times a probability.
+
+That probability has to be finite. A query of zeros would have a score of NaN with an infinite key,
+to which real queries may give -inf. So rows beyond the end repeat the last real query, key and
+log-sum-exp: whatever is finite for that query, which sees all that they see, is finite for them.
+Their values are zero, which no probability of zero turns into NaN.
 """
 
 from __future__ import annotations

@@ -81,10 +81,13 @@ class InputSpec(RowSpec):
         copied: whether it may have another dtype than the inputs, or strides that operators refuse.
             Routes without slots then copy it, one head group at a time.
         of_state: whether it has the state's dtype, not the inputs'.
+        of_scores: whether probabilities are made of it. Rows that fill up a chunk repeat the
+            last one; those of other inputs are 0 (execution/padding.py).
     """
 
     copied: bool = False
     of_state: bool = False
+    of_scores: bool = False
 
     def dtype(self, work: Workload) -> torch.dtype:
         """Its dtype as kernels get it."""
@@ -180,8 +183,8 @@ def _with(dropout: Dropout | None) -> dict[str, Any]:
 
 
 _READ = (
-    InputSpec("query", "query", "head_dim"),
-    InputSpec("key", "key", "head_dim"),
+    InputSpec("query", "query", "head_dim", of_scores=True),
+    InputSpec("key", "key", "head_dim", of_scores=True),
     InputSpec("value", "key", "value_dim"),
 )
 
@@ -219,7 +222,7 @@ BACKWARD = PassSpec(
         *_READ,
         InputSpec("out", "query", "value_dim", copied=True),
         InputSpec("grad_out", "query", "value_dim", copied=True),
-        InputSpec("lse", "query", "one", of_state=True),
+        InputSpec("lse", "query", "one", of_state=True, of_scores=True),
     ),
     states=(
         StateSpec("query", "query", "head_dim", 0.0, "query", "the query's gradient"),

@@ -12,7 +12,7 @@ from quorum_attention.kernels.bias import BASE_TWO_LOWEST, aligned_bias
 from quorum_attention.kernels.layouts import in_layout_of
 from quorum_attention.kernels.operators import operator_reason
 from quorum_attention.kernels.outside import outside
-from quorum_attention.kernels.padding import bias_for_padding, pad_last, pad_rows
+from quorum_attention.kernels.padding import bias_for_padding, pad_rows, repeat_last
 from quorum_attention.kernels.protocol import CallShape, Extent
 from quorum_attention.kernels.rectangles import RectangleKernel, TaskSizes
 from quorum_attention.kernels.workspace import (
@@ -79,7 +79,8 @@ class CudnnKernel(RectangleKernel):
         if min(rows, key.shape[2]) < _SHORTEST:
             least = (_SHORTEST, _SHORTEST)
             bias = bias_for_padding(bias, query, key.shape[2], least, causal)
-            query, key, value = (pad_rows(t, _SHORTEST) for t in (query, key, value))
+            query, key = (repeat_last(t, _SHORTEST) for t in (query, key))
+            value = pad_rows(value, _SHORTEST)
         results = torch.ops.aten._scaled_dot_product_cudnn_attention(
             query,
             key,
@@ -113,9 +114,10 @@ class CudnnKernel(RectangleKernel):
         least = _backward_least(rows, keys, causal)
         if rows < least[0] or keys < least[1]:
             bias = bias_for_padding(bias, query, keys, least, causal)
-            query, out, grad_out = (pad_rows(t, least[0]) for t in (query, out, grad_out))
-            key, value = (pad_rows(t, least[1]) for t in (key, value))
-            lse = pad_last(lse, query.shape[2])
+            query, key = repeat_last(query, least[0]), repeat_last(key, least[1])
+            lse = repeat_last(lse, least[0], -1)
+            out, grad_out = pad_rows(out, least[0]), pad_rows(grad_out, least[0])
+            value = pad_rows(value, least[1])
         lse_dims, seed_dtype = _forward_template(query.device, query.dtype)
         lse = lse.contiguous()
         seed = torch.zeros((), dtype=seed_dtype, device=query.device)

@@ -1,8 +1,11 @@
-"""Pads head dimensions and rows with zeros to the sizes that an operator requires.
+"""Pads head dimensions and rows to the sizes that an operator requires.
 
 Zero columns of query and key change no score; zero columns of value only add columns to the output,
 which are cut off. Added queries have a grad_out of 0, so they add nothing to gradients, and their
 outputs are cut off. Added keys have to be masked.
+
+What scores are made of is padded with its last row, not with zeros: a score of 0 times infinity is
+NaN, and NaN times a grad_out of 0 too. Added rows are then finite wherever the last one is.
 """
 
 from __future__ import annotations
@@ -19,12 +22,23 @@ def pad_last(tensor: torch.Tensor, width: int) -> torch.Tensor:
     return torch.nn.functional.pad(tensor, (0, missing)).contiguous()
 
 
-def pad_rows(tensor: torch.Tensor, rows: int, value: float = 0.0) -> torch.Tensor:
-    """``tensor`` (..., n, d) with rows of ``value`` up to ``rows``; not copied if it has them."""
+def pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """``tensor`` (..., n, d) with rows of zeros up to ``rows``; not copied if it has them."""
     missing = rows - tensor.shape[-2]
     if missing <= 0:
         return tensor
-    return torch.nn.functional.pad(tensor, (0, 0, 0, missing), value=value)
+    return torch.nn.functional.pad(tensor, (0, 0, 0, missing))
+
+
+def repeat_last(tensor: torch.Tensor, rows: int, dim: int = -2) -> torch.Tensor:
+    """``tensor`` with its last row along ``dim`` repeated up to ``rows``; not copied if it has
+    them. It has one at least."""
+    have = tensor.shape[dim]
+    if have >= rows:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = rows - have
+    return torch.cat((tensor, tensor.narrow(dim, have - 1, 1).expand(shape)), dim)
 
 
 def bias_for_padding(
@@ -37,6 +51,7 @@ def bias_for_padding(
     """The additive mask of a rectangle padded to at least ``least`` (queries, keys), or None.
 
     It masks the added keys. A causal rectangle needs no mask: its added keys lie after every query.
+    Added queries have the mask of the last one.
 
     Args:
         bias: (b or 1, h or 1, lq or 1, lk or 1), or None.
@@ -48,6 +63,5 @@ def bias_for_padding(
             return None
         bias = query.new_zeros((1, 1, 1, n_keys))
     bias = bias.expand(*bias.shape[:-1], n_keys)
-    missing_rows = max(0, least[0] - query.shape[2]) if bias.shape[2] > 1 else 0
     bias = torch.nn.functional.pad(bias, (0, missing_keys), value=-torch.inf)
-    return torch.nn.functional.pad(bias, (0, 0, 0, missing_rows))
+    return repeat_last(bias, least[0]) if bias.shape[2] > 1 else bias

@@ -176,7 +176,11 @@ class Slots(Route):
             for state, rows in zip(spec.states, final, strict=True)
         ]
         inputs = tuple(
-            Input(item.name, RowTensor(with_columns(job.tensors[item.name], item), item.axis))
+            Input(
+                item.name,
+                RowTensor(with_columns(job.tensors[item.name], item), item.axis),
+                item.of_scores,
+            )
             for item in spec.inputs
         )
         scalings: list[BackwardScaling] = []
