@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import pickle
 import sys
 from typing import Any
 
@@ -186,6 +188,53 @@ def test_sixteen_bits_on_a_cpu_keep_their_loss() -> None:
     summary = long_context(tiny("llama").bfloat16(), mlp_tile=None)
     assert "chunked loss" in summary.left_out
     assert "tiled MLP: left out: not asked for" in str(summary)
+
+
+@pytest.mark.skipif(not HAS_LOSS, reason="this torch has no chunked loss on a CPU")
+def test_a_model_that_is_cast_later_keeps_its_loss_in_sixteen_bits() -> None:
+    """torch's own chunked loss is rounded to 16 bits there."""
+    model, ids = tiny("llama"), torch.randint(VOCABULARY, (1, 30))
+    long_context(model, checkpoints=None)
+    assert model(ids, labels=ids).logits is None
+    model.bfloat16()
+    found = model(ids, labels=ids)
+    assert found.loss.dtype == torch.float32
+    torch.testing.assert_close(found.loss, type(model).forward(model, ids, labels=ids).loss)
+    assert model.double()(ids, labels=ids).logits is None
+
+
+def test_what_was_given_another_forward_is_left_as_it_is() -> None:
+    """By hand, or by a library: the forward of its class would not be what it is."""
+    model, ids = tiny("llama"), torch.randint(VOCABULARY, (1, 30))
+    mlp, plain = model.model.layers[0].mlp, model.forward
+    mlp.forward = lambda x: -2 * type(mlp).forward(mlp, x)
+    wanted = model(ids, labels=ids).loss
+    model.forward = lambda *args, **named: plain(*args, **named)
+    summary = long_context(model, checkpoints=None, mlp_tile=8)
+    assert {"chunked loss", "tiled MLP"} <= set(summary.left_out)
+    assert "another forward" in str(summary)
+    torch.testing.assert_close(model(ids, labels=ids).loss, wanted)
+
+
+def test_called_again_or_on_an_unpickled_model() -> None:
+    model, ids = tiny("llama"), torch.randint(VOCABULARY, (1, 30))
+    wanted = model(ids, labels=ids).loss
+    done = long_context(model, checkpoints=None, mlp_tile=8).done
+    assert long_context(model, checkpoints=None, mlp_tile=7).done == done
+    other = pickle.loads(pickle.dumps(model))
+    torch.testing.assert_close(other(ids, labels=ids).loss, wanted)
+    assert long_context(other, checkpoints=None, mlp_tile=7).done == done
+    for one in (model, other):
+        torch.testing.assert_close(one(ids, labels=ids).loss, wanted)
+
+
+def test_hooks_of_the_head_are_called() -> None:
+    model, ids = tiny("llama"), torch.randint(VOCABULARY, (1, 30))
+    long_context(model, checkpoints=None)
+    with torch.no_grad():
+        zero = torch.zeros_like(model(ids).logits)
+    model.lm_head.register_forward_hook(lambda *_: zero)
+    assert model(ids, labels=ids).loss.item() == pytest.approx(math.log(VOCABULARY), rel=1e-5)
 
 
 def test_a_tiled_mlp_needs_no_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from types import MethodType
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch.nn.functional import pad
 
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.recipes.modes import evaluated
+from quorum_attention.recipes.replaced import forward_is_its_own, put_forward
 from quorum_attention.recipes.summary import NO_LIGER, Ingredient, left_out
 
 NAME = "chunked loss"
@@ -36,15 +36,17 @@ def chunk_loss(model: Any) -> Ingredient:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     base = getattr(model, "base_model", model)
+    kind = type(model).__name__
     if type(head) is not torch.nn.Linear or decoder is None or model in (decoder, base):
-        kind = type(model).__name__
         return left_out(NAME, f"{kind} is not a decoder with one linear layer to the vocabulary")
+    if not forward_is_its_own(model):
+        return left_out(NAME, f"this {kind} was given another forward")
     if head.weight.device.type == "meta":
         return left_out(NAME, "the weights are not there yet")
     chosen, whose = _implementation(head.weight)
     if chosen is None:
         return left_out(NAME, whose)
-    model.forward = MethodType(_forward(model, chosen), model)
+    put_forward(model, _forward(model, chosen))
     why = _differs(model)
     if why is not None:
         del model.forward
@@ -84,6 +86,11 @@ def _implementation(weight: torch.Tensor) -> tuple[_Sum | None, str]:
     return torchs_own, "torch's own"
 
 
+def _place(weight: torch.Tensor) -> tuple[str, torch.dtype]:
+    """What decides who sums the losses."""
+    return weight.device.type, weight.dtype
+
+
 def _forward(model: Any, total: _Sum) -> Callable[..., Any]:
     """A model's forward with another way from hidden states to loss.
 
@@ -96,6 +103,7 @@ def _forward(model: Any, total: _Sum) -> Callable[..., Any]:
     taken = set(inspect.signature(type(model.base_model).forward).parameters)
     # What the model's own forward reads, and does not hand on by name: only it knows what for.
     kept = set(signature.parameters) - taken - {"self", "labels", "logits_to_keep", "kwargs"}
+    tried = _place(model.get_output_embeddings().weight)
 
     @wraps(plain)
     def forward(self: Any, *args: Any, **named: Any) -> Any:
@@ -110,6 +118,12 @@ def _forward(model: Any, total: _Sum) -> Callable[..., Any]:
             or _asks_for_more(self, given)
         ):
             return plain(self, *args, **named)
+        head = self.get_output_embeddings()
+        summed: _Sum | None = total
+        if _place(head.weight) != tried:  # moved since, to where another is to be taken, or none
+            summed = _implementation(head.weight)[0]
+        if summed is None:
+            return plain(self, *args, **named)
         from transformers.modeling_outputs import CausalLMOutputWithPast
 
         for name in ("logits_to_keep", "shift_labels", "ignore_index"):
@@ -118,10 +132,9 @@ def _forward(model: Any, total: _Sum) -> Callable[..., Any]:
         if "labels" in taken:
             given["labels"] = labels
         found = self.base_model(**given)
-        head = self.get_output_embeddings()
         hidden = found.last_hidden_state.to(head.weight.device)
         target = pad(labels, (0, 1), value=_IGNORED)[..., 1:].reshape(-1).to(hidden.device)
-        loss = total(hidden.reshape(-1, hidden.shape[-1]), head.weight, head.bias, target)
+        loss = summed(hidden.reshape(-1, hidden.shape[-1]), head.weight, head.bias, target)
         count = (target != _IGNORED).sum() if items is None else items
         return CausalLMOutputWithPast(
             loss=loss / count,
@@ -134,7 +147,7 @@ def _forward(model: Any, total: _Sum) -> Callable[..., Any]:
 
 
 def _asks_for_more(model: Any, given: dict[str, Any]) -> bool:
-    """Whether a call wants what only the model's own forward gives; or adapters came after."""
+    """Whether a call wants what only the model's own gives; or adapters or hooks came after."""
     router = given.get("output_router_logits") or getattr(
         model.config, "output_router_logits", False
     )
@@ -143,8 +156,15 @@ def _asks_for_more(model: Any, given: dict[str, Any]) -> bool:
     last = given.get("logits_to_keep")
     some = isinstance(last, torch.Tensor) or bool(last)  # labels are of these tokens then
     head = model.get_output_embeddings()
-    plain_head = type(head) is torch.nn.Linear
+    plain_head = type(head) is torch.nn.Linear and forward_is_its_own(head) and not _is_hooked(head)
     return bool(router or other_loss or some or in_words is False or not plain_head)
+
+
+def _is_hooked(head: torch.nn.Module) -> bool:
+    """Whether somebody hooks into the calls of the head, of which there would be none."""
+    hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks,
+             head._backward_pre_hooks)  # fmt: skip
+    return any(hooks)
 
 
 @torch.no_grad()

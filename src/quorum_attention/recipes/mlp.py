@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import wraps
-from types import MethodType
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.autograd import forward_ad
 from quorum_attention.kernels.uncompiled import uncompiled
 from quorum_attention.recipes.modes import evaluated
 from quorum_attention.recipes.repeat import Repeat
+from quorum_attention.recipes.replaced import forward_is_its_own, put_forward
 from quorum_attention.recipes.summary import Ingredient, left_out
 from quorum_attention.recipes.weights import Weights
 
@@ -30,6 +30,8 @@ def tile_mlps(model: torch.nn.Module, tokens: int) -> Ingredient:
     found = [module for module in model.modules() if _is_gated(module)]
     if not found:
         return left_out(NAME, "no MLP of gate_proj, up_proj and down_proj (experts are not tiled)")
+    if not all(map(forward_is_its_own, found)):
+        return left_out(NAME, "an MLP was given another forward")
     for kind, one in {type(module): module for module in found}.items():
         if not _goes_token_by_token(one):
             return left_out(NAME, f"{kind.__name__} gives other results for some tokens alone")
@@ -80,8 +82,7 @@ def _tile(module: torch.nn.Module, tokens: int) -> None:
             return _with_gradients(plain, self, row, length, x.shape)
         return _joined((plain(self, tile) for tile in row.split(length)), x.shape)
 
-    # Bound to the module, so that a copy of the module gets one bound to itself.
-    module.forward = MethodType(forward, module)
+    put_forward(module, forward)
 
 
 def _joined(parts: Iterator[torch.Tensor], shape: torch.Size) -> torch.Tensor:
