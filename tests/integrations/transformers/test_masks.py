@@ -217,11 +217,17 @@ def test_a_model_that_computes_with_its_mask_is_told_so() -> None:
     assert mask is not None
     for use in (
         lambda: mask[:, :, :, :4], lambda: mask + 1.0, lambda: mask.masked_fill(mask, 0.0),
-        lambda: mask.dtype, lambda: 1.0 + mask, lambda: mask.to_dense(),
+        lambda: mask.dtype, lambda: 1.0 + mask, lambda: mask.to_dense(), lambda: mask == 0,
+        lambda: torch.cat([mask, mask], -1), lambda: torch.ones(8) + mask, lambda: ~mask,
+        lambda: torch.ones(8, dtype=torch.bool) & mask, lambda: 1 - mask, lambda: mask != 1,
+        lambda: torch.ones(8).masked_fill(mask, 0.0), lambda: torch.ones(8) == mask,
     ):  # fmt: skip
         with pytest.raises(DescriptionError, match="computes with its attention mask"):
             use()
     assert mask.to("cpu").contiguous() is mask
+    assert mask == mask
+    assert mask != None  # noqa: E711
+    assert hash(mask) == hash(mask)
 
 
 def test_a_mask_of_three_dimensions_is_refused_by_name() -> None:

@@ -74,15 +74,30 @@ class DescribedMask:
             raise AttributeError(name)
         raise self._refusal(f".{name}")
 
-    def __add__(self, _: Any) -> Any:
-        raise self._refusal("+")
+    def _computed(self, *_: Any) -> Any:
+        raise self._refusal(" in an expression")
 
-    __radd__ = __mul__ = __and__ = __or__ = __add__  # noqa: RUF100
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _computed
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __invert__ = __neg__ = _computed
+    __lt__ = __le__ = __gt__ = __ge__ = _computed
+
+    def __eq__(self, other: object) -> bool:
+        if other is None or isinstance(other, DescribedMask):
+            return self is other
+        self._computed()  # a tensor compares its elements
+        return False
+
+    __hash__ = object.__hash__
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any, **__: Any) -> Any:
+        raise cls._refusal(f", in torch's {getattr(function, '__name__', function)}")
 
     def __repr__(self) -> str:
         return f"DescribedMask({self.mask}, shape={self.sizes})"
 
-    def _refusal(self, what: str) -> Exception:
+    @staticmethod
+    def _refusal(what: str) -> Exception:
         return DescriptionError(
             f"this model computes with its attention mask (mask{what}), which under quorum "
             "attention is a description and not a tensor; give it a mask of four dimensions, or "
