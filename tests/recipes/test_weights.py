@@ -5,13 +5,18 @@ from __future__ import annotations
 import copy
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers_memory import usage
 from helpers_ranks import spawn
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from quorum_attention.recipes.mlp import tile_mlps
 
@@ -239,6 +244,30 @@ def test_within_checkpoints_and_compiled() -> None:
     tiled.zero_grad()
     torch.compile(tiled, backend="eager")(x).square().sum().backward()
     same(plain, tiled)
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("version", [1, 2])
+def test_fully_sharded(version: int, reentrant: bool | None) -> None:
+    """With checkpoints FSDP1 has other tensors in the weights' places when they compute again."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        plain, tiled = two()
+        x = tokens(True)
+        plain(x).square().sum().backward()
+        held = torch.nn.Sequential(tiled)
+        if version == 1:
+            ranks = FullyShardedDataParallel(held, use_orig_params=True, device_id=x.device)
+        else:
+            ranks = fully_shard(held, mesh=init_device_mesh("cpu", (1,)))
+        if reentrant is not None:
+            tiled.forward = partial(checkpoint, tiled.forward, use_reentrant=reentrant)
+        ranks(x).square().sum().backward()
+        for ours, own in zip(ranks.parameters(), plain.parameters(), strict=True):
+            found = ours.grad.full_tensor() if version == 2 else ours.grad
+            torch.testing.assert_close(found, own.grad)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_without_gradients_and_under_transforms() -> None:

@@ -39,7 +39,7 @@ class Weights:
     def _gather(self, module: torch.nn.Module) -> None:
         numbers: dict[int, int] = {}
         for owner in module.modules():
-            for name, weight in owner._parameters.items():
+            for name, weight in (*owner._parameters.items(), *_views(owner)):
                 if weight is None:
                     continue
                 if not weight.requires_grad:
@@ -132,6 +132,16 @@ class Leaves:
                         "gradient and is none of its parameters: leave it as it is (mlp_tile=None)"
                     )
             nodes.extend(following for following, _ in node.next_functions)
+
+
+def _views(owner: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Views of a parameter that stand where a module's own were: FSDP1 puts such there in a
+    backward, where checkpoints compute a layer again."""
+    for name, held in vars(owner).items():
+        if name in owner._parameters or not isinstance(held, torch.Tensor):
+            continue
+        if held.requires_grad and isinstance(held._base, torch.nn.Parameter):
+            yield name, held
 
 
 def _lock_of(module: torch.nn.Module) -> threading.RLock:
