@@ -115,12 +115,12 @@ def test_counts_as_people_write_them(
     assert f"forward of {count} queries" in capsys.readouterr().out.replace(",", "")
 
 
-@pytest.mark.parametrize("columns", ["60", "80", "200", None])
+@pytest.mark.parametrize("columns", ["60", "80", "200", "0", "\u00b2", "-1", "", None])
 def test_no_sentence_is_broken_in_a_pipe(
     columns: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
-    if columns:
+    if columns is not None:
         monkeypatch.setenv("COLUMNS", columns)
     say(SENTENCE)
     assert capsys.readouterr().out == SENTENCE + "\n"
@@ -147,6 +147,20 @@ def test_tables_fit_whatever_the_width(
         assert "…" not in printed
         for word in " ".join([*headings, *itertools.chain(*rows)]).split():
             assert word in printed
+
+
+@pytest.mark.parametrize("size", ["0", "\u00b2", "00", "9" * 30])
+def test_sizes_of_a_screen_that_are_none_do_not_count(
+    size: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    show_table(TABLE, ROWS)
+    usual = capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", size)
+    monkeypatch.setenv("LINES", size)
+    show_table(TABLE, ROWS)
+    assert capsys.readouterr().out == usual
+    assert ROWS[0][0] in usual
 
 
 def test_columns_are_a_wish_also_of_commands(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import os
+import pty
 import subprocess
 import sys
 import threading
@@ -44,6 +45,46 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     return now
+
+
+def test_work_goes_on_when_the_terminal_is_gone() -> None:
+    """An ssh connection that ends, a closed window: writing to such a terminal is an error."""
+    above, below = pty.openpty()
+    code = (
+        f"{START}"
+        "with progress_bar() as update:\n"
+        "    for done in range(100):\n"
+        "        update(done, 100, 'forward'); time.sleep(0.001)\n"
+        "    time.sleep(0.05)\n"
+        "    print('drawn', flush=True)\n"
+        "    input()\n"
+        "    update(99, 100, 'another')\n"
+        "print('done')\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "COLUMNS"} | {"TERM": "xterm"}
+    program = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=below, env=environment, text=True,
+    )  # fmt: skip
+    os.close(below)
+    assert program.stdout is not None
+    assert program.stdout.readline() == "drawn\n"
+    assert os.read(above, 4096)
+    os.close(above)
+    assert program.communicate("\n", timeout=60)[0] == "done\n"
+    assert program.returncode == 0
+
+
+@pytest.mark.parametrize("size", ["0", "\u00b2"])
+def test_sizes_of_a_screen_that_are_none(size: str) -> None:
+    code = (
+        f"import os; os.environ['COLUMNS'] = {size!r}\n{START}"
+        "with progress_bar() as update:\n"
+        "    for done in range(5):\n"
+        "        update(done + 1, 5, 'forward')\n"
+        "        time.sleep(0.15)\n"
+    )
+    assert "━" in in_a_terminal(code, 80)
 
 
 def test_a_terminal_shows_a_bar_and_keeps_nothing_of_it() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -13,6 +12,8 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
+
+from quorum_attention.progress.terminal import environment
 
 # Of tables, where nobody says how wide the place is that they will be read in.
 _PIPE_COLUMNS = 132
@@ -29,10 +30,11 @@ class _Console(Console):
 def console() -> Console:
     """Text for people, on stdout: as wide as the terminal, or as COLUMNS says."""
     # What is printed is data (paths, names of extras, messages): [x] and :x: are not markup.
-    found = _Console(markup=False, emoji=False)
-    if found.is_terminal or os.environ.get("COLUMNS", "").isdigit():
+    sizes = environment()
+    found = _Console(markup=False, emoji=False, _environ=sizes)
+    if found.is_terminal or "COLUMNS" in sizes:
         return found
-    return _Console(width=_PIPE_COLUMNS, markup=False, emoji=False)
+    return _Console(width=_PIPE_COLUMNS, markup=False, emoji=False, _environ=sizes)
 
 
 def say(text: str) -> None:

@@ -2,13 +2,47 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, ProgressColumn, TaskID
+
+
+# Sizes that rich takes for granted; with a width of 0 it prints nothing.
+_SIZES = ("COLUMNS", "LINES")
+_SIZE = re.compile("0*[1-9][0-9]{0,5}")
+
+
+def environment() -> Mapping[str, str]:
+    """That of this process, without sizes of a screen that are none: some shells set COLUMNS=0."""
+    every = os.environ.items()
+    return {n: text for n, text in every if n not in _SIZES or _SIZE.fullmatch(text)}
+
+
+class _Lenient:
+    """A stream that may be gone: what is written then is read by nobody, and work goes on."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
 
 
 def can_redraw() -> bool:
@@ -37,7 +71,8 @@ def live(*columns: ProgressColumn) -> Progress:
 def _console() -> Console:
     from rich.console import Console
 
-    return Console(stderr=True)
+    stderr: Any = _Lenient(sys.stderr)
+    return Console(file=stderr, _environ=environment())
 
 
 class _Display:
