@@ -51,6 +51,13 @@ def test_a_short_sequence_is_not_mostly_padding() -> None:
     assert not any(is_filled(task, made.work) for task in tasks(made))
 
 
+@pytest.mark.parametrize("levels", [(7,), (1,), (3, 7)])
+def test_a_call_without_tokens_can_be_planned(levels: tuple[int, ...]) -> None:
+    plan = qa.plan(0, levels=levels, is_causal=True)
+    assert plan.levels == levels
+    assert all(not task.n_tokens for task in plan.tasks())
+
+
 def test_chunks_that_are_wholly_empty_stay_empty() -> None:
     # 13 chunks of 80: the end of the sequence is within the eleventh.
     given = inputs(854, heads=2, head_dim=8, dtype=torch.float64)

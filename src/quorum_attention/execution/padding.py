@@ -53,7 +53,7 @@ def is_filled(task: Task, work: Workload) -> bool:
 def _filled_end(shape: Decomposition, work: Workload) -> int | None:
     if shape.depth != 1 or shape.layout != "aligned" or not work.is_causal:
         return None
-    if work.mask is not None or work.n_queries != work.n_keys:
+    if work.mask is not None or work.n_queries != work.n_keys or not work.n_tokens:
         return None
     # In the aligned layout the last chunks may be empty: the last one with tokens is filled up.
     end = -(-work.n_tokens // shape.chunk_tokens) * shape.chunk_tokens
