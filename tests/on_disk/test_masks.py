@@ -12,7 +12,11 @@ import safetensors.torch
 import torch
 
 import quorum_attention as qa
+from quorum_attention.call.options import Written
 from quorum_attention.cli import main
+from quorum_attention.on_disk import compute
+from quorum_attention.on_disk.call import file_call
+from quorum_attention.on_disk.compute import settle
 
 CPU = ["--device", "cpu"]
 
@@ -96,6 +100,44 @@ def test_masks_by_options(
     options = [str(tmp_path / f"{o}.npy") if o.isupper() else o for o in options]
     three = [torch.randn(2, h, 60, 8) for h in (4, 2, 2)]
     both_ways(tmp_path, three, [*options, "--keep-every", every], mask, is_causal=causal)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_budget_that_is_too_small_for_some_entries_is_refused_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], backward: bool
+) -> None:
+    """An entry that is not padded needs no mask, and so less memory than the others."""
+    three = [torch.randn(3, 2, 200, 16) for _ in range(3)]
+    inputs = [save(tmp_path / "qkv", dict(zip("qkv", three, strict=True)))]
+    asked = ["--lengths", save(tmp_path / "lengths", {"lengths": torch.tensor([200, 200, 100])})]
+    asked += ["--keep-every", "1", *CPU]
+    if backward:
+        assert main(["run", *inputs, str(tmp_path / "out"), "--lse", *asked]) == 0
+        inputs += [str(tmp_path / "out"), save(tmp_path / "do", {"do": torch.randn(3, 2, 200, 16)})]
+        asked += ["--backward"]
+    before = sorted(tmp_path.iterdir())
+    assert main(["run", *inputs, str(tmp_path / "made"), *asked, "--budget", "6.3MiB"]) == 2
+    assert "is too small for this call" in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("option", ["lengths", "documents"])
+def test_a_short_first_entry_does_not_say_how_long_the_others_take(
+    tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part would be the whole call, which a kill would cost."""
+    three = [torch.randn(4, 1, 600, 16) for _ in range(3)]
+    ids = torch.arange(600).repeat(4, 1)
+    ids[1:] = 0
+    given = {"lengths": torch.tensor([1, 600, 599, 600]), "documents": ids}[option]
+    call = file_call(
+        dict(zip(("query", "key", "value"), three, strict=True)),
+        qa.Mask(**{"lengths": {"key_lengths": given}, "documents": {"documents": given}}[option]),
+        Written(budget=1 << 30, devices=torch.device("cpu")),
+    )
+    whole = qa.plan(600, heads=1, head_dim=16, dtype=torch.float32, budget="1GiB", device="cpu")
+    monkeypatch.setattr(compute, "SECONDS_OF_A_PART", whole.predicted_seconds * 1.5)
+    assert settle(call).heads == 1
 
 
 def test_a_mask_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.device.lookup import HOST, backend_of, on_host
 from quorum_attention.execution.report import Report
+from quorum_attention.mask import Mask
 from quorum_attention.on_disk.call import GRADIENTS, FileCall, written_as
 from quorum_attention.on_disk.parts import Part
 from quorum_attention.on_disk.scratch import bytes_of, scratch
@@ -84,13 +85,14 @@ def settle(call: FileCall, heads: int | None = None) -> Settings:
         free = backend_of(device).free_bytes(device) * (1 - policy.MARGIN)
         call = replace(call, written=call.written._replace(budget=int(free)))
     if heads is None:
-        one = _decided(call, 1)
-        seconds = 0.0 if one is None or one[0].plan is None else one[0].plan.predicted_seconds
+        found = _decided(call, 1)
+        plans = [] if found is None else [one.plan for one in found[0]]
+        seconds = max((plan.predicted_seconds for plan in plans if plan is not None), default=0.0)
         every = call.work.batch * max(1, call.work.kv_heads)
         heads = min(every, max(1, int(SECONDS_OF_A_PART / max(seconds, 1e-9))))
     heads = call.heads_of_part(heads)
     decided = _decided(call, heads)
-    words, in_file = ("nothing to compute", False) if decided is None else _told(*decided)
+    words, in_file = ("nothing to compute", False) if decided is None else _told(decided)
     budget = call.written.budget
     assert budget is None or isinstance(budget, int)
     return Settings(heads, len(call.parts(heads)), budget, in_file, words)
@@ -100,10 +102,11 @@ def plan_words(call: FileCall, settings: Settings) -> str:
     """How a part would be run, as ``Settings.plan`` has it."""
     made = replace(call, written=call.written._replace(budget=settings.budget_bytes))
     decided = _decided(made, settings.heads)
-    return settings.plan if decided is None else _told(*decided)[0]
+    return settings.plan if decided is None else _told(decided)[0]
 
 
-def _told(decision: Decision, in_file: bool) -> tuple[str, bool]:
+def _told(decided: tuple[list[Decision], bool]) -> tuple[str, bool]:
+    (decision, *_), in_file = decided
     if decision.plan is None:
         return f"{decision.kernel.name}, whole", in_file
     schedule, levels = decision.plan.schedule, decision.plan.levels
@@ -116,24 +119,50 @@ def _told(decision: Decision, in_file: bool) -> tuple[str, bool]:
     return words, in_file
 
 
-def _decided(call: FileCall, heads: int) -> tuple[Decision, bool] | None:
-    """The decision for the first part, and whether accumulators are put into a file; None where
-    there is nothing to compute."""
-    parts = call.parts(heads)
+def _decided(call: FileCall, heads: int) -> tuple[list[Decision], bool] | None:
+    """The decisions for parts that are unlike, the first part's first, and whether accumulators are
+    put into a file; None where there is nothing to compute.
+
+    Raises:
+        BudgetError: a part cannot be run, also where others can.
+    """
+    parts = _unlike(call, call.parts(heads))
     if not parts or 0 in (call.work.n_queries, call.work.n_keys, call.work.value_dim):
         return None
     try:
-        decision = _decision(call, parts[0], in_file=False)
+        decisions = [_decision(call, part, in_file=False) for part in parts]
     except BudgetError:
         # Without accumulators in memory less will do.
-        return _decision(call, parts[0], in_file=True), True
-    plan = decision.plan
-    if plan is None or on_host(_device(call)) or plan.schedule.accumulator != "host":
-        return decision, False
+        return [_decision(call, part, in_file=True) for part in parts], True
+    plans = [one.plan for one in decisions if one.plan is not None]
+    if on_host(_device(call)) or all(plan.schedule.accumulator != "host" for plan in plans):
+        return decisions, False
     needed = bytes_of(*_scratch_of(call, parts[0], in_file=True))
     if needed < _SHARE_OF_HOST * backend_of(HOST).free_bytes(HOST):
-        return decision, False
-    return _decision(call, parts[0], in_file=True), True
+        return decisions, False
+    return [_decision(call, part, in_file=True) for part in parts], True
+
+
+def _unlike(call: FileCall, parts: Sequence[Part]) -> list[Part]:
+    """The first part, and the first of each of whose batch entries a mask keeps something else."""
+    found: dict[int, Part] = {}
+    for part in parts:
+        if part.key_heads.start:
+            continue  # other heads of the same entries
+        mine, every = (_by_entry(mask) for mask in (call.mask_of(part), call.mask))
+        if all(one is other for one, other in zip(mine, every, strict=True)):
+            return [part]
+        kept = tuple(None if one is None else one.cpu().numpy().tobytes() for one in mine)
+        found.setdefault(hash(kept), part)
+    return list(found.values())
+
+
+def _by_entry(mask: torch.Tensor | Mask | None) -> tuple[torch.Tensor | None, ...]:
+    """What a mask may say of each batch entry and how it is computed depends on."""
+    if not isinstance(mask, Mask):
+        return ()
+    both = mask.documents if isinstance(mask.documents, tuple) else (mask.documents,)
+    return mask.key_lengths, mask.key_padding, *both
 
 
 @alike()
