@@ -134,7 +134,7 @@ def _query_tile(
         s, slack = modified(
             s, apart, bias_at, bias_live, scale, softcap, slope, SOFTCAP, ALIBI, BIAS
         )
-        log2_scale = 1.0
+        log2_scale = 1.4426950408889634
     p = tl.exp2(s * log2_scale - lse2[:, None])
     if MASKED:
         p = tl.where(keep, p, 0.0)
@@ -331,7 +331,7 @@ def _key_tile(
         s, slack = modified(
             s, apart, bias_at, bias_live, scale, softcap, slope, SOFTCAP, ALIBI, BIAS
         )
-        log2_scale = 1.0
+        log2_scale = 1.4426950408889634
     p = tl.exp2(s * log2_scale - lse2[None, :])
     if MASKED:
         p = tl.where(keep, p, 0.0)

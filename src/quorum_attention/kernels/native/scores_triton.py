@@ -19,7 +19,7 @@ def modified(
     ALIBI: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """Scores in units of ln 2 from products: scaled, then soft-capped, then ALiBi and the mask.
+    """Scores from products: scaled, then soft-capped, then ALiBi and the mask.
 
     Args:
         s: products (rows, columns).
@@ -43,7 +43,7 @@ def modified(
         s -= slope * tl.abs(apart).to(tl.float32)
     if BIAS:
         s += tl.load(bias_at, mask=bias_live, other=0.0).to(tl.float32)
-    return s * 1.4426950408889634, slack
+    return s, slack
 
 
 @triton.jit
