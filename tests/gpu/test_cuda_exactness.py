@@ -148,18 +148,50 @@ def test_scores_far_below_zero(kernel, dtype, is_causal, n_keys) -> None:
     assert max(found.values()) < 0.5, found
 
 
-@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel != "flash"])
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_key_that_is_nan_reaches_every_gradient_of_values(kernel, depth) -> None:
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+@pytest.mark.parametrize("n", [300, 2000])
+def test_a_key_that_is_nan_reaches_every_gradient_of_values(kernel, depth, number, n) -> None:
     """Whatever the row's largest score is taken for: its sum is NaN, and all probabilities.
 
-    FlashAttention's operator may return an lse without the NaN beside an output with it: there the
-    gradient of that key's value alone is NaN (docs/kernels.md).
+    Also where the operator splits keys and merges the parts, those of NaN left out.
     """
-    given = cuda_inputs(300, dtype=torch.float16)
-    given.key.data[:, :, 7] = torch.nan
+    given = cuda_inputs(n, dtype=torch.float16)
+    given.key.data[:, :, 7] = number  # infinite: of both signs in each score
     skip_unless(kernel, given)
     assert bool(both(given, kernel, depth=depth)["value"].isnan().all())
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("scale", [1e-6, -1e-6, 1e-4])
+def test_small_factors_in_fp16(kernel, depth, scale) -> None:
+    """Products of scores' gradients with such factors are no normal numbers of fp16."""
+    given = cuda_inputs(300, dtype=torch.float16)
+    skip_unless(kernel, given)
+    call = {"kernel": kernel, "devices": "cuda", "depth": depth, "scale": scale}
+    out, lse = qa.attention_with_lse(*given.three, **call)
+    found = qa.attention_backward(given.grad_out, *given.three, out, lse, **call)
+    leaves = [t.detach().double().requires_grad_() for t in given.three]
+    right = (leaves[0] @ leaves[1].mT * scale).softmax(-1) @ leaves[2]
+    wanted = torch.autograd.grad(right, leaves, given.grad_out.double())
+    for mine, theirs in zip(found, wanted, strict=True):
+        # fp16's smallest number is 2**-24; a cut call rounds several times.
+        most = 4e-3 * float(theirs.abs().max()) + 2.0**-22
+        assert float((mine.double() - theirs).abs().max()) < most
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+@pytest.mark.parametrize("n", [300, 2000])
+def test_a_value_that_is_nan_reaches_no_lse(kernel, number, n) -> None:
+    given = cuda_inputs(n, dtype=torch.float16)
+    given.value.data[:, :, 7] = number
+    skip_unless(kernel, given)
+    out, lse = qa.attention_with_lse(*given.three, kernel=kernel, devices="cuda", depth=0)
+    assert not bool(out.isfinite().any())
+    assert bool(lse.isfinite().all())
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

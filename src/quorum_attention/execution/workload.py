@@ -10,6 +10,7 @@ from itertools import product
 import torch
 
 from quorum_attention.kernels.protocol import CallShape, MaskShape
+from quorum_attention.kernels.workspace import SMALL_FACTOR
 
 ELEMENT_BYTES = {
     torch.float16: 2,
@@ -101,6 +102,8 @@ class Workload:
 
 def scale_is_exact(scale: float, dtype: torch.dtype) -> bool:
     """The ``exact_scale`` of a call."""
+    if dtype == torch.float16:
+        return scale == 0 or abs(scale) >= SMALL_FACTOR
     return dtype != torch.float32 or abs(math.frexp(scale)[0]) in (0.0, 0.5)
 
 

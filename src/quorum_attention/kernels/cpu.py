@@ -330,7 +330,8 @@ def _groups() -> bool:
 
 def _sizes(call: CallShape, extent: Extent) -> RectangleSizes:
     sizes = RectangleSizes.of(call, extent, extent.direct)
-    return sizes if call.exact_scale else replace(sizes, signed_query=True)
+    split = call.dtype == torch.float32 and not call.exact_scale
+    return replace(sizes, signed_query=True) if split else sizes
 
 
 def _widened(sizes: RectangleSizes, numbers: int) -> int:

@@ -44,6 +44,7 @@ class CudnnKernel(RectangleKernel):
     """cuDNN's fused attention: 16-bit inputs; takes grouped heads and broadcast masks directly."""
 
     name = "cudnn"
+    narrow_factor = True
     traits = replace(RectangleKernel.traits, plain_softmax=True)
     lowest_score = BASE_TWO_LOWEST
     grouped = True
@@ -181,7 +182,7 @@ class CudnnKernel(RectangleKernel):
         if sizes.heads != sizes.key_heads:
             internal += sizes.shared_key_rows * widths * sizes.item
         inside = copies + internal + sizes.aligned_bias_bytes
-        return backward_bytes(sizes, gradients, inside)
+        return backward_bytes(sizes, gradients + sizes.lifted_bytes, inside)
 
 
 def _backward_least(queries: int, keys: int, causal: bool) -> tuple[int, int]:

@@ -31,6 +31,7 @@ class EfficientKernel(RectangleKernel):
     """
 
     name = "efficient"
+    narrow_factor = True
     traits = replace(RectangleKernel.traits, plain_softmax=True)
     lowest_score = BASE_TWO_LOWEST
     # Before mid-2026 it returned wrong results, without an error, for masks longer than 65,536.
@@ -141,7 +142,7 @@ class EfficientKernel(RectangleKernel):
             padded = round_up(head_dim, 128) + round_up(value_dim, 128)
             workspace += splits * round_up(sizes.keys, 128) * padded
         inside += batch_heads * (workspace + 4096) * 4
-        return backward_bytes(sizes, gradients, inside)
+        return backward_bytes(sizes, gradients + sizes.lifted_bytes, inside)
 
     def _limited(self, call: CallShape, extent: Extent) -> Extent:
         if call.mask is None:

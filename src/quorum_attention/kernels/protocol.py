@@ -49,8 +49,8 @@ class CallShape:
         positive_scale: whether the factor of the scores is above 0.
         dropout: whether probabilities are dropped; asked only of kernels whose traits say
             ``dropout``.
-        exact_scale: whether nothing is rounded by multiplying with the factor of the scores, a
-            power of two; False only for fp32 inputs.
+        exact_scale: whether nothing is lost by multiplying with the factor of the scores; False for
+            fp32 inputs unless it is a power of two, and for fp16 if it is small.
     """
 
     device_type: str

@@ -32,7 +32,11 @@ from quorum_attention.kernels.protocol import (
 from quorum_attention.kernels.remembered import remembered
 from quorum_attention.kernels.traits import Traits
 from quorum_attention.kernels.views import Pick, jth_of_group, key_rows, query_rows, runs_as_batch
-from quorum_attention.kernels.workspace import round_up
+from quorum_attention.kernels.workspace import SMALL_FACTOR, round_up
+
+# log2 of about what a factor usually is, and the most that one is multiplied by.
+_USUAL_FACTOR = -3
+_MOST_LIFT = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,9 @@ class RectangleKernel(ABC):
             this many rows.
         rounds_scale: in its backward the operator rounds a score times the factor otherwise than in
             its forward, so in fp32 too the factor it gets is a power of two (``signed``).
+        narrow_factor: in its backward the operator multiplies the gradients of the scores by the
+            factor before it rounds them to 16 bits: fp16 holds no such numbers for small factors,
+            so it gets larger ones, with smaller queries and keys (``lift_of``).
         traits: see ``Traits``.
     """
 
@@ -93,6 +100,7 @@ class RectangleKernel(ABC):
     lowest_score: float = -math.inf
     row_unit: int = 1
     rounds_scale: bool = False
+    narrow_factor: bool = False
     traits: Traits = Traits(
         several_streams=True,
         scaled_backward=frozenset({torch.float16}),
@@ -208,10 +216,19 @@ class RectangleKernel(ABC):
         ``grad_dtype``: the gradients will be stored in it; a kernel may return them in this dtype.
         """
         upright, factor, share = signed(query, scale, self.rounds_scale)
+        lift = lift_of(factor) if self.narrow_factor and query.dtype == torch.float16 else 0
+        if not lift:
+            grad_query, grad_key, grad_value = self.rectangle_backward(
+                grad_out, upright, key, value, out, lse, causal, factor, bias
+            )
+            return grad_query if share == 1 else grad_query.mul_(share), grad_key, grad_value
+        by_query, by_key = share * 2.0 ** -(lift // 2), 2.0 ** (lift // 2 - lift)
         grad_query, grad_key, grad_value = self.rectangle_backward(
-            grad_out, upright, key, value, out, lse, causal, factor, bias
-        )
-        return grad_query if share == 1 else grad_query.mul_(share), grad_key, grad_value
+            grad_out, query * by_query, key * by_key, value, out, lse, causal,
+            math.ldexp(factor, lift), bias,
+        )  # fmt: skip
+        wide = grad_query.dtype if grad_dtype is None else grad_dtype
+        return grad_query.to(wide).mul_(by_query), grad_key.to(wide).mul_(by_key), grad_value
 
     def preferred_sizes(self, sizes: TaskSizes, r: Rectangle, backward: bool) -> tuple[int, int]:
         """The most (queries, keys) of one plain call, for speed alone; by default all of ``r``.
@@ -324,8 +341,9 @@ class RectangleKernel(ABC):
         self, p: _BackwardPiece, causal: bool, task: TaskTensors, undo: _Undo, number: int
     ) -> None:
         grad_query, grad_key, grad_value = self.whole_backward(
-            p.grad_out, p.query, p.key, p.value, p.out, p.lse, causal, task.scale, p.bias
-        )
+            p.grad_out, p.query, p.key, p.value, p.out, p.lse, causal, task.scale, p.bias,
+            p.grad_query.dtype,
+        )  # fmt: skip
         with _merging(task, number):
             # Runs of rows that went in as batch entries each return a part of the key gradients.
             n_parts = grad_key.shape[0] // p.grad_key.shape[0]
@@ -494,6 +512,18 @@ def signed(
     share, factor = _split(scale, exact)
     # 0 times NaN or infinity is NaN, as in the scores.
     return (query if share == 1.0 else query * share), factor, share
+
+
+def lift_of(factor: float) -> int:
+    """log2 of what a factor above 0 of fp16's scores is multiplied by in a backward that rounds its
+    products with their gradients; 0 for usual ones.
+
+    Queries and keys are divided by about its root each. Their small numbers lose digits by that,
+    but no more than what fp16 rounds off numbers of 1.
+    """
+    if factor >= SMALL_FACTOR:
+        return 0
+    return min(_USUAL_FACTOR - math.frexp(factor)[1], _MOST_LIFT)
 
 
 @lru_cache(maxsize=256)

@@ -19,6 +19,10 @@ UNSPLIT_BYTES = 1 << 20
 tensor may then take this much more."""
 
 
+SMALL_FACTOR = 2.0**-9
+"""Products of fp16's gradients of scores with factors below this may be no normal numbers."""
+
+
 def round_up(number: int, multiple: int) -> int:
     """The smallest multiple of ``multiple`` that is not less than ``number``."""
     return -(-number // multiple) * multiple
@@ -49,6 +53,7 @@ class RectangleSizes:
         dead_bytes: bytes that ``dead_rows`` takes.
         task_rows: query rows of a whole task, all heads and batch entries together.
         signed_query: whether the queries may be copied to multiply them by a part of the scale.
+        lifted: whether the factor is one for which a backward may be given a larger one.
     """
 
     batch: int
@@ -65,6 +70,7 @@ class RectangleSizes:
     dead_bytes: int
     task_rows: int
     signed_query: bool = False
+    lifted: bool = False
 
     @classmethod
     def of(cls, call: CallShape, extent: Extent, grouped: bool) -> RectangleSizes:
@@ -98,6 +104,7 @@ class RectangleSizes:
             dead_bytes=dead,
             task_rows=extent.batch * extent.query_heads * extent.n_tokens,
             signed_query=not call.positive_scale or call.dtype == torch.float64,
+            lifted=call.dtype == torch.float16 and not call.exact_scale,
         )
 
     @property
@@ -119,6 +126,13 @@ class RectangleSizes:
     def signed_bytes(self) -> int:
         """Bytes of the queries of one call times a part of its scale (``signed``)."""
         return self.rows * self.head_dim * self.item if self.signed_query else 0
+
+    @property
+    def lifted_bytes(self) -> int:
+        """Bytes of queries and keys of one call for a larger factor (``RectangleKernel``'s
+        ``narrow_factor``), and of their gradients in fp32."""
+        numbers = (self.rows + self.key_rows) * self.head_dim
+        return numbers * (self.item + 4) if self.lifted else 0
 
     @property
     def lse_bytes(self) -> int:
