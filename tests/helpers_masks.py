@@ -7,11 +7,14 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 
 from quorum_attention import Mask
 from quorum_attention.decomposition import Rows
 from quorum_attention.kernels.dropout import Dropout, dropped
+from quorum_attention.kernels.masked import native_tried
+from quorum_attention.kernels.masked.trying import Room
 
 
 def dense(mask: Mask, batch: int, heads: int, n_queries: int, n_keys: int) -> torch.Tensor:
@@ -181,3 +184,12 @@ def off(actual: torch.Tensor, expected: torch.Tensor) -> float:
     apart = torch.where(actual == expected, 0.0, (actual - expected).abs())
     finite = expected[expected.isfinite()]
     return apart.max().item() / max(1.0, finite.abs().max().item() if finite.numel() else 1.0)
+
+
+def few_at_a_time(monkeypatch: pytest.MonkeyPatch, words: int) -> None:
+    """Room for the words of so many blocks, and for trying one."""
+
+    def room(nbytes: int, lanes: int, n: int, m: int) -> Room:
+        return Room(words * 2048 * lanes, lanes, n, m)
+
+    monkeypatch.setattr(native_tried.Room, "of", staticmethod(room))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers_masks import RULES, dense, exact, off, random_mask
+from helpers_masks import RULES, dense, exact, few_at_a_time, off, random_mask
 
 import quorum_attention as qa
 from quorum_attention import Mask
@@ -23,15 +23,6 @@ from quorum_attention.kernels.masked.reading import Sizes, read
 from quorum_attention.kernels.masked.spans import verdicts
 from quorum_attention.kernels.masked.trying import Pieces, Room, Trial
 from quorum_attention.kernels.protocol import TaskTensors
-
-
-def few_at_a_time(monkeypatch: pytest.MonkeyPatch, words: int) -> None:
-    """Room for the words of so many blocks, and for trying one."""
-
-    def room(nbytes: int, lanes: int, n: int, m: int) -> Room:
-        return Room(words * 2048 * lanes, lanes, n, m)
-
-    monkeypatch.setattr(native_tried.Room, "of", staticmethod(room))
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -108,6 +108,7 @@ class NativeTried:
                 extras,
                 resume=True,
             )  # fmt: skip
+            del tables, extras  # what the next launch is given is made when this has gone
 
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
@@ -133,6 +134,7 @@ class NativeTried:
                 add=True,
                 n_keys=task.task.spans[-1].stop if task.task.spans else 0,
             )  # fmt: skip
+            del tables, extras
 
     def _launches(
         self, task: TaskTensors, axes: Sequence[_Axis]

@@ -198,6 +198,7 @@ class NativeKernel:
                 extras,
                 resume=True,
             )
+            del extras  # the next rectangle's mask is made when this one's has gone
 
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
@@ -218,6 +219,7 @@ class NativeKernel:
                 add=True,
                 n_keys=task.task.spans[-1].stop if task.task.spans else 0,
             )
+            del extras
 
     def whole_forward(
         self,
@@ -315,9 +317,13 @@ class NativeKernel:
                 one for each in alone for part in self._portions(each, task, blocks) for one in part
             )
         for rectangle in live:
-            bias = task.bias(rectangle)
-            device = task.query.device
-            yield (rectangle,), self._extras(device, bias, rectangle, heads, task.dropout)
+            # No name here keeps the mask alive.
+            yield (
+                (rectangle,),
+                self._extras(
+                    task.query.device, task.bias(rectangle), rectangle, heads, task.dropout
+                ),
+            )
 
     def _portions(
         self, rectangles: tuple[Rectangle, ...], task: TaskTensors, blocks: dict[Axis, int]
