@@ -21,6 +21,7 @@ from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.errors import BudgetError, is_out_of_memory
 from quorum_attention.execution.device.handed import Handed
 from quorum_attention.execution.device.lookup import backend_of, on_host
+from quorum_attention.execution.device.page_locks import is_locked
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.mask import Mask
@@ -297,10 +298,10 @@ class _Pass:
         results = [mapped[name] for name in written if name in mapped]
         inputs = [tensor for name, tensor in mapped.items() if name not in written]
         # The driver would map their pages one after the other.
-        with Touching(tensor for tensor in inputs if not tensor.is_pinned()) as touching:
+        with Touching(tensor for tensor in inputs if not is_locked(tensor)) as touching:
             touching.wait()
         self._openings.lock(inputs, results)
-        return [tensor for tensor in mapped.values() if not tensor.is_pinned()]
+        return [tensor for tensor in mapped.values() if not is_locked(tensor)]
 
     def _statistics(self, part: Part, report: Report) -> Local:
         at = self._local(part, ("query", "key", "value", "out"))

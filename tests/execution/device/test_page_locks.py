@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from quorum_attention.execution.device import page_locks
-from quorum_attention.execution.device.page_locks import PAGE_BYTES, PageLocks
+from quorum_attention.execution.device.page_locks import PAGE_BYTES, PageLocks, is_locked
 
 PIECE = WORTH = 1 << 16
 
@@ -73,6 +73,32 @@ def result(heads: int, rows: int, width: int = 64) -> torch.Tensor:
     room = made(heads * rows * width + PAGE_BYTES)
     at = -room.data_ptr() % PAGE_BYTES
     return room[at : at + heads * rows * width].view(1, heads, rows, width)
+
+
+@pytest.mark.parametrize("locked", ["first", "second"])
+def test_what_somebody_else_has_locked_of_a_storage(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, locked: str
+) -> None:
+    """Of memory that two processes share each locks its own half, and torch asks about the first
+    byte of a storage: the second half was locked again, in vain, and copied through buffers."""
+
+    def is_pinned(tensor: torch.Tensor) -> bool:
+        at = tensor.untyped_storage().data_ptr()
+        return any(low <= at < low + size for low, size in runtime.registered.items())
+
+    monkeypatch.setattr(torch.Tensor, "is_pinned", is_pinned)
+    both = made(4 * PIECE)
+    halves = {"first": both[: 2 * PIECE], "second": both[2 * PIECE :]}
+    owned, other = halves.pop(locked), *halves.values()
+    runtime.registered[owned.data_ptr()] = owned.nbytes
+    with PageLocks([owned, other]) as locks:
+        assert locks.covers(owned)
+        assert not locks.wants(owned)
+        assert locks.covers(other)
+        assert locks.wants(other)
+    assert not is_locked(other)
+    del runtime.registered[owned.data_ptr()]
+    assert not is_locked(owned)
 
 
 @pytest.mark.parametrize("n_bytes", [WORTH, PIECE, PIECE + 1, 5 * PIECE + 4321])

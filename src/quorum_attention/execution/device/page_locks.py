@@ -130,7 +130,7 @@ class PageLocks:
                 id(t) in read,
             )
             for t in tensors
-            if t.device.type == "cpu" and t.nbytes > 0 and not t.is_pinned()
+            if t.device.type == "cpu" and t.nbytes > 0 and not is_locked(t)
         ]
         # Small tensors are asked as well: they may be parts of large ones.
         large = [r for r in _apart(ranges) if r.stop - r.start >= WORTH_LOCKING_BYTES]
@@ -224,7 +224,7 @@ class PageLocks:
         start, stop = addresses(tensor)
         found = self._pieces_of(start, stop)
         if not found or found[0].start > start or found[-1].stop < stop:
-            return bool(tensor.is_pinned())
+            return is_locked(tensor)
         if not all(piece.settled for piece in found):
             self._await(found)
         return all(piece.locked for piece in found)
@@ -368,6 +368,21 @@ def addresses(tensor: torch.Tensor) -> tuple[int, int]:
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
     return start, start + (last + 1) * tensor.element_size()
+
+
+def is_locked(tensor: torch.Tensor) -> bool:
+    """Whether a host tensor is page-locked at both ends.
+
+    torch's ``is_pinned`` asks about the first byte of the storage, which need not be the tensor's:
+    of memory that several processes share, each locks its own part.
+    """
+    if not tensor.nbytes:
+        return bool(tensor.is_pinned())
+    start, stop = addresses(tensor)
+    return all(
+        torch.frombuffer((ctypes.c_char * 1).from_address(at), dtype=torch.uint8).is_pinned()
+        for at in (start, stop - 1)
+    )
 
 
 @dataclass(frozen=True, slots=True, order=True)
