@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -17,7 +18,7 @@ from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.report import Report
 from quorum_attention.pool import run as pool_run
 from quorum_attention.pool.messages import Begin, Compute, Done, Failed
-from quorum_attention.pool.parts import Part, Sizes, parts_of
+from quorum_attention.pool.parts import Part, Sizes, cut_part, parts_of
 from quorum_attention.pool.report import PoolPass
 from quorum_attention.pool.run import Coordinator
 from quorum_attention.pool.workers import Worker
@@ -118,6 +119,32 @@ def test_whoever_fails_the_others_finish(seed: int) -> None:
     draw.shuffle(behaviours)
     report, _ = run(*behaviours)
     assert len(report.history) <= 2 * len(lost)
+
+
+@pytest.mark.parametrize("lost", [(1,), (1, 1), (2, 1)])
+def test_a_coordinator_cuts_what_is_left(lost: tuple[int, ...]) -> None:
+    """With made-up workers, of which some end at their first or second order."""
+    behaviours: list[Behaviour] = [*map(ending, lost), well, well, well]
+    workers = [worker(each) for each in behaviours]
+    report = PoolPass(devices=[f"device {n}" for n in range(len(workers))])
+    parts = parts_of(SIZES, len(workers))
+    report.parts = len(parts)
+    ended: list[Part] = []
+    coordinator = Coordinator(
+        workers, Begin(1, False, SIZES, {}), parts, lambda p: None,
+        lambda p, s: ended.append(p), report, alike=True, cut=partial(cut_part, SIZES),
+    )  # fmt: skip
+    try:
+        coordinator.run()
+    finally:
+        for each in workers:
+            each.pipe.close()
+    assert len(report.history) >= len(lost) - 1
+    assert sorted(one.index for one in report.ran) == list(range(report.parts))
+    rows = {(head, row) for part in ended for head in range(*part.heads)
+            for row in range(*part.rows, 128)}  # fmt: skip
+    assert len(rows) == 8 * 8
+    assert sum(part.pairs(SIZES) for part in ended) == sum(part.pairs(SIZES) for part in parts)
 
 
 def test_a_worker_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from quorum_attention.execution.control.machine import Machine
+from quorum_attention.pool.cut_anew import cut_anew
 
 # The share of what a device will presumably do that it takes at once: where devices are alike, and
 # where they may not be as quick as they are thought to be.
@@ -77,6 +78,8 @@ class Dispatcher:
         timed: whether ``paces`` are seconds a pair, and not only relative to each other.
         homes: the device that should take each part; None: whoever comes first.
         usual: seconds a pair that are expected of devices, whatever was seen.
+        cut: a part in at most so many pieces of equal work; None: parts stay as they are.
+        cut_costs: seconds that pieces of a part may take beside computing.
 
     Attributes:
         orders: what devices are at, by number.
@@ -98,7 +101,10 @@ class Dispatcher:
         timed: bool = False,
         homes: Mapping[Any, int] | None = None,
         usual: Mapping[int, float] | None = None,
+        cut: Callable[[Any, int], Sequence[Any]] | None = None,
+        cut_costs: float = 0.0,
     ) -> None:
+        self._cut, self._cut_costs, self._lost_one = cut, cut_costs, False
         self._new, self._timed = dict(new or {}), timed
         self.spent: dict[int, tuple[float, int]] = {}
         self._machine, self._pairs, self._join = machine, pairs, join
@@ -109,7 +115,10 @@ class Dispatcher:
         self._homes = homes or {}
         # What no device has, nor waits at one; by home.
         self._free: dict[int | None, deque[Any]] = {}
-        self._place = {part: at for at, part in enumerate(machine.queue.waiting)}
+        # By what they are sorted: lately by size, and by where they were at the beginning.
+        self._place: dict[Any, tuple[float, ...]] = {
+            part: (float(at),) for at, part in enumerate(machine.queue.waiting)
+        }
         self._left = 0
         self._give_back(machine.queue.waiting)
         self.orders: dict[int, Order] = {}
@@ -133,10 +142,23 @@ class Dispatcher:
         known = device in self.paces or self._timed or self._sure
         if not known or device in self.queued or device not in self.orders:
             return None
+        # What is left after a loss may be few large parts: whoever is idle first begins with them.
+        free = self._free.get(None, deque())
+        sooner = self._sooner(device, now) if self._lost_one else 0
+        if sooner >= max(1, len(free)):
+            return None
+        free.rotate(-sooner)
         order = self._made(device, now, ahead=True)
+        free.rotate(sooner)
         if order is not None:
             self.queued[device] = order
         return order
+
+    def _sooner(self, device: int, now: float) -> int:
+        """How many devices will be idle before this one, with nothing that waits for them."""
+        busy = self._busy(now)
+        others = [n for n in self._machine.devices if n != device and n not in self.queued]
+        return sum(busy.get(n, 0.0) < busy[device] for n in others)
 
     def behind(self, device: int, now: float) -> int | None:
         """The device whose waiting order would begin last, if it should be taken back because an
@@ -184,6 +206,52 @@ class Dispatcher:
             if order is not None:
                 self._give_back(order.units)
         self.paces.pop(device, None)
+
+    def cut_anew(self, now: float) -> dict[Any, Sequence[Any]]:
+        """After a device has left: from now on parts are anybody's, the large ones first; and they
+        are cut if others would not end together (cut_anew.py).
+
+        Returns:
+            the pieces of parts that were cut; the machine knows of them.
+        """
+        self._lost_one = True
+        free = [unit for units in self._free.values() for unit in units]
+        self._homes, self._free, self._left = {}, {}, 0
+        self._place = {unit: (-self._size(unit), *at[-1:]) for unit, at in self._place.items()}
+        self._give_back(free)
+        if self._cut is None:
+            return {}
+        devices = list(self._machine.devices)
+        paces = {device: self._pace(device) for device in devices}
+        costs = self._cut_costs
+        if not (self.paces or self._timed):
+            # Relative to each other only: nobody has done anything yet.
+            known = all(device in self._usual for device in devices)
+            paces = {device: self._usual[device] for device in devices} if known else paces
+            costs = costs if known else 0.0
+        busy = {
+            device: sum(one[device].pairs for one in (self.orders, self.queued) if device in one)
+            * paces[device]
+            for device in devices
+        }
+        if self.paces:
+            waits = {device: order.pairs * paces[device] for device, order in self.queued.items()}
+            busy = {d: s + waits.get(d, 0.0) for d, s in self._busy(now).items() if d in paces}
+        free = list(self._free.get(None, ()))
+        found = cut_anew(free, self._pairs, self._cut, paces, busy, costs)
+        for part, pieces in found.items():
+            self._machine.divide(part, pieces)
+            self._free[None].remove(part)
+            self._left -= self._pairs(part)
+            for number, piece in enumerate(pieces):
+                place = self._place[part][-1] + number / len(pieces)
+                self._place[piece] = -self._size(piece), place
+            self._give_back(pieces)
+        return found
+
+    def _size(self, unit: Any) -> float:
+        """How large it is, roughly: neighbours of about the same size stay beside each other."""
+        return round(math.log2(1 + self._pairs(unit)))
 
     def _made(self, device: int, now: float, ahead: bool) -> Order | None:
         """An order from what is free."""

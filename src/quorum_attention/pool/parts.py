@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 from quorum_attention.decomposition.intervals import Interval
@@ -131,6 +133,25 @@ def homes_of(sizes: Sizes, parts: Sequence[Part], devices: Sequence[int]) -> dic
     return found
 
 
+def cut_part(sizes: Sizes, part: Part, pieces: int) -> list[Part]:
+    """A part in pieces: each of its heads in at most so many of equal work. Itself if it cannot be
+    cut."""
+    if part.whole:
+        count = min(pieces, _most_pieces(sizes))
+        first = part.entry * sizes.kv_heads
+        heads = range(first + part.kv(sizes).start, first + part.kv(sizes).stop)
+        one = partial(_cut, pieces=count) if count > 1 else partial(_whole, count=1)
+        return [piece for head in heads for piece in one(sizes, head)]
+    if part.heads.length > 1 or not sizes.rows_may_be_cut:
+        return [part]
+    low, high = (_pairs(sizes, row) for row in part.rows)
+    every = _pairs(sizes, sizes.n_queries)
+    between = (_row(sizes, (low + (high - low) * n / pieces) / every) for n in range(1, pieces))
+    rows = {*part.rows, *(round(row / _TILE) * _TILE for row in between)}
+    cuts = sorted(row for row in rows if part.rows.start <= row <= part.rows.stop)
+    return [part._replace(rows=Interval(*pair)) for pair in pairwise(cuts)]
+
+
 def _slowest(devices: int, paces: Collection[float]) -> float:
     """How many times the work of the slowest device that counts all of it is; at least as many as
     there are devices."""
@@ -229,4 +250,4 @@ def _row(sizes: Sizes, part: float) -> float:
     return math.sqrt(2 * pairs) if pairs <= above else square + (pairs - above) / sizes.n_keys
 
 
-__all__ = ["Part", "Sizes", "homes_of", "joined", "parts_of"]
+__all__ = ["Part", "Sizes", "cut_part", "homes_of", "joined", "parts_of"]

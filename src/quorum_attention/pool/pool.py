@@ -24,7 +24,7 @@ from quorum_attention.pool.measured import machines
 from quorum_attention.pool.messages import Begin
 from quorum_attention.pool.names import names_of
 from quorum_attention.pool.paces import even, paces_of
-from quorum_attention.pool.parts import Part, homes_of, joined
+from quorum_attention.pool.parts import Part, cut_part, homes_of, joined
 from quorum_attention.pool.report import PoolPass, PoolReport
 from quorum_attention.pool.request import request_on_several
 from quorum_attention.pool.rooms import give_back
@@ -235,7 +235,7 @@ class Pool(Several):
             if totals is not None:
                 totals.add(part, made)
             if progress is not None:
-                progress(len(report.ran), len(parts), label)
+                progress(len(report.ran), report.parts, label)
 
         def sums(part: Part) -> Any:
             return None if totals is None else totals.room(part)
@@ -267,6 +267,8 @@ class Pool(Several):
                 timed=bool(paces), homes=homes_of(begin.sizes, parts, here) if alike else None,
                 usual=self._usual(kind, self._here()), allowed=self._allowed(),
                 may_wait=lambda part: totals is None or totals.in_host_memory,
+                cut=partial(cut_part, begin.sizes) if totals is None or totals.may_cut else None,
+                cut_costs=max(self._allowed().values()),
             )  # fmt: skip
             coordinator.run()
             self._note(kind, coordinator.spent)

@@ -97,6 +97,9 @@ class Coordinator:
         steady: whether parts take as long as their pairs say; if not, nothing is concluded from how
             long others took, and a worker has an hour for each.
         new: by number, seconds that a worker's first order may take beside computing.
+        cut: a part in at most so many pieces, where a worker that leaves may have others' parts cut
+            anew; None: parts stay as they are.
+        cut_costs: seconds that pieces of a part may take beside computing.
         timed: whether ``paces`` are not only relative to each other.
 
     Attributes:
@@ -124,6 +127,8 @@ class Coordinator:
         usual: Mapping[int, float] | None = None,
         allowed: Mapping[int, float] | None = None,
         may_wait: Callable[[Any], bool] | None = None,
+        cut: Callable[[Any, int], Sequence[Any]] | None = None,
+        cut_costs: float = 0.0,
     ) -> None:
         self._steady, self._allowed, self._may_wait = steady, allowed or {}, may_wait
         self._workers, self._begin, self._parts = list(workers), begin, list(parts)
@@ -134,7 +139,7 @@ class Coordinator:
         self._numbers = {part: number for number, part in enumerate(self._parts)}
         self._dispatch = Dispatcher(
             self._machine, lambda part: part.pairs(begin.sizes), join, paces, alike, sure, new,
-            timed, homes, usual,
+            timed, homes, usual, cut, cut_costs,
         )  # fmt: skip
         self._running, self.spent = self._dispatch.orders, self._dispatch.spent
         self._targets: dict[int, Any] = {}
@@ -379,6 +384,19 @@ class Coordinator:
         self._report.history.append(f"{self._report.devices[number]}: {why}")
         if isinstance(order, GiveUp) or (not self._machine.devices and not self._machine.finished):
             self._give_up()
+        self._cut_anew()
+
+    def _cut_anew(self) -> None:
+        """Cut what nobody has begun, so that those that are left end together."""
+        for number in list(self._dispatch.queued):
+            self._withdraw(number)
+        for part, pieces in self._dispatch.cut_anew(time.perf_counter()).items():
+            # The first piece has the part's number, so that numbers have no gaps.
+            self._numbers[pieces[0]] = self._numbers.pop(part)
+            for piece in pieces[1:]:
+                self._numbers[piece] = len(self._parts)
+                self._parts.append(piece)
+            self._report.parts += len(pieces) - 1
 
     def _give_up(self) -> NoReturn:
         done, all_ = len(self._report.ran), len(self._parts)

@@ -15,7 +15,7 @@ from quorum_attention.execution.control.instructions import GiveUp
 from quorum_attention.execution.control.machine import Limits, Machine
 from quorum_attention.execution.report import Report
 from quorum_attention.pool.dispatch import Dispatcher, Order
-from quorum_attention.pool.parts import Part, Sizes, homes_of, joined, parts_of
+from quorum_attention.pool.parts import Part, Sizes, cut_part, homes_of, joined, parts_of
 from quorum_attention.pool.report import PoolPass, ran
 
 _WHOLE: tuple[int, ...] = ()
@@ -59,6 +59,7 @@ def simulate(
     dispatch = Dispatcher(
         machine, lambda part: part.pairs(sizes), partial(joined, sizes), paces, alike, sure,
         homes=homes_of(sizes, parts, range(len(names))) if alike else None,
+        cut=partial(cut_part, sizes),
     )  # fmt: skip
     # (time, tie, device, order), of failures with None; the tie makes equal times repeatable.
     events: list[tuple[float, int, int, Order | None]] = []
@@ -89,6 +90,12 @@ def simulate(
             answer = machine.on(DeviceLost(device))
             dispatch.lost(device)
             report.history.append(f"{names[device]}: lost after {now:.3g} s")
+            for number in list(dispatch.queued):
+                dispatch.withdrawn(number)
+            for part, pieces in dispatch.cut_anew(now).items():
+                more = range(report.parts, report.parts + len(pieces) - 1)
+                numbers |= dict(zip(pieces, (numbers[part], *more), strict=True))
+                report.parts += len(more)
             if isinstance(answer, GiveUp):
                 raise RuntimeError(f"no device is left after {now:.3g} s: {machine.history}")
         else:

@@ -35,6 +35,11 @@ class Totals:
         """Whether sums are there."""
         return on_host(self._like[0].device)
 
+    @property
+    def may_cut(self) -> bool:
+        """Whether parts may be cut after the pass has begun."""
+        return self._mask is None
+
     def room(self, part: Part) -> dict[str, torch.Tensor] | None:
         """Where a worker puts those of a part's gradients that are added up, by name; None: all are
         results themselves."""

@@ -29,7 +29,7 @@ free memory that comes and goes cannot make a pass alternate between depths for 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from quorum_attention.execution.control.checks import check
@@ -256,6 +256,11 @@ class Machine:
         if self._checked:
             check(self, event)
         return order
+
+    def divide(self, group: Group, parts: Sequence[Group]) -> None:
+        """Put ``parts`` in the place of a group that is not begun."""
+        self.queue.divide(group, parts)
+        self.n_groups += len(parts) - 1
 
     def where(self, device: int) -> str:
         """The first unit of ``device`` that is not done, in words."""

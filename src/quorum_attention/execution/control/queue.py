@@ -126,6 +126,13 @@ class Queue:
         self.returned.extendleft(reversed([one for one in found if one.completed]))
         self.waiting.extendleft(reversed([one.group for one in found if not one.completed]))
 
+    def divide(self, group: Group, parts: Sequence[Group]) -> None:
+        """Put ``parts`` in the place of a group that waits."""
+        at = self.waiting.index(group)
+        self.waiting.remove(group)
+        for part in reversed(parts):
+            self.waiting.insert(at, part)
+
     def visits(self, found: GroupTasks, carry: bool) -> Iterator[Visit]:
         """The visits of the tasks left of a group (``carry``: see control/visits.py)."""
         if found.left.get(()) is WHOLE:
