@@ -565,6 +565,36 @@ class TestNoNonFiniteNumberOfOurOwn:
             bounds = least(made, kept, scale), most(made, kept, scale)
             assert_between((out, lse, *grads), *bounds, what)
 
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+    @pytest.mark.parametrize("kernel", ["cpu", "dense"])
+    def test_calls_over_parts_of_the_keys(self, dtype, kernel) -> None:
+        """As on several devices: each part is given the output and the log-sum-exp of all, and does
+        not see the key that made a row what it is."""
+        seed = random.SystemRandom().randrange(1 << 31)
+        draw = random.Random(seed)
+        for number in range(25):
+            n, m = draw.choice([5, 17, 40]), draw.choice([6, 31, 77])
+            made = inputs(n, m, heads=1, head_dim=8, dtype=dtype)
+            name = draw.choice(["query", "key", "value", "grad_out"])
+            tensor, value = getattr(made, name), draw.choice([math.nan, math.inf, -math.inf])
+            row = draw.randrange(tensor.shape[-2])
+            tensor[..., row, draw.randrange(8)] = value
+            cut = draw.randrange(1, m)
+            out, lse = qa.attention_with_lse(*made.three, scale=0.3, kernel=kernel)
+            parts = [
+                qa.attention_backward(
+                    made.grad_out, made.query, made.key[..., keys, :], made.value[..., keys, :],
+                    out, lse, scale=0.3, kernel=kernel,
+                )
+                for keys in (slice(0, cut), slice(cut, m))
+            ]  # fmt: skip
+            (dq, *first), (more, *second) = parts
+            grads = (dq + more, *(torch.cat(pair, -2) for pair in zip(first, second, strict=True)))
+            kept = torch.ones(n, m, dtype=torch.bool)
+            what = f"seed {seed}, number {number}: {value} in row {row} of {name}, {n} {m} {cut}"
+            bounds = least(made, kept, 0.3), most(made, kept, 0.3)
+            assert_between((out, lse, *grads), *bounds, what)
+
     @pytest.mark.parametrize("offset", [-3e4, 3e4])
     @pytest.mark.parametrize("depth", [0, 1])
     def test_a_huge_log_sum_exp(self, offset: float, depth: int) -> None:

@@ -328,6 +328,22 @@ def test_keys_that_are_a_part_of_their_rows(n: int) -> None:
         )
 
 
+@pytest.mark.parametrize("lse", [math.nan, math.inf])
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_row_that_is_broken_by_keys_elsewhere_stays_so(lse: float, route: str) -> None:
+    """Its query and these keys are finite, and so would its gradients be, if these were all."""
+    q, k, v, grad = (torch.randn(1, 2, 48, 32).half() for _ in range(4))
+    out, whole = qa.attention_with_lse(q, k, v)
+    out[:, :, 5], whole[:, :, 5] = torch.nan, lse
+    call = by_route(route, 48, 48, 2, causal=False)
+    found = qa.attention_backward(grad, q, k, v, out, whole, **call)
+    p = torch.exp(q.double() @ k.double().mT / math.sqrt(32) - whole.double().unsqueeze(-1))
+    assert bool(found[0][:, :, 5].isnan().all())
+    assert bool(found[0][:, :, :5].isfinite().all())
+    assert bool(found[1].isnan().all())
+    assert torch.equal(found[2].isnan(), (p.mT @ grad.double()).isnan())
+
+
 @pytest.mark.parametrize("of", ["query", "value"])
 def test_nobody_waits_for_what_is_infinite_in_truth(
     of: str, monkeypatch: pytest.MonkeyPatch

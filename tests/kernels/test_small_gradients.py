@@ -87,6 +87,17 @@ def test_rows_of_more_keys_than_these_take_their_delta_from_the_output(scale: fl
         torch.testing.assert_close(mine.double(), theirs, atol=1e-2, rtol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_row_that_has_no_weight_on_these_keys_adds_nothing(dtype: torch.dtype) -> None:
+    """However large its lse: rounding of that is no reason to take 0 for all of its weight."""
+    query, key, value, grad_out = (t.to(dtype) for t in call(1, 1, 1, 4, 5, 8, 8))
+    out = torch.randn(1, 1, 4, 8, dtype=dtype)
+    for lse in (1e3, 1e5, 3e6, 1e9, 1e18):
+        rows = torch.full((1, 1, 4), lse, dtype=dtype)
+        found = small_gradients(grad_out, query, key, value, out, rows, None, False, 1.0)
+        assert all(bool((t == 0).all()) for t in found), lse
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dims", [2, 3, 4])
 def test_small_calls_of_16_bits_take_this_way(

@@ -98,8 +98,7 @@ def mend_rows_(
             one = walk.head(entry, head)
             if not _is_finite(one.key) or not _is_finite(one.value):
                 continue
-            sound = _sound_rows(one.query) & _sound_rows(one.grad_out).to(one.query.device)
-            sound = sound.to(rows.device)
+            sound = one.sound_rows().to(rows.device)
             if rows.shape[1] * keys.shape[0] > (_FEW_ON_DEVICE if own_memory else _FEW_PAIRS):
                 if one.query_outgrows(rows & sound, of_query):
                     rows, few = torch.zeros_like(rows), False
@@ -224,6 +223,14 @@ class _Head:
     lse: torch.Tensor
     mask: torch.Tensor | None
     tile: tuple[int, int]
+
+    def sound_rows(self) -> torch.Tensor:
+        """Of which query rows all is finite that gradients are made of, (g, n_queries). The output
+        and the log-sum-exp, which may be of more keys than these, know of those others."""
+        found = (self.lse < torch.inf).to(self.query.device)
+        for tensor in (self.query, self.grad_out, self.out):
+            found &= _sound_rows(tensor).to(found.device)
+        return found
 
     def query_outgrows(self, rows: torch.Tensor, of_query: torch.Tensor) -> bool:
         """Whether the first that is not finite of ``rows`` (g, n_queries) of the query's gradient

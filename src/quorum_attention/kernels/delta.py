@@ -127,11 +127,12 @@ def exact_carrier(
 def not_whole(total: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     """Which rows see other keys as well, by the sums of their probabilities, and their lse.
 
-    Not those whose sum is NaN.
+    Not those whose sum is NaN. Told by its logarithm, which rounding moves as much as it moves lse:
+    beside an lse of a million, the sum itself may be anything from 0 on.
     """
     # In float64 delta of other rows is as exact: only rounding is allowed for.
     rounding, whole = _WIDE if lse.dtype == torch.float64 else (_ROUNDING, _WHOLE)
-    return (total - 1.0).abs() > lse.abs() * rounding + whole
+    return total.log().abs_() > lse.abs() * rounding + whole
 
 
 def _dropped(dropout: Dropout, p: torch.Tensor) -> torch.Tensor:
