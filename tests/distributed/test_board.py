@@ -64,12 +64,19 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from quorum_attention import distributed
+from quorum_attention.distributed.exchange import Delivery, Parcel
+from quorum_attention.distributed.watch import Watch
 
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
 for heads in (4, 8):
     for _ in range(3):
         q = torch.randn(1, heads, 30, 8, requires_grad=True)
         distributed.attention(q, q, q, lengths="equal").sum().backward()
+with Watch(dist.group.WORLD, True) as watch:  # this rank only gets something
+    parcels = [Parcel(1, 0, (4, 3), torch.float32)]
+    (got,) = Delivery(parcels, dist.group.WORLD, torch.device("cpu"), watch).contents()
+    assert got.shape == (4, 3)
+    watch.end()
 """
 
 

@@ -6,13 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from quorum_attention.distributed.marks import read_mark, write_marks
 from quorum_attention.distributed.peers import begun
-from quorum_attention.distributed.watch import Watch
+from quorum_attention.distributed.watch import Watch, sends_nothing
 from quorum_attention.execution.device.lookup import on_host
 
 # Parts of a message begin at multiples of this, so that each can be read as a tensor of any dtype.
@@ -109,10 +110,13 @@ class Delivery:
             if mark is not None and here == last:
                 for at in starts[:last]:
                     write_marks(self.outbox[at : at + _ALIGNMENT], 1, mark)
-        work = dist.all_to_all_single(
-            self.inbox, self.outbox, got, sent, group=group, async_op=True
-        )
-        self._work, self._waited = begun(group, work), False
+        self._work: Any = None
+        # A dry run refuses a message from a rank that sends none.
+        if self.outbox.numel() or not sends_nothing(group):
+            messages = self.inbox, self.outbox, got, sent
+            work = dist.all_to_all_single(*messages, group=group, async_op=True)
+            self._work = begun(group, work)
+        self._waited = self._work is None
 
     def contents(self) -> list[torch.Tensor]:
         """What came for this rank, in the order of the parcels; its own parcels as they are.
@@ -125,7 +129,7 @@ class Delivery:
         if not self._waited:
             self._watch.wait(self._work)
             self._waited = True
-        elif not on_host(self.inbox.device):
+        elif self._work is not None and not on_host(self.inbox.device):
             self._work.wait()
         if self._tail:
             self._watch.check(read_mark(self.inbox))
