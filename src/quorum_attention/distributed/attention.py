@@ -16,6 +16,7 @@ import torch.distributed as dist
 from quorum_attention.call.dropout import checked_dropout
 from quorum_attention.call.options import Written, options_of
 from quorum_attention.counts import real_number, shown, switch
+from quorum_attention.distributed import whole_heads
 from quorum_attention.distributed.agreement import Said, agreed, check_shard, refuse
 from quorum_attention.distributed.assignment import (
     Assignment,
@@ -270,7 +271,8 @@ def _decided(
         alone = forward_bytes(head_dim, value_dim, element, 0)
         flops = batch * of.pairs / of.ranks * pair_flops if aside else 0.0
         turns = turns_of(kv_heads // of.ranks, of.share, flops)
-        local = local_first(of) if aside and dtype in _LOCAL_FIRST else None
+        long = flops >= whole_heads.WORTH_IT and dtype in _LOCAL_FIRST
+        local = local_first(of) if long else None
         if local is not None and hides_more(
             of, assignment.most_received(alone), len(turns), value_dim * element, pair_flops
         ):

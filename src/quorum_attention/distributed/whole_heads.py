@@ -29,7 +29,7 @@ _TURNS = 1
 # On two streams the next one fills it: two calls were faster than one, and than three or four,
 # where a rank has at least so many floating-point operations (about a millisecond).
 _SIDE_BY_SIDE = 2
-_WORTH_IT = 5e11
+WORTH_IT = 5e11
 
 
 class Turn(NamedTuple):
@@ -47,7 +47,7 @@ def turns_of(kv_heads: int, shared: int, flops: float = 0.0) -> list[Turn]:
         shared: query heads of each.
         flops: floating-point operations of a forward, where turns are computed on two streams.
     """
-    count = min(_SIDE_BY_SIDE if flops >= _WORTH_IT else _TURNS, kv_heads)
+    count = min(_SIDE_BY_SIDE if flops >= WORTH_IT else _TURNS, kv_heads)
     edges = [kv_heads * turn // count for turn in range(count + 1)]
     return [Turn((low * shared, high * shared), (low, high)) for low, high in pairwise(edges)]
 
