@@ -10,13 +10,14 @@ from typing import NoReturn
 import pytest
 import torch
 import torch.distributed as dist
-from helpers_ranks import compare, inputs_of, spawn
+from helpers_ranks import TOLERANCES, compare, exact, inputs_of, spawn
 
 from quorum_attention import distributed as sharded
 from quorum_attention.distributed import whole_heads
 from quorum_attention.distributed.assignment import Sequences, forward_bytes
 from quorum_attention.distributed.calls import Calls
-from quorum_attention.distributed.ways import heads, hides_more, local_first
+from quorum_attention.distributed.ways import heads as heads_exchanged
+from quorum_attention.distributed.ways import hides_more, local_first
 
 # Of the package's function's name: the module has to be asked for.
 attention = import_module("quorum_attention.distributed.attention")
@@ -44,29 +45,35 @@ def _calls(rank: int) -> None:
     ):
         torch.manual_seed(number)
         sizes, kv_heads = [rows] * ranks, kv_heads * ranks
-        n_heads = kv_heads * share
-        tensors = inputs_of(n_heads, kv_heads, sum(sizes), dim, value_dim, dtype, batch)
-        options = {"lengths": sizes} if number else {}
-        report = compare(rank, sizes, tensors, True, **options)
+        heads = kv_heads * share
+        tensors = inputs_of(heads, kv_heads, sum(sizes), dim, value_dim, dtype, batch)
+        # With gradients heads are exchanged; without them ranks begin with what is theirs, the
+        # first time, agreed on, and remembered.
+        report = compare(rank, sizes, tensors, True, lengths=sizes)
+        assert report.way == "heads exchanged"
+        mine = [t[:, :, rank * rows : rank * rows + rows] for t in tensors[:3]]
+        true = exact(tensors, True)[0][:, :, rank * rows : rank * rows + rows]
+        for options in ({}, {}, *[{"lengths": sizes}] * 4, {"lengths": "equal", "report": report}):
+            for scale in (1, -1):
+                q, k, v = mine[0], mine[1], mine[2] * scale
+                out = sharded.attention(q, k, v, is_causal=True, enable_gqa=True, **options)
+                error = float((out.double() - scale * true).abs().max() / true.abs().max())
+                assert out.dtype == dtype
+                assert error < TOLERANCES[dtype], (error, dtype, options)
         assert report.way == "local first"
-        assert report.kept
         # Of each later rank queries, of each earlier one keys and values; of half the heads.
         later, earlier, unit = ranks - 1 - rank, rank, batch * rows * kv_heads // 2
         element, lse = dtype.itemsize, max(4, dtype.itemsize)
         come = later * share * dim * element + earlier * (dim + value_dim) * element
         back = earlier * share * (value_dim * element + lse)
         assert report.forward_bytes == unit * (come + back)
-        of = Sequences((0, *accumulate(sizes)), n_heads, kv_heads, True)
-        sizes_of = forward_bytes(dim, value_dim, element, lse)
-        rows_of = sizes_of.query._replace(partial=sizes_of.query.alone)
-        made = local_first(of)
+        made = local_first(Sequences((0, *accumulate(sizes)), heads, kv_heads, True))
         assert made is not None
-        counted = [made.received(one, sizes_of._replace(query=rows_of)) for one in range(ranks)]
+        of = forward_bytes(dim, value_dim, element, lse)
+        of = of._replace(query=of.query._replace(partial=of.query.alone))
+        counted = [made.received(one, of) for one in range(ranks)]
         assert report.forward_bytes == batch * counted[rank]
         assert report.most_forward_bytes == max(counted)
-        come = later * share * (2 * value_dim * element + lse)
-        back = earlier * share * dim * element + later * (dim + value_dim) * element
-        assert report.backward_bytes == unit * (come + back)
     if ranks < 4:
         _one_fails(rank, ranks)
 
@@ -116,7 +123,7 @@ def test_where_it_is_not_possible() -> None:
 def test_taken_where_messages_are_much_of_a_call() -> None:
     def better(a_rank: int, n_heads: int, kv_heads: int, ranks: int = 2) -> bool:
         of = Sequences(tuple(a_rank * n for n in range(ranks + 1)), n_heads, kv_heads, True)
-        moved = heads(of).most_received(forward_bytes(128, 128, 2, 0))
+        moved = heads_exchanged(of).most_received(forward_bytes(128, 128, 2, 0))
         return hides_more(of, moved, 2, 256, 512.0)
 
     assert better(8192, 64, 8)

@@ -24,29 +24,47 @@ _MOST = 128
 _KNOWN: dict[Hashable, Whole | None] = {}
 
 
-def forward(three: _Three, causal: bool, scale: float | None) -> tuple[torch.Tensor, ...] | None:
+def forward(
+    three: _Three,
+    causal: bool,
+    scale: float | None,
+    held: dict[Hashable, Whole] | None = None,
+    at: Hashable = None,
+) -> tuple[torch.Tensor, ...] | None:
     """(out, lse) of query, key and value, whose gradients nobody records; None: it is to be decided
-    as any other call."""
-    name = _name(three, causal, scale)
-    if name is None:
-        return None
-    if name not in _KNOWN:
-        tensors, request = request_of(
-            "attention", *three, None, 0.0, None, causal, scale, True, None, None, Written()
-        )
-        if len(_KNOWN) >= _MOST:
-            _KNOWN.clear()
-        _KNOWN[name] = whole(tensors, request)
-    known = _KNOWN[name]
+    as any other call.
+
+    Args:
+        held: of calls that are alike in all that is looked at here, what is known of each, by name;
+            to be filled.
+        at: what this one is called there.
+    """
+    name, known = None, None if held is None else held.get(at)
     if known is None:
-        return None
+        name = _name(three, causal, scale)
+        if name is None:
+            return None
+        if name not in _KNOWN:
+            tensors, request = request_of(
+                "attention", *three, None, 0.0, None, causal, scale, True, None, None, Written()
+            )
+            if len(_KNOWN) >= _MOST:
+                _KNOWN.clear()
+            _KNOWN[name] = whole(tensors, request)
+        known = _KNOWN[name]
+        if known is None:
+            return None
+        if held is not None:
+            held[at] = known
     try:
         return known.forward(*three)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
     # The next one is decided by what is free then.
-    del _KNOWN[name]
+    _KNOWN.pop(_name(three, causal, scale), None)
+    if held is not None:
+        held.pop(at, None)
     return None
 
 

@@ -23,7 +23,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # What the ranks tell each other, after their rows and the lengths that they were given.
 _WORDS = (
     "batch size", "heads", "kv_heads", "head_dim", "value_dim", "dtype", "is_causal", "scale",
-    "attn_mask", "dropout_p", "dropout_seed",
+    "attn_mask", "dropout_p", "dropout_seed", "gradients",
 )  # fmt: skip
 # Then, of so many tensors of the mask with a number for each token, how many numbers they have.
 _COLUMNS = 8
@@ -146,6 +146,7 @@ class Said(NamedTuple):
     Attributes:
         dtype: of the kernels (autocast's, where that is on).
         dropout: chance and seed, as given.
+        records: whether gradients are recorded: the way that tensors meet may depend on it.
     """
 
     query: torch.Tensor
@@ -156,6 +157,7 @@ class Said(NamedTuple):
     scale: float | None
     mask: Mask | None
     dropout: tuple[float, int | None]
+    records: bool = False
 
 
 class Agreed(NamedTuple):
@@ -246,6 +248,7 @@ def _name(said: Said, sizes: tuple[int, ...]) -> Hashable:
     return (
         sizes, tuple(query[:-2]), key[-3], query[-1], said.value.shape[-1],
         _DTYPES.index(said.dtype), said.is_causal, said.scale, of_mask, said.dropout[0],
+        said.records,
     )  # fmt: skip
 
 
@@ -271,7 +274,7 @@ def _numbers(said: Said) -> tuple[int, ...]:
     return (
         math.prod(query.shape[:-3]), query.shape[-3], key.shape[-3], query.shape[-1],
         value.shape[-1], _DTYPES.index(said.dtype), int(said.is_causal), _number(said.scale),
-        _number(mask), _number(p), _number(seed),
+        _number(mask), _number(p), _number(seed), int(said.records),
     )  # fmt: skip
 
 
@@ -279,7 +282,8 @@ def _words(group: dist.ProcessGroup, said: Said) -> str:
     return (
         f"rank {group.rank()} has query {tuple(said.query.shape)} {said.dtype}, key "
         f"{tuple(said.key.shape)}, is_causal={said.is_causal}, scale={said.scale}, "
-        f"attn_mask={said.mask}, dropout_p={said.dropout[0]}, dropout_seed={said.dropout[1]}"
+        f"attn_mask={said.mask}, dropout_p={said.dropout[0]}, dropout_seed={said.dropout[1]}, "
+        f"{'gradients' if said.records else 'no gradients'}"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
@@ -24,9 +24,9 @@ from quorum_attention.distributed.assignment import (
     forward_bytes,
 )
 from quorum_attention.distributed.calls import Calls, Learned
-from quorum_attention.distributed.local_first import ByShards, LocalFirst
+from quorum_attention.distributed.local_first import LocalFirst, without_gradients
 from quorum_attention.distributed.masks import Shards, checked_mask, whole_mask
-from quorum_attention.distributed.peers import member_of
+from quorum_attention.distributed.peers import Peers, member_of
 from quorum_attention.distributed.report import ShardedReport
 from quorum_attention.distributed.run import Sharded, backward, forward
 from quorum_attention.distributed.swap import Swap
@@ -40,15 +40,17 @@ from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.uncompiled import uncompiled
 from quorum_attention.mask import Mask
+from quorum_attention.repeated import like
 
 # Inputs are kept for the backward where they take at most this much of what the shards take.
 _KEPT_SHARE = 1.25
+_AUTO = "auto"
 # 16-bit calls of so few pairs are computed in fp32: on one device they get an exact delta
 # (kernels/delta.py), which needs whole rows.
 _WIDENED_PAIRS = 1 << 16
-# Dtypes whose partial results may be rounded as the kernel rounds them: those of fp16 may outgrow
-# it where their sum does not, and in fp32 computing takes so long that little is to be hidden.
-_LOCAL_FIRST = (torch.bfloat16,)
+# Dtypes whose partial results may be rounded as the kernel rounds them. (In fp32 computing takes so
+# long that little is to be hidden.)
+_LOCAL_FIRST = (torch.bfloat16, torch.float16)
 
 
 @uncompiled
@@ -78,7 +80,8 @@ def attention(
     among ways that share the work evenly: heads are exchanged, keys and values are moved, tasks of
     a cyclic quorum set are computed, or heads are exchanged among groups of ranks that do one of
     the others (``distributed/ways.py``). Partial results travel and are added up in fp32 (fp64 for
-    fp64 inputs).
+    fp64 inputs). On GPUs a causal forward without gradients may begin with each rank's own rows and
+    keys; there parts of 16 bits travel as kernels round them.
 
     Args:
         query: (..., heads, rows, head_dim): this rank's rows; fp16, bf16, fp32 or fp64, on the
@@ -117,6 +120,18 @@ def attention(
             get NaN from a rank that failed (docs/distributed.md).
     """
     group = member_of(group)
+    name = None
+    if (
+        budget is None and depth is _AUTO and kernel is _AUTO and report is None
+        and attn_mask is None and dropout_seed is None and type(dropout_p) is float
+        and dropout_p == 0.0 and lengths is not None
+    ):  # fmt: skip
+        name = _alike(query, key, value, is_causal, scale, enable_gqa, lengths)
+        ready: _Ready | None = None if name is None else Peers.of(group).ready.get(name)
+        if ready is not None:
+            with Watch(group, ready.on_host) as watch:
+                watch.knows(ready.what, ready.mark)
+                return _met(ready.call, (query, key, value), watch)
     asked = Written(budget, None, depth, kernel)
     with Watch(group, in_host_memory(query)) as watch:
         try:
@@ -133,18 +148,68 @@ def attention(
         cast = torch.is_autocast_enabled(kind) and dtype != torch.float64
         if cast:
             dtype = torch.get_autocast_dtype(kind)
-        said = Said(query, key, value, dtype, causal, factor, mask, (p, seed))
-        sizes, name, mark = agreed(group, said, lengths, watch)
+        records = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+        said = Said(query, key, value, dtype, causal, factor, mask, (p, seed), records)
+        sizes, agreed_on, mark = agreed(group, said, lengths, watch)
         if mask is not None:
             batch_shape = query.shape[:-3]
             shards = Shards(group, sizes, batch_shape, query.shape[-3], query.device)
             mask = whole_mask(mask, shards, watch)
         whole = (query.shape[-3], sum(sizes))
-        calls = Calls(factor, asked, whole, report, mask, _dropout(p, seed), name, mark)
+        calls = Calls(factor, asked, whole, report, mask, _dropout(p, seed), agreed_on, mark)
         if not cast:
-            return _computed(inputs, group, watch, sizes, causal, calls)
+            like_this = name if mark is not None else None
+            return _computed(inputs, group, watch, sizes, causal, calls, records, like_this)
         with torch.autocast(kind, enabled=False):
-            return _computed([t.to(dtype) for t in inputs], group, watch, sizes, causal, calls)
+            narrowed = [t.to(dtype) for t in inputs]
+            return _computed(narrowed, group, watch, sizes, causal, calls, records)
+
+
+class _Ready(NamedTuple):
+    """A call whose heads are exchanged, or the like, without a mask: all that precedes messages.
+
+    Attributes:
+        call: how tensors meet.
+        what, mark: what the ranks have agreed on, and a number of it.
+        on_host: whether tensors are in host memory.
+    """
+
+    call: Exchanged | LocalFirst
+    what: Hashable
+    mark: int
+    on_host: bool
+
+
+def _alike(
+    query: Any, key: Any, value: Any, is_causal: Any, scale: Any, enable_gqa: Any, lengths: Any
+) -> Hashable | None:
+    """What a call is looked up by of which nothing is asked but attention; calls of one name differ
+    in their numbers only. None: it is looked at anew."""
+    if type(lengths) is not str:
+        if type(lengths) is not tuple and type(lengths) is not list:
+            return None
+        for number in lengths:
+            if type(number) is not int:
+                return None
+        lengths = tuple(lengths)
+    found = like(query, key, value, None, is_causal, scale, enable_gqa)
+    # With the rows of keys, which may be rounded up there.
+    return None if found is None else (found, lengths, key.shape[2])
+
+
+def _met(
+    call: Exchanged | LocalFirst, inputs: Sequence[torch.Tensor], watch: Watch
+) -> torch.Tensor:
+    """The result of a call without a mask."""
+    if isinstance(call, LocalFirst):
+        with torch.no_grad():
+            return without_gradients(call, watch, *inputs)
+    out: torch.Tensor
+    if not torch.is_grad_enabled():
+        query, key, value = inputs
+        return whole_heads.forward(call, watch, query, key, value, keep=False)[0]
+    out = ByHeads.apply(*inputs, None, None, call, watch)  # type: ignore[no-untyped-call]
+    return out
 
 
 def _check_options(asked: Written, report: Any, device: torch.device) -> None:
@@ -169,8 +234,10 @@ def _computed(
     sizes: tuple[int, ...],
     causal: bool,
     calls: Calls,
+    records: bool,
+    name: Hashable | None = None,
 ) -> torch.Tensor:
-    """The result of a call that has been checked."""
+    """The result of a call that has been checked; it is remembered as ``name``."""
     query, key, value = inputs
     mask, shape = calls.mask, query.shape
     units: Literal["pairs", "rows", "heads"] = "pairs"
@@ -183,7 +250,7 @@ def _computed(
         flat = [t.reshape(batch, *t.shape[-3:]) for t in inputs]
     aside = not on_host(query.device) and units == "pairs"
     decided = _decided(
-        sizes, shape, key.shape[-3], value.shape[-1], query.dtype, leans, units, aside
+        sizes, shape, key.shape[-3], value.shape[-1], query.dtype, leans, units, aside, records
     )
     if decided.widened:
         flat = [t.float() for t in flat]
@@ -195,23 +262,30 @@ def _computed(
         sinks = mask.sinks
         bias = mask.bias if mask.bias is not None and mask.bias.requires_grad else None
     out: torch.Tensor
+    call: Exchanged | LocalFirst | None = None
     if decided.assignment.local_first:
-        local = LocalFirst(
-            weakref.ref(group), sizes, shape[-3], key.shape[-3], calls, aside and calls.unlimited
-        )
-        out = ByShards.apply(*flat, local, watch)  # type: ignore[no-untyped-call]
+        there = weakref.ref(group), group.rank(), sizes, shape[-3], key.shape[-3]
+        call = LocalFirst(*there, calls, aside and calls.unlimited)
     elif decided.assignment.whole_heads:
-        exchanged = Exchanged(
-            Swap(group, sizes), decided.turns, calls, causal, aside and calls.unlimited
-        )
-        out = ByHeads.apply(*flat, bias, sinks, exchanged, watch)  # type: ignore[no-untyped-call]
+        side_by_side = aside and calls.unlimited
+        call = Exchanged(Swap(group, sizes), decided.turns, calls, causal, side_by_side)
+    if name is not None and call is not None and not decided.widened and flat is inputs:
+        # What is known of its attention calls is held as well.
+        call.held = {}
+        assert calls.mark is not None
+        ready = _Ready(call, (calls.name, None), calls.mark, in_host_memory(query))
+        Peers.of(group).ready[name] = ready
+    if call is not None and mask is None:
+        out = _met(call, flat, watch)
+    elif isinstance(call, Exchanged):
+        out = ByHeads.apply(*flat, bias, sinks, call, watch)  # type: ignore[no-untyped-call]
     else:
         if causal and units != "pairs":
             # Of some rows of a head: causal then is a matter of the mask, which knows where.
             lower = Mask(causal=True)
             calls = replace(calls, mask=lower if mask is None else mask & lower)
-        call = Sharded(decided.assignment, weakref.ref(group), calls, decided.kept)
-        out = _Attention.apply(*flat, bias, sinks, call, watch)  # type: ignore[no-untyped-call]
+        rows = Sharded(decided.assignment, weakref.ref(group), calls, decided.kept)
+        out = _Attention.apply(*flat, bias, sinks, rows, watch)  # type: ignore[no-untyped-call]
     if decided.widened:
         out = out.to(query.dtype)
     return out if len(shape) == 4 else out.reshape(*shape[:-1], value.shape[-1])
@@ -250,11 +324,13 @@ def _decided(
     leans: bool,
     units: Literal["pairs", "rows", "heads"],
     aside: bool,
+    records: bool,
 ) -> _Decided:
     """Of sizes alone, so all ranks decide the same; budgets may differ.
 
     Args:
         aside: turns may be computed on two streams.
+        records: gradients are recorded.
     """
     of = Sequences((0, *accumulate(lengths)), query[-3], kv_heads, leans, units)
     batch, head_dim = math.prod(query[:-3]), query[-1]
@@ -271,8 +347,9 @@ def _decided(
         alone = forward_bytes(head_dim, value_dim, element, 0)
         flops = batch * of.pairs / of.ranks * pair_flops if aside else 0.0
         turns = turns_of(kv_heads // of.ranks, of.share, flops)
-        long = flops >= whole_heads.WORTH_IT and dtype in _LOCAL_FIRST
-        local = local_first(of) if long else None
+        # Not where gradients are wanted: those of two ranks' parts are rounded once more.
+        rounded = dtype in _LOCAL_FIRST and not records
+        local = local_first(of) if rounded and flops >= whole_heads.WORTH_IT else None
         if local is not None and hides_more(
             of, assignment.most_received(alone), len(turns), value_dim * element, pair_flops
         ):

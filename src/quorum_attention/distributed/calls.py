@@ -27,6 +27,7 @@ from quorum_attention.execution.report import Report
 from quorum_attention.execution.workload import state_dtype
 from quorum_attention.mask import Mask
 from quorum_attention.passes import run_backward, run_forward
+from quorum_attention.repeated.whole import Whole
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -122,10 +123,14 @@ class Calls:
         heads: Interval,
         rows: Interval,
         out_dtype: torch.dtype | None = None,
+        held: dict[Hashable, Whole] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and log-sum-exp of some rows of some heads; the whole call's numbers of both.
 
         NaN where a rank has failed: the pass raises at its end.
+
+        Args:
+            held: what is known of such calls, by what may differ among them (``again.py``).
         """
 
         def instead() -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,7 +139,7 @@ class Calls:
             return out, query.new_full(size, math.nan, dtype=state)
 
         return watch.computed(
-            lambda: self._forward(query, key, value, causal, heads, rows, out_dtype), instead
+            lambda: self._forward(query, key, value, causal, heads, rows, out_dtype, held), instead
         )
 
     def _forward(
@@ -146,10 +151,12 @@ class Calls:
         heads: Interval,
         rows: Interval,
         out_dtype: torch.dtype | None,
+        held: dict[Hashable, Whole] | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         mask = None if self.mask is None else part_of(self.mask, heads, rows, self.sizes)
         if self._plain and (out_dtype is None or out_dtype == query.dtype):
-            found = again.forward((query, key, value), causal, self.scale)
+            at = None if held is None else (causal, heads, query.shape, key.shape)
+            found = again.forward((query, key, value), causal, self.scale, held, at)
             if found is not None:
                 return found[0], found[1]
         if self._plain:

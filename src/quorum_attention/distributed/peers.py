@@ -63,6 +63,8 @@ class Peers:
         passes: how many passes there were, the same number on all ranks.
         left: whether this rank raised an error of which others may have heard no more than a word.
         agreed: calls that the ranks have agreed on, with a number that is the same on all of them.
+        ready: of calls that were agreed on, all that this rank has found out about them, by what it
+            looks at; forgotten with them.
         begun: messages that this rank has not waited for.
     """
 
@@ -71,6 +73,7 @@ class Peers:
     passes: int = 0
     left: bool = False
     agreed: dict[Hashable, int] = field(default_factory=dict)
+    ready: dict[Hashable, Any] = field(default_factory=dict)
     begun: list[Any] = field(default_factory=list)
 
     @classmethod
@@ -85,6 +88,7 @@ class Peers:
         """Remember that all ranks make the call that this one calls ``name``, of plain values."""
         if len(self.agreed) >= _MOST:
             self.agreed.clear()
+            self.ready.clear()
         self.agreed[name] = zlib.crc32(repr(name).encode())
 
 

@@ -8,8 +8,8 @@
 * *quorums*: a rank computes tasks of a cyclic quorum set, and so needs about sqrt(ranks) chunks
   instead of all; its partial results are merged where the rows belong.
 * *local first*, of causal calls: a rank computes its own triangle, and rectangles are shared by
-  heads among the rank that has the keys and the one that has the rows. More bytes move, but none
-  that a rank waits for (``local_first.py``).
+  heads among the rank that has the keys and the one that has the rows. Of three ranks on more
+  bytes move, but hardly any that a rank waits for (``local_first.py``).
 * a mesh of two of them: heads are exchanged among groups of ranks, and within a group the
   sequence is shared in one of the other ways.
 """

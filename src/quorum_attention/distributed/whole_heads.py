@@ -9,7 +9,7 @@ moves again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from quorum_attention.distributed.swap import Part, Swap, ToRows, opened
 from quorum_attention.distributed.watch import Watch
 from quorum_attention.execution.device.two_streams import TwoStreams
 from quorum_attention.kernels.first_derivative import first_derivative
+from quorum_attention.repeated.whole import Whole
 
 # Into how many calls a rank's heads are cut. On one stream the end of each leaves most of the
 # device idle for a while: on H200s that takes longer than what more calls hide of the messages.
@@ -59,6 +60,7 @@ class Exchanged:
     Attributes:
         calls: how its attention calls are made.
         side_by_side: turns are computed on two streams.
+        held: what is known of its attention calls, where it is made again and again (``again.py``).
     """
 
     swap: Swap
@@ -66,6 +68,7 @@ class Exchanged:
     calls: Calls
     is_causal: bool
     side_by_side: bool = False
+    held: dict[Hashable, Whole] | None = None
 
     def numbers(self, turn: Turn, heads: int) -> tuple[Interval, Interval]:
         """Heads and rows of a turn in the whole call, which has so many heads."""
@@ -96,7 +99,9 @@ def forward(
         with lanes.turn(number):
             rows, keys, values = now.arrived(watch)
             numbers = call.numbers(turn, query.shape[1])
-            part, lse = call.calls.forward(watch, rows, keys, values, call.is_causal, *numbers)
+            part, lse = call.calls.forward(
+                watch, rows, keys, values, call.is_causal, *numbers, held=call.held
+            )
             going.append(swap.to_rows(part, out, turn.heads[0]))
         lanes.leaves(part, lse, going[-1].inbox, going[-1].message)
         if keep:
