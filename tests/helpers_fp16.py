@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 import torch
-from helpers_attention import Inputs, exact
+from helpers_attention import Exact, Inputs, exact
 from helpers_plans import passing
 
 import quorum_attention as qa
@@ -60,9 +60,92 @@ def drawn(seed: int) -> Drawn:
     return Drawn(made, causal, words)
 
 
-def wrong(call: Drawn, route: str, seed: int) -> str | None:
-    """What is wrong with the gradients of a drawn call on a route, in words; None is nothing."""
-    rng, made = random.Random(seed), call.made
+def small(seed: int) -> Drawn:
+    """The like of ``drawn`` in few sizes, all of one width: what a GPU compiles, or tries out, for
+    a size serves many calls."""
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(rng.randrange(1 << 31))
+    n, m = rng.choice([(1, 1), (5, 5), (128, 128), (300, 300), (300, 2), (300, 5), (5, 300)])
+    heads, shared = rng.choice([(2, 1), (1, 2)])
+    q, grad_out = (torch.randn(1, heads * shared, n, 64, generator=generator) for _ in "qg")
+    k, v = (torch.randn(1, heads, m, 64, generator=generator) for _ in "kv")
+    kind = rng.choice(["sink", "sink", "uniform", "large values", "plain"])
+    if kind == "sink":
+        u = torch.nn.functional.normalize(torch.randn(64, generator=generator), dim=0)
+        q = q / 2 + u * rng.choice([2, 6, 12])
+        k[:, :, 0] = u * rng.choice([5, 20, 60])
+        grad_out = rng.choice([torch.full_like(grad_out, 1 / n), grad_out, grad_out.abs()])
+    elif kind == "uniform":
+        grad_out = torch.full_like(grad_out, rng.choice([1 / n, 1.0, 100.0]))
+    elif kind == "large values":
+        v *= rng.choice([30, 1000])
+    size = rng.choice([0, 0, -14, 8, 12, 14, 16])
+    grad_out = (grad_out * 2.0**size).clamp(-_LARGEST, _LARGEST)
+    made = Inputs(q.half(), k.half(), v.half(), grad_out.half())
+    words = f"seed {seed}: {kind}, {n} x {m}, heads {heads} x {shared}, gradient times 2^{size}"
+    return Drawn(made, rng.random() < 0.5, words)
+
+
+def sink(n: int, heads: int = 1) -> Inputs:
+    """Every query attends to one key alone, and every gradient points the same way."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, heads, n, 64, generator=generator) for _ in range(3))
+    u = torch.nn.functional.normalize(torch.randn(64, generator=generator), dim=0)
+    q, k[:, :, n // 8] = q / 2 + 6 * u, 20 * u
+    # Values are small, so the bound of the scaling leaves the gradients large.
+    return Inputs(q.half(), k.half(), (v / 8).half(), torch.full_like(q, 1 / n).half())
+
+
+@dataclass
+class Way:
+    """How a call is computed: on a route, by a kernel, on a device.
+
+    On a GPU inputs and results of the routes that have to load them lie in host memory.
+    """
+
+    route: str
+    device: str = "cpu"
+    kernel: str = "auto"
+
+    @property
+    def home(self) -> str:
+        return self.device if self.route in ("direct", "over_inputs") else "cpu"
+
+    def plan(self, made: Inputs, is_causal: bool, **more) -> qa.Plan:  # type: ignore[no-untyped-def]
+        """A plan of the backward; ``more`` is what ``qa.plan`` takes."""
+        q, k, v = made.three
+        if self.route != "direct":
+            more |= {"over_inputs": self.route == "over_inputs"}
+        return qa.plan(
+            q.shape[2], n_keys=k.shape[2], heads=q.shape[1], kv_heads=k.shape[1],
+            head_dim=q.shape[3], value_dim=v.shape[3], dtype=q.dtype, is_causal=is_causal,
+            device=self.device, inputs="device" if self.home == self.device else "host",
+            kernel=self.kernel, backward=True, **more,
+        )  # fmt: skip
+
+    def gradients(
+        self, made: Inputs, reference: Exact, is_causal: bool, plan: qa.Plan, **more
+    ) -> tuple[torch.Tensor, ...]:  # type: ignore[no-untyped-def]
+        """The gradients, on the CPU, from the output and log-sum-exp of ``reference``."""
+        q, k, v = (t.to(self.home) for t in made.three)
+        if self.route == "slots of a strided query":
+            q = q.mT.contiguous().mT
+        out, lse = reference.out.half(), reference.lse.float()
+        got = qa.attention_backward(
+            made.grad_out.to(self.home), q, k, v, out.to(self.home), lse.to(self.home),
+            is_causal=is_causal, enable_gqa=True, plan=plan, kernel=self.kernel,
+            devices=self.device, **more,
+        )  # fmt: skip
+        return tuple(t.cpu() for t in got)
+
+
+def wrong(call: Drawn, way: Way, seed: int) -> str | None:
+    """What is wrong with the gradients of a drawn call on a way, in words; None is nothing.
+
+    Raises:
+        NotImplementedError: the kernel does not take such a call.
+    """
+    rng, made, route = random.Random(seed), call.made, way.route
     q, k, v = made.three
     reference = exact(made, is_causal=call.is_causal, gradients=True)
     assert reference.grads is not None
@@ -73,17 +156,9 @@ def wrong(call: Drawn, route: str, seed: int) -> str | None:
     }.get(route, [(), (1,), (3,), (7,), (3, 7)])
     more = {"levels": rng.choice(levels), "tile": rng.choice([8, 16, 128])}
     more |= {"layout": rng.choice(["aligned", "balanced"])}
-    if route != "direct":
-        more |= {"over_inputs": route == "over_inputs"}
     if route.startswith("slots"):
         more |= {"n_cap": rng.choice([1, 2, 3])}
-    if route == "slots of a strided query":
-        q = q.mT.contiguous().mT
-    plan = qa.plan(
-        q.shape[2], n_keys=k.shape[2], heads=q.shape[1], kv_heads=k.shape[1],
-        head_dim=q.shape[3], value_dim=v.shape[3], dtype=q.dtype, is_causal=call.is_causal,
-        device="cpu", backward=True, **more,
-    )  # fmt: skip
+    plan = way.plan(made, call.is_causal, **more)
     if route == "passing":
         sizes = [rng.choice([1, 16, 64, 100, 400]) for _ in range(2)]
         # As many sums as there are rows on one side; tens of thousands of units would be all alike.
@@ -93,23 +168,20 @@ def wrong(call: Drawn, route: str, seed: int) -> str | None:
         more["sizes"] = sizes
     dtype = torch.float16 if route == "direct" else rng.choice([torch.float16, torch.float32])
     # Whatever is not written stays NaN.
-    grads = tuple(torch.full(t.shape, torch.nan, dtype=dtype) for t in (q, k, v))
-    got = qa.attention_backward(
-        made.grad_out, q, k, v, reference.out.half(), reference.lse.float(),
-        is_causal=call.is_causal, enable_gqa=True, plan=plan, grads=grads,
-    )  # fmt: skip
+    grads = tuple(torch.full(t.shape, torch.nan, dtype=dtype, device=way.home) for t in (q, k, v))
+    got = way.gradients(made, reference, call.is_causal, plan, grads=grads)
     for name, actual, wanted in zip(("query", "key", "value"), got, reference.grads, strict=True):
         size = float(wanted.abs().max())
         fits = wanted.abs() + 2e-3 * size < 0.99 * torch.finfo(dtype).max
         if not bool(actual[fits].isfinite().all()):
-            return f"{call.words}; {route} {more}: the {name}'s gradient is not finite"
+            return f"{call.words}; {way} {more}: the {name}'s gradient is not finite"
         # dQ and dK cancel (P (dP - delta)), so that what is asked of their size is little.
         allowed = 3e-3 * size if name == "value" else 0.02 * size + _terms(made)
         # An operator that adds up in fp16 rounds to its smallest step more than once.
         allowed += 6e-8 if more["levels"] else 4 * 6e-8
         off = float((actual.double() - wanted)[fits].abs().max()) if bool(fits.any()) else 0.0
         if off > allowed:
-            return f"{call.words}; {route} {more}: the {name}'s gradient is off by {off:.2e}"
+            return f"{call.words}; {way} {more}: the {name}'s gradient is off by {off:.2e}"
     return None
 
 

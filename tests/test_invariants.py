@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 import torch
 from helpers_attention import GRADIENT_TOLERANCE, TOLERANCE, assert_close, error, exact, inputs
-from helpers_fp16 import ROUTES, drawn, wrong
+from helpers_fp16 import ROUTES, Way, drawn, wrong
 from helpers_kernels import IdleKernel, WatchedKernel
 from helpers_memory import FailingAllocations, usage
 from helpers_not_finite import assert_between, least, most
@@ -608,7 +608,7 @@ class TestNoNonFiniteNumberOfOurOwn:
         """Sinks, few keys, loss-scaled gradients, new ones every time; the same ones every time,
         and what they are: execution/test_scaled_draws.py."""
         first = random.SystemRandom().randrange(1 << 30)
-        found = [wrong(drawn(first + i), route, first + i) for i in range(25)]
+        found = [wrong(drawn(first + i), Way(route), first + i) for i in range(25)]
         assert [words for words in found if words is not None] == []
 
     @pytest.mark.parametrize("depth", [0, 1, 2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers_attention import Inputs, exact
-from helpers_fp16 import ROUTES, drawn, wrong
+from helpers_fp16 import ROUTES, Way, drawn, sink, wrong
 from helpers_memory import usage
 from helpers_plans import unpinned
 
@@ -18,18 +18,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("route", ROUTES)
 def test_no_infinity_that_float64_does_not_have(route: str) -> None:
     """Every result that fp16 can hold is finite and right (invariant 6)."""
-    found = [wrong(drawn(seed), route, seed) for seed in range(60)]
+    found = [wrong(drawn(seed), Way(route), seed) for seed in range(60)]
     assert [words for words in found if words is not None] == []
-
-
-def sink(n: int, heads: int = 1) -> Inputs:
-    """Every query attends to one key alone, and every gradient points the same way."""
-    generator = torch.Generator().manual_seed(3)
-    q, k, v = (torch.randn(1, heads, n, 64, generator=generator) for _ in range(3))
-    u = torch.nn.functional.normalize(torch.randn(64, generator=generator), dim=0)
-    q, k[:, :, n // 8] = q / 2 + 6 * u, 20 * u
-    # Values are small, so the bound of the scaling leaves the gradients large.
-    return Inputs(q.half(), k.half(), (v / 8).half(), torch.full_like(q, 1 / n).half())
 
 
 @pytest.mark.parametrize("n_cap", [1, 2, 3])
