@@ -118,9 +118,16 @@ def replacing(path: str | PathLike[str], *, durable: bool = True) -> Iterator[Bi
                 os.fsync(file.fileno())
             # Before the lock is released: another process would remove it as stale.
             os.replace(file.name, target)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             os.unlink(file.name)
+        if (
+            isinstance(error, OSError)
+            and error.errno in (*_NO_SPACE, errno.EFBIG)
+            and error.filename is None
+        ):
+            # A full disk does not say which file it had no room for.
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from error
         raise
     if durable:
         sync_directory(target.parent)

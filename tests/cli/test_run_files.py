@@ -285,38 +285,6 @@ def test_a_disk_without_room_is_said(
     assert "are missing" in said
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """256 KiB, for whoever may mount."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
-    try:
-        done = subprocess.run(command, capture_output=True, check=False)
-    except FileNotFoundError:
-        pytest.skip("there is no mount here")
-    if done.returncode:
-        pytest.skip("mounting a small disk is not allowed here")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_a_full_disk_is_no_bus_error(
-    tmp_path: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tensors = {name: torch.randn(1, 4, 1_500, 16) for name in ("query", "key", "value")}
-    safetensors.torch.save_file(tensors, tmp_path / "in")
-    safetensors.torch.save_file({"out": torch.ones(7)}, small_disk / "out")
-    before = in_folder(small_disk / "out")
-    assert main(["run", str(tmp_path / "in"), str(small_disk / "out"), *CPU]) == 2
-    assert "are missing" in capsys.readouterr().err
-    assert in_folder(small_disk / "out") == before
-    picture = str(small_disk / "picture.png")
-    (small_disk / "filler").write_bytes(bytes(240 << 10))
-    assert main(["plan", "--tokens", "9999", *CPU, "--levels", "7", "--draw", picture]) == 2
-    assert not Path(picture).exists()
-
-
 def test_a_limit_on_files_is_no_bus_error(inputs: Path, earlier: Path) -> None:
     before = in_folder(inputs)
     limited = (
