@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,13 +15,38 @@ import safetensors.torch
 import torch
 from helpers_docs import ROOT, Command, blocks, commands, normal
 
+from quorum_attention.bench.settings import Settings
+from quorum_attention.bench.spec import OK, OUT_OF_MEMORY, UNSUPPORTED
 from quorum_attention.cli import main, parser, recover
+from quorum_attention.cli.bench import EXPERIMENTS
+from quorum_attention.execution.device.backend import TrialSizes
+from quorum_attention.execution.device.cpu import Cpu
+from quorum_attention.planner import calibration
 
 OURS = sorted({c.text for c in commands() if c.text.startswith("quorum-attention")})
 OTHERS = [c for c in commands() if not c.text.startswith("quorum-attention")]
-# Commands of minutes, or that measure the machine: only whether they can be given is asked.
-NOT_RUN = ("quorum-attention bench", "quorum-attention calibrate")
+# Run by tests of their own, below.
+APART = ("quorum-attention bench", "quorum-attention calibrate")
 SHORT = {
+    "bench": [
+        "--device",
+        "cpu",
+        "--quick",
+        "--min-tokens",
+        "64",
+        "--max-tokens",
+        "128",
+        "--tokens",
+        "64",
+        "--heads",
+        "1",
+        "--head-dim",
+        "16",
+        "--draws",
+        "1",
+        "--budget",
+        "24MiB",
+    ],
     "recover": ["--tokens", "512", "--heads", "1", "--budget", "64MiB", "--forward-only"],
     "check": ["--tokens", "64", "--forward-only"],
 }
@@ -71,7 +99,7 @@ def test_commands_can_be_given(
     arguments = filled(text)
     more = SHORT.get(arguments[0], [])
     parser().parse_args([*arguments, *more])
-    if text.startswith(NOT_RUN) or "--ray" in arguments:  # a cluster: tests/farm begins one
+    if text.startswith(APART) or "--ray" in arguments:
         return
     assert main([*arguments, *more]) == 0
     assert capsys.readouterr().out.strip()
@@ -79,11 +107,84 @@ def test_commands_can_be_given(
     assert all((folder / name).stat().st_size > 0 for name in named)
 
 
-def test_commands_that_are_not_run_are_few() -> None:
-    assert {text.split()[1] for text in OURS if text.startswith(NOT_RUN)} == {"bench", "calibrate"}
+def test_commands_that_have_tests_of_their_own_are_few() -> None:
+    assert {text.split()[1] for text in OURS if text.startswith(APART)} == {"bench", "calibrate"}
     table = re.findall(r"^\| `quorum-attention (\w+)", (ROOT / "README.md").read_text(), re.M)
     every = set(parser()._subparsers._group_actions[0].choices)  # type: ignore[union-attr]
     assert set(table) == every, "the table of commands has them all"
+
+
+def test_bench_runs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All experiments, in processes of their own; what the other commands ask for is there then."""
+    monkeypatch.setattr(Settings, "wrapped_lengths", lambda settings: [256])
+    given = [filled(text) for text in OURS if text.startswith("quorum-attention bench")]
+    first, *others = sorted(given, key=len)
+    assert first == ["bench"], "all experiments"
+    assert main([*first, *SHORT["bench"]]) == 0
+    printed = capsys.readouterr()
+    titles = re.findall(r"^## (.+)$", (folder / "bench-results/report.md").read_text(), re.M)
+    assert len(titles) >= len(EXPERIMENTS)
+    assert all(title in printed.out for title in titles)
+    found = json.loads((folder / "bench-results/results.json").read_text())["measurements"]
+    assert {one["experiment"] for one in found} >= {"accuracy", "cost", "stages", "wrapped"}
+    assert {one["answer"]["status"] for one in found} <= {OK, OUT_OF_MEMORY, UNSUPPORTED}
+    for name in re.findall(r"^wrote (.+)$", printed.out, re.M):
+        assert (folder / name).stat().st_size > 0
+    for more in others:
+        assert main([*more, *SHORT["bench"]]) == 0
+        said = capsys.readouterr()
+        assert f"{len(found)} measurements: none of them is made again" in said.err
+        assert {"cost": "Cost, forward+backward", "wrapped": "Kernels recovered"}[
+            more[-1]
+        ] in said.out
+
+
+def test_calibrate_runs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Real calls, short ones and once; what a busy machine does to them is not asked here."""
+    monkeypatch.setenv("QUORUM_ATTENTION_CACHE", str(folder / "cache"))
+    sizes = TrialSizes(256, 256, 1 << 20, 0.0, torch.get_num_threads())
+    monkeypatch.setattr(Cpu, "trial_sizes", lambda cpu, device: sizes)
+    for name, value in (("_ROUNDS", 1), ("_disagreeing", lambda rounds: []), ("_WAITING", 99.0)):
+        monkeypatch.setattr(calibration, name, value)
+    (text,) = {text for text in OURS if text.startswith("quorum-attention calibrate")}
+    try:
+        assert main([*filled(text), "--device", "cpu"]) == 0
+        printed = capsys.readouterr().out
+        assert "plans use it from now on" in printed
+        assert "head_dim 128 backward" in printed
+        assert (folder / "cache" / "calibration.json").exists()
+        assert calibration.machine_of(torch.device("cpu"), torch.float32, 64).measured
+    finally:
+        monkeypatch.undo()
+        calibration._known.cache_clear()
+        calibration.machine_of.cache_clear()
+        calibration.rates_known.cache_clear()
+
+
+@pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+def test_a_run_on_ray_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The documentation's command, which begins a cluster; it writes what it does without one."""
+    # A token would be written to the home folder.
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    (text,) = (text for text in OURS if "--ray local" in text)
+    arguments = filled(text)
+    at = arguments.index("--ray")
+    assert main([*arguments[:at], "--device", "cpu"]) == 0
+    written = Path("out.safetensors")
+    alone = safetensors.torch.load_file(written.rename("alone.safetensors"))
+    command = "import sys; from quorum_attention.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", command, *arguments],
+        capture_output=True, text=True, check=False, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "on Ray (local)" in done.stdout
+    torch.testing.assert_close(safetensors.torch.load_file(written), alone)
 
 
 @pytest.mark.parametrize("command", OTHERS, ids=str)
