@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import itertools
 import json
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from inspect import isroutine
 from pathlib import Path
 
 import pytest
+import safetensors.torch
+import torch
 from helpers_terminal import in_a_terminal
 
 import quorum_attention as qa
+from quorum_attention import distributed
 from quorum_attention.cli import COMMANDS, main, output, parser
 from quorum_attention.cli.output import say, show_table
+from quorum_attention.farm import Farm
+from quorum_attention.pool import Pool
 
 PLAN = ["--tokens", "100K", "--device", "cuda", "--budget", "64MiB"]
+CAUSAL = {"is_causal": True}
 SENTENCE = "word " * 80 + "[draw] end"
 TABLE = [
     "method", "result", "forward: first", "forward: second", "backward: first", "backward: second",
@@ -102,6 +110,47 @@ def test_causality_is_printed(
     assert f"planned {'causal' if causal else 'not causal'} (" in capsys.readouterr().out
     assert main([*arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["is_causal"] is causal
+
+
+@pytest.mark.parametrize("asked", [None, "--causal", "--no-causal"])
+def test_run_says_which_keys_it_takes_and_takes_them(
+    asked: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = {name: torch.randn(1, 2, 40, 8) for name in ("query", "key", "value")}
+    files = [str(tmp_path / name) for name in ("in", "out")]
+    safetensors.torch.save_file(tensors, files[0])
+    command = ["run", *files, "--device", "cpu", *([asked] if asked else [])]
+    causal = asked == "--causal"
+    said = "causal (--no-causal for all keys)" if causal else "not causal (see --causal)"
+    assert main(command) == 0
+    assert f", float32, {said}, " in capsys.readouterr().out
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["is_causal"] is causal
+    wanted = torch.nn.functional.scaled_dot_product_attention(*tensors.values(), is_causal=causal)
+    torch.testing.assert_close(safetensors.torch.load_file(files[1])["out"], wanted)
+
+
+def test_functions_have_the_default_of_the_commands_and_of_torch() -> None:
+    """No function is causal that was not told so; what is planned is what is called."""
+    every = {name: getattr(qa, name) for name in qa.__all__}
+    every |= {"sharded": distributed.attention, "farm": Farm.attention, "pool": Pool.attention}
+    given = {name: inspect.signature(one) for name, one in every.items() if isroutine(one)}
+    found = {
+        name: one.parameters["is_causal"].default
+        for name, one in given.items()
+        if "is_causal" in one.parameters
+    }
+    names = {"attention", "attention_with_lse", "attention_backward", "plan", "sharded"}
+    assert names <= found.keys()
+    assert found.pop("check_kernel") is None  # both
+    assert set(found.values()) == {False}, found
+    plan, other = (qa.plan(3_000, levels=(7,), device="cpu", **more) for more in ({}, CAUSAL))
+    assert (plan.work.is_causal, other.work.is_causal) == (False, True)
+    said = [str(one).splitlines()[0] for one in (plan, other)]
+    assert [line.endswith(", causal") for line in said] == [False, True], said
+    for more in ({}, CAUSAL):
+        dry = qa.estimate(3_000, device="cpu", **more)
+        assert dry.forward.work.is_causal is dry.backward.work.is_causal is bool(more)
 
 
 @pytest.mark.parametrize(
