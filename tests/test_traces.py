@@ -6,6 +6,8 @@ on the kernel that it would have run on anyway, and come out right.
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 import textwrap
 
@@ -14,6 +16,8 @@ import torch
 from helpers_processes import run_python
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# That Inductor looks for.
+COMPILERS = (os.environ.get("CXX", "g++"), "g++", "clang++")
 _BEGIN = """
 import torch
 import quorum_attention as qa
@@ -211,6 +215,54 @@ def test_compiled_code_is_one_graph_and_says_nothing() -> None:
         + _AFTER
     )
     assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+
+@pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="there is no C++ compiler here")
+def test_inductor_compiles_a_model_in_one_graph_and_says_nothing() -> None:
+    """torch.compile as users call it, a step of training: the graph that it makes code of, forward
+    and backward, has the attention as an operator. What it compiled is kept for the next run."""
+    done = run_python(
+        "import os\nos.environ['TORCHINDUCTOR_COMPILE_THREADS'] = '1'\n"
+        + _BEGIN
+        + textwrap.dedent("""
+        from torch._dynamo.utils import counters
+
+        class Block(torch.nn.Module):
+            def __init__(self, attention):
+                super().__init__()
+                self.attention = attention
+                self.into, self.out = torch.nn.Linear(32, 96), torch.nn.Linear(32, 32)
+
+            def forward(self, x):
+                q, k, v = self.into(x).view(1, -1, 3, 2, 16).permute(2, 0, 3, 1, 4)
+                made = self.attention(q, k, v, is_causal=True)
+                return x + self.out(made.transpose(1, 2).flatten(2))
+
+        def step(model, x):
+            model.zero_grad()
+            loss = model(x).square().sum()
+            loss.backward()
+            return loss, [p.grad.clone() for p in model.parameters()]
+
+        x = torch.randn(1, 300, 32)
+        ours = Block(qa.attention)
+        theirs = Block(torch.nn.functional.scaled_dot_product_attention)
+        theirs.load_state_dict(ours.state_dict())
+        compiled = torch.compile(ours, fullgraph=True)
+        for turn in range(2):
+            torch.testing.assert_close(step(compiled, x), step(theirs, x), rtol=1e-4, atol=1e-4)
+        assert not counters["graph_break"], counters["graph_break"]
+        assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
+        made = counters["inductor"]
+        both = made["fxgraph_cache_hit"] + made["fxgraph_cache_miss"]
+        both += counters["aot_autograd"]["autograd_cache_hit"]
+        assert both >= 1, (made, counters["aot_autograd"])
+        print("right")
+        """)
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "right"
     assert done.stderr == ""
 
 
