@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import random
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -77,33 +79,6 @@ def test_training_on_ever_new_lengths_needs_no_plan(monkeypatch, gradients: str)
             torch.autograd.grad(out, tensors, given.grad_out)
     assert chosen.count == 0
     assert priced.count <= 4
-
-
-def fastest(call, repeats: int = 30) -> float:
-    spent = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        call()
-        spent.append(time.perf_counter() - began)
-    return min(spent)
-
-
-def test_time_beside_torchs() -> None:
-    """The best of many times is within a generous limit: five times what a slow machine takes, and
-    half of the time with a plan for every length."""
-    keys, values = torch.randn(1, 8, 1400, 64), torch.randn(1, 8, 1400, 64)
-    query = torch.randn(1, 8, 1, 64)
-
-    def growing(attend):
-        length = itertools.count(1000)
-
-        def step() -> None:
-            n = next(length)
-            attend(query, keys[:, :, :n], values[:, :, :n])
-
-        return step
-
-    assert fastest(growing(qa.attention)) - fastest(growing(sdpa)) < 0.5e-3
 
 
 def test_grouped_heads_are_one_call_where_everything_fits() -> None:
@@ -304,3 +279,67 @@ def test_a_kernel_that_is_replaced_is_not_used_again() -> None:
         register_kernel(before)
     qa.attention(*given.three)
     assert Louder.calls == tried + 1
+
+
+def processor_seconds(call: Callable[[], object]) -> float:
+    """What this thread computes in a call: the least of many, since what others do to caches and
+    clocks only adds to it."""
+    for _ in range(5):
+        call()
+    least = math.inf
+    for _ in range(60):
+        began = time.thread_time()
+        for _ in range(10):
+            call()
+        least = min(least, (time.thread_time() - began) / 10)
+    return least
+
+
+def beside_torchs(call: Callable[[Callable[..., torch.Tensor]], object]) -> None:
+    """Whether ``call`` of our function takes at most a tenth of a millisecond more than of torch's;
+    where the processor is slow, at most as much again."""
+    torchs, ours = (processor_seconds(lambda f=f: call(f)) for f in (sdpa, qa.attention))
+    said = f"{ours * 1e6:.0f} us, torch {torchs * 1e6:.0f} us"
+    print(said)
+    assert ours - torchs <= max(1e-4, torchs), said
+
+
+@pytest.mark.as_allocated
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"n_queries": 1, "n_keys": 1000},
+        {"n_queries": 1, "n_keys": 1000, "kv_heads": 2},
+        {"n_queries": 1, "n_keys": 200, "kv_heads": 2, "batch": (4,)},
+        {"n_queries": 64, "is_causal": True},
+        {"n_queries": 64, "kv_heads": 1},
+        {"n_queries": 64, "masked": True},
+        {"n_queries": 16, "dtype": torch.bfloat16},
+    ],
+    ids=str,
+)
+def test_a_forward_costs_a_tenth_of_a_millisecond_beyond_torchs(
+    sizes: dict[str, Any], recorded: bool
+) -> None:
+    """Of the processor's time, whoever else uses it."""
+    sizes = {"heads": 8, "head_dim": 64, **sizes}
+    options: dict[str, Any] = {"is_causal": sizes.pop("is_causal", False)}
+    if sizes.pop("masked", False):
+        options["attn_mask"] = torch.rand(sizes["n_queries"], sizes["n_queries"]) < 0.7
+    three = [t.requires_grad_(recorded) for t in inputs(**sizes).three]
+    options["enable_gqa"] = three[0].shape[1] != three[1].shape[1]
+    beside_torchs(lambda attend: attend(*three, **options))
+
+
+@pytest.mark.as_allocated
+def test_so_does_each_step_of_decoding() -> None:
+    """One more key in every call."""
+    keys, values = torch.randn(1, 8, 2000, 64), torch.randn(1, 8, 2000, 64)
+    query, length = torch.randn(1, 8, 1, 64), itertools.cycle(range(1000, 2000))
+
+    def step(attend: Callable[..., torch.Tensor]) -> None:
+        n = next(length)
+        attend(query, keys[:, :, :n], values[:, :, :n])
+
+    beside_torchs(step)
