@@ -127,6 +127,27 @@ def test_a_core_that_is_shared_all_the_time_is_noticed(
     assert not cache_file().exists()
 
 
+def test_what_was_better_before_is_said(
+    measured: Callable[[Noise], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rounds that are wrong by the same factor agree with each other, and not with those of another
+    day. Which are right is not known: the machine may have changed."""
+    measured(lambda number, name: 1.0)
+    assert calibrate("cpu", torch.float32).better_before == {}
+    assert main(["calibrate", "--device", "cpu"]) == 0
+    assert "before" not in capsys.readouterr().err
+    slow = {"head_dim 64 backward": 1.5, "call_seconds": 2.0}
+    measured(lambda number, name: slow.get(name, 1.1))
+    found = calibrate("cpu", torch.float32)
+    assert found.better_before == pytest.approx(slow)
+    assert found.figures["call_seconds"] == 2e-4, "what was measured last is kept"
+    measured(lambda number, name: 3.0)
+    assert main(["calibrate", "--device", "cpu"]) == 0
+    assert "head_dim 64 forward was 2.7 times as good: unless" in capsys.readouterr().err
+    measured(lambda number, name: 1.0)
+    assert calibrate("cpu", torch.float32).better_before == {}, "it is better now"
+
+
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the system does not say")
 def test_waiting_for_a_core_is_counted() -> None:
     """Two threads of work that never waits for anything, on one core: each waits for the other."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from quorum_attention.cli import options as shared
-from quorum_attention.cli.output import print_json, say, show_table
+from quorum_attention.cli.output import print_json, say, show_table, warn
 from quorum_attention.planner.calibration import Calibration, calibrate
 
 
@@ -47,6 +47,7 @@ def _run(options: argparse.Namespace) -> int:
                 "seconds": found.seconds,
                 "rounds": found.rounds,
                 "spread": found.spread,
+                "better_before": found.better_before,
                 **found.figures,
             }
         )
@@ -56,6 +57,13 @@ def _run(options: argparse.Namespace) -> int:
         f"measured {found.rounds} times in {found.seconds:.1f} s; kept in {found.path}; plans use "
         f"it from now on"
     )
+    if found.better_before:
+        name = max(found.better_before, key=found.better_before.__getitem__)
+        warn(
+            f"in the calibration before this one {name} was {found.better_before[name]:.2g} times "
+            f"as good: unless the machine has changed, something else kept it busy all the time; "
+            f"calibrate again when it is quiet"
+        )
     return 0
 
 

@@ -125,6 +125,9 @@ class Calibration:
         seconds: how long the calibration took.
         rounds: how many undisturbed rounds of measurements there were.
         spread: by figure, the factor between its largest and its smallest measurement.
+        better_before: by figure, how many times as good it was in the calibration that this one
+            replaces, of those that were better by more than measurements may differ. Other work
+            that lasts makes figures worse and keeps them alike; so may a change of the machine.
     """
 
     key: str
@@ -133,6 +136,7 @@ class Calibration:
     seconds: float
     rounds: int
     spread: dict[str, float]
+    better_before: dict[str, float]
 
 
 def calibrate(
@@ -175,6 +179,7 @@ def calibrate(
     }
     key = device_key(where, dtype)
     _known.cache_clear()
+    earlier = _measurements(_known().get(key))
     write_text(path, json.dumps({**_known(), key: figures}, indent=1))
     _known.cache_clear()
     machine_of.cache_clear()
@@ -183,7 +188,14 @@ def calibrate(
         name: max(found[name] for found in rounds) / min(found[name] for found in rounds)
         for name in best
     }
-    return Calibration(key, figures, path, time.perf_counter() - started, len(rounds), spread)
+    better = {
+        name: max(value, best[name]) / min(value, best[name])
+        for name, value in earlier.items()
+        if _best(name, [value, best[name]]) == value
+        and _apart(name, [value, best[name]]) > _limit(name)
+    }
+    seconds = time.perf_counter() - started
+    return Calibration(key, figures, path, seconds, len(rounds), spread, better)
 
 
 def rates_now(device: torch.device, dtype: torch.dtype, head_dim: int) -> dict[str, float]:
@@ -241,6 +253,28 @@ def _apart(name: str, values: list[float]) -> float:
     return max(first, second) / min(first, second)
 
 
+def _limit(name: str) -> float:
+    """The largest factor that may be between two measurements of a figure."""
+    if name in _UNCHECKED:
+        return math.inf
+    return _RATE_SPREAD if name.startswith("head_dim") else _OTHER_SPREAD
+
+
+def _measurements(entry: Any) -> dict[str, float]:
+    """The figures of a stored calibration by the names of a round, those that can be; {}: it is of
+    another version."""
+    try:
+        rates = {
+            _rate(d, which): float(rate)
+            for d in _HEAD_DIMS
+            for which, rate in zip(_PASSES, entry["flops"][str(d)], strict=True)
+        }
+        found = rates | {name: float(entry[name]) for name in _COMMON}
+    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError):
+        return {}
+    return {name: value for name, value in found.items() if math.isfinite(value) and value > 0}
+
+
 def _measured(bench: _Bench, progress: Callable[[str], object]) -> list[dict[str, float]]:
     """Undisturbed rounds of measurements, until the two best of every figure agree.
 
@@ -296,8 +330,7 @@ def _disagreeing(rounds: list[dict[str, float]]) -> list[str]:
     wrong = []
     for name in rounds[0]:
         values = [found[name] for found in rounds]
-        limit = _RATE_SPREAD if name.startswith("head_dim") else _OTHER_SPREAD
-        if name not in _UNCHECKED and _apart(name, values) > limit:
+        if _apart(name, values) > _limit(name):
             wrong.append(f"{name} ({', '.join(f'{value:.3g}' for value in values)})")
     return wrong
 
