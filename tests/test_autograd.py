@@ -142,6 +142,26 @@ def test_a_mask_changed_before_the_backward_is_torchs_error(kind: str, depth: in
         out.backward(plain.grad_out)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="no such call goes to torch's operator")
+@pytest.mark.parametrize("kind", ["boolean", "additive"])
+def test_so_it_is_in_a_small_call_or_has_no_effect(kind: str) -> None:
+    """There torch's own operator is recorded, which keeps what it made of the mask, or the mask."""
+    plain = inputs(60)
+    mask = torch.rand(60, 60) > 0.4 if kind == "boolean" else torch.randn(60, 60)
+    wanted = exact(plain, mask=mask.clone(), gradients=True).grads
+    three = leaves(plain).three
+    out = qa.attention(*three, mask)
+    mask.copy_(~mask if kind == "boolean" else -mask)
+    try:
+        found = torch.autograd.grad(out, three, plain.grad_out)
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)  # noqa: PT017
+        return
+    assert wanted is not None
+    for mine, right in zip(found, wanted, strict=True):
+        assert_close(mine, right, GRADIENT_TOLERANCE[torch.float32])
+
+
 @pytest.mark.parametrize("which", ["query", "key", "value", "out", "lse"])
 def test_anything_else_that_the_backward_reads_is_watched_too(which: str) -> None:
     plain = inputs(60)
