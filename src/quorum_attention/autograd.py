@@ -18,6 +18,7 @@ from quorum_attention.call.request import Request, Tensors
 from quorum_attention.call.transforms import records, refuse_batched
 from quorum_attention.call.validation import as_tensor
 from quorum_attention.kernels.kit.unchanged import Unchanged
+from quorum_attention.kernels.lse_use import lse_use
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.traits import calls_back, captures
 from quorum_attention.kernels.uncompiled import uncompiled
@@ -297,13 +298,15 @@ def differentiable(tensors: Tensors, request: Request) -> tuple[torch.Tensor, to
 
 
 def attend(
-    tensors: Tensors, request: Request, out: torch.Tensor | None
+    tensors: Tensors, request: Request, out: torch.Tensor | None, *, lse_wanted: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of a call that has been checked; ``out`` as its caller gave it."""
     if request.records:
-        result, lse = differentiable(tensors, request)
+        with lse_use(True):
+            result, lse = differentiable(tensors, request)
     else:
-        result, lse = beside_casts(request, lambda left: run_forward(tensors, left))
+        with lse_use(lse_wanted):
+            result, lse = beside_casts(request, lambda left: run_forward(tensors, left))
         if out is not None:
             return as_tensor(out, "out", written=True), request.back(lse)
     return request.back(result), request.back(lse)

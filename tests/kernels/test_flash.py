@@ -6,12 +6,18 @@ is NaN have an lse of -inf there, so the row's lse is finite beside an output of
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
+import quorum_attention as qa
+from quorum_attention.kernels.cpu import CpuKernel
 from quorum_attention.kernels.flash import FlashKernel, _splits_keys
+from quorum_attention.kernels.lse_use import lse_is_used, lse_use
+from quorum_attention.repeated.whole import Whole, _Whole
 
 
 def operator(query: Any, key: Any, value: Any, p: Any, causal: Any, _: Any, *, scale: float) -> Any:
@@ -86,6 +92,95 @@ def test_another_number_of_the_value_does_not_matter() -> None:
     assert bool(lse[0, 1].isnan().all())
     assert bool(lse[0, 0].isfinite().all())
     assert bool(lse[1].isfinite().all())
+
+
+def test_nothing_is_looked_at_where_nobody_reads_the_lse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short forward without gradients feels every launch."""
+    given = inputs(300, 300, 64, 2, 2)
+    given[1][:, :, 3] = torch.nan
+    out, lse = operator(*given, 0.0, False, False, scale=0.125)
+    counts = []
+    for wanted in (True, False):
+        made = (out, lse.clone())
+        name = "_scaled_dot_product_flash_attention"
+        monkeypatch.setattr(torch.ops.aten, name, lambda *a, made=made, **b: made)
+        with Counting() as counting, lse_use(wanted):
+            _, found = FlashKernel().rectangle_forward(*given, False, 0.125, None)
+        counts.append(counting.names)
+        assert bool(found.isnan().all()) == wanted
+    assert counts[1] == ["nan_to_num_"]
+    assert len(counts[0]) <= 8
+
+
+class Counting(TorchFunctionMode):
+    """The functions of torch that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function.__name__ != "__get__":  # shapes and the like
+            self.names.append(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+CALLS: dict[str, tuple[Any, bool]] = {
+    "output": (lambda t, **how: qa.attention(*t, **how), False),
+    "output with gradients": (lambda t, **how: qa.attention(*_leaves(t), **how), True),
+    "lse": (lambda t, **how: qa.attention_with_lse(*t, **how), True),
+    "an lse within": (lambda t, **how: _within(t, how), True),
+}
+
+
+def _leaves(given: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [t.clone().requires_grad_() for t in given]
+
+
+def _within(given: list[torch.Tensor], how: dict[str, Any]) -> None:
+    with lse_use(False):
+        qa.attention_with_lse(*given, **how)
+        assert not lse_is_used()
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("levels", [None, (), (3,)])
+def test_who_reads_the_lse(
+    name: str, levels: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, wanted = CALLS[name]
+    usual, seen = CpuKernel.whole_forward, []
+
+    def noted(self: CpuKernel, *given: Any, **more: Any) -> Any:
+        seen.append(lse_is_used())
+        return usual(self, *given, **more)
+
+    given = [torch.randn(1, 2, 90, 16).half() for _ in range(3)]
+    how: dict[str, Any] = {"devices": "cpu"}
+    if levels is not None:
+        plan = qa.plan(90, heads=2, head_dim=16, dtype=torch.float16, levels=levels, tile=8)
+        how |= {"kernel": "cpu", "plan": plan}
+    call(given, **how)  # the kernel is tried out
+    monkeypatch.setattr(CpuKernel, "whole_forward", noted)
+    for _ in range(3):
+        call(given, **how)
+    assert set(seen) <= {wanted}
+    assert bool(seen) or levels is None
+    assert lse_is_used()
+
+
+@pytest.mark.parametrize("records", [False, True])
+def test_a_call_that_is_remembered_reads_it_for_gradients(
+    records: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    request = SimpleNamespace(records=records)
+    monkeypatch.setattr(Whole, "forward", lambda *given: seen.append(lse_is_used()) or given[1:3])
+    monkeypatch.setattr(_Whole, "apply", lambda *given: seen.append(lse_is_used()))
+    Whole(request, "flash").output(*(torch.ones(1),) * 3)  # type: ignore[arg-type]
+    assert seen == [records]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ class Rounding(RectangleKernel):
     narrow_factor = True
 
     def refusal(self, call: CallShape) -> str | None:
-        return None
+        return None if call.device_type == "cpu" else "it is of the CPU"
 
     def rectangle_forward(self, query, key, value, causal, scale, bias):  # type: ignore[no-untyped-def]
         scores = _scores(query, key, causal, scale)
@@ -72,7 +72,8 @@ def test_gradients(scale: float, levels: tuple[int, ...], wide: bool, large: flo
     q, k, v, grad = (torch.randn(1, 2, n, 16, generator=g).to(half) for _ in range(4))
     q = q * (1.0 if scale == 0.125 else large)
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    call = {"is_causal": True, "scale": scale, "kernel": KERNEL}
+    # Inputs in host memory would be computed on a GPU, where there is one.
+    call = {"is_causal": True, "scale": scale, "kernel": KERNEL, "devices": "cpu"}
     if levels:
         call["plan"] = qa.plan(
             n, heads=2, head_dim=16, dtype=half, levels=levels, tile=8, is_causal=True

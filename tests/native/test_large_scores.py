@@ -17,6 +17,7 @@ from kernel_harness import Case, errors, exact, run
 
 import quorum_attention as qa
 from quorum_attention.kernels.native import launch
+from quorum_attention.kernels.native.config import Config
 
 half, brain = torch.float16, torch.bfloat16
 
@@ -110,12 +111,15 @@ def test_usual_rows_beside_such_a_row(levels: tuple[int, ...], device: str) -> N
 
 
 def test_where_no_care_is_needed() -> None:
-    """fp32 has no such rounding, a soft cap bounds scores: nothing more is compiled there."""
+    """fp32 has no such rounding, a soft cap bounds scores: nothing more is compiled there. Nor for
+    windows of wide heads, which would be slower by it (docs/native.md)."""
     query = torch.empty(1, 1, 1, 1)
 
-    def extras(**options: Any) -> launch.Extras:
-        return launch.Extras(qa.NativeKernel(**options).options)
+    def far(query: torch.Tensor, width: int = 64, **options: Any) -> float:
+        extras = launch.Extras(qa.NativeKernel(**options).options)
+        return launch._far(query, extras, Config(128, 64, 4, 2), width)
 
-    assert launch._far(query, extras()) == 0
-    assert launch._far(query.half(), extras(softcap=50.0)) == 0
-    assert launch._far(query.half(), extras()) == launch._far(query.half(), extras(softcap=1e4)) > 0
+    assert far(query) == far(query.half(), softcap=50.0) == 0
+    assert far(query.half(), 128, window=9) == 0
+    assert far(query.half()) == far(query.half(), softcap=1e4) == far(query.half(), 128) > 0
+    assert far(query.half(), window=9) > 0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
 
+from quorum_attention.kernels.lse_use import lse_is_used
 from quorum_attention.kernels.operators import operator_reason
 from quorum_attention.kernels.protocol import CallShape, Extent
 from quorum_attention.kernels.rectangles import RectangleKernel
@@ -62,7 +64,7 @@ class FlashKernel(RectangleKernel):
         # It returns lse +inf for a row whose sum is NaN: with that, a backward would compute 0 for
         # all of its probabilities that are not NaN themselves.
         lse.nan_to_num_(nan=torch.nan, posinf=torch.nan, neginf=-torch.inf)
-        if _splits_keys(query, key):
+        if lse_is_used() and _splits_keys(query, key):
             _mend_lse_(lse, out, value)
         return out, lse
 
@@ -148,10 +150,12 @@ def _mend_lse_(lse: torch.Tensor, out: torch.Tensor, value: torch.Tensor) -> Non
     left out of its lse, and a backward would make finite gradients of that. In its first column
     ``out`` is NaN for no other reason, unless that of ``value`` (b, hk, m, d) is not finite.
     """
-    sums = value[..., 0].sum(dim=-1, dtype=torch.float32).unsqueeze(-1)
-    first = out[..., 0].unflatten(1, (value.shape[1], -1))
-    broken = (first != first) & (sums - sums == 0).unsqueeze(-1)
-    lse.masked_fill_(broken.flatten(1, 2), torch.nan)
+    # Few operators: each takes the host as long as a short call's kernel runs.
+    first = out[..., 0]
+    clean = torch.linalg.vector_norm(value[..., 0], math.inf, dim=-1, keepdim=True) < math.inf
+    if value.shape[1] != out.shape[1]:
+        clean = clean.repeat_interleave(out.shape[1] // value.shape[1], dim=1)
+    lse.masked_fill_((first != first) & clean, torch.nan)
 
 
 def _padded_dim(head_dim: int) -> int:

@@ -67,7 +67,7 @@ def output(
             _note(name, one)
         if made is not None:
             return made
-    return attend(tensors, request, out)[0]
+    return attend(tensors, request, out, lse_wanted=False)[0]
 
 
 def _note(name: Hashable, known: Small | Whole | None) -> None:

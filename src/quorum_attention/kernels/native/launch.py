@@ -139,7 +139,7 @@ def launch_forward(
             given.scale, extras.options.softcap, *_bounds(extras),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, LIFT=lift, LIFTED=2.0**lift,
             RESUME=resume, READ=way, DROPOUT=_dropout(extras, runs),
-            RAGGED=_ragged(config.stages, extras, width), FAR=_far(query, extras),
+            RAGGED=_ragged(config.stages, extras, width), FAR=_far(query, extras, config, width),
             **_shared(given, extras, head_dim, value.shape[-1]),
             num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
@@ -300,11 +300,13 @@ def _ragged(stages: int, extras: Extras, width: int) -> int:
     return stages if extras.options.windowed and width <= _WIDEST_RAGGED and not other else 1
 
 
-def _far(query: torch.Tensor, extras: Extras) -> float:
+def _far(query: torch.Tensor, extras: Extras, config: Config, width: int) -> float:
     """Beyond which size of a row's maximum, in units of ln 2, P is rounded to 16 bits with care
-    (``forward_triton._tile``); 0: never, because it is not rounded, or a soft cap bounds scores."""
+    (``forward_triton._tile``); 0: never, because it is not rounded, a soft cap bounds scores, or
+    the compiler would make windows of this width slower by it (docs/native.md)."""
     bounded = 0 < extras.options.softcap < 1000 and extras.bias is None and extras.slopes is None
-    return 0.0 if bounded or query.element_size() > 2 else _FAR
+    slower = width > 64 and _ragged(config.stages, extras, width) > 1
+    return 0.0 if bounded or slower or query.element_size() > 2 else _FAR
 
 
 def _as_read(
