@@ -260,11 +260,17 @@ def _gradient(case: Case, g: torch.Generator, dtype: torch.dtype) -> torch.Tenso
 
 
 def _plant(planted: Planted, tensors: dict[str, torch.Tensor], g: torch.Generator) -> None:
+    """Plants a number; in every other column beside queries or keys of one sign, with which an
+    infinity makes scores of one sign: those of -inf are no row's, and leave all others finite."""
     tensor = tensors[planted.where]
     if tensor.numel() == 0:
         return
     at = [int(torch.randint(n, (), generator=g)) for n in tensor.shape]
     number = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[planted.what]
+    other = {"query": "key", "key": "query"}.get(planted.where)
+    if other is not None and at[-1] % 2:
+        column = tensors[other][..., at[-1]]
+        column.copy_(column.abs())
     tensor[tuple(at[:-1] if planted.whole_row else at)] = number
 
 
