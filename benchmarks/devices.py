@@ -5,8 +5,9 @@
 
 First a few calls are compared with one device's. Then 1,048,576 tokens, causal, fp16, inputs and
 results in host memory, forward and backward within budgets (each with its number of heads and of
-turns, and of tokens where it is another), in turn with one device of the same machine; what the
-simulator says beside it, by rates that the workers measure before (``Pool.measure``). Then more
+turns, and of tokens where it is another), after one device of the same machine, for which inputs
+are page-locked as they are for workers; what the simulator says beside it, by rates that are
+measured before (``Pool.measure``). Then more
 calls are compared: inputs on either device, heads that do not divide, masks, dropout, workers that
 are killed. A step that would begin after ``--seconds`` is left out. Needs two CUDA devices.
 """
@@ -26,7 +27,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,8 @@ import torch
 
 import quorum_attention as qa
 from quorum_attention import Mask
-from quorum_attention.planner.machine import Machine
+from quorum_attention.planner.calibration import copies_now, rates_now
+from quorum_attention.planner.machine import Machine, assumed
 from quorum_attention.pool import Pool
 from quorum_attention.pool.parts import Sizes, parts_of
 from quorum_attention.pool.predict import predicted
@@ -275,8 +277,14 @@ def measure(
     # One after the other: workers that have nothing to do for ten seconds unlock their memory.
     turns = [("one", "cuda:0", n) for n in range(min(alone, rounds))]
     turns += [("all", pool, n) for n in range(rounds)]
+    runtime = torch.cuda.cudart()
+    for tensor in (q, k, v, grad):
+        runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
     with passes_of(pool) as passes:
         for name, devices, turn in turns:
+            if name == "all" and turn == 0:
+                for tensor in (q, k, v, grad):
+                    runtime.cudaHostUnregister(tensor.data_ptr())
             report = qa.Report()
             # A report measures stages, which takes time: not in all turns.
             watched = name == "all" and turn == rounds - 1 and turn > 2
@@ -322,7 +330,8 @@ def measure(
         name: [best[one][i] / simulated[name][n] for n, one in enumerate(("one", "all"))]
         for i, name in enumerate(("forward", "backward"))
     }
-    steps.results[f"{budget}, {heads} heads of {tokens}"] = {
+    name = f"{budget}, {heads} heads of {tokens}"
+    steps.results[name] = {
         "heads": heads, "seconds": found, "parts": details, "difference": differ,
         "orders": [one.to_dict() for one in passes],
         "simulated": simulated, "medians": best, "over simulated": over,
@@ -330,6 +339,7 @@ def measure(
         "backward": best["one"][1] / best["all"][1],
         "both": both["one"] / both["all"],
     }  # fmt: skip
+    print_simulated({name: steps.results[name]})
 
 
 def simulated_seconds(
@@ -359,14 +369,18 @@ def simulated_seconds(
 
 def measured_rates(pool: Pool) -> tuple[Machine, list[Machine]]:
     """The rates of the first device alone, and of all at once."""
-    alone, all_ = pool.measure(HALF, 64, alone=True), pool.measure(HALF, 64)
-    for said, found in (("alone", alone), ("all at once", all_)):
-        for number, one in enumerate(found):
-            say(
-                f"device {number}, {said}: {one.flops / 1e12:.0f}; {one.backward_flops / 1e12:.0f} "
-                f"TFLOP/s, copies {one.up_bytes_per_second / 1e9:.1f} GB/s each way"
-            )
-    return alone[0], all_
+    first = torch.device("cuda:0")
+    host = torch.empty(512 << 20, dtype=torch.uint8, device="cpu").pin_memory()
+    alone = replace(
+        assumed("cuda", HALF, 64), **rates_now(first, HALF, 64), **copies_now(first, HALF, host)
+    )  # fmt: skip
+    all_ = pool.measure(HALF, 64)
+    for said, one in (("alone", alone), *(("all at once", one) for one in all_)):
+        say(
+            f"{said}: {one.flops / 1e12:.0f}; {one.backward_flops / 1e12:.0f} TFLOP/s, "
+            f"copies {one.up_bytes_per_second / 1e9:.1f} GB/s each way"
+        )
+    return alone, all_
 
 
 def print_simulated(results: dict[str, Any]) -> None:
@@ -382,6 +396,10 @@ def print_simulated(results: dict[str, Any]) -> None:
     for name, measured, simulated in rows:
         print(f"{name:50s} measured {measured:.3f} s, simulated {simulated:.3f}, "
               f"measured / simulated {measured / simulated:.3f}")  # fmt: skip
+    for name, one in results.items():
+        if isinstance(one, dict) and "both" in one:
+            quicker = "; ".join(f"{n} {one[n]:.2f}" for n in ("forward", "backward", "both"))
+            print(f"{name}: all quicker than one by {quicker}")
     off = [abs(measured / simulated - 1) for _, measured, simulated in rows]
     if off:
         print(f"{len(off)} settings: {sum(o <= 0.05 for o in off)} within 5 %, most {max(off):.3f}")

@@ -19,9 +19,9 @@ from quorum_attention.pool.parts import Part, Sizes, cut_part, homes_of, joined,
 from quorum_attention.pool.report import PoolPass, ran
 
 _WHOLE: tuple[int, ...] = ()
-# What an order takes beside the call that computes it: its messages, what the worker opens, and
-# the wait for its last copies (an H200; benchmarks/gaps.py measures it where there is no GPU).
-ORDER_SECONDS = 0.012
+# What an order takes beside the call that computes it: its messages and what the worker opens (two
+# H200s, 5 to 8 ms; benchmarks/gaps.py measures it where there is no GPU).
+ORDER_SECONDS = 0.007
 
 
 def simulate(
