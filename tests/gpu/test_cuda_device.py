@@ -40,6 +40,20 @@ def gpu() -> Iterator[torch.device]:
     torch.cuda.synchronize()
 
 
+def test_what_is_locked_of_memory_of_which_others_lock_the_beginning(gpu: torch.device) -> None:
+    """As the second worker of a pool does."""
+    memory = torch.zeros(4 * MIB, dtype=torch.uint8, device="cpu")
+    first, second = memory[: 2 * MIB], memory[2 * MIB :]
+    runtime = torch.cuda.cudart()
+    assert int(runtime.cudaHostRegister(second.data_ptr(), second.nbytes, 0)) == 0
+    try:
+        assert page_locks.is_locked(second)
+        assert not page_locks.is_locked(first)
+    finally:
+        runtime.cudaHostUnregister(second.data_ptr())
+    assert not page_locks.is_locked(second)
+
+
 @pytest.mark.parametrize("lay", LAYS, ids=str)
 @pytest.mark.parametrize("where", ["cpu", "pinned", "cuda"])
 def test_rows_go_there_and_back(gpu: torch.device, lay: Lay, where: str) -> None:
