@@ -72,6 +72,24 @@ CASES = (
     Case(16, 16, dtype=torch.bfloat16),
     Case(256, 256, causal=True),
     Case(256, 256, kv_heads=2, causal=True),
+    # With gradients of ours, or that were.
+    Case(1, 1000, dtype=torch.float64),
+    Case(1, 200, dtype=torch.float64),
+    Case(16, 16, dtype=torch.float64),
+    Case(64, 64, dtype=torch.float64, causal=True),
+    Case(64, 64, dtype=torch.float64, kv_heads=2, causal=True),
+    Case(64, 64, dtype=torch.float64, mask=True),
+    Case(1, 1000, dtype=torch.float16),
+    Case(1, 1000, dtype=torch.float16, kv_heads=2),
+    Case(16, 16, dtype=torch.float16),
+    Case(64, 64, dtype=torch.float16, causal=True),
+    Case(64, 64, dtype=torch.float16, kv_heads=2, causal=True),
+    Case(256, 256, dtype=torch.float16, causal=True),
+    Case(1, 1000, dtype=torch.bfloat16, kv_heads=2),
+    Case(64, 64, dtype=torch.bfloat16, causal=True),
+    Case(64, 64, dtype=torch.bfloat16, kv_heads=2, causal=True),
+    Case(64, 64, dtype=torch.bfloat16, kv_heads=2, mask=True),
+    Case(256, 256, dtype=torch.bfloat16, kv_heads=2, causal=True),
 )
 
 
@@ -129,6 +147,8 @@ def in_turn(case: Case, seconds: float, clock: Callable[[], float]) -> Times:
     labels = list(made["torch"])
     times: Times = {label: {name: [] for name in made} for label in labels}
     for label in labels:
+        for name in made:
+            made[name][label]()  # the first backward of a process takes 0.3 s
         ends = time.monotonic() + 2 * _ROUNDS * seconds
         for order in itertools.cycle((list(made), list(made)[::-1])):
             for name in order:

@@ -140,7 +140,8 @@ def attention(
             name = like(query, key, value, attn_mask, is_causal, scale, enable_gqa)
             if name is not None:
                 tried = known(name)
-                found = None if tried is None else tried.output(query, key, value)
+                mask = attn_mask if isinstance(attn_mask, torch.Tensor) else None
+                found = None if tried is None else tried.output(query, key, value, mask)
                 if found is not None:
                     return found
         traced = name is None and is_traced(query, key, value)

@@ -267,10 +267,21 @@ def _in_words(
     return tuple(None if grad is None else next(made) for grad in grads)
 
 
+def _once_recorded(upstream: tuple[torch.Tensor, ...]) -> None:
+    """Before a backward: has its gradients replaced where autograd is to record them."""
+    if _records():
+        _node().register_hook(_in_words)
+
+
+# Before a backward there is one tensor to hand to Python; after it there would be four.
+_node: Callable[[], Any] = torch._C._current_autograd_node
+
+
 def named_derivative(found: torch.Tensor) -> torch.Tensor:
     """``found``, made by an operator of torch's; a second derivative of it meets a clear error."""
-    if found.grad_fn is not None:
-        found.grad_fn.register_hook(_in_words)
+    node = found.grad_fn
+    if node is not None:
+        node.register_prehook(_once_recorded)
     return found
 
 
@@ -281,11 +292,12 @@ def gradients(
     value: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
+    mask: torch.Tensor | None,
     request: Request,
 ) -> tuple[torch.Tensor, ...]:
     """The gradients of query, key and value of a call, as its backward gives them."""
     return _gradients(
-        grad_out, query, key, value, out, lse, None, None, None, request, (False, False)
+        grad_out, query, key, value, out, lse, mask, None, None, request, (False, False)
     )
 
 

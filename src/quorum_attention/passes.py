@@ -115,8 +115,8 @@ def recording_kernel(tensors: Tensors, request: Request) -> Recorded | None:
         request.dropout is not None or work.sinks or request.mask_grad or request.out is not None
         or request.out_dtype != work.dtype or request.sums or len(work.batch_shape) != 1
         or request.runner is not None
-        # Not asked about in vain: gradients of other dtypes are ours, and so are all on a GPU.
-        or (request.records and work.dtype not in (torch.float32, torch.bfloat16))
+        # Not asked about in vain: gradients of fp16 are ours, and so are all on a GPU.
+        or (request.records and work.dtype == torch.float16)
         or backend_of(request.options.device).own_memory
     )  # fmt: skip
     if other or is_trivial(tensors):
@@ -129,26 +129,6 @@ def recording_kernel(tensors: Tensors, request: Request) -> Recorded | None:
     if kernel is not None and request.records and materialises(work, kernel):
         return None
     return kernel
-
-
-def run_recorded(
-    kernel: Recorded,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    causal: bool,
-    scale: float,
-    bias: Callable[[], torch.Tensor] | None = None,
-) -> torch.Tensor | None:
-    """The output of a small call by ``recording_kernel``; None: it is odd, or memory ran out."""
-    try:
-        return kernel.recorded_forward(
-            query, key, value, causal, scale, None if bias is None else bias()
-        )
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-    return None
 
 
 def run_backward(tensors: Tensors, request: Request, given: Given) -> tuple[torch.Tensor, ...]:

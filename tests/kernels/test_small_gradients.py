@@ -98,6 +98,51 @@ def test_a_row_that_has_no_weight_on_these_keys_adds_nothing(dtype: torch.dtype)
         assert all(bool((t == 0).all()) for t in found), lse
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("what", ["query", "key", "value", "grad_out"])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_shows_in_the_gradient_of_the_queries(
+    what: str, number: float, causal: bool
+) -> None:
+    """So that one alone is looked at where rows see these keys and no others."""
+    for _ in range(20):
+        given = dict(
+            zip(("query", "key", "value", "grad_out"), call(2, 4, 2, 6, 6, 8, 8), strict=True)
+        )
+        tensor = given[what]
+        tensor.view(-1)[int(torch.randint(tensor.numel(), ()))] = number
+        out, lse = torch.zeros(2, 4, 6, 8), torch.zeros(2, 4, 6)
+        grads = small_gradients(
+            given["grad_out"], given["query"], given["key"], given["value"], out, lse, None, causal,
+            0.5, own=True,
+        )  # fmt: skip
+        finite = [bool(g.isfinite().all()) for g in grads]
+        assert not finite[0] or all(finite)
+
+
+def test_a_row_that_another_key_has_broken_is_nan() -> None:
+    """Its scores on these keys are finite, and its lse is not."""
+    query, key, value, grad_out = call(1, 1, 1, 4, 5, 8, 8)
+    out, lse, _ = expected(query, key, value, grad_out, None, False, 1.0)
+    lse[0, 0, 2] = torch.nan
+    given = (grad_out, query, key, value, out.float(), lse.float(), None, False, 1.0)
+    grad_query = small_gradients(*given)[0]
+    assert grad_query.isnan().any(-1).nonzero().tolist() == [[0, 0, 2]]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_rows_of_these_keys_alone_need_no_log_sum_exp(dtype: torch.dtype, causal: bool) -> None:
+    """Bit for bit what they are where it is looked at."""
+    query, key, value, grad_out = (t.to(dtype) for t in call(2, 4, 2, 9, 9, 8, 8))
+    out, lse, _ = expected(query, key, value, grad_out, None, causal, 3.0)
+    given = (grad_out, query, key, value, out.to(dtype))
+    looked_at = small_gradients(*given, lse.to(dtype), None, causal, 3.0)
+    own = small_gradients(*given, torch.zeros_like(lse, dtype=dtype), None, causal, 3.0, own=True)
+    for one, other in zip(looked_at, own, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dims", [2, 3, 4])
 def test_small_calls_of_16_bits_take_this_way(
@@ -106,9 +151,9 @@ def test_small_calls_of_16_bits_take_this_way(
     """Rows of nearly one key: dQ is as exact as its dtype, not as the rounded output."""
     asked = []
 
-    def watched(*given):  # type: ignore[no-untyped-def]
+    def watched(*given, **named):  # type: ignore[no-untyped-def]
         asked.append(given)
-        return small_gradients(*given)
+        return small_gradients(*given, **named)
 
     monkeypatch.setattr(whole, "small_gradients", watched)
     query, key, value, grad_out = (t.to(dtype) for t in call(1, 2, 2, 5, 5, 16, 16))

@@ -142,7 +142,7 @@ def test_a_transformation_gives_what_it_maps_no_name_on_a_gpu_either(
     """There the memory of tensors is looked at, and those of a transformation have none."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(
-        likeness, "_on_a_cpu", lambda q, k, v, causal: likeness._on_a_gpu(q, k, v, None)
+        likeness, "_on_a_cpu", lambda q, k, v, *others: likeness._on_a_gpu(q, k, v, None)
     )
     q, k, v = inputs()
     assert name([q, k, v]) is not None
@@ -180,12 +180,26 @@ def test_another_kind_of_tensor_has_no_name(what: str, which: int) -> None:
 def test_another_kind_of_argument_has_no_name() -> None:
     for changes in (
         {"is_causal": 1}, {"enable_gqa": None}, {"scale": 1}, {"scale": torch.tensor(0.5)},
-        {"attn_mask": torch.ones(8, 8, dtype=torch.bool)}, {"attn_mask": qa.Mask(causal=True)},
+        {"attn_mask": torch.ones(8, 8).numpy()}, {"attn_mask": qa.Mask(causal=True)},
+        {"attn_mask": torch.ones(8, 8, requires_grad=True)}, {"attn_mask": 1.0},
+        {"attn_mask": torch.ones(8, 8).to_sparse()},
+        {"attn_mask": torch.ones(8, 8).as_subclass(Wrapped)},
     ):  # fmt: skip
         assert name(inputs(), **changes) is None
     assert name(inputs(n_keys=0)) is None
     q, k, _ = inputs()
     assert name([q, k, torch.randn(1, 4, 7, 16)]) is None
+
+
+def test_calls_under_a_tensor_are_named_by_its_kind_and_all_lengths() -> None:
+    masks = [
+        None, torch.ones(8, 8), torch.zeros(8, 8).bool(), torch.ones(1, 8), torch.ones(4, 8, 8),
+        torch.ones(1, 4, 8, 8), torch.ones(8, 8).double(), torch.ones(()),
+    ]  # fmt: skip
+    assert len({name(inputs(), attn_mask=mask) for mask in masks}) == len(masks)
+    assert name(inputs(), attn_mask=masks[1]) == name(inputs(), attn_mask=torch.rand(8, 8))
+    lengths = {name(inputs(n_keys=n), attn_mask=torch.ones(8, 1)) for n in range(65, 75)}
+    assert len(lengths) == 10
 
 
 def test_masks_in_numbers_are_described_by_them_and_no_others_are() -> None:

@@ -27,7 +27,7 @@ from quorum_attention.kernels.protocol import (
     Statistics,
     TaskTensors,
 )
-from quorum_attention.kernels.rectangles import RectangleKernel, four_dims
+from quorum_attention.kernels.rectangles import RectangleKernel, four_dims, signed
 from quorum_attention.kernels.workspace import (
     RectangleSizes,
     backward_bytes,
@@ -39,6 +39,7 @@ _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 _BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
 # As torch's own Python calls it, which takes less time than ``torch.ops``, if it has a name there.
 _recorded: Any = getattr(torch, _FORWARD, None) or getattr(torch.ops.aten, _FORWARD, None)
+_WIDE = torch.float64
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # The operator works on tiles of at most this many queries and keys, one tile for each thread.
@@ -96,7 +97,7 @@ class CpuKernel(RectangleKernel):
         if dropout is not None:
             task = dropping.whole_task(query, key, value, causal, scale, bias, dropout)
             return dropping.whole_forward(task, out_dtype)
-        if query.shape[1] != key.shape[1]:
+        if query.shape[1] != key.shape[1] and not (causal and _groups()):
             return grouped_forward(
                 lambda q, k, v, mask: self.whole_forward(q, k, v, causal, scale, mask, out_dtype),
                 query, key, value, bias, causal,
@@ -124,7 +125,7 @@ class CpuKernel(RectangleKernel):
         if dropout is not None:
             task = dropping.whole_task(query, key, value, causal, scale, bias, dropout)
             return dropping.whole_backward(task, grad_out, out, lse, grad_dtype)
-        if query.shape[1] != key.shape[1]:
+        if query.shape[1] != key.shape[1] and not (causal and _sums_groups(query, key)):
             return grouped_backward(
                 lambda g, q, k, v, o, row, mask: self.whole_backward(
                     g, q, k, v, o, row, causal, scale, mask, grad_dtype
@@ -136,15 +137,14 @@ class CpuKernel(RectangleKernel):
         )
 
     def takes_recorded(self, call: CallShape) -> bool:
-        """Of gradients only those in fp32, and in bf16 without grouped heads, where ours take a
-        third of the time; in fp16 they are scaled. Not of a subclass, which may compute something
-        else."""
+        """Not gradients in fp16, nor in bf16 with grouped heads: ours round less, in less time
+        (widened.py). Not of a subclass, which may compute something else."""
         if type(self) is not CpuKernel:
             return False
         if call.head_dim != call.value_dim or not call.positive_scale or call.dropout:
             return False
         same = call.query_heads == call.key_heads
-        if call.needs_grad and call.dtype != torch.float32:
+        if call.needs_grad and call.dtype in (torch.float16, torch.bfloat16):
             return same and call.dtype == torch.bfloat16
         return same or _groups()
 
@@ -158,6 +158,8 @@ class CpuKernel(RectangleKernel):
         bias: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """See ``Recorded.recorded_forward``."""
+        if query.dtype is _WIDE:
+            query, scale, _ = signed(query, scale)
         out: torch.Tensor
         out, lse = _recorded(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
         # Of rows without keys too it is 0, NaN or infinite (odd_rows.py).
@@ -175,7 +177,7 @@ class CpuKernel(RectangleKernel):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``RectangleKernel.rectangle_forward``."""
         width = max(query.shape[-1], value.shape[-1])
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        out, lse = _recorded(
             pad_last(query, width),
             pad_last(key, width),
             pad_last(value, width),
@@ -326,6 +328,13 @@ def _groups() -> bool:
             one.shape == other.shape and torch.allclose(one, other, 1e-4, 1e-5)
             for one, other in zip(*results, strict=True)
         )
+
+
+def _sums_groups(query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Whether the operator sums gradients over query heads as well and as quickly as we do: in 16
+    bits it rounds the sum after each of them, and each thread takes whole key heads."""
+    busy = key.shape[0] * key.shape[1] >= torch.get_num_threads()
+    return query.element_size() > 2 and busy and _groups()
 
 
 def _sizes(call: CallShape, extent: Extent) -> RectangleSizes:

@@ -38,7 +38,7 @@ def mend_odd_rows_(
     Args:
         out: (b, h, lq, dv), as the operator returned it.
         lse: (b, h, lq), as the operator returned it; rows with -inf are right already.
-        query, key, causal, scale: the operator's arguments.
+        query, key, causal, scale: the operator's arguments; query heads may share key heads.
         bias: (b or 1, h or 1, lq or 1, lk or 1), or None.
     """
     batch, heads, n_rows = lse.shape
@@ -53,7 +53,8 @@ def mend_odd_rows_(
         for entry, head in odd.any(dim=-1).nonzero().tolist():
             at = (block[0].start + entry, block[1].start + head)
             rows = odd[entry, head].nonzero().flatten() + block[2].start
-            _mend_(out[at], lse[at], rows, query[at], key[at], causal, scale, _part(bias, at))
+            keys = key[at[0], at[1] * key.shape[1] // query.shape[1]]
+            _mend_(out[at], lse[at], rows, query[at], keys, causal, scale, _part(bias, at))
 
 
 def _part(bias: torch.Tensor | None, at: tuple[int, int]) -> torch.Tensor | None:

@@ -24,6 +24,8 @@ def small_gradients(
     causal: bool,
     scale: float,
     columns: int = 0,
+    *,
+    own: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of query, key and value, in the dtype of ``lse``; of keys and values summed
     over the query heads that share them.
@@ -38,41 +40,50 @@ def small_gradients(
         causal: query i sees keys j <= i.
         columns: how many of the last columns of ``out`` are none of the output's, but take
             something from delta (the value has 0 there).
+        own: ``lse`` is that of these keys and of no others; it is not read then. Rows without a
+            key are NaN.
     """
     batch, key_heads, n_keys, _ = key.shape
     pairs = (*query.shape[:3], n_keys)
     # Query heads that share a key head are further rows of it.
-    q, g, rows = (
-        t.reshape(batch * key_heads, -1, width).to(lse.dtype)
-        for t, width in ((query, query.shape[3]), (grad_out, grad_out.shape[3]), (lse, 1))
-    )
-    k, v = (t.reshape(batch * key_heads, n_keys, t.shape[3]).to(lse.dtype) for t in (key, value))
-    # Scores less the log-sum-exp of their row.
-    if lse.dtype == torch.float64:
-        # One product more exact: scores and lse are rounded once each.
-        p = torch.bmm(q, k.mT).mul_(scale).sub_(rows)
-    else:
-        p = torch.baddbmm(rows, q, k.mT, beta=-1.0, alpha=scale)
+    lanes, work = batch * key_heads, lse.dtype
+    q, k, v, g = [t.reshape(lanes, -1, t.shape[3]) for t in (query, key, value, grad_out)]
+    if q.dtype != work:
+        q, k, v, g = [t.to(work) for t in (q, k, v, g)]
+    scores = torch.bmm(q, k.mT).mul_(scale)
     if bias is not None:
-        p.view(pairs).add_(bias)
-    p.exp_()
+        scores.view(pairs).add_(bias)
     if causal:
-        p.view(pairs).tril_()
-    total = p.sum(dim=-1, keepdim=True)
-    others = not_whole(total, rows)
-    some_others = bool(others.any())
-    p.div_(total.masked_fill_(others, 1.0) if some_others else total)
-    ds = p * torch.bmm(g, v.mT)
-    delta = ds.sum(dim=-1, keepdim=True)
-    if columns:
-        carrying = out.reshape(g.shape)[..., -columns:]
-        delta += (g[..., -columns:] * carrying).sum(dim=-1, keepdim=True)
-    if some_others:
-        theirs = (g * out.reshape(g.shape)).sum(dim=-1, keepdim=True)
-        delta = torch.where(others, theirs, delta)
-    ds.addcmul_(p, delta, value=-1.0).mul_(scale)
+        above = torch.ones(pairs[2:], dtype=torch.bool, device=scores.device).triu_(1)
+        scores.view(pairs).masked_fill_(above, -torch.inf)
+    p = scores.softmax(dim=-1)
+    dp = torch.bmm(g, v.mT)
+    others = None if own else _rows_of_more_keys(scores, lse.reshape(*q.shape[:2], 1))
+    if others is None and not columns:
+        # p (dp - rowsum(p dp))
+        ds = torch._softmax_backward_data(dp, p, -1, p.dtype)
+    else:
+        if others is not None:
+            p = torch.where(others, (scores - lse.reshape(*q.shape[:2], 1)).exp_(), p)
+        ds = dp.mul_(p)
+        delta = ds.sum(dim=-1, keepdim=True)
+        row = out.reshape(g.shape)
+        if columns:
+            delta += (g[..., -columns:] * row[..., -columns:]).sum(dim=-1, keepdim=True)
+        if others is not None:
+            delta = torch.where(others, (g * row).sum(dim=-1, keepdim=True), delta)
+        ds.addcmul_(p, delta, value=-1.0)
+    ds.mul_(scale)
     return (
         torch.bmm(ds, k).view(query.shape),
         torch.bmm(ds.mT, q).view(key.shape),
         torch.bmm(p.mT, g).view(value.shape),
     )
+
+
+def _rows_of_more_keys(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor | None:
+    """Which rows have an lse of more keys than those of ``scores`` (.., nk), no key at all, or one
+    of them that is not a number; None: no row. ``lse`` is 0 in rows without keys."""
+    total = (scores.logsumexp(dim=-1, keepdim=True) - lse).exp_()
+    others = not_whole(total, lse).logical_or_(total.isnan())
+    return others if bool(others.any()) else None

@@ -53,7 +53,7 @@ def output(
         # Not tried twice: a checkpoint counts what is saved, also of an output that is thrown away.
         found = small(tensors, request) if tried is None else None
         if found is not None and found[1] is not None:
-            if name is not None and tensors.mask is None:
+            if name is not None:
                 _note(name, found[0])
             return request.back(found[1])
         if found is not None or not gradients_are_ours(request):
@@ -62,7 +62,7 @@ def output(
         one = whole(tensors, request)
         # It is decided: not once more, unless memory runs out. Then it is not remembered either: a
         # short call is decided without asking how much is free.
-        made = None if one is None else one.output(*tensors[:3])
+        made = None if one is None else one.output(*tensors[:4])
         if one is None or made is not None:
             _note(name, one)
         if made is not None:

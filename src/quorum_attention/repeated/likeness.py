@@ -64,12 +64,13 @@ def like(
     records = _records() and (query.requires_grad or key.requires_grad or value.requires_grad)
     if backend.own_memory:
         own = _on_a_gpu(query, key, value, attn_mask)
-    elif attn_mask is None:
-        # Gradients that are ours are remembered with their lengths.
-        exact = is_causal or (records and query.dtype is not _RECORDED)
-        own = _on_a_cpu(query, key, value, exact)
     else:
-        return None
+        mask = None if attn_mask is None else _plain_mask(attn_mask, query.device)
+        if attn_mask is not None and mask is None:
+            return None
+        # Gradients that are ours are remembered with their lengths, and so is whatever has a mask.
+        exact = is_causal or mask is not None or (records and query.dtype is not _RECORDED)
+        own = _on_a_cpu(query, key, value, mask, exact)
     if own is None:
         return None
     return (
@@ -79,8 +80,21 @@ def like(
     )  # fmt: skip
 
 
+def _plain_mask(mask: Any, device: torch.device) -> Hashable | None:
+    """A mask that is a tensor on ``device`` without a gradient, by what is looked at of it."""
+    if type(mask) not in _PLAIN or mask.layout is not _strided or mask.is_nested:
+        return None
+    if mask.device != device or mask.requires_grad or mask.is_neg():
+        return None
+    return (mask.shape, mask.dtype)
+
+
 def _on_a_cpu(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, exact: bool
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Hashable | None,
+    exact: bool,
 ) -> Hashable | None:
     n_keys = key.shape[2]
     if n_keys == 0 or value.shape[2] != n_keys or (_ANY_GPU and BACKENDS[GPU].is_here()):
@@ -94,7 +108,7 @@ def _on_a_cpu(
         return None
     keys = n_keys if exact else (n_keys - 1).bit_length()
     others = (*key.shape[:2], key.shape[3], *value.shape[:2], value.shape[3])
-    return (query.shape, others, keys)
+    return (query.shape, others, keys, mask)
 
 
 def _on_a_gpu(

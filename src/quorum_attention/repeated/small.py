@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from quorum_attention.call.request import Request, Tensors
 from quorum_attention.execution.masks import MaskView
 from quorum_attention.execution.memory import is_out_of_memory
 from quorum_attention.kernels.protocol import Recorded
-from quorum_attention.passes import recording_kernel, run_recorded
+from quorum_attention.passes import recording_kernel
 from quorum_attention.repeated.likeness import is_transformed
 
 
@@ -24,13 +23,18 @@ class Small(NamedTuple):
     scale: float
 
     def output(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """The output; None if that is not the whole of it."""
         # Written out: a function that no cache holds any more costs as much as a short operator.
         try:
+            bias = None if mask is None else MaskView(mask, 1).whole(query.dtype, query.device)
             found = self.kernel.recorded_forward(
-                query, key, value, self.is_causal, self.scale, None
+                query, key, value, self.is_causal, self.scale, bias
             )
         except Exception as error:
             if not is_out_of_memory(error):
@@ -49,8 +53,4 @@ def small(tensors: Tensors, request: Request) -> tuple[Small, torch.Tensor | Non
         return None
     query, key, value, mask, _ = tensors
     made = Small(kernel, request.work.is_causal, request.scale)
-    if mask is None:
-        return made, made.output(query, key, value)
-    bias = partial(MaskView(mask, 1).whole, request.work.dtype, request.options.device)
-    found = run_recorded(kernel, query, key, value, made.is_causal, made.scale, bias)
-    return made, None if found is None else named_derivative(found)
+    return made, made.output(query, key, value, mask)

@@ -19,11 +19,14 @@ from quorum_attention.call.gradients import Given
 from quorum_attention.call.request import Request, Tensors
 from quorum_attention.execution.call import operand
 from quorum_attention.execution.device.lookup import backend_of
+from quorum_attention.execution.masks import MaskView
 from quorum_attention.execution.memory import is_out_of_memory
 from quorum_attention.execution.routes.whole import Whole as WholeRoute
 from quorum_attention.execution.routes.whole import (
     materialised,
     materialises,
+    widened,
+    widens,
     without_empty_rows,
 )
 from quorum_attention.execution.scaling import all_finite, scales
@@ -51,10 +54,12 @@ class _Way(NamedTuple):
 
     Attributes:
         materialised: they come from materialised scores.
+        widened: they come from the operator in fp32.
         scaled: where they are not finite, they are made anew by a scaled backward.
     """
 
     materialised: bool
+    widened: bool
     scaled: bool
 
 
@@ -74,35 +79,56 @@ class Whole:
     at_backward: dict[tuple[object, ...], _Way | None] = field(default_factory=dict)
 
     def output(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """The output; None where memory ran out."""
         try:
             if self.request.records:
                 with lse_use(True):
-                    made: torch.Tensor = _Whole.apply(query, key, value, self)
+                    made: torch.Tensor = _Whole.apply(query, key, value, mask, self)
                 return made
             with lse_use(False):
-                return self.forward(query, key, value)[0]
+                return self.forward(query, key, value, mask)[0]
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
         return None
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse)."""
         request = self.request
         calls = whole_calls(get_kernel(self.kernel))
         assert calls is not None, "another kernel of that name would be another call"
         out, lse = calls.whole_forward(
-            query, key, value, request.work.is_causal, request.scale, None, request.out_dtype
-        )
+            query, key, value, request.work.is_causal, request.scale, self._bias(mask),
+            request.out_dtype,
+        )  # fmt: skip
         return as_own(out), lse
 
-    def backward(self, grad_out: torch.Tensor, three: _Three, out: torch.Tensor, lse: torch.Tensor
-                 ) -> tuple[torch.Tensor, ...] | None:  # fmt: skip
+    def _bias(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        request = self.request
+        if mask is None:
+            return None
+        return MaskView(mask, 1).whole(request.work.dtype, request.options.device)
+
+    def backward(
+        self,
+        grad_out: torch.Tensor,
+        three: _Three,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        mask: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...] | None:
         """The gradients of query, key and value; None where they are not one kernel call."""
         work = self.request.work
         kind = out.device.type
@@ -111,21 +137,32 @@ class Whole:
             return None
         if torch.is_grad_enabled() or is_transformed() or torch.is_autocast_enabled(kind):
             return None
-        way = None if grad_out.is_neg() else self._way(grad_out, three, out, lse)
+        way = None if grad_out.is_neg() else self._way(grad_out, three, out, lse, mask)
         if way is None:
             return None
-        kernel = get_kernel(self.kernel)
-        if not traits_of(kernel).empty_rows:
-            lse = without_empty_rows(lse)
+        kernel, scale = get_kernel(self.kernel), self.request.scale
         try:
+            bias = self._bias(mask)
+            if way.materialised and bias is None:
+                made = materialised(work, scale, grad_out, three, out, lse, own=True)
+                if made is None:
+                    return None
+                if lse.dtype != work.dtype:
+                    return tuple([g.to(work.dtype) for g in made])
+                return tuple([as_own(g) for g in made])
+            if not traits_of(kernel).empty_rows:
+                lse = without_empty_rows(lse)
             if way.materialised:
-                made = materialised(work, self.request.scale, grad_out, three, out, lse)
+                made = materialised(work, scale, grad_out, three, out, lse, bias)
                 return None if made is None else tuple([as_own(g.to(work.dtype)) for g in made])
+            if way.widened:
+                made = widened(work, kernel, scale, grad_out, three, out, lse, bias)
+                return None if made is None else tuple([as_own(g) for g in made])
             calls = whole_calls(kernel)
             assert calls is not None
             found = calls.whole_backward(
                 operand(grad_out, work.dtype), *three, operand(out, work.dtype), lse,
-                work.is_causal, self.request.scale, None, work.dtype,
+                work.is_causal, scale, bias, work.dtype,
             )  # fmt: skip
             return found if not way.scaled or all_finite(found) else None
         except Exception as error:
@@ -136,14 +173,19 @@ class Whole:
         return None
 
     def _way(
-        self, grad_out: torch.Tensor, three: _Three, out: torch.Tensor, lse: torch.Tensor
+        self,
+        grad_out: torch.Tensor,
+        three: _Three,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        mask: torch.Tensor | None = None,
     ) -> _Way | None:
         """How the gradients are made; None if they are not one kernel call."""
         state = (torch.are_deterministic_algorithms_enabled(), registrations())
         # Not asked for by its name again: another thread's backward may have run out of memory.
         way: _Way | None = self.at_backward.get(state, _NOT_DECIDED)
         if way is _NOT_DECIDED:
-            tensors = Tensors(*three, None)
+            tensors = Tensors(*three, mask)
             _, decision = decide_backward(tensors, self.request, Given(grad_out, out, lse))
             same = decision.kernel is get_kernel(self.kernel)
             one = same and _is_one_call(decision, self.request)
@@ -152,7 +194,7 @@ class Whole:
 
     def _way_of(self, decision: Decision) -> _Way | None:
         work, kernel = self.request.work, decision.kernel
-        way = _Way(materialises(work, kernel), scales(kernel, work))
+        way = _Way(materialises(work, kernel), widens(work, kernel), scales(kernel, work))
         if backend_of(self.request.options.device).own_memory:
             # Such gradients are looked at afterwards, or need another output.
             return None if way.scaled or corrected_bytes(work, kernel) else way
@@ -165,10 +207,15 @@ class _Whole(Quick):
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, known: Whole
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        known: Whole,
     ) -> torch.Tensor:
-        out, lse = known.forward(query, key, value)
-        ctx.save_for_backward(query, key, value, out, lse)
+        out, lse = known.forward(query, key, value, mask)
+        ctx.save_for_backward(query, key, value, mask, out, lse)
         ctx.known = known
         ctx.set_materialize_grads(False)
         return out
@@ -178,14 +225,14 @@ class _Whole(Quick):
     def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> Any:
         (grad_out,) = grad_outputs
         if grad_out is None:
-            return None, None, None, None
-        query, key, value, out, lse = ctx.saved_tensors
+            return None, None, None, None, None
+        query, key, value, mask, out, lse = ctx.saved_tensors
         known: Whole = ctx.known
-        grads = known.backward(grad_out, (query, key, value), out, lse)
+        grads = known.backward(grad_out, (query, key, value), out, lse, mask)
         if grads is None:
-            grads = gradients(grad_out, query, key, value, out, lse, known.request)
+            grads = gradients(grad_out, query, key, value, out, lse, mask, known.request)
         needed = ctx.needs_input_grad
-        return (*(g if n else None for g, n in zip(grads, needed, strict=False)), None)
+        return (*[g if n else None for g, n in zip(grads, needed, strict=False)], None, None)
 
 
 def gradients_are_ours(request: Request) -> bool:

@@ -34,9 +34,16 @@ from quorum_attention.execution.tools import Tools
 from quorum_attention.execution.workload import Group, GroupSize, Workload, count_groups, groups
 from quorum_attention.kernels.outside import capturing
 from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.rectangles import four_dims
 from quorum_attention.kernels.sinks import join_sinks_
 from quorum_attention.kernels.small_gradients import small_gradients
 from quorum_attention.kernels.traits import traits_of, whole_calls
+from quorum_attention.kernels.widened import (
+    WIDENED_BYTES,
+    heads_at_a_time,
+    quicker_widened,
+    widened_gradients,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +108,8 @@ class Whole(Route):
                 # The lse: two copies with -inf replaced, and the mask that finds it.
                 size = item.count(work) * work.state_dtype.itemsize
                 accumulators += [size, size, item.count(work)]
+        if case.spec.backward and widens(work, case.kernel):
+            accumulators.append(WIDENED_BYTES)
         if case.scaled:
             # If the kernel's gradients are not finite, they are computed again head by head.
             one = replace(schedule, group=GroupSize(1, 1))
@@ -203,6 +212,11 @@ def at_once(job: Job) -> tuple[torch.Tensor, ...] | None:
         parts = materialised(
             call.work, call.scale, given["grad_out"], three, given["out"], lse, mask
         )
+    elif lse is not None and widens(call.work, call.kernel):
+        three, given = (call.query, call.key, call.value), job.tensors
+        parts = widened(
+            call.work, call.kernel, call.scale, given["grad_out"], three, given["out"], lse, mask
+        )
     else:
         parts = _of_call(job, None, lse, call.work.is_causal, mask)
     return None if parts is None else job.results.take(parts)
@@ -225,18 +239,80 @@ def materialised(
     out: torch.Tensor,
     lse: torch.Tensor,
     bias: torch.Tensor | None = None,
+    *,
+    own: bool = False,
 ) -> tuple[torch.Tensor, ...] | None:
     """The gradients of ``three`` in a small backward, (b, heads, n, d) each, not rounded; None if
     one is not finite: operators keep NaN to the rows that have it.
 
     Args:
         lse: 0 in rows without keys.
+        own: there is no bias, and ``lse`` is of these keys and of no others.
     """
-    grad_out, query, key, value, out, lse = (_four(t, work) for t in (grad_out, *three, out, lse))
+    grad_out, query, key, value, out, lse = [_four(t, work) for t in (grad_out, *three, out, lse)]
     parts = small_gradients(
-        grad_out, query, key, value, out, lse, bias, work.is_causal, scale, work.columns
+        grad_out, query, key, value, out, lse, bias, work.is_causal, scale, work.columns, own=own
     )
+    if own:
+        # Rows are softmax of all scores, so what is not finite of the inputs makes dS NaN or
+        # infinite, or a key times it; and either shows in dQ.
+        return parts if math.isfinite(parts[0].sum().item()) else None
     return parts if all_finite(parts) else None
+
+
+def widens(work: Workload, kernel: InnerKernel) -> bool:
+    """Whether ``at_once`` takes the gradients of such a call from the operator in fp32."""
+    if not traits_of(kernel).small_gradients or work.dropout or materialises(work, kernel):
+        return False
+    grouped = work.heads != work.kv_heads
+    return quicker_widened(work.dtype, grouped=grouped) and _heads_at_a_time(work) > 0
+
+
+def widened(
+    work: Workload,
+    kernel: InnerKernel,
+    scale: float,
+    grad_out: torch.Tensor,
+    three: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...] | None:
+    """The gradients of ``three``, (b, heads, n, d) each, computed in fp32 and rounded; None if
+    those of fp16 are not finite, and may have to be scaled or kept to rows of their own.
+
+    Args:
+        lse: 0 in rows without keys.
+    """
+    calls = whole_calls(kernel)
+    assert calls is not None, "it has been asked whether it takes such calls"
+
+    def run(
+        grad_out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        mask: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return calls.whole_backward(
+            grad_out, query, key, value, out, lse, work.is_causal, scale, mask
+        )
+
+    grad_out, query, key, value, out, lse = (_four(t, work) for t in (grad_out, *three, out, lse))
+    parts = widened_gradients(
+        run, _heads_at_a_time(work), grad_out, query, key, value, out, lse,
+        None if bias is None else four_dims(bias),
+    )  # fmt: skip
+    return parts if work.dtype != torch.float16 or all_finite(parts) else None
+
+
+def _heads_at_a_time(work: Workload) -> int:
+    return heads_at_a_time(
+        work.batch, work.heads, work.kv_heads, work.n_queries, work.n_keys,
+        (work.head_dim, work.value_dim), masked=work.mask is not None,
+    )  # fmt: skip
 
 
 def _of_call(

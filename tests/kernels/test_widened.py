@@ -1,0 +1,167 @@
+"""Gradients of 16-bit calls by the operator in fp32: right, rounded once, in bounded memory."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from helpers_attention import Inputs, exact, inputs
+from helpers_memory import usage
+
+import quorum_attention as qa
+from quorum_attention.execution.routes import whole
+from quorum_attention.kernels import get_kernel, widened
+from quorum_attention.kernels.cpu import CpuKernel
+from quorum_attention.kernels.widened import (
+    WIDENED_BYTES,
+    heads_at_a_time,
+    quicker_widened,
+    widened_gradients,
+)
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="calls would go to the GPU"),
+]
+
+
+@pytest.fixture
+def widening(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Key heads at a time of each call that is widened; on processors that multiply fp16 too."""
+    monkeypatch.setattr(widened, "_multiplies_fp16", lambda: False)
+    seen: list[int] = []
+
+    def watched(run: Any, heads: int, *given: Any) -> Any:
+        seen.append(heads)
+        return widened_gradients(run, heads, *given)
+
+    monkeypatch.setattr(whole, "widened_gradients", watched)
+    return seen
+
+
+@pytest.mark.parametrize("number", range(24))
+def test_against_float64(number: int, widening: list[int], monkeypatch) -> None:
+    """Grouped heads, batches, masks, unequal widths, a few heads at a time."""
+    draw = random.Random(number)
+    torch.manual_seed(number)
+    kv_heads, shared = draw.choice([1, 2, 3]), draw.choice([1, 2, 4])
+    dtype = torch.bfloat16 if shared > 1 and number % 2 else torch.float16
+    n = draw.choice([100, 130])
+    given = inputs(
+        n, heads=kv_heads * shared, kv_heads=kv_heads, batch=(draw.choice([2, 3]),),
+        head_dim=16, value_dim=draw.choice([16, 24]), dtype=dtype,
+    )  # fmt: skip
+    call: dict[str, Any] = {"is_causal": draw.random() < 0.5}
+    if draw.random() < 0.4:
+        shape = [draw.choice([1, m]) for m in (*given.query.shape[:2], n, n)]
+        call["mask"] = torch.randn(shape).masked_fill(torch.rand(shape) < 0.2, -torch.inf).to(dtype)
+    monkeypatch.setattr(widened, "WIDENED_BYTES", draw.choice([1 << 19, 1 << 20, 1 << 30]))
+    wanted = exact(given, gradients=True, **call).grads
+    leaves = [t.requires_grad_() for t in given.three]
+    out = qa.attention(
+        *leaves, call.get("mask"), is_causal=call["is_causal"], enable_gqa=shared > 1
+    )
+    grads = torch.autograd.grad(out, leaves, given.grad_out)
+    assert wanted is not None
+    for mine, reference, like in zip(grads, wanted, leaves, strict=True):
+        assert mine.dtype == dtype
+        assert mine.shape == like.shape
+        apart = (mine.double() - reference).norm() / reference.norm()
+        # One rounding of each number, and those of the output in delta.
+        assert float(apart) < 0.6 * torch.finfo(dtype).eps
+    assert widening or widened.WIDENED_BYTES == 1 << 19
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_they_are_more_exact_than_the_operator_in_16_bits(dtype, causal, widening) -> None:
+    given = inputs(150, heads=4, kv_heads=2, head_dim=32, dtype=dtype)
+    wanted = exact(given, gradients=True, is_causal=causal).grads
+    errors = []
+    for attend in (qa.attention, torch.nn.functional.scaled_dot_product_attention):
+        leaves = [t.detach().requires_grad_() for t in given.three]
+        out = attend(*leaves, is_causal=causal, enable_gqa=True)
+        grads = torch.autograd.grad(out, leaves, given.grad_out)
+        errors.append([float((g.double() - w).norm()) for g, w in zip(grads, wanted, strict=True)])
+    assert widening
+    for mine, theirs in zip(*errors, strict=True):
+        assert mine < 0.9 * theirs
+
+
+def test_fp16_gradients_that_are_too_large_are_computed_as_ever(widening) -> None:
+    """What fp32 leaves of products that cancel may be more than fp16 holds; the truth is not."""
+    given = inputs(150, heads=2, head_dim=16, dtype=torch.float16)
+    key = given.key.clone()
+    key[:, :, 1:] = -60.0
+    query = torch.full_like(given.query, 20.0)
+    query[..., 1::2] = 20.0
+    key[:, :, 0] = 60.0
+    three = [t.requires_grad_() for t in (query, key, given.value.sign() * 6e4)]
+    grad_out = given.grad_out.sign() * 6e4
+    out = qa.attention(*three)
+    grads = torch.autograd.grad(out, three, grad_out)
+    wanted = exact(Inputs(*(t.detach() for t in three), grad_out), gradients=True).grads
+    assert widening
+    for mine, reference in zip(grads, wanted, strict=True):
+        assert torch.equal(mine.isfinite(), reference.abs() < 65520)
+
+
+def test_a_row_that_is_not_finite_stays_alone(widening) -> None:
+    given = inputs(150, heads=4, kv_heads=2, head_dim=16, dtype=torch.bfloat16)
+    grad_out = given.grad_out.clone()
+    grad_out[0, 1, 7] = torch.nan
+    leaves = [t.requires_grad_() for t in given.three]
+    dq = torch.autograd.grad(qa.attention(*leaves, enable_gqa=True), leaves, grad_out)[0]
+    assert widening
+    assert dq.isnan().any(-1).nonzero().tolist() == [[0, 1, 7]]
+
+
+@pytest.mark.parametrize("shape", [(150, 8, 2), (600, 4, 4), (300, 4, 1)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_memory_is_what_the_planner_counts(shape, causal, widening) -> None:
+    n, heads, kv_heads = shape
+    given = inputs(n, heads=heads, kv_heads=kv_heads, head_dim=64, dtype=torch.float16)
+    out, lse = qa.attention_with_lse(*given.three, is_causal=causal, enable_gqa=True)
+
+    def call() -> object:
+        return qa.attention_backward(
+            given.grad_out, *given.three, out, lse, is_causal=causal, enable_gqa=True
+        )
+
+    call()
+    plan = qa.plan(
+        n, heads=heads, kv_heads=kv_heads, head_dim=64, dtype=torch.float16, device="cpu",
+        levels=(), backward=True, is_causal=causal,
+    )  # fmt: skip
+    assert widening
+    assert usage(call).peak <= plan.peak_bytes
+
+
+def test_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    assert heads_at_a_time(2, 8, 2, 64, 64, (64, 64)) >= 4  # all of the batch
+    assert heads_at_a_time(2, 8, 8, 256, 256, (64, 64)) == 5
+    # A mask counts, and so does a copy of narrower rows.
+    assert heads_at_a_time(2, 8, 8, 256, 256, (64, 64), masked=True) == 4
+    assert heads_at_a_time(2, 8, 8, 256, 256, (64, 48)) == 4
+    # Three heads would leave a thread idle, unless each has query heads to share.
+    assert heads_at_a_time(1, 8, 8, 400, 400, (64, 64)) == 0
+    assert heads_at_a_time(1, 8, 2, 400, 100, (64, 64)) == 1
+    assert heads_at_a_time(1, 4, 4, 1 << 20, 1 << 20, (64, 64)) == 0
+    assert WIDENED_BYTES == 4 << 20
+
+
+def test_which_dtypes_are_widened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(widened, "_multiplies_fp16", lambda: False)
+    asked = [
+        (dtype, grouped)
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+        for grouped in (False, True)
+        if quicker_widened(dtype, grouped=grouped)
+    ]
+    assert asked == [(torch.float16, False), (torch.float16, True), (torch.bfloat16, True)]
+    monkeypatch.setattr(widened, "_multiplies_fp16", lambda: True)
+    assert not quicker_widened(torch.float16, grouped=True)
+    assert isinstance(get_kernel("cpu"), CpuKernel)
