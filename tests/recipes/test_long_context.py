@@ -17,6 +17,8 @@ import transformers
 from helpers_memory import usage
 from helpers_models import SIZES, VOCABULARY, distance, tiny
 
+from quorum_attention.execution.report import Report
+from quorum_attention.integrations.transformers import register
 from quorum_attention.recipes import long_context
 from quorum_attention.recipes.long_context import ATTENTION
 
@@ -226,6 +228,30 @@ def test_called_again_or_on_an_unpickled_model() -> None:
     assert long_context(other, checkpoints=None, mlp_tile=7).done == done
     for one in (model, other):
         torch.testing.assert_close(one(ids, labels=ids).loss, wanted)
+
+
+def test_a_budget_is_of_one_model_and_what_was_registered_stays() -> None:
+    def options(model: Any) -> Any:
+        names = transformers.AttentionInterface._global_mapping
+        return names[model.config._attn_implementation].args[0]
+
+    report = Report()
+    register(budget="64MiB", report=report, min_tokens=0)
+    try:
+        first, second, third = (tiny("llama") for _ in range(3))
+        long_context(first, checkpoints=None, budget="32MiB")
+        summary = long_context(second, checkpoints=None)
+        long_context(third, checkpoints=None, budget=48 << 20)
+        budgets = [options(model).budget for model in (first, second, third)]
+        assert budgets == ["32MiB", "64MiB", 48 << 20]
+        assert "budget 64MiB" in str(summary)
+        for model in (first, second, third):
+            assert options(model).report is report
+            before = report.total.forwards
+            model(torch.randint(VOCABULARY, (1, 30)))
+            assert report.total.forwards == before + 2
+    finally:
+        register()
 
 
 def test_hooks_of_the_head_are_called() -> None:

@@ -35,8 +35,10 @@ def long_context(
     Args:
         model: a ``PreTrainedModel`` for causal language modelling, or PEFT's around one, with its
             weights loaded.
-        attention: set ``attn_implementation="quorum"``.
-        budget: of attention; see ``quorum_attention.integrations.transformers.register``.
+        attention: set ``attn_implementation="quorum"``, with the options that ``register`` was
+            given for that name, if it was called.
+        budget: of attention; see ``quorum_attention.integrations.transformers.register``. It is of
+            this model alone, which gets a name of its own then (``quorum_2147483648``).
         checkpoints: keep only the layers' inputs, in "host" memory or on the "device"; None does
             not.
         mlp_tile: tokens of an MLP at a time; None leaves it as it is.
@@ -50,7 +52,7 @@ def long_context(
         ImportError: Transformers is not installed, or of a version that is not known.
         TypeError, ValueError: arguments that make no sense.
     """
-    from quorum_attention.integrations.transformers import register
+    from quorum_attention.integrations.transformers.names import name_for
 
     if mlp_tile is not None:
         whole_number(mlp_tile, "mlp_tile", 1)
@@ -59,7 +61,7 @@ def long_context(
         raise TypeError(f"model must be a PreTrainedModel of Transformers, got {type(model)}")
     done: list[Ingredient] = []
     if attention:
-        done.append(_attend(base, register(budget=budget), f"budget {budget or 'of what is free'}"))
+        done.append(_attend(base, *name_for(budget)))
     else:
         done.append(left_out(ATTENTION, "not asked for"))
     done.append(chunk_loss(base) if chunked_loss else left_out(LOSS, "not asked for"))
@@ -72,7 +74,7 @@ def long_context(
     return Summary(tuple(done))
 
 
-def _attend(model: Any, name: str, how: str) -> Ingredient:
+def _attend(model: Any, name: str, budget: int | str | None) -> Ingredient:
     """Set the model's attention, if it takes that by name; of those that do not Transformers only
     logs it."""
     from quorum_attention.integrations.transformers.whose import names_of
@@ -80,7 +82,7 @@ def _attend(model: Any, name: str, how: str) -> Ingredient:
     model.set_attn_implementation(name)
     if name not in names_of(model.config):
         return left_out(ATTENTION, f"{type(model).__name__} does not take its attention by name")
-    return Ingredient(ATTENTION, True, how)
+    return Ingredient(ATTENTION, True, f"budget {budget or 'of what is free'}")
 
 
 __all__ = ["ATTENTION", "long_context"]
