@@ -230,6 +230,31 @@ def test_called_again_or_on_an_unpickled_model() -> None:
         torch.testing.assert_close(one(ids, labels=ids).loss, wanted)
 
 
+def test_a_loss_is_tried_in_a_call_that_uses_it() -> None:
+    """One whose forward reads ``use_cache`` and does not hand it on by name (Granite Docling's)."""
+    model, ids = tiny("llama"), torch.randint(VOCABULARY, (1, 30))
+
+    class Base(type(model.model)):  # type: ignore[misc]
+        def forward(self, input_ids: Any = None, **others: Any) -> Any:
+            return super().forward(input_ids, **others)
+
+    class Scaled(type(model)):  # type: ignore[misc]
+        def forward(
+            self, input_ids: Any = None, labels: Any = None, use_cache: Any = None, **others: Any
+        ) -> Any:
+            found = super().forward(input_ids, use_cache=use_cache, **others)
+            found.logits = found.logits / 4
+            if labels is not None:
+                found.loss = self.loss_function(found.logits, labels, VOCABULARY)
+            return found
+
+    model.__class__, model.model.__class__ = Scaled, Base
+    wanted = model(ids, labels=ids).loss
+    summary = long_context(model, checkpoints=None)
+    assert "chunked loss" in summary.left_out
+    torch.testing.assert_close(model(ids, labels=ids).loss, wanted)
+
+
 def test_a_budget_is_of_one_model_and_what_was_registered_stays() -> None:
     def options(model: Any) -> Any:
         names = transformers.AttentionInterface._global_mapping
