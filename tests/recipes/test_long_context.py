@@ -255,6 +255,40 @@ def test_a_loss_is_tried_in_a_call_that_uses_it() -> None:
     torch.testing.assert_close(model(ids, labels=ids).loss, wanted)
 
 
+@pytest.mark.parametrize("which", ["mask", "items"])
+def test_a_loss_of_fewer_tokens_or_of_no_number_of_items_stays(which: str) -> None:
+    """Granite Speech's leaves out what is masked and is a mean, whatever number it is given."""
+    model, ids = tiny("llama"), torch.randint(VOCABULARY, (1, 30))
+
+    class Speech(type(model)):  # type: ignore[misc]
+        def forward(
+            self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **more: Any
+        ) -> Any:
+            items = more.pop("num_items_in_batch", None)
+            if labels is not None and which == "mask":
+                more["num_items_in_batch"] = items
+                if attention_mask is not None:
+                    labels = labels.masked_fill(attention_mask == 0, -100)
+            return super().forward(input_ids, attention_mask, labels=labels, **more)
+
+    model.__class__ = Speech
+    asked: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "num_items_in_batch": 7}
+    asked["attention_mask"][:, -4:] = 0
+    wanted = model(ids, labels=ids, **asked).loss
+    assert "chunked loss" in long_context(model, checkpoints=None, attention=False).left_out
+    torch.testing.assert_close(model(ids, labels=ids, **asked).loss, wanted)
+
+
+def test_a_balance_of_experts_asked_for_later_is_in_the_loss() -> None:
+    """In the configuration of the text of a model of images, too."""
+    model, ids = tiny("gpt_oss"), torch.randint(VOCABULARY, (1, 30))
+    long_context(model, checkpoints=None)
+    inner = copy.copy(model.config)
+    inner.output_router_logits = True
+    model.config.get_text_config = lambda *_, **__: inner
+    assert model(ids, labels=ids).logits is not None
+
+
 def test_a_budget_is_of_one_model_and_what_was_registered_stays() -> None:
     def options(model: Any) -> Any:
         names = transformers.AttentionInterface._global_mapping

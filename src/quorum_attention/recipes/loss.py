@@ -148,8 +148,9 @@ def _forward(model: Any, total: _Sum) -> Callable[..., Any]:
 
 def _asks_for_more(model: Any, given: dict[str, Any]) -> bool:
     """Whether a call wants what only the model's own gives; or adapters or hooks came after."""
-    router = given.get("output_router_logits") or getattr(
-        model.config, "output_router_logits", False
+    router = given.get("output_router_logits") or any(
+        getattr(one, "output_router_logits", False)
+        for one in (model.config, model.config.get_text_config())
     )
     in_words = given.get("return_dict", getattr(model.config, "return_dict", True))
     other_loss = any(given.get(name) is not None for name in ("shift_labels", "ignore_index"))
@@ -179,11 +180,14 @@ def _differs(model: Any) -> str | None:
         ids = ids.to(model.get_input_embeddings().weight.device)
         labels = ids.clone()
         labels[0, :3] = _IGNORED
-        asked = {"input_ids": ids, "labels": labels}
+        asked: dict[str, Any] = {"input_ids": ids, "labels": labels}
+        if "use_cache" in inspect.signature(type(model.base_model).forward).parameters:
+            asked["use_cache"] = False  # otherwise the model's own forward may have to see it
         with evaluated(model):
             own = type(model).forward(model, **asked)
             factor = max(1.0, _LARGE / max(float(own.logits.abs().max()), 1e-30))
-            for scale in (1.0, factor):
+            for scale, more in ((1.0, {}), (factor, {}), (1.0, _as_in_training(model, ids))):
+                asked.update(more)
                 with _scaled(model.get_decoder(), scale):
                     found = model(**asked)
                     if found.logits is not None:
@@ -196,6 +200,19 @@ def _differs(model: Any) -> str | None:
     except Exception as error:  # whatever it is, the model keeps its own loss
         return f"it failed on a few tokens: {type(error).__name__}: {error}"
     return None
+
+
+def _as_in_training(model: Any, ids: torch.Tensor) -> dict[str, Any]:
+    """What else a call with labels is given: some models leave out of their loss what is masked,
+    and some take a mean whatever number of tokens the whole batch has."""
+    taken = inspect.signature(type(model).forward).parameters
+    more: dict[str, Any] = {}
+    if "attention_mask" in taken:
+        more["attention_mask"] = torch.ones_like(ids)
+        more["attention_mask"][1, -3:] = 0
+    if any(one.kind is one.VAR_KEYWORD for one in taken.values()):
+        more["num_items_in_batch"] = 2 * _TRIED + 1
+    return more
 
 
 @contextmanager
