@@ -289,6 +289,16 @@ def test_a_balance_of_experts_asked_for_later_is_in_the_loss() -> None:
     assert model(ids, labels=ids).logits is not None
 
 
+def test_labels_of_another_number_of_tokens_are_refused() -> None:
+    model, ids = tiny("llama"), torch.randint(VOCABULARY, (2, 30))
+    for changed in (False, True):
+        if changed:
+            long_context(model, checkpoints=None)
+        for labels in (ids[:, :20], ids[:1], torch.cat([ids, ids[:, :4]], 1), ids.repeat(2, 1)):
+            with pytest.raises(ValueError, match=r"batch_size|as many as there are tokens"):
+                model(ids, labels=labels)
+
+
 def test_a_budget_is_of_one_model_and_what_was_registered_stays() -> None:
     def options(model: Any) -> Any:
         names = transformers.AttentionInterface._global_mapping

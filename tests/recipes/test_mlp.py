@@ -82,6 +82,16 @@ def test_an_mlp_of_another_kind_is_left_alone() -> None:
     assert not tile_mlps(model, 4).done
 
 
+def test_an_mlp_that_mixes_the_tokens_of_a_text_is_left_alone() -> None:
+    """Two dimensions, as tiles have, would not show it."""
+
+    class Mixing(Gated):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x - x.mean(1, keepdim=True))
+
+    assert "other results" in str(tile_mlps(Mixing(0.0), 4))
+
+
 def test_a_short_call_after_a_long_one_in_one_region_of_autocast() -> None:
     """A cast made without gradients is not handed on: the short call's would be missing."""
     plain = Gated(0.0)

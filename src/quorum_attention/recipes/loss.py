@@ -134,7 +134,12 @@ def _forward(model: Any, total: _Sum) -> Callable[..., Any]:
         found = self.base_model(**given)
         hidden = found.last_hidden_state.to(head.weight.device)
         target = pad(labels, (0, 1), value=_IGNORED)[..., 1:].reshape(-1).to(hidden.device)
-        loss = summed(hidden.reshape(-1, hidden.shape[-1]), head.weight, head.bias, target)
+        hidden = hidden.reshape(-1, hidden.shape[-1])
+        if len(hidden) != len(target):  # the rest would be left out
+            raise ValueError(
+                f"labels must be as many as there are tokens, {len(hidden)}, got {len(target)}"
+            )
+        loss = summed(hidden, head.weight, head.bias, target)
         count = (target != _IGNORED).sum() if items is None else items
         return CausalLMOutputWithPast(
             loss=loss / count,

@@ -48,7 +48,8 @@ def _is_gated(module: torch.nn.Module) -> bool:
 
 @torch.no_grad()
 def _goes_token_by_token(module: torch.nn.Module) -> bool:
-    """Tried on two tokens, (tokens, width): each alone has to give what both together give."""
+    """Tried on two tokens: each alone has to give what both together give, (tokens, width), in one
+    text or in two."""
     sides = (p for p in module.gate_proj.parameters() if p.dim() == 2)  # type: ignore[union-attr]
     weight = next(sides, None)
     if weight is None or weight.device.type == "meta" or not weight.is_floating_point():
@@ -58,13 +59,26 @@ def _goes_token_by_token(module: torch.nn.Module) -> bool:
     try:
         with evaluated(module):
             together = module(tokens)
-            apart = [module(tokens[i : i + 1]) for i in (0, 1)]
+            apart = torch.cat([module(tokens[i : i + 1]) for i in (0, 1)])
+            others = [apart, *_of_texts(module, tokens)]
     except Exception:  # whatever it is, the MLP stays as it is
         return False
     if not isinstance(together, torch.Tensor) or together.shape != tokens.shape:
         return False
     room = 100 * torch.finfo(weight.dtype).eps * together.abs().max()
-    return bool((together - torch.cat(apart)).abs().max() <= room)
+    return all(
+        other.shape == together.shape and bool((together - other).abs().max() <= room)
+        for other in others
+    )
+
+
+def _of_texts(module: torch.nn.Module, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
+    """What comes of (texts, tokens, width), as (tokens, width); of those experts take none."""
+    for dim in (0, 1):
+        try:
+            yield module(tokens.unsqueeze(dim)).squeeze(dim)
+        except (RuntimeError, ValueError, IndexError):
+            continue
 
 
 def _tile(module: torch.nn.Module, tokens: int) -> None:
