@@ -208,19 +208,19 @@ class Dispatcher:
         self.paces.pop(device, None)
 
     def cut_anew(self, now: float) -> dict[Any, Sequence[Any]]:
-        """After a device has left: from now on parts are anybody's, the large ones first; and they
-        are cut if others would not end together (cut_anew.py).
+        """After a device has left, if parts may be cut: from now on they are anybody's, the large
+        ones first; and some are cut if the others would not end together (cut_anew.py).
 
         Returns:
             the pieces of parts that were cut; the machine knows of them.
         """
+        if self._cut is None:
+            return {}
         self._lost_one = True
         free = [unit for units in self._free.values() for unit in units]
         self._homes, self._free, self._left = {}, {}, 0
         self._place = {unit: (-self._size(unit), *at[-1:]) for unit, at in self._place.items()}
         self._give_back(free)
-        if self._cut is None:
-            return {}
         devices = list(self._machine.devices)
         paces = {device: self._pace(device) for device in devices}
         costs = self._cut_costs

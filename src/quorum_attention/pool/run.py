@@ -142,6 +142,7 @@ class Coordinator:
             timed, homes, usual, cut, cut_costs,
         )  # fmt: skip
         self._running, self.spent = self._dispatch.orders, self._dispatch.spent
+        self._may_cut = cut is not None
         self._targets: dict[int, Any] = {}
         # Seconds a pair of what each did last, with all that it had to wait for.
         self._lasted: dict[int, float] = {}
@@ -384,7 +385,8 @@ class Coordinator:
         self._report.history.append(f"{self._report.devices[number]}: {why}")
         if isinstance(order, GiveUp) or (not self._machine.devices and not self._machine.finished):
             self._give_up()
-        self._cut_anew()
+        if self._may_cut:
+            self._cut_anew()
 
     def _cut_anew(self) -> None:
         """Cut what nobody has begun, so that those that are left end together."""
