@@ -1,4 +1,5 @@
 import builtins
+import re
 from itertools import pairwise
 
 import pytest
@@ -7,8 +8,9 @@ from helpers_processes import run_python
 
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition
-from quorum_attention.pictures import draw_coverage, draw_recovery
+from quorum_attention.pictures import coverage_svg, draw_coverage, draw_recovery
 from quorum_attention.pictures.colours import task_colour
+from quorum_attention.pictures.gantt import draw_gantt
 from quorum_attention.pictures.geometry import blocks, chunk_edges, shallow, split
 
 SHAPES = [
@@ -105,6 +107,26 @@ def test_pyplot_is_left_alone(tmp_path):
     )
     done = run_python(code)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_programs_own_style_changes_nothing(tmp_path):
+    """LaTeX for all text, as styles of papers have it, is not on every machine."""
+    matplotlib = pytest.importorskip("matplotlib")
+    shape, report = Decomposition(4_096, (7,)), qa.Report()
+    q = torch.randn(1, 2, 600, 16)
+    qa.attention(q, q, q, report=report, depth=1)
+
+    def drawn(name):
+        draw_coverage(shape, True, tmp_path / f"{name}.png")
+        report.draw(tmp_path / f"{name} report.png")
+        draw_gantt(tmp_path / f"{name} gantt.png", {"forward": (["cpu"], [(0, 0, 0.0, 1.0)])})
+        made = [path.read_bytes() for path in sorted(tmp_path.glob(f"{name}*"))]
+        return [*made, re.sub(r"[mp][0-9a-f]{10}", "", coverage_svg(shape, True))]
+
+    usual = drawn("usual")
+    with matplotlib.rc_context({"text.usetex": True, "axes.facecolor": "k", "savefig.dpi": 20}):
+        assert drawn("own") == usual
+        assert matplotlib.rcParams["text.usetex"]
 
 
 def test_missing_matplotlib_says_what_to_install(tmp_path, monkeypatch):

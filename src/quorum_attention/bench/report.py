@@ -8,7 +8,7 @@ from typing import Any
 
 from quorum_attention.bench.results import REPORT, naming
 from quorum_attention.bench.settings import Section
-from quorum_attention.pictures.canvas import new_figure, save
+from quorum_attention.pictures.canvas import new_figure, own_style, save
 from quorum_attention.writing import write_text
 
 
@@ -46,6 +46,7 @@ def table(columns: list[str], rows: list[list[str]]) -> list[str]:
     return [line(columns), "|" + "---|" * len(columns), *(line(row) for row in rows)]
 
 
+@own_style()
 def _figures(folder: Path, sections: list[Section]) -> dict[str, Path]:
     drawn = [section for section in sections if section.draw is not None]
     if not drawn or importlib.util.find_spec("matplotlib") is None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,25 @@ ON_COLOUR = "#22262c"
 SOFT = "#6b7280"
 PAPER = "#ffffff"
 MASKED = "#e6e8eb"
+# What matplotlib's settings of figures begin with; others are of windows, files and time zones.
+_OF_FIGURES = (
+    "axes.", "figure.", "font.", "hatch.", "legend.", "lines.", "markers.", "mathtext.", "patch.",
+    "path.", "savefig.", "svg.", "text.", "xaxis.", "xtick.", "yaxis.", "ytick.",
+)  # fmt: skip
+
+
+@contextmanager
+def own_style() -> Iterator[None]:
+    """A block, or a decorated function, whose figures look the same whatever style the program has:
+    one may ask for LaTeX, which is not everywhere and reads "%" and "_" otherwise."""
+    try:
+        import matplotlib
+    except ImportError:  # which ``new_figure`` explains
+        yield
+        return
+    usual = {n: v for n, v in matplotlib.rcParamsDefault.items() if n.startswith(_OF_FIGURES)}
+    with matplotlib.rc_context(usual):
+        yield
 
 
 def new_figure(width: float, height: float) -> Any:

@@ -6,11 +6,12 @@ from os import PathLike
 from typing import Any
 
 from quorum_attention.decomposition import Decomposition
-from quorum_attention.pictures.canvas import INK, SOFT, above, explain, new_figure, save
+from quorum_attention.pictures.canvas import INK, SOFT, above, explain, new_figure, own_style, save
 from quorum_attention.pictures.square import MAX_BLOCKS, draw_square
 from quorum_attention.pictures.task_mask import draw_task_mask
 
 
+@own_style()
 def draw_coverage(
     decomposition: Decomposition,
     is_causal: bool,

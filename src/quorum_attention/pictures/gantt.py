@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import pi
 from os import PathLike
 
-from quorum_attention.pictures.canvas import INK, SOFT, explain, new_figure, save
+from quorum_attention.pictures.canvas import INK, SOFT, explain, new_figure, own_style, save
 from quorum_attention.pictures.colours import oklch
 from quorum_attention.sizes import format_seconds
 
@@ -14,6 +14,7 @@ from quorum_attention.sizes import format_seconds
 Bar = tuple[int, int, float, float]
 
 
+@own_style()
 def draw_gantt(
     path: str | PathLike[str], passes: Mapping[str, tuple[Sequence[str], Sequence[Bar]]]
 ) -> None:

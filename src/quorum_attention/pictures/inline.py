@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import io
 import re
-from importlib.util import find_spec
 
 from quorum_attention.decomposition import Decomposition
-from quorum_attention.pictures.canvas import INK, MASKED, PAPER, SOFT
+from quorum_attention.pictures.canvas import INK, MASKED, PAPER, SOFT, own_style
 from quorum_attention.pictures.coverage import coverage_figure
 from quorum_attention.pictures.geometry import blocks, shallow
 
@@ -15,6 +14,7 @@ from quorum_attention.pictures.geometry import blocks, shallow
 MOST_BLOCKS = 2000
 
 
+@own_style()
 def coverage_svg(
     decomposition: Decomposition,
     is_causal: bool,
@@ -22,15 +22,18 @@ def coverage_svg(
     n_keys: int | None = None,
 ) -> str | None:
     """``draw_coverage`` as an <svg> element: text and empty cells take the page's colour, so it can
-    be read on a light page and on a dark one. None: matplotlib is not installed, or the picture
+    be read on a light page and on a dark one. None: matplotlib cannot be imported, or the picture
     would have more than ``MOST_BLOCKS`` blocks."""
     drawn = shallow(decomposition, MOST_BLOCKS, is_causal)
     each = sum(1 for _ in blocks(drawn.task(tuple(c - 1 for c in drawn.levels)), is_causal))
-    if each * drawn.n_tasks > MOST_BLOCKS or find_spec("matplotlib") is None:
+    if each * drawn.n_tasks > MOST_BLOCKS:
         return None
-    figure = coverage_figure(
-        decomposition, is_causal, n_queries=n_queries, n_keys=n_keys, limit=MOST_BLOCKS
-    )
+    try:
+        figure = coverage_figure(
+            decomposition, is_causal, n_queries=n_queries, n_keys=n_keys, limit=MOST_BLOCKS
+        )
+    except ImportError:  # it is not there, or does not fit the NumPy that is
+        return None
     file = io.StringIO()
     figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     return _of_the_page(file.getvalue())

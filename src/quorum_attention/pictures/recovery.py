@@ -15,6 +15,7 @@ from quorum_attention.pictures.canvas import (
     bare,
     explain,
     new_figure,
+    own_style,
     save,
 )
 from quorum_attention.pictures.colours import oklch
@@ -26,6 +27,7 @@ _FITS = oklch(0.72, 0.125, 2.75)
 _OVER = oklch(0.68, 0.15, 0.5)
 
 
+@own_style()
 def draw_recovery(
     path: str | PathLike[str],
     *,

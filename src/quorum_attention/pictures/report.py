@@ -7,7 +7,7 @@ from math import pi
 from os import PathLike
 from typing import Any
 
-from quorum_attention.pictures.canvas import INK, SOFT, bare, explain, new_figure, save
+from quorum_attention.pictures.canvas import INK, SOFT, bare, explain, new_figure, own_style, save
 from quorum_attention.pictures.colours import oklch
 from quorum_attention.sizes import format_bytes, format_seconds
 
@@ -23,6 +23,7 @@ _WORDS = (
 _LIMITS = {"measured": oklch(0.72, 0.125, 2.75), "planned": "#c3c8ce", "budget": "#e6e8eb"}
 
 
+@own_style()
 def draw_report(path: str | PathLike[str], report: Mapping[str, Any]) -> None:
     """Write a picture of ``Report.to_dict()``: a row for every pass that has run.
 
