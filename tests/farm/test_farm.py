@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers_farm import Case, MaskedCase
@@ -197,6 +198,37 @@ def test_what_is_refused(change: dict[str, Any], said: str) -> None:
     q = torch.randn(1, 2, 20, 8)
     with pytest.raises((ValueError, TypeError), match=said):
         Farm.of(Alone("cpu")).attention(q, q, q, **change)
+
+
+@pytest.mark.parametrize("chunks", [1, 7])
+def test_a_log_sum_exp_over_anything_else_is_refused_before_any_work(
+    chunks: int, tmp_path: Path
+) -> None:
+    """It would be written over inputs that are read again, or over the output."""
+    np.save(tmp_path / "in", np.ones((4, 1, 2, 20, 8), np.float32))
+    mapped = torch.from_numpy(np.load(tmp_path / "in.npy", mmap_mode="r+"))
+    query, key, value, out = mapped
+    other = torch.from_numpy(np.load(tmp_path / "in.npy", mmap_mode="r+"))
+    only_read = np.load(tmp_path / "in.npy", mmap_mode="r")[0, ..., 0]
+    over = {
+        "query": query[..., 0], "key": key.flatten()[-40:].view(1, 2, 20), "out": out[..., 3],
+        "value": other[2, ..., 7],
+    }  # fmt: skip
+    call = Farm.of(Alone("cpu")).attention_with_lse
+    for name, lse in over.items():
+        with pytest.raises(ValueError, match=f"lse must not share memory with {name}"):
+            call(query, key, value, out=out, lse=lse, chunks=chunks)
+    for lse, said in (
+        (torch.zeros(1, 2, 1).expand(1, 2, 20), "lse must not be an expanded tensor"),
+        (torch.zeros(1, 2, 20, requires_grad=True), "lse must not require a gradient"),
+        (only_read, "lse must be writable"),
+        (torch.zeros(1, 2, 21), r"lse must have shape \(1, 2, 20\)"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            call(query, key, value, out=out, lse=lse, chunks=chunks)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"lse must be torch\.float32"):
+        call(query, key, value, lse=torch.zeros(1, 2, 20, dtype=torch.float64))
+    assert (mapped == 1).all()
 
 
 def test_what_cannot_be_sent_or_has_no_gradient() -> None:

@@ -11,7 +11,7 @@ import torch
 from quorum_attention.call.arguments import Arguments
 from quorum_attention.call.gradients import Given
 from quorum_attention.call.request import Request, Tensors
-from quorum_attention.call.validation import as_tensor
+from quorum_attention.call.validation import as_tensor, check_apart, check_result
 from quorum_attention.counts import whole_number
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.farm.call import Asked, steps
@@ -68,14 +68,17 @@ def into(tensors: Tensors, request: Request, lse: torch.Tensor | None) -> Reques
     """The request with a tensor for the log-sum-exp.
 
     Raises:
-        ValueError, TypeError: it does not fit.
+        ValueError, TypeError: it does not fit, cannot be written, or shares memory with an input
+            or the output.
     """
     if lse is None:
         return request
+    query, key, value, mask, _ = tensors
     lse = request.with_heads(as_tensor(lse, "lse", written=True), 1)
-    rows, state = tuple(tensors.query.shape[:-1]), request.work.state_dtype
-    if tuple(lse.shape) != rows or lse.dtype != state:
-        raise ValueError(f"lse must be {rows} in {state}, got {tuple(lse.shape)} in {lse.dtype}")
+    check_result(lse, tuple(query.shape[:-1]), "lse", query.device, request.work.state_dtype)
+    read = {"query": query, "key": key, "value": value, "attn_mask": mask, "out": request.out}
+    check_apart({"lse": lse}, read)
+    torch.autograd.graph.increment_version(lse)
     return replace(request, lse=lse)
 
 
