@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -12,7 +11,8 @@ from typing import Any
 import quorum_attention
 from quorum_attention.cli.help import HelpFormatter
 from quorum_attention.cli.stopping import Stopped, stoppable
-from quorum_attention.cli.streams import complete_streams
+from quorum_attention.cli.streams import complete_streams, nobody_reads
+from quorum_attention.progress.lines import line
 
 FAILED, USER_ERROR = 1, 2
 _HOMES = {"estimate": "plan"}
@@ -62,10 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if sys.stdout is not None:  # it may be closed
                 sys.stdout.flush()
     except Stopped as stopped:
-        print(f"quorum-attention: stopped by {stopped.name}", file=sys.stderr)
+        line(f"quorum-attention: stopped by {stopped.name}")
         return stopped.status
     except BrokenPipeError:
-        return _reader_gone()
+        nobody_reads()
+        return 0
     except (ValueError, TypeError, NotImplementedError, OSError, ImportError) as error:
         return _user_error(error)
     except Exception as error:
@@ -82,12 +83,5 @@ def _user_error(error: BaseException) -> int:
     said = str(error) or type(error).__name__
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         said = f"{error.filename}: {error.strerror}"
-    print(f"quorum-attention: {said}", file=sys.stderr)
+    line(f"quorum-attention: {said}")
     return USER_ERROR
-
-
-def _reader_gone() -> int:
-    """Whoever read the output has had enough (``| head``): no error, and nothing more to say."""
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), sys.stdout.fileno())
-    return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
@@ -13,6 +12,8 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from quorum_attention.cli.streams import nobody_reads
+from quorum_attention.progress.lines import line
 from quorum_attention.progress.terminal import environment
 
 # Of tables, where nobody says how wide the place is that they will be read in.
@@ -23,8 +24,8 @@ _FEW, _LONGEST_WORD = 4, 24
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Leave it to the command line; rich would call it a failure."""
-        raise BrokenPipeError
+        """Go on; rich would end the process, with a failure."""
+        nobody_reads()
 
 
 def console() -> Console:
@@ -45,7 +46,7 @@ def say(text: str) -> None:
 
 def warn(text: str) -> None:
     """Print a sentence on stderr, where it is seen beside JSON as well."""
-    print(f"quorum-attention: {text}", file=sys.stderr)
+    line(f"quorum-attention: {text}")
 
 
 def show_table(
@@ -120,4 +121,7 @@ def _table(
 
 def print_json(result: dict[str, Any]) -> None:
     """JSON for machines, on stdout."""
-    print(json.dumps(result, indent=1, default=str))
+    try:
+        print(json.dumps(result, indent=1, default=str), flush=True)
+    except BrokenPipeError:
+        nobody_reads()

@@ -26,4 +26,11 @@ def complete_streams() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-__all__ = ["complete_streams"]
+def nobody_reads() -> None:
+    """Whoever read stdout has had enough (``| head``): what is still printed goes nowhere, and work
+    and exit status are what they would be."""
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+__all__ = ["complete_streams", "nobody_reads"]
