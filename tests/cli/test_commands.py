@@ -113,6 +113,11 @@ def test_check_a_function_of_ones_own(
     assert "neither an inner kernel nor a function" in capsys.readouterr().err
     assert main(["check", "my_own_attention:missing", "--device", "cpu"]) == 2
     assert main(["check", "dense", "--device", "cpu", "--causal"]) == 0
+    capsys.readouterr()
+    # A script that ends when it is imported: its status is no verdict.
+    (tmp_path / "my_own_script.py").write_text(f"import sys\n{MODULE}\nsys.exit(0)\n")
+    assert main(["check", "my_own_script:wrong", "--device", "cpu"]) == 2
+    assert "my_own_script ends the program" in capsys.readouterr().err
 
 
 def test_run_writes_what_attention_returns(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def load(name: str) -> Any:
     """The kernel of that name, or what ``module:name`` is, made a kernel if it is a function.
 
     Raises:
-        ValueError: there is no such thing.
+        ValueError: there is no such thing, or importing it would end the program.
         TypeError: it is neither a kernel nor a function.
     """
     if ":" not in name:
@@ -58,7 +58,13 @@ def load(name: str) -> Any:
     module, _, attribute = name.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-    found: Any = importlib.import_module(module)
+    try:
+        found: Any = importlib.import_module(module)
+    except SystemExit as error:  # its status would be taken for a verdict
+        raise ValueError(
+            f"{module} ends the program while it is imported: put what it does as a script under "
+            f'`if __name__ == "__main__":`'
+        ) from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             raise ValueError(f"{module} has no {attribute!r}")
