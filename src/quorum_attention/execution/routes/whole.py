@@ -34,7 +34,6 @@ from quorum_attention.execution.tools import Tools
 from quorum_attention.execution.workload import Group, GroupSize, Workload, count_groups, groups
 from quorum_attention.kernels.outside import capturing
 from quorum_attention.kernels.protocol import InnerKernel
-from quorum_attention.kernels.rectangles import four_dims
 from quorum_attention.kernels.sinks import join_sinks_
 from quorum_attention.kernels.small_gradients import small_gradients
 from quorum_attention.kernels.traits import traits_of, whole_calls
@@ -283,6 +282,7 @@ def widened(
 
     Args:
         lse: 0 in rows without keys.
+        bias: (b|1, heads|1, rows|1, columns|1), or None.
     """
     calls = whole_calls(kernel)
     assert calls is not None, "it has been asked whether it takes such calls"
@@ -302,9 +302,8 @@ def widened(
 
     grad_out, query, key, value, out, lse = (_four(t, work) for t in (grad_out, *three, out, lse))
     parts = widened_gradients(
-        run, _heads_at_a_time(work), grad_out, query, key, value, out, lse,
-        None if bias is None else four_dims(bias),
-    )  # fmt: skip
+        run, _heads_at_a_time(work), grad_out, query, key, value, out, lse, bias
+    )
     return parts if work.dtype != torch.float16 or all_finite(parts) else None
 
 
