@@ -299,6 +299,29 @@ def test_labels_of_another_number_of_tokens_are_refused() -> None:
                 model(ids, labels=labels)
 
 
+@pytest.mark.skipif(not HAS_LOSS, reason="this torch has no chunked loss on a CPU")
+def test_a_chunked_loss_has_first_derivatives_alone() -> None:
+    """Forward mode and torch.func are the model's own; a penalty on gradients is refused."""
+    model, ids = tiny("llama").double(), torch.randint(VOCABULARY, (2, 30))
+    changed = copy.deepcopy(model)
+    long_context(changed, attention=False, checkpoints=None, mlp_tile=None)
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+
+    def loss(held: Any, of: Any) -> Any:
+        asked = {"input_ids": ids, "labels": ids, "use_cache": False}
+        return torch.func.functional_call(of, held, (), asked).loss
+
+    for found in (
+        lambda of: torch.func.jvp(lambda held: loss(held, of), (weights,), (weights,))[1],
+        lambda of: torch.func.grad(loss)(weights, of)["lm_head.weight"],
+    ):
+        torch.testing.assert_close(found(changed), found(model))
+    total = changed(ids, labels=ids).loss
+    first = torch.autograd.grad(total, list(changed.parameters()), create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivatives of the chunked loss"):
+        (total + sum(one.square().sum() for one in first)).backward()
+
+
 def test_a_budget_is_of_one_model_and_what_was_registered_stays() -> None:
     def options(model: Any) -> Any:
         names = transformers.AttentionInterface._global_mapping

@@ -8,15 +8,17 @@ one, keeps its own. So does a call that asks for anything else.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.nn.functional import pad
 
 from quorum_attention.execution.device.lookup import on_host
+from quorum_attention.kernels.first_derivative import first_derivative
 from quorum_attention.recipes.modes import evaluated
 from quorum_attention.recipes.replaced import forward_is_its_own, put_forward
 from quorum_attention.recipes.summary import NO_LIGER, Ingredient, left_out
@@ -116,6 +118,8 @@ def _forward(model: Any, total: _Sum) -> Callable[..., Any]:
             or any(given.get(name) is not None for name in kept)
             or getattr(self, "loss_function", None) is not own_loss
             or _asks_for_more(self, given)
+            or torch._C._are_functorch_transforms_active()
+            or forward_ad._current_level >= 0
         ):
             return plain(self, *args, **named)
         head = self.get_output_embeddings()
@@ -139,7 +143,8 @@ def _forward(model: Any, total: _Sum) -> Callable[..., Any]:
             raise ValueError(
                 f"labels must be as many as there are tokens, {len(hidden)}, got {len(target)}"
             )
-        loss = summed(hidden, head.weight, head.bias, target)
+        read, weight, bias = _derived_once(hidden, head.weight, head.bias)
+        loss = summed(read, weight, bias, target)
         count = (target != _IGNORED).sum() if items is None else items
         return CausalLMOutputWithPast(
             loss=loss / count,
@@ -149,6 +154,26 @@ def _forward(model: Any, total: _Sum) -> Callable[..., Any]:
         )
 
     return forward
+
+
+def _derived_once(*given: torch.Tensor | None) -> Iterable[Any]:
+    """The same, whose gradients have no derivative and say so; torch's and Liger's own would be
+    constants."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return given
+    made = iter(_DerivedOnce.apply(*(one for one in given if one is not None)))  # type: ignore[no-untyped-call]
+    return [None if one is None else next(made) for one in given]
+
+
+class _DerivedOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(one.view_as(one) for one in given)
+
+    @staticmethod
+    @first_derivative("the chunked loss")
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients
 
 
 def _asks_for_more(model: Any, given: dict[str, Any]) -> bool:

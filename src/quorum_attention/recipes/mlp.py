@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from quorum_attention.kernels.first_derivative import first_derivative
 from quorum_attention.kernels.uncompiled import uncompiled
 from quorum_attention.recipes.modes import evaluated
 from quorum_attention.recipes.repeat import Repeat
@@ -149,7 +150,7 @@ class _Tiled(torch.autograd.Function):
         return _joined(parts(), shape)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivative("a tiled MLP")
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         row, *learning = ctx.saved_tensors
         wanted: bool = ctx.needs_input_grad[5]
