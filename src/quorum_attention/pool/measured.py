@@ -17,30 +17,30 @@ import torch
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.planner.calibration import copies_now, rates_now
 from quorum_attention.planner.machine import Machine
-from quorum_attention.pool.messages import Measure, Measured
+from quorum_attention.pool.messages import Measure, Measurement
 from quorum_attention.pool.shared import Shared, opened, room
 
 # A worker that has not measured anything after so long is given up.
 _LIMIT_SECONDS = 120.0
 
 
-def measured(place: torch.device, asked: Measure) -> Measured:
+def measured(place: torch.device, asked: Measure) -> Measurement:
     """In a worker: measure its device."""
     try:
         if asked.host is None:
             usual = backend_of(place).rates(place, asked.dtype, asked.head_dim)
-            return Measured(usual | rates_now(place, asked.dtype, asked.head_dim))
+            return Measurement(usual | rates_now(place, asked.dtype, asked.head_dim))
         host, kept = opened(asked.host), backend_of(place).kept
         locker = None if kept is None else kept.locker
         locked = locker is not None and locker.lock(host.data_ptr(), host.nbytes)
         try:
-            return Measured(copies_now(place, asked.dtype, host))
+            return Measurement(copies_now(place, asked.dtype, host))
         finally:
             if locker is not None and locked:
                 locker.wait()
                 locker.unlock(host.data_ptr())
     except Exception as error:
-        return Measured({}, f"{type(error).__name__}: {error}")
+        return Measurement({}, f"{type(error).__name__}: {error}")
 
 
 def machines(workers: Sequence[Any], dtype: torch.dtype, head_dim: int) -> list[Machine]:
@@ -64,7 +64,7 @@ def _touched(n_bytes: int) -> torch.Tensor:
     return room((n_bytes,), torch.uint8).zero_()
 
 
-def _asked(workers: Sequence[Any], messages: Sequence[Measure]) -> list[Measured]:
+def _asked(workers: Sequence[Any], messages: Sequence[Measure]) -> list[Measurement]:
     """The answers of all workers, which are at it together."""
     for worker, message in zip(workers, messages, strict=True):
         worker.send(message)
@@ -80,11 +80,11 @@ def _asked(workers: Sequence[Any], messages: Sequence[Measure]) -> list[Measured
     return [answer for answer in answers if answer is not None]
 
 
-def _answer(worker: Any, limit: float) -> Measured | None:
+def _answer(worker: Any, limit: float) -> Measurement | None:
     with suppress(EOFError, OSError):
         while worker.pipe.poll(max(0.0, limit - time.monotonic())):
             said = worker.pipe.recv()
-            if isinstance(said, Measured):  # not the late answer of a pass that was broken off
+            if isinstance(said, Measurement):  # not the late answer of a pass that was broken off
                 return said
     return None
 

@@ -114,7 +114,7 @@ class Measure:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Measurement:
     """What was measured: fields of ``planner.machine.Machine``; or why nothing was."""
 
     rates: dict[str, Any]
@@ -141,5 +141,6 @@ class Failed:
 
 
 __all__ = [
-    "Begin", "Begun", "Compute", "Done", "End", "Ended", "Failed", "Measure", "Measured", "Ready",
+    "Begin", "Begun", "Compute", "Done", "End", "Ended", "Failed", "Measure", "Measurement",
+    "Ready",
 ]  # fmt: skip
