@@ -40,7 +40,7 @@ def inputs(tmp_path: Path) -> Path:
         tensors["query"], tensors["key"], tensors["value"], is_causal=True, enable_gqa=True
     )
     safetensors.torch.save_file(
-        tensors | {"out": out.contiguous(), "lse": lse}, tmp_path / "in.safetensors"
+        tensors | {"out": out.contiguous(), "lse": lse.contiguous()}, tmp_path / "in.safetensors"
     )
     return tmp_path / "in.safetensors"
 

@@ -62,7 +62,7 @@ def test_the_kernels_prepared_are_those_launched(
     launched: list[Launch] = []
     for module in (merge, scaling):
         monkeypatch.setattr(module, "launch", launched.append)
-    monkeypatch.setattr(merge, "_triton_can_merge", lambda *of: True)
+    monkeypatch.setattr(merge, "_triton_can_merge", lambda *of, **more: True)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     for _ in range(5):
         heads, queries, keys = random.choice((1, 2, 4)), *(128 * random.randint(1, 9) for _ in "qk")

@@ -87,6 +87,20 @@ def test_rows_of_more_keys_than_these_take_their_delta_from_the_output(scale: fl
         torch.testing.assert_close(mine.double(), theirs, atol=1e-2, rtol=1e-4)
 
 
+@pytest.mark.parametrize("lse", [torch.nan, torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_row_that_another_key_has_broken_is_seen(lse: float, dtype: torch.dtype) -> None:
+    """Its output is NaN, and so are its gradients over these keys, which are all finite."""
+    query, key, value, grad_out = (t.to(dtype) for t in call(1, 1, 1, 4, 5, 8, 8))
+    out, rows, _ = expected(query, key, value, grad_out, None, False, 1.0)
+    out, rows = out.to(dtype), rows.to(dtype)
+    out[..., 2, :], rows[..., 2] = torch.nan, lse
+    dq, dk, _ = small_gradients(grad_out, query, key, value, out, rows, None, False, 1.0)
+    assert bool(dq[..., 2, :].isnan().all())
+    assert bool(dk.isnan().all())
+    assert bool(dq[..., :2, :].isfinite().all())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_row_that_has_no_weight_on_these_keys_adds_nothing(dtype: torch.dtype) -> None:
     """However large its lse: rounding of that is no reason to take 0 for all of its weight."""

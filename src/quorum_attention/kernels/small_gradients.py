@@ -83,7 +83,8 @@ def small_gradients(
 
 def _rows_of_more_keys(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor | None:
     """Which rows have an lse of more keys than those of ``scores`` (.., nk), no key at all, or one
-    of them that is not a number; None: no row. ``lse`` is 0 in rows without keys."""
+    of them that is not finite; None: no row. ``lse`` is 0 in rows without keys."""
     total = (scores.logsumexp(dim=-1, keepdim=True) - lse).exp_()
-    others = not_whole(total, lse).logical_or_(total.isnan())
+    # An lse of +inf is of a key that has broken the row, and that is none of these.
+    others = not_whole(total, lse).logical_or_(total.isnan()).logical_or_(lse == torch.inf)
     return others if bool(others.any()) else None

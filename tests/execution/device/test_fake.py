@@ -129,6 +129,7 @@ def test_what_has_been_left_is_never_copied_again(n_cap, failures, monkeypatch) 
     made = unpinned(made) if failures else made
     call = {"is_causal": True, "enable_gqa": True, "devices": "cpu"}
     out, lse = qa.attention_with_lse(*given.three, **call)
+    lse = lse.contiguous()  # torch's operator has the heads of a token beside each other
     fails = iter([3, 5][:failures])
     at = next(fails, 0)
 
