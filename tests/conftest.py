@@ -40,6 +40,9 @@ tempfile.tempdir = os.environ["TMPDIR"] = _FOLDER
 # Where pytest's own folders stay for a look at them, and what torch compiled for the next run.
 os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", _SHARED)
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{_SHARED}/torchinductor_{os.getuid()}")
+# It compiles in processes of its own otherwise, as many as there are cores for each process of
+# pytest-xdist, which waited for them as it ended.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Tables are as wide as in a pipe, wherever tests run; processes of pytest-xdist have a width set.
 os.environ.pop("COLUMNS", None)
 # No test reads, or writes, the calibration of whoever runs it.
