@@ -1,9 +1,10 @@
-"""An inner kernel that watches, and fails when told to."""
+"""Inner kernels that watch, and fail when told to; and one that is taken as tried."""
 
 from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 import torch
 
 from quorum_attention.kernels import (
@@ -11,8 +12,10 @@ from quorum_attention.kernels import (
     DenseKernel,
     Extent,
     Gradients,
+    InnerKernel,
     Statistics,
     TaskTensors,
+    registry,
 )
 from quorum_attention.kernels.probe import _KEYS, _QUERIES
 
@@ -92,3 +95,19 @@ class IdleKernel(DenseKernel):
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         if is_trial(task):
             super().backward(task, grads)
+
+
+def taken_as_tried(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Without a GPU: the kernel of that name runs without the test that comes before first calls.
+
+    For tests that compare its results themselves; what it does not take it still refuses.
+    """
+    tried = registry.probe
+
+    def asked(
+        kernel: InnerKernel, call: CallShape, device: torch.device | None = None
+    ) -> str | None:
+        return None if kernel.name == name else tried(kernel, call, device)
+
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(registry, "probe", asked)

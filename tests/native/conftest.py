@@ -2,6 +2,7 @@ import os
 
 import pytest
 import torch
+from helpers_kernels import taken_as_tried
 
 # Triton decides whether to interpret when its kernels are first imported; without a GPU it has to,
 # and nothing else on the CPU runs Triton.
@@ -18,3 +19,9 @@ def device() -> str:
 @pytest.fixture
 def on_gpu() -> bool:
     return torch.cuda.is_available()
+
+
+@pytest.fixture(autouse=True)
+def not_tried_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter a kernel's own test takes as long as the tests of its results here."""
+    taken_as_tried(monkeypatch, "native")
