@@ -91,3 +91,30 @@ def test_what_a_function_must_be() -> None:
     with pytest.raises(NotImplementedError, match="takes no attention mask"):
         qa.attention(q, q, q, attn_mask=torch.ones(20, 20, dtype=torch.bool),
                      kernel=from_lse_function(softmax_attention), devices="cpu")  # fmt: skip
+
+
+def in_fp32(query, key, value, *, is_causal, scale):
+    """Returns more digits than its inputs have."""
+    return softmax_attention(
+        query.float(), key.float(), value.float(), is_causal=is_causal, scale=scale
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rows_of_nearly_one_key_have_no_gradient_of_their_rounding(dtype) -> None:
+    """Where P is 1, dS is 0: the row's output was rounded to 16 bits, that of autograd was not."""
+    g = fresh_generator()
+    key = 2 * torch.randn(2, 3, 40, 16, generator=g)
+    query = 4 * key[:, :, torch.randperm(40, generator=g)[:30]]
+    three = (query, key, 9 * torch.randn(2, 3, 40, 16, generator=g))
+    upstream = torch.randn(2, 3, 30, 16, generator=g).to(dtype)
+    q, k, v = (t.to(dtype).requires_grad_() for t in three)
+    out = qa.attention(q, k, v, kernel=from_lse_function(in_fp32), devices="cpu")
+    mine = torch.autograd.grad(out, (q, k, v), upstream)
+    exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    wanted = torch.nn.functional.scaled_dot_product_attention(*exact)
+    theirs = torch.autograd.grad(wanted, exact, upstream.double())
+    for one, other in zip(mine[:2], theirs[:2], strict=True):
+        # One unit in the last place of the largest, and what fp32 makes of scores of hundreds.
+        limit = torch.finfo(dtype).eps * other.abs().max() + 2e-4
+        assert (one.double() - other).abs().max() <= limit

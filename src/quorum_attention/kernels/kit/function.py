@@ -333,7 +333,11 @@ def upstream_of(
             share = torch.exp(own_lse[block].to(lse.dtype) - lse[block]).masked_fill_(none, 0.0)
             upstream = grad_out[block].to(lse.dtype) * share.unsqueeze(-1)
             apart = own_out[block].to(lse.dtype) - out[block].to(lse.dtype)
-            apart.masked_fill_(none.unsqueeze(-1), 0.0)
+            # Where a part is the whole row and its output, rounded, is the row's, the rounding is
+            # all that they are apart; it would be a gradient of scores that have none.
+            same = own_out[block].to(out.dtype) == out[block]
+            same &= (own_lse[block].to(lse.dtype) == lse[block]).unsqueeze(-1)
+            apart.masked_fill_(same.logical_or_(none.unsqueeze(-1)), 0.0)
             by_out[block] = upstream.to(own_out.dtype)
             by_lse[block] = (upstream * apart).sum(dim=-1).to(own_lse.dtype)
     return by_out, by_lse
