@@ -308,7 +308,7 @@ def few_in_truth(n: int, *, seed: int) -> Four:
     return q, k, v, (10_000 * torch.randn((1, 1, n, 16), generator=g)).clamp(-6e4, 6e4).half()
 
 
-@pytest.mark.parametrize("n", [64, 200])
+@pytest.mark.parametrize("n", [64, 600])
 def test_keys_that_are_a_part_of_their_rows(n: int) -> None:
     """The lse and the output are of all keys, the call is of some: its gradients are of all rows'
     probabilities, and not as if its keys were all there are."""
@@ -320,7 +320,8 @@ def test_keys_that_are_a_part_of_their_rows(n: int) -> None:
         found = qa.attention_backward(
             grad, q, k[:, :, part], v[:, :, part], out, lse, kernel="cpu", report=report
         )
-        assert report.backward.mended_rows
+        # Gradients of so few pairs come from materialised scores, in fp32.
+        assert bool(report.backward.mended_rows) == (n == 600)
         # Not so the key's: the output's rounding, times values of 30,000, is most of it.
         want = right[2][:, :, part]
         assert torch.allclose(

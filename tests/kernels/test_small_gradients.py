@@ -185,6 +185,19 @@ def test_small_calls_of_16_bits_take_this_way(
         assert ((mine.double() - theirs).abs() <= limit).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("budget", [None, "8MiB"])
+def test_a_plan_takes_this_way_too(dtype: torch.dtype, budget: str | None) -> None:
+    """Values of one column: no other column can carry what delta has more than 16 bits."""
+    query, key, value, grad_out = (t.to(dtype) for t in call(2, 2, 2, 32, 64, 1, 1))
+    three = [t.requires_grad_() for t in (6 * query, 9 * key, value)]
+    plain = torch.autograd.grad(qa.attention(*three), three, 3000 * grad_out)
+    out = qa.attention(*three, budget=budget, report=qa.Report(), devices="cpu")
+    found = torch.autograd.grad(out, three, 3000 * grad_out)
+    for one, other in zip(found, plain, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_gradients_that_are_not_finite_are_left_to_the_kernel() -> None:
     """A value of NaN that no other row sees makes no NaN in the other rows' gradients."""
     query, key, value, grad_out = (t.bfloat16() for t in call(1, 1, 1, 4, 4, 8, 8))

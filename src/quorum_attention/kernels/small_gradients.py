@@ -81,6 +81,23 @@ def small_gradients(
     )
 
 
+def small_gradients_bytes(
+    batch: int,
+    heads: int,
+    key_heads: int,
+    n_queries: int,
+    n_keys: int,
+    head_dim: int,
+    value_dim: int,
+) -> int:
+    """Upper bound of the bytes that ``small_gradients`` of 16-bit inputs takes, its results and
+    what is held of each row included."""
+    rows, keys = batch * heads * n_queries, batch * key_heads * n_keys
+    # All that it reads in fp32 and three gradients, or copies in 16 bits before these; score
+    # matrices, one of them while rows of more keys are told; numbers of each row.
+    return 4 * (2 * (rows + keys) * (head_dim + value_dim) + 5 * rows * n_keys + 5 * rows)
+
+
 def _rows_of_more_keys(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor | None:
     """Which rows have an lse of more keys than those of ``scores`` (.., nk), no key at all, or one
     of them that is not finite; None: no row. ``lse`` is 0 in rows without keys."""

@@ -35,7 +35,7 @@ from quorum_attention.execution.workload import Group, GroupSize, Workload, coun
 from quorum_attention.kernels.outside import capturing
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.sinks import join_sinks_
-from quorum_attention.kernels.small_gradients import small_gradients
+from quorum_attention.kernels.small_gradients import small_gradients, small_gradients_bytes
 from quorum_attention.kernels.traits import traits_of, whole_calls
 from quorum_attention.kernels.widened import (
     WIDENED_BYTES,
@@ -109,6 +109,11 @@ class Whole(Route):
                 accumulators += [size, size, item.count(work)]
         if case.spec.backward and widens(work, case.kernel):
             accumulators.append(WIDENED_BYTES)
+        exactly = case.spec.backward and _exactly(work, case.kernel)
+        if exactly:
+            sizes = work.batch, work.heads, work.kv_heads, work.n_queries, work.n_keys
+            small = small_gradients_bytes(*sizes, work.head_dim, work.value_dim)
+            workspace = max(workspace, small)
         if case.scaled:
             # If the kernel's gradients are not finite, they are computed again head by head.
             one = replace(schedule, group=GroupSize(1, 1))
@@ -117,7 +122,9 @@ class Whole(Route):
         results = result_bytes(case)
         if not schedule.is_all(work):
             results += final_bytes(case)
-        elif case.place.result_dtype == work.dtype and not case.scaled and not _widened(case):
+        elif case.place.result_dtype == work.dtype and not (
+            case.scaled or exactly or _widened(case)
+        ):
             results = ()
         given = (*bytes_before(case), *copied_bytes(case, schedule.group))
         return Bytes(workspace, 0, tuple(accumulators), (*given, *results))
@@ -158,7 +165,12 @@ class Whole(Route):
         n_groups = len(machine.groups_left)
         for done, group in enumerate(machine.whole_groups(HERE), start=1):
             alone = None if group == every else group
-            parts = _of_call(job, alone, lse, rectangle.causal, job.bias(group, task)(rectangle))
+            bias = job.bias(group, task)(rectangle)
+            parts = None
+            if alone is None and lse is not None and _exactly(work, call.kernel):
+                parts = _materialised(job, lse, bias)
+            if parts is None:
+                parts = _of_call(job, alone, lse, rectangle.causal, bias)
             if parts is None:
                 job.repeated(1)
                 _scaled(job, schedule, group, machine, tools)
@@ -207,10 +219,7 @@ def at_once(job: Job) -> tuple[torch.Tensor, ...] | None:
         lse = without_empty_rows(lse)
     mask = None if call.mask is None else call.mask.whole(call.work.dtype, call.device)
     if lse is not None and materialises(call.work, call.kernel):
-        three, given = (call.query, call.key, call.value), job.tensors
-        parts = materialised(
-            call.work, call.scale, given["grad_out"], three, given["out"], lse, mask
-        )
+        parts = _materialised(job, lse, mask)
     elif lse is not None and widens(call.work, call.kernel):
         three, given = (call.query, call.key, call.value), job.tensors
         parts = widened(
@@ -228,6 +237,22 @@ def materialises(work: Workload, kernel: InnerKernel) -> bool:
     # In float64 as large as calls of 16 bits may be.
     narrow = replace(work, dtype=torch.float16) if work.dtype == torch.float64 else work
     return corrected_bytes(narrow, kernel) > 0
+
+
+def _exactly(work: Workload, kernel: InnerKernel) -> bool:
+    """Whether a plan's backward of 16 bits takes its gradients from materialised scores: without a
+    plan it would, and a carrier of few columns holds less of delta (kernels/delta.py)."""
+    return work.dtype.itemsize == 2 and materialises(work, kernel)
+
+
+def _materialised(
+    job: Job, lse: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, ...] | None:
+    call, given = job.call, job.tensors
+    three = call.query, call.key, call.value
+    return materialised(
+        call.work, call.scale, given["grad_out"], three, given["out"], lse, bias
+    )  # fmt: skip
 
 
 def materialised(
