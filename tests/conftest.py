@@ -98,7 +98,10 @@ def numbers_of_its_own(request: pytest.FixtureRequest, nothing_is_left: None) ->
     print(f"seed {seed} (QUORUM_ATTENTION_SEED={more!r})")
     random.seed(seed)
     np.random.seed(seed)
-    torch.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.manual_seed(seed)
+    else:  # that one would note down for GPUs, with a traceback, what to seed them with
+        torch.default_generator.manual_seed(seed)
 
 
 @pytest.fixture(autouse=True)
