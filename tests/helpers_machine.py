@@ -41,6 +41,7 @@ class Cuts:
         self.shape = shape
         self.shapes: dict[int, Decomposition] = {}
         self.known: dict[int, list[Task]] = {}
+        self.deeper: dict[tuple[int, ...], list[Task]] = {}
 
     def at(self, depth: int) -> Decomposition:
         if depth not in self.shapes:
@@ -55,7 +56,11 @@ class Cuts:
 
     def further(self, tasks: Sequence[Task], depth: int) -> list[Task]:
         shape = self.at(depth)
-        return [shape.task((*task.path, i)) for task in tasks for i in range(DEEPEN_BY)]
+        for task in tasks:
+            if task.path not in self.deeper:
+                paths = ((*task.path, i) for i in range(DEEPEN_BY))
+                self.deeper[task.path] = [shape.task(path) for path in paths]
+        return [part for task in tasks for part in self.deeper[task.path]]
 
 
 def machine(
@@ -106,23 +111,29 @@ def cuts_of(shape: Decomposition) -> Cuts:
 
 @cache
 def pairs_of(shape: Decomposition, path: tuple[int, ...]) -> np.ndarray:
-    """Which pairs a task of the shape, or a deeper one, computes: (n_tokens, n_tokens) bool."""
+    """Which pairs a task of the shape, or a deeper one, computes: (n_tokens, n_tokens), in bytes of
+    0 or 1."""
     task = cuts_of(shape).at(len(path)).task(path)
     tokens = [t for start, stop, _ in task.runs for t in range(start, stop)]
     pairs = np.zeros((shape.n_tokens, shape.n_tokens), dtype=bool)
     pairs[np.ix_(tokens, tokens)] = task.mask()
-    return pairs
+    return pairs.view(np.uint8)
 
 
 @dataclass
 class FakeDevice:
-    """Has room for so many tokens of slots; ``speed`` is how often it is its turn."""
+    """Has room for so many tokens of slots; ``speed`` is how often it is its turn.
+
+    ``idle``: there was nothing left for it to begin. Only an event that may bring something back
+    wakes it.
+    """
 
     room: int
     speed: float
     slots: int = 0
     in_flight: list[Launch] = field(default_factory=list)
     waits_for_headroom: bool = False
+    idle: bool = False
 
 
 class History:
@@ -155,11 +166,12 @@ class History:
 
     def run(self) -> None:
         while not self.end:
-            speeds = [device.speed for device in self.devices.values()]
-            (number,) = self.draw.choices(list(self.devices), speeds)
             if self.draw.random() < self.failures:
-                self._mishap(number)
+                self._mishap(self.draw.choice(list(self.devices)))
             else:
+                able = {n: device.speed for n, device in self.devices.items() if not device.idle}
+                assert able, "units are left that no device begins"
+                (number,) = self.draw.choices(list(able), able.values())
                 self._turn(number, self.devices[number])
             if self.machine.finished:
                 self.end = "finished"
@@ -198,7 +210,9 @@ class History:
         here = self.machine.devices[number]
         if not device.slots:
             device.slots = self.machine.start(number)
-            if device.slots * self._tokens(here.depth) > device.room:
+            if not here.groups:
+                device.slots, device.idle = 0, True
+            elif device.slots * self._tokens(here.depth) > device.room:
                 self._told(OutOfMemory(number, "no room for slots"))
         elif device.waits_for_headroom and not device.in_flight:
             self._told(Headroom(number))
@@ -226,6 +240,9 @@ class History:
 
     def _told(self, event: Event) -> object:
         order = self.machine.on(event)
+        if not isinstance(event, UnitDone):
+            for device in self.devices.values():
+                device.idle = False
         self.seen[type(order).__name__] += 1
         if isinstance(order, (GiveUp, PlanAnew)):
             self.end = "gave up" if isinstance(order, GiveUp) else "planned anew"
