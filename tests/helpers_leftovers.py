@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from helpers_processes import NEST
+from helpers_workers import forks_workers
 
 from quorum_attention.execution.device.lookup import BACKENDS
 
@@ -144,15 +145,23 @@ def _not_ours(thread: threading.Thread) -> bool:
 
 
 def _children() -> set[int]:
-    """Processes that this one started and that are not waited for yet."""
+    """Processes that this one started and that are not waited for yet; its workers among them,
+    whoever forked them (helpers_workers.py)."""
     found: set[int] = set()
     for thread in threading.enumerate():
-        try:
-            with open(f"/proc/self/task/{thread.native_id}/children", encoding="ascii") as text:
-                found.update(map(int, text.read().split()))
-        except OSError:  # a thread that ended meanwhile, or a system that does not tell
-            continue
+        found |= _children_of("self", thread.native_id)
+    if (server := forks_workers()) in found:
+        found.remove(server)
+        found |= _children_of(server, server)
     return found
+
+
+def _children_of(process: int | str, thread: int | None) -> set[int]:
+    try:
+        with open(f"/proc/{process}/task/{thread}/children", encoding="ascii") as text:
+            return set(map(int, text.read().split()))
+    except OSError:  # a thread that ended meanwhile, or a system that does not tell
+        return set()
 
 
 def _command(number: int) -> str | None:

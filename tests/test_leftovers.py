@@ -18,6 +18,9 @@ import torch
 from helpers_leftovers import left_since, page_locked, standing
 from helpers_memory import FailingAllocations
 from helpers_uninitialised import nonsense
+from helpers_workers import quick_workers
+
+from quorum_attention.pool import Pool
 
 
 @contextmanager
@@ -52,6 +55,12 @@ def an_ended_process():  # type: ignore[no-untyped-def]
 
 
 @contextmanager
+def a_worker():  # type: ignore[no-untyped-def]
+    with quick_workers(), Pool("cpu", threads=1):
+        yield
+
+
+@contextmanager
 def a_file():  # type: ignore[no-untyped-def]
     with tempfile.NamedTemporaryFile(suffix=".unfinished"):
         yield
@@ -75,6 +84,7 @@ def a_lock():  # type: ignore[no-untyped-def]
 LEFT = {
     "the thread stuck": a_thread,
     r"the process [0-9]+: .*input\(\)": a_process,
+    "the process [0-9]+: .*(forkserver|spawn).*": a_worker,
     "the process [0-9]+: ended, not waited for": an_ended_process,
     "the file /.*unfinished": a_file,
     "threads of torch: [0-9]+ instead of [0-9]+": a_setting,

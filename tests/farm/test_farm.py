@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from helpers_farm import Case, MaskedCase
+from helpers_workers import quick_workers
 
 import quorum_attention as qa
 from quorum_attention.errors import BudgetError, OutOfMemoryError
@@ -95,7 +96,8 @@ def test_whoever_dies(seed: int, tmp_path: Path) -> None:
 
 def test_in_processes(tmp_path: Path) -> None:
     """Without Ray; one of two workers is killed, and the other one finishes."""
-    crew = Processes(["cpu", "cpu"], threads=1)
+    with quick_workers():
+        crew = Processes(["cpu", "cpu"], threads=1)
     with Farm.of(crew) as farm:
         case = Case(3001)
         case.in_memory(farm)
