@@ -7,6 +7,7 @@ all of them.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from inspect import Parameter, Signature
 from typing import Any
@@ -19,6 +20,7 @@ from quorum_attention.call.transforms import records, refuse_batched
 from quorum_attention.call.validation import as_tensor
 from quorum_attention.kernels.kit.unchanged import Unchanged
 from quorum_attention.kernels.lse_use import lse_use
+from quorum_attention.kernels.outside import outside
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.traits import calls_back, captures
 from quorum_attention.kernels.uncompiled import uncompiled
@@ -267,7 +269,7 @@ def _in_words(
     return tuple(None if grad is None else next(made) for grad in grads)
 
 
-def _once_recorded(upstream: tuple[torch.Tensor, ...]) -> None:
+def _once_recorded(upstream: object) -> None:
     """Before a backward: has its gradients replaced where autograd is to record them."""
     if _records():
         _node().register_hook(_in_words)
@@ -277,10 +279,30 @@ def _once_recorded(upstream: tuple[torch.Tensor, ...]) -> None:
 _node: Callable[[], Any] = torch._C._current_autograd_node
 
 
+def _hooked() -> torch.Tensor | None:
+    """A tensor with the hook, from which nodes take it over: a registration would make a dictionary
+    and a handle for each call. None if this torch's nodes cannot."""
+    node = torch.empty((), device="cpu").requires_grad_().view(()).grad_fn
+    if not hasattr(node, "_register_hook_dict"):
+        return None
+    tensor = torch.empty((), device="cpu")
+    tensor._backward_hooks = OrderedDict({0: _once_recorded})
+    return tensor
+
+
+with outside(), torch.enable_grad():
+    _HOOKED = _hooked()
+
+
 def named_derivative(found: torch.Tensor) -> torch.Tensor:
-    """``found``, made by an operator of torch's; a second derivative of it meets a clear error."""
+    """``found``, the first output of an operator of torch's; a second derivative of it meets a
+    clear error."""
     node = found.grad_fn
-    if node is not None:
+    if node is None:
+        return found
+    if _HOOKED is not None:
+        node._register_hook_dict(_HOOKED)
+    else:
         node.register_prehook(_once_recorded)
     return found
 

@@ -39,6 +39,7 @@ _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 _BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
 # As torch's own Python calls it, which takes less time than ``torch.ops``, if it has a name there.
 _recorded: Any = getattr(torch, _FORWARD, None) or getattr(torch.ops.aten, _FORWARD, None)
+_equal = torch.equal
 _WIDE = torch.float64
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -162,9 +163,10 @@ class CpuKernel(RectangleKernel):
             query, scale, _ = signed(query, scale)
         out: torch.Tensor
         out, lse = _recorded(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
-        # Of rows without keys too it is 0, NaN or infinite (odd_rows.py).
-        ones = (lse / lse).sum().item()
-        return out if ones == ones else None
+        # Of rows without keys too it is 0, NaN or infinite (odd_rows.py). One operator tells, that
+        # returns a bool: no NaN equals itself.
+        ones = lse / lse
+        return out if _equal(ones, ones) else None
 
     def rectangle_forward(
         self,

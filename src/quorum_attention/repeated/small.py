@@ -40,7 +40,7 @@ class Small(NamedTuple):
             if not is_out_of_memory(error):
                 raise
             return None
-        return found if found is None or found.grad_fn is None else named_derivative(found)
+        return None if found is None else named_derivative(found)
 
 
 def small(tensors: Tensors, request: Request) -> tuple[Small, torch.Tensor | None] | None:
