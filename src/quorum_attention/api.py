@@ -20,7 +20,7 @@ from quorum_attention.kernels.uncompiled import uncompiled
 from quorum_attention.mask import Mask
 from quorum_attention.passes import beside_casts, run_backward
 from quorum_attention.planner.plan import Plan
-from quorum_attention.repeated import known, like, output
+from quorum_attention.repeated import output, repeat
 from quorum_attention.traced import as_operator
 
 _AUTO = "auto"
@@ -137,13 +137,9 @@ def attention(
             and out is None and out_dtype is None and dropout_seed is None
             and type(dropout_p) is float and dropout_p == 0.0
         ):  # fmt: skip
-            name = like(query, key, value, attn_mask, is_causal, scale, enable_gqa)
-            if name is not None:
-                tried = known(name)
-                mask = attn_mask if isinstance(attn_mask, torch.Tensor) else None
-                found = None if tried is None else tried.output(query, key, value, mask)
-                if found is not None:
-                    return found
+            found, name, tried = repeat(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+            if found is not None:
+                return found
         traced = name is None and is_traced(query, key, value)
     written = Written(budget, plan, depth, kernel, accumulator, devices, progress, report)
     call = (

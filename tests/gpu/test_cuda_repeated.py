@@ -26,7 +26,7 @@ MASKS = (
 
 @pytest.fixture(autouse=True)
 def _nothing_is_remembered() -> None:
-    calls._KNOWN.clear()
+    calls.forget_all()
 
 
 @pytest.mark.parametrize("seed", range(20))

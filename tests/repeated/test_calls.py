@@ -19,7 +19,7 @@ from quorum_attention.repeated import calls, whole
 
 @pytest.fixture(autouse=True)
 def _nothing_is_remembered() -> None:
-    calls._KNOWN.clear()
+    calls.forget_all()
 
 
 def inputs(n_keys: int = 24, kv_heads: int = 2, *, learned: bool = True) -> list[torch.Tensor]:

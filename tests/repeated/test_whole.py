@@ -111,7 +111,7 @@ def test_gradients_of_ours_on_a_cpu_are_bit_for_bit_those_of_a_planned_call(
 ) -> None:
     """From materialised scores and from the operator in fp32; too large in fp16, too small, and
     odd."""
-    calls._KNOWN.clear()
+    calls.forget_all()
     three, grad_out = inputs(n, dtype), torch.randn(1, 4, n, 16, dtype=dtype)
     if upstream == upstream:
         grad_out = (upstream * grad_out.double()).to(dtype)
@@ -122,7 +122,7 @@ def test_gradients_of_ours_on_a_cpu_are_bit_for_bit_those_of_a_planned_call(
             assert one.dtype == dtype
             assert one.stride() == other.stride()
             torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
-    calls._KNOWN.clear()
+    calls.forget_all()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="calls would go to the GPU")
@@ -137,7 +137,7 @@ def test_calls_under_a_mask_are_remembered_without_it(
 ) -> None:
     """Each is of its own mask, boolean or additive, of one dimension or four; also with rows that
     see no key, and where the upstream gradient is not finite."""
-    calls._KNOWN.clear()
+    calls.forget_all()
     for shape in ((n, n), (1, 4, 1, n)):
         for boolean in (True, False):
             names = len(calls._KNOWN)
@@ -157,12 +157,12 @@ def test_calls_under_a_mask_are_remembered_without_it(
                     torch.testing.assert_close(one, other, equal_nan=True, **bound)
             assert len(calls._KNOWN) <= names + 1
     assert kind in {type(one) for one in calls._KNOWN.values()}
-    calls._KNOWN.clear()
+    calls.forget_all()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="calls would go to the GPU")
 def test_a_mask_that_is_changed_before_the_backward_is_noticed() -> None:
-    calls._KNOWN.clear()
+    calls.forget_all()
     mask = torch.zeros(40, 40, dtype=torch.float16)
     for _ in range(2):
         three = inputs(dtype=torch.float16)
@@ -170,7 +170,7 @@ def test_a_mask_that_is_changed_before_the_backward_is_noticed() -> None:
         mask.add_(1.0)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.sum().backward()
-    calls._KNOWN.clear()
+    calls.forget_all()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="calls would go to the GPU")
@@ -185,7 +185,7 @@ def test_a_small_backward_is_few_operators(dtype: torch.dtype, most: int) -> Non
             Counted.count += 1
             return func(*args, **(kwargs or {}))
 
-    calls._KNOWN.clear()
+    calls.forget_all()
     for _ in range(2):
         three = tuple(torch.randn(1, 4, 16, 16, dtype=dtype).requires_grad_() for _ in range(3))
         out = qa.attention(*three)
@@ -193,7 +193,7 @@ def test_a_small_backward_is_few_operators(dtype: torch.dtype, most: int) -> Non
         torch.autograd.grad(out, three, grad_out, retain_graph=True)
     with Counted():
         torch.autograd.grad(out, three, grad_out)
-    calls._KNOWN.clear()
+    calls.forget_all()
     assert 10 < Counted.count <= most
 
 
@@ -202,7 +202,7 @@ def test_training_in_16_bits_on_a_cpu_is_decided_once(monkeypatch: pytest.Monkey
     def refused(*args: Any) -> Any:
         raise AssertionError("a call like one before was decided again")
 
-    calls._KNOWN.clear()
+    calls.forget_all()
     grad_out = torch.randn(1, 4, 40, 16).bfloat16()
     for time in range(3):
         three = inputs(dtype=torch.bfloat16)
@@ -216,7 +216,7 @@ def test_training_in_16_bits_on_a_cpu_is_decided_once(monkeypatch: pytest.Monkey
     other = [t[:, :, :39].detach().requires_grad_() for t in three[1:]]
     with pytest.raises(AssertionError, match="decided again"):
         qa.attention(three[0], *other, enable_gqa=True)
-    calls._KNOWN.clear()
+    calls.forget_all()
 
 
 def test_it_saves_what_a_planned_call_saves() -> None:

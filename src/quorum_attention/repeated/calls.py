@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 
 from quorum_attention.autograd import attend
 from quorum_attention.call.request import Request, Tensors
 from quorum_attention.execution.device.lookup import backend_of
+from quorum_attention.repeated.likeness import like
+from quorum_attention.repeated.recent import again, forget, note
 from quorum_attention.repeated.small import Small, small
 from quorum_attention.repeated.whole import Whole, gradients_are_ours, whole
 
@@ -19,9 +22,37 @@ _MOST = 128
 _KNOWN: dict[Hashable, Small | Whole | None] = {}
 
 
-def known(name: Hashable) -> Small | Whole | None:
-    """What is remembered as ``name``, which may make the call again; None: there is nothing."""
-    return _KNOWN.get(name)
+def repeat(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any,
+    is_causal: Any,
+    scale: Any,
+    enable_gqa: Any,
+) -> tuple[torch.Tensor | None, Hashable | None, Small | Whole | None]:
+    """Makes a call without other options as one before.
+
+    Returns:
+        (output or None, what the call is remembered as, what was tried in vain).
+    """
+    tried = again(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+    if tried is not None:
+        found = tried.output(query, key, value, attn_mask)
+        if found is not None:
+            return found, None, None
+        forget(tried)
+    name = like(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+    if name is None or tried is not None:
+        return None, name, tried
+    tried = _KNOWN.get(name)
+    if tried is None:
+        return None, name, None
+    mask = attn_mask if isinstance(attn_mask, torch.Tensor) else None
+    found = tried.output(query, key, value, mask)
+    if found is not None:
+        note(name, (query, key, value, mask), (is_causal, scale, enable_gqa), tried)
+    return found, name, tried
 
 
 def output(
@@ -70,7 +101,13 @@ def output(
     return attend(tensors, request, out, lse_wanted=False)[0]
 
 
+def forget_all() -> None:
+    """Nothing is remembered any more."""
+    _KNOWN.clear()
+    forget()
+
+
 def _note(name: Hashable, known: Small | Whole | None) -> None:
     if len(_KNOWN) >= _MOST:
-        _KNOWN.clear()
+        forget_all()
     _KNOWN[name] = known

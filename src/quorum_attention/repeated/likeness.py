@@ -25,10 +25,10 @@ _autocast, _records = torch.is_autocast_enabled, torch.is_grad_enabled
 _deterministic, _strided = torch._C._get_deterministic_algorithms, torch.strided
 # The dtype whose small gradients are torch's own on a CPU.
 _RECORDED = torch.float32
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 _WORD = 16
 # Whether this torch could find a GPU, which then computes what lies in host memory.
-_ANY_GPU = torch.version.cuda is not None
+ANY_GPU = torch.version.cuda is not None
 
 
 def like(
@@ -48,7 +48,7 @@ def like(
     """
     for tensor in (query, key, value):
         # A tensor of another kind may not even have sizes.
-        if type(tensor) not in _PLAIN or tensor.layout is not _strided or tensor.is_nested:
+        if type(tensor) not in PLAIN or tensor.layout is not _strided or tensor.is_nested:
             return None
         if tensor.dim() != 4 or tensor.is_neg():
             return None
@@ -82,7 +82,7 @@ def like(
 
 def _plain_mask(mask: Any, device: torch.device) -> Hashable | None:
     """A mask that is a tensor on ``device`` without a gradient, by what is looked at of it."""
-    if type(mask) not in _PLAIN or mask.layout is not _strided or mask.is_nested:
+    if type(mask) not in PLAIN or mask.layout is not _strided or mask.is_nested:
         return None
     if mask.device != device or mask.requires_grad or mask.is_neg():
         return None
@@ -97,7 +97,7 @@ def _on_a_cpu(
     exact: bool,
 ) -> Hashable | None:
     n_keys = key.shape[2]
-    if n_keys == 0 or value.shape[2] != n_keys or (_ANY_GPU and BACKENDS[GPU].is_here()):
+    if n_keys == 0 or value.shape[2] != n_keys or (ANY_GPU and BACKENDS[GPU].is_here()):
         return None
     steps = query.stride()
     if steps[3] != 1 or key.stride(3) != 1 or value.stride(3) != 1:
