@@ -53,6 +53,20 @@ def test_every_dtype_kernel_and_route(dtype: torch.dtype, kernel: str, call: dic
         assert_close(mine, exact, GRADIENT_TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("planned", [False, True])
+def test_few_pairs(dtype: torch.dtype, planned: bool) -> None:
+    """Their gradients in 16 bits may come from materialised scores, or from a carrier of delta."""
+    given = inputs(12, 17, batch=(2,), heads=4, kv_heads=2, value_dim=5, dtype=dtype)
+    grad_lse = upstream_of(given)
+    leaves = [t.clone().requires_grad_() for t in given.three]
+    report = qa.Report() if planned else None
+    results = qa.attention_with_lse(*leaves, enable_gqa=True, report=report)
+    found = torch.autograd.grad(results, leaves, (given.grad_out, grad_lse))
+    for mine, exact in zip(found, wanted(given, grad_lse), strict=True):
+        assert_close(mine, exact, GRADIENT_TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
 def test_one_much_larger_or_smaller_than_the_outputs(dtype: torch.dtype, size: float) -> None:

@@ -241,8 +241,9 @@ def materialises(work: Workload, kernel: InnerKernel) -> bool:
 
 def _exactly(work: Workload, kernel: InnerKernel) -> bool:
     """Whether a plan's backward of 16 bits takes its gradients from materialised scores: without a
-    plan it would, and a carrier of few columns holds less of delta (kernels/delta.py)."""
-    return work.dtype.itemsize == 2 and materialises(work, kernel)
+    plan it would, and a carrier of few columns holds less of delta (kernels/delta.py). Not if
+    columns take from delta: what the carrier has of them is in others."""
+    return work.dtype.itemsize == 2 and not work.columns and materialises(work, kernel)
 
 
 def _materialised(
