@@ -22,8 +22,6 @@ from quorum_attention.kernels.workspace import (
 _FORWARD = "_scaled_dot_product_flash_attention"
 _BACKWARD = "_scaled_dot_product_flash_attention_backward"
 _INTERNAL_BYTES = 256 * 1024
-# Most queries of a tile.
-_TILE_ROWS = 128
 
 
 class FlashKernel(RectangleKernel):
@@ -32,7 +30,7 @@ class FlashKernel(RectangleKernel):
     name = "flash"
     traits = replace(RectangleKernel.traits, plain_softmax=True)
     grouped = True
-    row_unit = _TILE_ROWS
+    row_unit = 128
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
@@ -105,8 +103,6 @@ class FlashKernel(RectangleKernel):
                 scale=scale,
             )
         )
-        if query.shape[2] % _TILE_ROWS:
-            _mend_gradients_(gradients, grad_out, query, key, value, out, lse)
         return gradients
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
@@ -130,8 +126,6 @@ class FlashKernel(RectangleKernel):
         copies = 1
         if torch.are_deterministic_algorithms_enabled():
             copies = -(-multiprocessors() // max(1, sizes.batch * sizes.heads))
-        # Whether a key is infinite: a norm and two booleans of each (``_mend_gradients_``).
-        inside += 8 * sizes.key_rows
         # A few blocks hold a second copy of the row statistics.
         inside += padded_rows * (copies * _padded_dim(dim) + 4) * 4 + _INTERNAL_BYTES
         if sizes.heads != sizes.key_heads:
@@ -162,45 +156,6 @@ def _mend_lse_(lse: torch.Tensor, out: torch.Tensor, value: torch.Tensor) -> Non
     if value.shape[1] != out.shape[1]:
         clean = clean.repeat_interleave(out.shape[1] // value.shape[1], dim=1)
     lse.masked_fill_((first != first) & clean, torch.nan)
-
-
-def _mend_gradients_(
-    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
-    """Make the gradients of keys 0, in place, that have an infinite element and no weight.
-
-    The operator's last tile has queries of 0 beyond the last one, and 0 times infinity is NaN. In
-    heads where all rows have a finite lse such a key has scores of -inf alone: all of its
-    probabilities are 0, and nothing but what is not finite itself can make NaN of that. Shapes
-    as in ``rectangle_backward``. The host does not wait for what is found.
-    """
-    key_heads = key.shape[1]
-
-    def largest(statistics: torch.Tensor, *rows: torch.Tensor) -> torch.Tensor:
-        # (b, hk, 1); NaN stays NaN.
-        for one in rows:
-            norms = torch.linalg.vector_norm(one, math.inf, dim=(-2, -1))
-            statistics = torch.maximum(
-                statistics, norms.unflatten(1, (key_heads, -1)).amax(-1, True)
-            )
-        return statistics
-
-    of_lse = torch.linalg.vector_norm(lse, math.inf, dim=-1).unflatten(1, (key_heads, -1))
-    by_value = largest(of_lse.amax(-1, True), grad_out)
-    by_key = largest(by_value, query, out)
-    infinite = torch.linalg.vector_norm(key, math.inf, dim=-1) == math.inf
-    of_value = torch.linalg.vector_norm(value, math.inf, dim=-1)
-    for gradient, sizes in (
-        (gradients[1], torch.maximum(by_key, of_value)),
-        (gradients[2], by_value),
-    ):
-        gradient.masked_fill_((infinite & (sizes < math.inf)).unsqueeze(-1), 0.0)
 
 
 def _padded_dim(head_dim: int) -> int:
