@@ -14,6 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 from helpers_docs import ROOT, Command, blocks, commands, normal
+from helpers_kernels import taken_as_tried
 
 from quorum_attention.bench.settings import Settings
 from quorum_attention.bench.spec import OK, OUT_OF_MEMORY, UNSUPPORTED
@@ -96,6 +97,8 @@ def test_commands_can_be_given(
 ) -> None:
     # Torch without a limit is seen below, where make demo is.
     monkeypatch.setattr(recover, "_affordable", lambda setting: False)
+    # Nor is a kernel tried in the interpreter: tests/cli/test_commands.py has the doctor do that.
+    taken_as_tried(monkeypatch, "native")
     arguments = filled(text)
     more = SHORT.get(arguments[0], [])
     parser().parse_args([*arguments, *more])
