@@ -17,9 +17,9 @@ half, brain, full = torch.float16, torch.bfloat16, torch.float32
 SMALL = {
     "monolithic": {"n_queries": 70, "levels": ()},
     "causal": {"n_queries": 70, "levels": (), "causal": True},
-    "tasks": {"n_queries": 150},
-    "causal tasks": {"n_queries": 200, "causal": True},
-    "two levels": {"n_queries": 150, "levels": (3, 3), "causal": True},
+    "tasks": {"n_queries": 110},
+    "causal tasks": {"n_queries": 130, "causal": True},
+    "two levels": {"n_queries": 110, "levels": (3, 3), "causal": True},
     "more queries": {
         "n_queries": 150, "n_keys": 90, "levels": (3,), "causal": True, "head_dim": 24,
         "value_dim": 40,
@@ -31,12 +31,12 @@ SMALL = {
     "one key": {"n_queries": 50, "n_keys": 1, "levels": (3,)},
     "narrow": {"n_queries": 60, "head_dim": 1, "value_dim": 3, "levels": (3,), "dtype": half},
     "odd": {"n_queries": 60, "head_dim": 72, "levels": (3,), "causal": True, "dtype": half},
-    "balanced": {"n_queries": 130, "layout": "balanced", "causal": True},
+    "balanced": {"n_queries": 100, "layout": "balanced", "causal": True},
     "large scores": {"n_queries": 90, "spread": 80.0, "levels": (3,), "causal": True},
     "negative scale": {"n_queries": 90, "factor": -0.7, "levels": (3,), "causal": True},
-    "no scale": {"n_queries": 90, "factor": 0.0, "causal": True},
-    "mask by head": {"n_queries": 90, "causal": True, "mask": "heads"},
-    "boolean mask": {"n_queries": 90, "mask": "boolean"},
+    "no scale": {"n_queries": 60, "factor": 0.0, "levels": (3,), "causal": True},
+    "mask by head": {"n_queries": 90, "levels": (3,), "causal": True, "mask": "heads"},
+    "boolean mask": {"n_queries": 90, "levels": (3,), "mask": "boolean"},
     "mask of keys": {"n_queries": 90, "levels": (3,), "mask": "keys", "layout": "balanced"},
 }  # fmt: skip
 MASKS = {
