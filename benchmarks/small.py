@@ -6,7 +6,9 @@ Three columns of each: a forward without gradients, a forward that records them,
 its backward through autograd; microseconds, medians of torch.utils.benchmark, the two methods in
 turn. "growing" has one key more in every call, as a model that decodes. --cpu-time counts what the
 one thread computes, on cores that others use as well. --in-turn takes each method after the other,
-call by call: each finds the processor's caches as the other's backward has left them.
+call by call, in all orders: each finds the processor's caches as another's backward has left them.
+Differences are then medians of pairs, and torch is a third method too: what it differs from itself
+by ("itself") is what the measurement is off by.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import datetime
 import itertools
 import json
+import operator
 import platform
 import statistics
 import time
@@ -33,6 +36,8 @@ _METHODS: dict[str, Callable[..., torch.Tensor]] = {
     "torch": scaled_dot_product_attention,
     "quorum": qa.attention,
 }
+# torch once more, as the third in turn.
+_AGAIN = "torch again"
 
 
 @dataclass(frozen=True)
@@ -142,15 +147,16 @@ def in_blocks(case: Case, seconds: float, threads: int, clock: Callable[[], floa
 
 
 def in_turn(case: Case, seconds: float, clock: Callable[[], float]) -> Times:
-    """As ``in_blocks``, but each method's call after the other's, in either order."""
-    made = {name: calls(case, attend) for name, attend in _METHODS.items()}
+    """As ``in_blocks``, but each method's call after another's, in every order."""
+    methods = {**_METHODS, _AGAIN: scaled_dot_product_attention}
+    made = {name: calls(case, attend) for name, attend in methods.items()}
     labels = list(made["torch"])
     times: Times = {label: {name: [] for name in made} for label in labels}
     for label in labels:
         for name in made:
             made[name][label]()  # the first backward of a process takes 0.3 s
-        ends = time.monotonic() + 2 * _ROUNDS * seconds
-        for order in itertools.cycle((list(made), list(made)[::-1])):
+        ends = time.monotonic() + len(made) * _ROUNDS * seconds
+        for order in itertools.cycle(itertools.permutations(made)):
             for name in order:
                 began = clock()
                 made[name][label]()
@@ -168,11 +174,18 @@ def measure(
     result = {}
     for label, by_method in found.items():
         medians = {name: statistics.median(times) for name, times in by_method.items()}
+        beyond = {
+            name: statistics.median(map(operator.sub, times, by_method["torch"]))
+            for name, times in by_method.items()
+        }
         result[label] = {
             **medians,
-            "beyond": medians["quorum"] - medians["torch"],
+            "beyond": beyond["quorum"],
             "ratio": medians["quorum"] / medians["torch"],
         }
+        if turns:
+            result[label]["itself"] = beyond[_AGAIN]
+            result[label]["turns"] = len(by_method["torch"])
     return result
 
 
@@ -197,7 +210,8 @@ def main() -> None:
         found = measure(case, args.seconds, args.threads, clock, turns=args.in_turn)
         rows.append({"case": case.name(), **found})
         cells = [
-            f"{label} {f['torch']:.0f}, {f['quorum']:.0f} ({f['beyond']:+.0f}, {f['ratio']:.2f})"
+            f"{label} {f['torch']:.0f}, {f['quorum']:.0f} ({f['beyond']:+.0f}, {f['ratio']:.2f}"
+            + (f", itself {f['itself']:+.0f})" if args.in_turn else ")")
             for label, f in found.items()
         ]
         print(f"{case.name():44}  {'; '.join(cells)}", flush=True)
