@@ -12,7 +12,7 @@ from helpers_memory import usage
 
 import quorum_attention as qa
 from quorum_attention.execution.routes import whole
-from quorum_attention.kernels import get_kernel, widened
+from quorum_attention.kernels import cpu, get_kernel, widened
 from quorum_attention.kernels.cpu import CpuKernel
 from quorum_attention.kernels.widened import (
     WIDENED_BYTES,
@@ -118,7 +118,7 @@ def test_a_row_that_is_not_finite_stays_alone(widening) -> None:
     assert dq.isnan().any(-1).nonzero().tolist() == [[0, 1, 7]]
 
 
-@pytest.mark.parametrize("shape", [(150, 8, 2), (600, 4, 4), (300, 4, 1)])
+@pytest.mark.parametrize("shape", [(150, 8, 2), (256, 8, 2), (600, 4, 4), (300, 4, 1)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_memory_is_what_the_planner_counts(shape, causal, widening) -> None:
     n, heads, kv_heads = shape
@@ -151,6 +151,31 @@ def test_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert heads_at_a_time(1, 8, 2, 400, 100, (64, 64)) == 1
     assert heads_at_a_time(1, 4, 4, 1 << 20, 1 << 20, (64, 64)) == 0
     assert WIDENED_BYTES == 4 << 20
+
+
+def test_where_the_operator_sums_over_query_heads_more_heads_go_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It makes no gradients of keys for each query head then. It does so causal, for as many key
+    heads as there are threads: also for those that are left at the end."""
+    call = (1, 8, 2, 256, 256, (64, 64))
+    assert heads_at_a_time(*call) == 1
+    assert heads_at_a_time(*call, causal=cpu._groups()) >= (2 if cpu._groups() else 1)
+    monkeypatch.setattr(cpu, "_groups", lambda: True)
+    assert heads_at_a_time(*call, causal=True) >= 2
+    three = (1, 12, 3, 256, 256, (64, 64))
+    assert heads_at_a_time(*three, causal=True) == 2
+    # Without grouped heads there is nothing to sum.
+    single = (2, 8, 8, 256, 256, (64, 64))
+    assert heads_at_a_time(*single, causal=True) == heads_at_a_time(*single)
+    # One head would be left, which two threads do not leave to the operator.
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert heads_at_a_time(*call, causal=True) >= 2
+    assert heads_at_a_time(*three, causal=True) == heads_at_a_time(*three) == 1
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    assert heads_at_a_time(*call, causal=True) == heads_at_a_time(*call) == 1
+    monkeypatch.setattr(cpu, "_groups", lambda: False)
+    assert heads_at_a_time(*call, causal=True) == 1
 
 
 def test_which_dtypes_are_widened(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,10 @@ class CpuKernel(RectangleKernel):
         if dropout is not None:
             task = dropping.whole_task(query, key, value, causal, scale, bias, dropout)
             return dropping.whole_backward(task, grad_out, out, lse, grad_dtype)
-        if query.shape[1] != key.shape[1] and not (causal and _sums_groups(query, key)):
+        lanes = key.shape[0] * key.shape[1]
+        if query.shape[1] != key.shape[1] and not (
+            causal and sums_groups(query.element_size(), lanes)
+        ):
             return grouped_backward(
                 lambda g, q, k, v, o, row, mask: self.whole_backward(
                     g, q, k, v, o, row, causal, scale, mask, grad_dtype
@@ -332,11 +335,16 @@ def _groups() -> bool:
         )
 
 
-def _sums_groups(query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Whether the operator sums gradients over query heads as well and as quickly as we do: in 16
-    bits it rounds the sum after each of them, and each thread takes whole key heads."""
-    busy = key.shape[0] * key.shape[1] >= torch.get_num_threads()
-    return query.element_size() > 2 and busy and _groups()
+def sums_groups(item: int, key_heads: int) -> bool:
+    """Whether the operator sums gradients of a causal call over query heads, without one for each,
+    as well and as quickly as we do: in 16 bits it rounds the sum after each of them, and each
+    thread takes whole key heads.
+
+    Args:
+        item: bytes of a number.
+        key_heads: of all of the batch.
+    """
+    return item > 2 and key_heads >= torch.get_num_threads() and _groups()
 
 
 def _sizes(call: CallShape, extent: Extent) -> RectangleSizes:

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from quorum_attention.kernels.cpu import sums_groups
+
 WIDENED_BYTES = 4 << 20
 """Most bytes in fp32 that are held at any one time."""
 
@@ -39,6 +41,7 @@ def heads_at_a_time(
     widths: tuple[int, int],
     *,
     masked: bool = False,
+    causal: bool = False,
 ) -> int:
     """How many key heads, with their query heads, go to the operator together; all of the batch's
     if there are as many. 0 if the call is too large, or that would leave threads idle.
@@ -46,20 +49,30 @@ def heads_at_a_time(
     Args:
         widths: head and value dimension.
         masked: whether scores have a bias.
+        causal: whether the operator's own sums over query heads may be taken, where it has them.
     """
     shared = heads // key_heads
     width, pads = max(widths), widths[0] != widths[1]
-    # Query, output, their gradients, a copy of one in another order, the query times a part of the
-    # scale; keys and values, and their gradients for every query head, and summed.
-    rows = (6 + 2 * pads) * shared * n_queries * width
-    keys = (4 + 2 * shared + 2 * pads) * n_keys * width
-    one = 4 * (rows + keys + masked * shared * n_queries * n_keys)
-    most = WIDENED_BYTES // max(1, one)
     every = batch * key_heads
-    if most < every:
-        most = min(most, key_heads)
+    # Query, output, their gradients, a copy of one in another order, the query times a part of the
+    # scale; keys and values, and their gradients.
+    rows = (6 + 2 * pads) * shared * n_queries * width
+    keys = (4 + 2 * pads) * n_keys * width
+    one = 4 * (rows + keys + masked * shared * n_queries * n_keys)
+    most = _together(one, every, key_heads)
+    # Of the last ones too: those that are left.
+    last = most if most >= every else key_heads % most if most and key_heads % most else most
+    if shared == 1 or not causal or not sums_groups(4, min(last, every)):
+        # Gradients of keys and values for every query head, before they are summed.
+        most = _together(one + 4 * 2 * shared * n_keys * width, every, key_heads)
     busy = min(torch.get_num_threads(), batch * heads)
     return most if most * shared >= busy else 0
+
+
+def _together(one: int, every: int, key_heads: int) -> int:
+    """How many key heads of ``one`` bytes each fit: more than an entry has only if all do."""
+    most = WIDENED_BYTES // max(1, one)
+    return most if most >= every else min(most, key_heads)
 
 
 def widened_gradients(

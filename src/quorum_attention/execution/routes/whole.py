@@ -336,7 +336,7 @@ def widened(
 def _heads_at_a_time(work: Workload) -> int:
     return heads_at_a_time(
         work.batch, work.heads, work.kv_heads, work.n_queries, work.n_keys,
-        (work.head_dim, work.value_dim), masked=work.mask is not None,
+        (work.head_dim, work.value_dim), masked=work.mask is not None, causal=work.is_causal,
     )  # fmt: skip
 
 
