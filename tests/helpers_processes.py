@@ -26,9 +26,9 @@ _FORKS = f"""
 import sys, types
 if __name__ == "__main__":
     def fork_for_each_line():
-        import gc, json, os, threading
-        import torch
+        import gc, importlib, json, os, threading
 
+        importlib.import_module(sys.argv[1])
         assert threading.active_count() == 1, "a fork has only the thread that forks"
         gc.collect()
         # A process that ends looks at all of it time and again.
@@ -58,11 +58,15 @@ if __name__ == "__main__":
         exec(compile(code, "<string>", "exec"), main.__dict__)
 """
 
-_nest: list[subprocess.Popen[str]] = []
+# By what has been imported there.
+_nests: dict[str, subprocess.Popen[str]] = {}
 
 
-def run_python(code: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
-    """``python -c code`` with ``arguments``, where torch has been imported already.
+def run_python(
+    code: str, *arguments: Any, imported: str = "torch"
+) -> subprocess.CompletedProcess[str]:
+    """``python -c code`` with ``arguments``, where torch has been imported already, or a module
+    that imports it.
 
     With a GPU it is that, since a fork can use none. For programs of which it matters when torch is
     imported, or in which environment, call ``subprocess.run``.
@@ -78,7 +82,7 @@ def run_python(code: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
             "code": code, "arguments": command[3:], "out": str(out), "err": str(err),
             "folder": os.getcwd(), "environment": dict(os.environ),
         }  # fmt: skip
-        nest = _started()
+        nest = _started(imported)
         assert nest.stdin is not None
         assert nest.stdout is not None
         nest.stdin.write(json.dumps(told) + "\n")
@@ -93,13 +97,11 @@ def run_python(code: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(command, int(said), out.read_text(), err.read_text())
 
 
-def _started() -> subprocess.Popen[str]:
+def _started(imported: str) -> subprocess.Popen[str]:
     """The process that forks; it ends when this one does, whose end of the pipe is closed then."""
-    if not _nest or _nest[0].poll() is not None:
-        _nest[:] = [
-            subprocess.Popen(
-                [sys.executable, "-c", _FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                text=True, start_new_session=True,
-            )
-        ]  # fmt: skip
-    return _nest[0]
+    if imported not in _nests or _nests[imported].poll() is not None:
+        _nests[imported] = subprocess.Popen(
+            [sys.executable, "-c", _FORKS, imported], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+    return _nests[imported]

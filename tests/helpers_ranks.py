@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import random
 import signal
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from helpers_processes import run_python
 
 import quorum_attention as qa
 from quorum_attention import distributed as sharded
@@ -41,15 +43,26 @@ def spawn(
     """
     told = (ranks, str(folder / f"store-{ranks}"), work, args, backend)
     if forked and ranks > 2 and not torch.cuda.is_available():
-        mp.spawn(_forked, told, nprocs=1)
+        path = folder / f"told-{ranks}"
+        path.write_bytes(pickle.dumps(sys.path) + pickle.dumps(told))
+        done = run_python(_FORKS, path, imported="torch._dynamo")
+        print(done.stdout)
+        assert done.returncode == 0, done.stderr
     else:
         mp.spawn(_run, told, nprocs=ranks)
 
 
-def _forked(_: int, ranks: int, *told: Any) -> None:
-    """Run the ranks as forks of this process, each of which ends as a process of its own would."""
-    import torch._dynamo
+_FORKS = """
+import pickle, sys
+with open(sys.argv[1], "rb") as told:
+    sys.path[:] = pickle.load(told)
+    from helpers_ranks import _forked
+    _forked(*pickle.load(told))
+"""
 
+
+def _forked(ranks: int, *told: Any) -> None:
+    """Run the ranks as forks of this process, each of which ends as a process of its own would."""
     torch.set_num_threads(1)
     assert threading.active_count() == 1, "a fork has only the thread that forks"
     gc.collect()
