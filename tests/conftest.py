@@ -12,6 +12,7 @@ import os
 import random
 import shutil
 import tempfile
+import time
 import zlib
 from collections.abc import Iterator
 from multiprocessing.util import Finalize
@@ -56,6 +57,11 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "as_allocated: fresh memory is as the allocator hands it out, not full of NaN"
     )
     count_page_locks()
+    gc.callbacks.append(_timed)
+
+
+def pytest_unconfigure() -> None:
+    gc.callbacks.remove(_timed)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -70,12 +76,36 @@ def pytest_runtest_makereport(item: pytest.Item, call):  # type: ignore[no-untyp
 def collections_are_quick() -> None:
     """What has been imported by now (all of torch's compiler, for some) is not looked through every
     time that a test, or a recovery, collects garbage."""
-    gc.collect()
-    gc.freeze()
+    _freeze()
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+def collections_stay_quick(collections_are_quick: None) -> None:
+    """Nor is what the tests before imported, and filled caches with, once that takes long."""
+    if _collection["seconds"] > 0.01:
+        _freeze()
+
+
+# When the last collection of everything began, and how long it took.
+_collection = {"began": 0.0, "seconds": 0.0}
+
+
+def _timed(phase: str, info: dict[str, int]) -> None:
+    if info["generation"] == 2:
+        if phase == "start":
+            _collection["began"] = time.perf_counter()
+        else:
+            _collection["seconds"] = time.perf_counter() - _collection["began"]
+
+
+def _freeze() -> None:
+    gc.collect()
+    gc.freeze()
+    _collection["seconds"] = 0.0
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request: pytest.FixtureRequest, collections_stay_quick: None) -> Iterator[None]:
     """Memory, page locks, threads, processes, files and settings are as they were before.
 
     Of a test that failed nothing is asked: its traceback holds what it worked with.
