@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_harness import Case, check_nan_in_a_query, errors, exact, rms_errors, run
 
+import quorum_attention as qa
 from quorum_attention.kernels import CpuKernel, get_kernel, why_not
 from quorum_attention.kernels.rectangles import _BackwardPiece
 
@@ -87,6 +88,22 @@ def test_scales_that_are_not_positive(
     dtype = torch.float64 if device == "cpu" else torch.float16
     case = Case(140, causal=causal, factor=factor, levels=levels, mask=mask, dtype=dtype)
     check(name, device, case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scale", [1e-46, -1e-200, 1e-44])
+@pytest.mark.parametrize("depth", [None, 1])
+def test_scales_that_fp32_does_not_hold(
+    dtype: torch.dtype, scale: float, depth: int | None
+) -> None:
+    """Operators compute with 0 then: every key has the same weight."""
+    three = [torch.randn(1, 2, 60, 16).to(dtype).requires_grad_() for _ in range(3)]
+    options = {} if depth is None else {"depth": depth}
+    out = qa.attention(*three, is_causal=True, scale=scale, devices="cpu", **options)
+    wanted = three[2].detach().double().cumsum(2) / torch.arange(1, 61).unsqueeze(-1)
+    assert (out.detach().double() - wanted).abs().max() <= 4 * torch.finfo(dtype).eps
+    for gradient in torch.autograd.grad(out, three, torch.ones_like(out)):
+        assert bool(gradient.isfinite().all())
 
 
 @pytest.mark.parametrize(("name", "device"), KERNELS)

@@ -46,6 +46,10 @@ if TYPE_CHECKING:
 Array = torch.Tensor | np.ndarray
 
 
+# Smaller factors are 0 to operators, which compute with them in fp32 (in float64 for such inputs).
+_LEAST_SCALE = 2.0**-149
+
+
 class Tensors(NamedTuple):
     """What a call reads: query (*batch, heads, n_queries, head_dim), key (*batch, kv_heads, n_keys,
     head_dim), value (*batch, kv_heads, n_keys, value_dim); mask broadcasts to (*batch, heads,
@@ -194,6 +198,8 @@ def request_of(
         check_apart({"out": out}, read)
     options = options_of(written, query.device)
     factor = sizes.head_dim**-0.5 if scale is None else real_number(scale, "scale")
+    if query.dtype != torch.float64 and abs(factor) < _LEAST_SCALE:
+        factor = 0.0
     switch(shared, "enable_gqa")
     shape = None if mask is None else mask_shape(mask, len(sizes.batch_shape))
     sinks = None
