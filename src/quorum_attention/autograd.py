@@ -272,7 +272,10 @@ def _in_words(
 def _once_recorded(upstream: object) -> None:
     """Before a backward: has its gradients replaced where autograd is to record them."""
     if _records():
-        _node().register_hook(_in_words)
+        node = _node()
+        # Once, however often a graph is gone back through.
+        if node.metadata.setdefault(_in_words, None) is None:
+            node.metadata[_in_words] = node.register_hook(_in_words)
 
 
 # Before a backward there is one tensor to hand to Python; after it there would be four.

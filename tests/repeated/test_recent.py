@@ -279,3 +279,83 @@ def test_a_second_derivative_is_named_and_hooks_of_a_user_stay_his(
         del seen[1:]
         with pytest.raises(NotImplementedError, match="second derivatives"):
             torch.autograd.grad(grad.sum(), three[0])
+
+
+def test_a_graph_gone_back_through_many_times_is_named_once() -> None:
+    out = qa.attention(*inputs(learned=True))
+    registered = []
+    node = out.grad_fn
+    for _ in range(5):
+        torch.autograd.grad(out.sum(), out, create_graph=True)
+        registered.append(node.metadata.get(autograd._in_words))
+    assert registered[0] is not None
+    assert all(one is registered[0] for one in registered)
+
+
+def test_a_tensor_that_has_left_its_transformation_is_an_error_and_no_crash() -> None:
+    """It has no sizes, which torch's own look does not expect."""
+    made_recent()
+    escaped: list[Any] = []
+    many = torch.nested.nested_tensor([torch.randn(1, 4, 8, 16)] * 2)
+    torch.vmap(lambda x: escaped.append(x) or x.sin())(many)
+    query, key, value = inputs()
+    assert known(escaped[0], key, value) is None
+    with pytest.raises(RuntimeError):
+        qa.attention(escaped[0], key, value)
+    mask = torch.zeros(8, 8)
+    for _ in range(4):
+        qa.attention(*inputs(), mask)
+    assert known(query, key, value, mask=escaped[0]) is None
+
+
+def other_kinds() -> None:
+    for n_keys in (9, 10, 11, 12, 13):
+        made_recent_again(lambda n_keys=n_keys: inputs(n_keys=n_keys))
+
+
+def made_recent_again(make: Callable[[], Any]) -> None:
+    for _ in range(2 * recent._AGAIN):
+        qa.attention(*make())
+
+
+def without_gradients() -> None:
+    with torch.no_grad():
+        made_recent_again(inputs)
+
+
+def deterministic() -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        made_recent_again(inputs)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def parameters() -> None:
+    made_recent_again(lambda: [torch.nn.Parameter(t, False) for t in inputs()])
+
+
+@pytest.mark.parametrize("between", [other_kinds, without_gradients, deterministic, parameters])
+def test_a_call_is_a_recent_one_again_after_others(between: Callable[[], None]) -> None:
+    made_recent()
+    between()
+    made_recent_again(inputs)
+    assert known(*inputs()) is not None
+    assert len(recent._recent) <= recent._MOST
+
+
+def test_one_tensor_thrice_takes_no_place() -> None:
+    for _ in range(4):
+        query, *_ = inputs()
+        qa.attention(query, query, query)
+    assert not recent._recent
+
+
+def test_a_default_dtype_does_not_matter() -> None:
+    recent._guards.cache_clear()
+    torch.set_default_dtype(torch.float64)
+    try:
+        made_recent(lambda: inputs(dtype=torch.float32))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert recent._guards() is not None

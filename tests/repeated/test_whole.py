@@ -219,6 +219,36 @@ def test_training_in_16_bits_on_a_cpu_is_decided_once(monkeypatch: pytest.Monkey
     calls.forget_all()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="calls would go to the GPU")
+def test_threads_may_become_more(one_thread: None) -> None:
+    """How many heads are computed together, and whether in fp32, depends on how many there are."""
+    calls.forget_all()
+    for threads in (1, 8, 1, 8):
+        torch.set_num_threads(threads)
+        for heads, key_heads, n, dtype in ((8, 2, 256, torch.bfloat16), (8, 8, 400, torch.float16)):
+            query = torch.randn(2, heads, n, 64).to(dtype).requires_grad_()
+            key, value = (
+                torch.randn(2, key_heads, n, 64).to(dtype).requires_grad_() for _ in range(2)
+            )
+            out = qa.attention(query, key, value, enable_gqa=True)
+            out.backward(torch.ones_like(out))
+            assert bool(key.grad.isfinite().all())
+    calls.forget_all()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="calls would go to the GPU")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_gradients_in_batches_are_refused_in_words(dtype: torch.dtype) -> None:
+    calls.forget_all()
+    three = inputs(12, dtype)
+    for _ in range(2):
+        out = qa.attention(*three, enable_gqa=True)
+    many = torch.randn(3, *out.shape).to(dtype)
+    with pytest.raises(NotImplementedError, match="is_grads_batched"):
+        torch.autograd.grad(out, three, many, is_grads_batched=True)
+    calls.forget_all()
+
+
 def test_it_saves_what_a_planned_call_saves() -> None:
     """A checkpoint may meet the one when it runs and the other when it runs again."""
     three, saved = inputs(dtype=torch.float16), []  # in fp32 it would be torch's own function

@@ -27,7 +27,10 @@ from quorum_attention.repeated.whole import Whole
 _modes, _forward_ad = torch._C._len_torch_dispatch_stack, torch.autograd.forward_ad
 _transforms, _strided = torch._C._are_functorch_transforms_active, torch.strided
 _deterministic, _records = torch._C._get_deterministic_algorithms, torch.is_grad_enabled
+_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _MOST = 4
+# A call that is looked up by its name so often again becomes a recent one again.
+_AGAIN = 16
 
 
 class _Recent(NamedTuple):
@@ -49,8 +52,8 @@ class _Recent(NamedTuple):
 
 
 _recent: tuple[_Recent, ...] = ()
-# The last sizes and strides of calls of one name, and whether they are among the recent ones.
-_seen: dict[Hashable, tuple[object, bool]] = {}
+# The last sizes and strides of calls of one name, and after how many more it is a recent one.
+_seen: dict[Hashable, tuple[object, int]] = {}
 _MOST_SEEN = 128
 
 
@@ -68,17 +71,19 @@ def again(
         return None
     given = (query, key, value) if mask is None else (query, key, value, mask)
     for tensor in given:
-        # At a tensor without strides torch's own look ends the process.
+        # At a tensor without sizes or strides torch's own look ends the process.
         if type(tensor) not in PLAIN or tensor.layout is not _strided or tensor.is_nested:
+            return None
+        if _wrapped(tensor):  # one that has left its transformation
             return None
     count = len(given)
     for alike, n_tensors, (causal, factor, grouped), state, known in _recent:
         if (
             n_tensors == count and is_causal is causal and enable_gqa is grouped
             and (scale is factor or (type(scale) is float and scale == factor))
-            and alike(*given)
+            and alike(*given) and state == _state()
         ):  # fmt: skip
-            return known if state == _state() else None
+            return known
     return None
 
 
@@ -88,8 +93,8 @@ def note(
     arguments: tuple[object, object, object],
     known: Small | Whole,
 ) -> None:
-    """A call of this name was made as ``known``: if the one before was of the same sizes, it is a
-    recent one from now on.
+    """A call of this name was made as ``known``, and was like no recent one: if the one before was
+    of the same sizes, it is a recent one from now on.
 
     Args:
         arguments: is_causal, scale, enable_gqa.
@@ -99,16 +104,18 @@ def note(
     if query.device.type != "cpu":
         return
     sizes = (key.shape, query.stride(), key.stride(), value.stride())
-    before, noted = _seen.get(name, (None, False))
+    before, left = _seen.get(name, (None, 1))
     if before != sizes:
         if len(_seen) >= _MOST_SEEN:
             _seen.clear()
-        _seen[name] = sizes, False
+        _seen[name] = sizes, 1
         return
+    _seen[name] = sizes, left - 1
     guards = _guards()
-    if noted or guards is None or not _usual():
+    # Torch's look takes no tensor for two.
+    if left > 1 or guards is None or not _usual() or query is key or key is value or value is query:
         return
-    _seen[name] = sizes, True
+    _seen[name] = sizes, _AGAIN
     tensors = (query, key, value) if mask is None else (query, key, value, mask)
     made = _Recent(_look(guards, *tensors), len(tensors), arguments, _state(), known)
     _recent = (made, *_recent[: _MOST - 1])
@@ -146,10 +153,11 @@ def _look(guards: Any, *tensors: torch.Tensor) -> Callable[..., bool]:
 def _guards() -> Any:
     """The class of torch's that looks at tensors; None if it is not what it is taken for here."""
     with outside():
-        one = torch.zeros(2, 3, device="cpu")
+        one = torch.zeros(2, 3, device="cpu", dtype=torch.float32)
+        other = torch.zeros(3, 2, device="cpu", dtype=torch.float32)
         others = (
-            torch.zeros(3, 2, device="cpu"), torch.zeros(3, 2, device="cpu").mT, one.double(),
-            one.clone().requires_grad_(), torch._neg_view(one), one[0],
+            other, other.mT, one.double(), one.clone().requires_grad_(),
+            torch._neg_view(one), one[0],
         )  # fmt: skip
         try:
             guards = torch._C._dynamo.guards.TensorGuards

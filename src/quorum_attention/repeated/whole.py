@@ -17,6 +17,7 @@ import torch
 from quorum_attention.autograd import Quick, gradients
 from quorum_attention.call.gradients import Given
 from quorum_attention.call.request import Request, Tensors
+from quorum_attention.call.transforms import refuse_batched
 from quorum_attention.execution.call import operand
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.masks import MaskView
@@ -181,7 +182,10 @@ class Whole:
         mask: torch.Tensor | None = None,
     ) -> _Way | None:
         """How the gradients are made; None if they are not one kernel call."""
-        state = (torch.are_deterministic_algorithms_enabled(), registrations())
+        # How many heads are widened together is decided by how many threads there are.
+        state = (
+            torch.are_deterministic_algorithms_enabled(), registrations(), torch.get_num_threads()
+        )  # fmt: skip
         # Not asked for by its name again: another thread's backward may have run out of memory.
         way: _Way | None = self.at_backward.get(state, _NOT_DECIDED)
         if way is _NOT_DECIDED:
@@ -226,6 +230,7 @@ class _Whole(Quick):
         (grad_out,) = grad_outputs
         if grad_out is None:
             return None, None, None, None, None
+        refuse_batched(grad_out)
         query, key, value, mask, out, lse = ctx.saved_tensors
         known: Whole = ctx.known
         grads = known.backward(grad_out, (query, key, value), out, lse, mask)
