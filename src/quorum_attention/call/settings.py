@@ -5,7 +5,7 @@ those of where it was made. Layers lie in a stack, the inner ones win field by f
 taken out by itself, so that blocks may end in any order.
 
 Settings say how calls are run, never what they compute: a recomputation outside of the block (a
-checkpoint's) may then have another budget, and still has the same numbers.
+checkpoint's) may then have another budget, and still has the same numbers (docs/programs.md).
 """
 
 from __future__ import annotations
