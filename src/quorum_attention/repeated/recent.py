@@ -101,7 +101,8 @@ def note(
     """
     global _recent
     query, key, value, mask = given
-    if query.device.type != "cpu":
+    backend = BACKENDS.get(query.device.type)
+    if backend is None or backend.own_memory:
         return
     sizes = (key.shape, query.stride(), key.stride(), value.stride())
     before, left = _seen.get(name, (None, 1))
