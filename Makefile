@@ -40,11 +40,12 @@ demo: $(VENV)/.run
 	@$(BIN)/quorum-attention recover --causal
 
 # Two processes of one thread each: most tensors of the tests are so small that two threads only wait
-# for each other. With a GPU one process, because tests count what is allocated on it.
+# for each other. With a GPU one process, because tests count what is allocated on it. Bytecode is kept
+# even where the environment says not to: tests start some hundred processes that import the package.
 WORKERS ?= $(if $(filter 1,$(HAS_CUDA)),0,2)
 
 test: lint types
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
