@@ -249,11 +249,9 @@ def _exactly(work: Workload, kernel: InnerKernel) -> bool:
 def _materialised(
     job: Job, lse: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, ...] | None:
-    call, given = job.call, job.tensors
-    three = call.query, call.key, call.value
-    return materialised(
-        call.work, call.scale, given["grad_out"], three, given["out"], lse, bias
-    )  # fmt: skip
+    call, three = job.call, (job.call.query, job.call.key, job.call.value)
+    grad_out, out = job.tensors["grad_out"], job.tensors["out"]
+    return materialised(call.work, call.scale, grad_out, three, out, lse, bias)
 
 
 def materialised(
