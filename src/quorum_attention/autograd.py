@@ -18,11 +18,10 @@ from quorum_attention.call.gradients import Given
 from quorum_attention.call.request import Request, Tensors
 from quorum_attention.call.transforms import records, refuse_batched
 from quorum_attention.call.validation import as_tensor
-from quorum_attention.kernels.kit.unchanged import Unchanged
 from quorum_attention.kernels.lse_use import lse_use
 from quorum_attention.kernels.outside import outside
 from quorum_attention.kernels.registry import get_kernel
-from quorum_attention.kernels.traits import calls_back, captures
+from quorum_attention.kernels.traits import captures
 from quorum_attention.kernels.uncompiled import uncompiled
 from quorum_attention.passes import beside_casts, run_backward, run_forward
 from quorum_attention.planner.options import Options
@@ -90,7 +89,6 @@ class _Attention(Quick):
         result, lse = output
         ctx.save_for_backward(*tensors, result, lse, *_captured(request.options))
         ctx.request = request
-        ctx.unchanged = unchanged(request.options)
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -99,8 +97,6 @@ class _Attention(Quick):
         grad_out, grad_lse = grad_outputs
         if grad_out is None and grad_lse is None:
             return (None,) * 6
-        if ctx.unchanged is not None:
-            ctx.unchanged.check()
         query, key, value, mask, sinks, out, lse = ctx.saved_tensors[:7]
         if grad_out is None:
             grad_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
@@ -210,15 +206,6 @@ def _captured(options: Options) -> list[torch.Tensor]:
     kernel = captures(get_kernel(options.kernel))
     found = () if kernel is None else kernel.captured()
     return [tensor for tensor in found if not tensor.is_inference()]
-
-
-def unchanged(options: Options) -> Unchanged | None:
-    """What the kernel's functions depend on, if it has any."""
-    if options.kernel == "auto":
-        return None
-    kernel = calls_back(get_kernel(options.kernel))
-    functions = () if kernel is None else kernel.called_back()
-    return Unchanged(functions) if functions else None
 
 
 def in_front(size: int, dims: tuple[Any, ...], tensors: list[torch.Tensor]) -> list[torch.Tensor]:

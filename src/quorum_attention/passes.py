@@ -31,6 +31,7 @@ from quorum_attention.execution.memory import first_line, is_out_of_memory, name
 from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.routes.whole import at_once, materialises
 from quorum_attention.execution.run_pass import run_pass
+from quorum_attention.execution.sampled_rows import check_functions_are_the_same
 from quorum_attention.execution.scaling import takes_wide
 from quorum_attention.execution.takes import corrected_bytes
 from quorum_attention.execution.tools import Progress
@@ -40,9 +41,10 @@ from quorum_attention.kernels.delta import Carrier, exact_carrier
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.outside import without_autocast
 from quorum_attention.kernels.protocol import InnerKernel, Recorded
+from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.select import without_dropout
 from quorum_attention.kernels.sinks import sinks_gradient
-from quorum_attention.kernels.traits import check_mask_gradient
+from quorum_attention.kernels.traits import calls_back, check_mask_gradient
 from quorum_attention.planner.decide import (
     Asked,
     Decision,
@@ -80,6 +82,7 @@ def run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch
         return out.zero_(), lse
     if request.runner is not None:
         return request.runner.forward(tensors, request)
+    _check_functions(request)
     asked, decision = decide_forward(tensors, request)
     if request.mask_grad:
         check_mask_gradient(decision.kernel)
@@ -90,6 +93,15 @@ def run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch
     given = tuple(t for t in (out, request.lse) if t is not None)
     result, lse = _run(tensors, request, asked, decision, job_of, given)
     return result, lse
+
+
+def _check_functions(request: Request) -> None:
+    """Ask users' functions again whose answers a kernel remembers."""
+    work, options = request.work, request.options
+    told = None if options.kernel == "auto" else calls_back(get_kernel(options.kernel))
+    if told is not None:
+        sizes = (work.batch, work.heads, work.n_queries, work.n_keys)
+        told.check_functions(sizes, options.device)
 
 
 def decide_forward(tensors: Tensors, request: Request) -> tuple[Asked, Decision]:
@@ -133,9 +145,41 @@ def recording_kernel(tensors: Tensors, request: Request) -> Recorded | None:
 
 def run_backward(tensors: Tensors, request: Request, given: Given) -> tuple[torch.Tensor, ...]:
     """The gradients of query, key and value, and of the mask and the sinks if wanted, planned and
-    run; those given are filled."""
+    run; those given are filled.
+
+    Raises:
+        RuntimeError: a function of the user's has changed since the forward.
+    """
+    if request.options.kernel != "auto" and not is_trivial(tensors):
+        kernel = get_kernel(request.options.kernel)
+        check_backward(tensors, request, given, kernel)
+    return _run_whole_backward(tensors, request, given)
+
+
+def check_backward(tensors: Tensors, request: Request, given: Given, kernel: InnerKernel) -> None:
+    """Check that ``kernel`` computes the forward's attention, if it calls functions of the user's.
+
+    Raises:
+        RuntimeError: it does not.
+    """
+    device = request.options.device
+    with (
+        backend_of(device).current(device),
+        torch.no_grad(),
+        without_autocast("cpu", device.type),
+        named_out_of_memory(pinned=False),
+    ):
+        check_functions_are_the_same(
+            _call(tensors, request, kernel), given.out, given.lse, request.options.budget_bytes,
+            whole=not given.partial,
+        )  # fmt: skip
+
+
+def _run_whole_backward(
+    tensors: Tensors, request: Request, given: Given
+) -> tuple[torch.Tensor, ...]:
     if given.of_sinks:
-        found = run_backward(tensors, request, given._replace(of_sinks=False))
+        found = _run_whole_backward(tensors, request, given._replace(of_sinks=False))
         assert tensors.sinks is not None
         with torch.no_grad():
             of_sinks = sinks_gradient(

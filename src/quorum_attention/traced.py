@@ -34,7 +34,6 @@ from quorum_attention.autograd import (
     in_front,
     mask_in_front,
     refuse_mapped,
-    unchanged,
 )
 from quorum_attention.call.arranged import arranged
 from quorum_attention.call.causal_bias import as_mask
@@ -43,7 +42,9 @@ from quorum_attention.call.options import Written
 from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.call.settings import Settings, current
 from quorum_attention.call.spelled import Parts, count, objects_of, read
-from quorum_attention.kernels.kit.unchanged import Unchanged
+from quorum_attention.call.transforms import refuse_learned
+from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.mask import Mask
 from quorum_attention.passes import beside, run_backward, run_forward
 
@@ -51,13 +52,14 @@ NAME = "quorum_attention"
 _Result = TypeVar("_Result")
 # Tensors beside the inputs that may be there: additive or boolean mask, sinks, seed of dropout.
 _OTHERS = "Tensor? attn_mask, Tensor? sinks, Tensor? seed, Tensor[] parts"
-# The last three say which gradients are asked for: any at all, of the mask, of the sinks.
+# The last four: whether gradients were recorded where the call was written, and which gradients are
+# asked for: any at all, of the mask, of the sinks.
 _CALL = (
     "float dropout_p, float? scale, bool is_causal, bool enable_gqa, ScalarType? out_dtype, "
-    "str options, SymInt[] numbers, bool recorded, bool of_mask, bool of_sinks"
+    "str options, SymInt[] numbers, bool followed, bool recorded, bool of_mask, bool of_sinks"
 )
-# Where the numbers are in it, and the options among all arguments.
-_NUMBERS, _OPTIONS = 6, 12
+# Where the numbers are in it; the options, and ``followed``, among all arguments.
+_NUMBERS, _OPTIONS, _FOLLOWED = 6, 12, 14
 # The host plans, and may wait for the device: a CUDA graph of inductor's goes around it.
 _TAGS = tuple(
     getattr(torch.Tag, name)
@@ -110,7 +112,7 @@ def as_operator(
     # Whether gradients are asked for is seen where autograd sees the operator.
     out, lse, _ = torch.ops.quorum_attention.attention(
         query, key, value, mask, sinks, seed, parts.tensors, float(dropout_p), scale, is_causal,
-        grouped, out_dtype, options, parts.numbers, False, False, False,
+        grouped, out_dtype, options, parts.numbers, torch.is_grad_enabled(), False, False, False,
     )  # fmt: skip
     return (out.squeeze(0), lse.squeeze(0)) if without_heads else (out, lse)
 
@@ -120,10 +122,13 @@ def as_operator(
 
 def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     settings, query = current(), args[0]
-    with _mapping_allowed():
-        tensors, request = _request(settings, *args)
+    with _dispatched(_OF_MAPPING):
+        tensors, request, kernel = _request(settings, None, *args)
+        if args[_FOLLOWED] and request.options.kernel != "auto":
+            with _dispatched(_OF_AUTOGRAD), torch.enable_grad():
+                refuse_learned(request.options.kernel, *tensors[:3], request.options.device)
         out, lse = _beside_copies(request, lambda left: run_forward(tensors, left))
-    number = _number(_kept(settings), objects_of(args[_OPTIONS]), request)
+    number = _number(_kept(settings), objects_of(args[_OPTIONS]), kernel)
     # As ``_fake_forward`` promises: in one piece, lse beside the output.
     return out.contiguous(), lse.to(query.device).contiguous(), number
 
@@ -140,12 +145,11 @@ def _backward(
     *rest: Any,
 ) -> list[torch.Tensor]:
     held = _held.get(settings.data_ptr())
-    if held is not None and held.unchanged is not None:
-        held.unchanged.check()
+    kernel = None if held is None else held.kernel
     of_mask, of_sinks = rest[-2:]
     given = Given(grad_out, out, lse, of_mask=of_mask, of_sinks=of_sinks, grad_lse=grad_lse)
-    with _mapping_allowed():
-        tensors, request = _request(_found(int(settings)), query, key, value, *rest)
+    with _dispatched(_OF_MAPPING):
+        tensors, request, _ = _request(_found(int(settings)), kernel, query, key, value, *rest)
         grads = list(_beside_copies(request, lambda left: run_backward(tensors, left, given)))
     for at, grad in enumerate(grads):  # one after the other, so that one copy is held beside them
         grads[at] = grad.contiguous()
@@ -154,46 +158,53 @@ def _backward(
 
 class _Held(np.ndarray):
     """A number for the backward, with what has to live until then: objects that a graph names (a
-    mask's function, made for one call and dropped) live as long as the tensor over its memory."""
+    mask's function, made for one call and dropped) live as long as the tensor over its memory, and
+    so does the kernel that the call named."""
 
     objects: list[Any]
-    unchanged: Unchanged | None
+    kernel: InnerKernel | None
 
 
 # By the address of their memory, which is all that a saved tensor has in common with its original.
 _held: WeakValueDictionary[int, _Held] = WeakValueDictionary()
 
 
-def _number(number: int, objects: list[Any], request: Request) -> torch.Tensor:
-    """The number of settings as a tensor, which keeps ``objects`` while it lives."""
-    if not objects:
+def _number(number: int, objects: list[Any], kernel: InnerKernel | None) -> torch.Tensor:
+    """The number of settings as a tensor, which keeps objects while it lives."""
+    if not objects and kernel is None:
         return torch.full((1,), number, dtype=torch.int64, device="cpu")
     held = np.full((1,), number, np.int64).view(_Held)
-    held.objects, held.unchanged = objects, unchanged(request.options)
+    held.objects, held.kernel = objects, kernel
     found = torch.from_numpy(held)
     _held[found.data_ptr()] = held
     return found
 
 
-_OF_MAPPING = tuple(
-    getattr(torch._C.DispatchKey, name)
-    for name in (
-        "FuncTorchDynamicLayerBackMode", "FuncTorchDynamicLayerFrontMode", "FuncTorchBatched",
-        "FuncTorchVmapMode", "FuncTorchGradWrapper", "BatchedNestedTensor", "PythonTLSSnapshot",
-    )
-    if hasattr(torch._C.DispatchKey, name)
+def _keys(*names: str) -> tuple[Any, ...]:
+    """Dispatch keys of torch's, as far as this torch has them."""
+    every = torch._C.DispatchKey
+    return tuple(getattr(every, name) for name in names if hasattr(every, name))
+
+
+_OF_MAPPING = _keys(
+    "FuncTorchDynamicLayerBackMode", "FuncTorchDynamicLayerFrontMode", "FuncTorchBatched",
+    "FuncTorchVmapMode", "FuncTorchGradWrapper", "BatchedNestedTensor", "PythonTLSSnapshot",
 )  # fmt: skip
+_OF_AUTOGRAD = _keys(
+    "AutogradFunctionality", "AutogradCPU", "AutogradCUDA", "AutogradOther", "ADInplaceOrView"
+)
 
 
 @contextmanager
-def _mapping_allowed() -> Iterator[None]:
-    """Allows torch.vmap, by which functions of masks are evaluated. Where an operator is called by
-    a dispatch mode (the first run of every graph is), torch passes it by."""
+def _dispatched(keys: tuple[Any, ...]) -> Iterator[None]:
+    """Has operators dispatched by ``keys`` again: torch.vmap, by which functions of masks are
+    evaluated, or autograd. Where an operator is called below autograd, or by a dispatch mode (the
+    first run of every graph is), torch passes them by."""
     off = torch._C._dispatch_tls_local_exclude_set()
-    if not off.has(torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode):
+    if not any(off.has(key) for key in keys):
         yield
         return
-    for key in _OF_MAPPING:
+    for key in keys:
         off = off.remove(key)
     with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), off):
         yield
@@ -201,6 +212,7 @@ def _mapping_allowed() -> Iterator[None]:
 
 def _request(
     settings: Settings | None,
+    kernel: InnerKernel | None,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -209,11 +221,20 @@ def _request(
     seed: torch.Tensor | None,
     parts: list[torch.Tensor],
     *call: Any,
-) -> tuple[Tensors, Request]:
+) -> tuple[Tensors, Request, InnerKernel | None]:
+    """The tensors of a call, its request, and the kernel that it names.
+
+    Args:
+        kernel: the one of the forward; None: what has that name now.
+    """
     dropout_p, scale, is_causal, enable_gqa, out_dtype, options, numbers = call[:7]
-    recorded, of_mask, _ = call[7:]
+    recorded, of_mask, _ = call[8:]
     written, described = read(options, numbers, parts)
     written = written if settings is None else settings.fill(written)
+    if kernel is None and written.kernel != "auto":
+        kernel = get_kernel(written.kernel)
+    if kernel is not None:
+        written = written._replace(kernel=kernel)
     # What torch.vmap has added in front (``_map_forward``) is none of the call's own dimensions.
     mapped = len(numbers) - count(options)
     first, bias = (query, key, value), mask
@@ -236,7 +257,7 @@ def _request(
         for level in reversed(range(mapped)):
             outer = _without(mask, level, query.dim())
             request = request.mapped(query.shape[level], outer)
-    return tensors, replace(request, records=recorded, mask_grad=of_mask)
+    return tensors, replace(request, records=recorded, mask_grad=of_mask), kernel
 
 
 def _without(mask: torch.Tensor | None, mapped: int, rank: int) -> torch.Tensor | None:
@@ -261,7 +282,7 @@ def _beside_copies(request: Request, run: Callable[[Request], _Result]) -> _Resu
 def _fake_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    out_dtype = rest[-6]
+    out_dtype = rest[-7]
     _check_devices(query, key, value, rest)
     state = torch.float64 if query.dtype == torch.float64 else torch.float32
     return (

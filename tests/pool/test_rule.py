@@ -13,9 +13,10 @@ import torch
 
 import quorum_attention as qa
 from quorum_attention import Mask
+from quorum_attention.kernels.kit.sample import Sample
 from quorum_attention.mask import Keeps
 from quorum_attention.pool import Pool
-from quorum_attention.pool.rule import Missing, Rule, with_rules
+from quorum_attention.pool.rule import Missing, Rule, check_rules, with_rules
 
 
 def even(b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -33,16 +34,55 @@ def absent() -> Iterator[Keeps]:
     sys.modules.pop("made_up_rules", None)
 
 
-def test_a_rule_arrives_as_the_function_itself() -> None:
-    """So that what is remembered of a function holds for the next pass."""
-    mask = with_rules(Mask(window=3) | Mask(keeps=even))
+SIZES, HERE = (1, 2, 40, 40), torch.device("cpu")
+width = 5
+
+
+def near(b: Any, h: Any, q: Any, k: Any) -> Any:
+    """A rule that reads a number of this module."""
+    return (q - k).abs() < width
+
+
+def test_a_rule_arrives_with_its_function_and_its_answers() -> None:
+    mask = with_rules(Mask(window=3) | Mask(keeps=even), SIZES, HERE)
     read = pickle.loads(pickle.dumps(mask))
-    assert read.either[1].keeps is even
+    assert read.either[1].keeps.keeps is even
     assert read.either[0].window == 3
+    check_rules(read, HERE)
+
+
+def test_a_rule_that_says_something_else_where_it_arrives_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read = pickle.loads(pickle.dumps(with_rules(Mask(keeps=near) & Mask(causal=True), SIZES, HERE)))
+    monkeypatch.setitem(globals(), "width", 9)
+    with pytest.raises(RuntimeError, match=r"near.* keeps other pairs than in the process"):
+        check_rules(read, HERE)
+
+
+def test_workers_have_numbers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module's number is changed in this process alone, before a call and before a backward."""
+    given = [torch.randn(1, 2, 40, 8, requires_grad=True) for _ in range(3)]
+    with Pool(["cpu", "cpu"], threads=1) as pool:
+        out = qa.attention(*given, Mask(keeps=near), devices=pool)
+        expected = torch.autograd.grad(
+            qa.attention(*given, Mask(keeps=near)).square().sum(), given
+        )  # fmt: skip
+        monkeypatch.setitem(globals(), "width", 9)
+        # The workers compute both passes with what they have.
+        for got, wanted in zip(
+            torch.autograd.grad(out.square().sum(), given), expected, strict=True
+        ):
+            assert torch.allclose(got, wanted, atol=1e-5)
+        with pytest.raises(RuntimeError, match=r"near.* keeps other pairs than in the process"):
+            qa.attention(*given, Mask(keeps=near), devices=pool)
+        monkeypatch.setitem(globals(), "width", 5)
+        got = qa.attention(*given, Mask(keeps=near), devices=pool)
+    assert torch.allclose(got, out, atol=1e-6)
 
 
 def test_a_rule_that_is_not_there_says_so_when_it_is_asked(absent: Keeps) -> None:
-    sent = pickle.dumps(Rule(absent))
+    sent = pickle.dumps(Rule(absent, Sample((), ())))
     del sys.modules["made_up_rules"]
     read = pickle.loads(sent)
     assert isinstance(read, Missing)

@@ -27,6 +27,7 @@ class Given(NamedTuple):
         grad_mask: a preallocated tensor for it, like the mask.
         of_sinks: whether the gradient of the sinks is wanted too.
         grad_lse: the gradient of the log-sum-exp, like ``lse``; None is 0.
+        partial: whether output and log-sum-exp are of more keys than the call's.
     """
 
     grad_out: torch.Tensor
@@ -37,6 +38,7 @@ class Given(NamedTuple):
     grad_mask: torch.Tensor | None = None
     of_sinks: bool = False
     grad_lse: torch.Tensor | None = None
+    partial: bool = False
 
 
 def given_of(

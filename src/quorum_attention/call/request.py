@@ -14,9 +14,10 @@ from quorum_attention.call.dropout import checked_dropout, dropout_of
 from quorum_attention.call.masks import checked_sinks, under_mask
 from quorum_attention.call.options import Written, options_of
 from quorum_attention.call.transforms import (
+    is_followed,
     records,
-    refuse_captured,
     refuse_entries,
+    refuse_learned,
     refuse_out,
 )
 from quorum_attention.call.validation import (
@@ -35,7 +36,6 @@ from quorum_attention.execution.report import Report
 from quorum_attention.execution.workload import Workload, scale_is_exact
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.registry import get_kernel
-from quorum_attention.kernels.traits import check_captured_gradients
 from quorum_attention.mask import Mask
 from quorum_attention.planner.options import Options
 
@@ -214,10 +214,11 @@ def request_of(
             needs_grad=function == "attention_backward" or records(query, key, value),
             dropout=p > 0.0,
         )
-    if torch._C._are_functorch_transforms_active():
-        refuse_captured(options.kernel)
-    if options.kernel != "auto" and torch.is_grad_enabled():
-        check_captured_gradients(get_kernel(options.kernel))
+    if options.kernel != "auto":
+        # The object: by the backward another kernel may have been registered under its name.
+        options = replace(options, kernel=get_kernel(options.kernel))
+        if is_followed():
+            refuse_learned(options.kernel, query, key, value, options.device)
     exact = scale_is_exact(factor, query.dtype)
     work = Workload(
         *sizes, is_causal, shape, factor > 0, sinks is not None, p > 0.0, exact_scale=exact

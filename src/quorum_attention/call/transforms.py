@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 
 from quorum_attention.kernels.outside import outside
-from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.protocol import Indices, InnerKernel
 from quorum_attention.kernels.registry import get_kernel
-from quorum_attention.kernels.traits import by_entry, captures
+from quorum_attention.kernels.traits import by_entry, calls_back, captures
 
 
 def records(*inputs: torch.Tensor) -> bool:
@@ -20,6 +20,11 @@ def records(*inputs: torch.Tensor) -> bool:
         or torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0
     )
+
+
+def is_followed() -> bool:
+    """Whether gradients are recorded, or a transformation or forward-mode is active."""
+    return torch.is_grad_enabled() or records()
 
 
 def refuse_out() -> None:
@@ -108,22 +113,63 @@ def unwrapped(tensor: torch.Tensor, name: str) -> torch.Tensor:
     return tensor
 
 
-def refuse_captured(kernel: str | InnerKernel) -> None:
-    """Refuse functions of the user's that close over a tensor of a transformation: they are called
-    outside of it, where that tensor has no numbers.
+def refuse_learned(
+    kernel: str | InnerKernel,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    device: torch.device,
+) -> None:
+    """Refuse functions of the user's whose results have a gradient that would be lost.
+
+    No walk over a function's code finds all tensors that it reads. So it is called for a few pairs,
+    as it will be, and its result says whether autograd, forward-mode or torch.func follow it.
+
+    Args:
+        query, key, value: (*batch, heads, n, d); the first and the last row are taken.
 
     Raises:
-        NotImplementedError: a function of ``kernel`` does.
+        NotImplementedError: a function of ``kernel`` reads a tensor that requires a gradient or has
+            a tangent, or one of a transformation that is under way.
     """
-    told = None if isinstance(kernel, str) and kernel == "auto" else captures(get_kernel(kernel))
-    if told is None:
+    told = None if isinstance(kernel, str) and kernel == "auto" else calls_back(get_kernel(kernel))
+    if told is None or not (told.called_back() and all(t.numel() for t in (query, key, value))):
         return
-    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, told.captured())):
+    ends = _ends(query, device), _ends(key, device), _ends(value, device)
+    queries, keys = (sorted({0, tensor.shape[-2] - 1}) for tensor in (query, key))
+    numbers = ([0], list(range(query.shape[-3])), queries, keys)
+    at = Indices(*(torch.tensor(each, device=device) for each in numbers))
+    made = told.results_of_functions(ends[0], ends[1], ends[2], at)
+    found = [result for result in made if isinstance(result, torch.Tensor)]
+    functorch, duals = torch._C._functorch, torch.autograd.forward_ad
+    reader = captures(told)
+    read = [] if reader is None else reader.captured()
+    if any(map(functorch.is_functorch_wrapped_tensor, read)) or any(
+        map(functorch.is_batchedtensor, found)
+    ):
         raise NotImplementedError(
             f"a function of kernel {told.name!r} (Mask.keeps, mask_mod, score_mod, ...) reads a "
             "tensor of a torch.func transformation that is under way: it may read only tensors "
             "from outside of it"
         )
+    dual = duals._current_level >= 0
+    if any(t.requires_grad or (dual and duals.unpack_dual(t).tangent is not None) for t in found):
+        raise NotImplementedError(
+            f"kernel {told.name!r} has no gradient of tensors that its functions read, but the "
+            "result of one of them requires it: give the function tensor.detach(), or make what it "
+            "adds to the scores an attn_mask, which gets its gradient"
+        )
+
+
+def _ends(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The first and the last row of the first batch entry, (1, heads, 1 or 2, d), without what
+    follows the tensor."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    with outside():
+        entry = tensor.detach()[(0,) * (tensor.dim() - 3)].unsqueeze(0)
+        return entry[..., :: max(1, entry.shape[-2] - 1), :].to(device).clone()
 
 
 def refuse_entries(kernel: str | InnerKernel, device: torch.device) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from quorum_attention.call.dropout import checked_dropout
 from quorum_attention.call.options import Written, options_of
+from quorum_attention.call.transforms import is_followed, refuse_learned
 from quorum_attention.counts import real_number, shown, switch
 from quorum_attention.distributed import whole_heads
 from quorum_attention.distributed.agreement import Said, agreed, check_shard, refuse
@@ -140,7 +141,7 @@ def attention(
             factor = None if scale is None else real_number(scale, "scale")
             mask = checked_mask(attn_mask)
             p, seed = checked_dropout(dropout_p, dropout_seed, draws=True)
-            _check_options(asked, report, query.device)
+            asked = _checked(asked, report, query, key, value)
         except Exception:
             refuse(group, lengths, watch)
             raise
@@ -212,19 +213,26 @@ def _met(
     return out
 
 
-def _check_options(asked: Written, report: Any, device: torch.device) -> None:
-    """Refuse options that make no sense, before other ranks wait for this one.
+def _checked(
+    asked: Written, report: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> Written:
+    """The options, with the kernel that now has the name asked for. Refuses what makes no sense,
+    before other ranks wait for this one.
 
     Raises:
-        TypeError, ValueError: one does not, by name.
+        TypeError, ValueError, NotImplementedError: an option makes none, by name.
     """
     if report is not None and not isinstance(report, ShardedReport):
         raise TypeError(f"report must be a distributed.ShardedReport, got {shown(report)}")
     if asked.says_nothing:
-        return
-    options_of(asked, device)
-    if asked.kernel != "auto":
-        get_kernel(asked.kernel)
+        return asked
+    device = options_of(asked, query.device).device
+    if asked.kernel == "auto":
+        return asked
+    kernel = get_kernel(asked.kernel)
+    if is_followed():
+        refuse_learned(kernel, query, key, value, device)
+    return asked._replace(kernel=kernel)
 
 
 def _computed(
@@ -284,6 +292,7 @@ def _computed(
             # Of some rows of a head: causal then is a matter of the mask, which knows where.
             lower = Mask(causal=True)
             calls = replace(calls, mask=lower if mask is None else mask & lower)
+        calls = replace(calls, partial=units == "pairs")
         rows = Sharded(decided.assignment, weakref.ref(group), calls, decided.kept)
         out = _Attention.apply(*flat, bias, sinks, rows, watch)  # type: ignore[no-untyped-call]
     if decided.widened:

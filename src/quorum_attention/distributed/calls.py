@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from quorum_attention.api import attention_backward, attention_with_lse
 from quorum_attention.call.gradients import given_of
 from quorum_attention.call.options import Written, compute_device
 from quorum_attention.call.request import Request, Tensors, request_of
@@ -80,6 +79,7 @@ class Calls:
         dropout: chance and seed.
         name: what the call is on all ranks, in plain values.
         mark: a number of it, if the ranks are not asked in every call whether they agree.
+        partial: whether a call may have some of its rows' keys alone.
     """
 
     scale: float | None
@@ -90,6 +90,7 @@ class Calls:
     dropout: tuple[float, int] | None = None
     name: Hashable = None
     mark: int | None = None
+    partial: bool = False
 
     def at_backward(self, group: dist.ProcessGroup, device: torch.device) -> Watch:
         """The pass that begins."""
@@ -166,10 +167,6 @@ class Calls:
                 self.scale, out_dtype,
             )  # fmt: skip
             return run_forward(Tensors(query, key, value, None), request)
-        if self.dropout is None:
-            return attention_with_lse(
-                query, key, value, mask, is_causal=causal, out_dtype=out_dtype, **self._options()
-            )
         tensors, request = self._request("attention", (query, key, value), mask, causal, heads)
         return run_forward(tensors, replace(request, out_dtype=out_dtype or request.out_dtype))
 
@@ -215,17 +212,11 @@ class Calls:
         mask = None if self.mask is None else part_of(self.mask, heads, rows, self.sizes)
         of_bias = learned is not None and learned.bias is not None
         of_sinks = learned is not None and learned.sinks is not None
-        if self.dropout is None:
-            grad_out, query, key, value, out, lse = given
-            made = attention_backward(
-                grad_out, query, key, value, out, lse, mask, is_causal=causal, grads=grads,
-                grad_mask=of_bias, grad_sinks=of_sinks, **self._options(),
-            )  # fmt: skip
-        else:
-            grad_out, *inputs, out, lse = given
-            tensors, request = self._request("attention_backward", inputs, mask, causal, heads)
-            read = given_of(tensors, request, grad_out, out, lse, grads, of_bias, None, inputs)
-            made = run_backward(tensors, request, read._replace(of_sinks=of_sinks))
+        grad_out, *inputs, out, lse = given
+        tensors, request = self._request("attention_backward", inputs, mask, causal, heads)
+        read = given_of(tensors, request, grad_out, out, lse, grads, of_bias, None, inputs)
+        read = read._replace(of_sinks=of_sinks, partial=self.partial)
+        made = run_backward(tensors, request, read)
         if learned is not None:
             learned.add(made[3:], heads, rows)
         return made[0], made[1], made[2]
@@ -246,32 +237,21 @@ class Calls:
             return False
         return self.unlimited
 
-    def _options(self) -> dict[str, Any]:
-        """For one call."""
-        options: dict[str, Any] = {
-            "budget": self.asked.budget, "depth": self.asked.depth, "kernel": self.asked.kernel,
-            "enable_gqa": True, "scale": self.scale,
-        }  # fmt: skip
-        if self.report is not None:
-            self.report.calls.append(Report())
-            options["report"] = self.report.calls[-1]
-        return options
-
     def _request(
         self, function: str, inputs: Any, mask: Mask | None, causal: bool, heads: Interval
     ) -> tuple[Tensors, Request]:
-        """A call with dropout, whose heads are numbered as in the whole call."""
-        assert self.dropout is not None
+        """A call; for dropout its heads are numbered as in the whole call."""
         report = None
         if self.report is not None:
             report = Report()
             self.report.calls.append(report)
-        (query, key, value), (p, seed) = inputs, self.dropout
+        (query, key, value), (p, seed) = inputs, self.dropout or (0.0, None)
         tensors, request = request_of(
             function, query, key, value, mask, p, seed, causal, self.scale, True, None, None,
             filled(self.asked._replace(report=report)),
         )  # fmt: skip
-        assert request.dropout is not None
+        if request.dropout is None:
+            return tensors, request
         return tensors, replace(request, dropout=request.dropout.at(heads.start, 0))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -211,7 +210,6 @@ def cut(bias: torch.Tensor, heads: Interval, rows: Interval) -> torch.Tensor:
     return bias
 
 
-@lru_cache(maxsize=64)
 def _moved(keeps: Keeps, head: int, row: int) -> Keeps:
     """The function for heads and queries that are counted from ``head`` and ``row`` on."""
     if not head and not row:

@@ -369,7 +369,10 @@ class _Head:
         scores, slope, masked = (query @ self._wide(self.key[keys]).mT).mul_(call.scale), None, None
         if walk.knowing is not None:
             number = (flat_entry(call.work, self.entry),)
-            masked = walk.knowing.masked_pairs(number, self.heads, at, keys, scores.device)[0]
+            of_queries, of_keys = (
+                torch.arange(cut.start, cut.stop, device=scores.device) for cut in (at, keys)
+            )
+            masked = walk.knowing.masked_pairs(number, self.heads, of_queries, of_keys)[0]
             slope = walk.knowing.change_(scores)
         if self.mask is not None:
             cuts = zip((slice(None), at, keys), self.mask.shape, strict=True)

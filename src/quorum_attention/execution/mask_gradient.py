@@ -335,7 +335,11 @@ class _Walk:
                 *(n * work.queries_per_key_head for n in (one.heads.start, one.heads.stop))
             )
             numbers = tuple(flat_entry(work, entry) for entry in entries)
-            masked = self.knowing.masked_pairs(numbers, every, one.queries, one.keys, call.device)
+            queries, keys = (
+                torch.arange(cut.start, cut.stop, device=call.device)
+                for cut in (one.queries, one.keys)
+            )
+            masked = self.knowing.masked_pairs(numbers, every, queries, keys)
             self.knowing.change_(p)
         bias = self.mask[self._at(index, one)].to(call.device)
         # Kernels get the mask in the inputs' dtype.

@@ -219,18 +219,53 @@ class Captures(InnerKernel, Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Indices:
+    """Pairs of a call, int64 on one device: numbers of batch entries (b,) and of query heads (h,),
+    positions of queries (q,) and of keys (k,)."""
+
+    entries: torch.Tensor
+    heads: torch.Tensor
+    queries: torch.Tensor
+    keys: torch.Tensor
+
+
 class CallsBack(InnerKernel, Protocol):
-    """A kernel that calls users' functions in the forward and again in the backward.
+    """A kernel that calls users' functions, in the forward and again in the backward."""
 
-    What these depend on has to be the same both times (``kit/unchanged.py``).
-    """
-
-    def called_back(self) -> Sequence[Any]:
-        """The functions; None where there is none."""
+    def called_back(self) -> Sequence[Callable[..., Any]]:
+        """The functions."""
         ...
 
-    def without_gradient(self) -> Sequence[torch.Tensor]:
-        """Tensors that scores depend on by these functions, and that get no gradient."""
+    def results_of_functions(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: Indices
+    ) -> Sequence[torch.Tensor]:
+        """What the functions return for a few rows (b, h, q, d), (b, hk, k, d), (b, hk, k, dv)."""
+        ...
+
+    def check_functions(self, sizes: tuple[int, int, int, int], device: torch.device) -> None:
+        """Ask functions again whose answers are remembered, on some pairs of a call with so many
+        batch entries, heads, queries and keys.
+
+        Raises:
+            RuntimeError: one answers otherwise than when its answers were remembered.
+        """
+        ...
+
+
+class RowStatistics(InnerKernel, Protocol):
+    """A kernel that computes another attention, and can compute a few of its rows alone."""
+
+    def rows(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        at: Indices,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output (b, h, q, dv) and log-sum-exp (b, h, q) of some query rows over some keys, none of
+        which is masked for being later; arguments as of ``results_of_functions``."""
         ...
 
 
@@ -274,12 +309,11 @@ class Pairwise(InnerKernel, Protocol):
         self,
         entries: tuple[int, ...],
         heads: slice,
-        queries: slice,
-        keys: slice,
-        device: torch.device,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
     ) -> torch.Tensor:
-        """Which pairs of a tile it masks, by numbers and positions in the whole call: bool,
-        broadcastable to (entries, heads, queries, keys)."""
+        """Which pairs of a tile it masks, by numbers of entries and heads and positions (q,), (k,)
+        in the whole call: bool, broadcastable to (entries, heads, queries, keys)."""
         ...
 
 

@@ -24,6 +24,7 @@ from quorum_attention.kernels.protocol import (
     Operator,
     Pairwise,
     Recorded,
+    RowStatistics,
     Sparse,
     TaskCalls,
     WholeCalls,
@@ -64,6 +65,7 @@ class Traits:
         captures: it says which tensors it reads besides (``Captures``).
         calls_back: it says which functions of the user's its backward calls again
             (``CallsBack``).
+        row_statistics: it can compute a few rows alone (``RowStatistics``).
         by_entry: it says whether it depends on the batch entry's number (``ByEntry``).
         sparse: it says which pairs it keeps (``Sparse``).
         pairwise: it says how it changes each score (``Pairwise``).
@@ -98,6 +100,7 @@ class Traits:
     probed_as: InnerKernel | None = None
     captures: bool = False
     calls_back: bool = False
+    row_statistics: bool = False
     by_entry: bool = False
     sparse: bool = False
     pairwise: bool = False
@@ -173,6 +176,11 @@ def calls_back(kernel: InnerKernel) -> CallsBack | None:
     return cast(CallsBack, kernel) if traits_of(kernel).calls_back else None
 
 
+def row_statistics(kernel: InnerKernel) -> RowStatistics | None:
+    """``kernel`` as one that can compute a few rows alone, if it can."""
+    return cast(RowStatistics, kernel) if traits_of(kernel).row_statistics else None
+
+
 def by_entry(kernel: InnerKernel) -> ByEntry | None:
     """``kernel`` as one that may depend on the batch entry's number, if it may."""
     return cast(ByEntry, kernel) if traits_of(kernel).by_entry else None
@@ -227,21 +235,6 @@ def check_mask_gradient(kernel: InnerKernel) -> None:
         )
 
 
-def check_captured_gradients(kernel: InnerKernel) -> None:
-    """Check that no tensor that a function of the user's reads is to get a gradient.
-
-    Raises:
-        NotImplementedError: one requires it: it would be left out without a word.
-    """
-    told = calls_back(kernel)
-    if told is not None and any(tensor.requires_grad for tensor in told.without_gradient()):
-        raise NotImplementedError(
-            f"kernel {kernel.name!r} has no gradient of tensors that its functions read, but one "
-            "of them requires it: give the function tensor.detach(), or make what it adds to the "
-            "scores an attn_mask, which gets its gradient"
-        )
-
-
 def _methods(protocol: type) -> tuple[str, ...]:
     return tuple(name for name in vars(protocol) if not name.startswith("_"))
 
@@ -250,6 +243,7 @@ METHODS = MappingProxyType(
     {
         "captures": _methods(Captures),
         "calls_back": _methods(CallsBack),
+        "row_statistics": _methods(RowStatistics),
         "by_entry": _methods(ByEntry),
         "sparse": _methods(Sparse),
         "pairwise": _methods(Pairwise),

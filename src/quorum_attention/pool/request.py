@@ -48,7 +48,10 @@ def request_on_several(
     written: Written = call[-1]
     budgets = _budgets(written.budget, count)
     tensors, request, mask = request_of_parts(function, *call)
-    mask = None if mask is None else with_rules(mask)
+    if mask is not None:
+        work = request.work
+        sizes = (work.batch, work.heads, work.n_queries, work.n_keys)
+        mask = with_rules(mask, sizes, request.options.device)
     asked = Asked(budgets, written.depth, written.kernel, written.accumulator, mask)
     return tensors, replace(request, runner=PoolCall(pool_of, asked, pool_report))
 

@@ -2,7 +2,8 @@
 
 A function is sent by name. A worker that cannot import it would fail while it reads the message,
 and could not say which pass that was; so the name is looked up on its own, and what came of that is
-said by the part that asks the rule.
+said by the part that asks the rule. What a function reads (a global) is the worker's own, and may
+have another value there: so some of its answers are sent along.
 """
 
 from __future__ import annotations
@@ -14,21 +15,27 @@ from typing import Any
 import torch
 
 from quorum_attention.counts import shown
+from quorum_attention.kernels.kit.sample import Sample
 from quorum_attention.mask import Keeps, Mask
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rule:
-    """A rule that is read by itself where it arrives: there it is ``keeps`` again."""
+    """A rule that is read by itself where it arrives.
+
+    Attributes:
+        sample: some of its answers where it was sent.
+    """
 
     keeps: Keeps
+    sample: Sample
 
     def __call__(self, batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
         """What ``keeps`` says."""
         return self.keeps(batch, head, query, key)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _read, (pickle.dumps(self.keeps), shown(self.keeps))
+        return _read, (pickle.dumps(self.keeps), shown(self.keeps), self.sample)
 
 
 @dataclass(frozen=True)
@@ -46,9 +53,9 @@ class Missing:
         raise NotImplementedError(self.reason)
 
 
-def _read(pickled: bytes, name: str) -> Any:
+def _read(pickled: bytes, name: str, sample: Sample) -> Any:
     try:
-        return pickle.loads(pickled)
+        return Rule(pickle.loads(pickled), sample)
     except Exception as error:
         return Missing(
             f"Mask.keeps must be a function that other processes can import where several devices "
@@ -56,14 +63,36 @@ def _read(pickled: bytes, name: str) -> Any:
         )
 
 
-def with_rules(mask: Mask) -> Mask:
-    """The mask with each function as a ``Rule``."""
+def with_rules(mask: Mask, sizes: tuple[int, int, int, int], device: torch.device) -> Mask:
+    """The mask with each function as a ``Rule``.
+
+    Args:
+        sizes: batch entries, heads, queries and keys of the call.
+        device: where functions are asked.
+    """
     changes: dict[str, Any] = {
-        name: tuple(with_rules(one) for one in getattr(mask, name)) for name in ("either", "every")
+        name: tuple(with_rules(one, sizes, device) for one in getattr(mask, name))
+        for name in ("either", "every")
     }
     if mask.keeps is not None:
-        changes["keeps"] = Rule(mask.keeps)
+        changes["keeps"] = Rule(mask.keeps, Sample.draw(mask.keeps, sizes, device))
     return replace(mask, **changes)
 
 
-__all__ = ["Missing", "Rule", "with_rules"]
+def check_rules(mask: Mask, device: torch.device) -> None:
+    """Ask the rules of a mask that has arrived for their answers.
+
+    Raises:
+        RuntimeError: one answers otherwise than where it was sent.
+    """
+    if isinstance(mask.keeps, Rule):
+        mask.keeps.sample.check(
+            mask.keeps.keeps, device,
+            "in the process that made the call: what it reads differs here, because a worker "
+            "imports the function by its name",
+        )  # fmt: skip
+    for one in (*mask.either, *mask.every):
+        check_rules(one, device)
+
+
+__all__ = ["Missing", "Rule", "check_rules", "with_rules"]

@@ -43,6 +43,7 @@ from quorum_attention.pool.messages import (
 )
 from quorum_attention.pool.openings import Openings, most_locked_bytes
 from quorum_attention.pool.parts import Part
+from quorum_attention.pool.rule import check_rules
 from quorum_attention.pool.shared import InFile, opened
 from quorum_attention.pool.shelf import never_wait, taken
 from quorum_attention.pool.touched import Touching
@@ -211,6 +212,7 @@ class _Pass:
         self, message: Begin, device: torch.device, openings: Openings, met: set[Any]
     ) -> None:
         self._met = met
+        self._rules_are_checked = False
         self.opening, self.new = 0.0, False
         self._sizes, self._backward = message.sizes, message.backward
         # Opened with the first part: a pass may be over, and its memory gone, before this worker
@@ -358,6 +360,9 @@ class _Pass:
         """The part's own call."""
         asked, mask = self._options, self._tensors.get("mask")
         described: Mask | None = asked.get("mask")
+        if described is not None and not self._rules_are_checked:
+            check_rules(described, self._device)
+            self._rules_are_checked = True
         sinks = self._tensors.get("sinks")
         attn_mask, causal = masked(self._sizes, part, described, mask, sinks)
         if isinstance(attn_mask, torch.Tensor):

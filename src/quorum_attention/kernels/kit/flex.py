@@ -7,7 +7,7 @@ last listed block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -36,9 +36,9 @@ from quorum_attention.kernels.kit.flex_backward import (
 )
 from quorum_attention.kernels.kit.flex_compiled import compiled_flex
 from quorum_attention.kernels.kit.flex_launch import SAMPLE, Indexed, Launch, has_diagonal, launch
+from quorum_attention.kernels.kit.functions import codes, versions
 from quorum_attention.kernels.kit.laid_out import always_in_words
 from quorum_attention.kernels.kit.masks import BlockMask, kept_pairs
-from quorum_attention.kernels.kit.reads import codes, reads
 from quorum_attention.kernels.kit.trials import (
     task_indices,
     told_apart,
@@ -50,6 +50,7 @@ from quorum_attention.kernels.protocol import (
     CallShape,
     Extent,
     Gradients,
+    Indices,
     Statistics,
     TaskTensors,
 )
@@ -101,6 +102,7 @@ class FlexKernel:
         rates=(0.84, 0.69),  # H200, causal, D = 64
         captures=True,
         calls_back=True,
+        row_statistics=True,
         by_entry=True,
         sparse=True,
         whole_calls=True,
@@ -143,13 +145,25 @@ class FlexKernel:
         """See ``Captures``."""
         return self._in_memory.captured()
 
-    def called_back(self) -> tuple[Any, ...]:
+    def called_back(self) -> tuple[Callable[..., Any], ...]:
         """See ``CallsBack``."""
         return self._in_memory.called_back()
 
-    def without_gradient(self) -> list[torch.Tensor]:
+    def results_of_functions(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: Indices
+    ) -> Sequence[torch.Tensor]:
         """See ``CallsBack``."""
-        return self._in_memory.without_gradient()
+        return self._in_memory.results_of_functions(query, key, value, at)
+
+    def check_functions(self, sizes: tuple[int, int, int, int], device: torch.device) -> None:
+        """See ``CallsBack``."""
+        self._in_memory.check_functions(sizes, device)
+
+    def rows(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, at: Indices
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``RowStatistics``; with materialised scores."""
+        return self._in_memory.rows(query, key, value, scale, at)
 
     def tells_entries_apart(self, device: torch.device) -> bool:
         """See ``ByEntry``."""
@@ -388,7 +402,7 @@ class FlexKernel:
 
     def _list_key(self, task: TaskTensors) -> Hashable:
         """All that a task's lists depend on."""
-        seen = reads(self.mask_mod)
+        seen = versions(self.mask_mod)
         key: tuple[Hashable, ...] = (
             task.task, tuple(task.rectangles), has_diagonal(task), task.query.is_cuda, seen,
         )  # fmt: skip
@@ -402,7 +416,7 @@ class FlexKernel:
         mask, device = self.mask_mod, task.query.device
         if mask is None or not self._tries:
             return False, False
-        return self._apart.get((device, reads(mask)), lambda: told_apart(mask, device))
+        return self._apart.get((device, versions(mask)), lambda: told_apart(mask, device))
 
     def _make_lists(self, task: TaskTensors) -> BlockLists | None:
         mask, rectangles = self.mask_mod, tuple(task.rectangles)

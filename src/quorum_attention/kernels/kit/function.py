@@ -13,8 +13,8 @@ which autograd propagates through the function itself.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,13 +23,14 @@ import torch
 from quorum_attention.counts import shown, switch
 from quorum_attention.decomposition import Rectangle
 from quorum_attention.kernels.blocks import row_blocks
-from quorum_attention.kernels.kit.reads import tensors
+from quorum_attention.kernels.kit.functions import tensors
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, add_, merge_
 from quorum_attention.kernels.positions import positions
 from quorum_attention.kernels.protocol import (
     CallShape,
     Extent,
     Gradients,
+    Indices,
     Statistics,
     TaskTensors,
 )
@@ -74,7 +75,9 @@ class Piece:
 class FunctionKernel:
     """See ``from_lse_function``."""
 
-    traits = Traits(own_attention=True, captures=True, calls_back=True, by_entry=True)
+    traits = Traits(
+        own_attention=True, captures=True, calls_back=True, row_statistics=True, by_entry=True
+    )
 
     def __init__(
         self,
@@ -96,16 +99,39 @@ class FunctionKernel:
         self._backward_wants = () if backward is None else _parameters(backward, "backward")
 
     def captured(self) -> list[torch.Tensor]:
-        """See ``Captures``: the tensors that ``reads.tensors`` finds in the functions' closures."""
-        return tensors(self.function, self.explicit_backward)
+        """See ``Captures``: the tensors in the functions' closures. (By name a library's function
+        may reach whatever that keeps.)"""
+        return tensors([self.function, self.explicit_backward], named=False)
 
-    def called_back(self) -> tuple[Any, ...]:
-        """See ``CallsBack``: none to watch, because a library's function may keep what it likes."""
-        return ()
-
-    def without_gradient(self) -> list[torch.Tensor]:
+    def called_back(self) -> tuple[Callable[..., Any], ...]:
         """See ``CallsBack``."""
-        return self.captured()
+        return (self.function,)
+
+    def results_of_functions(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: Indices
+    ) -> Sequence[torch.Tensor]:
+        """See ``CallsBack``."""
+        return self.rows(query, key, value, 1.0, at)
+
+    def check_functions(self, sizes: tuple[int, int, int, int], device: torch.device) -> None:
+        """See ``CallsBack``: none of the function's answers is remembered."""
+
+    def rows(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, at: Indices
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``RowStatistics``."""
+        outs, lses = [], []
+        for pick, chosen in self._picks(query, key):
+            named = {"query_positions": at.queries, "key_positions": at.keys,
+                     "head_indices": at.heads[chosen], "batch_indices": at.entries}  # fmt: skip
+            wanted = {name: named[name] for name in self._wants}
+            part = self._run(
+                pick(query), key, value, {"is_causal": False, "scale": scale, **wanted}
+            )
+            outs.append(part[0])
+            lses.append(part[1])
+        # Of heads that share a key head, part j has the j-th of each.
+        return torch.stack(outs, 2).flatten(1, 2), torch.stack(lses, 2).flatten(1, 2)
 
     def tells_entries_apart(self, device: torch.device) -> bool:
         """See ``ByEntry``."""
@@ -132,7 +158,7 @@ class FunctionKernel:
         """Merge the task's kept pairs into ``state``, in place."""
         for piece in self.pieces(task, self._wants):
             with torch.no_grad():
-                out, lse = self._run(piece, piece.query, piece.key, piece.value)
+                out, lse = self._run(piece.query, piece.key, piece.value, piece.named)
             empty = (lse == -torch.inf).unsqueeze(-1)
             with task.timed("merge"):
                 merge_(piece.rows(state.out), piece.rows(state.lse), out.masked_fill(empty, 0.0),
@@ -165,13 +191,7 @@ class FunctionKernel:
         if 0 in task.query.shape[:2]:
             return
         device = task.query.device
-        shared = task.query.shape[1] // task.key.shape[1]
-        picks: list[tuple[Pick, slice]] = [(_whole, slice(None))]
-        if shared > 1 and not self.grouped:
-            key_heads = task.key.shape[1]
-            picks = [
-                (partial(jth_of_group, key_heads, j), slice(j, None, shared)) for j in range(shared)
-            ]
+        picks = self._picks(task.query, task.key)
         heads = torch.arange(task.query.shape[1], device=device) + task.first_head
         for r in self.rectangles(task):
             if r.n_queries == 0 or r.n_keys == 0:
@@ -195,14 +215,24 @@ class FunctionKernel:
                     named,
                 )
 
+    def _picks(self, query: torch.Tensor, key: torch.Tensor) -> list[tuple[Pick, slice]]:
+        """The query heads of each call: what selects them, and their numbers."""
+        key_heads = key.shape[1]
+        shared = query.shape[1] // key_heads
+        if shared == 1 or self.grouped:
+            return [(_whole, slice(None))]
+        return [
+            (partial(jth_of_group, key_heads, j), slice(j, None, shared)) for j in range(shared)
+        ]
+
     def rectangles(self, task: TaskTensors) -> Iterator[Rectangle]:
         """The rectangles that the function is called for: all of the task's."""
         yield from task.rectangles
 
     def _run(
-        self, piece: Piece, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, named: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        found = self.function(query, key, value, **piece.named)
+        found = self.function(query, key, value, **named)
         wanted = (*query.shape[:3], value.shape[-1])
         if not isinstance(found, tuple) or len(found) != 2:
             raise TypeError(f"kernel {self.name!r} must return (out, lse), got {type(found)}")
@@ -227,7 +257,7 @@ class FunctionKernel:
             named = {name: _plain(value) for name, value in piece.named.items()}
             three = (_plain(t) for t in (piece.query, piece.key, piece.value))
             inputs = [t.detach().requires_grad_() for t in three]
-            own_out, own_lse = self._run(replace(piece, named=named), *inputs)
+            own_out, own_lse = self._run(inputs[0], inputs[1], inputs[2], named)
             if not (own_out.requires_grad and own_lse.requires_grad):
                 which = "an lse" if own_out.requires_grad else "an out"
                 raise TypeError(

@@ -7,9 +7,10 @@ materialised scores, on any device. Neither runs the parts in which the mask kee
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,9 +30,10 @@ from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.kit.block_masks import BLOCK, geometry, listed_nodes
 from quorum_attention.kernels.kit.flex import FlexKernel
 from quorum_attention.kernels.kit.function import FunctionKernel, LseFunction, quadratic_workspace
+from quorum_attention.kernels.kit.functions import tensors, versions
 from quorum_attention.kernels.kit.masks import BlockMask, MaskMod, kept_pairs
 from quorum_attention.kernels.kit.materialised import ScoreMod, materialised
-from quorum_attention.kernels.kit.reads import reads
+from quorum_attention.kernels.kit.sample import Watched, results_at
 from quorum_attention.kernels.kit.trials import (
     scores_apart,
     task_indices,
@@ -39,8 +41,7 @@ from quorum_attention.kernels.kit.trials import (
     trial_bytes,
     tried_nodes,
 )
-from quorum_attention.kernels.kit.unchanged import tensors
-from quorum_attention.kernels.protocol import CallShape, Extent, TaskTensors
+from quorum_attention.kernels.protocol import CallShape, Extent, Indices, TaskTensors
 
 # Rectangles whose parts are cached.
 _CACHED_RECTANGLES = 4096
@@ -58,6 +59,7 @@ class ScoreModKernel(FunctionKernel):
 
     def __init__(self, score_mod: ScoreMod | None, mask_mod: MaskMod | None, name: str) -> None:
         self.score_mod, self.mask_mod = score_mod, mask_mod
+        self._watched = Watched([] if mask_mod is None else [mask_mod])
         self.pruned = self.run = 0
         self._parts: Cache[tuple[Rectangle, ...]] = Cache(_CACHED_RECTANGLES, lambda found: 1)
         super().__init__(_attention(self), name=name, grouped=True, workspace=self._bytes)
@@ -72,13 +74,23 @@ class ScoreModKernel(FunctionKernel):
         """See ``Captures``."""
         return tensors(self.called_back())
 
-    def called_back(self) -> tuple[Any, ...]:
+    def called_back(self) -> tuple[Callable[..., Any], ...]:
         """See ``CallsBack``."""
-        return self.score_mod, self.mask_mod
+        return tuple(f for f in (self.score_mod, self.mask_mod) if f is not None)
 
-    def without_gradient(self) -> list[torch.Tensor]:
-        """See ``CallsBack``: which pairs are kept has no derivative."""
-        return tensors([self.score_mod])
+    def results_of_functions(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: Indices
+    ) -> Sequence[torch.Tensor]:
+        """See ``CallsBack``."""
+        found = [] if self.mask_mod is None else results_at([self.mask_mod], at)
+        if self.score_mod is not None:
+            score = torch.zeros((), device=at.queries.device)
+            found += results_at([partial(self.score_mod, score)], at)
+        return found
+
+    def check_functions(self, sizes: tuple[int, int, int, int], device: torch.device) -> None:
+        """See ``CallsBack``."""
+        self._watched.check(sizes, device)
 
     def tells_entries_apart(self, device: torch.device) -> bool:
         """See ``ByEntry``."""
@@ -99,7 +111,7 @@ class ScoreModKernel(FunctionKernel):
 
     def rectangles(self, task: TaskTensors) -> Iterator[Rectangle]:
         """The task's rectangles without the parts in which the mask keeps no pair."""
-        seen = reads(self.mask_mod)
+        seen = versions(self.mask_mod)
         for r in task.rectangles:
             if r.n_queries == 0 or r.n_keys == 0:
                 continue

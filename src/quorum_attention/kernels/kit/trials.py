@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import isqrt
 from typing import Any
 
@@ -15,7 +14,7 @@ from quorum_attention.decomposition import CLEAR, MIXED
 from quorum_attention.kernels.kit.block_masks import BLOCK, Geometry, Nodes, joined, piece
 from quorum_attention.kernels.kit.masks import BlockMask, MaskMod
 from quorum_attention.kernels.positions import positions
-from quorum_attention.kernels.protocol import TaskTensors
+from quorum_attention.kernels.protocol import Indices, TaskTensors
 
 # Pairs tried at a time, in all heads and batch entries for which the mask differs.
 _PAIRS = 1 << 21
@@ -39,7 +38,7 @@ def over_pairs(function: Callable[..., Any], scored: bool = False) -> Callable[.
         TypeError: when it is called, for a mask that returns anything but booleans: numbers would
             be joined with others bit by bit.
     """
-    found = function if scored else _boolean(function)
+    found = function if scored else boolean(function)
     # From the innermost dimension outwards.
     for axis in (3, 2, 1, 0):
         dims = [0 if i == axis else None for i in range(4)]
@@ -47,7 +46,7 @@ def over_pairs(function: Callable[..., Any], scored: bool = False) -> Callable[.
     return found
 
 
-def _boolean(mask_mod: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+def boolean(mask_mod: Callable[..., Any]) -> Callable[..., torch.Tensor]:
     """``mask_mod``, whose result has to be a tensor of bool."""
 
     def checked(*at: torch.Tensor) -> torch.Tensor:
@@ -61,16 +60,6 @@ def _boolean(mask_mod: Callable[..., Any]) -> Callable[..., torch.Tensor]:
         )
 
     return checked
-
-
-@dataclass(frozen=True, slots=True)
-class Indices:
-    """The arguments of a mask, int64: entries (b,), heads (h,), global queries (q,), keys (k,)."""
-
-    entries: torch.Tensor
-    heads: torch.Tensor
-    queries: torch.Tensor
-    keys: torch.Tensor
 
 
 def task_indices(task: TaskTensors, n_queries: int, n_keys: int) -> Indices:

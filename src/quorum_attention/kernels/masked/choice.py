@@ -71,8 +71,9 @@ def _base(
         if here and (not present or why_not(native, call, device) is None):
             return native if softcap is None else _capped(softcap)
         return get_kernel(_DENSE) if softcap is not None else _selected(call, device, tried=tried)
-    if wanted in (_DENSE, _TILES):
-        return get_kernel(_DENSE)
+    dense = get_kernel(_DENSE)
+    if wanted in (_DENSE, _TILES) or wanted is dense:
+        return dense
     kernel = select_kernel(wanted, call, device, tried=tried)
     if operator(kernel) is None or traits_of(kernel).probed_as is not None:
         raise NotImplementedError(

@@ -14,6 +14,7 @@ from quorum_attention.decomposition import CLEAR, MASKED, MIXED, Ranges, Verdict
 from quorum_attention.decomposition.bands import Band, Part
 from quorum_attention.decomposition.quadtree import walk
 from quorum_attention.decomposition.verdicts import both, either
+from quorum_attention.kernels.protocol import Indices
 from quorum_attention.mask import Keeps
 
 Blocks = NDArray[np.int64]
@@ -22,17 +23,6 @@ Blocks = NDArray[np.int64]
 _EVERYWHERE = Band()
 # Blocks in which a rule decides about pairs have at most this many queries, and keys.
 TESTED = 512
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A tile of pairs, for rules that are tried: entries (b,), heads (h,), and the global positions
-    of queries (q,) and keys (k,), int64 on one device."""
-
-    entries: torch.Tensor
-    heads: torch.Tensor
-    queries: torch.Tensor
-    keys: torch.Tensor
 
 
 class Rule(Protocol):
@@ -52,7 +42,7 @@ class Rule(Protocol):
         """The verdict on a block of positions; ``opaque``: that of what says nothing of blocks."""
         ...
 
-    def keeps(self, at: Place) -> torch.Tensor:
+    def keeps(self, at: Indices) -> torch.Tensor:
         """Which pairs it keeps: bool, broadcastable to (b, h, q, k)."""
         ...
 
@@ -181,7 +171,7 @@ class Geometry:
             if found is not MASKED:
                 yield Part(a, b, c, d, "plain" if found is CLEAR else "ragged")
 
-    def kept(self, at: Place) -> torch.Tensor:
+    def kept(self, at: Indices) -> torch.Tensor:
         """Which pairs of a tile band and rules keep: bool, broadcastable to (b, h, q, k)."""
         apart = at.keys[None, :] - at.queries[:, None]
         found = torch.ones_like(apart, dtype=torch.bool)
@@ -193,7 +183,7 @@ class Geometry:
             found = found & rule.keeps(at)
         return found
 
-    def keeps(self, at: Place) -> torch.Tensor:
+    def keeps(self, at: Indices) -> torch.Tensor:
         """Which pairs of a tile are kept: bool, broadcastable to (b, h, q, k)."""
         found = self.kept(at)
         for rule in self.same:
@@ -232,7 +222,7 @@ class AnyOf:
                 break
         return found
 
-    def keeps(self, at: Place) -> torch.Tensor:
+    def keeps(self, at: Indices) -> torch.Tensor:
         """Which pairs it keeps."""
         found = torch.zeros((1, 1), dtype=torch.bool, device=at.keys.device)
         for one in self.every:

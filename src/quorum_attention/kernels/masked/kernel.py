@@ -23,8 +23,9 @@ from quorum_attention.decomposition import (
     Verdict,
 )
 from quorum_attention.kernels.dropout import Dropout
-from quorum_attention.kernels.kit.unchanged import tensors
-from quorum_attention.kernels.masked.geometry import Geometry, Place
+from quorum_attention.kernels.kit.functions import tensors
+from quorum_attention.kernels.kit.sample import Watched, results_at
+from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.masked.native import NativeUnderMask
 from quorum_attention.kernels.masked.native_tried import NativeTried
 from quorum_attention.kernels.masked.parts import ByParts
@@ -33,6 +34,7 @@ from quorum_attention.kernels.protocol import (
     CallShape,
     Extent,
     Gradients,
+    Indices,
     InnerKernel,
     Statistics,
     TaskTensors,
@@ -69,6 +71,7 @@ class MaskedKernel:
         self.geometries, self.base = geometries, base
         self.batch, self.n_queries, self.n_keys = batch, n_queries, n_keys
         self._functions = tuple(functions)
+        self._watched = Watched(functions)
         self._distinct = tuple(dict.fromkeys(geometries))
         self._parts = ByParts(self._distinct, base, softcap)
         by_operator = self._parts.by_operator
@@ -125,13 +128,20 @@ class MaskedKernel:
         """See ``Captures``."""
         return tensors(self._functions)
 
-    def called_back(self) -> Sequence[Any]:
+    def called_back(self) -> Sequence[Callable[..., Any]]:
         """See ``CallsBack``."""
         return self._functions
 
-    def without_gradient(self) -> Sequence[torch.Tensor]:
-        """See ``CallsBack``: which pairs are kept has no derivative."""
-        return ()
+    def results_of_functions(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: Indices
+    ) -> Sequence[torch.Tensor]:
+        """See ``CallsBack``."""
+        return results_at(self._functions, at)
+
+    def check_functions(self, sizes: tuple[int, int, int, int], device: torch.device) -> None:
+        """See ``CallsBack``: where blocks are tried, they are remembered."""
+        if self._tried:
+            self._watched.check(sizes, device)
 
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
         """See ``Sparse``."""
@@ -150,18 +160,17 @@ class MaskedKernel:
         self,
         entries: tuple[int, ...],
         heads: slice,
-        queries: slice,
-        keys: slice,
-        device: torch.device,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
     ) -> torch.Tensor:
         """See ``Pairwise``."""
-        entries, found = self._own(entries), []
+        entries, found, device = self._own(entries), [], queries.device
         for at, geometry in self._by_geometry(entries):
-            place = Place(
+            place = Indices(
                 torch.tensor(entries[at], device=device),
                 torch.arange(heads.start, heads.stop, device=device),
-                torch.arange(queries.start, queries.stop, device=device),
-                torch.arange(keys.start, keys.stop, device=device),
+                queries,
+                keys,
             )
             kept = four_dims(geometry.keeps(place))
             found.append(kept.expand(len(entries[at]), *kept.shape[1:]))

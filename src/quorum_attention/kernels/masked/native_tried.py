@@ -17,8 +17,8 @@ import torch
 from quorum_attention.decomposition import Rectangle
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.kit.block_masks import geometry as pairs_of
+from quorum_attention.kernels.kit.functions import versions
 from quorum_attention.kernels.kit.masks import BlockMask
-from quorum_attention.kernels.kit.reads import settled
 from quorum_attention.kernels.kit.trials import told_apart
 from quorum_attention.kernels.masked.blocks import codes_of
 from quorum_attention.kernels.masked.geometry import Geometry
@@ -168,7 +168,7 @@ class NativeTried:
                 Trial(self._geometry, task, sizes, pieces, apart).settle(codes, room)
             return _Table(codes, pieces, {})
 
-        found = table() if key is None else self._tables.get(key, table)
+        found = self._tables.get(key, table)
         if room.words not in found.launches:
             found.launches[room.words] = list(launches(found.codes, n_queries, n_keys, room.words))
         trial: Trial | None = None
@@ -196,8 +196,6 @@ class NativeTried:
         device: torch.device,
     ) -> _Tables:  # fmt: skip
         """The tables of a launch; remembered as long as those of blocks are."""
-        if key is None:
-            return _tables(at, axes, device)
         return self._launched.get((key, number), lambda: _tables(at, axes, device))
 
     def _tells_apart(self, device: torch.device) -> tuple[bool, bool]:
@@ -207,16 +205,13 @@ class NativeTried:
             each = [told_apart(f, device) for f in self._functions]
             return any(a for a, _ in each), any(b for _, b in each)
 
-        seen = settled(self._functions)
-        return make() if seen is None else self._apart.get((device, seen), make)
+        return self._apart.get((device, versions(*self._functions)), make)
 
     def _key(
         self, task: TaskTensors, rectangles: tuple[Rectangle, ...], apart: tuple[bool, bool]
     ) -> Hashable:
-        """All that a task's table depends on; None: that cannot be seen."""
-        seen = settled(self._functions)
-        if seen is None:
-            return None
+        """All that a task's table depends on, as far as it can be seen."""
+        seen = versions(*self._functions)
         heads = (task.first_head, task.query.shape[1]) if apart[1] else ()
         entries = task.entries if apart[0] else ()
         return task.task, rectangles, task.query.is_cuda, entries, heads, seen

@@ -17,7 +17,7 @@ from quorum_attention.decomposition import Rectangle
 from quorum_attention.decomposition.batches import Batch
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.masked.calls import Call, calls_of, limits_of
-from quorum_attention.kernels.masked.geometry import TESTED, Geometry, Place
+from quorum_attention.kernels.masked.geometry import TESTED, Geometry
 from quorum_attention.kernels.masked.tiles import Gone, Tiles
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, add_all_, merge_
 from quorum_attention.kernels.positions import positions
@@ -25,6 +25,7 @@ from quorum_attention.kernels.protocol import (
     CallShape,
     Extent,
     Gradients,
+    Indices,
     InnerKernel,
     MaskShape,
     Operator,
@@ -299,7 +300,7 @@ class ByParts:
         device, first = task.query.device, task.first_head
         entries = torch.tensor(task.entries, device=device)
         heads = torch.arange(first, first + task.query.shape[1], device=device)
-        at = Place(entries, heads, queries, keys)
+        at = Indices(entries, heads, queries, keys)
         kept = geometry.kept(at)
         kept = four_dims(kept)
         # Where a dimension is expanded, one of its entries is enough.

@@ -15,11 +15,11 @@ from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.kit.masks import BlockMask
 from quorum_attention.kernels.kit.trials import over_pairs
-from quorum_attention.kernels.masked.geometry import AnyOf, Blocks, Geometry, Place, Rule
+from quorum_attention.kernels.masked.geometry import AnyOf, Blocks, Geometry, Rule
 from quorum_attention.kernels.masked.kernel import MaskedKernel
 from quorum_attention.kernels.masked.seen import Seen
 from quorum_attention.kernels.outside import outside
-from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.protocol import Indices, InnerKernel
 from quorum_attention.mask import Mask
 
 Ids = NDArray[np.int64]
@@ -354,7 +354,7 @@ class _Tried:
         """Its own verdict, if it has one."""
         return self._keeps.verdict(block) if isinstance(self._keeps, BlockMask) else opaque
 
-    def keeps(self, at: Place) -> torch.Tensor:
+    def keeps(self, at: Indices) -> torch.Tensor:
         """See ``Rule``."""
         keeps = self._keeps
         if isinstance(keeps, BlockMask):
@@ -386,7 +386,7 @@ class _Equal:
             return MASKED
         return CLEAR if low == high == least == most else MIXED
 
-    def keeps(self, at: Place) -> torch.Tensor:
+    def keeps(self, at: Indices) -> torch.Tensor:
         """See ``Rule``."""
         device = at.keys.device
         if device not in self._placed:

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from quorum_attention.decomposition import CLEAR, MIXED
 from quorum_attention.kernels.kit.block_masks import BLOCK, piece
 from quorum_attention.kernels.kit.block_masks import Geometry as Pairs
-from quorum_attention.kernels.masked.geometry import Geometry, Place
+from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.positions import positions
-from quorum_attention.kernels.protocol import TaskTensors
+from quorum_attention.kernels.protocol import Indices, TaskTensors
 from quorum_attention.kernels.rectangles import four_dims
 from quorum_attention.kernels.workspace import SLACK_BYTES, UNSPLIT_BYTES
 
@@ -190,7 +190,7 @@ class Trial:
 
     def _keeps(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Which pairs are kept: bool, (entries, heads, queries, keys), for the lanes."""
-        at = Place(self._entries, self._heads, queries, keys)
+        at = Indices(self._entries, self._heads, queries, keys)
         return four_dims(self._geometry.keeps(at)).expand(*self.lanes, -1, -1).contiguous()
 
 

@@ -1,0 +1,146 @@
+"""Tensors that users' functions read get no gradient: one that is to be trained is refused, where
+nobody could find it by its name as well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as duals
+
+import quorum_attention as qa
+from quorum_attention import Mask
+
+N = 40
+LOST = "no gradient of tensors that its functions read"
+
+
+class Alibi(torch.nn.Module):
+    """Slopes wherever a model may keep them."""
+
+    shared: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Module()
+        self.inner.slopes = torch.nn.Parameter(torch.rand(2))
+        self.listed = torch.nn.ParameterList([torch.nn.Parameter(torch.rand(2))])
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2, bias=False)])
+        self.hidden = {"own": [torch.rand(2, requires_grad=True)]}
+
+    @property
+    def doubled(self) -> torch.Tensor:
+        return 2 * self.inner.slopes
+
+    def of(self, head: Any) -> torch.Tensor:
+        return self.inner.slopes[head]
+
+
+Alibi.shared = torch.rand(2, requires_grad=True)
+OF_THIS_MODULE = torch.rand(2, requires_grad=True)
+PLACES: dict[str, Callable[[Alibi, Any], torch.Tensor]] = {
+    "a submodule": lambda m, h: m.inner.slopes[h],
+    "a list of parameters": lambda m, h: m.listed[0][h],
+    "a list of modules": lambda m, h: m.layers[0].weight[h, 0],
+    "a property": lambda m, h: m.doubled[h],
+    "a method": lambda m, h: m.of(h),
+    "by getattr": lambda m, h: getattr(m.inner, "slo" + "pes")[h],
+    "a class": lambda m, h: type(m).shared[h],
+    "a module": lambda m, h: globals()["OF_THIS_MODULE"][h],
+    "a list in a dictionary": lambda m, h: m.hidden["own"][0][h],
+}
+
+
+def three() -> list[torch.Tensor]:
+    return [torch.randn(1, 2, N, 8, requires_grad=True) for _ in range(3)]
+
+
+def kernels_of(slope: Callable[[Any], torch.Tensor]) -> list[Any]:
+    """A score modification, and a function of whole rectangles, with ALiBi."""
+
+    def score_mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s - slope(h) * (q - k).abs()
+
+    def function(
+        query: Any, key: Any, value: Any, *, is_causal: bool, scale: float, head_indices: Any,
+        query_positions: Any, key_positions: Any,
+    ) -> Any:  # fmt: skip
+        apart = (query_positions[:, None] - key_positions[None]).abs()
+        scores = scale * (query @ key.mT) - slope(head_indices)[:, None, None] * apart
+        if is_causal:
+            scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
+        return scores.softmax(-1) @ value, scores.logsumexp(-1)
+
+    return [qa.from_score_mod(score_mod, compiled=False), qa.from_lse_function(function)]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_learned_tensor_is_refused_wherever_it_is(place: str) -> None:
+    model = Alibi()
+    for kernel in kernels_of(lambda h: PLACES[place](model, h)):
+        q, k, v = three()
+        for given in ((q, k, v), (q.detach(), k.detach(), v.detach())):
+            with pytest.raises(NotImplementedError, match=LOST):
+                qa.attention(*given, kernel=kernel)
+            compiled = torch.compile(
+                lambda *t, kernel=kernel: qa.attention(*t, kernel=kernel), backend="aot_eager"
+            )
+            with pytest.raises(NotImplementedError, match=LOST):
+                compiled(*given)
+            with torch.no_grad():
+                assert torch.isfinite(qa.attention(*given, kernel=kernel)).all()
+                assert torch.isfinite(compiled(*given)).all()
+        torch.compiler.reset()
+
+
+def test_a_tensor_that_is_not_learned_is_read() -> None:
+    slopes = torch.rand(2)
+    for kernel in kernels_of(lambda h: slopes[h]):
+        q, k, v = three()
+        qa.attention(q, k, v, kernel=kernel).sum().backward()
+        assert q.grad is not None
+
+
+def test_masks_have_no_gradient_to_lose() -> None:
+    reach = torch.full((2,), 9.0, requires_grad=True)
+
+    def keeps(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (q - k).abs() < reach[h]
+
+    for options in ({"attn_mask": Mask(keeps=keeps)},
+                    {"kernel": qa.from_score_mod(mask_mod=keeps, compiled=False)}):  # fmt: skip
+        q, k, v = three()
+        qa.attention(q, k, v, **options).sum().backward()  # type: ignore[arg-type]
+        assert q.grad is not None
+
+
+def test_a_tangent_is_refused() -> None:
+    slopes, held = torch.rand(2), dict[str, torch.Tensor]()
+    q, k, v = (t.detach() for t in three())
+    for kernel in kernels_of(lambda h: held["slopes"][h]):
+        with duals.dual_level():
+            held["slopes"] = duals.make_dual(slopes, torch.ones(2))
+            with pytest.raises(NotImplementedError, match=LOST):
+                qa.attention(q, k, v, kernel=kernel)
+
+
+@pytest.mark.parametrize("transform", ["grad", "jvp", "vmap"])
+def test_a_tensor_of_a_transformation_is_refused(transform: str) -> None:
+    q, k, v = (t.detach() for t in three())
+
+    def loss(slopes: torch.Tensor, which: int) -> torch.Tensor:
+        return qa.attention(q, k, v, kernel=kernels_of(lambda h: slopes[h])[which]).sum()
+
+    slopes = torch.rand(2)
+    for which in (0, 1):
+        of = partial(loss, which=which)
+        transformed: dict[str, Callable[[], Any]] = {
+            "grad": lambda of=of: torch.func.grad(of)(slopes),  # type: ignore[misc]
+            "jvp": lambda of=of: torch.func.jvp(of, (slopes,), (slopes,)),  # type: ignore[misc]
+            "vmap": lambda of=of: torch.vmap(of)(slopes[None]),  # type: ignore[misc]
+        }
+        with pytest.raises(NotImplementedError, match=f"{LOST}|torch.func transformation"):
+            transformed[transform]()

@@ -1,0 +1,104 @@
+"""Functions of users over ranks: what changes between the passes, what would be lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers_ranks import spawn
+
+import quorum_attention as qa
+from quorum_attention import Mask
+from quorum_attention import distributed as sharded
+
+N, RANKS = 24, 2
+CHANGED = "has changed between the forward and its backward"
+
+
+class Window:
+    """Unhashable, with a width that may change."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        self.width = [5]
+
+    def __eq__(self, other: object) -> bool:
+        return False
+
+    def __call__(self, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return torch.as_tensor((q - k).abs() < getattr(self, "width")[0])  # noqa: B009
+
+
+def _named(factor: float) -> Any:
+    def function(query: Any, key: Any, value: Any, *, is_causal: bool, scale: float) -> Any:
+        scores = factor * scale * (query @ key.mT)
+        if is_causal:
+            later = torch.ones_like(scores).triu(1).bool()
+            scores = scores.masked_fill(later, -torch.inf)
+        return scores.softmax(-1) @ value, scores.logsumexp(-1)
+
+    return qa.from_lse_function(function, name="over ranks")
+
+
+def _three(heads: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    whole = [torch.randn(1, heads, RANKS * N, 8, dtype=torch.float64) for _ in range(3)]
+    rows = slice(dist.get_rank() * N, (dist.get_rank() + 1) * N)
+    return [t[:, :, rows].clone().requires_grad_() for t in whole]
+
+
+def _changes(rank: int) -> None:
+    for heads in (2, 1, 3):
+        window, given = Window(), _three(heads)
+        mask = Mask(keeps=window)
+        out = sharded.attention(*given, attn_mask=mask)
+        whole = [_gathered(t) for t in given]
+        expected = qa.attention(*whole, attn_mask=mask)[:, :, rank * N : (rank + 1) * N]
+        assert torch.allclose(out, expected, atol=1e-9)
+        out.sum().backward(retain_graph=True)
+        window.width = [11]
+        with pytest.raises(RuntimeError, match=f"{CHANGED}|rank"):
+            out.sum().backward()
+
+
+def _gathered(tensor: torch.Tensor) -> torch.Tensor:
+    every = [torch.empty_like(tensor) for _ in range(RANKS)]
+    dist.all_gather(every, tensor.detach())
+    return torch.cat(every, dim=2)
+
+
+def _names(rank: int) -> None:
+    for heads in (2, 1):
+        for causal in (False, True):
+            found = []
+            for anew in (False, True):
+                qa.register_kernel(_named(1.0))
+                given = _three(heads)
+                out = sharded.attention(*given, is_causal=causal, kernel="over ranks")
+                if anew:
+                    qa.register_kernel(_named(4.0))
+                out.sum().backward()
+                found.append([t.grad for t in given])
+            for one, other in zip(*found, strict=True):
+                assert torch.equal(one, other)  # type: ignore[arg-type]
+
+
+def _learned(rank: int) -> None:
+    slopes = torch.rand(2, requires_grad=True)
+
+    def function(query: Any, key: Any, value: Any, *, is_causal: bool, scale: float) -> Any:
+        scores = slopes[0] * scale * (query @ key.mT)
+        return scores.softmax(-1) @ value, scores.logsumexp(-1)
+
+    for given in (_three(2), [t.detach() for t in _three(2)]):
+        with pytest.raises(NotImplementedError, match="no gradient of tensors"):
+            sharded.attention(*given, kernel=qa.from_lse_function(function))
+
+
+@pytest.mark.parametrize("work", [_changes, _names, _learned])
+def test_functions_over_ranks(work: Any, tmp_path: Path) -> None:
+    spawn(work, RANKS, tmp_path)
