@@ -13,6 +13,7 @@ from helpers_ranks import spawn
 import quorum_attention as qa
 from quorum_attention import Mask
 from quorum_attention import distributed as sharded
+from quorum_attention.kernels.native import NativeKernel
 
 N, RANKS = 24, 2
 CHANGED = "has changed between the forward and its backward"
@@ -99,6 +100,17 @@ def _learned(rank: int) -> None:
             sharded.attention(*given, kernel=qa.from_lse_function(function))
 
 
-@pytest.mark.parametrize("work", [_changes, _names, _learned])
+def _positions(rank: int) -> None:
+    """Parts of a call have positions of their own, so results were of another attention."""
+    for kernel in (
+        qa.from_score_mod(lambda s, b, h, q, k: s - (q - k).abs(), compiled=False),
+        qa.LongNetKernel([(16, 1)]),
+        NativeKernel(softcap=5.0),
+    ):
+        with pytest.raises(NotImplementedError, match="positions in the whole call"):
+            sharded.attention(*_three(2), kernel=kernel)
+
+
+@pytest.mark.parametrize("work", [_changes, _names, _learned, _positions])
 def test_functions_over_ranks(work: Any, tmp_path: Path) -> None:
     spawn(work, RANKS, tmp_path)

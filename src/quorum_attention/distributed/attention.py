@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from quorum_attention.call.dropout import checked_dropout
 from quorum_attention.call.options import Written, options_of
+from quorum_attention.call.settings import filled
 from quorum_attention.call.transforms import is_followed, refuse_learned
 from quorum_attention.counts import real_number, shown, switch
 from quorum_attention.distributed import whole_heads
@@ -24,7 +25,7 @@ from quorum_attention.distributed.assignment import (
     Sequences,
     forward_bytes,
 )
-from quorum_attention.distributed.calls import Calls, Learned
+from quorum_attention.distributed.calls import Calls, Learned, kernel_of_parts
 from quorum_attention.distributed.local_first import LocalFirst, without_gradients
 from quorum_attention.distributed.masks import Shards, checked_mask, whole_mask
 from quorum_attention.distributed.peers import Peers, member_of
@@ -38,7 +39,6 @@ from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.kernels.dropout import LARGEST_SEED
 from quorum_attention.kernels.first_derivative import first_derivative
 from quorum_attention.kernels.protocol import InnerKernel
-from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.uncompiled import uncompiled
 from quorum_attention.mask import Mask
 from quorum_attention.repeated import like
@@ -224,12 +224,13 @@ def _checked(
     """
     if report is not None and not isinstance(report, ShardedReport):
         raise TypeError(f"report must be a distributed.ShardedReport, got {shown(report)}")
-    if asked.says_nothing:
+    wanted = filled(asked)
+    if wanted.says_nothing:
         return asked
-    device = options_of(asked, query.device).device
-    if asked.kernel == "auto":
+    device = options_of(wanted, query.device).device
+    if wanted.kernel == "auto":
         return asked
-    kernel = get_kernel(asked.kernel)
+    kernel = kernel_of_parts(wanted.kernel)
     if is_followed():
         refuse_learned(kernel, query, key, value, device)
     return asked._replace(kernel=kernel)

@@ -24,11 +24,31 @@ from quorum_attention.distributed.watch import Watch
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.execution.report import Report
 from quorum_attention.execution.workload import state_dtype
+from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.registry import get_kernel
+from quorum_attention.kernels.traits import traits_of
 from quorum_attention.mask import Mask
 from quorum_attention.passes import run_backward, run_forward
 from quorum_attention.repeated.whole import Whole
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def kernel_of_parts(kernel: str | InnerKernel) -> InnerKernel:
+    """The kernel of that name, for calls that are parts of one.
+
+    Raises:
+        ValueError, TypeError: there is none.
+        NotImplementedError: it computes another attention, by positions in the whole call.
+    """
+    found = get_kernel(kernel)
+    traits = traits_of(found)
+    if traits.probed_as is not None or (traits.own_attention and not traits.position_free):
+        raise NotImplementedError(
+            f"kernel {found.name!r} computes another attention, of positions in the whole call; "
+            "ranks have parts of it: give attn_mask, or a function that takes no positions"
+        )
+    return found
 
 
 @dataclass(slots=True)
@@ -283,4 +303,4 @@ def _request(
     return request
 
 
-__all__ = ["Calls", "Learned", "Three"]
+__all__ = ["Calls", "Learned", "Three", "kernel_of_parts"]

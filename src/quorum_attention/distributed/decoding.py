@@ -16,6 +16,7 @@ import torch.distributed as dist
 from quorum_attention.api import attention_with_lse
 from quorum_attention.call.validation import as_tensor
 from quorum_attention.distributed.agreement import told
+from quorum_attention.distributed.calls import kernel_of_parts
 from quorum_attention.distributed.masks import checked_mask
 from quorum_attention.distributed.peers import Peers, member_of
 from quorum_attention.distributed.report import ShardedReport
@@ -93,6 +94,8 @@ def decode(
         for tensor, name in ((query, "query"), (key, "key"), (value, "value")):
             as_tensor(tensor, name)
         mask = checked_mask(attn_mask, query, key)
+        if kernel != "auto":
+            kernel_of_parts(kernel)
         sinks = None if mask is None else mask.sinks
         number = _agreed(everyone, watch, query, value, scale, sinks is not None)
         out, lse = watch.computed(computed, instead, (TypeError, ValueError, NotImplementedError))

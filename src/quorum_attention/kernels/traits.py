@@ -38,6 +38,8 @@ class Traits:
     Attributes:
         own_attention: it computes other attention than that of query, key, scale and mask. So it is
             not compared with the reference first, and gets no rows beyond the sequence's tokens.
+        position_free: that other attention depends on no positions, heads or batch entries, so that
+            parts of a call can be computed as calls of their own.
         plain_softmax: it computes the softmax of the scores, and its backward uses ``out`` for
             delta alone; small 16-bit calls then get a more exact delta (kernels/delta.py).
         small_gradients: where it runs, the gradients of those small calls come quicker from
@@ -86,6 +88,7 @@ class Traits:
     """
 
     own_attention: bool = False
+    position_free: bool = False
     plain_softmax: bool = False
     small_gradients: bool = False
     whole_tasks: bool = False

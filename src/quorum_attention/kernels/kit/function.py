@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -97,6 +97,8 @@ class FunctionKernel:
         self._workspace = workspace or quadratic_workspace
         self._wants = _parameters(function, "function")
         self._backward_wants = () if backward is None else _parameters(backward, "backward")
+        if not (self._wants or self._backward_wants):
+            self.traits = replace(self.traits, position_free=True)
 
     def captured(self) -> list[torch.Tensor]:
         """See ``Captures``: the tensors in the functions' closures. (By name a library's function
@@ -295,10 +297,8 @@ def from_lse_function(
             (b, h, lq, dv) is normalised; lse (b, h, lq) is the natural log of the sum of
             exponentials, -inf (with any out) in rows without keys. If it has parameters of these
             names, it also gets ``query_positions`` (lq,) and ``key_positions`` (lk,), int64,
-            *global*; ``head_indices`` (h,) of the query heads; ``batch_indices`` (b,). Tensors in
-            its closure must not change until the backward: writing to one is an error, as for any
-            saved tensor (tensors in globals and attributes are not checked). It runs without
-            autocast.
+            *global*; ``head_indices`` (h,) of the query heads; ``batch_indices`` (b,). It must
+            stay what it is as long as the kernel lives, and runs without autocast.
         name: for messages and reports; default the function's.
         backward: ``backward(grad_out, query, key, value, out, lse, *, is_causal, scale, ...)``
             -> gradients of query, key and value, given the whole row's out and lse (as in

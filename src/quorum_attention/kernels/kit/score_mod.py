@@ -151,10 +151,9 @@ def from_score_mod(
         mask_mod: ``mask_mod(batch, head, query, key)`` -> which pairs are kept, positions global.
             A mask from ``quorum_attention.kernels.kit.masks`` (``sliding_window``, ``document``,
             ``prefix_lm``, ``causal``, combined with ``&`` and ``|``) knows which blocks it keeps.
-            Any other mask is tried once on every pair of a task, and again if numbers or tensors in
-            its closure have changed. Anything else that it reads must not change; if it does, make
-            another kernel, which costs next to nothing. Between a forward and its backward no
-            tensor in either closure may change: they are saved tensors.
+            Any other mask is tried once on every pair of a task. Both functions must stay what they
+            are as long as the kernel lives (docs/kit.md says how that is checked): make another
+            kernel to change what they read, which costs next to nothing.
         name: for messages and reports.
         compiled: whether to use FlexAttention with torch.compile, one call for a task; default
             True if there is CUDA. Otherwise, and always for float64, rectangles are run with
