@@ -31,7 +31,7 @@ from quorum_attention.execution.memory import first_line, is_out_of_memory, name
 from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.routes.whole import at_once, materialises
 from quorum_attention.execution.run_pass import run_pass
-from quorum_attention.execution.sampled_rows import check_functions_are_the_same
+from quorum_attention.execution.sampled_rows import check_functions_are_the_same, rows_differ
 from quorum_attention.execution.scaling import takes_wide
 from quorum_attention.execution.takes import corrected_bytes
 from quorum_attention.execution.tools import Progress
@@ -173,6 +173,29 @@ def check_backward(tensors: Tensors, request: Request, given: Given, kernel: Inn
             _call(tensors, request, kernel), given.out, given.lse, request.options.budget_bytes,
             whole=not given.partial,
         )  # fmt: skip
+
+
+def check_forward(tensors: Tensors, request: Request, given: Given) -> None:
+    """Check that output and log-sum-exp, which come from elsewhere, are those of this call.
+
+    Raises:
+        ValueError: some rows, computed again, are not.
+    """
+    kernel, device = request.options.kernel, request.options.device
+    call = _call(tensors, request, get_kernel("dense" if kernel == "auto" else kernel))
+    with (
+        backend_of(device).current(device),
+        torch.no_grad(),
+        without_autocast("cpu", device.type),
+        named_out_of_memory(pinned=False),
+    ):
+        if rows_differ(call, given.out, given.lse, request.options.budget_bytes):
+            how = "causal" if request.work.is_causal else "not causal"
+            raise ValueError(
+                f"out and lse are of another forward than this backward's: some of their rows, "
+                f"computed again ({how}, scale {request.scale:.6g}), are other numbers; give the "
+                "backward the forward's inputs, mask and options"
+            )
 
 
 def _run_whole_backward(

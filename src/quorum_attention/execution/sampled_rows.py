@@ -62,11 +62,13 @@ def rows_differ(
     """Whether some rows that are computed again are not those of a forward; arguments as above."""
     if call.work.n_keys == 0 or capturing(call.device):  # a capture cannot wait for the answer
         return False
-    rows = _drawn(call.work.n_queries)
-    groups = [([row], min(row + 1, call.work.n_keys)) for row in rows]
-    if not call.work.is_causal:
-        groups = [(rows, call.work.n_keys)]
-    differ = [_differ(_Rows(call, at, stop, left), out, lse, whole) for at, stop in groups]
+    rows, causal = _drawn(call.work.n_queries), call.work.is_causal
+    groups = [rows]
+    if causal and row_statistics(call.kernel) is not None:
+        groups = [[row] for row in rows]  # it masks no key for being later
+    stops = [min(at[-1] + 1, call.work.n_keys) if causal else call.work.n_keys for at in groups]
+    made = (_Rows(call, at, stop, left) for at, stop in zip(groups, stops, strict=True))
+    differ = [_differ(one, out, lse, whole) for one in made]
     return bool(torch.stack(differ).any())
 
 
@@ -92,11 +94,11 @@ class _Statistics(NamedTuple):
 
 
 class _Rows:
-    """Some rows of all heads, computed over their first keys, which none of them masks as later.
+    """Some rows of all heads, computed over their first keys.
 
     Args:
-        at: the rows.
-        stop: how many keys.
+        at: the rows, ascending.
+        stop: how many keys; none of those that follow is kept.
     """
 
     def __init__(self, call: Call, at: list[int], stop: int, left: int | None) -> None:
@@ -171,6 +173,8 @@ class _Rows:
             scores += self._bias(keys)
         if masked is not None:
             scores.masked_fill_(masked, -torch.inf)
+        if call.work.is_causal:
+            scores.masked_fill_(positions > queries.unsqueeze(1), -torch.inf)
         lse = scores.logsumexp(dim=-1)
         p = (scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp_()
         squares = p.square().sum(dim=-1)

@@ -20,7 +20,7 @@ from quorum_attention.mask import Mask
 from quorum_attention.on_disk.call import GRADIENTS, FileCall, written_as
 from quorum_attention.on_disk.parts import Part
 from quorum_attention.on_disk.scratch import bytes_of, scratch
-from quorum_attention.passes import decide_backward, decide_forward, run_forward
+from quorum_attention.passes import check_forward, decide_backward, decide_forward, run_forward
 from quorum_attention.planner import policy
 from quorum_attention.planner.decide import Decision
 from quorum_attention.planner.first_calls import alike
@@ -303,6 +303,9 @@ def _backward(
 ) -> None:
     wanted = tuple(targets[name] for name in GRADIENTS)
     grads = space or wanted
+    tensors, request = call.of_part(part, written)
+    if 0 not in (tensors.query.numel(), tensors.value.numel()):
+        check_forward(tensors, request, call.given(part, tensors, request))
     query, key, value, grad_out, out, lse = (
         call.input(part, role) for role in ("query", "key", "value", "grad_out", "out", "lse")
     )
