@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from quorum_attention.kernels.outside import outside
+from quorum_attention.kernels.outside import capturing, outside
 from quorum_attention.kernels.protocol import Indices, InnerKernel
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.traits import by_entry, calls_back, captures
@@ -134,6 +134,8 @@ def refuse_learned(
     """
     told = None if isinstance(kernel, str) and kernel == "auto" else calls_back(get_kernel(kernel))
     if told is None or not (told.called_back() and all(t.numel() for t in (query, key, value))):
+        return
+    if capturing(device):  # no copy from the host can be captured
         return
     ends = _ends(query, device), _ends(key, device), _ends(value, device)
     queries, keys = (sorted({0, tensor.shape[-2] - 1}) for tensor in (query, key))

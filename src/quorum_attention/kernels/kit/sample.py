@@ -19,7 +19,7 @@ from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.kit.functions import versions
 from quorum_attention.kernels.kit.masks import BlockMask, MaskMod
 from quorum_attention.kernels.kit.trials import boolean
-from quorum_attention.kernels.outside import outside
+from quorum_attention.kernels.outside import capturing, outside
 from quorum_attention.kernels.protocol import Indices
 
 # Queries that are drawn, and keys for each of them: half near the query, half anywhere.
@@ -76,7 +76,7 @@ class Watched:
         Raises:
             RuntimeError: a function has changed.
         """
-        if not self._functions:
+        if not self._functions or capturing(device):  # a capture cannot wait for the answers
             return
         made: list[Sample] = []
 
