@@ -387,7 +387,7 @@ def test_what_does_not_fit_is_refused_by_name_before_any_work(change, kind, says
 def test_a_depth_at_which_nothing_gets_smaller_is_refused() -> None:
     """Seven times the tasks with every level, and each as large as before: it would never end."""
     given = inputs(300)
-    with pytest.raises(ValueError, match=r"at most 3 for 300 tokens.*largest useful depth is 0"):
+    with pytest.raises(ValueError, match=r"at most 3 for 300 tokens.*more levels make no"):
         qa.attention(*given.three, depth=10)
 
 

@@ -1,4 +1,4 @@
-"""Seconds as people read them."""
+"""Bytes and seconds as people read and write them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from quorum_attention.sizes import format_seconds
+from quorum_attention.sizes import format_least, format_seconds, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -42,3 +42,23 @@ def test_any_duration_reads_back_as_itself() -> None:
         read = sum(float(number.replace(",", "")) * sizes[unit] for number, unit in parts)
         assert abs(read - seconds) <= 0.022 * seconds, text
         assert "e" not in text.replace("year", "")
+
+
+def test_a_least_size_as_printed_is_enough_and_hardly_more() -> None:
+    draw = random.Random("sizes")
+    every = [0, 1, 1023, 1024, 1025, 2**20 - 1, 2**20, 2**20 + 1, 27_789_312, 2**40 + 1, 2**60 + 1]
+    for n in [*every, *(int(10 ** draw.uniform(0, 18)) for _ in range(5000))]:
+        text = format_least(n)
+        assert n <= parse_bytes(text) <= n + n // 100, text
+        assert text.split() == [text]  # one argument of a command
+
+
+def test_whole_floats_are_bytes() -> None:
+    assert parse_bytes(1e9) == parse_bytes("1e9") == 10**9
+    assert parse_bytes(0.0) == 0
+    for wrong in (1.5, float("nan"), float("inf")):
+        with pytest.raises(TypeError, match="budget must be a whole number of bytes"):
+            parse_bytes(wrong)
+    for wrong in (-1.0, 1e19):
+        with pytest.raises(ValueError, match="budget must"):
+            parse_bytes(wrong)

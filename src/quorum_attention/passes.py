@@ -55,7 +55,7 @@ from quorum_attention.planner.decide import (
 )
 from quorum_attention.planner.log import is_cut, tell_of_cut
 from quorum_attention.planner.plan import Plan
-from quorum_attention.sizes import format_bytes
+from quorum_attention.sizes import format_bytes, format_least
 
 _Result = TypeVar("_Result")
 # Most bytes of an additive copy of a boolean mask that a graph of torch's is to keep.
@@ -377,7 +377,7 @@ def beside(
         smallest = error.smallest_bytes + held
         raise BudgetError(
             f"a budget of {format_bytes(budget)} ({budget} bytes) is too small for this call, "
-            f"which {how}; the smallest that works is {format_bytes(smallest)} ({smallest} bytes): "
+            f"which {how}; the smallest that works is {format_least(smallest)} ({smallest} bytes): "
             f"{what} {format_bytes(held)}, and beside that {error}",
             smallest_bytes=smallest,
         ) from None

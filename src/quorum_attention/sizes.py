@@ -47,17 +47,19 @@ _DURATIONS = (
 
 
 def parse_bytes(value: Any, name: str = "budget") -> int:
-    """Bytes of ``value``: a whole number of bytes, or text such as "512MiB", "2 GiB", "1.5GB",
-    "1e9".
+    """Bytes of ``value``: a whole number of bytes (1e9 is one), or text such as "512MiB", "2 GiB",
+    "1.5GB", "1e9".
 
     Binary units (KiB, MiB, GiB, TiB; also K, M, G, T) are powers of 1024, decimal ones (KB, MB,
     GB, TB) powers of 1000; case does not matter. A fraction of a byte is dropped.
 
     Raises:
-        TypeError: ``value`` is neither an integer (Python's or NumPy's) nor a str.
+        TypeError: ``value`` is neither a whole number (Python's or NumPy's) nor a str.
         ValueError: it is negative, 2**63 or more, or not of that form; ``name`` says which
             argument it was.
     """
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     if isinstance(value, str):
         found = _parsed(value, _UNITS)
         if found is None:
@@ -71,8 +73,7 @@ def parse_bytes(value: Any, name: str = "budget") -> int:
             n_bytes = whole_number(value, name, 1 - _LIMIT)
         except TypeError:
             raise TypeError(
-                f"{name} must be a number of bytes or text such as '2GiB', "
-                f"got {type(value).__name__}"
+                f"{name} must be a whole number of bytes or text such as '2GiB', got {shown(value)}"
             ) from None
     if n_bytes < 0:
         raise ValueError(f"{name} must not be negative, got {n_bytes}")
@@ -120,6 +121,13 @@ def format_bytes(n_bytes: int | float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
         size /= 1024
     return f"{size:.2f} TiB"
+
+
+def format_least(n_bytes: int) -> str:
+    """``n_bytes`` rounded up, in one word: given as a budget, "1.51GiB" is no less."""
+    unit = 1024 ** min(4, max(0, n_bytes.bit_length() - 1) // 10)
+    hundredth = Fraction(unit, 100 if unit > 1 else 1)
+    return format_bytes(float(math.ceil(n_bytes / hundredth) * hundredth)).replace(" ", "")
 
 
 def format_seconds(seconds: float) -> str:

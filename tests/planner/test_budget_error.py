@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import random
+import re
 import time
 import weakref
 
@@ -14,6 +15,7 @@ from helpers_attention import assert_close, exact, inputs
 from helpers_memory import usage
 
 import quorum_attention as qa
+from quorum_attention.cli import main, recover
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIGURATIONS = [
@@ -131,3 +133,102 @@ def test_a_refused_call_lets_go_of_its_tensors_at_once(recorded: bool) -> None:
         assert refused()() is None
     finally:
         gc.enable()
+
+
+def printed(said: str) -> str:
+    """The budget that a message names, as it prints it."""
+    named = re.search(r"smallest that works[^.]*? is ([0-9.]+[KMGT]?i?B)", said)
+    assert named is not None, said
+    return named[1]
+
+
+def drawn_problem(draw: random.Random) -> dict[str, object]:
+    kv_heads = draw.choice([1, 2, 3])
+    return {
+        "heads": kv_heads * draw.choice([1, 2]), "kv_heads": kv_heads, "batch": draw.choice([1, 2]),
+        "head_dim": draw.choice([16, 64, 128]), "is_causal": draw.random() < 0.5,
+        "dtype": draw.choice([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_what_plan_and_estimate_print_can_be_typed(seed: int) -> None:
+    draw = random.Random(f"printed {seed}")
+    n = int(10 ** draw.uniform(2, 4.5))
+    call = {**drawn_problem(draw), "device": draw.choice(["cpu", "cuda"])}
+    if draw.random() < 0.2:
+        call["attn_mask"] = qa.Mask(window=draw.choice([64, (1000, 0)]))
+    for make in (
+        lambda budget: [qa.plan(n, budget=budget, backward=seed % 2 == 1, **call)],
+        lambda budget: (lambda found: [found.forward, found.backward])(
+            qa.estimate(n, budget=budget, **call)
+        ),
+    ):
+        budget: str | int = int(10 ** draw.uniform(0, 6))
+        try:
+            plans = make(budget)
+        except qa.BudgetError as refused:
+            budget = printed(str(refused))
+            plans = make(budget)
+        assert plans
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_attention_prints_is_enough_for_both_passes(seed: int) -> None:
+    draw = random.Random(f"printed calls {seed}")
+    problem = drawn_problem(draw)
+    n = draw.randint(1, 700)
+    shape = problem["batch"], problem["heads"], n, problem["head_dim"]
+    query = torch.randn(shape).to(problem["dtype"]).requires_grad_()
+    key = torch.randn(shape[0], problem["kv_heads"], *shape[2:]).to(problem["dtype"])
+    call = {"is_causal": problem["is_causal"], "enable_gqa": True}
+    if draw.random() < 0.3:
+        bias = torch.zeros(n, n).to(problem["dtype"])
+        call["attn_mask"] = bias.requires_grad_(draw.random() < 0.5)
+        call["is_causal"] = False
+    with pytest.raises(qa.BudgetError) as refused:
+        qa.attention(query, key, key, budget=1, **call)
+    budget = printed(str(refused.value))
+    qa.attention(query, key, key, budget=budget, **call).sum().backward()
+    assert query.grad is not None
+
+
+@pytest.mark.parametrize("passes", [[], ["--backward"]])
+def test_what_the_command_plan_prints_can_be_typed(
+    passes: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = ["plan", "--tokens", "16384", "--device", "cpu", *passes]
+    assert main([*call, "--budget", "1KiB"]) == 2
+    assert main([*call, "--budget", printed(capsys.readouterr().err)]) == 0
+
+
+def test_an_estimate_names_the_pass_that_needs_more() -> None:
+    with pytest.raises(qa.BudgetError, match="^backward pass: .* smallest that works") as refused:
+        qa.estimate(16_384, budget="24MiB", device="cpu")
+    assert qa.estimate(16_384, budget=printed(str(refused.value)), device="cpu").backward
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_recover_prints_can_be_typed(
+    seed: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Up to the check before any work; a call in a process is tests/cli/test_recover.py's."""
+    draw = random.Random(f"printed recover {seed}")
+    problem = drawn_problem(draw)
+    arguments = ["recover", "--device", "cpu", "--tokens", str(draw.randint(1, 3000))]
+    for name in ("heads", "kv_heads", "head_dim"):
+        arguments += [f"--{name.replace('_', '-')}", str(problem[name])]
+    arguments += ["--dtype", str(problem["dtype"]).removeprefix("torch.")]
+    arguments += ["--causal"] * bool(problem["is_causal"]) + ["--forward-only"] * (seed % 2)
+
+    class Accepted(Exception):
+        pass
+
+    def accept(*_: object) -> None:
+        raise Accepted
+
+    monkeypatch.setattr(recover, "_headline", accept)
+    assert main([*arguments, "--budget", "1KiB"]) == 2
+    budget = printed(capsys.readouterr().err)
+    with pytest.raises(Accepted):
+        main([*arguments, "--budget", budget])

@@ -87,7 +87,7 @@ def test_a_depth_at_which_nothing_gets_smaller_is_refused(n, layout, useful) -> 
     assert sizes[-1] == sizes[-2]
     call = {"layout": layout, **CALL}
     for depth in (max(3, useful) + 1, 10, 40):
-        with pytest.raises(ValueError, match=f"the largest useful depth is {useful},"):
+        with pytest.raises(ValueError, match=f"at most {max(3, useful)} .*more levels make"):
             qa.plan(n, depth=depth, **call)
     assert qa.plan(n, depth=useful, **call).depth == useful
 
@@ -150,7 +150,7 @@ def test_predicted_seconds_and_census() -> None:
         ({"levels": (7,), "depth": 2}, ValueError, "depth is 2 but levels"),
         ({"budget": -1}, ValueError, "budget must not be negative"),
         ({"budget": "many"}, ValueError, "budget must be a number of bytes"),
-        ({"budget": 1.5}, TypeError, "budget must be a number of bytes"),
+        ({"budget": 1.5}, TypeError, "budget must be a whole number of bytes"),
         ({"layout": "diagonal"}, ValueError, "layout must be"),
         ({"tile": 0}, ValueError, "tile must be at least 1"),
         ({"device": "meta"}, NotImplementedError, "device must be 'cpu' or 'cuda'"),

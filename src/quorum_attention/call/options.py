@@ -25,7 +25,7 @@ class Several:
 
 # What may name the devices of a call, and its budget: one for all devices or one for each.
 Devices = Device | Sequence[Device] | Several
-Budget = int | str | Sequence[int | str]
+Budget = float | str | Sequence[float | str]
 _AUTO = "auto"
 
 

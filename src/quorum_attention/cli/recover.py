@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import signal
 import subprocess
@@ -38,7 +37,8 @@ from quorum_attention.files import create_tensors, open_tensors
 from quorum_attention.on_disk.inputs import read_qkv
 from quorum_attention.pictures import check_drawable
 from quorum_attention.planner import Plan, plan
-from quorum_attention.sizes import format_bytes, format_seconds
+from quorum_attention.planner.decide import both_passes
+from quorum_attention.sizes import format_bytes, format_least, format_seconds
 from quorum_attention.verification import Problem, Sampled, compare, expect
 from quorum_attention.writing import folder_of_now
 
@@ -159,26 +159,24 @@ def _refuse_too_small(setting: _Setting) -> None:
         ValueError: it is; names the smallest that works for both.
     """
     process = _process_bytes(setting.device)
-    smallest = 0
-    for backward in (False, True) if setting.backward else (False,):
-        try:
-            _planned(
+    passes = both_passes if setting.backward else lambda of: of(False)
+    try:
+        passes(
+            lambda backward: _planned(
                 setting,
                 backward=backward,
                 budget=max(0, setting.budget_bytes - process),
                 inputs="host" if setting.device.type == "cuda" else "device",
                 results_given=True,
             )
-        except BudgetError as error:
-            smallest = max(smallest, error.smallest_bytes or 0)
-    if smallest:
-        # Rounded up, so that what is printed can be given.
-        mebibytes = math.ceil((smallest + process) / (1 << 20) * 100) / 100
+        )
+    except BudgetError as error:
+        smallest = error.smallest_bytes or 0
         parts = f" ({format_bytes(smallest)} for it, {format_bytes(process)} for its process)"
         raise ValueError(
             f"--budget {format_bytes(setting.budget_bytes)} is too small for this call; the "
-            f"smallest that works is {mebibytes:.2f}MiB{parts if process else ''}"
-        )
+            f"smallest that works is {format_least(smallest + process)}{parts if process else ''}"
+        ) from None
 
 
 def _process_bytes(device: torch.device) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
 
@@ -48,7 +49,9 @@ from quorum_attention.planner.search import (
     short_monolithic,
 )
 from quorum_attention.planner.small import is_small, rounded
-from quorum_attention.sizes import format_bytes
+from quorum_attention.sizes import format_bytes, format_least
+
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,27 +142,44 @@ def decide_both(forward: Asked, backward: Asked, *, beside: int = 0) -> Decision
     Raises:
         BudgetError: one of them does not fit; names the pass, and a budget that would do for both.
     """
-    found: list[Decision] = []
-    refused: list[tuple[int, str]] = []
     if beside and backward.options.budget_bytes is not None:
         left = max(0, backward.options.budget_bytes - beside)
         backward = replace(backward, options=replace(backward.options, budget_bytes=left))
     _prepare(forward, backward)
-    for asked in (forward, backward):
+    # The backward is decided again when its turn comes.
+    found, _ = both_passes(lambda back: decide((forward, backward)[back], runs=not back), beside)
+    return found
+
+
+def both_passes(of: Callable[[bool], _Found], beside: int = 0) -> tuple[_Found, _Found]:
+    """What ``of`` finds for a forward and for a backward within one budget.
+
+    Args:
+        of: given whether it is the backward.
+        beside: bytes of the backward's budget that the mask's gradient will hold.
+
+    Raises:
+        BudgetError: one of them does not fit; names the pass that needs more, and a budget that
+            does for both.
+    """
+    found: list[_Found] = []
+    refused: list[tuple[int, str]] = []
+    for backward, name, held in ((False, "forward", 0), (True, "backward", beside)):
         try:
-            # The backward is decided again when its turn comes.
-            found.append(decide(asked, runs=not asked.backward))
+            found.append(of(backward))
         except BudgetError as error:
-            name, held = "forward", 0
-            if asked.backward:
-                name, held = "backward", beside
-            words = f", beside {format_bytes(held)} of the mask's gradient" if held else ""
             smallest = (error.smallest_bytes or -held) + held
-            refused.append((smallest, f"{name} pass{words}: {error}"))
+            words = f"{name} pass"
+            if held:
+                words += (
+                    f", beside {format_bytes(held)} of the mask's gradient: the smallest that works "
+                    f"for both is {format_least(smallest)} ({smallest} bytes)"
+                )
+            refused.append((smallest, f"{words}: {error}"))
     if refused:
         smallest, words = max(refused)
         raise BudgetError(words, smallest_bytes=smallest or None)
-    return found[0]
+    return found[0], found[1]
 
 
 def decide_untried(
@@ -519,6 +539,6 @@ def _check_budget(plan: Plan, budget: int | None) -> None:
         if limit is not None and plan.peak_bytes > limit:
             raise BudgetError(
                 f"{what} of {format_bytes(limit)} ({limit} bytes) is too small for the plan given, "
-                f"which takes {format_bytes(plan.peak_bytes)} ({plan.peak_bytes} bytes)",
+                f"which takes {format_least(plan.peak_bytes)} ({plan.peak_bytes} bytes)",
                 smallest_bytes=plan.peak_bytes,
             )

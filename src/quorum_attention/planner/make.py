@@ -37,7 +37,7 @@ from quorum_attention.kernels.select import select_kernel
 from quorum_attention.mask import Mask
 from quorum_attention.planner import policy
 from quorum_attention.planner.calibration import machine_of
-from quorum_attention.planner.decide import decide_untried
+from quorum_attention.planner.decide import both_passes, decide_untried
 from quorum_attention.planner.plan import Plan
 from quorum_attention.planner.search import Wish, choose
 from quorum_attention.quorums import quorum_size
@@ -59,7 +59,7 @@ def plan(
     dtype: torch.dtype = torch.float16,
     is_causal: bool = False,
     dropout_p: float = 0.0,
-    budget: int | str | None = None,
+    budget: float | str | None = None,
     levels: tuple[int, ...] | None = None,
     depth: int | None = None,
     layout: Literal["aligned", "balanced"] = "aligned",
@@ -380,13 +380,13 @@ _OTHER_LEVELS: tuple[tuple[int, ...], ...] = (
 _MOST_OTHERS = 6
 
 
-def estimate(n_tokens: int, *, budget: int | str | None = None, **call: object) -> Estimate:
+def estimate(n_tokens: int, *, budget: float | str | None = None, **call: object) -> Estimate:
     """Whether a call fits; its plans, memory, time and alternatives.
 
     Takes the arguments of ``plan`` (less ``levels``, ``depth`` and ``backward``).
 
     Raises:
-        BudgetError: nothing fits the budget.
+        BudgetError: a pass does not fit; names it, and the smallest budget that works for both.
 
     Examples:
         >>> found = qa.estimate(1_048_576, is_causal=True, budget="2GiB", device="cuda")
@@ -398,8 +398,9 @@ def estimate(n_tokens: int, *, budget: int | str | None = None, **call: object) 
             raise TypeError(f"estimate does not take {name}: it chooses, and plans both passes")
     options: dict[str, Any] = dict(call)
     options["attn_mask"] = _one_mask(options.get("attn_mask"), options.pop("mask", None))
-    forward = plan(n_tokens, budget=budget, **options)
-    backward = plan(n_tokens, budget=budget, backward=True, **options)
+    forward, backward = both_passes(
+        lambda back: plan(n_tokens, budget=budget, backward=back, **options)
+    )
     limit = None if budget is None else parse_bytes(budget)
     room = limit if limit is not None else _free(torch.device(forward.place.device_type))
     is_uncut = forward.depth == 0 and forward.n_groups == 1

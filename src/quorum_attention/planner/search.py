@@ -31,7 +31,7 @@ from quorum_attention.planner.cost import Cost, cost, least_seconds, preparation
 from quorum_attention.planner.footprint import Footprint, footprint_of
 from quorum_attention.planner.machine import Machine
 from quorum_attention.quorums import chunk_count, quorum_size, quorum_sizes
-from quorum_attention.sizes import format_bytes, format_seconds
+from quorum_attention.sizes import format_bytes, format_least, format_seconds
 
 _SHORT = "the monolithic call fits, and is short: nothing else was looked at"
 _ON_A_CPU = "the monolithic call fits, and on a CPU no cut is faster: nothing else was looked at"
@@ -316,7 +316,7 @@ class _Search:
         needed, budget = footprint.total, self.wish.budget_bytes
         raise BudgetError(
             f"a budget of {format_bytes(budget)} ({budget} bytes) is too small for this call; the "
-            f"smallest that works, of the cuts this search knows, is {format_bytes(needed)} "
+            f"smallest that works, of the cuts this search knows, is {format_least(needed)} "
             f"({needed} bytes){_pinned_words(self.wish)}: {_breakdown(footprint)}",
             smallest_bytes=needed,
         )
@@ -593,7 +593,7 @@ def _check_depth(n_tokens: int, wish: Wish) -> None:
     """Refuse a depth whose last levels make no task smaller, and only more tasks.
 
     Raises:
-        ValueError: names the largest useful depth.
+        ValueError: names the largest depth that is taken.
     """
     assert wish.depth is not None
     useful, tokens = 0, n_tokens
@@ -606,7 +606,7 @@ def _check_depth(n_tokens: int, wish: Wish) -> None:
         tiles = f" in tiles of {wish.tile}" if wish.layout == "aligned" else ""
         raise ValueError(
             f"depth must be at most {max(useful, policy.LISTED)} for {n_tokens} tokens{tiles}, got "
-            f"{wish.depth}: the largest useful depth is {useful}, beyond it no task gets smaller"
+            f"{wish.depth}: more levels make no task smaller"
         )
 
 
