@@ -203,7 +203,7 @@ def test_what_the_command_plan_prints_can_be_typed(
 
 
 def test_an_estimate_names_the_pass_that_needs_more() -> None:
-    with pytest.raises(qa.BudgetError, match="^backward pass: .* smallest that works") as refused:
+    with pytest.raises(qa.BudgetError, match=r"^backward pass: .* smallest that works") as refused:
         qa.estimate(16_384, budget="24MiB", device="cpu")
     assert qa.estimate(16_384, budget=printed(str(refused.value)), device="cpu").backward
 
@@ -221,14 +221,14 @@ def test_what_recover_prints_can_be_typed(
     arguments += ["--dtype", str(problem["dtype"]).removeprefix("torch.")]
     arguments += ["--causal"] * bool(problem["is_causal"]) + ["--forward-only"] * (seed % 2)
 
-    class Accepted(Exception):
+    class AcceptedError(Exception):
         pass
 
     def accept(*_: object) -> None:
-        raise Accepted
+        raise AcceptedError
 
     monkeypatch.setattr(recover, "_headline", accept)
     assert main([*arguments, "--budget", "1KiB"]) == 2
     budget = printed(capsys.readouterr().err)
-    with pytest.raises(Accepted):
+    with pytest.raises(AcceptedError):
         main([*arguments, "--budget", budget])

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import quorum_attention as qa
+from quorum_attention.cli import main
 from quorum_attention.execution.device.backend import TrialSizes
 from quorum_attention.execution.device.cpu import Cpu
+from quorum_attention.execution.device.lookup import BACKENDS
 from quorum_attention.execution.device.rates import by_head_dim
 from quorum_attention.planner import calibration
 from quorum_attention.planner.calibration import cache_file, calibrate, device_key, machine_of
@@ -97,6 +99,37 @@ def test_another_device_or_version_is_not_used() -> None:
     key = device_key(CPU, torch.float32).replace(torch.__version__, "1.0")
     write({key: figures(1e12)})
     assert not machine_of(CPU, torch.float32, 64).measured
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_fp16_and_bf16_are_apart_on_a_cpu_and_one_on_a_gpu() -> None:
+    """A CPU computes bf16 a dozen times as fast as fp16: one rate for 16 bits is of neither."""
+    half, brain = (assumed("cpu", dtype, 64) for dtype in (torch.float16, torch.bfloat16))
+    assert brain.backward_flops > 5 * half.backward_flops
+    assert assumed("cuda", torch.float16, 64) == assumed("cuda", torch.bfloat16, 64)
+    seconds = [
+        qa.plan(8192, device="cpu", dtype=dtype, backward=True).predicted_seconds
+        for dtype in (torch.float16, torch.bfloat16)
+    ]
+    assert seconds[0] > 5 * seconds[1]
+    write({device_key(CPU, torch.bfloat16): figures(1e12)})
+    assert machine_of(CPU, torch.bfloat16, 64).measured
+    assert not machine_of(CPU, torch.float16, 64).measured
+    cuda = BACKENDS["cuda"]
+    assert cuda.rates_of(torch.float16) == cuda.rates_of(torch.bfloat16) == "16 bit"
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_a_file_of_an_earlier_version_is_read_but_for_16_bits_of_a_cpu(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = f"{Cpu().model(CPU)}, torch {torch.__version__}"
+    write({f"{before}, {bits} bit": figures(1e12) for bits in (16, 32)})
+    assert machine_of(CPU, torch.float32, 64).measured
+    assert not machine_of(CPU, torch.float16, 64).measured
+    assert main(["doctor"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "calibrated for float32; assumed for float16, bfloat16, float64 (quorum-att" in said
 
 
 def test_head_dims_between_and_beyond() -> None:

@@ -49,9 +49,9 @@ def _verdicts(device: torch.device) -> dict[str, dict[str, str | None]]:
     return found
 
 
-def _calibrated(device: torch.device) -> bool:
-    dtype = torch.float16 if device.type == "cuda" else torch.float32
-    return machine_of(device, dtype, 64).measured
+def _calibrated(device: torch.device) -> list[str]:
+    """The dtypes whose rates have been measured on the device."""
+    return [name for name, dtype in shared.DTYPES.items() if machine_of(device, dtype, 64).measured]
 
 
 def _version(package: str) -> str | None:
@@ -95,8 +95,13 @@ def _run(options: argparse.Namespace) -> int:
             title=f"{entry['device']}: {entry['name']}, {free} free",
             left=list(shared.DTYPES),
         )
-        rates = "calibrated" if entry["calibrated"] else "assumed (quorum-attention calibrate)"
-        say(f"  rates the planner uses: {rates}")
+        known = entry["calibrated"]
+        assumed = [name for name in shared.DTYPES if name not in known]
+        rates = [f"calibrated for {', '.join(known)}"] if known else []
+        if assumed:
+            how = "quorum-attention calibrate --dtype DTYPE"
+            rates.append(f"assumed for {', '.join(assumed)} ({how})")
+        say(f"  rates the planner uses: {'; '.join(rates)}")
         for reason in reasons:
             say(f"  {reason}")
     return 0

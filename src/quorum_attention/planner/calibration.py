@@ -24,6 +24,7 @@ import torch
 
 from quorum_attention.counts import shown
 from quorum_attention.errors import CalibrationError
+from quorum_attention.execution.device.backend import Backend
 from quorum_attention.execution.device.lookup import backend_of, best_device, present
 from quorum_attention.execution.device.rates import by_head_dim
 from quorum_attention.execution.workload import DTYPE_NAMES, ELEMENT_BYTES
@@ -56,19 +57,22 @@ def cache_file() -> Path:
 
 
 def device_key(device: torch.device, dtype: torch.dtype) -> str:
-    """What a calibration is valid for: the device model, torch, and the width of the dtype."""
-    return _key(backend_of(device).model(device), dtype)
+    """What a calibration is valid for: the device model, torch, and dtypes that are as fast."""
+    backend = backend_of(device)
+    return _key(backend, backend.model(device), dtype)
 
 
-def _key(model: str, dtype: torch.dtype) -> str:
-    return f"{model}, torch {torch.__version__}, {dtype.itemsize * 8} bit"
+def _key(backend: Backend, model: str, dtype: torch.dtype) -> str:
+    return f"{model}, torch {torch.__version__}, {backend.rates_of(dtype)}"
 
 
-def calibrated_flops(model: str, dtype: torch.dtype, head_dim: int) -> tuple[float, float] | None:
+def calibrated_flops(
+    backend: Backend, model: str, dtype: torch.dtype, head_dim: int
+) -> tuple[float, float] | None:
     """FLOP/s of a forward and of a backward of a device model, whether or not such a device is
     here; None where none has been calibrated."""
     try:
-        entry = _known()[_key(model, dtype)]
+        entry = _known()[_key(backend, model, dtype)]
         table = {int(d): (float(a), float(b)) for d, (a, b) in entry["flops"].items()}
         found = by_head_dim(table, head_dim)
     except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError):
@@ -119,7 +123,7 @@ class Calibration:
     """What was measured.
 
     Attributes:
-        key: the device, torch version and dtype width that it is valid for.
+        key: the device, torch version and dtypes that it is valid for.
         figures: as in the file; the best of all rounds.
         path: the file.
         seconds: how long the calibration took.
@@ -151,7 +155,7 @@ def calibrate(
 
     Args:
         device: None is the current CUDA device where there is one, else the CPU.
-        dtype: fp16 and bf16 share a calibration; so do fp32 and other 32-bit types.
+        dtype: each has a calibration of its own; on a GPU fp16 and bf16 share one.
         progress: called with a text that says what is being done.
 
     Raises:

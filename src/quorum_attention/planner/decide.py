@@ -172,8 +172,8 @@ def both_passes(of: Callable[[bool], _Found], beside: int = 0) -> tuple[_Found, 
             words = f"{name} pass"
             if held:
                 words += (
-                    f", beside {format_bytes(held)} of the mask's gradient: the smallest that works "
-                    f"for both is {format_least(smallest)} ({smallest} bytes)"
+                    f", beside {format_bytes(held)} of the mask's gradient: the smallest that "
+                    f"works for both is {format_least(smallest)} ({smallest} bytes)"
                 )
             refused.append((smallest, f"{words}: {error}"))
     if refused:

@@ -30,8 +30,9 @@ def expected_paces(
 def _flops(device: str, name: str, dtype: torch.dtype, head_dim: int, backward: bool) -> float:
     place = torch.device(device)
     # A CPU's worker has no name of its own.
-    model = name if backend_of(place).own_memory else backend_of(place).model(place)
-    measured = calibrated_flops(model, dtype, head_dim)
+    backend = backend_of(place)
+    model = name if backend.own_memory else backend.model(place)
+    measured = calibrated_flops(backend, model, dtype, head_dim)
     if measured is not None:
         return measured[backward]
     usual = assumed(place.type, dtype, head_dim)

@@ -151,6 +151,10 @@ class Backend(ABC):
     def model(self, device: torch.device) -> str:
         """The device's model, for which a calibration is valid."""
 
+    def rates_of(self, dtype: torch.dtype) -> str:
+        """The dtypes that share their rates with ``dtype``, in words: all that are as wide."""
+        return f"{dtype.itemsize * 8} bit"
+
     @abstractmethod
     def rates(
         self, device: torch.device | None, dtype: torch.dtype, head_dim: int

@@ -33,6 +33,10 @@ class Cpu(Backend):
         """Its name, and how many threads torch uses."""
         return f"cpu {cpu_name()}, {torch.get_num_threads()} threads"
 
+    def rates_of(self, dtype: torch.dtype) -> str:
+        """fp16 and bf16 apart: processors have instructions for one or for both."""
+        return str(dtype).removeprefix("torch.") if dtype.itemsize == 2 else super().rates_of(dtype)
+
     def rates(
         self, device: torch.device | None, dtype: torch.dtype, head_dim: int
     ) -> dict[str, Any]:

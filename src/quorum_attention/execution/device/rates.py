@@ -13,6 +13,13 @@ import torch
 # FLOP/s of cuDNN on an H200, forward and backward, by head dimension.
 _H200 = {64: (450e12, 446e12), 128: (600e12, 530e12)}
 _WIDE = (torch.float32, torch.float64)
+# FLOP/s of a thread of a server's CPU, forward and backward: fp16 has no matrix instructions there.
+_CPU = {
+    torch.float64: (20e9, 18e9),
+    torch.float32: (70e9, 65e9),
+    torch.bfloat16: (50e9, 65e9),
+    torch.float16: (25e9, 4.5e9),
+}
 
 
 def by_head_dim(table: dict[int, tuple[float, float]], head_dim: int) -> tuple[float, float]:
@@ -57,10 +64,11 @@ def h200_rates(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
 def cpu_rates(dtype: torch.dtype) -> dict[str, Any]:
     """The rates of a CPU with as many threads as torch has, as fields of
     ``planner.machine.Machine``."""
-    threads, wide = torch.get_num_threads(), dtype in _WIDE
+    threads = torch.get_num_threads()
+    forward, backward = _CPU[dtype]
     return {
-        "flops": (70e9 if wide else 35e9) * threads,
-        "backward_flops": (65e9 if wide else 15e9) * threads,
+        "flops": forward * threads,
+        "backward_flops": backward * threads,
         "wave_rows": 0,
         "filling_rows": 200.0,
         "filling_causal": 300.0,
