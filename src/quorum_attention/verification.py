@@ -14,6 +14,9 @@ from itertools import product
 import torch
 
 _BLOCK_ELEMENTS = 1 << 20
+# An error of dQ or dK is relative to no less than this share of the terms that it is a difference
+# of: of one key, say, they cancel exactly, and what rounding leaves of them is no error.
+_CANCELLED = 0.1
 
 Index = tuple[int, ...]
 
@@ -85,6 +88,7 @@ class Expected:
     Attributes:
         query_rows, key_rows: the positions of the sampled queries and keys.
         lse_is_exact: see ``Sampled``.
+        terms_query, terms_key: summed squares of the terms that dQ and dK are differences of.
     """
 
     query_rows: torch.Tensor
@@ -95,6 +99,8 @@ class Expected:
     grad_query: dict[Index, torch.Tensor]
     grad_key: dict[Index, torch.Tensor]
     grad_value: dict[Index, torch.Tensor]
+    terms_query: float = 0.0
+    terms_key: float = 0.0
 
 
 def expect(
@@ -140,13 +146,15 @@ def expect(
             continue
         row_grad = grad_out[at][query_rows].double()
         delta = (row_grad * row_out).sum(dim=1, keepdim=True)
-        ds = p * (row_grad @ value.mT - delta)
-        found.grad_query[at] = ds @ problem.key[key_at].double() * problem.scale
+        key, ds = problem.key[key_at].double(), p * (row_grad @ value.mT - delta)
+        found.grad_query[at] = ds @ key * problem.scale
+        found.terms_query += problem.scale**2 * float((_terms(p, row_grad, value) @ key**2).sum())
         given = None if exact or out is None or lse is None else (out, lse)
-        dk, dv = _key_gradients(problem, at, key_at, key_rows, grad_out, given)
+        dk, dv, terms = _key_gradients(problem, at, key_at, key_rows, grad_out, given)
         # Query heads that share a key head add up.
         found.grad_key[key_at] = found.grad_key.get(key_at, torch.zeros_like(dk)) + dk
         found.grad_value[key_at] = found.grad_value.get(key_at, torch.zeros_like(dv)) + dv
+        found.terms_key += terms
     return found
 
 
@@ -161,19 +169,31 @@ def compare(
     return Sampled(
         out=_relative(expected.out, out, rows),
         lse=None if lse is None else _relative(expected.lse, lse, rows),
-        grad_query=None if grads is None else _relative(expected.grad_query, grads[0], rows),
-        grad_key=None if grads is None else _relative(expected.grad_key, grads[1], keys),
+        grad_query=None
+        if grads is None
+        else _relative(expected.grad_query, grads[0], rows, expected.terms_query),
+        grad_key=None
+        if grads is None
+        else _relative(expected.grad_key, grads[1], keys, expected.terms_key),
         grad_value=None if grads is None else _relative(expected.grad_value, grads[2], keys),
         lse_is_exact=expected.lse_is_exact,
     )
 
 
-def _relative(expected: dict[Index, torch.Tensor], got: torch.Tensor, rows: torch.Tensor) -> float:
+def _relative(
+    expected: dict[Index, torch.Tensor], got: torch.Tensor, rows: torch.Tensor, terms: float = 0.0
+) -> float:
     difference = size = 0.0
     for at, right in expected.items():
         difference += float((got[at][rows].double() - right).square().sum())
         size += float(right.square().sum())
+    size = max(size, _CANCELLED**2 * terms)
     return math.sqrt(difference / size) if size else math.sqrt(difference)
+
+
+def _terms(p: torch.Tensor, grad: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Summed squares of the terms of each element of ``p * (grad @ value.mT)``."""
+    return p.square() * (grad.square() @ value.square().mT)
 
 
 def _key_gradients(
@@ -183,8 +203,9 @@ def _key_gradients(
     key_rows: torch.Tensor,
     grad_out: torch.Tensor,
     given: tuple[torch.Tensor, torch.Tensor] | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One query head's share of dK and dV at ``key_rows``, over all query rows, in blocks.
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """One query head's share of dK and dV at ``key_rows``, over all query rows, in blocks; and the
+    summed squares of dK's terms.
 
     With ``given`` None everything is float64 from the inputs alone; otherwise each row's output
     and log-sum-exp are taken from it.
@@ -192,7 +213,7 @@ def _key_gradients(
     n_queries, n_keys = problem.query.shape[-2], problem.key.shape[-2]
     keys = problem.key[key_at][key_rows].double()
     values = problem.value[key_at][key_rows].double()
-    dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
+    dk, dv, terms = torch.zeros_like(keys), torch.zeros_like(values), 0.0
     step = max(1, _BLOCK_ELEMENTS // (n_keys if given is None else 1024))
     for start in range(0, n_queries, step):
         rows = torch.arange(start, min(start + step, n_queries), device="cpu")
@@ -211,5 +232,7 @@ def _key_gradients(
         p = torch.exp(scores - row_lse)
         delta = (grad * row_out).sum(dim=1, keepdim=True)
         dv += p.mT @ grad
-        dk += (p * (grad @ values.mT - delta)).mT @ problem.query[at][rows].double()
-    return dk * problem.scale, dv
+        query = problem.query[at][rows].double()
+        dk += (p * (grad @ values.mT - delta)).mT @ query
+        terms += float((_terms(p, grad, values).mT @ query**2).sum())
+    return dk * problem.scale, dv, terms * problem.scale**2
