@@ -7,7 +7,8 @@ import torch
 from helpers_processes import run_python
 
 import quorum_attention as qa
-from quorum_attention.decomposition import Decomposition
+from quorum_attention.decomposition import Decomposition, Pairs
+from quorum_attention.decomposition.pairs import window_verdict
 from quorum_attention.pictures import coverage_svg, draw_coverage, draw_recovery
 from quorum_attention.pictures.colours import task_colour
 from quorum_attention.pictures.gantt import draw_gantt
@@ -37,7 +38,7 @@ def colours_of(path):
 def test_coverage_is_drawn(shape, is_causal, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "coverage.png"
-    draw_coverage(shape, is_causal, path)
+    draw_coverage(shape, Pairs(shape.n_tokens, shape.n_tokens, is_causal), path)
     assert path.stat().st_size > 5_000
     assert len(colours_of(path)) > min(7, shape.n_tokens)
 
@@ -47,7 +48,7 @@ def test_fewer_queries_or_keys(n_queries, n_keys, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "coverage.png"
     shape = Decomposition(4_096, (7,))
-    draw_coverage(shape, True, path, n_queries=n_queries, n_keys=n_keys)
+    draw_coverage(shape, Pairs(n_queries, n_keys, True), path)
     assert path.stat().st_size > 5_000
 
 
@@ -92,17 +93,17 @@ def test_a_report_is_drawn(tmp_path):
 
 def test_other_formats(tmp_path):
     pytest.importorskip("matplotlib")
-    draw_coverage(Decomposition(4_096, (7,)), True, tmp_path / "coverage.svg")
+    draw_coverage(Decomposition(4_096, (7,)), Pairs(4_096, 4_096, True), tmp_path / "coverage.svg")
     assert "<svg" in (tmp_path / "coverage.svg").read_text()
 
 
 def test_pyplot_is_left_alone(tmp_path):
     pytest.importorskip("matplotlib")
     code = (
-        "import sys; from quorum_attention.decomposition import Decomposition as D; "
+        "import sys; from quorum_attention.decomposition import Decomposition as D, Pairs; "
         "from quorum_attention.pictures import draw_coverage; "
         "assert 'matplotlib' not in sys.modules; "
-        f"draw_coverage(D(999, (7,)), True, {str(tmp_path / 'a.png')!r}); "
+        f"draw_coverage(D(999, (7,)), Pairs(999, 999, True), {str(tmp_path / 'a.png')!r}); "
         "assert 'matplotlib.pyplot' not in sys.modules"
     )
     done = run_python(code)
@@ -113,15 +114,16 @@ def test_a_programs_own_style_changes_nothing(tmp_path):
     """LaTeX for all text, as styles of papers have it, is not on every machine."""
     matplotlib = pytest.importorskip("matplotlib")
     shape, report = Decomposition(4_096, (7,)), qa.Report()
+    pairs = Pairs(4_096, 4_096, True)
     q = torch.randn(1, 2, 600, 16)
     qa.attention(q, q, q, report=report, depth=1)
 
     def drawn(name):
-        draw_coverage(shape, True, tmp_path / f"{name}.png")
+        draw_coverage(shape, pairs, tmp_path / f"{name}.png")
         report.draw(tmp_path / f"{name} report.png")
         draw_gantt(tmp_path / f"{name} gantt.png", {"forward": (["cpu"], [(0, 0, 0.0, 1.0)])})
         made = [path.read_bytes() for path in sorted(tmp_path.glob(f"{name}*"))]
-        return [*made, re.sub(r"[mp][0-9a-f]{10}", "", coverage_svg(shape, True))]
+        return [*made, re.sub(r"[mp][0-9a-f]{10}", "", coverage_svg(shape, pairs))]
 
     usual = drawn("usual")
     with matplotlib.rc_context({"text.usetex": True, "axes.facecolor": "k", "savefig.dpi": 20}):
@@ -139,18 +141,20 @@ def test_missing_matplotlib_says_what_to_install(tmp_path, monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ImportError, match=r'pip install "quorum-attention\[draw\]"'):
-        draw_coverage(Decomposition(999, (7,)), True, tmp_path / "a.png")
+        draw_coverage(Decomposition(999, (7,)), Pairs(999, 999, True), tmp_path / "a.png")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("layout", ["aligned", "balanced"])
 @pytest.mark.parametrize("levels", [(), (7,), (7, 3), (13,)])
-def test_blocks_cover_every_pair_once(levels, layout, is_causal):
+@pytest.mark.parametrize("window", [None, (9, 3)])
+def test_blocks_cover_every_pair_once(levels, layout, is_causal, window):
+    verdict = None if window is None else window_verdict(*window)
     shape = Decomposition(60, levels, layout=layout, tile=2)
     seen = [[0] * 60 for _ in range(60)]
     for task in shape.tasks():
-        for block in blocks(task, is_causal, 50, 40):
+        for block in blocks(task, Pairs(50, 40, is_causal, verdict)):
             for q in range(block.query_start, block.query_stop):
                 for k in range(block.key_start, block.key_stop):
                     if not block.causal or k - block.key_start <= q - block.query_start:
@@ -158,6 +162,7 @@ def test_blocks_cover_every_pair_once(levels, layout, is_causal):
     for q in range(60):
         for k in range(60):
             wanted = q < 50 and k < 40 and not (is_causal and k > q)
+            wanted = wanted and (window is None or -3 <= q - k <= 9)
             assert seen[q][k] == wanted, (q, k)
 
 
@@ -171,7 +176,7 @@ def test_chunk_edges(shape):
 
 def test_cells_of_a_block_are_that_block():
     shape = Decomposition(70, (7,), tile=1)
-    for block in blocks(shape.task((0,)), False):
+    for block in blocks(shape.task((0,)), Pairs(70, 70, False)):
         area = (block.query_stop - block.query_start) * (block.key_stop - block.key_start)
         cells = list(split(block, chunk_edges(shape)))
         assert (

@@ -139,7 +139,10 @@ def test_run_refuses_a_depth_at_which_nothing_gets_smaller(
     safetensors.torch.save_file({n: torch.randn(1, 1, 400, 8) for n in "qkv"}, tmp_path / "in")
     arguments = [str(tmp_path / "in"), str(tmp_path / "out"), "--depth", "9", "--device", "cpu"]
     assert main(["run", *arguments]) == 2
-    assert "depth must be at most 3 for 400 tokens in tiles of 128, got 9: more levels" in capsys.readouterr().err
+    assert (
+        "depth must be at most 3 for 400 tokens in tiles of 128, got 9: more levels"
+        in capsys.readouterr().err
+    )
 
 
 def test_recover_really_fails_and_comes_back(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import quorum_attention as qa
 from quorum_attention.execution.routes.in_place import InPlace
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.kernels.kit import document, from_score_mod, sliding_window
+from quorum_attention.pictures.geometry import blocks
 from quorum_attention.planner.small import is_small
 
 pytest.importorskip("torch.nn.attention.flex_attention")
@@ -142,3 +145,95 @@ def test_the_earlier_name_of_the_mask_still_works() -> None:
         assert wanted in found.describe()
         with pytest.raises(TypeError, match="one argument"):
             call(4096, mask=mask, attn_mask=mask, **sizes)
+
+
+IDS = torch.arange(6_000) // 700
+SHOWN = [
+    (qa.Mask(window=700), False, "window 700"),
+    (qa.Mask(window=(500, 0)), True, "causal, window 500,0"),
+    (qa.Mask(causal="lower_right"), False, "causal lower_right"),
+    (qa.Mask(chunk=900, offset=0), False, "chunk 900"),
+    (qa.Mask(documents=IDS), True, "causal, documents"),
+    (qa.Mask(key_lengths=torch.tensor([2_500])), False, "key lengths"),
+    (qa.Mask(key_padding=IDS < 3), False, "key padding"),
+    (qa.Mask(window=300) | qa.Mask(chunk=500), False, "(window 300) or (chunk 500)"),
+    (qa.Mask(sinks=torch.zeros(8), softcap=20.0), True, "causal, softcap 20.0, sinks"),
+]
+
+
+def kept_pairs(mask: qa.Mask, causal: bool) -> torch.Tensor:
+    """(6000, 6000) bool, by its definition."""
+    query, key = torch.arange(6_000)[:, None], torch.arange(6_000)[None]
+    kept = torch.ones(6_000, 6_000, dtype=torch.bool)
+    if causal or mask.causal:
+        kept &= key <= query
+    left, right = mask.sides
+    kept &= (left < 0) | (query - key <= left)
+    kept &= (right < 0) | (key - query <= right)
+    if mask.chunk is not None:
+        kept &= query // mask.chunk == key // mask.chunk
+    if mask.documents is not None:
+        kept &= mask.documents[:, None] == mask.documents[None]
+    if mask.key_lengths is not None:
+        kept &= key < mask.key_lengths
+    if mask.key_padding is not None:
+        kept &= mask.key_padding[None]
+    for other in mask.either[1:]:
+        kept &= kept_pairs(mask.either[0], False) | kept_pairs(other, False)
+    return kept
+
+
+@pytest.mark.parametrize(("mask", "causal", "words"), SHOWN)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_header_census_and_picture_are_about_the_mask(
+    mask: qa.Mask, causal: bool, words: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = qa.plan(
+        6_000, attn_mask=mask, is_causal=causal, levels=(7,), device=device, over_inputs=False
+    )
+    assert made.describe().splitlines()[0].endswith(f"float16, {words}")
+    kept = kept_pairs(mask, causal)
+    # Census: every tile of every task as it is run, pair by pair.
+    trimmed = made._trimmed()
+    tasks = list(made.tasks()) if trimmed is None else trimmed
+    assert len(tasks) == made.n_tasks
+    wanted = [0, 0, 0]
+    for task in tasks:
+        at = torch.cat([torch.arange(s.start, s.stop) for s in task.spans])
+        inside = torch.from_numpy(task.mask()) & kept[at][:, at]
+        of_row = range(0, task.n_tokens, 128)
+        for row in of_row:
+            for column in of_row:
+                if made.work.is_causal and column > row:
+                    continue
+                part = inside[row : row + 128, column : column + 128]
+                if made.work.is_causal and column == row:
+                    # Told by its other rules; here: below the diagonal.
+                    part = part[torch.ones_like(part).tril()]
+                wanted[0 if not part.any() else 1 if part.all() else 2] += 1
+    found = made.census()
+    if made._pairs().is_causal and made._pairs().verdict is not None:
+        # A tile on the diagonal may be mixed by the mask's own causal rule.
+        assert found.tiles == sum(wanted)
+        assert found.masked_tiles == wanted[0]
+    else:
+        assert (found.masked_tiles, found.clear_tiles, found.mixed_tiles) == tuple(wanted)
+    # Picture: polygons of the square hold exactly the kept pairs, to the size of a cell.
+    cell = 6_000 // (2 * 141)
+    drawn = torch.zeros(6_000, 6_000, dtype=torch.int8)
+    for task in made.tasks():
+        for b in blocks(task, made._pairs(), cell):
+            part = drawn[b.query_start : b.query_stop, b.key_start : b.key_stop]
+            part += torch.ones_like(part).tril() if b.causal else torch.ones_like(part)
+    assert drawn.max() == 1
+    assert (drawn.bool() != kept).float().mean() < 0.02
+
+
+def test_text_and_picture_give_a_task_one_size(tmp_path: Path) -> None:
+    made = qa.plan(131_072, attn_mask=qa.Mask(window=4096), levels=(31,), device="cuda")
+    [share] = re.findall(r"\(([0-9.]+)% of the sequence\)", made.describe())
+    made.draw(tmp_path / "a.svg")
+    assert max(task.n_tokens for task in made._trimmed()) == made.schedule.largest_task
+    drawn = [task for task in made._trimmed() if task.path == (1,)]
+    assert abs(drawn[0].n_tokens / 1310.72 - float(share)) < 8
+    assert made.census().tiles < 31 * 110**2  # of trimmed tasks

@@ -82,6 +82,7 @@ def summary(made: Plan) -> dict[str, Any]:
     """A plan in plain types."""
     schedule = made.schedule
     return {
+        "kept": made.kept or "all pairs",
         "levels": made.levels,
         "layout": made.decomposition.layout,
         "n_tasks": made.n_tasks,

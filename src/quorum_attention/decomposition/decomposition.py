@@ -13,6 +13,7 @@ from typing import Literal
 
 from quorum_attention.decomposition.census import Census, census
 from quorum_attention.decomposition.intervals import joined
+from quorum_attention.decomposition.pairs import Pairs
 from quorum_attention.decomposition.tasks import Span, Task
 from quorum_attention.quorums import interest_set, quorum_size
 
@@ -180,7 +181,7 @@ class Decomposition:
 
     def census(self, is_causal: bool, tile: int = 128) -> Census:
         """Counts masked, clear and mixed tiles of all tasks (paper, Appendix A.2)."""
-        return census(self.tasks(), is_causal, tile)
+        return census(self.tasks(), Pairs(self.n_tokens, self.n_tokens, is_causal), tile)
 
 
 class _Pieces:

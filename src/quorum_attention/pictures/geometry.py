@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from quorum_attention.decomposition import Decomposition, Task
+from quorum_attention.decomposition import MASKED, MIXED, Decomposition, Pairs, Ranges, Task
 from quorum_attention.decomposition.intervals import cut
+from quorum_attention.decomposition.quadtree import quarters, walk
 
 Point = tuple[float, float]
 
@@ -40,13 +41,31 @@ class Block:
         return self.key_start + width / 2, self.query_start + height / 2
 
 
-def blocks(
-    task: Task, is_causal: bool, n_queries: int | None = None, n_keys: int | None = None
-) -> Iterator[Block]:
-    """The kept pairs of ``task``: its rectangles, cut where its tokens have gaps."""
-    for r in task.rectangles(is_causal, n_queries, n_keys):
+def blocks(task: Task, pairs: Pairs, cell: int = 1) -> Iterator[Block]:
+    """The kept pairs of ``task``: its rectangles, cut where its tokens have gaps, under the mask as
+    ``kept`` draws it."""
+    for r in task.rectangles(pairs.is_causal, pairs.n_queries, pairs.n_keys):
         for queries, keys, causal in task.contiguous(r):
-            yield Block(queries.start, queries.stop, keys.start, keys.stop, causal)
+            yield from kept(
+                Block(queries.start, queries.stop, keys.start, keys.stop, causal), pairs, cell
+            )
+
+
+def kept(block: Block, pairs: Pairs, cell: int) -> Iterator[Block]:
+    """What the mask of ``pairs`` keeps of ``block``: at its edges squares of ``cell`` tokens, each
+    drawn if the pair in its middle is kept, or if the mask cannot tell."""
+    if pairs.verdict is None:
+        yield block
+        return
+    whole = Ranges.of(block.query_start, block.query_stop, block.key_start, block.key_stop)
+    for part, found in walk(
+        whole, pairs.of, lambda r, verdict: quarters(r, cell) if verdict is MIXED else []
+    ):
+        if found is MIXED:
+            row, column = (sum(side) // 2 for side in part)
+            found = pairs.of(Ranges.of(row, row + 1, column, column + 1))
+        if found is not MASKED:
+            yield Block(*part.queries, *part.keys, False)
 
 
 def shallow(shape: Decomposition, limit: int, is_causal: bool) -> Decomposition:
@@ -57,7 +76,8 @@ def shallow(shape: Decomposition, limit: int, is_causal: bool) -> Decomposition:
     while shape.depth > 1:
         last = shape.task(tuple(c - 1 for c in shape.levels))
         first = shape.task((0,) * shape.depth)
-        each = max(sum(1 for _ in blocks(t, is_causal)) for t in (first, last))
+        pairs = Pairs(shape.n_tokens, shape.n_tokens, is_causal)
+        each = max(sum(1 for _ in blocks(t, pairs)) for t in (first, last))
         if each * shape.n_tasks <= limit:
             break
         shape = replace(shape, levels=shape.levels[:-1])

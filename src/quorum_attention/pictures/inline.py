@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 
-from quorum_attention.decomposition import Decomposition
+from quorum_attention.decomposition import Decomposition, Pairs, Task
 from quorum_attention.pictures.canvas import INK, MASKED, PAPER, SOFT, own_style
 from quorum_attention.pictures.coverage import coverage_figure
 from quorum_attention.pictures.geometry import blocks, shallow
@@ -17,21 +19,21 @@ MOST_BLOCKS = 2000
 @own_style()
 def coverage_svg(
     decomposition: Decomposition,
-    is_causal: bool,
-    n_queries: int | None = None,
-    n_keys: int | None = None,
+    pairs: Pairs,
+    *,
+    tasks: Sequence[Task] | None = None,
+    kept: str = "",
 ) -> str | None:
     """``draw_coverage`` as an <svg> element: text and empty cells take the page's colour, so it can
     be read on a light page and on a dark one. None: matplotlib cannot be imported, or the picture
     would have more than ``MOST_BLOCKS`` blocks."""
-    drawn = shallow(decomposition, MOST_BLOCKS, is_causal)
-    each = sum(1 for _ in blocks(drawn.task(tuple(c - 1 for c in drawn.levels)), is_causal))
+    drawn = shallow(decomposition, MOST_BLOCKS, pairs.is_causal)
+    last = drawn.task(tuple(c - 1 for c in drawn.levels))
+    each = sum(1 for _ in blocks(last, replace(pairs, verdict=None)))
     if each * drawn.n_tasks > MOST_BLOCKS:
         return None
     try:
-        figure = coverage_figure(
-            decomposition, is_causal, n_queries=n_queries, n_keys=n_keys, limit=MOST_BLOCKS
-        )
+        figure = coverage_figure(decomposition, pairs, tasks=tasks, kept=kept, limit=MOST_BLOCKS)
     except ImportError:  # it is not there, or does not fit the NumPy that is
         return None
     file = io.StringIO()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import Any
 
-from quorum_attention.decomposition import Decomposition
+from quorum_attention.decomposition import Decomposition, Pairs
 from quorum_attention.pictures.canvas import (
     INK,
     PAPER,
@@ -51,11 +51,19 @@ def draw_recovery(
     figure = new_figure(12.4, 7.5)
     left = figure.add_axes((0.055, 0.18, 0.415, 0.675))
     right = figure.add_axes((0.545, 0.18, 0.42, 0.675))
-    figure.text(0.055, 0.952, summary(decomposition, is_causal), color=INK, size=15, weight="bold")
-    note = draw_square(left, decomposition, is_causal)
+    figure.text(
+        0.055,
+        0.952,
+        summary(decomposition, "causal" if is_causal else ""),
+        color=INK,
+        size=15,
+        weight="bold",
+    )
+    pairs = Pairs(decomposition.n_tokens, decomposition.n_tokens, is_causal)
+    note = draw_square(left, decomposition, pairs)
     above(left, 13, note, 10, SOFT, "normal")
     above(left, 30, "All pairs of a query and a key", 12, INK, "bold")
-    explain(figure, 0.055, 0.098, 80, about_square(decomposition, is_causal))
+    explain(figure, 0.055, 0.098, 80, about_square(decomposition, pairs))
     _draw_bars(right, budget_bytes, bars)
     above(right, 30, "Memory of the same call", 12, INK, "bold")
     explain(

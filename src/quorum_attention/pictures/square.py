@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from math import isqrt
 from typing import Any
 
-from quorum_attention.decomposition import Decomposition
+from quorum_attention.decomposition import Decomposition, Pairs
 from quorum_attention.pictures.canvas import MASKED, ON_COLOUR, PAPER, SOFT, bare
 from quorum_attention.pictures.colours import Colour, task_colour
 from quorum_attention.pictures.geometry import Point, blocks, chunk_edges, shallow, split
@@ -17,31 +18,29 @@ _LABELLED_CHUNKS = 13
 def draw_square(
     axes: Any,
     decomposition: Decomposition,
-    is_causal: bool,
-    n_queries: int | None = None,
-    n_keys: int | None = None,
+    pairs: Pairs,
     limit: int = MAX_BLOCKS,
 ) -> str:
     """Draw the square on ``axes``, in about ``limit`` blocks at most; returns a line of text to put
     above it."""
     from matplotlib.collections import PolyCollection
 
-    shape = shallow(decomposition, limit, is_causal)
-    rows = shape.n_tokens if n_queries is None else min(n_queries, shape.n_tokens)
-    columns = shape.n_tokens if n_keys is None else min(n_keys, shape.n_tokens)
+    shape = shallow(decomposition, limit, pairs.is_causal)
+    rows, columns = (min(n, shape.n_tokens) for n in (pairs.n_queries, pairs.n_keys))
+    cell = max(1, shape.n_tokens // (2 * isqrt(limit)))
     edges = chunk_edges(shape)
-    numbered = shape.depth == 1 and shape.levels[0] <= _LABELLED_CHUNKS
+    numbered = shape.depth == 1 and shape.levels[0] <= _LABELLED_CHUNKS and not pairs.verdict
     polygons: list[list[Point]] = []
     colours: list[Colour] = []
     for task in shape.tasks():
         colour = task_colour(task.path, shape.levels)
-        for block in blocks(task, is_causal, rows, columns):
+        for block in blocks(task, pairs, cell):
             polygons.append(block.corners())
             colours.append(colour)
             if numbered:
-                for cell in split(block, edges):
-                    if (cell.query_stop - cell.query_start) * 30 > max(rows, columns):
-                        _number(axes, cell.centre(), task.path[0])
+                for part in split(block, edges):
+                    if (part.query_stop - part.query_start) * 30 > max(rows, columns):
+                        _number(axes, part.centre(), task.path[0])
     axes.add_collection(
         PolyCollection(
             polygons,
@@ -50,7 +49,7 @@ def draw_square(
             linewidths=0.15,
         )
     )
-    _grid(axes, edges, rows, columns, is_causal)
+    _grid(axes, edges, rows, columns, pairs.is_causal)
     _frame(axes, rows, columns)
     _chunk_numbers(axes, edges, rows, columns)
     if not shape.levels:

@@ -4,70 +4,64 @@ from __future__ import annotations
 
 from typing import Any
 
-from quorum_attention.decomposition import Decomposition, Task
+from quorum_attention.decomposition import Decomposition, Pairs, Task
 from quorum_attention.pictures.canvas import INK, MASKED, ON_COLOUR, PAPER, SOFT, bare
 from quorum_attention.pictures.colours import Colour, task_colour
-from quorum_attention.pictures.geometry import Point, chunk_edges
+from quorum_attention.pictures.geometry import Block, Point, chunk_edges, kept
 
 _LABELLED_SPANS = 9
 
 
-def draw_task_mask(axes: Any, shape: Decomposition, is_causal: bool) -> str:
-    """Draw the mask of an example task on ``axes``; returns a line of text to put above it."""
+def draw_task_mask(axes: Any, shape: Decomposition, pairs: Pairs, task: Task) -> str:
+    """Draw the mask of one task on ``axes``; returns a line of text to put above it."""
     from matplotlib.collections import PolyCollection
 
-    task = shape.task(_example(shape))
     axes.set_xlim(0, max(1, task.n_tokens))
     axes.set_ylim(max(1, task.n_tokens), 0)
     axes.set_aspect("equal", anchor="NW")
     bare(axes)
-    kept, masked, owned = _cells(task, is_causal)
+    mine, masked, owned = _cells(task, pairs)
     colour = task_colour(task.path, shape.levels)
-    quiet: dict[str, Any] = {
-        "edgecolors": PAPER,
-        "linewidths": 1.2 if len(task.spans) <= 16 else 0.3,
-    }
+    width = 1.2 if len(task.spans) <= 16 else 0.3
+    quiet: dict[str, Any] = {"edgecolors": PAPER, "linewidths": 0 if pairs.verdict else width}
     axes.add_collection(PolyCollection(masked, facecolors=MASKED, **quiet))
-    axes.add_collection(PolyCollection(kept, facecolors=[colour], **quiet))
+    axes.add_collection(PolyCollection(mine, facecolors=[colour], **quiet))
     axes.add_collection(
         PolyCollection(owned, facecolors="none", edgecolors=ON_COLOUR, linewidths=1.6, zorder=4)
     )
-    calls = _number_calls(axes, task, is_causal, colour)
+    # Under a mask kernels cut their calls themselves.
+    calls = 0 if pairs.verdict else _number_calls(axes, task, pairs.is_causal, colour)
     _name_spans(axes, task, shape)
-    _legend(axes, colour, bool(masked))
+    _legend(axes, colour, bool(masked), bool(calls))
     share = task.n_tokens / shape.n_tokens if shape.n_tokens else 0.0
     name = f"task {', '.join(map(str, task.path))}" if task.path else "the whole call"
-    plural = "" if calls == 1 else "s"
-    return f"{name}: {share:.1%} of the tokens, {calls} call{plural} of the attention kernel"
-
-
-def _example(shape: Decomposition) -> tuple[int, ...]:
-    """The path of a task whose owner chunk lies between its other chunks, if there is one."""
-    return tuple(1 if c > 1 else 0 for c in shape.levels)
+    text = f"{name}: {share:.1%} of the tokens"
+    return text + f", {calls} call{'' if calls == 1 else 's'} of the attention kernel" * bool(calls)
 
 
 Cells = list[list[Point]]
 
 
-def _cells(task: Task, is_causal: bool) -> tuple[Cells, Cells, Cells]:
+def _cells(task: Task, pairs: Pairs) -> tuple[Cells, Cells, Cells]:
     """(kept, masked, owned diagonal) polygons, x the keys and y the queries."""
-    kept: Cells = []
+    mine: Cells = []
     masked: Cells = []
     owned: Cells = []
-    starts = task.local_starts
+    starts, cell = task.local_starts, max(1, task.n_tokens // 256)
     for i, row in enumerate(task.spans):
-        top, bottom = starts[i], starts[i + 1]
         for j, column in enumerate(task.spans):
-            if is_causal and j > i:
+            if pairs.is_causal and j > i:
                 break
-            left, right = starts[j], starts[j + 1]
-            corners: list[Point] = [(left, top), (right, bottom), (left, bottom)]
-            if not (is_causal and i == j):
-                corners.insert(1, (right, top))
-            (masked if row.bits & column.bits else kept).append(corners)
+            across, down = starts[j] - column.start, starts[i] - row.start
+            whole = Block(
+                row.start, row.stop, column.start, column.stop, pairs.is_causal and i == j
+            )
+            for part in kept(whole, pairs, cell):
+                corners = [(x + across, y + down) for x, y in part.corners()]
+                (masked if row.bits & column.bits else mine).append(corners)
             if i == j and row.bits == 0:
-                owned.append(corners)
-    return kept, masked, owned
+                owned.append([(x + across, y + down) for x, y in whole.corners()])
+    return mine, masked, owned
 
 
 def _number_calls(axes: Any, task: Task, is_causal: bool, colour: Colour) -> int:
@@ -121,16 +115,20 @@ def _name_spans(axes: Any, task: Task, shape: Decomposition) -> None:
     axes.set_ylabel("the task's queries", color=SOFT, size=10.5)
 
 
-def _legend(axes: Any, colour: Colour, any_masked: bool) -> None:
+def _legend(axes: Any, colour: Colour, any_masked: bool, any_calls: bool) -> None:
     from matplotlib.patches import Patch
 
     handles = [Patch(facecolor=colour, label="computed here")]
     if any_masked:
         handles.append(Patch(facecolor=MASKED, label="elsewhere"))
-    handles += [
-        Patch(facecolor="none", edgecolor=INK, linewidth=1.6, label="a chunk with itself"),
-        Patch(facecolor="none", edgecolor=INK, linestyle=(0, (3, 2)), label="one kernel call"),
-    ]
+    handles.append(
+        Patch(facecolor="none", edgecolor=INK, linewidth=1.6, label="a chunk with itself")
+    )
+    if any_calls:
+        dashes = (0, (3, 2))
+        handles.append(
+            Patch(facecolor="none", edgecolor=INK, linestyle=dashes, label="one kernel call")
+        )
     axes.legend(
         handles=handles, loc="upper left", bbox_to_anchor=(-0.02, -0.075), ncols=4, frameon=False,
         fontsize=9.5, labelcolor=SOFT, handlelength=1.2, columnspacing=1.2, borderpad=0,

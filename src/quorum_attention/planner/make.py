@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -34,6 +34,7 @@ from quorum_attention.kernels.masked import Sizes, under
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.select import select_kernel
+from quorum_attention.kernels.traits import sparse
 from quorum_attention.mask import Mask
 from quorum_attention.planner import policy
 from quorum_attention.planner.calibration import machine_of
@@ -125,7 +126,8 @@ def plan(
     work = replace(work, dropout=chance(dropout_p, "dropout_p") > 0.0)
     where = _device(device)
     backward = switch(backward, "backward")
-    work, kernel = _under(_one_mask(attn_mask, mask), work, kernel, where, backward)
+    attn_mask = _one_mask(attn_mask, mask)
+    given, (work, kernel) = work, _under(attn_mask, work, kernel, where, backward)
     bytes_given = None if budget is None else parse_bytes(budget)
     wish = _wish(
         work, where, bytes_given, levels, depth, layout, tile, accumulator, heads_per_group, n_cap,
@@ -133,7 +135,28 @@ def plan(
     )  # fmt: skip
     place = _place(where, inputs, results_given, dtype, backward)
     chosen, found = decide_untried(work, wish, kernel, place, where, backward=backward)
-    return Plan(work, found, place, chosen.name, bytes_given, backward)
+    knowing = sparse(chosen)
+    pairs = knowing and knowing.kept_pairs(work.n_queries, work.n_keys, work.is_causal)
+    kept = _words(attn_mask, given.is_causal)
+    return Plan(work, found, place, chosen.name, bytes_given, backward, pairs, kept)
+
+
+def _words(mask: Mask | None, is_causal: bool) -> str:
+    """What a call keeps, in words: of tensors and functions, that there are some."""
+    said = ["causal"] if is_causal else []
+    for field in fields(Mask) if mask is not None else ():
+        value, name = getattr(mask, field.name), field.name.replace("_", " ")
+        if isinstance(value, tuple) and any(isinstance(one, Mask) for one in value):
+            joint = " or " if field.name == "either" else " and "
+            said.append(joint.join(f"({_words(one, False)})" for one in value))
+        elif value is True or isinstance(value, torch.Tensor) or callable(value):
+            said += [name] if name not in said else []
+        elif field.name == "documents" and value is not None:
+            said.append(name)  # two tensors
+        elif value not in (None, False, ()):
+            numbers = ",".join(map(str, value)) if isinstance(value, (tuple, list)) else value
+            said.append(f"{name} {numbers}")
+    return ", ".join(said)
 
 
 def _one_mask(attn_mask: Mask | None, mask: Mask | None) -> Mask | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from os import PathLike
 
-from quorum_attention.decomposition import Census, Decomposition, Task
+from quorum_attention.decomposition import Census, Decomposition, Pairs, Task, census
+from quorum_attention.decomposition.trimming import trimmed
 from quorum_attention.execution.placement import Placement
 from quorum_attention.execution.schedule import Schedule
+from quorum_attention.execution.trimming import written
 from quorum_attention.execution.workload import Workload, count_groups
 from quorum_attention.html_table import html_table
 from quorum_attention.planner.search import Candidate
@@ -26,6 +28,8 @@ class Plan:
         kernel: name of the inner kernel.
         budget_bytes: the budget that the plan was made for; None where none was given.
         backward: whether it is the plan of a backward pass.
+        pairs: the pairs that the call keeps; None is what ``work`` says.
+        kept: them in words, such as "causal, window 4096"; "" is all pairs.
     """
 
     work: Workload
@@ -34,6 +38,8 @@ class Plan:
     kernel: str
     budget_bytes: int | None
     backward: bool
+    pairs: Pairs | None = field(default=None, compare=False, repr=False)
+    kept: str = field(default="", compare=False)
 
     @property
     def schedule(self) -> Schedule:
@@ -86,21 +92,33 @@ class Plan:
         return self.decomposition.task(path)
 
     def census(self, is_causal: bool | None = None, tile: int = 128) -> Census:
-        """Shares of masked, clear and mixed tiles (paper, Appendix A.2)."""
-        causal = self.work.is_causal if is_causal is None else is_causal
-        return self.decomposition.census(causal, tile)
+        """Shares of masked, clear and mixed tiles of the tasks as they are run, under the call's
+        mask (paper, Appendix A.2)."""
+        pairs = self._pairs()
+        if is_causal is not None:
+            pairs = replace(pairs, is_causal=is_causal)
+        return census(self._trimmed() or self.tasks(), pairs, tile)
+
+    def _pairs(self) -> Pairs:
+        work = self.work
+        return self.pairs or Pairs(work.n_queries, work.n_keys, work.is_causal)
+
+    def _kept(self) -> str:
+        return self.kept or ("causal" if self.work.is_causal else "")
+
+    def _trimmed(self) -> list[Task] | None:
+        """The tasks as they are run; None where they are those of the decomposition."""
+        if self.schedule.trimmed is None:
+            return None
+        pairs, shape = self._pairs(), self.decomposition
+        return trimmed(list(shape.tasks()), pairs, shape.tile, written(pairs, self.backward))
 
     def draw(self, path: str | PathLike[str]) -> None:
         """Write a picture of the coverage to ``path`` (needs matplotlib: the ``draw`` extra)."""
         from quorum_attention.pictures import draw_coverage
 
-        work = self.work
         draw_coverage(
-            self.decomposition,
-            work.is_causal,
-            path,
-            n_queries=work.n_queries,
-            n_keys=work.n_keys,
+            self.decomposition, self._pairs(), path, tasks=self._trimmed(), kept=self._kept()
         )
 
     def describe(self) -> str:
@@ -118,8 +136,9 @@ class Plan:
         the picture is no burden for a page."""
         from quorum_attention.pictures import coverage_svg
 
-        work = self.work
-        drawn = coverage_svg(self.decomposition, work.is_causal, work.n_queries, work.n_keys)
+        drawn = coverage_svg(
+            self.decomposition, self._pairs(), tasks=self._trimmed(), kept=self._kept()
+        )
         return self.html_table() + (f'<div style="margin-top:1em">{drawn}</div>' if drawn else "")
 
     def _lines(self) -> list[tuple[str, str]]:
@@ -131,7 +150,7 @@ class Plan:
         heads = f"{work.batch} x {work.heads} heads ({work.kv_heads} key/value)"
         call = (
             f"{name} of {queries}, {heads}, head_dim {work.head_dim}, "
-            f"{str(work.dtype).removeprefix('torch.')}{', causal' if work.is_causal else ''}"
+            f"{str(work.dtype).removeprefix('torch.')}{f', {self._kept()}' if self._kept() else ''}"
         )
         lines = [("call", call)]
         if not cut.levels:
