@@ -120,6 +120,45 @@ def test_check_a_function_of_ones_own(
     assert "my_own_script ends the program" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["fails", "refuses", "fails_backward"])
+def test_check_shows_the_users_own_frames_of_a_failure(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my_failing.py").write_text(
+        "import torch\n"
+        "def inner(q):\n"
+        "    return q @ torch.zeros(q.shape[-1] + 1)\n"
+        "def fails(query, key, value, is_causal, scale):\n"
+        "    return inner(query)\n"
+        "def refuses(query, key, value, is_causal, scale):\n"
+        "    raise ValueError('too short')\n"
+        "def fails_backward(query, key, value, is_causal, scale):\n"
+        "    scores = query @ key.mT * scale\n"
+        "    scores.register_hook(inner) if scores.requires_grad else None\n"
+        "    return scores.softmax(-1) @ value, scores.logsumexp(-1)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", f"my_failing:{name}", "--device", "cpu", "--no-causal"]) == 2
+    said = capsys.readouterr().err
+    assert "quorum_attention" not in said
+    assert "my_failing.py" in said
+    error = "ValueError: too short" if name == "refuses" else "RuntimeError: "
+    assert f"\n{error}" in said
+    assert ("in inner" in said) == (name != "refuses")
+
+
+def test_a_module_that_fails_is_shown_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my_broken.py").write_text("x = 1\nx.missing\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["check", "my_broken:f", "--device", "cpu"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("File ") == 1
+    assert "AttributeError" in said
+
+
 def test_run_writes_what_attention_returns(tmp_path: Path) -> None:
     tensors = {n: torch.randn(1, 2, 300, 16) for n in ("q", "k", "v")}
     safetensors.torch.save_file(tensors, tmp_path / "in")

@@ -1,4 +1,4 @@
-"""``check``: is a kernel of your own recovered exactly? Exit status 1 if not."""
+"""``check``: is a kernel of your own recovered exactly? Exit status 1 if not, 2 if it fails."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import argparse
 import importlib
 import inspect
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import quorum_attention
 from quorum_attention.checking import check_kernel
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say
+from quorum_attention.progress.lines import line
 
 
 def add_to(commands: Any) -> None:
@@ -80,6 +85,30 @@ def load(name: str) -> Any:
 
 
 def _run(options: argparse.Namespace) -> int:
+    try:
+        return _checked(options)
+    except Exception as error:
+        frames = _users_frames(error) if ":" in options.kernel else []
+        if not frames:
+            raise
+        said = traceback.format_list(frames) + traceback.format_exception_only(error)
+        line(f"quorum-attention: {options.kernel} failed:\n{''.join(said).rstrip()}")
+        return 2
+
+
+def _users_frames(error: Exception) -> list[traceback.FrameSummary]:
+    """The part of an error's traceback that begins in a user's file, without frames of ours; none
+    where it does not reach one."""
+    ours, theirs = (str(Path(package.__path__[0])) for package in (quorum_attention, torch))
+    frames = traceback.extract_tb(error.__traceback__)
+    inner = [number for number, frame in enumerate(frames) if frame.filename.startswith(ours)]
+    after = [f for f in frames[min(inner, default=0) :] if not f.filename.startswith(ours)]
+    while after and after[0].filename.startswith((theirs, "<frozen", importlib.__path__[0])):
+        after.pop(0)
+    return after
+
+
+def _checked(options: argparse.Namespace) -> int:
     result = check_kernel(
         load(options.kernel),
         n_tokens=options.tokens,

@@ -51,14 +51,8 @@ def draw_recovery(
     figure = new_figure(12.4, 7.5)
     left = figure.add_axes((0.055, 0.18, 0.415, 0.675))
     right = figure.add_axes((0.545, 0.18, 0.42, 0.675))
-    figure.text(
-        0.055,
-        0.952,
-        summary(decomposition, "causal" if is_causal else ""),
-        color=INK,
-        size=15,
-        weight="bold",
-    )
+    title = summary(decomposition, "causal" if is_causal else "")
+    figure.text(0.055, 0.952, title, color=INK, size=15, weight="bold")
     pairs = Pairs(decomposition.n_tokens, decomposition.n_tokens, is_causal)
     note = draw_square(left, decomposition, pairs)
     above(left, 13, note, 10, SOFT, "normal")

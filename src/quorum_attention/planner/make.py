@@ -136,7 +136,9 @@ def plan(
     place = _place(where, inputs, results_given, dtype, backward)
     chosen, found = decide_untried(work, wish, kernel, place, where, backward=backward)
     knowing = sparse(chosen)
-    pairs = knowing and knowing.kept_pairs(work.n_queries, work.n_keys, work.is_causal)
+    pairs = None
+    if knowing is not None:
+        pairs = knowing.kept_pairs(work.n_queries, work.n_keys, work.is_causal)
     kept = _words(attn_mask, given.is_causal)
     return Plan(work, found, place, chosen.name, bytes_given, backward, pairs, kept)
 
