@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from quorum_attention.execution.device.lookup import BACKENDS
 from quorum_attention.planner import calibration
 from quorum_attention.pool.speeds import expected_paces
 
@@ -40,5 +41,5 @@ def test_of_a_device_that_was_calibrated(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_nonsense_is_not_believed(monkeypatch: pytest.MonkeyPatch, entry: object) -> None:
     known = {f"NVIDIA H200, torch {torch.__version__}, 16 bit": entry}
     monkeypatch.setattr(calibration, "_known", lambda: known)
-    assert calibration.calibrated_flops("NVIDIA H200", HALF, 64) is None
+    assert calibration.calibrated_flops(BACKENDS["cuda"], "NVIDIA H200", HALF, 64) is None
     assert expected_paces([("cuda:0", "NVIDIA H200")], HALF, 64, backward=False)[0] > 0
