@@ -360,7 +360,7 @@ MANY = torch.zeros(1, 2, 50, 8, requires_grad=True)
         ({"out": "here"}, TypeError, "out must be a torch.Tensor"),
         ({"budget": -5}, ValueError, "budget must not be negative, got -5"),
         ({"budget": "a lot"}, ValueError, "budget must be a number .* got 'a lot'"),
-        ({"budget": 1.5}, TypeError, "budget must be a number"),
+        ({"budget": 1.5}, TypeError, "budget must be a whole number"),
         ({"plan": 3}, TypeError, "plan must come from quorum_attention.plan, got int"),
         ({"report": {}}, TypeError, "report must be a quorum_attention.Report, got dict"),
         ({"progress": 3}, TypeError, "progress must be None, True or a callable"),
