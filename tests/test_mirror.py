@@ -55,7 +55,7 @@ ELSEWHERE = {
     "native/test_masked.py": ("kernels/masked/native.py",),
     "native/test_tried.py": (
         "kernels/masked/native_tried.py", "kernels/masked/blocks.py",
-        "kernels/masked/launches.py", "kernels/masked/spans.py", "kernels/masked/trying.py",
+        "kernels/masked/launches.py", "kernels/masked/trying.py",
     ),
     # The machine with its events, its instructions, its queue, and what it checks.
     "execution/control/test_machine.py": (

@@ -20,7 +20,6 @@ from quorum_attention.kernels.masked import native_tried
 from quorum_attention.kernels.masked.blocks import codes_of
 from quorum_attention.kernels.masked.launches import launches
 from quorum_attention.kernels.masked.reading import Sizes, read
-from quorum_attention.kernels.masked.spans import verdicts
 from quorum_attention.kernels.masked.trying import Pieces, Room, Trial
 from quorum_attention.kernels.protocol import TaskTensors
 
@@ -94,7 +93,7 @@ def test_what_a_block_is_said_to_be_it_is(seed: int, monkeypatch: pytest.MonkeyP
         whole, rectangles, zeros, torch.zeros(1, 2, m, 4), torch.zeros(1, 2, m, 4), 1.0, False,
         lambda r: None,
     )  # fmt: skip
-    codes = codes_of(geometry, pairs, ((0, 0), (0, 1)))
+    codes = codes_of(geometry, pairs)
     trial = Trial(geometry, task, (n, m), Pieces.of(pairs), (True, True))
     trial.settle(codes, Room(draw.choice([1, 16 << 20]), 2, n, m))
     assert set(np.unique(codes)) <= {MASKED, CLEAR, MIXED}
@@ -109,60 +108,6 @@ def test_what_a_block_is_said_to_be_it_is(seed: int, monkeypatch: pytest.MonkeyP
         bits = (words[0, :, number, :, :, None] >> torch.arange(32)) & 1
         got = bits.flatten(2)[:, : part.shape[1], : part.shape[2]].bool()
         assert torch.equal(got, part), (i, j)
-
-
-TABLE = torch.randint(0, 5, (700,)).sort().values
-BY_ENTRY = torch.randint(0, 3, (2, 700))
-KEPT = torch.rand(700) < 0.9
-FUNCTIONS = (
-    lambda b, h, q, k: (q >= k) & ((q - k < 90) | (k % 50 < 7)),
-    lambda b, h, q, k: TABLE[q] == TABLE[k],
-    lambda b, h, q, k: (BY_ENTRY[b, q] != BY_ENTRY[b, k]) ^ KEPT[k],
-    lambda b, h, q, k: ~((q // 64 + h) % 3 < (k // 64) % 3) | (abs(q - 2 * k) <= 40),
-    lambda b, h, q, k: KEPT[q] & (3 - q < -k) & (q * k != 12),
-)
-
-
-@pytest.mark.parametrize("number", range(len(FUNCTIONS)))
-def test_what_ranges_say_holds_for_every_pair(number: int) -> None:
-    function, draw = FUNCTIONS[number], np.random.default_rng()
-    queries, keys = (draw.integers(0, 650, 300) for _ in range(2))
-    sizes = draw.choice([1, 8, 50], 300)
-    found = verdicts(function, ((0, 1), (0, 2)), (queries, queries + sizes - 1),
-                     (keys, keys + sizes - 1))  # fmt: skip
-    assert found is not None
-    entries, heads = torch.arange(2)[:, None, None, None], torch.arange(3)[:, None, None]
-    for code, q, k, size in zip(found, queries, keys, sizes, strict=True):
-        kept = function(entries, heads, torch.arange(q, q + size)[:, None],
-                        torch.arange(k, k + size))  # fmt: skip
-        assert code != CLEAR or kept.all()
-        assert code != MASKED or not kept.any()
-    assert len(set(found.tolist())) > 1
-
-
-SMALL = torch.randint(0, 200, (700,), dtype=torch.uint8)
-SQUARE = torch.ones(700, 700, dtype=torch.bool)
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda b, h, q, k: SMALL[q] - SMALL[k] < 5,  # which begins again below 0
-        lambda b, h, q, k: SQUARE[q, k],
-        lambda b, h, q, k: q.float() < k,
-        lambda b, h, q, k: torch.maximum(q, k) < 9,
-        lambda b, h, q, k: q < 5 if q < k else q > 7,
-        lambda b, h, q, k: max(q, k) < 5,
-        lambda b, h, q, k: TABLE[q - 5] == 1,
-        lambda b, h, q, k: q * q * q * q < k,
-        lambda b, h, q, k: q & 1 == k,
-        lambda b, h, q, k: q // k == 1,
-        lambda b, h, q, k: True,
-    ],
-)
-def test_what_has_no_rule_for_ranges_is_not_guessed(function: Any) -> None:
-    at = np.array([0, 600]), np.array([90, 690])
-    assert verdicts(function, ((0, 0), (0, 0)), at, at) is None
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -254,7 +199,6 @@ def test_a_table_is_made_again_when_what_a_function_reads_has_changed(
     kept[:] = False
     kept[:7] = True
     assert call(seen, kept) == 2
-    # What is in an object cannot be seen to change: tried each time.
     unseen = Mask(keeps=lambda b, h, q, k: hidden.kept[k])
     assert call(unseen, hidden.kept) == 3
     hidden.kept = ~hidden.kept

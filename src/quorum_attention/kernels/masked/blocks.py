@@ -1,8 +1,8 @@
 """Which blocks of a task, 128 queries by 128 keys, a geometry keeps: masked, clear or mixed.
 
 A quadtree over the blocks is followed down as far as verdicts are mixed. Where a user's function
-alone decides, it is asked about ranges (``spans.py``). What is open then, or has too many nodes, is
-tried on the device (``trying.py``), once for as long as the mask stays the same.
+decides, or there are too many nodes, blocks are tried on the device (``trying.py``), once for as
+long as the mask lives.
 """
 
 from __future__ import annotations
@@ -10,32 +10,24 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quorum_attention.decomposition import CLEAR, MASKED, MIXED, Ranges
 from quorum_attention.kernels.kit.block_masks import BLOCK, Nodes
 from quorum_attention.kernels.kit.block_masks import Geometry as Pairs
 from quorum_attention.kernels.masked.geometry import Geometry
-from quorum_attention.kernels.masked.spans import Ints, verdicts
 from quorum_attention.kernels.masked.trying import UNTRIED, Codes
-from quorum_attention.mask import Keeps
 
-# The code of a block of which a user's function alone decides.
-_ALONE = 4
-# Blocks of which a function is asked at once.
-_AT_ONCE = 1 << 18
+_Ints = NDArray[np.int64]
 # More nodes of a level than this, and what is left is tried on the device.
 _MOST_NODES = 1 << 14
 
 
-Lanes = tuple[tuple[int, int], tuple[int, int]]
-
-
-def codes_of(geometry: Geometry, pairs: Pairs, lanes: Lanes) -> Codes:
+def codes_of(geometry: Geometry, pairs: Pairs) -> Codes:
     """The verdict of every block of the grid, or UNTRIED; (block rows, block columns) int8.
 
     Args:
         pairs: those of the task's rectangles.
-        lanes: the first and the last batch entry, and head.
     """
     rows, columns = pairs.grid
     codes = np.zeros((rows, columns), dtype=np.int8)
@@ -58,32 +50,16 @@ def codes_of(geometry: Geometry, pairs: Pairs, lanes: Lanes) -> Codes:
         settled = single | (found != MIXED)
         _fill(codes, nodes[settled], found[settled])
         nodes = _quarters(nodes[~settled])
-    if len(opaque) == 1:
-        _ask(opaque[0], codes, pairs, lanes)
-    codes[codes == _ALONE] = UNTRIED
     return codes
 
 
-def _ask(function: Keeps, codes: Codes, pairs: Pairs, lanes: Lanes) -> None:
-    """Write what a function says of ranges where it decides alone."""
-    rows, columns = np.nonzero(codes == _ALONE)
-    for start in range(0, len(rows), _AT_ONCE):
-        some = rows[start : start + _AT_ONCE], columns[start : start + _AT_ONCE]
-        sides = [_bounds(at, at + 1, tokens)
-                 for at, tokens in zip(some, (pairs.queries, pairs.keys), strict=True)]  # fmt: skip
-        found = verdicts(function, lanes, sides[0], sides[1])
-        if found is None:
-            return
-        codes[some] = np.where(found == MIXED, UNTRIED, found)
-
-
-def _bounds(first: Ints, stop: Ints, tokens: Ints) -> tuple[Ints, Ints]:
+def _bounds(first: _Ints, stop: _Ints, tokens: _Ints) -> tuple[_Ints, _Ints]:
     """The first and the last position of blocks ``first`` to ``stop``."""
     return tokens[first * BLOCK], tokens[np.minimum(stop * BLOCK, len(tokens)) - 1]
 
 
 def _asker(geometry: Geometry) -> Callable[[Ranges], int]:
-    """The verdict of a block; _ALONE where it is for functions alone to decide."""
+    """The verdict of a block; UNTRIED where it is for functions alone to decide."""
     if not geometry.opaque:
         return geometry.verdict
 
@@ -94,7 +70,7 @@ def _asker(geometry: Geometry) -> Callable[[Ranges], int]:
         least = geometry.verdict(block, MASKED)
         if least is CLEAR:
             return CLEAR
-        return _ALONE if most is CLEAR and least is MASKED else MIXED
+        return UNTRIED if most is CLEAR and least is MASKED else MIXED
 
     return asked
 

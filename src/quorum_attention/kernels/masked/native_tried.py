@@ -163,7 +163,7 @@ class NativeTried:
 
         def table() -> _Table:
             pairs = pairs_of(task.task, rectangles, False, n_queries, n_keys)
-            codes, pieces = codes_of(self._geometry, pairs, _lanes(task)), Pieces.of(pairs)
+            codes, pieces = codes_of(self._geometry, pairs), Pieces.of(pairs)
             if (codes == UNTRIED).any():
                 Trial(self._geometry, task, sizes, pieces, apart).settle(codes, room)
             return _Table(codes, pieces, {})
@@ -285,12 +285,6 @@ def _room(task: TaskTensors, apart: tuple[bool, bool]) -> Room:
     width = _row_bytes(head_dim, value_dim, task.query.dtype)
     nbytes = batch * heads * max(n_queries, n_keys) * width
     return Room.of(nbytes, lanes, n_queries, n_keys)
-
-
-def _lanes(task: TaskTensors) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The first and the last batch entry, and head."""
-    heads = task.first_head, task.first_head + task.query.shape[1] - 1
-    return (min(task.entries), max(task.entries)), heads
 
 
 def _row_bytes(head_dim: int, value_dim: int, dtype: torch.dtype) -> int:
