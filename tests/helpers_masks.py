@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
 
 from quorum_attention import Mask
@@ -15,6 +14,9 @@ from quorum_attention.decomposition import Rows
 from quorum_attention.kernels.dropout import Dropout, dropped
 from quorum_attention.kernels.masked import native_tried
 from quorum_attention.kernels.masked.trying import Room
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def dense(mask: Mask, batch: int, heads: int, n_queries: int, n_keys: int) -> torch.Tensor:

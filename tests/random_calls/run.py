@@ -121,6 +121,21 @@ def check(case: Case, device: str = "cpu") -> Verdict:
         verdict.add(f"raises {type(error).__name__}", _raised(error))
         if is_lost(compute):
             return verdict
+    judge_results(verdict, made, done, compute)
+    if case.looked_after:
+        done = Done()
+        left, tries = _tensors(), 20
+        while left > 0 and tries and compute.type == "cuda":
+            # The thread that ran a backward on a GPU lets go a little later.
+            time.sleep(0.02)
+            left, tries = _tensors(), tries - 1
+        if left > 0:
+            verdict.add("tensors left", str(left))
+    return verdict
+
+
+def judge_results(verdict: Verdict, made: Made, done: Done, compute: torch.device) -> None:
+    """Hold what a call has left in ``done`` against float64, inputs and neighbours included."""
     _ways(verdict, done)
     _peaks(verdict, done)
     if verdict.outcome == "right":
@@ -132,16 +147,6 @@ def check(case: Case, device: str = "cpu") -> Verdict:
             verdict.add("memory of others changed", name)
     for name in done.untaken:
         verdict.add("not where it was asked for", name)
-    if case.looked_after:
-        done = Done()
-        left, tries = _tensors(), 20
-        while left > 0 and tries and compute.type == "cuda":
-            # The thread that ran a backward on a GPU lets go a little later.
-            time.sleep(0.02)
-            left, tries = _tensors(), tries - 1
-        if left > 0:
-            verdict.add("tensors left", str(left))
-    return verdict
 
 
 def is_lost(device: torch.device) -> bool:
