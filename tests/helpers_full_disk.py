@@ -165,19 +165,6 @@ def _proven(folder: Path, turn: int) -> None:
     proven._note(f"a test that was passed, number {turn}: {'x' * 100}")
 
 
-def _binary(folder: Path, turn: int) -> None:
-    import torch
-
-    from quorum_attention.kernels import binaries
-    from quorum_attention.kernels.launches import merging
-
-    os.environ.pop("TRITON_INTERPRET", None)
-    torch.cuda.get_device_capability = lambda device: (9, 0)  # type: ignore[assignment]
-    binaries._triton = lambda: ("here", 1, 2)  # type: ignore[assignment]
-    made = binaries.Binary("kernel", ("pointer",), (0,), 4, 1024, b"code" * 100)
-    binaries.keep(merging(torch.float16, 64 * turn), torch.device("cuda", 0), made)
-
-
 _RESERVED = "are missing", "more than a file may have here"
 _OF_JOURNAL = "run.journal: No space left on device", _RESERVED[1]
 _UNSAID = "", ""
@@ -198,7 +185,6 @@ WRITERS = {
     "calibration": Writer(_calibration, "OSError", "calibration.json"),
     "known schedules": Writer(_known, "", "", _UNSAID),
     "tests that were passed": Writer(_proven, "", "", _UNSAID),
-    "compiled kernels": Writer(_binary, "", "", _UNSAID),
 }
 
 

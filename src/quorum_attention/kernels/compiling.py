@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 
 from quorum_attention.kernels import ahead
-from quorum_attention.kernels.launches import Launch, adding, dividing, finding_norms, merging
-from quorum_attention.kernels.launching import prepare
+from quorum_attention.kernels.launches import (
+    adding,
+    compile_for,
+    dividing,
+    finding_norms,
+    merging,
+)
 from quorum_attention.kernels.merge import triton_available
 from quorum_attention.kernels.outside import outside
 
@@ -16,7 +23,7 @@ _begun: set[tuple[object, ...]] = set()
 def compile_ahead(
     device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, scaled: bool | None
 ) -> bool:
-    """Begin to load or compile what merges and adds on ``device``, once in a process (ahead.py).
+    """Begin to compile what merges and adds on ``device`` in a thread, once in a process.
     Whether this is the first time that it was asked for, and was begun.
 
     Args:
@@ -31,21 +38,18 @@ def compile_ahead(
     _begun.add(asked)
     if device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-
-    def begin(what: Launch) -> None:
-        def work() -> None:
-            if what.kernel != "merge":
-                # It is needed first, and threads that compile hold each other up, and the call.
-                ahead.wait("merge")
-            prepare(what, device)
-
-        ahead.begin(what.kernel, device, work)
-
     with outside():
-        begin(merging(dtype, value_dim))
+        # In the order in which they are needed.
+        kernels = [merging(dtype, value_dim)]
         if scaled is not None:
-            begin(adding(dtype, (head_dim, head_dim, value_dim), scaled))
+            kernels.append(adding(dtype, (head_dim, head_dim, value_dim), scaled))
         if scaled:
-            begin(finding_norms(dtype, value_dim))
-            begin(dividing(dtype, value_dim))
+            kernels += finding_norms(dtype, value_dim), dividing(dtype, value_dim)
+
+    def work() -> None:
+        for kernel in kernels:
+            compile_for(kernel)
+
+    with suppress(RuntimeError):  # no more threads: launches compile
+        ahead.begin("Triton kernels", device, work)
     return True

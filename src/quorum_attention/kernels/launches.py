@@ -1,7 +1,4 @@
-"""What the four Triton kernels beside attention are launched with, made of tensors.
-
-Nothing here imports Triton, which takes 0.4 s in a new process: a kernel that was kept on disk is
-launched without it (``binaries.py``).
+"""The four Triton kernels beside attention: what each is launched with, and its launch.
 
 Triton compiles a kernel again for every combination of integer arguments that are 1, multiples of
 16, or neither; each compilation takes 0.7 s. These kernels gain little from that, so their integers
@@ -12,9 +9,13 @@ constant: that is enough for rows to be read and written in words of 16 bytes.
 from __future__ import annotations
 
 import functools
+import threading
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
+
+from quorum_attention.kernels import ahead
 
 # Elements of a program's block: enough for full memory bandwidth, few enough for the registers.
 _BLOCK_ELEMENTS = 4096
@@ -27,6 +28,10 @@ _LARGEST_UNIT = 16
 _ROWS = 128
 
 
+# Held while a kernel is compiled by a thread, and by launches meanwhile: none is compiled twice.
+_compiling = threading.Lock()
+
+
 class Launch(NamedTuple):
     """One launch of a kernel.
 
@@ -34,29 +39,41 @@ class Launch(NamedTuple):
         kernel: "merge", "add", "norm" or "divide".
         programs: how many; 0: there is nothing to do.
         arguments: tensors and numbers in the order of the kernel's parameters.
-        constants: what is compiled in, in the order of ``CONSTANTS``; after the arguments.
-        kinds: the dtypes of the tensors, and whatever else it is compiled for but alignment.
+        constants: what is compiled in; the parameters after the arguments.
     """
 
     kernel: str
     programs: int
     arguments: list[Any]
     constants: tuple[object, ...]
-    kinds: tuple[object, ...]
 
 
-CONSTANTS = {
-    "merge": ("UNIT", "WIDTH", "BLOCK_ROWS", "BLOCK_WIDTH"),
-    "add": (
-        "SCALED", "CHECKED", "NARROW",
-        "UNIT_0", "WIDTH_0", "BLOCK_ROWS_0", "BLOCK_WIDTH_0",
-        "UNIT_1", "WIDTH_1", "BLOCK_ROWS_1", "BLOCK_WIDTH_1",
-        "UNIT_2", "WIDTH_2", "BLOCK_ROWS_2", "BLOCK_WIDTH_2",
-    ),
-    "norm": ("WIDTH", "BLOCK_ROWS", "BLOCK_WIDTH"),
-    "divide": ("WIDTH", "BLOCK_ROWS", "BLOCK_WIDTH"),
-}  # fmt: skip
-"""The names of each kernel's constants."""
+def launch(what: Launch) -> None:
+    """Launch it on the current stream of its tensors' device."""
+    if not what.programs:
+        return
+    # What is launched may be what a thread is compiling.
+    with torch.cuda.device_of(what.arguments[0]), _compiling if ahead.RUNNING else nullcontext():
+        _kernel(what.kernel)[(what.programs,)](*what.arguments, *what.constants)
+
+
+def compile_for(what: Launch) -> None:
+    """Have Triton compile it and load it onto the current device; nothing is launched."""
+    with _compiling:
+        compiled = _kernel(what.kernel).warmup(*what.arguments, *what.constants, grid=(1,))
+        _ = compiled.run  # here Triton loads it, and makes what launches it
+
+
+@functools.cache
+def _kernel(name: str) -> Any:
+    # To import Triton takes 0.4 s.
+    if name in ("merge", "add"):
+        from quorum_attention.kernels import merge_triton
+
+        return merge_triton._merge_kernel if name == "merge" else merge_triton._add_kernel
+    from quorum_attention.kernels import scaling_triton
+
+    return scaling_triton._norm_kernel if name == "norm" else scaling_triton._divide_kernel
 
 
 def to_merge(
@@ -71,8 +88,7 @@ def to_merge(
         out, lse, out_i, lse_i, heads, rows, blocks, *strides, *lse.stride(), *lse_i.stride(),
     ]  # fmt: skip
     constants = (unit, width, block_rows, block_width)
-    kinds = (out.dtype, lse.dtype, out_i.dtype, lse_i.dtype)
-    return Launch("merge", batch * heads * blocks, arguments, constants, kinds)
+    return Launch("merge", batch * heads * blocks, arguments, constants)
 
 
 def to_add(
@@ -95,7 +111,6 @@ def to_add(
     blocks: list[int] = []
     checked = overflow is not None
     constants: list[object] = [unscale is not None, checked, checked and narrow]
-    kinds: list[object] = []
     for i in range(3):
         # A missing pair gets no blocks, so its pointers are never read.
         here = i < len(targets)
@@ -105,7 +120,6 @@ def to_add(
         each = -(-rows // block_rows)
         unit, strides = _strides(target, source)
         constants += (unit, width, block_rows, block_width)
-        kinds += (target.dtype, source.dtype)
         blocks.append(batch * heads * each if here else 0)
         shared = max(1, heads // factors_heads) if factors_heads else 1
         arguments += (
@@ -115,8 +129,7 @@ def to_add(
     factors = targets[0] if unscale is None else unscale
     flags = targets[0] if overflow is None else overflow
     arguments += (blocks[0], blocks[0] + blocks[1], factors, flags, float(alpha))
-    kinds += (factors.dtype, flags.dtype)
-    return Launch("add", sum(blocks), arguments, tuple(constants), tuple(kinds))
+    return Launch("add", sum(blocks), arguments, tuple(constants))
 
 
 def to_norm(tensor: torch.Tensor, heads: int, groups: int, norms: torch.Tensor) -> Launch:
@@ -145,9 +158,7 @@ def _over_runs(
     block_rows = max(1, _READ_ELEMENTS // block_width)
     programs = min(-(-rows // block_rows), max(1, _READ_PROGRAMS // max(1, groups)))
     everything = [tensor, *arguments, rows, programs]
-    # ``rows`` is specialised: a tenth faster at D = 128.
-    kinds = (tensor.dtype, "1" if rows == 1 else rows % 16 == 0)
-    return Launch(kernel, groups * programs, everything, (width, block_rows, block_width), kinds)
+    return Launch(kernel, groups * programs, everything, (width, block_rows, block_width))
 
 
 # These run several times for each rectangle, where the host may be the limit.
