@@ -19,6 +19,7 @@ FLOORS = (
     ("counts", "errors", "lifetime", "progress"),
     ("html_table", "quorums", "sizes"),
     ("decomposition", "mask", "writing"),
+    ("cache_files",),
     ("files", "kernels", "pictures"),
     ("npy",),
     ("execution",),

@@ -36,15 +36,6 @@ _LONGEST_NAME = 200  # bytes of the old name that are kept: file systems allow 2
 _BLOCK = 1 << 22
 
 
-def cache_folder() -> Path:
-    """Where files are that only save time; ``QUORUM_ATTENTION_CACHE`` names another folder. It need
-    not exist."""
-    import platformdirs  # takes longer to import than everything else here
-
-    named = os.environ.get("QUORUM_ATTENTION_CACHE")
-    return Path(named or platformdirs.user_cache_dir("quorum-attention"))
-
-
 def check_target(path: str | PathLike[str]) -> Path:
     """The file that writing to ``path`` replaces: ``path`` with symbolic links followed.
 

@@ -84,7 +84,7 @@ def test_random_calls_are_within_their_budgets() -> None:
 
 
 def test_it_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(known, "cache_folder", lambda: tmp_path)
+    monkeypatch.setenv("QUORUM_ATTENTION_CACHE", str(tmp_path))
     known._known.cache_clear()
     made = planned("64MiB").schedule
     known.note("it", made, "because")

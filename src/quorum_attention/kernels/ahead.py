@@ -1,10 +1,8 @@
 """Prepares in threads what a first call will need soon: compiled kernels, slow imports.
 
 A Triton kernel takes half a second and more to compile: Triton's passes, ptxas, and a C compiler
-for the function that launches it. Most of that runs without the interpreter's lock. So what is
-going to be needed is prepared side by side (``compiling.py`` says which kernels), and the first
-launch of a kernel waits for its thread. What fails is left to the first use, which fails in the
-same way.
+for the function that launches it. Most of that runs without the interpreter's lock, beside the
+caller. What fails is left to the first use, which fails in the same way.
 
 A thread that computes in Python keeps the interpreter's lock for 5 ms when others ask for it, and
 whoever calls an operator gives it away and has to ask. While threads prepare, the caller would wait

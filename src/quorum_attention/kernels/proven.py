@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from quorum_attention.writing import cache_folder, write_text
+from quorum_attention.cache_files import load, store
 
 _FILE = "kernels.json"
 # Most entries of the file: the oldest go first.
@@ -46,11 +45,8 @@ def _note(entry: str | None) -> None:
     _known().append(entry)
     del _known()[:-_MOST]
     with suppress(OSError):
-        path = cache_folder() / _FILE
-        path.parent.mkdir(parents=True, exist_ok=True)
         # Another process may have added to it.
-        together = list(dict.fromkeys([*_read(path), *_known()]))
-        write_text(path, json.dumps(together[-_MOST:], indent=1), durable=False)
+        store(_FILE, lambda said: list(dict.fromkeys([*_entries(said), *_known()]))[-_MOST:])
 
 
 def is_built(kernel: object, question: object, device: torch.device) -> bool:
@@ -73,15 +69,11 @@ def read() -> None:
 
 @functools.cache
 def _known() -> list[str]:
-    return _read(cache_folder() / _FILE)
+    return _entries(load(_FILE))
 
 
-def _read(path: Path) -> list[str]:
-    try:
-        found: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return []
-    return [e for e in found if isinstance(e, str)] if isinstance(found, list) else []
+def _entries(said: Any) -> list[str]:
+    return [e for e in said if isinstance(e, str)] if isinstance(said, list) else []
 
 
 def _entry(kernel: object, question: object, device: torch.device) -> str | None:

@@ -9,7 +9,6 @@ a calibration plans are made with the assumed rates of ``machine.py``.
 from __future__ import annotations
 
 import datetime
-import json
 import math
 import statistics
 import time
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 
+from quorum_attention.cache_files import cache_folder, load, private_folder, store
 from quorum_attention.counts import shown
 from quorum_attention.errors import CalibrationError
 from quorum_attention.execution.device.backend import Backend
@@ -33,7 +33,7 @@ from quorum_attention.kernels.protocol import CallShape, Operator
 from quorum_attention.kernels.select import select_kernel
 from quorum_attention.kernels.traits import operator
 from quorum_attention.planner.machine import Machine
-from quorum_attention.writing import cache_folder, check_target, write_text
+from quorum_attention.writing import check_target
 
 _FILE = "calibration.json"
 _HEAD_DIMS = (64, 128)
@@ -89,12 +89,12 @@ def rates_known() -> object:
 
 @lru_cache(maxsize=1)
 def _known() -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads(cache_file().read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        # There is none yet, or it is broken: the assumed rates are used.
-        return {}
-    return found if isinstance(found, dict) else {}
+    return _entries(load(_FILE))
+
+
+def _entries(said: Any) -> dict[str, Any]:
+    # Where there is none, or it is broken, the assumed rates are used.
+    return said if isinstance(said, dict) else {}
 
 
 @lru_cache(maxsize=64)
@@ -162,15 +162,14 @@ def calibrate(
         NotImplementedError: no kernel that works on rectangles runs there in this dtype.
         ValueError, TypeError: ``device`` is not available; attention does not take ``dtype``.
         CalibrationError: measurements disagree with each other; nothing has been stored.
-        OSError: the file cannot be written.
+        OSError: the file cannot be written, or its folder is not to be trusted.
     """
     started = time.perf_counter()
     where = best_device() if device is None else present(device, "device")
     if dtype not in ELEMENT_BYTES:
         raise TypeError(f"dtype must be one of torch's {DTYPE_NAMES}, got {shown(dtype)}")
     path = cache_file()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    check_target(path)
+    check_target(private_folder(path.parent) / _FILE)
     bench = _Bench(where, dtype)
     rounds = _measured(bench, progress or (lambda text: None))
     best = {name: _best(name, [found[name] for found in rounds]) for name in rounds[0]}
@@ -184,7 +183,7 @@ def calibrate(
     key = device_key(where, dtype)
     _known.cache_clear()
     earlier = _measurements(_known().get(key))
-    write_text(path, json.dumps({**_known(), key: figures}, indent=1))
+    store(_FILE, lambda said: {**_entries(said), key: figures}, durable=True)
     _known.cache_clear()
     machine_of.cache_clear()
     rates_known.cache_clear()

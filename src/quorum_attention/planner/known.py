@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from quorum_attention.cache_files import load, store
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.execution.case import Case
 from quorum_attention.execution.device.lookup import BACKENDS
@@ -28,7 +28,6 @@ from quorum_attention.execution.schedule import Route, Schedule
 from quorum_attention.execution.workload import GroupSize
 from quorum_attention.kernels.traits import is_bare
 from quorum_attention.planner.machine import Machine
-from quorum_attention.writing import cache_folder, write_text
 
 _FILE = "plans.json"
 # Most entries of the file: the oldest go first.
@@ -83,11 +82,8 @@ def note(name: str, schedule: Schedule, why: str) -> None:
     ]  # fmt: skip
     _known()[name] = entry
     with suppress(OSError):
-        path = cache_folder() / _FILE
-        path.parent.mkdir(parents=True, exist_ok=True)
         # Another process may have added to it.
-        together = {**_read(path), **_known()}
-        write_text(path, json.dumps(dict(list(together.items())[-_MOST:])), durable=False)
+        store(_FILE, lambda said: dict(list({**_entries(said), **_known()}.items())[-_MOST:]))
 
 
 def read() -> None:
@@ -98,15 +94,11 @@ def read() -> None:
 
 @functools.cache
 def _known() -> dict[str, Any]:
-    return _read(cache_folder() / _FILE)
+    return _entries(load(_FILE))
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def _entries(said: Any) -> dict[str, Any]:
+    return said if isinstance(said, dict) else {}
 
 
 def _is_plain(value: object) -> bool:

@@ -1,0 +1,305 @@
+"""The cache is this user's alone: whoever else could write it would choose kernels and plans.
+
+Where it is not, calls go on without it, and it is said.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quorum_attention import cache_files
+from quorum_attention.cache_files import (
+    UntrustedCacheError,
+    load,
+    private_folder,
+    refusal,
+    store,
+)
+from quorum_attention.cli import main
+from quorum_attention.errors import CalibrationError
+from quorum_attention.planner import calibration
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no users here")
+NAME = "x.json"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the cache is to be; it is not there yet."""
+    made = tmp_path / "a" / "cache"
+    monkeypatch.setenv("QUORUM_ATTENTION_CACHE", str(made))
+    monkeypatch.setattr(cache_files, "_warned", set())
+    return made
+
+
+def planted(folder: Path) -> None:
+    """Somebody's file is there, well formed."""
+    folder.mkdir(parents=True)
+    (folder / NAME).write_text(json.dumps(["planted"]))
+
+
+def as_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this user has made is somebody else's now."""
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+
+
+def test_a_new_folder_is_this_users_alone(folder: Path) -> None:
+    before = os.umask(0)
+    try:
+        store(NAME, lambda said: [said, 1])
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert load(NAME) == [None, 1]
+    assert refusal() is None
+
+
+def test_to_read_makes_no_folder(folder: Path) -> None:
+    assert load(NAME) is None
+    assert refusal() is None
+    assert not folder.parent.exists()
+
+
+def another_users_folder(folder: Path, patch: pytest.MonkeyPatch) -> str:
+    planted(folder)
+    as_another(patch)
+    return "belongs to user"
+
+
+def another_users_link(folder: Path, patch: pytest.MonkeyPatch) -> str:
+    """It leads to a folder of this user, as it should."""
+    behind = folder.parent / "mine"
+    planted(behind)
+    folder.symlink_to(behind)
+    lstat = os.lstat
+
+    def by_somebody_else(path: Any) -> Any:
+        found = list(lstat(path))
+        if Path(path) == folder:
+            found[stat.ST_UID] += 1
+        return os.stat_result(found)
+
+    patch.setattr(os, "lstat", by_somebody_else)
+    return "belongs to user"
+
+
+def folder_for_all(folder: Path, patch: pytest.MonkeyPatch) -> str:
+    planted(folder)
+    folder.chmod(0o777)
+    return r"others may write to .* \(mode 0777\)"
+
+
+def folder_for_a_group(folder: Path, patch: pytest.MonkeyPatch) -> str:
+    planted(folder)
+    folder.chmod(0o770)
+    return r"others may write to .* \(mode 0770\)"
+
+
+def link_in_it(folder: Path, patch: pytest.MonkeyPatch) -> str:
+    behind = folder.parent / "precious"
+    planted(folder)
+    (folder / NAME).rename(behind)
+    (folder / NAME).symlink_to(behind)
+    return "not a regular file"
+
+
+def pipe_in_it(folder: Path, patch: pytest.MonkeyPatch) -> str:
+    folder.mkdir(parents=True)
+    os.mkfifo(folder / NAME)
+    return "not a regular file"
+
+
+def folder_in_it(folder: Path, patch: pytest.MonkeyPatch) -> str:
+    (folder / NAME).mkdir(parents=True)
+    return "not a regular file"
+
+
+def another_users_file(folder: Path, patch: pytest.MonkeyPatch) -> str:
+    """In a folder of one's own: it was moved there, or the folder was open once."""
+    planted(folder)
+    fstat = os.fstat
+
+    def by_somebody_else(handle: int) -> Any:
+        found = list(fstat(handle))
+        found[stat.ST_UID] += 1
+        return os.stat_result(found)
+
+    patch.setattr(os, "fstat", by_somebody_else)
+    return "belongs to user"
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        another_users_folder, another_users_link, folder_for_all, folder_for_a_group, link_in_it,
+        pipe_in_it, folder_in_it, another_users_file,
+    ],
+)  # fmt: skip
+def test_what_others_may_have_written_is_neither_read_nor_written(
+    attack: Any,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    said = attack(folder, monkeypatch)
+    before = {p: p.read_bytes() for p in folder.parent.rglob("*") if p.is_file()}
+    with caplog.at_level(logging.WARNING):
+        assert load(NAME) is None
+        assert load(NAME) is None
+    assert len(caplog.records) == 1, "said once"
+    with pytest.raises(UntrustedCacheError, match=said):
+        store(NAME, lambda said: ["mine"])
+    assert before == {p: p.read_bytes() for p in folder.parent.rglob("*") if p.is_file()}
+    why = refusal()
+    assert why is not None
+    assert re.search(said, why)
+
+
+def test_ones_own_link_may_lead_elsewhere(folder: Path) -> None:
+    behind = folder.parent / "large disk"
+    planted(behind)
+    folder.symlink_to(behind)
+    assert load(NAME) == ["planted"]
+    store(NAME, lambda said: [*said, "more"])
+    assert json.loads((behind / NAME).read_text()) == ["planted", "more"]
+    assert folder.is_symlink()
+
+
+@pytest.mark.parametrize("text", ["", "[1, 2", "nonsense", "[" * 100_000, "\0" * 10, "[1]\xff"])
+def test_a_broken_file_is_none_and_is_replaced(folder: Path, text: str) -> None:
+    planted(folder)
+    (folder / NAME).write_bytes(text.encode("latin-1"))
+    assert load(NAME) is None
+    store(NAME, lambda said: [said])
+    assert load(NAME) == [None]
+
+
+def test_a_file_in_the_folders_place(folder: Path) -> None:
+    folder.parent.mkdir()
+    folder.write_text("a file")
+    assert load(NAME) is None
+    with pytest.raises(NotADirectoryError):
+        store(NAME, lambda said: [])
+
+
+def test_a_home_that_is_not_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No folder ``~`` is made where the program happens to be."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match="home"):
+        private_folder(Path("~/.cache/quorum-attention"))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("home", [None, "/proc/nothing", "/dev/null"])
+def test_a_call_without_a_home_folder_goes_on(home: str | None, tmp_path: Path) -> None:
+    environment = {n: v for n, v in os.environ.items() if n not in ("HOME", "XDG_CACHE_HOME")}
+    environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+    environment.pop("QUORUM_ATTENTION_CACHE")
+    if home is None:
+        environment["QUORUM_ATTENTION_CACHE"] = "/proc/nothing"
+    else:
+        environment["HOME"] = home
+    program = (
+        "import torch, quorum_attention as qa\n"
+        "q = torch.randn(1, 2, 3000, 16)\n"
+        "print(qa.attention(q, q, q, is_causal=True, budget='8MiB').shape)\n"
+        "from quorum_attention.cache_files import refusal, store\n"
+        "try:\n    store('x.json', lambda said: 1)\nexcept OSError: print('not kept')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.stdout.split("\n")[1:2] == ["not kept"], (done.stdout, done.stderr)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_doctor_says_that_it_is_not_used(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quorum_attention.cli import doctor
+
+    monkeypatch.setattr(doctor, "_devices", list)
+    folder_for_all(folder, monkeypatch)
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["cache"]
+    assert found["folder"] == str(folder)
+    assert "others may write" in found["not_used_because"]
+    assert main(["doctor"]) == 0
+    assert "not used: others may write" in " ".join(capsys.readouterr().out.split())
+    folder.chmod(0o700)
+    assert main(["doctor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["cache"]["not_used_because"] is None
+
+
+def test_a_planted_calibration_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And ``calibrate``, which is asked to store, says why it cannot before it measures."""
+    planted(folder)
+    cpu = torch.device("cpu")
+    rates = {**dict.fromkeys((*calibration._COMMON, "filling_causal"), 1.0)}
+    rates["flops"] = {"64": [1.0, 1.0], "128": [1.0, 1.0]}  # type: ignore[assignment]
+    key = calibration.device_key(cpu, torch.float32)
+    (folder / "calibration.json").write_text(json.dumps({key: rates}))
+
+    def measured() -> bool:
+        calibration._known.cache_clear()
+        calibration.machine_of.cache_clear()
+        return calibration.machine_of(cpu, torch.float32, 64).measured
+
+    def never(*of: object) -> Any:
+        raise CalibrationError("it measures")
+
+    monkeypatch.setattr(calibration, "_measured", never)
+    try:
+        assert measured()
+        folder.chmod(0o777)
+        assert not measured()
+        with pytest.raises(UntrustedCacheError, match="others may write"):
+            calibration.calibrate("cpu", torch.float32)
+    finally:
+        folder.chmod(0o700)
+        (folder / "calibration.json").unlink()
+        assert not measured()
+
+
+def _add(number: int, seconds: float) -> None:
+    limit = time.monotonic() + seconds
+    while time.monotonic() < limit:
+        store(NAME, lambda said: [*(said or [])[-50:], f"{number} {'x' * 200}"])
+
+
+def test_several_that_write_at_once_and_are_killed_leave_a_whole_file(folder: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=_add, args=(n, 20.0)) for n in range(3)]
+    for writer in writers:
+        writer.start()
+    try:
+        limit = time.monotonic() + 2.0
+        while time.monotonic() < limit:
+            try:
+                text = (folder / NAME).read_text()
+            except FileNotFoundError:
+                continue
+            assert json.loads(text), "readers see whole files"
+    finally:
+        for writer in writers:
+            assert writer.pid is not None
+            os.kill(writer.pid, signal.SIGKILL)
+            writer.join()
+    assert len(load(NAME)) > 1
+    store(NAME, lambda said: said)
+    assert [path.name for path in folder.iterdir()] == [NAME], "nothing unfinished is left"
