@@ -1,4 +1,5 @@
-"""First calls in new processes, over second ones: without any caches on disk, and with kept ones.
+"""First calls in new processes, over second ones: without any caches on disk, and with kept ones;
+and what the host takes for a launch of a merge, and of the addition of three gradients, after them.
 
 Caches are Triton's, this package's, and the bytecode of all that Python imports.
 
@@ -19,9 +20,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -53,8 +56,35 @@ def in_this_process(case: str, calls: int) -> list[tuple[float, float]]:
     return [both(forward, tensors[:3], tensors[3]) for _ in range(calls)]
 
 
-def in_a_new_process(case: str, calls: int, source: Path, caches: Path) -> list[list[float]]:
-    """The same in a process that imports the package from ``source``."""
+def launches(count: int = 100) -> dict[str, float]:
+    """Microseconds of the host for a launch, medians."""
+    import torch
+
+    from quorum_attention.kernels.merge import add_all_, merge_
+
+    states = tuple(torch.zeros(1, 2, 128, 64, device="cuda") for _ in range(3))
+    parts = tuple(state.half() for state in states)
+    lse, other = torch.zeros(2, 1, 2, 128, device="cuda")
+    factors = torch.ones(1, 2, device="cuda")
+    flags = torch.zeros(1, 2, dtype=torch.int32, device="cuda")
+    found = {}
+    for name, run in {
+        "merge": lambda: merge_(states[0], lse, parts[0], other),
+        "add": lambda: add_all_(states, parts, 1.0, factors, flags),
+    }.items():
+        spent = []
+        for _ in range(30):
+            torch.cuda.synchronize()
+            begun = time.perf_counter()
+            for _ in range(count):
+                run()
+            spent.append((time.perf_counter() - begun) / count * 1e6)
+        found[name] = statistics.median(spent)
+    return found
+
+
+def in_a_new_process(case: str, calls: int, source: Path, caches: Path) -> dict[str, Any]:
+    """Both in a process that imports the package from ``source``."""
     own = Path(__file__).resolve().parent
     paths = [str(source), str(own), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
@@ -67,7 +97,7 @@ def in_a_new_process(case: str, calls: int, source: Path, caches: Path) -> list[
         [sys.executable, __file__, "--within", case, "--calls", str(calls)],
         env=environment, stdout=subprocess.PIPE, text=True, check=True,
     )  # fmt: skip
-    found: list[list[float]] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
@@ -83,7 +113,8 @@ def main() -> None:
     parser.add_argument("--within", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.within:
-        print(json.dumps(in_this_process(given.within, given.calls)))
+        calls = in_this_process(given.within, given.calls)
+        print(json.dumps({"calls": calls, "launches": launches()}))
         return
     versions = {} if given.before is None else {"before": given.before}
     versions["now"] = Path(__file__).resolve().parents[1] / "src"
@@ -94,15 +125,17 @@ def main() -> None:
                 in_a_new_process(case, 1, versions["now"], Path(folder))
         with tempfile.TemporaryDirectory() as folder:
             for caches, name in product(given.caches.split(","), versions):
-                calls = in_a_new_process(case, given.calls, versions[name], Path(folder) / name)
+                found = in_a_new_process(case, given.calls, versions[name], Path(folder) / name)
+                calls = found["calls"]
                 first = sum(calls[0])
                 over = f"first {first:.2f} s"
                 if given.calls > 1:
                     second = sum(calls[1])
                     over += f", over second {first - second:.2f} s, second {second:.3f} s"
-                print(f"{case:15} {name:6} caches {caches}: {over}", flush=True)
+                each = ", ".join(f"{n} {t:.1f} us" for n, t in found["launches"].items())
+                print(f"{case:15} {name:6} caches {caches}: {over}; launches: {each}", flush=True)
                 document.setdefault(case, {}).setdefault(name, []).append(
-                    {"caches": caches, "calls": calls}
+                    {"caches": caches, **found}
                 )
         if given.json:
             Path(given.json).write_text(json.dumps(document, indent=1), encoding="utf-8")
