@@ -6,6 +6,7 @@ import os
 import random
 import re
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -21,7 +22,7 @@ from safetensors.torch import save_file
 
 import quorum_attention as qa
 from quorum_attention.cli import main
-from quorum_attention.farm import Farm
+from quorum_attention.farm import Farm, cluster
 from quorum_attention.farm.cluster import Workers, _check_there
 from quorum_attention.files import open_tensors
 from quorum_attention.pool.report import PoolPass, PoolReport
@@ -154,6 +155,54 @@ def test_without_ray_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'quorum-attention\[ray\]'"):
         Farm()
+
+
+class NoRay:
+    """In the place of Ray: a cluster of somebody's runs here, and any is joined that is asked for.
+
+    Attributes:
+        asked: the addresses.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[object] = []
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def init(self, address: object, **options: object) -> None:
+        self.asked.append(address)
+
+    def cluster_resources(self) -> dict[str, float]:
+        raise KeyboardInterrupt  # it is there: that was all
+
+
+@pytest.mark.parametrize(
+    ("address", "joined"), [((), "local"), ((None,), "local"), (("local",), "local"),
+                            (("auto",), "auto")],
+)  # fmt: skip
+def test_a_cluster_that_runs_is_joined_only_where_that_is_said(
+    address: tuple[str | None, ...], joined: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be another user's: what its workers answer is unpickled here."""
+    ray = NoRay()
+    monkeypatch.setattr(cluster, "ray_here", lambda: ray)
+    with pytest.raises(KeyboardInterrupt):
+        Farm(*address)
+    assert ray.asked == [joined]
+
+
+def test_an_address_is_joined_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = NoRay()
+    monkeypatch.setattr(cluster, "ray_here", lambda: ray)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(KeyboardInterrupt):
+            Farm(address)
+    assert ray.asked == [address]
+    with pytest.raises(ConnectionError, match="no Ray cluster"):
+        Farm("127.0.0.1:1")
+    assert ray.asked == [address], "nor is another one begun"
 
 
 def test_addresses_where_nobody_is() -> None:

@@ -26,8 +26,9 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     found = parser.add_argument_group("on a Ray cluster")
     found.add_argument(
         "--ray", metavar="ADDRESS",
-        help="compute on its workers; HOST:PORT, auto (of this machine) or local (a new one); its "
-        "machines must have the files under the same names (default: none)",
+        help="compute on its workers; local (a new one in this machine), HOST:PORT, or auto (the "
+        "one that runs here, whoever began it); its machines must have the files under the same "
+        "names (default: none)",
     )  # fmt: skip
     found.add_argument(
         "--ray-workers", type=shared.count_of, metavar="N",

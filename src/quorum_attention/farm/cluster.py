@@ -172,15 +172,11 @@ class Cluster:
     def _begin(self, address: str | None) -> None:
         """Connect to a cluster, or begin one."""
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-        if address != "local":
+        # A cluster that runs may be another user's, so it is joined only where that is said.
+        if address is not None and address != "local":
             _check_there(address)
-            try:
-                self._ray.init("auto" if address is None else address, **options)
-            except ConnectionError:
-                if address is not None:
-                    raise
-            else:
-                return
+            self._ray.init(address, **options)
+            return
         # Names of sockets are short, and nothing of a farm's own cluster is left behind.
         usual = tempfile.gettempdir()
         where = usual if len(usual) <= _LONGEST_FOLDER else "/tmp"
@@ -264,9 +260,9 @@ def _silent() -> Iterator[None]:
         del os.environ[name]
 
 
-def _check_there(address: str | None) -> None:
+def _check_there(address: str) -> None:
     """Refuse an address at which nobody listens: Ray would try for minutes."""
-    if address in (None, "auto"):
+    if address == "auto":
         return
     host, _, port = str(address).removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():

@@ -39,8 +39,10 @@ class Farm:
     Use it as a context manager, or ``close`` it.
 
     Args:
-        address: of a cluster, "auto" for the one of this machine, "local" for a new one in this
-            machine; None: the one that runs, else a new one.
+        address: HOST:PORT of a cluster, or "auto" for the one that ``RAY_ADDRESS`` names or that
+            runs on this machine, whoever began it: whoever can reach a cluster runs code as those
+            who use it (docs/farm.md). None or "local": a new one in this machine, ended with the
+            farm. A program that is connected to Ray already stays where it is.
         workers: how many are wanted; more than the cluster holds now come as it grows. None: as
             many as it holds, at any time. Or a sequence of ``Workers``, of several kinds.
         num_cpus, num_gpus: what each gets of its machine. A worker with (part of) a GPU computes on
