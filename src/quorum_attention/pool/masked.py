@@ -130,8 +130,7 @@ class _From:
 
 
 def sendable(mask: Mask) -> Mask:
-    """The mask with tensors in host memory of their own: what is sent becomes shared memory, and a
-    caller's tensor must stay what it is."""
+    """The mask with tensors in host memory of their own: a caller's may be written to."""
     changes: dict[str, Any] = {}
     for name in ("documents", "key_lengths", "key_padding"):
         value = getattr(mask, name)

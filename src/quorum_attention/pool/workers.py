@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
+import pickle
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 import torch.multiprocessing
 
+from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.pool.forked import check_process, not_for_forks
 from quorum_attention.pool.messages import Begun, Done, Failed, Ready
 from quorum_attention.pool.paces import Readings
@@ -30,6 +33,25 @@ _START_SECONDS = 180.0
 _END_SECONDS = 5.0
 # Until the exit code of one that has closed its pipe is known.
 _EXIT_SECONDS = 1.0
+
+
+class _Pickler(ForkingPickler):
+    """Sends tensors in ordinary memory, a mask's, by value.
+
+    Torch would move them to shared memory and have a thread of this process hand over its open
+    files. Where a worker dies in that moment it prints an error, and keeps a file open for good.
+    """
+
+    def reducer_override(self, found: Any) -> Any:
+        if type(found) is not torch.Tensor or not on_host(found.device) or found.is_shared():
+            return NotImplemented
+        return pickle.loads, (pickle.dumps(found.detach().clone()),)  # not all that it is a view of
+
+
+def _pickled(message: object) -> memoryview:
+    said = io.BytesIO()
+    _Pickler(said).dump(message)
+    return said.getbuffer()
 
 
 @dataclass(slots=True)
@@ -70,7 +92,7 @@ class Worker:
         """
         check_process(self.owner)
         # Of its own: what cannot be sent (no file or no memory is left here) is not the worker's.
-        said = ForkingPickler.dumps(message)
+        said = _pickled(message)
         try:
             self.pipe.send_bytes(said)
         except (OSError, ValueError, TypeError):  # the last two: another thread has closed it
