@@ -25,7 +25,6 @@ from quorum_attention import cache_files
 from quorum_attention.cache_files import (
     UntrustedCacheError,
     load,
-    private_folder,
     refusal,
     store,
 )
@@ -196,11 +195,26 @@ def test_a_file_in_the_folders_place(folder: Path) -> None:
         store(NAME, lambda said: [])
 
 
-def test_a_home_that_is_not_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No folder ``~`` is made where the program happens to be."""
+@pytest.mark.parametrize("said", ["~/.cache/quorum-attention", None])
+def test_a_home_that_is_not_known(
+    said: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As of a user without a name in a container. No folder ``~`` is made where the program is."""
+
+    def folder_of(name: str) -> str:
+        if said is None:
+            raise RuntimeError("could not determine the home directory")
+        return said
+
+    monkeypatch.delenv("QUORUM_ATTENTION_CACHE")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])
+    monkeypatch.setattr("platformdirs.user_cache_dir", folder_of)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError, match="home"):
-        private_folder(Path("~/.cache/quorum-attention"))
+    assert load(NAME) is None
+    with pytest.raises(OSError, match="home is not known"):
+        store(NAME, lambda found: 1)
+    assert "home is not known" in str(refusal())
     assert not list(tmp_path.iterdir())
 
 
@@ -236,14 +250,12 @@ def test_the_doctor_says_that_it_is_not_used(
     monkeypatch.setattr(doctor, "_devices", list)
     folder_for_all(folder, monkeypatch)
     assert main(["doctor", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["cache"]
-    assert found["folder"] == str(folder)
-    assert "others may write" in found["not_used_because"]
+    assert "others may write" in json.loads(capsys.readouterr().out)["cache_not_used"]
     assert main(["doctor"]) == 0
-    assert "not used: others may write" in " ".join(capsys.readouterr().out.split())
+    assert "the cache is not used: others may write" in " ".join(capsys.readouterr().out.split())
     folder.chmod(0o700)
     assert main(["doctor", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["cache"]["not_used_because"] is None
+    assert json.loads(capsys.readouterr().out)["cache_not_used"] is None
 
 
 def test_a_planted_calibration_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import logging
 import os
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,19 @@ class UntrustedCacheError(OSError):
 
 
 def cache_folder() -> Path:
-    """Where the files are; ``QUORUM_ATTENTION_CACHE`` names another folder. It need not exist."""
+    """Where the files are; ``QUORUM_ATTENTION_CACHE`` names another folder. It need not exist.
+
+    Raises:
+        OSError: the user's home is not known, as of one without a name in a container.
+    """
     import platformdirs  # takes longer to import than everything else here
 
     named = os.environ.get("QUORUM_ATTENTION_CACHE")
-    return Path(os.path.expanduser(named or platformdirs.user_cache_dir("quorum-attention")))
+    with suppress(RuntimeError):  # the home is not known; older versions say "~"
+        folder = os.path.expanduser(named or platformdirs.user_cache_dir("quorum-attention"))
+        if not folder.startswith("~"):
+            return Path(folder)
+    raise OSError("this user's home is not known; QUORUM_ATTENTION_CACHE may name a folder")
 
 
 def private_folder(path: Path, *, make: bool = True) -> Path:
@@ -46,14 +55,12 @@ def private_folder(path: Path, *, make: bool = True) -> Path:
             to it.
         OSError: it is not there, is no folder, or cannot be made.
     """
-    if path.parts[:1] == ("~",):
-        raise FileNotFoundError(f"there is no folder {path}: this user's home is not known")
     if make and not os.path.lexists(path):
         path.mkdir(0o700, parents=True, exist_ok=True)
     real = Path(os.path.realpath(path))
     # On systems without such numbers a user's folders are his own.
     if hasattr(os, "geteuid"):
-        link, folder = os.lstat(path), os.lstat(real)
+        link, folder = os.lstat(path), os.stat(real)
         for about, what in ((link, path), (folder, real)):
             if about.st_uid != os.geteuid():
                 raise UntrustedCacheError(

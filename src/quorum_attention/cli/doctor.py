@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import quorum_attention
-from quorum_attention.cache_files import cache_folder, refusal
+from quorum_attention.cache_files import refusal
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say, show_table
 from quorum_attention.execution.device.cpu import cpu_name
@@ -79,13 +79,13 @@ def _run(options: argparse.Namespace) -> int:
         }
         for device in _devices()
     ]
-    kept = {"folder": str(cache_folder()), "not_used_because": refusal()}
+    why = refusal()
     if options.json:
-        print_json({"versions": versions, "cache": kept, "devices": devices})
+        print_json({"versions": versions, "cache_not_used": why, "devices": devices})
         return 0
     say(", ".join(f"{name} {version or 'not installed'}" for name, version in versions.items()))
-    why = kept["not_used_because"]
-    say(f"cache: {kept['folder']}" + ("" if why is None else f", not used: {why}"))
+    if why is not None:
+        say(f"the cache is not used: {why}")
     for entry in devices:
         reasons: dict[str, None] = {}
         rows = []
