@@ -58,23 +58,25 @@ def private_folder(path: Path, *, make: bool = True) -> Path:
     if make and not os.path.lexists(path):
         path.mkdir(0o700, parents=True, exist_ok=True)
     real = Path(os.path.realpath(path))
-    # On systems without such numbers a user's folders are his own.
-    if hasattr(os, "geteuid"):
-        link, folder = os.lstat(path), os.stat(real)
-        for about, what in ((link, path), (folder, real)):
-            if about.st_uid != os.geteuid():
-                raise UntrustedCacheError(
-                    f"{what} belongs to user {about.st_uid}, and this is user {os.geteuid()}"
-                )
-        if folder.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            mode = stat.S_IMODE(folder.st_mode)
-            raise UntrustedCacheError(
-                f"others may write to {real} (mode {mode:04o}): look at what is in it, then "
-                f"chmod 700"
-            )
-    if not real.is_dir():
+    _check_owner(path, os.lstat(path))
+    folder = os.stat(real)
+    _check_owner(real, folder)
+    mode = stat.S_IMODE(folder.st_mode)
+    if not stat.S_ISDIR(folder.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.fspath(path))
+    if hasattr(os, "geteuid") and mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise UntrustedCacheError(
+            f"others may write to {real} (mode {mode:04o}): look at what is in it, then chmod 700"
+        )
     return real
+
+
+def _check_owner(path: Path, about: os.stat_result) -> None:
+    # On systems without such numbers a user's folders are his own.
+    if hasattr(os, "geteuid") and about.st_uid != os.geteuid():
+        raise UntrustedCacheError(
+            f"{path} belongs to user {about.st_uid}, and this is user {os.geteuid()}"
+        )
 
 
 def load(name: str) -> Any:
@@ -126,10 +128,7 @@ def _read(path: Path) -> Any:
             about = os.fstat(file.fileno())
             if not stat.S_ISREG(about.st_mode):
                 raise UntrustedCacheError(f"{path} is not a regular file")
-            if hasattr(os, "geteuid") and about.st_uid != os.geteuid():
-                raise UntrustedCacheError(
-                    f"{path} belongs to user {about.st_uid}, and this is user {os.geteuid()}"
-                )
+            _check_owner(path, about)
             return json.loads(file.read())
     except (FileNotFoundError, ValueError, RecursionError):
         return None
