@@ -10,6 +10,8 @@ from helpers_memory import FailingAllocations
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from quorum_attention.kernels.cpu import _groups
+from quorum_attention.kernels.kit.trials import scores_apart, told_apart
 from quorum_attention.kernels.outside import (
     capturing,
     outside,
@@ -61,6 +63,58 @@ def test_inside_a_transformation() -> None:
 
     torch.func.vmap(mapped)(torch.zeros(2, 3))
     assert seen == [3.0]
+
+
+def test_hooks_of_saved_tensors_see_nothing_of_a_graph_in_there() -> None:
+    seen = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, pack):
+        with outside(), torch.enable_grad():
+            leaf = torch.ones(3, requires_grad=True)
+            (grad,) = torch.autograd.grad((leaf * leaf).sum(), leaf)
+        assert not seen
+        leaf * leaf
+    assert seen == [(3,), (3,)]
+    assert grad.tolist() == [2, 2, 2]
+
+
+def test_where_hooks_are_refused_there_is_nothing_to_turn_off() -> None:
+    with torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"), outside():
+        assert not torch.is_grad_enabled()
+
+
+def test_no_anomalies_are_looked_for_in_there() -> None:
+    with torch.autograd.set_detect_anomaly(True):
+        with outside(), torch.enable_grad():
+            leaf = torch.zeros(1, requires_grad=True)
+            (grad,) = torch.autograd.grad((leaf / leaf).sum(), leaf)
+        assert torch.is_anomaly_enabled()
+    assert grad.isnan().all()
+    assert not torch.is_anomaly_enabled()
+
+
+CPU = torch.device("cpu")
+TRIED = {
+    "grouped heads": _groups.__wrapped__,
+    "entries and heads of a mask": lambda: told_apart(lambda b, h, q, k: q >= k * h, CPU),
+    "entries of scores": lambda: scores_apart(lambda s, b, h, q, k: s + b, CPU),
+}
+
+
+@pytest.mark.parametrize("what", list(TRIED))
+def test_nothing_that_is_tried_runs_in_a_mode_of_the_callers(what: str) -> None:
+    usual = TRIED[what]()
+    with FailingAllocations(1, 10_000), torch.inference_mode():
+        assert TRIED[what]() == usual
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert TRIED[what]() == usual
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_no_autocast_where_it_was_on_and_nothing_where_it_was_off() -> None:

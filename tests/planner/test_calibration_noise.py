@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers_memory import FailingAllocations
 
 from quorum_attention.cli import main
 from quorum_attention.errors import CalibrationError
@@ -74,6 +75,16 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 def test_the_fake_measures_what_the_bench_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration._Bench, "seconds", lambda bench, run, *seconds: 1e-3)
     assert calibration._Bench(CPU, torch.float32).round(0).keys() == QUIET.keys()
+
+
+def test_a_round_runs_outside_the_callers_modes_and_draws_none_of_its_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calibration._Bench, "seconds", lambda bench, run, *seconds: 1e-3)
+    state = torch.get_rng_state()
+    with FailingAllocations(1, 10_000), torch.inference_mode():
+        assert calibration._Bench(CPU, torch.float32).round(0).keys() == QUIET.keys()
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_the_best_is_kept_and_the_spread_shown(measured: Callable[[Noise], None]) -> None:

@@ -184,9 +184,7 @@ def refuse_entries(kernel: str | InnerKernel, device: torch.device) -> None:
     told = None if isinstance(kernel, str) and kernel == "auto" else by_entry(get_kernel(kernel))
     if told is None:
         return
-    with outside():
-        apart = told.tells_entries_apart(device)
-    if apart:
+    if told.tells_entries_apart(device):
         raise NotImplementedError(
             f"torch.vmap cannot map this call: kernel {told.name!r} has a function of the batch "
             "entry, and would count entries through the dimension that is mapped; make that one of "

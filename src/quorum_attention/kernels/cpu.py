@@ -39,6 +39,7 @@ _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 _BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
 # As torch's own Python calls it, which takes less time than ``torch.ops``, if it has a name there.
 _recorded: Any = getattr(torch, _FORWARD, None) or getattr(torch.ops.aten, _FORWARD, None)
+_backward: Any = getattr(torch.ops.aten, _BACKWARD, None)
 _equal = torch.equal
 _WIDE = torch.float64
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -208,7 +209,7 @@ class CpuKernel(RectangleKernel):
         """See ``RectangleKernel.rectangle_backward``."""
         head_dim, value_dim = query.shape[-1], value.shape[-1]
         width = max(head_dim, value_dim)
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dq, dk, dv = _backward(
             pad_last(grad_out, width),
             pad_last(query, width),
             pad_last(key, width),
@@ -310,29 +311,38 @@ class CpuKernel(RectangleKernel):
 
 
 @functools.cache
+@outside()
 def _groups() -> bool:
     """Whether the operator takes fewer key heads than query heads, and is right: it does in some
     versions of torch."""
-    with outside(), torch.enable_grad():
-        g = torch.Generator().manual_seed(0)
-        query, grad_out = (torch.randn(2, 4, 5, 8, generator=g, device="cpu") for _ in range(2))
-        key, value = (torch.randn(2, 2, 7, 8, generator=g, device="cpu") for _ in range(2))
-        for tensor in (query, key, value):
-            tensor.requires_grad_()
-        every = [t.repeat_interleave(2, 1) for t in (key, value)]
-        results = []
-        for keys, values in ((key, value), every):
-            try:
-                out = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                    query, keys, values
-                )[0]
-                results.append((out, *torch.autograd.grad(out, (query, key, value), grad_out)))
-            except RuntimeError:
-                return False
-        return all(
-            one.shape == other.shape and torch.allclose(one, other, 1e-4, 1e-5)
-            for one, other in zip(*results, strict=True)
+    g = torch.Generator().manual_seed(0)
+    query, grad_out = (_random(g, 5) for _ in range(2))
+    # An operator that does not count key heads reads as many as there are query heads, and writes
+    # the gradients of as many, in memory that is not its own. What it reads is here, so that a
+    # wrong forward tells, and there is no backward then.
+    key, value = (_random(g, 7)[:, :2] for _ in range(2))
+    every = [t.repeat_interleave(2, 1) for t in (key, value)]
+    try:
+        results = [_recorded(query, *keys) for keys in ((key, value), every)]
+        if not all(map(_alike, *results)):
+            return False
+        grouped, whole = (
+            _backward(grad_out, query, *keys, *found, 0.0, False)
+            for keys, found in zip(((key, value), every), results, strict=True)
         )
+    except RuntimeError:
+        return False
+    summed = (whole[0], *(t.unflatten(1, (2, 2)).sum(2) for t in whole[1:]))
+    return all(map(_alike, grouped, summed))
+
+
+def _random(generator: torch.Generator, rows: int) -> torch.Tensor:
+    shape = (1, 4, rows, 8)
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and torch.allclose(one, other, 1e-4, 1e-5)
 
 
 def sums_groups(item: int, key_heads: int) -> bool:

@@ -1,8 +1,9 @@
 """Code that runs outside all modes of the caller, for results and tensors that are cached.
 
 The first call may run under a default device, in inference mode, under autocast, inside a function
-transformation or a dispatch mode. What it caches (the answer of a probe, a small tensor) must not
-depend on that.
+transformation, a dispatch mode or a checkpoint. What it caches (the answer of a probe, a small
+tensor) must not depend on that, nor may the caller's hooks see it: a checkpoint counts what is
+saved. A default dtype is the whole process's: what is cached names its dtype.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 
 @contextmanager
 def outside() -> Iterator[None]:
-    """Turns off every mode and transformation that is active, and gradients."""
+    """Turns off every mode and transformation that is active, gradients, hooks of saved tensors and
+    the detection of anomalies. ``with outside()``, or ``@outside()`` of a function."""
     with ExitStack() as off:
         # Default devices and other function modes, such as torch.device("meta") as a context.
         off.enter_context(torch._C.DisableTorchFunction())
@@ -32,7 +34,17 @@ def outside() -> Iterator[None]:
         off.enter_context(torch.inference_mode(False))
         off.enter_context(torch.no_grad())
         off.enter_context(without_autocast("cpu", "cuda"))
+        # For what records a graph of its own. Torch calls the innermost hooks alone; where it has
+        # been told to refuse hooks, there are none.
+        if torch._C._autograd._saved_tensors_hooks_is_enabled():
+            off.enter_context(torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is))
+        if torch.is_anomaly_enabled():
+            off.enter_context(torch.autograd.set_detect_anomaly(False))
         yield
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def without_autocast(*device_types: str) -> AbstractContextManager[object]:

@@ -29,6 +29,7 @@ from quorum_attention.execution.device.lookup import backend_of, best_device, pr
 from quorum_attention.execution.device.rates import by_head_dim
 from quorum_attention.execution.workload import DTYPE_NAMES, ELEMENT_BYTES
 from quorum_attention.kernels.merge import add_, merge_
+from quorum_attention.kernels.outside import outside
 from quorum_attention.kernels.protocol import CallShape, Operator
 from quorum_attention.kernels.select import select_kernel
 from quorum_attention.kernels.traits import operator
@@ -201,6 +202,7 @@ def calibrate(
     return Calibration(key, figures, path, seconds, len(rounds), spread, better)
 
 
+@outside()
 def rates_now(device: torch.device, dtype: torch.dtype, head_dim: int) -> dict[str, float]:
     """The rates of a device as it is now, as fields of ``Machine``; measured once, in a few
     seconds, and not stored. Those of its link to the host are not among them (``copies_now``).
@@ -220,6 +222,7 @@ def rates_now(device: torch.device, dtype: torch.dtype, head_dim: int) -> dict[s
     }
 
 
+@outside()
 def copies_now(device: torch.device, dtype: torch.dtype, host: torch.Tensor) -> dict[str, float]:
     """Bytes per second between a device and memory of the host, up and down at once, as fields of
     ``Machine``.
@@ -353,7 +356,10 @@ class _Bench:
         self.backend = backend_of(device)
         self.sizes = self.backend.trial_sizes(device)
         self.causal_rows = self.sizes.rows // 2
+        # Not torch's own generator: its numbers are the caller's.
+        self._generator = torch.Generator(device).manual_seed(0)
 
+    @outside()
     def round(self, number: int) -> dict[str, float]:
         """Everything once, by name: FLOP/s, bytes per second, and seconds (``..._seconds``)."""
         found = {}
@@ -373,7 +379,9 @@ class _Bench:
         return found
 
     def random(self, rows: int, head_dim: int) -> torch.Tensor:
-        return torch.randn(1, 1, rows, head_dim, device=self.device).to(self.dtype)
+        shape, generator = (1, 1, rows, head_dim), self._generator
+        drawn = torch.randn(shape, generator=generator, dtype=torch.float32, device=self.device)
+        return drawn.to(self.dtype)
 
     def seconds(self, run: Callable[[], object], at_least: float, warm: float = 0.0) -> float:
         """Median seconds of ``run``, over runs that together take ``at_least`` seconds. Before them
@@ -428,9 +436,9 @@ class _Bench:
         """Bytes per second: up and down, both at once, and of a merge in device memory."""
         n_bytes = self.sizes.copy_bytes
         rows = n_bytes // 256
-        state = torch.zeros(1, 1, rows, 64, device=self.device)
-        lse = torch.zeros(1, 1, rows, device=self.device)
-        part = torch.ones(1, 1, rows, 64, device=self.device).to(self.dtype)
+        state = torch.zeros(1, 1, rows, 64, dtype=torch.float32, device=self.device)
+        lse = torch.zeros(1, 1, rows, dtype=torch.float32, device=self.device)
+        part = torch.ones(1, 1, rows, 64, dtype=self.dtype, device=self.device)
         spent = self.seconds(lambda: merge_(state, lse, part, lse + 1), 0.1)
         merged = part.numel() * (2 * state.element_size() + part.element_size())
         found = {"merge_bytes_per_second": merged / spent}
@@ -442,8 +450,8 @@ class _Bench:
         (other shapes in every round)."""
         kernel, count = self.kernel(64), 20
         query, key, value, grad = (self.random(128, 64) for _ in range(4))
-        state = torch.zeros(1, 1, 128, 64, device=self.device)
-        lse_state = torch.zeros(1, 1, 128, device=self.device)
+        state = torch.zeros(1, 1, 128, 64, dtype=torch.float32, device=self.device)
+        lse_state = torch.zeros(1, 1, 128, dtype=torch.float32, device=self.device)
         out, lse = kernel.rectangle_forward(query, key, value, False, 0.125, None)
 
         def forward() -> None:

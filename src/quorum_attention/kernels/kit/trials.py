@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from quorum_attention.decomposition import CLEAR, MIXED
 from quorum_attention.kernels.kit.block_masks import BLOCK, Geometry, Nodes, joined, piece
 from quorum_attention.kernels.kit.masks import BlockMask, MaskMod
+from quorum_attention.kernels.outside import outside
 from quorum_attention.kernels.positions import positions
 from quorum_attention.kernels.protocol import Indices, TaskTensors
 
@@ -73,6 +74,7 @@ def task_indices(task: TaskTensors, n_queries: int, n_keys: int) -> Indices:
     )
 
 
+@outside()
 def told_apart(mask_mod: MaskMod, device: torch.device) -> tuple[bool, bool]:
     """Whether the mask differs between batch entries, and between heads."""
     # Each dimension has size 2: the stride of a dimension of size 1 tells nothing.
@@ -85,15 +87,17 @@ def _placed(mask_mod: MaskMod, device: torch.device) -> MaskMod:
     return mask_mod.on(device) if isinstance(mask_mod, BlockMask) else mask_mod
 
 
+@outside()
 def scores_apart(score_mod: Callable[..., Any], device: torch.device) -> bool:
     """Whether a score modification differs between batch entries."""
     twice = torch.zeros(2, dtype=torch.int64, device=device)
-    at, score = twice[0], torch.zeros((), device=device)
+    at, score = twice[0], torch.zeros((), dtype=torch.float32, device=device)
     # What does not depend on the entry is expanded.
     found = torch.vmap(lambda entry: score_mod(score, entry, at, at, at))(twice)
     return bool(found.stride(0) != 0)
 
 
+@outside()
 def tried_nodes(
     mask_mod: MaskMod,
     pairs: Geometry,

@@ -13,6 +13,7 @@ from quorum_attention.decomposition import CLEAR, MIXED
 from quorum_attention.kernels.kit.block_masks import BLOCK, piece
 from quorum_attention.kernels.kit.block_masks import Geometry as Pairs
 from quorum_attention.kernels.masked.geometry import Geometry
+from quorum_attention.kernels.outside import outside
 from quorum_attention.kernels.positions import positions
 from quorum_attention.kernels.protocol import Indices, TaskTensors
 from quorum_attention.kernels.rectangles import four_dims
@@ -139,6 +140,7 @@ class Trial:
         """(entries, heads) for which it is tried."""
         return len(self._entries), len(self._heads)
 
+    @outside()
     def settle(self, codes: Codes, room: Room) -> None:
         """Give every block that is UNTRIED its verdict, in place: of all lanes together."""
         every = np.stack(np.nonzero(codes == UNTRIED))
