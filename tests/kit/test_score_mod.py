@@ -9,11 +9,18 @@ import pytest
 import torch
 from helpers_attention import fresh_generator
 from helpers_score_mods import cases, local_global, reference
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import quorum_attention as qa
 from quorum_attention.decomposition import CLEAR, MASKED, MIXED, Pairs, Ranges, Verdict
 from quorum_attention.decomposition.share import kept_share
-from quorum_attention.kernels.kit import document, from_score_mod, prefix_lm, sliding_window
+from quorum_attention.kernels.kit import (
+    document,
+    from_score_mod,
+    prefix_lm,
+    sliding_window,
+    trials,
+)
 from quorum_attention.kernels.kit.masks import BlockMask, causal
 
 pytest.importorskip("torch.nn.attention.flex_attention")
@@ -231,3 +238,39 @@ def test_a_mask_of_numbers_is_refused(mask_mod, got: str, depth: int) -> None:
     ):
         with pytest.raises(TypeError, match=rf"must return a tensor of torch\.bool .* got .*{got}"):
             qa.attention(q, k, v, depth=depth, **options)
+
+
+def test_functions_read_tensors_by_an_operator_that_can_be_mapped() -> None:
+    """Where torch's vmap cannot map ``slopes[h]``, which reads one number."""
+    slopes, called = torch.rand(3, 4), []
+
+    class Sees(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            called.append(func.overloadpacket)
+            return func(*args, **(kwargs or {}))
+
+    at = torch.tensor(2)
+    with Sees(), trials._Indexing():
+        found = slopes[at], slopes[at, at], slopes[1:, 0]
+    assert called.count(torch.ops.aten.index) == 2
+    assert torch.equal(found[0], slopes[2])
+    assert found[1] == slopes[2, 2]
+    assert torch.equal(found[2], slopes[1:, 0])
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_slopes_of_heads_whatever_torch_can_map(
+    reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if reads and not trials._vmap_reads_tensors():
+        pytest.skip("this torch cannot")
+    monkeypatch.setattr(trials, "_vmap_reads_tensors", lambda: reads)
+    slopes = torch.rand(4)
+    assert trials.told_apart(lambda b, h, q, k: slopes[h] * q >= k, torch.device("cpu")) == (
+        False, True,
+    )  # fmt: skip
+    x = torch.randn(1, 4, 40, 8)
+    biased = qa.from_score_mod(lambda s, b, h, i, j: s - slopes[h] * (i - j).abs())
+    far = (torch.arange(40)[:, None] - torch.arange(40)).abs()
+    exact = (x @ x.mT / 8**0.5 - slopes[:, None, None] * far).softmax(-1) @ x
+    torch.testing.assert_close(qa.attention(x, x, x, kernel=biased, depth=1), exact)

@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
+from torch._C import _len_torch_function_stack
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
+from torch.overrides import _pop_mode, _push_mode
 
 
 @contextmanager
@@ -20,8 +22,10 @@ def outside() -> Iterator[None]:
     """Turns off every mode and transformation that is active, gradients, hooks of saved tensors and
     the detection of anomalies. ``with outside()``, or ``@outside()`` of a function."""
     with ExitStack() as off:
-        # Default devices and other function modes, such as torch.device("meta") as a context.
-        off.enter_context(torch._C.DisableTorchFunction())
+        # Default devices and other function modes, such as torch.device("meta") as a context. They
+        # are taken off, not disabled: what is tried may have a mode of its own.
+        for mode in [_pop_mode() for _ in range(_len_torch_function_stack())]:
+            off.callback(_push_mode, mode)
         if torch._C._len_torch_dispatch_stack() or _len_torch_dispatch_stack_pre_dispatch():
             from torch.utils._python_dispatch import _disable_current_modes
 

@@ -18,7 +18,7 @@ from quorum_attention.counts import shown
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.kit.functions import versions
 from quorum_attention.kernels.kit.masks import BlockMask, MaskMod
-from quorum_attention.kernels.kit.trials import boolean
+from quorum_attention.kernels.kit.trials import boolean, indexing
 from quorum_attention.kernels.outside import capturing, outside
 from quorum_attention.kernels.protocol import Indices
 
@@ -122,5 +122,5 @@ def _answers(
         return ()
     with outside():
         at = [torch.tensor(numbers, device="cpu").to(device) for numbers in pairs]
-        kept: torch.Tensor = torch.vmap(boolean(function))(*at)
+        kept: torch.Tensor = torch.vmap(indexing(boolean(function)))(*at)
         return tuple(kept.cpu().tolist())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from math import isqrt
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.overrides import TorchFunctionMode
 
 from quorum_attention.decomposition import CLEAR, MIXED
 from quorum_attention.kernels.kit.block_masks import BLOCK, Geometry, Nodes, joined, piece
@@ -39,12 +41,49 @@ def over_pairs(function: Callable[..., Any], scored: bool = False) -> Callable[.
         TypeError: when it is called, for a mask that returns anything but booleans: numbers would
             be joined with others bit by bit.
     """
-    found = function if scored else boolean(function)
+    found = indexing(function if scored else boolean(function))
     # From the innermost dimension outwards.
     for axis in (3, 2, 1, 0):
         dims = [0 if i == axis else None for i in range(4)]
         found = torch.vmap(found, in_dims=(*([0] if scored else []), *dims))
     return found
+
+
+def indexing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, which may read a tensor at a number that torch.vmap maps over, as in
+    ``slopes[h]``; torch 2.10 and before would ask for the number."""
+    if _vmap_reads_tensors():
+        return function
+
+    def call(*at: torch.Tensor) -> Any:
+        with _Indexing():
+            return function(*at)
+
+    return call
+
+
+class _Indexing(TorchFunctionMode):
+    """Tensors are read at tensors by ``aten::index``, which can be mapped."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # see TorchFunctionMode
+        if func is torch.Tensor.__getitem__:
+            at = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if at and all(isinstance(one, torch.Tensor) for one in at):
+                return torch.ops.aten.index(args[0], at)
+        return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+@outside()
+def _vmap_reads_tensors() -> bool:
+    numbers = torch.arange(2, device="cpu")
+    try:
+        torch.vmap(lambda number: numbers[number])(numbers)
+    except RuntimeError:
+        return False
+    return True
 
 
 def boolean(mask_mod: Callable[..., Any]) -> Callable[..., torch.Tensor]:
@@ -93,7 +132,7 @@ def scores_apart(score_mod: Callable[..., Any], device: torch.device) -> bool:
     twice = torch.zeros(2, dtype=torch.int64, device=device)
     at, score = twice[0], torch.zeros((), dtype=torch.float32, device=device)
     # What does not depend on the entry is expanded.
-    found = torch.vmap(lambda entry: score_mod(score, entry, at, at, at))(twice)
+    found = torch.vmap(lambda entry: indexing(score_mod)(score, entry, at, at, at))(twice)
     return bool(found.stride(0) != 0)
 
 
