@@ -96,7 +96,7 @@ def test_the_metadata_is_what_an_index_wants(built: tuple[Path, Path]) -> None:
     data = email.message_from_bytes(archive.read(name))
     assert (data["Name"], data["Version"]) == ("quorum-attention", qa.__version__)
     assert 20 < len(data["Summary"]) < 200
-    assert data["Requires-Python"] == "<3.14,>=3.10"
+    assert data["Requires-Python"] == ">=3.10"
     assert data["License-Expression"] == "Apache-2.0"
     assert data["Description-Content-Type"] == "text/markdown"
     assert "# Quorum Attention" in str(data.get_payload())

@@ -127,7 +127,7 @@ def filled(written: Written) -> Written:
 
 def _handed_over() -> _Stack | None:
     """The stack of whoever called ``backward``, in a thread of autograd's own (CUDA has some): a
-    checkpoint is recomputed there. torch hands Python's context over, from 2.6 on."""
+    checkpoint is recomputed there. torch hands Python's context over."""
     if torch._C._current_graph_task_id() < 0 or not hasattr(torch._C, "_is_key_in_tls"):
         return None
     if not torch._C._is_key_in_tls("context"):

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch._C import _len_torch_function_stack
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.overrides import _pop_mode, _push_mode
+
+_autograd: Any = torch._C._autograd
 
 
 @contextmanager
@@ -40,7 +43,7 @@ def outside() -> Iterator[None]:
         off.enter_context(without_autocast("cpu", "cuda"))
         # For what records a graph of its own. Torch calls the innermost hooks alone; where it has
         # been told to refuse hooks, there are none.
-        if torch._C._autograd._saved_tensors_hooks_is_enabled():
+        if _autograd._saved_tensors_hooks_is_enabled():
             off.enter_context(torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is))
         if torch.is_anomaly_enabled():
             off.enter_context(torch.autograd.set_detect_anomaly(False))

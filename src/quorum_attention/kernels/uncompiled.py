@@ -49,9 +49,6 @@ def _skip(code: CodeType) -> None:
         from torch._C._dynamo import eval_frame
 
         frame: Any = eval_frame
-        if hasattr(frame, "skip_code"):  # up to torch 2.6
-            frame.skip_code(code)
-        else:
-            action = frame._FrameAction
-            strategy = frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
-            frame.set_code_exec_strategy(code, strategy)
+        action = frame._FrameAction
+        strategy = frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
+        frame.set_code_exec_strategy(code, strategy)
