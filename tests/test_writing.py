@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -247,3 +249,118 @@ def test_the_folder_of_a_killed_process_goes_with_the_next(
         assert first.is_dir()
         assert names(tmp_path) == sorted(["of-a-test-like-it", first.name, second.name])
     assert names(tmp_path) == ["of-a-test-like-it"]
+
+
+OTHER = 12345
+ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+
+
+@pytest.fixture
+def everybodys(tmp_path: Path) -> Path:
+    """A folder like /tmp, and a file of ours elsewhere."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "x").write_bytes(EARLIER)
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "tmp").chmod(0o1777)
+    return tmp_path / "tmp"
+
+
+def link(path: Path, to: Path, owner: int) -> None:
+    path.symlink_to(to)
+    os.lchown(path, owner, owner)
+
+
+@ROOT
+@pytest.mark.parametrize("mode", [0o1777, 0o777])
+@pytest.mark.parametrize("where", ["last", "middle", "behind a link", "dangling"])
+def test_another_users_link_is_not_followed_where_all_may_write(
+    everybodys: Path, where: str, mode: int
+) -> None:
+    home = everybodys.parent / "home"
+    everybodys.chmod(mode)
+    if where == "last":
+        link(everybodys / "x", home / "x", OTHER)
+        path = everybodys / "x"
+    elif where == "middle":
+        link(everybodys / "home", home, OTHER)
+        path = everybodys / "home" / "x"
+    elif where == "behind a link":
+        link(everybodys / "x", home / "x", OTHER)
+        link(home / "mine", everybodys / "x", os.geteuid())
+        path = home / "mine"
+    else:
+        link(everybodys / "x", home / "new", OTHER)
+        path = everybodys / "x"
+    with pytest.raises(PermissionError, match=f"is a link of user {OTHER}"):
+        check_target(path)
+    with pytest.raises(PermissionError, match=f"is a link of user {OTHER}"):
+        write_text(path, "new")
+    assert (home / "x").read_bytes() == EARLIER
+    assert not (home / "new").exists()
+
+
+@ROOT
+@pytest.mark.parametrize("whose", ["mine", "the folder's owner's", "not in everybody's folder"])
+def test_links_that_the_system_follows_are_followed(everybodys: Path, whose: str) -> None:
+    home = everybodys.parent / "home"
+    owner = os.geteuid() if whose == "mine" else OTHER
+    if whose == "the folder's owner's":
+        os.chown(everybodys, OTHER, OTHER)
+    if whose == "not in everybody's folder":
+        everybodys.chmod(0o755)
+    link(everybodys / "x", home / "x", owner)
+    write_text(everybodys / "x", "new")
+    assert (home / "x").read_text() == "new"
+
+
+@ROOT
+def test_another_users_file_is_not_replaced_where_only_its_owner_may(everybodys: Path) -> None:
+    """Found out before the work, and not at its end; and the new file is not given to him."""
+    (everybodys / "x").write_bytes(EARLIER)
+    os.chown(everybodys / "x", OTHER, OTHER)
+    with pytest.raises(PermissionError, match=f"belongs to user {OTHER}"):
+        check_target(everybodys / "x")
+    everybodys.chmod(0o755)
+    write_text(everybodys / "x", "new")
+    assert (everybodys / "x").stat().st_uid == OTHER
+
+
+def test_links_are_followed_as_the_system_follows_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over random chains of links, relative and absolute, with ``..``, dangling, and in circles."""
+    draw = random.Random(0)
+    names = [f"n{number}" for number in range(12)]
+    monkeypatch.chdir(tmp_path)
+    for folder in ("a", "a/b", "c"):
+        (tmp_path / folder).mkdir()
+    for name in names:
+        place = tmp_path / draw.choice(["", "a", "a/b", "c"]) / name
+        parts = [draw.choice([*names, "..", ".", "a", "b", "c"]) for _ in range(draw.randint(1, 4))]
+        start = draw.choice(["", f"{tmp_path}/"])
+        place.symlink_to(start + "/".join(parts))
+    circles = 0
+    for _ in range(2_000):
+        path = "/".join(draw.choice([*names, "..", "", "a", "b", "c"]) for _ in range(3)) or "."
+        path = draw.choice(["", f"{tmp_path}/"]) + path
+        try:
+            os.stat(path)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                circles += 1
+                with pytest.raises(OSError, match="symbolic links"):
+                    writing.follow_links(path)
+                continue
+        assert str(writing.follow_links(path)) == os.path.realpath(path)
+    assert 0 < circles < 1_900
+
+
+def test_a_folder_of_now_is_looked_for_without_following_links(tmp_path: Path) -> None:
+    """A planted mark is neither waited for nor locked, and its folder stays."""
+    for number, plant in enumerate((os.mkfifo, lambda mark: mark.symlink_to(tmp_path / "mine"))):
+        (tmp_path / f"p-{number}").mkdir()
+        plant(tmp_path / f"p-{number}" / "in-use")
+    (tmp_path / "mine").write_bytes(EARLIER)
+    with writing.folder_of_now("p-", tmp_path):
+        pass
+    assert names(tmp_path) == ["mine", "p-0", "p-1"]

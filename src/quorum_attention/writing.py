@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 from quorum_attention.sizes import format_bytes
 
@@ -34,6 +34,7 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _LONGEST_NAME = 200  # bytes of the old name that are kept: file systems allow 255 in all
 _BLOCK = 1 << 22
+_MOST_LINKS = 40  # as Linux follows
 
 
 def check_target(path: str | PathLike[str]) -> Path:
@@ -41,17 +42,23 @@ def check_target(path: str | PathLike[str]) -> Path:
 
     Raises:
         OSError: it is not a regular file, may not be written, or its directory does not exist or
-            may not be written. Nothing has been changed.
+            may not be written; ``path`` leads over another user's link in a folder that all may
+            write to, or is another user's file in a sticky one. Nothing has been changed.
     """
     if not os.fspath(path):
         raise FileNotFoundError("there is no file to write: its name is empty")
-    target = Path(os.path.realpath(path))
+    target = follow_links(path)
     if not target.parent.is_dir():
         raise FileNotFoundError(f"{path} cannot be written: there is no directory {target.parent}")
-    try:
-        mode = os.lstat(target).st_mode
-    except FileNotFoundError:
-        mode = None
+    mode = None
+    with suppress(FileNotFoundError):
+        seen = os.lstat(target)
+        mode = seen.st_mode
+        if stat.S_ISREG(mode) and _is_planted(seen, target.parent):
+            raise PermissionError(
+                f"{path} cannot be written: it belongs to user {seen.st_uid}, in a folder where "
+                f"only its owner may replace it"
+            )
     if mode is None:
         # A pipe that is reached by /dev/stdout has no name, and is there.
         with suppress(FileNotFoundError):
@@ -68,6 +75,99 @@ def check_target(path: str | PathLike[str]) -> Path:
             f"made beside the old one"
         )
     return target
+
+
+def follow_links(path: str | PathLike[str]) -> Path:
+    """``path`` with symbolic links followed, as ``os.path.realpath`` does, if they may be.
+
+    In a folder that all users may write to, another user could aim a link at this user's files: a
+    link is followed only if it belongs to this user or to the folder's owner. Linux itself has this
+    rule for sticky folders (``fs.protected_symlinks``), but not for a link in a path's middle.
+
+    Raises:
+        OSError: there is such a link; or links lead in a circle.
+    """
+    at = Path(os.sep) if os.path.isabs(path) else Path.cwd()
+    ahead, links = os.fspath(path).split(os.sep)[::-1], 0
+    while ahead:
+        name = ahead.pop()
+        here = at.parent if name == os.pardir else at / name
+        seen = None
+        with suppress(OSError):
+            seen = os.lstat(here)
+        if seen is None or not stat.S_ISLNK(seen.st_mode):
+            at = here
+            continue
+        if _is_planted(seen, at):
+            raise PermissionError(
+                f"{path} cannot be written: {here} is a link of user {seen.st_uid}, in a folder "
+                f"that all users may write to"
+            )
+        links += 1
+        if links > _MOST_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.fspath(path))
+        aim = os.readlink(here)
+        at = Path(os.sep) if os.path.isabs(aim) else at
+        ahead += aim.split(os.sep)[::-1]
+    return at
+
+
+def _is_planted(seen: os.stat_result, folder: Path) -> bool:
+    """Whether a link or file may be another user's trap: in a folder that all may write to (for a
+    file: and is sticky, because otherwise anybody may replace it), it belongs neither to this user
+    nor to the folder's owner."""
+    around = os.stat(folder)
+    traps = stat.S_IWOTH if stat.S_ISLNK(seen.st_mode) else stat.S_IWOTH | stat.S_ISVTX
+    open_to_all = around.st_mode & traps == traps
+    return open_to_all and seen.st_uid not in (os.geteuid(), around.st_uid)
+
+
+def open_regular(
+    path: str | PathLike[str], mode: Literal["rb", "r+b"] = "rb", *, follow: bool = True
+) -> BinaryIO:
+    """Open a regular file. Anything else is refused, and a pipe is not waited for.
+
+    Args:
+        follow: whether ``path`` itself may be a symbolic link.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        handle = os.open(name, flags | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
+        if stat.S_ISREG(os.fstat(handle).st_mode):
+            return handle
+        os.close(handle)
+        raise OSError(f"{path} is not a regular file")
+
+    try:
+        return open(path, mode, opener=opener)
+    except OSError as error:
+        if error.errno == errno.ELOOP and os.path.islink(path):
+            raise PermissionError(f"{path} is a symbolic link, which is not followed") from error
+        raise
+
+
+def check_own(file: BinaryIO, *, private: bool = False) -> None:
+    """Refuse an open file that another user may have put in its place.
+
+    Args:
+        private: also refuse one that others may write to.
+
+    Raises:
+        PermissionError: it belongs to another user, or has a second name (a hard link).
+    """
+    seen = os.fstat(file.fileno())
+    wrong = ""
+    if seen.st_uid != os.geteuid():
+        wrong = f"belongs to user {seen.st_uid}, not to {os.geteuid()}"
+    elif seen.st_nlink > 1:
+        wrong = f"has {seen.st_nlink} names (hard links)"
+    elif private and seen.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        wrong = "may be written by other users"
+    if wrong:
+        raise PermissionError(f"{file.name} {wrong}: it is not taken over")
 
 
 def _is_mounted(target: Path) -> bool:
@@ -101,8 +201,7 @@ def replacing(path: str | PathLike[str], *, durable: bool = True) -> Iterator[Bi
     file = _unfinished(target)
     try:
         with file:
-            with suppress(FileNotFoundError):
-                take_permissions(file.fileno(), os.stat(target))
+            take_permissions(file, target)
             yield file
             file.flush()
             if durable:
@@ -146,7 +245,8 @@ def folder_of_now(prefix: str, within: str | PathLike[str] | None = None) -> Ite
 def _remove_stale_folders(prefix: str, within: Path) -> None:
     """Remove the folders of killed processes: those that have a mark, and no lock on it."""
     for folder in within.glob(f"{glob.escape(prefix)}*"):
-        with suppress(OSError), open(folder / _IN_USE, "r+b") as mark:
+        with suppress(OSError), open_regular(folder / _IN_USE, "r+b", follow=False) as mark:
+            check_own(mark)
             if _lock(mark):
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -238,9 +338,10 @@ def remove_stale(target: Path) -> None:
     with suppress(OSError):
         for name in os.listdir(target.parent):
             if pattern.fullmatch(name):
-                with suppress(OSError), open(target.parent / name, "r+b") as file:
+                stale = target.parent / name
+                with suppress(OSError), open_regular(stale, "r+b", follow=False) as file:
                     if _lock(file):
-                        os.unlink(file.name)
+                        os.unlink(stale)
 
 
 def _lock(file: BinaryIO) -> bool:
@@ -264,12 +365,18 @@ def locked(file: BinaryIO) -> bool | None:
     return True
 
 
-def take_permissions(handle: int, old: os.stat_result) -> None:
-    """Give an open file the owner and the permissions of the one that it replaces."""
-    with suppress(OSError):  # only root may give files away
-        os.fchown(handle, old.st_uid, old.st_gid)
+def take_permissions(file: BinaryIO, target: Path, *, owner: bool = True) -> None:
+    """Give an open file the permissions of the regular file at ``target``, which it replaces; with
+    ``owner``, its owner as well. Where there is none, or one that another user may have put there,
+    nothing changes."""
     with suppress(OSError):
-        os.fchmod(handle, stat.S_IMODE(old.st_mode))
+        old = os.lstat(target)
+        if not stat.S_ISREG(old.st_mode) or _is_planted(old, target.parent):
+            return
+        if owner:
+            with suppress(OSError):  # only root may give files away
+                os.fchown(file.fileno(), old.st_uid, old.st_gid)
+        os.fchmod(file.fileno(), stat.S_IMODE(old.st_mode))
 
 
 def sync_directory(directory: Path) -> None:

@@ -17,7 +17,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from quorum_attention.writing import sync_directory
+from quorum_attention.writing import check_own, open_regular, sync_directory
 
 FORMAT = 1
 _LARGEST_BYTES = 1 << 28
@@ -73,6 +73,8 @@ def _named(writes: Callable[[Journal, bytes], None]) -> Callable[[Journal, bytes
         try:
             writes(journal, lines)
         except OSError as error:
+            if error.errno is None:  # one of our own
+                raise
             raise OSError(error.errno, error.strerror, str(journal.path)) from error
 
     return write
@@ -129,7 +131,8 @@ class Journal:
         """A new file, which is there whole or not at all."""
         new = self.path.with_name(self.path.name + _NEW)
         try:
-            with open(new, "wb") as file:
+            new.unlink(missing_ok=True)  # of a process that was killed
+            with open(new, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
                 file.write(lines)
                 file.flush()
                 os.fsync(file.fileno())
@@ -142,7 +145,8 @@ class Journal:
 
     @_named
     def _append(self, lines: bytes) -> None:
-        with open(self.path, "r+b") as file:
+        with open_regular(self.path, "r+b", follow=False) as file:
+            check_own(file, private=True)
             # Lines that did not count go: what is written next must not come after them.
             file.truncate(self.end)
             file.seek(self.end)
@@ -151,7 +155,7 @@ class Journal:
                 file.flush()
                 os.fsync(file.fileno())
             except BaseException:
-                os.truncate(self.path, self.end)
+                os.ftruncate(file.fileno(), self.end)
                 raise
         self.end += len(lines)
 
@@ -165,15 +169,17 @@ def read(path: Path) -> Journal | None:
     """The journal at ``path``, without what does not count at its end; None where there is none.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: it cannot be read, or other users may have written it.
         ValueError: its first line is damaged, or of another version of this format.
     """
     try:
-        if path.stat().st_size > _LARGEST_BYTES:
-            raise ValueError(f"{path} is no journal: it is larger than one can be")
-        text = path.read_bytes()
+        with open_regular(path, follow=False) as file:
+            check_own(file, private=True)
+            text = file.read(_LARGEST_BYTES + 1)
     except FileNotFoundError:
         return None
+    if len(text) > _LARGEST_BYTES:
+        raise ValueError(f"{path} is no journal: it is larger than one can be")
     records, torn, good = _records(text.split(b"\n"))
     if not records:
         raise ValueError(f"{path} is damaged: its first line cannot be read")

@@ -25,7 +25,9 @@ from quorum_attention.on_disk.targets import Output, Target
 from quorum_attention.writing import (
     IDENTITY,
     RUN_UNFINISHED,
+    check_own,
     locked,
+    open_regular,
     remove_stale,
     reserve,
     stem_of,
@@ -98,8 +100,7 @@ class Unfinished:
         for file, target in reversed(pairs):
             self.named = True
             if file is not None:
-                with suppress(FileNotFoundError):
-                    take_permissions(file.fileno(), os.stat(target.path))
+                take_permissions(file, target.path)
                 os.replace(file.name, target.path)
         for folder in {target.path.parent for target in self.output.targets}:
             sync_directory(folder)
@@ -123,7 +124,8 @@ def writing(output: Output, header: Header, mode: Mode) -> Iterator[Unfinished]:
     one, what was done is kept for ``resume``; if nothing was, nothing is left.
 
     Raises:
-        OSError: a file cannot be written, or the disk has no room; another process writes there.
+        OSError: a file cannot be written, or the disk has no room; another process writes there;
+            what there is to resume is a link, has a second name, or belongs to another user.
         UnfinishedError: there is an unfinished output, and ``mode`` is "new".
         ValueError: what there is to resume is damaged, or of another call; nothing has changed.
     """
@@ -218,7 +220,7 @@ def _there(output: Output, journal: Journal) -> bool:
         return False
     for target, number in zip(output.targets, journal.files, strict=True):
         try:
-            with open(target.path, "rb") as file:
+            with open_regular(target.path, follow=False) as file:
                 seen = os.fstat(file.fileno())
                 start = file.read(len(target.layout.header))
         except OSError:
@@ -231,12 +233,13 @@ def _there(output: Output, journal: Journal) -> bool:
 
 def _locked(path: Path, name: str) -> tuple[BinaryIO, bool]:
     """The file at ``path``, locked, and whether it is new."""
+    file: BinaryIO
     while True:
         try:
             file, is_new = open(path, "x+b"), True  # noqa: SIM115 - closed by the caller
         except FileExistsError:
             try:
-                file, is_new = open(path, "r+b"), False  # noqa: SIM115
+                file, is_new = open_regular(path, "r+b", follow=False), False
             except FileNotFoundError:
                 continue
         if locked(file) is False:
@@ -244,7 +247,7 @@ def _locked(path: Path, name: str) -> tuple[BinaryIO, bool]:
             raise OSError(f"{name} is being written by another process ({path} is locked)")
         # Before it was locked, the other process may have given it its name.
         with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+            if os.path.samestat(os.fstat(file.fileno()), os.lstat(path)):
                 return file, is_new
         file.close()
 
@@ -286,8 +289,8 @@ def _created(
             files.append(file)
         for file, target in zip(files, output.targets, strict=True):
             file.truncate(0)
-            with suppress(FileNotFoundError):
-                take_permissions(file.fileno(), os.stat(target.path))
+            # Its owner comes last: only an own file may be resumed.
+            take_permissions(file, target.path, owner=False)
             reserve(file, target.layout.n_bytes, target.path)
             mapping = mmap.mmap(file.fileno(), target.layout.n_bytes)
             mapping[IDENTITY] = identity
@@ -350,6 +353,7 @@ def _continued(
 
 
 def _check(file: BinaryIO, path: Path, target: Target, identity: object) -> None:
+    check_own(file)
     size, wanted = os.fstat(file.fileno()).st_size, target.layout.n_bytes
     if size != wanted:
         raise ValueError(
@@ -367,7 +371,7 @@ def _check(file: BinaryIO, path: Path, target: Target, identity: object) -> None
 
 def _identity(path: Path) -> str:
     """The identity of the output that an unfinished file is of; empty where it has none."""
-    with suppress(OSError), open(path, "rb") as file:
+    with suppress(OSError), open_regular(path, follow=False) as file:
         found = file.read(IDENTITY.stop)[IDENTITY]
         return found.hex() if any(found) else ""
     return ""
