@@ -80,15 +80,6 @@ def _picture(ending: str) -> Callable[[Path, int], int]:
     return write
 
 
-def _tensors(folder: Path, turn: int) -> None:
-    import torch
-
-    from quorum_attention.files import writing_tensors
-
-    with writing_tensors(folder / "x", {"t": ((5_000,), torch.float32)}, {}) as made:
-        made["t"].fill_(turn)
-
-
 def _created(folder: Path, turn: int) -> None:
     import torch
 
@@ -174,7 +165,6 @@ WRITERS = {
     "run to .npy": Writer(_run("out.npy"), "2", "out.npy", _RESERVED),
     # Room for the results, and for no more.
     "run, its journal": Writer(_run("out"), "2", "out", _OF_JOURNAL, room=40 << 10),
-    "tensors": Writer(_tensors, "OSError", "x", _RESERVED),
     "new tensors": Writer(_created, "OSError", "x", _RESERVED),
     "scratch": Writer(_scratch, "OSError", "space for accumulators", _RESERVED),
     "journal": Writer(_journal, "OSError", "x.journal"),

@@ -79,8 +79,11 @@ def test_other_elements_are_refused_by_name(tmp_path: Path, array: np.ndarray, s
     [
         (lambda data: data[:-1], "truncated"),
         (lambda data: data + b"x", "corrupt"),
-        (lambda data: data[:60], "not a .npy file"),
-        (lambda data: b"", "not a .npy file"),
+        (lambda data: data[:60], "not a .npy file: EOF"),
+        (lambda data: b"", "not a .npy file: EOF"),
+        (lambda data: b"PK" + data[2:], "not a .npy file: the magic string is not correct"),
+        (lambda data: data.replace(b"(3,), }  ", b"(True,3)}"), "corrupt: it has shape"),
+        (lambda data: data.replace(b"(3,), }   ", b"(3,False)}"), "corrupt: it has shape"),
         (lambda data: data.replace(b"(3,)", b"(-3,"), "not a .npy file"),
         (lambda data: data.replace(b"(3,)", b"(99)"), "not a .npy file"),
         (lambda data: data[:6] + b"\x09" + data[7:], "not a .npy file"),
@@ -192,3 +195,16 @@ def test_results_in_the_folder_of_the_inputs_are_replaced(
     np.save(tmp_path / "call" / "out.npy", np.zeros(3))
     assert main(["run", call, call, *CPU]) == 0
     assert np.load(tmp_path / "call" / "out.npy").shape == (2, 3, 40, 8)
+
+
+@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: b"??" + data[2:]])
+def test_a_broken_file_is_said_to_be_what_it_is_called(
+    tmp_path: Path, arrays: dict[str, np.ndarray], damage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "k.npy"
+    path.write_bytes(damage(path.read_bytes()))
+    given = [str(tmp_path / f"{name}.npy") for name in "qkv"]
+    assert main(["run", *given, str(tmp_path / "out.npy"), *CPU]) == 2
+    error = capsys.readouterr().err
+    assert f"{path} is not a .npy file: " in error
+    assert "safetensors" not in error

@@ -8,13 +8,15 @@ from __future__ import annotations
 import io
 import math
 import os
+from contextlib import suppress
 from os import PathLike
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
 from quorum_attention.files import Entry, Layout, as_tensor, holds
+from quorum_attention.writing import open_regular
 
 SUFFIX = ".npy"
 # It has no types.
@@ -31,29 +33,30 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def is_npy(path: str | PathLike[str]) -> bool:
-    """Whether a file begins as .npy files do, or, where there is none, is called so."""
-    try:
-        with open(path, "rb") as file:
-            return file.read(len(_MAGIC)) == _MAGIC
-    except (FileNotFoundError, IsADirectoryError):
-        return os.fspath(path).endswith(SUFFIX)
+    """Whether a file is called as .npy files are, or begins as they do."""
+    if os.fspath(path).endswith(SUFFIX):
+        return True
+    with suppress(FileNotFoundError), open_regular(path) as file:
+        return file.read(len(_MAGIC)) == _MAGIC
+    return False
 
 
 def open_npy(path: str | PathLike[str]) -> torch.Tensor:
     """The tensor of a .npy file, mapped: nothing is read yet. A write to it crashes the process.
 
     Raises:
-        OSError: the file cannot be opened.
+        OSError: the file cannot be opened, or is no regular file.
         ValueError: it is not a .npy file, is damaged or ends too early; or its elements are none
             that a tensor can have (.npy files know no bfloat16).
     """
-    size = os.stat(path).st_size
-    with open(path, "rb") as file:
-        if file.read(len(_MAGIC)) != _MAGIC:
-            raise ValueError(f"{path} is not a .npy file")
-        file.seek(0)
-        shape, by_columns, dtype = _header(path, file)
-        begin = file.tell()
+    with open_regular(path) as file:
+        return _mapped(path, file)
+
+
+def _mapped(path: str | PathLike[str], file: BinaryIO) -> torch.Tensor:
+    size = os.fstat(file.fileno()).st_size
+    shape, by_columns, dtype = _header(path, file)
+    begin = file.tell()
     if dtype not in _DTYPES:
         bf16 = dtype.kind == "V" and dtype.itemsize == 2
         hint = " (bfloat16, maybe, which .npy files do not know: use safetensors)" if bf16 else ""
@@ -68,13 +71,15 @@ def open_npy(path: str | PathLike[str]) -> torch.Tensor:
             f"{path} is {wrong}: shape {shape} of {dtype} is {n_bytes} bytes, and it has "
             f"{size - begin} of data"
         )
-    raw = np.memmap(path, np.uint8, "r", begin, (n_bytes,)) if n_bytes else None
+    raw = np.memmap(file, np.uint8, "r", begin, (n_bytes,)) if n_bytes else None
     lies = shape[::-1] if by_columns else shape
     found = as_tensor(raw, begin, Entry("", _DTYPES[dtype], lies, 0, n_bytes))
     return found.permute(*reversed(range(len(shape)))) if by_columns else found
 
 
-def _header(path: str | PathLike[str], file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+def _header(
+    path: str | PathLike[str], file: BinaryIO
+) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     """Shape, whether the first index is the quickest, and dtype."""
     try:
         version = npy.read_magic(file)
@@ -86,9 +91,10 @@ def _header(path: str | PathLike[str], file: Any) -> tuple[tuple[int, ...], bool
             raise ValueError(f"version {version} of the format is not known here")
     except Exception as error:
         raise ValueError(f"{path} is not a .npy file: {_first_line(error)}") from error
-    if any(n < 0 for n in shape) or (0 in shape and not holds(shape)):
+    # NumPy's reader takes truths for numbers.
+    if any(type(n) is not int or n < 0 for n in shape) or (0 in shape and not holds(shape)):
         raise ValueError(f"{path} is corrupt: it has shape {shape}")
-    return tuple(int(n) for n in shape), bool(by_columns), dtype
+    return shape, bool(by_columns), dtype
 
 
 def _first_line(error: Exception) -> str:

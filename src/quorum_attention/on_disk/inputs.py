@@ -148,8 +148,6 @@ def _opened(
             yield name, Path(rest), open_npy(rest)
             continue
         path = Path(text)
-        if path.is_fifo():
-            raise ValueError(f"{text} is a pipe: an input must be a file, because it is mapped")
         if path.is_dir():
             inside = sorted(file for file in path.iterdir() if file.suffix == SUFFIX)
             if not inside:
