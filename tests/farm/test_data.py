@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.farm import data
 from quorum_attention.farm.call import _files_of
 from quorum_attention.farm.data import Reader, bytes_of, read_state, write_rows, write_state
-from quorum_attention.pool.shared import InFile
+from quorum_attention.pool.shared import InFile, file_id
 
 
 @pytest.mark.parametrize("piece", [100, 1 << 20])
@@ -84,3 +85,30 @@ def test_bytes_of_single_elements_and_of_none(dtype: torch.dtype) -> None:
         got = bytes_of(one)
         assert got.stride() == (1,)
         assert torch.equal(got.view(dtype), one.reshape(-1))
+
+
+def test_files_of_workers_are_those_that_the_program_opened(tmp_path: Path) -> None:
+    """By the number of the file; by that of its device as well, on the program's own machine."""
+    rows, path = torch.randn(1, 2, 5, 7), tmp_path / "rows"
+    path.write_bytes(rows.numpy().tobytes())
+    mine = file_id(str(path))
+    sent = InFile(str(path), 0, tuple(rows.shape), rows.stride(), rows.dtype, True, file=mine)
+    heads, part = Interval(0, 2), Interval(0, 5)
+    for machine, device, inode, is_same in (
+        (mine[0], mine[1], mine[2], True),
+        ("another", mine[1] + 1, mine[2], True),
+        (mine[0], mine[1] + 1, mine[2], False),
+        ("another", mine[1], mine[2] + 1, False),
+    ):
+        one = replace(sent, file=(machine, device, inode))
+        if is_same:
+            assert torch.equal(Reader(one)(0, heads, part), rows)
+            write_rows(one, 0, heads, part, rows)
+            continue
+        for uses in (
+            lambda one=one: Reader(one),
+            lambda one=one: write_rows(one, 0, heads, part, -rows),
+        ):
+            with pytest.raises(OSError, match=f"{path} is another file"):
+                uses()
+    assert torch.equal(Reader(sent)(0, heads, part), rows)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from quorum_attention.call.mapped import Mappings
+from quorum_attention.pool.openings import Openings
 from quorum_attention.pool.shared import InFile, Shared, made_for, opened, room
 from quorum_attention.pool.touched import Touching
 
@@ -111,3 +112,50 @@ def test_pages_are_made_and_nothing_is_written() -> None:
     assert tensor[12345] == 7
     assert tensor[-1] == 9
     assert int(tensor.count_nonzero()) == 2
+
+
+@LINUX
+@pytest.mark.parametrize("planted", ["file", "pipe", "link", "room"])
+def test_a_file_in_the_place_of_the_one_that_was_sent_is_refused(
+    tmp_path: Path, planted: str
+) -> None:
+    """Numbers of open files are used again, and names can be given to other files."""
+    path = tmp_path / "x"
+    tensor = torch.from_numpy(np.memmap(path, np.float32, "w+", shape=(3, 50)))
+    if planted == "room":
+        tensor = room((3, 50), torch.float32)
+    handle = Shared.of(tensor, Mappings.now()).handle
+    assert isinstance(handle, InFile)
+    assert torch.equal(handle.open(), tensor)
+    if planted == "room":
+        number = int(handle.path.rpartition("/")[2])
+        other = os.memfd_create("other")
+        os.ftruncate(other, 4096)
+        kept = os.dup(number)
+        os.dup2(other, number)
+    else:
+        path.rename(tmp_path / "moved")
+        if planted == "file":
+            path.write_bytes(bytes(600))
+        elif planted == "pipe":
+            os.mkfifo(path)
+        else:
+            path.symlink_to("moved")
+    before = files()
+    try:
+        if planted == "link":  # to the same file
+            assert torch.equal(handle.open(), tensor)
+        else:
+            for opens in (handle.open, lambda: Openings().open(handle)):
+                with pytest.raises(OSError, match="is another file") as raised:
+                    opens()
+                assert handle.path in str(raised.value)
+    finally:
+        if planted == "room":
+            os.dup2(kept, number)
+            for one in (kept, other):
+                os.close(one)
+            before -= {str(kept), str(other)}
+    raised = None
+    gc.collect()
+    assert len(files()) <= len(before)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ import torch
 
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.execution.device.lookup import on_host
-from quorum_attention.pool.shared import InFile, bytes_in_file
+from quorum_attention.pool.shared import InFile
 from quorum_attention.writing import IDENTITY
 
 # Of one write; the system takes 2 GiB less a page. Large tensors are written by several threads,
@@ -38,10 +37,11 @@ Source = torch.Tensor | InFile | Stored
 
 
 class Reader:
-    """Rows of a tensor (batch, heads, rows, ...), wherever it is."""
+    """Rows of a tensor (batch, heads, rows, ...), wherever it is. A file is mapped for reading,
+    which does not count as this process's memory."""
 
     def __init__(self, source: Source) -> None:
-        self._source = _mapped(source) if isinstance(source, InFile) else source
+        self._source = source.open("r") if isinstance(source, InFile) else source
 
     def __call__(self, entry: int, heads: Interval, rows: Interval) -> torch.Tensor:
         """(1, heads, rows, ...); of a file a view, nothing is read yet."""
@@ -61,18 +61,6 @@ class Reader:
         return found[..., slice(*keys)] if n_keys > 1 else found
 
 
-def _mapped(one: InFile) -> torch.Tensor:
-    """Map a file's tensor for reading; it does not count as this process's memory."""
-    if 0 in one.shape:
-        return torch.empty(one.shape, dtype=one.dtype, device="cpu")
-    spanned = sum((n - 1) * s for n, s in zip(one.shape, one.strides, strict=True)) + 1
-    raw = bytes_in_file(one.path, "r", one.offset, spanned * one.dtype.itemsize)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        flat: torch.Tensor = torch.from_numpy(raw)
-    return flat.view(one.dtype).as_strided(one.shape, one.strides)
-
-
 def write_rows(
     target: InFile, entry: int, heads: Interval, rows: Interval, of: torch.Tensor
 ) -> None:
@@ -83,10 +71,11 @@ def write_rows(
 
     Raises:
         RuntimeError: a file of that name is another output by now; nothing is written there.
+        OSError: it cannot be written, or is another file by now.
     """
     of = of.to(target.dtype)
     itemsize = target.dtype.itemsize
-    handle = os.open(target.path, os.O_RDWR if target.identity else os.O_WRONLY)
+    handle = target.descriptor(os.O_RDWR if target.identity else os.O_WRONLY)
     try:
         if target.identity and _identity(handle) != target.identity:
             raise RuntimeError(f"{target.path} was begun anew, or is finished: this call is over")
@@ -170,7 +159,8 @@ def read_state(path: str, likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     found, at = [], 0
     for like in likes:
         strides = torch.empty(like.shape, device="meta").stride()
-        found.append(_mapped(InFile(path, at, tuple(like.shape), strides, like.dtype, False)))
+        one = InFile(path, at, tuple(like.shape), strides, like.dtype, False)
+        found.append(one.open("r"))
         at += like.nbytes
     return found
 

@@ -32,10 +32,9 @@ from quorum_attention.execution.device.page_locks import (
     WORTH_LOCKING_BYTES,
     addresses,
 )
-from quorum_attention.pool.shared import Handle, InFile, opened
+from quorum_attention.pool.shared import FileId, Handle, InFile, file_id, opened
 
 _FAILED = ctypes.c_void_p(-1).value
-_File = tuple[int, int]
 # What is open, or also locked, stays so for so many passes that have no use for it, where memory is
 # locked: of a backward, until the next one. Results lie elsewhere from call to call, and are locked
 # when they come there for a second time.
@@ -87,7 +86,7 @@ class Openings:
     """
 
     def __init__(self, locker: Locker | None = None, most_bytes: int = 0) -> None:
-        self._every: dict[_File, _Mapping] = {}
+        self._every: dict[FileId, _Mapping] = {}
         self._reaper = _Reaper()
         self._locker, self._most_bytes = locker, most_bytes
 
@@ -95,16 +94,20 @@ class Openings:
         return bool(self._every)
 
     def open(self, handle: Handle) -> torch.Tensor:
-        """The tensor of a handle."""
+        """The tensor of a handle.
+
+        Raises:
+            OSError: its file is gone, or another one has taken its place.
+        """
         if not (isinstance(handle, InFile) and handle.in_memory and handle.written):
             return opened(handle)
-        file = os.open(handle.path, os.O_RDWR)
+        file = handle.descriptor(os.O_RDWR)
         try:
-            found = os.fstat(file)
             # As long as it is mapped here, no other file has these numbers.
-            name = (found.st_dev, found.st_ino)
+            name = file_id(file)
             if name not in self._every:
-                self._every[name] = _Mapping(self._mapped(file, found.st_size), handle.path)
+                memory = self._mapped(file, os.fstat(file).st_size)
+                self._every[name] = _Mapping(memory, handle.path)
         finally:
             os.close(file)
         mapping = self._every[name]
@@ -197,7 +200,7 @@ class Openings:
             one.ranges.remove((start, stop))
             self._locker.unlock(start)
 
-    def _forget(self, name: _File) -> None:
+    def _forget(self, name: FileId) -> None:
         one = self._every.pop(name)
         self._unlock(one, one.ranges)
 
@@ -221,13 +224,12 @@ class Openings:
         return made
 
 
-def _is(path: str, name: _File) -> bool:
+def _is(path: str, name: FileId) -> bool:
     """Whether a path still leads to a file."""
     try:
-        found = os.stat(path)
+        return file_id(path) == name
     except OSError:
         return False
-    return (found.st_dev, found.st_ino) == name
 
 
 class _Reaper:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,6 +32,8 @@ class InFile:
         written: whether it is written to.
         identity: what the file must have in its bytes ``writing.IDENTITY`` to be written to; empty:
             it has none.
+        file: which file it is, from ``file_id``: the path may lead to another one by now. None:
+            whichever is there.
     """
 
     path: str
@@ -41,38 +43,67 @@ class InFile:
     dtype: torch.dtype
     written: bool
     identity: bytes = b""
+    file: FileId | None = None
 
     @property
     def in_memory(self) -> bool:
         """Whether it is shared memory of another process."""
         return self.path.startswith("/proc/")
 
-    def open(self) -> torch.Tensor:
+    def open(self, mode: str = "") -> torch.Tensor:
         """Map it here.
+
+        Args:
+            mode: as NumPy has it; "": "r+" where it is written to, otherwise "c".
 
         Raises:
             MemoryError: there is no room for it.
+            OSError: another file is there by now.
         """
+        if 0 in self.shape:
+            return torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        mode = mode or ("r+" if self.written else "c")
         spanned = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) + 1
-        n_bytes = spanned * self.dtype.itemsize if 0 not in self.shape else 0
-        mode = "r+" if self.written else "c"
-        mapped = bytes_in_file(self.path, mode, self.offset, n_bytes)
-        flat: torch.Tensor = torch.from_numpy(mapped).view(self.dtype)
-        return flat.as_strided(self.shape, self.strides)
+        n_bytes = spanned * self.dtype.itemsize
+        flags, opened_as = (os.O_RDWR, "r+b") if mode == "r+" else (os.O_RDONLY, "rb")
+        with os.fdopen(self.descriptor(flags), opened_as) as file:
+            try:
+                raw = np.memmap(file, np.uint8, mode, self.offset, n_bytes)  # type: ignore[call-overload]
+            except OSError as error:
+                if error.errno == errno.ENOMEM:
+                    raise MemoryError(f"{n_bytes} bytes of {self.path} were not mapped") from error
+                raise
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            flat: torch.Tensor = torch.from_numpy(raw)
+        return flat.view(self.dtype).as_strided(self.shape, self.strides)
+
+    def descriptor(self, flags: int) -> int:
+        """The file, opened.
+
+        Raises:
+            OSError: it cannot be opened, or another file is there by now.
+        """
+        found = os.open(self.path, flags | os.O_NONBLOCK)  # a pipe is not waited for
+        if self.file is not None and not _is_same(self.file, file_id(found)):
+            os.close(found)
+            raise OSError(f"{self.path} is another file than the one that was opened before")
+        return found
 
 
-def bytes_in_file(path: str, mode: str, offset: int, n_bytes: int) -> np.memmap[Any, Any]:
-    """Part of a file, mapped; ``mode`` as NumPy has it.
+FileId = tuple[str, int, int]
+"""The name of a machine, and the numbers that it has for a file and for the file's device."""
 
-    Raises:
-        MemoryError: there is no room for it here; another process may have it.
-    """
-    try:
-        return np.memmap(path, np.uint8, mode, offset, n_bytes)  # type: ignore[call-overload, no-any-return]
-    except OSError as error:
-        if error.errno == errno.ENOMEM:
-            raise MemoryError(f"{n_bytes} bytes of {path} were not mapped") from error
-        raise
+
+def file_id(file: int | str) -> FileId:
+    """Which file a descriptor or a path leads to."""
+    seen = os.stat(file)
+    return os.uname().nodename, seen.st_dev, seen.st_ino
+
+
+def _is_same(one: FileId, other: FileId) -> bool:
+    # Each machine has numbers of its own for devices, of a network file system as well.
+    return one == other or (one[0] != other[0] and one[2] == other[2])
 
 
 Handle = torch.Tensor | InFile | Handed
@@ -172,7 +203,8 @@ def _in_room(tensor: torch.Tensor) -> InFile | None:
     _, file = _rooms[start]
     path = f"/proc/{os.getpid()}/fd/{file}"
     shape, strides = tuple(tensor.shape), tensor.stride()
-    return InFile(path, tensor.data_ptr() - start, shape, strides, tensor.dtype, True)
+    offset = tensor.data_ptr() - start
+    return InFile(path, offset, shape, strides, tensor.dtype, True, file=file_id(file))
 
 
 def _opened_here(tensor: torch.Tensor) -> InFile | None:
@@ -188,7 +220,8 @@ def _opened_here(tensor: torch.Tensor) -> InFile | None:
         return None  # an ordinary file, closed once it was mapped (torch.from_file)
     shape, strides = tuple(tensor.shape), tensor.stride()
     offset = int(tensor.storage_offset()) * tensor.element_size()
-    return InFile(f"/proc/{os.getpid()}/fd/{file}", offset, shape, strides, tensor.dtype, True)
+    path = f"/proc/{os.getpid()}/fd/{file}"
+    return InFile(path, offset, shape, strides, tensor.dtype, True, file=file_id(file))
 
 
 def _as_it_is(tensor: torch.Tensor, mappings: Mappings, written: bool = False) -> Handle | None:
@@ -226,14 +259,25 @@ def in_file(tensor: torch.Tensor, mappings: Mappings, written: bool) -> InFile |
     if path is None or not mapping.shared or (written and not mapping.writable):
         return None
     try:
-        now = os.stat(path)
+        now = file_id(path)
     except OSError:
         return None
     # A file of that name may be another one by now.
-    device = f"{os.major(now.st_dev):02x}:{os.minor(now.st_dev):02x}"
-    if (device, now.st_ino) != mapping.file:
+    _, device, inode = now
+    if (f"{os.major(device):02x}:{os.minor(device):02x}", inode) != mapping.file:
         return None
-    return InFile(path, offset, tuple(tensor.shape), tensor.stride(), tensor.dtype, written)
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    return InFile(path, offset, shape, strides, tensor.dtype, written, file=now)
 
 
-__all__ = ["Handle", "InFile", "Shared", "bytes_in_file", "in_file", "made_for", "opened", "room"]
+__all__ = [
+    "FileId",
+    "Handle",
+    "InFile",
+    "Shared",
+    "file_id",
+    "in_file",
+    "made_for",
+    "opened",
+    "room",
+]
