@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors
 import safetensors.torch
@@ -167,10 +168,12 @@ def test_the_input_is_no_output(
 
 
 def test_a_picture_is_no_tensor_file(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    same = str(inputs.parent / "same.png")
-    assert main(["run", str(inputs), same, *CPU, "--draw", same]) == 2
+    same = inputs.parent / "same.png"
+    (inputs.parent / "link").symlink_to(same)
+    out = str(inputs.parent / "link")
+    assert main(["run", str(inputs), out, *CPU, "--draw", str(same)]) == 2
     assert "another file than the output" in capsys.readouterr().err
-    assert not Path(same).exists()
+    assert not same.exists()
 
 
 def test_what_is_no_file_is_not_replaced(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -421,4 +424,76 @@ def test_a_pipe_is_no_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     """It would be waited for without end."""
     os.mkfifo(tmp_path / "pipe")
     assert main(["run", str(tmp_path / "pipe"), str(tmp_path / "out"), *CPU]) == 2
-    assert "is a pipe" in capsys.readouterr().err
+    assert "is not a regular file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        "q k v --mask m OUT",
+        "q --mask m k --causal v OUT --lse",
+        "--mask m q k --json v OUT",
+        "q k v OUT --mask m",
+    ],
+)
+def test_options_stand_anywhere_between_names(
+    tmp_path: Path, order: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in "qkv":
+        np.save(f"{name}.npy", torch.randn(1, 2, 40, 8).numpy())
+    np.save("m.npy", (torch.rand(40, 40) < 0.5).numpy() | np.eye(40, dtype=bool))
+    words = [f"{word}.npy" if word in {*"qkvm"} else word for word in order.split()]
+    assert main(["run", *(w.replace("OUT", "out/") for w in words), *CPU]) == 0
+    assert (tmp_path / "out" / "out.npy").exists()
+    assert (tmp_path / "out" / "lse.npy").exists() == ("--lse" in order)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["q.npy", "--nonsense", "out"], "unrecognized arguments: --nonsense"),
+        (["q.npy"], "required: output"),
+        (["--causal"], "required: input, output"),
+        (["--resume", "q.npy", "--restart", "out"], "not allowed with argument"),
+        (["q.npy", "--scale", "x", "out"], "must be a finite number"),
+    ],
+)
+def test_wrong_arguments_are_named(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", *arguments])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("nothing_changes")
+@pytest.mark.parametrize("name", ["out.txt", "out.npz", "out.pt", "out.NPY", "out.safetensor"])
+def test_an_output_of_an_unknown_kind_is_refused(
+    inputs: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", str(inputs), str(inputs.parent / name), *CPU]) == 2
+    error = capsys.readouterr().err
+    assert f"ends in {Path(name).suffix}" in error
+    assert all(kind in error for kind in (".safetensors", ".npy", "NAME/"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give links away")
+@pytest.mark.parametrize("what", ["file", "folder", "picture"])
+def test_an_output_behind_another_users_link_is_refused_before_any_work(
+    inputs: Path, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine, everybodys = inputs.parent / "mine", inputs.parent / "tmp"
+    everybodys.mkdir()
+    everybodys.chmod(0o1777)
+    mine.mkdir() if what == "folder" else mine.write_bytes(b"mine")
+    planted = everybodys / ("x.svg" if what == "picture" else "x")
+    planted.symlink_to(mine)
+    os.lchown(planted, 12345, 12345)
+    out = inputs.parent / "out"
+    named = {"file": [planted], "folder": [f"{planted}/"], "picture": [out, "--draw", planted]}
+    assert main(["run", str(inputs), *map(str, named[what]), *CPU]) == 2
+    assert "is a link of user 12345" in capsys.readouterr().err
+    assert list(mine.iterdir()) == [] if what == "folder" else mine.read_bytes() == b"mine"
+    assert not out.exists()

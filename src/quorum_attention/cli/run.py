@@ -2,8 +2,8 @@
 
 Inputs are safetensors files, .npy files, or folders of .npy files; together they have tensors named
 query, key and value (or q, k, v), and a mask or attn_mask where there is one. A .npy file's tensor
-is called as the file is, or as NAME=FILE says. The output is a safetensors file with out (and lse,
-with --lse), a .npy file, or, with a slash at its end, a folder of .npy files.
+is called as the file is, or as NAME=FILE says. The last name is the output: a safetensors file with
+out (and lse, with --lse), a .npy file, or, with a slash at its end, a folder of .npy files.
 
 With --backward the inputs have grad_out, out and lse besides, and the output dq, dk and dv.
 
@@ -96,6 +96,22 @@ def add_to(commands: Any) -> None:
     shared.add_json(parser)
     shared.add_glossary(parser)
     parser.set_defaults(run=_run)
+    _let_options_stand_between(parser)
+
+
+def _let_options_stand_between(parser: Any) -> None:
+    """Have names read wherever they stand: argparse takes only the first that stand together, and
+    commands are parsed by ``parse_known_args``."""
+    plainly = parser.parse_known_args
+
+    def mixed(*given: Any) -> Any:
+        parser.parse_known_args = plainly  # which some versions of argparse call in turn
+        try:
+            return parser.parse_known_intermixed_args(*given)
+        finally:
+            parser.parse_known_args = mixed
+
+    parser.parse_known_args = mixed
 
 
 def _computer(options: argparse.Namespace) -> Compute:

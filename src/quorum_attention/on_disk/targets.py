@@ -9,7 +9,7 @@ from pathlib import Path
 
 from quorum_attention.files import Layout, Wanted, laid_out
 from quorum_attention.npy import SUFFIX, laid_out_npy
-from quorum_attention.writing import check_target
+from quorum_attention.writing import check_target, follow_links
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,14 @@ def output_of(name: str, wanted: Wanted, metadata: Mapping[str, str]) -> Output:
 
     Args:
         name: of a folder, if it ends in a slash: a .npy file for each result, called as it is; of a
-            .npy file, for a single result; of a safetensors file otherwise.
+            .npy file, for a single result; of a safetensors file, if it ends in .safetensors or has
+            no suffix.
         wanted: shapes and dtypes of the results.
         metadata: for the header of a safetensors file; ``complete`` is added.
 
     Raises:
         OSError: a file cannot be written there. Nothing has been changed.
-        ValueError: several results for one .npy file.
+        ValueError: several results for one .npy file, or a name with another suffix.
         TypeError: a dtype that the format does not have.
     """
     if name.endswith(("/", os.sep)):
@@ -70,12 +71,17 @@ def output_of(name: str, wanted: Wanted, metadata: Mapping[str, str]) -> Output:
         ((result, (shape, dtype)),) = wanted.items()
         layout = laid_out_npy(result, shape, dtype)
         return Output(name, (Target(check_target(name), layout),))
+    if Path(name).suffix not in ("", ".safetensors"):
+        raise ValueError(
+            f"the output {name} ends in {Path(name).suffix}: it must be a safetensors file "
+            f"(.safetensors, or no suffix), a {SUFFIX} file, or a folder of them (NAME/)"
+        )
     layout = laid_out(wanted, {**metadata, "complete": "true"})
     return Output(name, (Target(check_target(name), layout),))
 
 
 def _in_folder(name: str, wanted: Wanted) -> Output:
-    folder = Path(os.path.realpath(name))
+    folder = follow_links(name)
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{name} cannot be written: {folder} is no folder")
     made = None if folder.exists() else folder
