@@ -14,10 +14,11 @@ import safetensors.torch
 import torch
 
 import quorum_attention as qa
+from quorum_attention import writing
 from quorum_attention.cli import main
 from quorum_attention.cli import run as command
 from quorum_attention.cli.stopping import Stopped
-from quorum_attention.on_disk import journal, scratch, unfinished
+from quorum_attention.on_disk import scratch, unfinished
 from quorum_attention.on_disk.compute import Work, compute_here
 from quorum_attention.on_disk.journal import Journal
 from quorum_attention.on_disk.parts import Part
@@ -160,7 +161,7 @@ def test_a_signal_right_after_the_journal_was_made_says_what_is_kept(
     def stop(directory: Path) -> None:
         raise Stopped(15)
 
-    monkeypatch.setattr(journal, "sync_directory", stop)
+    monkeypatch.setattr(writing, "sync_directory", stop)
     assert main(["run", "qkv", "out", *EACH]) == 128 + 15
     assert f"1 of {HEADS} head groups are done and kept" in capsys.readouterr().err
 

@@ -134,14 +134,13 @@ def test_a_journal_is_its_users_whatever_the_umask_is(begun: Path) -> None:
 
 
 def test_a_link_that_waits_for_the_journal_is_not_written_through(tmp_path: Path) -> None:
-    """At the name that a new journal has until it is whole."""
+    """At a name that can be foreseen, or in the journal's place while it is written to."""
     (tmp_path / "mine").write_text("mine")
     (tmp_path / f"{JOURNAL}.new").symlink_to("mine")
     found = journal.Journal(tmp_path / JOURNAL, journal.Header({}, {}, {}))
     found.add(0)
     assert (tmp_path / "mine").read_text() == "mine"
     assert not (tmp_path / JOURNAL).is_symlink()
-    # Nor one that takes the journal's place while it is written to.
     linked(tmp_path / JOURNAL)
     with pytest.raises(OSError, match="is a symbolic link"):
         found.add(1)

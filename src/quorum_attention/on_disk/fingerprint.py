@@ -7,6 +7,8 @@ import os
 from os import PathLike
 from typing import Any
 
+from quorum_attention.writing import open_regular
+
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
@@ -17,9 +19,9 @@ def fingerprint(path: str | PathLike[str]) -> dict[str, Any]:
     the file's size. A change between them that keeps size and time goes unseen.
 
     Raises:
-        OSError: the file cannot be read.
+        OSError: the file cannot be read, or is no regular file.
     """
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         found = os.fstat(file.fileno())
         last = max(0, found.st_size - _SAMPLE_BYTES)
         samples = hashlib.sha256()

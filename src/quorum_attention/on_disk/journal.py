@@ -17,12 +17,11 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from quorum_attention.writing import check_own, open_regular, sync_directory
+from quorum_attention.writing import check_own, open_regular, replacing
 
 FORMAT = 1
 _LARGEST_BYTES = 1 << 28
 _COMPLETE, _FILES = "complete", "files"
-_NEW = ".new"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,18 +128,9 @@ class Journal:
     @_named
     def _create(self, lines: bytes) -> None:
         """A new file, which is there whole or not at all."""
-        new = self.path.with_name(self.path.name + _NEW)
-        try:
-            new.unlink(missing_ok=True)  # of a process that was killed
-            with open(new, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-                file.write(lines)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(new, self.path)
-        except BaseException:
-            new.unlink(missing_ok=True)
-            raise
-        sync_directory(self.path.parent)
+        with replacing(self.path) as file:
+            os.fchmod(file.fileno(), 0o600)
+            file.write(lines)
         self.end = len(lines)
 
     @_named

@@ -129,9 +129,8 @@ def writing(output: Output, header: Header, mode: Mode) -> Iterator[Unfinished]:
         UnfinishedError: there is an unfinished output, and ``mode`` is "new".
         ValueError: what there is to resume is damaged, or of another call; nothing has changed.
     """
-    made = output.folder is not None and not output.folder.exists()
-    if made and output.folder is not None:
-        output.folder.mkdir()
+    if output.folder is not None:
+        output.folder.mkdir()  # an error if another process has made it meanwhile
     kept = False
     try:
         with ExitStack() as stack:
@@ -148,7 +147,7 @@ def writing(output: Output, header: Header, mode: Mode) -> Iterator[Unfinished]:
             finally:
                 found.tensors.clear()
     finally:
-        if made and not kept and output.folder is not None:
+        if output.folder is not None and not kept:
             with suppress(OSError):  # it is not empty: there are results in it
                 output.folder.rmdir()
 

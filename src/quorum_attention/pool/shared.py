@@ -270,14 +270,4 @@ def in_file(tensor: torch.Tensor, mappings: Mappings, written: bool) -> InFile |
     return InFile(path, offset, shape, strides, tensor.dtype, written, file=now)
 
 
-__all__ = [
-    "FileId",
-    "Handle",
-    "InFile",
-    "Shared",
-    "file_id",
-    "in_file",
-    "made_for",
-    "opened",
-    "room",
-]
+__all__ = ["Handle", "InFile", "Shared", "file_id", "in_file", "made_for", "opened", "room"]
