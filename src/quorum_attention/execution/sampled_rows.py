@@ -10,6 +10,9 @@ change that touches only rows that were not drawn is not seen, nor is one within
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,15 +22,29 @@ from quorum_attention.counts import shown
 from quorum_attention.execution.call import Call
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.mask_gradient import Tile, tile_bytes
+from quorum_attention.execution.memory import is_out_of_memory
 from quorum_attention.kernels.merge import empty_, merge_
 from quorum_attention.kernels.outside import capturing
-from quorum_attention.kernels.protocol import Extent, Indices, RowStatistics
+from quorum_attention.kernels.protocol import Indices, RowStatistics
 from quorum_attention.kernels.traits import calls_back, pairwise, row_statistics
 
 _ROWS = 8
-# Without a budget: keys at a time that a CPU's cache holds, and that keep a GPU busy.
-_HOST_BYTES, _DEVICE_BYTES = 8 << 20, 256 << 20
+# Without a budget: keys at a time that a CPU's cache holds, and on a GPU few launches.
+_HOST_BYTES, _DEVICE_BYTES = 8 << 20, 1 << 30
+# With less than this, running out of memory is an error.
+_LEAST_BYTES = 1 << 20
 _FEWEST_KEYS = 128
+_unchecked: ContextVar[bool] = ContextVar("_unchecked", default=False)
+
+
+@contextmanager
+def without_check_of_rows() -> Iterator[None]:
+    """For those who look for a kernel's errors themselves."""
+    token = _unchecked.set(True)
+    try:
+        yield
+    finally:
+        _unchecked.reset(token)
 
 
 def check_functions_are_the_same(
@@ -37,14 +54,14 @@ def check_functions_are_the_same(
 
     Args:
         out, lse: as the forward returned them, (*batch, heads, n_queries, value_dim) without it.
-        left: most device bytes to take; None: what is usual.
+        left: most device bytes to take at a time; None: what is usual.
         whole: whether the rows have no other keys than the call's.
 
     Raises:
         RuntimeError: a function has changed since the forward.
     """
     told = calls_back(call.kernel)
-    if told is None or not (functions := told.called_back()):
+    if told is None or _unchecked.get() or not (functions := told.called_back()):
         return
     if rows_differ(call, out, lse, left, whole=whole):
         names = ", ".join(shown(function) for function in functions)
@@ -52,7 +69,9 @@ def check_functions_are_the_same(
             f"a function of kernel {call.kernel.name!r} ({names}), or what it reads, has changed "
             "between the forward and its backward, which calls it again: gradients would be of "
             "another attention. Give every function values of its own: as a default "
-            "(lambda b, h, q, k, n=n: ...), or by a function that returns it"
+            "(lambda b, h, q, k, n=n: ...), or by a function that returns it. (If nothing has "
+            "changed, its rows depend on what it is called with beside them: qa.check_kernel "
+            "says how)"
         )
 
 
@@ -67,9 +86,17 @@ def rows_differ(
     if causal and row_statistics(call.kernel) is not None:
         groups = [[row] for row in rows]  # it masks no key for being later
     stops = [min(at[-1] + 1, call.work.n_keys) if causal else call.work.n_keys for at in groups]
-    made = (_Rows(call, at, stop, left) for at, stop in zip(groups, stops, strict=True))
-    differ = [_differ(one, out, lse, whole) for one in made]
-    return bool(torch.stack(differ).any())
+    usual = _DEVICE_BYTES if backend_of(call.device).own_memory else _HOST_BYTES
+    room = usual if left is None else min(usual, left)
+    while True:
+        try:
+            made = (_Rows(call, at, stop, room) for at, stop in zip(groups, stops, strict=True))
+            return bool(torch.stack([_differ(one, out, lse, whole) for one in made]).any())
+        except Exception as error:
+            if not is_out_of_memory(error) or room < _LEAST_BYTES:
+                raise
+            room //= 4
+        backend_of(call.device).give_back_cached()
 
 
 def _drawn(n: int) -> list[int]:
@@ -99,17 +126,16 @@ class _Rows:
     Args:
         at: the rows, ascending.
         stop: how many keys; none of those that follow is kept.
+        room: most device bytes to take.
     """
 
-    def __init__(self, call: Call, at: list[int], stop: int, left: int | None) -> None:
-        self.call, self.at, self.stop = call, at, stop
+    def __init__(self, call: Call, at: list[int], stop: int, room: int) -> None:
+        self.call, self.at, self.stop, self._room = call, at, stop, room
         self.query = self.of(call.query)
         work, kernel = call.work, call.kernel
         self.numbers = tuple(range(work.batch))
         self._alone: RowStatistics | None = row_statistics(kernel)
         self._known = None if self._alone is not None else pairwise(kernel)
-        usual = _DEVICE_BYTES if backend_of(call.device).own_memory else _HOST_BYTES
-        self._left = usual if left is None else min(usual, left)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """These rows of (*batch, heads, n, ...), on the computing device, with one batch
@@ -140,7 +166,7 @@ class _Rows:
             merge_(out, lse, part.to(state), part_lse)
             squares = _share(before, lse).square() * squares
             squares += _share(part_lse, lse).square() * part_squares
-            most = [t.to(state).norm(dim=-1).max() for t in both]
+            most = [torch.linalg.vector_norm(t, dim=-1, dtype=state).max() for t in both]
             norms = torch.maximum(norms, torch.stack(most))
         reach = abs(call.scale) * norms[0] * self.query.to(state).norm(dim=-1)
         return _Statistics(out, lse, reach, squares.sqrt() * norms[1])
@@ -197,21 +223,16 @@ class _Rows:
     def _step(self) -> int:
         """The most keys at a time."""
         step = self.stop
-        while step > _FEWEST_KEYS and self._bytes(step) > self._left:
+        while step > _FEWEST_KEYS and self._bytes(step) > self._room:
             step = -(-step // 2)
         return step
 
     def _bytes(self, keys: int) -> int:
-        work, rows = self.call.work, len(self.at)
+        work = self.call.work
+        rows = Tile(work.batch, work.kv_heads, len(self.at), keys)
+        # Copies of keys and values on the device; what a user's function takes is much like a tile.
         copies = work.batch * work.kv_heads * keys * (work.head_dim + work.value_dim)
-        if self._alone is None:
-            tile = Tile(work.batch, work.kv_heads, rows, keys)
-            return copies * work.element_bytes + tile_bytes(work, tile, 8)
-        shape = replace(work, mask=None).call_shape(self.call.device.type, False)
-        extent = Extent(work.batch, work.heads, work.kv_heads, rows + keys, rows, keys)
-        return copies * 2 * max(4, work.element_bytes) + self._alone.forward_workspace_bytes(
-            shape, extent
-        )
+        return copies * work.element_bytes + tile_bytes(replace(work, dropout=False), rows, 8)
 
 
 def _share(part: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,13 @@ from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels import proven
 from quorum_attention.kernels.compiling import compile_ahead
 from quorum_attention.kernels.protocol import CallShape, InnerKernel, Recorded
-from quorum_attention.kernels.registry import begin_test, get_kernel, registrations, why_not
+from quorum_attention.kernels.registry import (
+    begin_test,
+    get_kernel,
+    kernels,
+    registrations,
+    why_not,
+)
 from quorum_attention.kernels.select import rivals, select_kernel, unrounded_kernel
 from quorum_attention.kernels.traits import recorded
 from quorum_attention.planner import known, policy
@@ -118,7 +124,7 @@ def decide_recorded(asked: Asked) -> Recorded | None:
     Args:
         asked: about the forward.
     """
-    options = asked.options
+    options = _by_name(asked.options)
     if not options.free or options.watched or not isinstance(options.kernel, str):
         return None
     name = _known_recorded(
@@ -213,9 +219,17 @@ def decide_untried(
 _ASK = ""
 
 
+def _by_name(options: Options) -> Options:
+    """``options`` with the name of a registered kernel, under which calls are remembered."""
+    kernel = options.kernel
+    if isinstance(kernel, str) or kernels().get(kernel.name) is not kernel:
+        return options
+    return replace(options, kernel=kernel.name)
+
+
 def _whole(asked: Asked) -> InnerKernel | None:
     """The kernel that runs a pass whole and without a plan; None where it needs a plan."""
-    options, place = asked.options, asked.place
+    options, place = _by_name(asked.options), asked.place
     if not options.free or options.watched or place.results_given or place.is_divided:
         return None
     if not asked.together:
