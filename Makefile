@@ -1,9 +1,10 @@
 # make demo   an attention call that runs out of memory, recovered, on whatever device is here
-# make test   lint, types, tests
+# make test   lint, types, and the tests that are quick: some minutes
+# make test-all   the same with all tests, as CI does, and five minutes of the soak among them
 # make docs   the pages of docs/ as a site, into site/
 # make smoke   wheel and sdist, each in a fresh environment of every Python here, with the pinned dependencies
 # make resolve   whether the pins can be had from the default index, on every Python here; installs nothing
-# The first three set up an environment of their own in .venv first.
+# The first ones set up an environment of their own in .venv first.
 
 PYTHON ?= python3
 VENV := .venv
@@ -22,7 +23,7 @@ CONSTRAINTS := -c constraints.txt
 TORCH := "$(shell grep '^torch==' constraints.txt)"
 endif
 
-.PHONY: demo test lint types docs smoke resolve clean
+.PHONY: demo test test-all lint types docs smoke resolve clean
 
 # torch first and by its exact version: a resolver left free would fetch the largest build there is.
 $(VENV)/.run: pyproject.toml constraints.txt
@@ -44,8 +45,13 @@ demo: $(VENV)/.run
 # even where the environment says not to: tests start some hundred processes that import the package.
 WORKERS ?= $(if $(filter 1,$(HAS_CUDA)),0,2)
 
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
 test: lint types
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	$(PYTEST) -m "not slow"
+
+test-all: lint types
+	$(PYTEST)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

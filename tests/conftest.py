@@ -16,6 +16,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from multiprocessing.util import Finalize
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ if not torch.cuda.is_available():
 
 # The machine checks itself after every event (execution/control/checks.py).
 os.environ["QUORUM_ATTENTION_CHECKED"] = "1"
+_TESTS = Path(__file__).parent
 _SHARED = tempfile.gettempdir()
 # Of this run alone, so that what is left in it was left by this run.
 _FOLDER = tempfile.mkdtemp(prefix="quorum-attention-tests-")
@@ -56,8 +58,36 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "as_allocated: fresh memory is as the allocator hands it out, not full of NaN"
     )
+    config.addinivalue_line("markers", "slow: left out by `make test` (tests/slow.txt)")
     count_page_locks()
     gc.callbacks.append(_timed)
+
+
+def slow_tests() -> dict[str, set[str]]:
+    """What tests/slow.txt names: by file below this folder, names of test functions; with [*] at
+    their end where no case of them is quick."""
+    found: dict[str, set[str]] = {}
+    file = ""
+    for line in (_TESTS / "slow.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith(" "):
+            found[file].add(line.strip())
+        elif line and not line.startswith("#"):
+            file = line
+            found[file] = set()
+    return found
+
+
+# Before plugins and -m look at markers.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    named, begun = slow_tests(), set()
+    for item in items:
+        names = named.get(item.path.relative_to(_TESTS).as_posix(), set())
+        function = item.nodeid.split("::", 1)[1].partition("[")[0]
+        first = "[" in item.nodeid and (item.path, function) not in begun
+        begun.add((item.path, function))
+        if f"{function}[*]" in names or (function in names and not first):
+            item.add_marker("slow")
 
 
 def pytest_unconfigure() -> None:

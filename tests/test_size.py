@@ -1,0 +1,103 @@
+"""The package does not grow: each room has a budget of lines and of files, which commits lower.
+
+``python tests/test_size.py`` prints where the rooms stand now, to be copied into ``BUDGETS``.
+"""
+
+from __future__ import annotations
+
+import ast
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "src" / "quorum_attention"
+# Lines of code and files of each room; "top": the files beside the rooms.
+BUDGETS = {
+    "bench": (1296, 21), "call": (1535, 17), "checking": (1513, 9),
+    "cli": (2175, 19), "decomposition": (1120, 15), "distributed": (3119, 21),
+    "execution": (6412, 61), "farm": (1684, 12), "integrations": (1631, 18),
+    "kernels": (11235, 93), "on_disk": (1267, 11), "pictures": (675, 11),
+    "planner": (2290, 16), "pool": (3172, 31), "progress": (239, 6),
+    "quorums": (176, 4), "recipes": (941, 12), "repeated": (563, 6),
+    "top": (2600, 18),
+}  # fmt: skip
+_NO_CODE = {
+    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}  # fmt: skip
+
+
+def lines_of_code(path: Path) -> int:
+    """Lines with a token of code on them: no blank lines, comments and docstrings."""
+    with path.open("rb") as file:
+        tokens = [t for t in tokenize.tokenize(file.readline) if t.type != tokenize.ENCODING]
+    code = {n for t in tokens if t.type not in _NO_CODE for n in range(t.start[0], t.end[0] + 1)}
+    return len(code - set(_docstrings(ast.parse(path.read_text(encoding="utf-8")))))
+
+
+def _docstrings(tree: ast.Module) -> Iterator[int]:
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and ast.get_docstring(node, clean=False) is not None
+        ):
+            first = node.body[0]
+            yield from range(first.lineno, (first.end_lineno or first.lineno) + 1)
+
+
+def sizes(package: Path = PACKAGE) -> dict[str, tuple[int, int]]:
+    """By room, lines of code and files."""
+    lines, files = Counter[str](), Counter[str]()
+    for path in sorted(package.rglob("*.py")):
+        room, *below = path.relative_to(package).parts
+        room = room if below else "top"
+        lines[room] += lines_of_code(path)
+        files[room] += 1
+    return {room: (lines[room], files[room]) for room in sorted(lines)}
+
+
+@pytest.mark.parametrize("room", sizes())
+def test_no_room_grows(room: str) -> None:
+    assert room in BUDGETS, (
+        f"a new room needs a budget: add {room} to BUDGETS, and take it elsewhere"
+    )
+    (lines, files), (most_lines, most_files) = sizes()[room], BUDGETS[room]
+    assert lines <= most_lines, f"{room} has {lines} lines of code, and may have {most_lines}"
+    assert files <= most_files, f"{room} has {files} files, and may have {most_files}"
+
+
+def test_only_rooms_that_there_are_have_a_budget() -> None:
+    assert set(BUDGETS) <= set(sizes())
+
+
+def test_what_is_counted(tmp_path: Path) -> None:
+    text = (
+        '"""Of two\nlines."""\n\n# Why.\nx = [\n    1,  # one\n]\n\n\ndef f():\n    """What."""\n'
+    )
+    (tmp_path / "room").mkdir()
+    (tmp_path / "room" / "one.py").write_text(text + '    return """a\n\nb"""\n')
+    (tmp_path / "alone.py").write_text("")
+    assert sizes(tmp_path) == {"top": (0, 1), "room": (7, 1)}
+
+
+def test_the_list_of_slow_tests_names_tests_that_there_are() -> None:
+    """Of tests/slow.txt; a test that is renamed or gone takes its line with it."""
+    tests, gone = Path(__file__).parent, []
+    file = ""
+    for line in (tests / "slow.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith(" "):
+            name = line.strip().removesuffix("[*]").split("::")[-1]
+            here = (tests / file).exists()
+            if not here or f"def {name}(" not in (tests / file).read_text(encoding="utf-8"):
+                gone.append(f"{file}::{name}")
+        elif line and not line.startswith("#"):
+            file = line
+    assert not gone
+
+
+if __name__ == "__main__":
+    for room, (lines, files) in sizes().items():
+        print(f'    "{room}": ({lines}, {files}),')
