@@ -6,6 +6,7 @@ Exit status 0: none wrong, nothing grew, nothing was left.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from pathlib import Path
 
 _TESTS = Path(__file__).resolve().parents[1]
 _SOURCE = _TESTS.parent / "src"
+_M_ARENA_MAX = -8  # malloc.h
 
 
 def main() -> int:
@@ -52,6 +54,12 @@ def _prepare(device: str, folder: Path) -> None:
     # grow for hours of random shapes. That is torch's own; with few of them a leak can be seen.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
     os.environ.setdefault("LRU_CACHE_CAPACITY", "32")
+    # glibc gives each of the threads that come and go an arena, and what they free stays in it in
+    # pieces: 150 MiB after 1,600 calls. With one arena, none.
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, 1)
+    os.environ.setdefault("MALLOC_ARENA_MAX", "1")
     cache = folder / "cache"
     cache.mkdir(mode=0o700)
     os.environ["QUORUM_ATTENTION_CACHE"] = str(cache)

@@ -21,19 +21,21 @@ class Reading:
     """What is held; bytes, or numbers of things.
 
     Attributes:
-        rss, uss: of this process: resident, and of these what nobody shares.
+        rss, uss, anonymous: of this process: resident; of these what no other process has (other
+            programs that load torch's libraries come and go); and what is of no file.
         device_allocated, device_reserved: by torch on the device.
         page_locked: host memory that this library has page-locked.
         pinned: in torch's own cache of page-locked memory.
         descriptors, threads: of this process.
         children: processes below this one that are no helpers of Python or torch.
-        children_uss: what they hold, all together.
+        children_anonymous: what they hold, all together.
         shared_files: names in /dev/shm that this process or a child has made.
         temporary_files, temporary_bytes: below the soak's own folder.
     """
 
     rss: int
     uss: int
+    anonymous: int
     device_allocated: int
     device_reserved: int
     page_locked: int
@@ -41,7 +43,7 @@ class Reading:
     descriptors: int
     threads: int
     children: int
-    children_uss: int
+    children_anonymous: int
     shared_files: int
     temporary_files: int
     temporary_bytes: int
@@ -55,12 +57,13 @@ def read(folder: Path, shared_before: set[str]) -> Reading:
     if on_gpu:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-    rss, uss = memory_of(os.getpid())
+    rss, uss, anonymous = memory_of(os.getpid())
     below = children()
     files = [p for p in folder.rglob("*") if p.is_file()]
     return Reading(
         rss=rss,
         uss=uss,
+        anonymous=anonymous,
         device_allocated=torch.cuda.memory_allocated() if on_gpu else 0,
         device_reserved=torch.cuda.memory_reserved() if on_gpu else 0,
         page_locked=sum(_locked.values()),
@@ -68,31 +71,32 @@ def read(folder: Path, shared_before: set[str]) -> Reading:
         descriptors=len(os.listdir("/proc/self/fd")) - 1,
         threads=len(os.listdir("/proc/self/task")),
         children=len(below),
-        children_uss=sum(memory_of(n)[1] for n in below),
+        children_anonymous=sum(memory_of(n)[2] for n in below),
         shared_files=len(shared_names() - shared_before),
         temporary_files=len(files),
         temporary_bytes=sum(_size(p) for p in files),
     )
 
 
-def memory_of(process: int) -> tuple[int, int]:
-    """Resident bytes, and those that no other process has; (0, 0) of one that has ended."""
+def memory_of(process: int) -> tuple[int, int, int]:
+    """Bytes: resident, of these in no other process, of these of no file; 0 of one that ended."""
     try:
         text = Path(f"/proc/{process}/smaps_rollup").read_text()
     except OSError:
         return _resident(process)
-    found = {line.split(":")[0]: line.split()[1] for line in text.splitlines()[1:]}
-    own = int(found["Private_Clean"]) + int(found["Private_Dirty"])
-    return int(found["Rss"]) * 1024, own * 1024
+    found = {line.split(":")[0]: int(line.split()[1]) for line in text.splitlines()[1:]}
+    own = found["Private_Clean"] + found["Private_Dirty"]
+    return found["Rss"] * 1024, own * 1024, found["Anonymous"] * 1024
 
 
-def _resident(process: int) -> tuple[int, int]:
-    """Where the system does not tell shares apart: all resident bytes, twice."""
+def _resident(process: int) -> tuple[int, int, int]:
+    """Where the system does not tell shares apart: all resident bytes, and less those of files."""
     try:
-        pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
+        _, pages, shared, *_ = map(int, Path(f"/proc/{process}/statm").read_text().split())
     except OSError:
-        return 0, 0
-    return pages * os.sysconf("SC_PAGE_SIZE"), pages * os.sysconf("SC_PAGE_SIZE")
+        return 0, 0, 0
+    size = os.sysconf("SC_PAGE_SIZE")
+    return pages * size, (pages - shared) * size, (pages - shared) * size
 
 
 _HELPERS = ("resource_tracker", "torch/_inductor", "forkserver")

@@ -129,10 +129,10 @@ class Soak:
         self.rows.append(row)
         self.say(
             f"{row['seconds']:7.0f} s {row['calls']:7} calls {row['wrong']:3} wrong"
-            f"  rss {row['rss'] >> 20} MiB, own {row['uss'] >> 20}, device "
+            f"  rss {row['rss'] >> 20} MiB, of no file {row['anonymous'] >> 20}, device "
             f"{row['device_allocated'] >> 20}/{row['device_reserved'] >> 20}, locked "
             f"{row['page_locked'] >> 20}+{row['pinned'] >> 20}, {row['descriptors']} descriptors, "
-            f"{row['threads']} threads, {row['children']} children of {row['children_uss'] >> 20} "
+            f"{row['threads']} threads, {row['children']} children of {row['children_anonymous'] >> 20} "
             f"MiB, files {row['shared_files']}+{row['temporary_files']}"
         )
 
