@@ -132,8 +132,8 @@ class Soak:
             f"  rss {row['rss'] >> 20} MiB, of no file {row['anonymous'] >> 20}, device "
             f"{row['device_allocated'] >> 20}/{row['device_reserved'] >> 20}, locked "
             f"{row['page_locked'] >> 20}+{row['pinned'] >> 20}, {row['descriptors']} descriptors, "
-            f"{row['threads']} threads, {row['children']} children of {row['children_anonymous'] >> 20} "
-            f"MiB, files {row['shared_files']}+{row['temporary_files']}"
+            f"{row['threads']} threads, {row['children']} children of "
+            f"{row['children_anonymous'] >> 20} MiB, files {row['shared_files']}+{row['temporary_files']}"
         )
 
     def _settled(self) -> dict[str, Any]:

@@ -13,9 +13,10 @@ MIB = 1 << 20
 # torch's allocators, its compiler's caches and glibc's free lists do by themselves (__main__.py
 # keeps two of them small: oneDNN's cache of shapes, and glibc's arenas of threads).
 LIMITS = {
-    "rss": 64 * MIB, "anonymous": 48 * MIB, "device_allocated": 4 * MIB, "device_reserved": 256 * MIB,
-    "page_locked": 16 * MIB, "pinned": 64 * MIB, "descriptors": 4, "threads": 4, "children": 1,
-    "children_anonymous": 96 * MIB, "shared_files": 1, "temporary_files": 4, "temporary_bytes": 4 * MIB,
+    "rss": 64 * MIB, "anonymous": 48 * MIB, "device_allocated": 4 * MIB,
+    "device_reserved": 256 * MIB, "page_locked": 16 * MIB, "pinned": 64 * MIB, "descriptors": 4,
+    "threads": 4, "children": 1, "children_anonymous": 96 * MIB, "shared_files": 1,
+    "temporary_files": 4, "temporary_bytes": 4 * MIB,
 }  # fmt: skip
 # How much may be there at the end, pools closed, beyond what was there after the warm-up.
 LEFT = {
