@@ -64,6 +64,12 @@ def devices(where: Where, draw: random.Random) -> Outcome:
     return outcome
 
 
+def start_workers() -> None:
+    """Those of two CPU devices, where some are missing."""
+    q = torch.randn(1, 2, 300, 8)
+    qa.attention(q, q, q, devices=["cpu", "cpu"])
+
+
 def _kill_soon(draw: random.Random) -> threading.Timer | None:
     """Kills one worker a little later; the call goes on without it."""
     workers = [p.pid for p in multiprocessing.active_children() if p.pid is not None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import random
 import threading
 import time
@@ -122,6 +124,8 @@ class Soak:
         return [kind for kind in KINDS if kind.name not in self.skipped]
 
     def _row(self, began: float) -> None:
+        if self.steps["devices"]:
+            others.start_workers()  # in each row as many, whatever has just been killed or closed
         _forget()
         row: dict[str, Any] = {"seconds": round(time.monotonic() - began, 1)}
         row |= asdict(read(self.where.folder, self._before))
@@ -152,8 +156,16 @@ class Soak:
 
 
 def _forget() -> None:
-    """What the harness itself remembers is no growth of the library's."""
+    """What the harness remembers, torch's compiler, and the package's caches of bounded size: they
+    take an hour to be full. What has no bound stays, and is seen to grow."""
     from random_calls import kernels
 
     kernels._scores.cache_clear()
     torch._dynamo.reset()
+    for found in gc.get_objects():
+        if (
+            type(found) is functools._lru_cache_wrapper
+            and (found.__module__ or "").startswith("quorum_attention")
+            and found.cache_parameters()["maxsize"] is not None
+        ):
+            found.cache_clear()
