@@ -137,7 +137,8 @@ class Soak:
             f"{row['device_allocated'] >> 20}/{row['device_reserved'] >> 20}, locked "
             f"{row['page_locked'] >> 20}+{row['pinned'] >> 20}, {row['descriptors']} descriptors, "
             f"{row['threads']} threads, {row['children']} children of "
-            f"{row['children_anonymous'] >> 20} MiB, files {row['shared_files']}+{row['temporary_files']}"
+            f"{row['children_anonymous'] >> 20} MiB, "
+            f"files {row['shared_files']}+{row['temporary_files']}"
         )
 
     def _settled(self) -> dict[str, Any]:
