@@ -200,7 +200,10 @@ def test_other_commands_exist(command: Command) -> None:
         (extra,) = re.findall(r"\[([\w-]+)\]", command.text)
         assert re.search(rf"^{extra} = \[", (ROOT / "pyproject.toml").read_text(), re.M)
     else:
-        source = (ROOT / arguments[0]).read_text()
+        file = arguments[0]
+        if file == "-m":
+            file = f"{arguments[1].replace('.', '/')}/__main__.py"
+        source = (ROOT / file).read_text()
         for option in (word for word in arguments if word.startswith("--")):
             assert f'"{option}"' in source, option
 
