@@ -325,12 +325,18 @@ def attend(
     tensors: Tensors, request: Request, out: torch.Tensor | None, *, lse_wanted: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of a call that has been checked; ``out`` as its caller gave it."""
-    if request.records:
-        with lse_use(True):
-            result, lse = differentiable(tensors, request)
-    else:
-        with lse_use(lse_wanted):
-            result, lse = beside_casts(request, lambda left: run_forward(tensors, left))
-        if out is not None:
-            return as_tensor(out, "out", written=True), request.back(lse)
+    recorded = torch.is_grad_enabled()
+    try:
+        if request.records:
+            with lse_use(True):
+                result, lse = differentiable(tensors, request)
+        else:
+            with lse_use(lse_wanted):
+                result, lse = beside_casts(request, lambda left: run_forward(tensors, left))
+            if out is not None:
+                return as_tensor(out, "out", written=True), request.back(lse)
+    finally:
+        # An interrupt that comes while ``torch.no_grad`` is entered leaves gradients off.
+        if torch.is_grad_enabled() is not recorded:
+            torch.set_grad_enabled(recorded)
     return request.back(result), request.back(lse)

@@ -497,3 +497,22 @@ def test_an_output_behind_another_users_link_is_refused_before_any_work(
     assert "is a link of user 12345" in capsys.readouterr().err
     assert list(mine.iterdir()) == [] if what == "folder" else mine.read_bytes() == b"mine"
     assert not out.exists()
+
+
+def test_a_signal_that_an_import_takes_for_an_error_stops_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python's import raises TypeError("expected a message argument") where one comes in it."""
+    from quorum_attention.cli import doctor
+
+    def interrupted(options: object) -> int:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        except KeyboardInterrupt:
+            raise TypeError("expected a message argument") from None
+        return 0
+
+    monkeypatch.setattr(doctor, "_run", interrupted)
+    assert main(["doctor"]) == 128 + signal.SIGINT
+    assert "stopped by SIGINT" in capsys.readouterr().err

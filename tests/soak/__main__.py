@@ -50,6 +50,9 @@ def _prepare(device: str, folder: Path) -> None:
     paths = [str(_TESTS), str(_SOURCE), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # What cuBLAS sets up once for every thread would be taken for a call's.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")
     # oneDNN keeps compiled code for 1,024 shapes of products in bf16, 0.6 MB each: 600 MiB that
     # grow for hours of random shapes. That is torch's own; with few of them a leak can be seen.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")

@@ -18,7 +18,12 @@ class Stopped(KeyboardInterrupt):
         self.status = 128 + number
 
 
+# The signals that came.
+_asked: list[int] = []
+
+
 def _stop(number: int, frame: FrameType | None) -> None:
+    _asked.append(number)
     # One is enough: the second would only interrupt the cleaning up.
     for other in _signals():
         if signal.getsignal(other) is _stop:
@@ -39,6 +44,7 @@ def stoppable() -> Iterator[None]:
     and nothing is changed outside the main thread.
     """
     before = {}
+    _asked.clear()
     if threading.current_thread() is threading.main_thread():
         usual = (signal.SIG_DFL, signal.default_int_handler)
         for number in _signals():
@@ -46,6 +52,10 @@ def stoppable() -> Iterator[None]:
                 before[number] = signal.signal(number, _stop)
     try:
         yield
+    except Exception as error:
+        if _asked:  # Python makes other errors of one that comes in the middle of an import
+            raise Stopped(_asked[0]) from error
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -19,7 +19,8 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import e, log2
 from typing import Any
@@ -60,7 +61,7 @@ class Rows:
 def recomputed_gradients(attend: Attend, inputs: Three, block_mask: Any, rows: Rows) -> Three:
     """Gradients of query, key and value by autograd through another forward of the task."""
     leaves = [t.detach().requires_grad_() for t in inputs]
-    with torch.enable_grad():
+    with _recording():
         own_out, own_lse = attend(*leaves, block_mask)
     upstream = upstream_of(own_out, own_lse, rows.grad_out, rows.out, rows.lse)
     query, key, value = torch.autograd.grad((own_out, own_lse), leaves, upstream)
@@ -79,10 +80,7 @@ def exchanged_gradients(attend: Attend, inputs: Three, block_mask: Any, rows: Ro
     empty.kv_num_blocks, empty.full_kv_num_blocks = nothing
     leaves = [t.detach().requires_grad_() for t in inputs]
     exchange = _Exchange(real, nothing, rows)
-    with (
-        torch.enable_grad(),
-        torch.autograd.graph.saved_tensors_hooks(_as_it_is, exchange.taken_up),
-    ):
+    with _recording(exchange.taken_up):
         own_out, _ = attend(*leaves, empty)
     exchange.own_out = own_out.detach()
     query, key, value = torch.autograd.grad(own_out, leaves, rows.grad_out)
@@ -92,6 +90,15 @@ def exchanged_gradients(attend: Attend, inputs: Three, block_mask: Any, rows: Ro
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+@contextmanager
+def _recording(taken_up: Callable[[torch.Tensor], torch.Tensor] = _as_it_is) -> Iterator[None]:
+    """Records a graph of our own: the caller's hooks see none of its tensors, which a checkpoint
+    would count."""
+    hooks = torch.autograd.graph.saved_tensors_hooks(_as_it_is, taken_up)
+    with torch.enable_grad(), hooks:
+        yield
 
 
 @dataclass(slots=True)
@@ -177,7 +184,7 @@ def _disagreement(attend: Attend, inputs: Three, block_mask: Any) -> str | None:
     """How the two methods disagree, "" if they agree; None if the sample is inconclusive."""
     # Called exactly as the real call will be, so that nothing else is compiled.
     leaves = [t.detach().requires_grad_() for t in inputs]
-    with torch.enable_grad():
+    with _recording():
         own_out, own_lse = (t.detach() for t in attend(*leaves, block_mask))
     with torch.no_grad():
         # As if other keys had been merged: any out, and any larger lse.
