@@ -13,6 +13,7 @@ import quorum_attention as qa
 from quorum_attention.execution.placement import Placement
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels import CallShape, get_kernel
+from quorum_attention.kernels.dense import DenseKernel
 from quorum_attention.kernels.select import rivals
 from quorum_attention.planner import decide, search
 from quorum_attention.planner.calibration import machine_of
@@ -166,7 +167,7 @@ def test_a_pass_without_memory_is_decided_again_until_nothing_is_left() -> None:
 
 
 def test_kernels_of_the_caller_are_not_remembered() -> None:
-    kernel = qa.kernels()["dense"]
+    kernel = DenseKernel()
     before = decide._known.cache_info()
     assert decide.decide(asked(50, kernel)).kernel is kernel
     assert decide._known.cache_info() == before

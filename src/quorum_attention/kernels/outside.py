@@ -42,9 +42,12 @@ def outside() -> Iterator[None]:
         off.enter_context(torch.no_grad())
         off.enter_context(without_autocast("cpu", "cuda"))
         # For what records a graph of its own. Torch calls the innermost hooks alone; where it has
-        # been told to refuse hooks, there are none.
+        # been told to refuse hooks, there are none. A saved output would hold the graph that has
+        # it, for good.
         if _autograd._saved_tensors_hooks_is_enabled():
-            off.enter_context(torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is))
+            off.enter_context(
+                torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _as_it_is)
+            )
         if torch.is_anomaly_enabled():
             off.enter_context(torch.autograd.set_detect_anomaly(False))
         yield

@@ -96,7 +96,8 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 def _recording(taken_up: Callable[[torch.Tensor], torch.Tensor] = _as_it_is) -> Iterator[None]:
     """Records a graph of our own: the caller's hooks see none of its tensors, which a checkpoint
     would count."""
-    hooks = torch.autograd.graph.saved_tensors_hooks(_as_it_is, taken_up)
+    # Without its graph: a saved output would hold the graph that has it, for good.
+    hooks = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, taken_up)
     with torch.enable_grad(), hooks:
         yield
 
