@@ -23,7 +23,7 @@ BUDGETS = {
     "decomposition": (1171, 15),
     "distributed": (3122, 21),
     "execution": (6626, 62),
-    "farm": (1670, 12),
+    "farm": (1672, 12),
     "integrations": (1631, 18),
     "kernels": (10632, 88),
     "on_disk": (1271, 11),

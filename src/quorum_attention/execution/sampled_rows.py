@@ -39,7 +39,7 @@ _unchecked: ContextVar[bool] = ContextVar("_unchecked", default=False)
 
 @contextmanager
 def without_check_of_rows() -> Iterator[None]:
-    """For those who look for a kernel's errors themselves."""
+    """For those who look for a kernel's errors themselves, or compute parts of a row's keys."""
     token = _unchecked.set(True)
     try:
         yield
