@@ -270,7 +270,8 @@ def attention_backward(
     Args:
         grad_out: upstream gradient, shape of ``out``; fp16, bf16, fp32 or fp64.
         query, key, value, attn_mask, is_causal, scale, enable_gqa: as in the forward.
-        out, lse: as ``attention_with_lse`` returned them.
+        out, lse: as ``attention_with_lse`` returned them. With a kernel or a mask of users'
+            functions they are held against a few rows, computed again from the keys given.
         dropout_p, dropout_seed: those of the forward; with dropout the seed has to be given.
         grads: (grad_query, grad_key, grad_value) to fill, one dtype, any residency (so that
             gradients larger than memory can go to memory-mapped files). They share no memory with
