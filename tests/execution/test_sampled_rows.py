@@ -237,3 +237,11 @@ def test_what_touches_only_rows_that_were_not_drawn_escapes() -> None:
         patch.setattr(sampled_rows, "_drawn", lambda n: [999, 1000])
         with pytest.raises(RuntimeError, match=CHANGED):
             out.sum().backward()
+
+
+@pytest.mark.parametrize("keys", [1, 2047, 2048, 5000])
+def test_products_by_runs_of_keys(keys: int) -> None:
+    from quorum_attention.execution.sampled_rows import _product
+
+    p, value = torch.randn(2, 3, 2, 4, keys).double(), torch.randn(2, 3, 1, keys, 5).double()
+    assert torch.allclose(_product(p, value), p @ value)

@@ -34,6 +34,7 @@ _HOST_BYTES, _DEVICE_BYTES = 8 << 20, 1 << 30
 # With less than this, running out of memory is an error.
 _LEAST_BYTES = 1 << 20
 _FEWEST_KEYS = 128
+_RUN = 2048
 _unchecked: ContextVar[bool] = ContextVar("_unchecked", default=False)
 
 
@@ -204,8 +205,8 @@ class _Rows:
         lse = scores.logsumexp(dim=-1)
         p = (scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp_()
         squares = p.square().sum(dim=-1)
-        p = p.unflatten(1, (call.work.kv_heads, -1))
-        return (p @ value.to(state).unsqueeze(2)).flatten(1, 2), lse, squares
+        found = _product(p.unflatten(1, (call.work.kv_heads, -1)), value.to(state).unsqueeze(2))
+        return found.flatten(1, 2), lse, squares
 
     def _bias(self, keys: slice) -> torch.Tensor:
         """The mask of these rows, additive, as kernels get it."""
@@ -233,6 +234,17 @@ class _Rows:
         # Copies of keys and values on the device; what a user's function takes is much like a tile.
         copies = work.batch * work.kv_heads * keys * (work.head_dim + work.value_dim)
         return copies * work.element_bytes + tile_bytes(replace(work, dropout=False), rows, 8)
+
+
+def _product(p: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """``p`` (..., rows, keys) times ``value`` (..., keys, dv), by runs of keys: a GPU's product of
+    few rows and columns over many keys goes through these one after the other."""
+    whole = p.shape[-1] // _RUN * _RUN
+    found = p[..., whole:] @ value[..., whole:, :]
+    if whole:
+        runs = p[..., :whole].unflatten(-1, (-1, _RUN)).movedim(-2, -3)
+        found += (runs @ value[..., :whole, :].unflatten(-2, (-1, _RUN))).sum(dim=-3)
+    return found
 
 
 def _share(part: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
