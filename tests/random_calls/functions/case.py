@@ -30,6 +30,7 @@ class FunctionCase:
         trap: None: the call must be right. "learned": what the function reads requires a gradient.
             "replaced", "written": it changes between forward and backward. "anew": the kernel's
             name is registered anew between them. "stale": a worker may read other numbers.
+            "positions": a rank has a part of the call, and positions of its own.
             Then the call must be refused, or right for the numbers of its forward.
         shape: of a bias: which of batch, heads and rows it spans.
     """
@@ -65,6 +66,8 @@ def draw(seed: int, runner: str) -> FunctionCase:
     r = random.Random(f"{runner} {seed}")
     what = r.choice(PLAIN if runner == "devices" else KERNELS * 2 + PLAIN)
     trap = r.choice(_traps(what, runner)) if r.random() < 0.4 else None
+    if runner == "ranks" and what == "scores":
+        trap = "positions"
     place = r.choice(_places(what, trap, runner))
     kv_heads = r.choice([1, 1, 2, 3])
     tokens = r.choice([r.randint(2, 40), r.randint(2, 200), r.randint(128, 300), 128, 129, 257])
