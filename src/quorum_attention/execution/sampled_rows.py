@@ -26,7 +26,7 @@ from quorum_attention.execution.memory import is_out_of_memory
 from quorum_attention.kernels.merge import empty_, merge_
 from quorum_attention.kernels.outside import capturing
 from quorum_attention.kernels.protocol import Indices, RowStatistics
-from quorum_attention.kernels.traits import calls_back, pairwise, row_statistics
+from quorum_attention.kernels.traits import calls_back, pairwise, row_statistics, sparse
 
 _ROWS = 8
 # Without a budget: keys at a time that a CPU's cache holds, and on a GPU few launches.
@@ -258,10 +258,11 @@ def _differ(rows: _Rows, out: torch.Tensor, lse: torch.Tensor, whole: bool) -> t
     then_out, then_lse = rows.of(out).to(found.out.dtype), rows.of(lse).to(found.lse.dtype)
     # Where a number has overflowed, in either, rounding decides.
     known = _is_number(then_lse) & _is_number(found.lse)
-    own = row_statistics(call.kernel) is not None
+    # A function of whole rectangles may compute in any dtype; scores and masks are modified here.
+    own = row_statistics(call.kernel) is not None and sparse(call.kernel) is None
     unit, products = _rounding(call)
     allowed = (2e-2 if own else 1e-3 if unit > 1e-10 else 1e-9) + found.reach * products
-    if own:  # it may compute in any dtype
+    if own:
         allowed = allowed + found.lse.abs().masked_fill(~found.lse.isfinite(), 0.0) * 2.0**-8
     # A row without a key, then and now, has the same infinite lse.
     more = torch.expm1(found.lse - then_lse).masked_fill(found.lse == then_lse, 0.0)
