@@ -11,6 +11,7 @@ import gc
 import os
 import random
 import shutil
+import sys
 import tempfile
 import time
 import zlib
@@ -145,6 +146,18 @@ def nothing_is_left(request: pytest.FixtureRequest, collections_stay_quick: None
     if request.node.stash.get(_passed, False):
         left = left_since(before)
         assert not left, f"left behind: {'; '.join(left)}"
+
+
+@pytest.fixture(autouse=True)
+def kernels_are_as_they_were(nothing_is_left: None) -> Iterator[None]:
+    """A kernel that a test registers could be "auto"'s choice in another."""
+    registry = sys.modules.get("quorum_attention.kernels.registry")
+    before = dict(registry._KERNELS) if registry is not None else None
+    yield
+    registry = sys.modules.get("quorum_attention.kernels.registry")
+    if registry is not None and before is not None and before != registry._KERNELS:
+        registry._KERNELS.clear()
+        registry._KERNELS.update(before)
 
 
 @pytest.fixture(autouse=True)
