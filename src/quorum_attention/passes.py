@@ -156,6 +156,18 @@ def run_backward(tensors: Tensors, request: Request, given: Given) -> tuple[torc
     return _run_whole_backward(tensors, request, given)
 
 
+@contextmanager
+def _beside_a_pass(device: torch.device) -> Iterator[None]:
+    """For what is computed on a device before or after a pass: without gradients and autocast."""
+    with (
+        backend_of(device).current(device),
+        torch.no_grad(),
+        without_autocast("cpu", device.type),
+        named_out_of_memory(pinned=False),
+    ):
+        yield
+
+
 def check_backward(tensors: Tensors, request: Request, given: Given, kernel: InnerKernel) -> None:
     """Check that ``kernel`` computes the forward's attention, if it calls functions of the user's.
 
@@ -163,12 +175,7 @@ def check_backward(tensors: Tensors, request: Request, given: Given, kernel: Inn
         RuntimeError: it does not.
     """
     device = request.options.device
-    with (
-        backend_of(device).current(device),
-        torch.no_grad(),
-        without_autocast("cpu", device.type),
-        named_out_of_memory(pinned=False),
-    ):
+    with _beside_a_pass(device):
         check_functions_are_the_same(
             _call(tensors, request, kernel), given.out, given.lse, request.options.budget_bytes,
             whole=not given.partial,
@@ -183,12 +190,7 @@ def check_forward(tensors: Tensors, request: Request, given: Given) -> None:
     """
     kernel, device = request.options.kernel, request.options.device
     call = _call(tensors, request, get_kernel("dense" if kernel == "auto" else kernel))
-    with (
-        backend_of(device).current(device),
-        torch.no_grad(),
-        without_autocast("cpu", device.type),
-        named_out_of_memory(pinned=False),
-    ):
+    with _beside_a_pass(device):
         if rows_differ(call, given.out, given.lse, request.options.budget_bytes):
             how = "causal" if request.work.is_causal else "not causal"
             raise ValueError(
@@ -284,12 +286,7 @@ def _mend(
         return
     query, key, value = (t.detach() for t in found)
     upstream = MaskUpstream(given.grad_out, given.out, given.lse)
-    with (
-        backend_of(device).current(device),
-        torch.no_grad(),
-        without_autocast("cpu", device.type),
-        named_out_of_memory(pinned=False),
-    ):
+    with _beside_a_pass(device):
         left = request.options.budget_bytes
         if left is not None and given.grads is None:
             held = sum(t.numel() * t.element_size() for t in found if t.device == device)
@@ -334,12 +331,7 @@ def _mask_gradient(
     assert tensors.mask is not None
     check_mask_gradient(kernel)
     device = request.options.device
-    with (
-        backend_of(device).current(device),
-        torch.no_grad(),
-        without_autocast("cpu", device.type),
-        named_out_of_memory(pinned=False),
-    ):
+    with _beside_a_pass(device):
         target = _mask_target(tensors.mask, given)
         if given.grad_mask is not None:
             _note_writing((target,))
