@@ -1,11 +1,12 @@
 """Plain calls, as a user writes them: ``attention(q, k, v, budget=...)`` and ``out.backward(g)``.
 
-    python benchmarks/plain.py [--before ../before/src] [--cases ...] [--rounds 4] [--json FILE]
+    python benchmarks/plain.py [--before ../before/src] [--cases ...] [--kernel NAME] [--rounds 4]
+        [--alone cudnn,fa4,fa2] [--json FILE]
 
-Inputs in host memory (page-locked, or not), results made by the call, gradients by autograd; beside
-them torch's own attention on cuDNN, autograd too, with everything on the device (once for all cases
-of a shape). First calls, and medians of the later ones; with ``--before`` an older version in turn.
-Needs a CUDA device.
+Inputs in host memory (page-locked, or not) or on the device, results made by the call, gradients by
+autograd. Beside them other kernels alone: everything on the device, autograd too (once for all
+cases of a shape). First calls, and medians of the later ones; with ``--before`` an older version in
+turn. Needs a CUDA device; ``fa4`` needs flash-attn-4.
 """
 
 from __future__ import annotations
@@ -29,28 +30,36 @@ from versions import Version, timed
 
 @dataclass(frozen=True)
 class Case:
-    """A causal call of batch 1."""
+    """A causal call of batch 1; ``place``: "pinned" and "pageable" host memory, or "device"."""
 
     tokens: int
     heads: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    budget: str
-    pinned: bool = True
+    budget: str | None = None
+    place: str = "pinned"
+    window: int | None = None
 
 
 _HALF, _BFLOAT = torch.float16, torch.bfloat16
+_MILLION, _QUARTER = (1 << 20, 8, 8, 64, _HALF), (1 << 18, 32, 8, 128, _BFLOAT)
 CASES = {
     "262144": Case(1 << 18, 8, 8, 64, _HALF, "1GiB"),
-    "262144-pageable": Case(1 << 18, 8, 8, 64, _HALF, "1GiB", pinned=False),
+    "262144-256MiB": Case(1 << 18, 8, 8, 64, _HALF, "256MiB"),
+    "262144-pageable": Case(1 << 18, 8, 8, 64, _HALF, "1GiB", "pageable"),
     "65536-gqa": Case(1 << 16, 32, 8, 128, _BFLOAT, "1GiB"),
-    "262144-gqa": Case(1 << 18, 32, 8, 128, _BFLOAT, "2GiB"),
+    "262144-gqa": Case(*_QUARTER, "2GiB"),
+    "262144-gqa-512MiB": Case(*_QUARTER, "512MiB"),
+    "window": Case(1 << 18, 8, 8, 64, _BFLOAT, None, "device", 4096),
+    "window-gqa": Case(*_QUARTER, None, "device", 4096),
     "524288x128": Case(1 << 19, 8, 8, 128, _HALF, "1GiB"),
-    "1048576": Case(1 << 20, 8, 8, 64, _HALF, "1GiB"),
-    "1048576-pageable": Case(1 << 20, 8, 8, 64, _HALF, "1GiB", pinned=False),
-    "1048576-512MiB": Case(1 << 20, 8, 8, 64, _HALF, "512MiB"),
-    "1048576-256MiB": Case(1 << 20, 8, 8, 64, _HALF, "256MiB"),
+    "1048576": Case(*_MILLION, "1GiB"),
+    "1048576-512MiB": Case(*_MILLION, "512MiB"),
+    "1048576-256MiB": Case(*_MILLION, "256MiB"),
+    "1048576-128MiB": Case(*_MILLION, "128MiB"),
+    "1048576-pageable": Case(*_MILLION, "1GiB", "pageable"),
+    "1048576-device": Case(*_MILLION, None, "device"),
 }
 Seconds = list[tuple[float, float]]
 
@@ -65,31 +74,53 @@ def both(
     return seconds, after
 
 
-def on_the_device(case: Case, tensors: list[torch.Tensor], rounds: int) -> Seconds:
-    """Torch's own."""
+def alone(name: str, case: Case, tensors: list[torch.Tensor], rounds: int) -> Seconds:
+    """A kernel by itself: torch's on cuDNN or FlashAttention-2, or FlashAttention-4 as its users
+    call it, on tensors token after token."""
+    if name == "fa4":
+        from flash_attn.cute import flash_attn_func
+
+        tensors = [t.transpose(1, 2).contiguous() for t in tensors]
+        window = (None, None) if case.window is None else (case.window - 1, 0)
+
+        def forward(*three: torch.Tensor) -> torch.Tensor:
+            found = flash_attn_func(*three, causal=case.window is None, window_size=window)
+            result: torch.Tensor = found[0] if isinstance(found, tuple) else found
+            return result
+
+        return [both(forward, tensors[:3], tensors[3]) for _ in range(rounds)]
+    if case.window is not None:
+        raise ValueError(f"{name} has no window")
     grouped = case.heads != case.kv_heads
 
-    def forward(*three: torch.Tensor) -> torch.Tensor:
+    def of_torch(*three: torch.Tensor) -> torch.Tensor:
         return scaled_dot_product_attention(*three, is_causal=True, enable_gqa=grouped)
 
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return [both(forward, tensors[:3], tensors[3]) for _ in range(rounds)]
+    backends = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
+    with sdpa_kernel(backends[name]):
+        return [both(of_torch, tensors[:3], tensors[3]) for _ in range(rounds)]
 
 
 def ours(
-    case: Case, versions: dict[str, Version], tensors: list[torch.Tensor], rounds: int
+    case: Case,
+    versions: dict[str, Version],
+    tensors: list[torch.Tensor],
+    rounds: int,
+    kernel: str,
 ) -> dict[str, Any]:
-    """From host memory; the versions in turn."""
+    """From where the case has its tensors; the versions in turn."""
     found: dict[str, Seconds] = {name: [] for name in versions}
+    options = {"is_causal": True, "budget": case.budget, "kernel": kernel}
+    masks = {}
+    for name, version in versions.items():
+        with version.active() as qa:
+            masks[name] = case.window and qa.Mask(window=(case.window - 1, 0))
     for _ in range(rounds):
         for name, version in versions.items():
             with version.active() as qa:
 
-                def forward(*three: torch.Tensor, qa: Any = qa) -> torch.Tensor:
-                    result: torch.Tensor = qa.attention(
-                        *three, is_causal=True, enable_gqa=True, budget=case.budget
-                    )
-                    return result
+                def forward(*three: torch.Tensor, qa: Any = qa, mask: Any = masks[name]) -> Any:
+                    return qa.attention(*three, attn_mask=mask, enable_gqa=True, **options)
 
                 found[name].append(both(forward, tensors[:3], tensors[3]))
             gc.collect()
@@ -97,35 +128,48 @@ def ours(
 
 
 def measure(
-    case: Case, versions: dict[str, Version], rounds: int = 4, known: Seconds | None = None
+    case: Case,
+    versions: dict[str, Version],
+    rounds: int,
+    rivals: list[str],
+    known: dict[str, Seconds],
+    kernel: str = "auto",
 ) -> dict[str, Any]:
-    """Seconds of all calls of a case; ``known`` are torch's own, if they have been measured."""
+    """Seconds of all calls of a case; ``known`` are those of kernels alone that have been measured,
+    and gets the others."""
     torch.manual_seed(0)
     heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
     tensors = [
         torch.randn(1, h, case.tokens, case.head_dim, device="cuda", dtype=case.dtype)
         for h in heads
     ]
-    found: dict[str, Any] = {"cudnn": known or on_the_device(case, tensors, rounds)}
-    host = [t.cpu().pin_memory() if case.pinned else t.cpu() for t in tensors]
-    del tensors
-    torch.cuda.empty_cache()
-    return found | ours(case, versions, host, rounds)
+    for name in rivals:
+        if name not in known and (case.window is None or name == "fa4"):
+            known[name] = alone(name, case, tensors, rounds)
+            torch.cuda.empty_cache()
+    if case.place != "device":
+        tensors = [t.cpu().pin_memory() if case.place == "pinned" else t.cpu() for t in tensors]
+        torch.cuda.empty_cache()
+    return known | ours(case, versions, tensors, rounds, kernel)
 
 
-def line(found: dict[str, Any]) -> str:
-    """Milliseconds, and ratios to cuDNN (forward; forward and backward)."""
+def line(found: dict[str, Any], versions: dict[str, Version]) -> str:
+    """Milliseconds, and ratios to the fastest kernel alone (forward; forward and backward)."""
     medians = {
         name: [statistics.median(part) for part in zip(*seconds[1:], strict=True)]
         for name, seconds in found.items()
     }
-    whole = medians["cudnn"]
-    words = [f"cuDNN {whole[0] * 1e3:.1f}, {whole[1] * 1e3:.1f} ms"]
-    for name, (forward, backward) in list(medians.items())[1:]:
-        words.append(
-            f"{name} {forward * 1e3:.1f}, {backward * 1e3:.1f} ({forward / whole[0]:.2f}; "
-            f"{(forward + backward) / sum(whole):.2f}; first {sum(found[name][0]):.2f} s)"
-        )
+    others = {name: parts for name, parts in medians.items() if name not in versions}
+    best = min(others, key=lambda name: sum(others[name]), default=None)
+    words = [f"{name} {a * 1e3:.1f}, {b * 1e3:.1f} ms" for name, (a, b) in others.items()]
+    for name in versions:
+        forward, backward = medians[name]
+        words.append(f"{name} {forward * 1e3:.1f}, {backward * 1e3:.1f}")
+        if best is not None:
+            whole = others[best]
+            ratios = forward / whole[0], (forward + backward) / sum(whole)
+            words[-1] += f" ({ratios[0]:.3f}; {ratios[1]:.3f} of {best}"
+            words[-1] += f"; first {sum(found[name][0]) - forward - backward:+.2f} s)"
     return " | ".join(words)
 
 
@@ -134,6 +178,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--before", type=Path, help="src of an older version")
     parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--alone", default="cudnn", help="of cudnn, fa4, fa2, by commas")
+    parser.add_argument("--kernel", default="auto", help="of our calls")
     parser.add_argument("--rounds", type=int, default=4, help="calls of each, the first included")
     parser.add_argument("--json")
     given = parser.parse_args()
@@ -142,16 +188,16 @@ def main() -> None:
     document: dict[str, Any] = {
         "machine": torch.cuda.get_device_name(), "torch": torch.__version__,
         "python": platform.python_version(), "date": datetime.date.today().isoformat(),
-        "cases": {},
+        "kernel": given.kernel, "cases": {},
     }  # fmt: skip
-    known: dict[Case, Seconds] = {}
+    known: dict[Case, dict[str, Seconds]] = {}
     for name in given.cases.split(","):
         case = CASES[name]
-        shape = replace(case, budget="", pinned=True)
-        found = measure(case, versions, given.rounds, known.get(shape))
-        known[shape] = found["cudnn"]
+        shape = known.setdefault(replace(case, budget=None, place="device"), {})
+        rivals = [rival for rival in given.alone.split(",") if rival]
+        found = measure(case, versions, given.rounds, rivals, shape, given.kernel)
         document["cases"][name] = found
-        print(f"{name:16} {line(found)}", flush=True)
+        print(f"{name:18} {line(found, versions)}", flush=True)
         if given.json:
             Path(given.json).write_text(json.dumps(document, indent=1), encoding="utf-8")
 

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 from helpers_attention import Exact, Inputs, exact, inputs
+from helpers_fa4 import FA4
 
 import quorum_attention as qa
 from quorum_attention.kernels import CallShape, get_kernel, why_not
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-KERNELS = ("cudnn", "flash", "efficient", "native", "dense")
+KERNELS = (FA4, "cudnn", "flash", "efficient", "native", "dense")
 # What is added to 1.5 times the undivided call's error: a few last places of the dtype.
 TINY = {torch.float16: 2e-4, torch.bfloat16: 2e-3, torch.float32: 2e-6}
 

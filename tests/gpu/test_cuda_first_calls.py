@@ -11,12 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from quorum_attention.kernels.fa4 import version
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 KERNELS = ("cudnn", "flash", "efficient", "native", "score_mod", "function", "window", "keeps")
 MODES = (
     "reentrant checkpoint", "hooks that raise", "save_on_cpu", "inference_mode", "anomaly mode",
     "autocast", "a default device", "a narrow default dtype", "compile",
 )  # fmt: skip
+KERNELS += ("fa4",) if version() else ()
 CASES = [
     *((mode, name) for name in KERNELS for mode in ("checkpoint", "hooks that count")),
     *((mode, "auto") for mode in ("checkpoint", *MODES)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers_attention import GRADIENT_TOLERANCE, Inputs, assert_close, inputs
+from helpers_fa4 import FA4
 
 import quorum_attention as qa
 
@@ -23,7 +24,7 @@ def wanted(given: Inputs, mask: torch.Tensor, grad_lse: torch.Tensor) -> tuple[t
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kernel", ["auto", "efficient", "native", "dense", "cudnn"])
+@pytest.mark.parametrize("kernel", [FA4, "auto", "efficient", "native", "dense", "cudnn"])
 @pytest.mark.parametrize(
     ("home", "call"),
     [
@@ -106,7 +107,7 @@ def test_a_mask_gradient_within_its_budget() -> None:
     assert_close(found[1, rows], (p * (dp - (p * dp).sum(-1, keepdim=True)))[0], 2e-3)
 
 
-@pytest.mark.parametrize("kernel", ["auto", "efficient", "flash", "cudnn", "native", "dense"])
+@pytest.mark.parametrize("kernel", [FA4, "auto", "efficient", "flash", "cudnn", "native", "dense"])
 @pytest.mark.parametrize("n_keys", [4, 157])
 @pytest.mark.parametrize("expanded", [False, True])
 def test_an_fp16_overflow_with_the_lse_in_host_memory(
@@ -133,7 +134,7 @@ def test_an_fp16_overflow_with_the_lse_in_host_memory(
         assert bool((off[fits] < 3e-2).all())
 
 
-@pytest.mark.parametrize("kernel", ["auto", "efficient", "flash", "cudnn", "dense"])
+@pytest.mark.parametrize("kernel", [FA4, "auto", "efficient", "flash", "cudnn", "dense"])
 @pytest.mark.parametrize("home", ["cuda", "cpu"])
 @pytest.mark.parametrize("n", [40, 700])
 @pytest.mark.parametrize("depth", [0, 1])

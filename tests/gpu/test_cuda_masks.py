@@ -13,6 +13,7 @@ from helpers_masks import RULES, exact, off, random_mask
 import quorum_attention as qa
 from quorum_attention import Mask
 from quorum_attention.kernels.dropout import Dropout
+from quorum_attention.kernels.fa4 import version
 from quorum_attention.kernels.masked import native_tried
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -47,7 +48,7 @@ def test_random_masks_against_float64(seed: int, inputs: str) -> None:
         options["depth"] = draw.choice([1, 2])
     plain = mask.softcap is None and dropout is None
     if plain and dtype != torch.float32 and draw.random() < 0.4:
-        options["kernel"] = draw.choice(["cudnn", "flash"])
+        options["kernel"] = draw.choice(["cudnn", "flash", *(["fa4"] if version() else [])])
     tensors = [t.to(inputs).requires_grad_() for t in (q, k, v)]
     placed = replace(mask, sinks=None if mask.sinks is None else mask.sinks.requires_grad_())
     print(options, mask)

@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 from helpers_attention import Inputs, exact, inputs
+from helpers_fa4 import FA4
 from helpers_memory import FailingAllocations
 from helpers_plans import unpinned
 
@@ -49,7 +50,7 @@ def check(given: Inputs, results, is_causal: bool = False) -> None:  # type: ign
         assert difference < 3e-3
 
 
-@pytest.mark.parametrize("kernel", ["cudnn", "flash", "efficient", "native", "dense"])
+@pytest.mark.parametrize("kernel", [FA4, "cudnn", "flash", "efficient", "native", "dense"])
 @pytest.mark.parametrize("where", ["cuda", "cpu"])
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("accumulator", ["device", "host"])

@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 from helpers_attention import Inputs, exact, inputs
+from helpers_fa4 import FA4
 from helpers_plans import passing
 
 import quorum_attention as qa
@@ -39,7 +40,7 @@ def check(found, given, *, is_causal: bool, dtype) -> None:  # type: ignore[no-u
         assert float(error) < ERRORS[dtype]
 
 
-@pytest.mark.parametrize("kernel", ["cudnn", "flash", "efficient"])
+@pytest.mark.parametrize("kernel", [FA4, "cudnn", "flash", "efficient"])
 @pytest.mark.parametrize("dtype", list(ERRORS))
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_it_is_exact_and_within_its_plan(kernel, dtype, is_causal) -> None:

@@ -10,17 +10,18 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers_attention import Inputs, exact
+from helpers_fa4 import FA4
 from helpers_fp16 import ROUTES, Way, sink, small, wrong
 
 import quorum_attention as qa
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 DEVICE = "cuda"
-KERNELS = ("auto", "native", "flash", "cudnn", "efficient")
+KERNELS = (FA4, "auto", "native", "flash", "cudnn", "efficient")
 # cuDNN makes a plan of every shape of rectangle, some tenths of a second each.
 DRAWS = {"cudnn": 12, "auto": 24}
 # What they return is fp16: the others have fp32 where this overflows.
-NARROW = ("flash", "cudnn", "efficient", "cpu")
+NARROW = ("fa4", "flash", "cudnn", "efficient", "cpu")
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -8,10 +8,13 @@ import sys
 import time
 from pathlib import Path
 
+from random_calls.pool import only
+
 
 def main() -> int:
     """0 where nothing was wrong."""
     given = _arguments()
+    only(given.kernel)
     if given.seed is not None:
         return _one(given)
     if given.serve:
@@ -22,7 +25,8 @@ def main() -> int:
     started = shown = time.monotonic()
     summary = Summary(given.first)
     how = How(
-        given.device, given.jobs, given.threads, given.chunk, given.free, given.seconds
+        given.device, given.jobs, given.threads, given.chunk, given.free, given.kernel,
+        given.seconds,
     )  # fmt: skip
     for row in rows(given.first, given.count, how):
         summary.add(row)
@@ -60,6 +64,7 @@ def _arguments() -> argparse.Namespace:
         "--free", action="store_true",
         help="on a GPU: draw freely what has to be compiled for, too (up to 3 s a call)",
     )  # fmt: skip
+    parser.add_argument("--kernel", help="on a GPU: draw calls of this kernel alone")
     parser.add_argument("--compilations", help="file for what Triton compiled")
     parser.add_argument(
         "--serve", action="store_true",

@@ -32,7 +32,7 @@ _CUDA_KERNELS = {
     "function": 3, "function explicit": 1, "native scores": 3,
 }  # fmt: skip
 # Vendors' operators, which take rectangles wherever they are: rows may pass by.
-_PASSING = ("auto", "cpu", "cudnn", "flash", "efficient")
+_PASSING = ("auto", "cpu", "fa4", "cudnn", "flash", "efficient")
 _ROWS = (1, 7, 16, 33, 64, 100, 128, 256)
 _MOST_PAIRS = 150_000
 _MOST_UNITS = 64
@@ -128,7 +128,7 @@ class _Drawing:
         if self.kind is not None:
             kernel, dtype, scores = self.kind.kernel, self.kind.dtype, self.kind.scores
             head_dim, value_dim = self.kind.head_dim, self.kind.value_dim
-        plain = kernel in ("auto", "cpu", "dense", "native", "cudnn", "flash", "efficient")
+        plain = kernel in ("auto", "cpu", "dense", "native", "fa4", "cudnn", "flash", "efficient")
         with self.alike():
             mask = self.mask() if self.sometimes(0.27) and plain else None
             route = self.one_of({"autograd": 45, "pair": 45, "forward": 10})

@@ -25,7 +25,7 @@ from random_calls.case import Case
 from random_calls.reference import Reference
 
 # Kernels of vendors. What else there is merges in fp32.
-_ROUNDING = ("cpu", "cudnn", "flash", "efficient")
+_ROUNDING = ("cpu", "fa4", "cudnn", "flash", "efficient")
 
 
 @dataclass(frozen=True)

@@ -62,11 +62,30 @@ def kind_of(seed: int) -> int | None:
 @cache
 def pool() -> list[tuple[Kind, float]]:
     """Kinds and their shares, which add up to about 1."""
-    found = [*_of_operators(), *_of_triton()]
+    found = [*_of_operators(), *_of_triton()] if _only is None else _of_one(_only)
     # Whoever does one after the other compiles little anew.
     found.sort(key=lambda one: (one[0].dtype, one[0].head_dim, one[0].value_dim, one[0].kernel))
     total = sum(weight for _, weight in found)
     return [(kind, weight / total) for kind, weight in found]
+
+
+_only: str | None = None
+
+
+def only(kernel: str | None) -> None:
+    """Draw for this kernel alone; None: for all of the list."""
+    global _only
+    _only = kernel
+    pool.cache_clear()
+
+
+def _of_one(kernel: str) -> list[tuple[Kind, float]]:
+    if kernel != "fa4":
+        return [one for one in (*_of_operators(), *_of_triton()) if one[0].kernel == kernel]
+    sizes = (("float16", 64, 64, 4), ("bfloat16", 64, 64, 2), ("bfloat16", 128, 128, 3),
+             ("float16", 96, 96, 1), ("float16", 192, 128, 1),
+             ("bfloat16", 256, 256, 0.5))  # fmt: skip
+    return [(Kind("fa4", *size, masked=False, dropped=False), weight) for *size, weight in sizes]
 
 
 def _of_operators() -> list[tuple[Kind, float]]:

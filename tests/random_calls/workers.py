@@ -35,6 +35,7 @@ class How:
         threads: of each process.
         chunk: seeds of a process; then another takes its place.
         free: whether cases are drawn freely on a GPU too.
+        kernel: on a GPU, draw calls of this kernel alone.
         seconds: stop after so many.
     """
 
@@ -43,6 +44,7 @@ class How:
     threads: int = 1
     chunk: int = 2000
     free: bool = False
+    kernel: str | None = None
     seconds: float | None = None
 
 
@@ -57,6 +59,7 @@ class _Worker:
         self.heard = time.monotonic()
         command = [sys.executable, "-m", "random_calls", "--serve", "--device", how.device]
         command += ["--threads", str(how.threads), *(["--free"] if how.free else [])]
+        command += ["--kernel", how.kernel] if how.kernel else []
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env=os.environ | _NO_WORKSPACE | {"QUORUM_ATTENTION_CACHE": cache},

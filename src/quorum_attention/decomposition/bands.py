@@ -20,7 +20,7 @@ from typing import Literal
 from quorum_attention.decomposition.pairs import Ranges
 from quorum_attention.decomposition.verdicts import CLEAR, MASKED, MIXED, Verdict
 
-Kind = Literal["plain", "lower", "upper", "ragged"]
+Kind = Literal["plain", "lower", "upper", "band", "ragged"]
 
 # A band narrower than this is run in ragged rectangles: its squares would be too small.
 _NARROW = 64
@@ -37,7 +37,7 @@ class Part:
     Attributes:
         query_start, query_stop, key_start, key_stop: positions.
         kind: "plain": all; "lower", "upper": of a square, the triangle of that name with its
-            diagonal; "ragged": each has to be tested.
+            diagonal; "band": those of a band; "ragged": each has to be tested.
     """
 
     query_start: int
@@ -69,6 +69,10 @@ class Band:
         lows = [b.low for b in (self, other) if b.low is not None]
         highs = [b.high for b in (self, other) if b.high is not None]
         return Band(max(lows, default=None), min(highs, default=None))
+
+    def moved(self, by: int) -> Band:
+        """The band with ``by`` added to both bounds."""
+        return Band(*(None if bound is None else bound + by for bound in (self.low, self.high)))
 
     @property
     def keeps_all(self) -> bool:
@@ -103,11 +107,11 @@ class Band:
         upto = most if self.high is None else _upto(q0, q1, k0, k1, self.high)
         return upto - (0 if self.low is None else _upto(q0, q1, k0, k1, self.low - 1))
 
-    def parts(self, q0: int, q1: int, k0: int, k1: int) -> Iterator[Part]:
-        """Parts that hold each kept pair of the block [q0, q1) x [k0, k1) exactly once."""
-        if self._is_empty:
-            return
+    def within(self, q0: int, q1: int, k0: int, k1: int) -> Part | None:
+        """The least part of the block [q0, q1) x [k0, k1) with all of its kept pairs, if any."""
         low, high = self.low, self.high
+        if self._is_empty:
+            return None
         before = None
         while before != (q0, q1, k0, k1):
             before = q0, q1, k0, k1
@@ -116,7 +120,16 @@ class Band:
             if low is not None:
                 q1, k0 = min(q1, k1 - low), max(k0, q0 + low)
             if q0 >= q1 or k0 >= k1:
-                return
+                return None
+        whole = self.verdict(Ranges.of(q0, q1, k0, k1)) is CLEAR
+        return Part(q0, q1, k0, k1, "plain" if whole else "band")
+
+    def parts(self, q0: int, q1: int, k0: int, k1: int) -> Iterator[Part]:
+        """Parts, none a band, that hold each kept pair of the block exactly once."""
+        least, low, high = self.within(q0, q1, k0, k1), self.low, self.high
+        if least is None:
+            return
+        q0, q1, k0, k1 = least.query_start, least.query_stop, least.key_start, least.key_stop
         beyond = high is not None and k1 - 1 - q0 > high
         short = low is not None and k0 - (q1 - 1) < low
         if beyond and short:

@@ -11,6 +11,7 @@ from quorum_attention.kernels.cpu import CpuKernel
 from quorum_attention.kernels.cudnn import CudnnKernel
 from quorum_attention.kernels.dense import DenseKernel
 from quorum_attention.kernels.efficient import EfficientKernel
+from quorum_attention.kernels.fa4 import Fa4Kernel
 from quorum_attention.kernels.flash import FlashKernel
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, add_, empty_, merge_
 from quorum_attention.kernels.probe import probe
@@ -46,6 +47,7 @@ __all__ = [
     "DenseKernel",
     "EfficientKernel",
     "Extent",
+    "Fa4Kernel",
     "FlashKernel",
     "Gradients",
     "InnerKernel",

@@ -59,6 +59,7 @@ class _Question:
     """Everything but the kernel that the answer depends on.
 
     Attributes:
+        group: query heads that share a key/value head; compiled kernels may depend on it.
         deterministic: whether torch has been told to refuse nondeterministic operators.
     """
 
@@ -66,7 +67,7 @@ class _Question:
     dtype: torch.dtype
     head_dim: int
     value_dim: int
-    grouped: bool
+    group: int
     mask: MaskShape | None
     needs_grad: bool
     positive_scale: bool
@@ -149,7 +150,7 @@ def _question(call: CallShape, device: torch.device | None) -> _Question:
         call.dtype,
         call.head_dim,
         call.value_dim,
-        call.query_heads != call.key_heads,
+        call.query_heads // max(1, call.key_heads),
         call.mask,
         call.needs_grad,
         call.positive_scale,
@@ -240,7 +241,7 @@ class _Inputs:
     @classmethod
     def random(cls, question: _Question, n_keys: int) -> _Inputs:
         generator = torch.Generator().manual_seed(0)
-        heads = 4 if question.grouped else 2
+        heads = 2 * question.group
 
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator, device="cpu").to(question.dtype)

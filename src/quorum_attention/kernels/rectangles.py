@@ -82,6 +82,7 @@ class RectangleKernel(ABC):
         name: what users write as ``kernel=``.
         grouped: the operator takes fewer key/value heads than query heads. If it does not, the
             query heads of a group are run one after the other on views.
+        bands: the operator takes windows (``rectangle_forward``).
         masked_limit: most queries or keys of one call with a mask; None for no limit.
         lowest_score: the operator treats this score, and lower ones, as masked.
         row_unit: for every batch entry the operator's temporaries are rounded up to multiples of
@@ -96,6 +97,7 @@ class RectangleKernel(ABC):
 
     name: str
     grouped: bool = False
+    bands: bool = False
     masked_limit: int | None = None
     lowest_score: float = -math.inf
     row_unit: int = 1
@@ -137,7 +139,9 @@ class RectangleKernel(ABC):
             query: (b, h, lq, d); strided, the last dimension contiguous.
             key: (b, hk, lk, d).
             value: (b, hk, lk, dv).
-            causal: whether keys after the query are masked; the rectangle is then a square.
+            causal: whether keys after the query are masked; the rectangle is then a square. A
+                kernel with ``bands`` also takes a ``Band`` here: the pairs that are kept, counted
+                from the first query and the first key; rows without a key have out 0 and lse -inf.
             scale: factor of the scores, above 0 (see ``signed``).
             bias: additive mask broadcastable to (b, h, lq, lk), or None.
 
@@ -191,7 +195,7 @@ class RectangleKernel(ABC):
         out, lse = self.rectangle_forward(upright, key, value, causal, factor, bias)
         if bias is not None:
             # Operators differ in what they return for rows without keys (0 with lse 0, NaN).
-            dead = dead_rows(four_dims(bias), query.shape[2], causal, self.lowest_score)
+            dead = dead_rows(four_dims(bias), query.shape[2], causal is True, self.lowest_score)
             # Most masks leave no such row. On a GPU, asking would make the host wait.
             if dead.is_cuda or bool(dead.any()):
                 out.masked_fill_(dead.unsqueeze(-1), 0.0)

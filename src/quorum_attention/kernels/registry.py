@@ -13,6 +13,7 @@ from quorum_attention.kernels.cpu import CpuKernel
 from quorum_attention.kernels.cudnn import CudnnKernel
 from quorum_attention.kernels.dense import DenseKernel
 from quorum_attention.kernels.efficient import EfficientKernel
+from quorum_attention.kernels.fa4 import Fa4Kernel
 from quorum_attention.kernels.flash import FlashKernel
 from quorum_attention.kernels.native import NativeKernel
 from quorum_attention.kernels.probe import begin, probe
@@ -26,7 +27,7 @@ _CHECKED: WeakKeyDictionary[InnerKernel, Traits] = WeakKeyDictionary()
 
 # Fastest first (measured on an H200). Kernels registered by users come after these, in the order of
 # registration; the reference comes last.
-_PREFERENCE = ("cudnn", "flash", "efficient", "cpu", "native")
+_PREFERENCE = ("fa4", "cudnn", "flash", "efficient", "cpu", "native")
 _LAST = "dense"
 _PACKAGE = __name__.partition(".")[0] + "."
 
@@ -168,6 +169,7 @@ def _in_order() -> list[InnerKernel]:
 
 
 for _kernel in (
-    CudnnKernel(), FlashKernel(), EfficientKernel(), NativeKernel(), CpuKernel(), DenseKernel()
+    Fa4Kernel(), CudnnKernel(), FlashKernel(), EfficientKernel(), NativeKernel(), CpuKernel(),
+    DenseKernel(),
 ):  # fmt: skip
     register_kernel(_kernel)

@@ -10,15 +10,28 @@ from quorum_attention.kernels.protocol import CallShape, InnerKernel
 from quorum_attention.kernels.registry import get_kernel, kernels, why_not
 from quorum_attention.kernels.traits import measured, refusal
 
+LONG_FLOPS = 1e12
+"""Operations of a forward from which on "auto" takes FlashAttention-4: 2 ms of an H200."""
+
 
 def select_kernel(
-    wanted: str | InnerKernel, call: CallShape, device: torch.device, *, tried: bool = True
+    wanted: str | InnerKernel,
+    call: CallShape,
+    device: torch.device,
+    *,
+    tried: bool = True,
+    flops: float = 0.0,
 ) -> InnerKernel:
     """The kernel for ``call`` on ``device``.
 
     A kernel asked for by name is never replaced by another. "auto" takes the first in order of
-    preference that can run the call. With ``tried`` a kernel also has to pass a small test on the
-    device; planning does without, because it may plan for a device that is not here.
+    preference that can run the call.
+
+    Args:
+        tried: a kernel also has to pass a small test on the device; planning does without, because
+            it may plan for a device that is not here.
+        flops: operations of a forward. FlashAttention-4 takes the host longer to launch than
+            others, and is compiled first: "auto" takes it for long calls alone.
 
     Raises:
         NotImplementedError: no kernel, or not the one asked for, can run the call; says why.
@@ -33,6 +46,9 @@ def select_kernel(
         return kernel
     found = []
     for kernel in kernels().values():
+        if kernel.name == _LONG and not (flops >= LONG_FLOPS and _is_hopper(device)):
+            found.append(f"{kernel.name}: {refusal(kernel, call) or 'it is for longer calls'}")
+            continue
         # One after the other: a test may have to build the kernel.
         reason = why_not(kernel, call, device) if present else refusal(kernel, call)
         if reason is None:
@@ -92,4 +108,4 @@ def _is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
-_UNROUNDED = "native"
+_UNROUNDED, _LONG = "native", "fa4"

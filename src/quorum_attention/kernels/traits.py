@@ -7,6 +7,7 @@ Planner and executor ask here and nowhere else: ``traits_of(kernel)`` returns th
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, cast
@@ -55,6 +56,8 @@ class Traits:
             process, while this kernel is compiled; 0: it has not to be.
         rebuilding_seconds: the same where an earlier process has left what it compiled on disk.
         rates: speeds of its forward and its backward, as shares of the device's best kernel's.
+        pace: ``pace(machine, head_dim, backward)`` is a ``planner.machine.Machine`` with the rates
+            that this kernel reaches on it; None: they are the device's, by ``rates``.
         scaled_backward: dtypes for which a scaled backward is more exact; it undoes the scaling
             (kernels/scaling.py). Backwards in other dtypes are not scaled, nor those with dropout.
         wide_products: its backward may be handed an fp16 upstream gradient of up to 2**15: what it
@@ -97,6 +100,7 @@ class Traits:
     building_seconds: tuple[float, float] = (0.0, 0.0)
     rebuilding_seconds: tuple[float, float] = (0.0, 0.0)
     rates: tuple[float, float] = (1.0, 1.0)
+    pace: Callable[..., Any] | None = None
     scaled_backward: frozenset[torch.dtype] = field(default_factory=frozenset)
     wide_products: bool = False
     dropout: bool = False

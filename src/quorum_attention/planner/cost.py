@@ -272,6 +272,11 @@ def least_seconds(work: Workload, machine: Machine, spec: PassSpec) -> float:
     return flops / _rate(machine, spec)
 
 
+def forward_flops(work: Workload) -> float:
+    """Operations of the two products of a forward; a kernel's own mask is not counted."""
+    return 2.0 * (work.head_dim + work.value_dim) * work.pairs * work.batch * work.heads
+
+
 # What a pair's random word costs, in operations of a matrix product that take as long. (Counted:
 # about five integer instructions on a GPU; a backward makes each word twice.)
 _DROPOUT_FLOPS = 256.0

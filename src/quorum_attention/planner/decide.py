@@ -41,6 +41,7 @@ from quorum_attention.kernels.select import rivals, select_kernel, unrounded_ker
 from quorum_attention.kernels.traits import recorded
 from quorum_attention.planner import known, policy
 from quorum_attention.planner.calibration import machine_of, rates_known
+from quorum_attention.planner.cost import forward_flops
 from quorum_attention.planner.first_calls import not_yet
 from quorum_attention.planner.machine import Machine
 from quorum_attention.planner.options import Options
@@ -204,7 +205,7 @@ def decide_untried(
         BudgetError, NotImplementedError: as ``decide``.
     """
     call_shape = work.call_shape(device.type, backward)
-    preferred = select_kernel(kernel, call_shape, device, tried=False)
+    preferred = select_kernel(kernel, call_shape, device, tried=False, flops=forward_flops(work))
     others = rivals(preferred, call_shape, device) if kernel == "auto" else ()
     machine = machine_of(device, work.dtype, work.head_dim)
     chosen, found = quickest(
@@ -372,7 +373,8 @@ def _look_ahead(*passes: Asked) -> None:
     if not isinstance(options.kernel, str) or options.plan is not None or not rounded_results:
         return
     with suppress(NotImplementedError):
-        likely = select_kernel(options.kernel, first.call_shape, device, tried=False)
+        flops = forward_flops(first.work)
+        likely = select_kernel(options.kernel, first.call_shape, device, tried=False, flops=flops)
         if not begin_test(likely, first.call_shape, device):
             return
         machine = machine_of(device, first.work.dtype, first.work.head_dim)
@@ -436,7 +438,7 @@ def _preferred(asked: Asked) -> InnerKernel:
     """The kernel asked for (a plan asks for its own), or the first that can run the call."""
     device, call_shape = asked.options.device, asked.call_shape
     wanted = unrounded_kernel(asked.options.kernel, call_shape, device, asked.result)
-    return select_kernel(wanted, call_shape, device)
+    return select_kernel(wanted, call_shape, device, flops=forward_flops(asked.work))
 
 
 def quickest(

@@ -38,6 +38,7 @@ from quorum_attention.kernels.traits import sparse
 from quorum_attention.mask import Mask
 from quorum_attention.planner import policy
 from quorum_attention.planner.calibration import machine_of
+from quorum_attention.planner.cost import forward_flops
 from quorum_attention.planner.decide import both_passes, decide_untried
 from quorum_attention.planner.plan import Plan
 from quorum_attention.planner.search import Wish, choose
@@ -467,7 +468,8 @@ def _uncut(made: Plan, options: Mapping[str, Any]) -> Plan:
     work, place = made.work, made.place
     where = torch.device(place.device_type)
     _, kernel = _under(options.get("attn_mask"), work, options.get("kernel", "auto"), where, False)
-    chosen = select_kernel(kernel, work.call_shape(where.type, False), where, tried=False)
+    call, flops = work.call_shape(where.type, False), forward_flops(work)
+    chosen = select_kernel(kernel, call, where, tried=False, flops=flops)
     wish = Wish(
         budget_bytes=0,
         levels=(),

@@ -121,7 +121,7 @@ def refitted(
     if not (same_work and unchanged and planned == as_planned):
         if isinstance(schedule.route, (InPlace, Slots)):
             schedule = replace(schedule, route=replace(schedule.route, trimmed=trimmed))
-        paced = _paced(machine, kernel, pairs)
+        paced = _paced(machine, work, kernel, pairs, backward=case.spec.backward)
         made = price(schedule, replace(case, place=planned), paced)
         found = replace(made, why=found.why)
     return _as_one_call(found, case)
@@ -137,23 +137,28 @@ def _as_one_call(found: Candidate, case: Case) -> Candidate:
     return replace(found, schedule=whole) if whole.runs(case) else found
 
 
-def _paced(machine: Machine, kernel: InnerKernel, pairs: Pairs) -> Machine:
+def _paced(
+    machine: Machine, work: Workload, kernel: InnerKernel, pairs: Pairs, *, backward: bool
+) -> Machine:
     """The machine with the rates that ``kernel`` reaches.
 
     Costs count all pairs of a call: a kernel whose own mask leaves out some of them reaches a
     higher rate of counted pairs.
     """
-    forward, backward = traits_of(kernel).rates
-    share = kept_share(pairs)
-    forward, backward = forward / share, backward / share
+    traits, share = traits_of(kernel), kept_share(pairs)
+    forward, back = traits.rates
+    if traits.pace is not None:
+        machine = traits.pace(machine, work.head_dim, backward)
     return replace(
-        machine, flops=machine.flops * forward, backward_flops=machine.backward_flops * backward
+        machine,
+        flops=machine.flops * forward / share,
+        backward_flops=machine.backward_flops * back / share,
     )
 
 
 def least(work: Workload, kernel: InnerKernel, machine: Machine, *, backward: bool) -> float:
     """Predicted seconds that no schedule of ``kernel`` is below, without a search."""
-    paced = _paced(machine, kernel, pairs_of(work, kernel))
+    paced = _paced(machine, work, kernel, pairs_of(work, kernel), backward=backward)
     return least_seconds(work, paced, spec_of(backward))
 
 
@@ -190,7 +195,7 @@ def _choose(
     backward: bool,
 ) -> Candidate:
     case = Case(work, kernel, spec_of(backward), place)
-    paced = _paced(machine, kernel, pairs)
+    paced = _paced(machine, work, kernel, pairs, backward=backward)
     name = known.name_of(case, wish, paced) if pairs.verdict is None else None
     entry = None if name is None else known.find(name)
     if entry is not None and entry[0].decomposition.n_tokens == work.n_tokens:
@@ -375,7 +380,9 @@ def short_monolithic(
     case = Case(work, kernel, spec_of(backward), place)
     if not schedule.runs(case):
         return None
-    found = price(schedule, case, _paced(machine, kernel, pairs_of(work, kernel)))
+    found = price(
+        schedule, case, _paced(machine, work, kernel, pairs_of(work, kernel), backward=backward)
+    )
     small = (
         found.footprint.total <= policy.SHORT_BYTES and found.cost.seconds < policy.WORTH_COMPARING
     )

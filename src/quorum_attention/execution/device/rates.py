@@ -5,13 +5,17 @@ They are good enough to rank plans on machines like those measured. Sources: doc
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
 
+from quorum_attention.kernels.rates import by_head_dim
+
 # FLOP/s of cuDNN on an H200, forward and backward, by head dimension.
-_H200 = {64: (450e12, 446e12), 128: (600e12, 530e12)}
+_H200 = {
+    64: (450e12, 446e12), 96: (455e12, 430e12), 128: (600e12, 530e12), 192: (620e12, 315e12),
+    256: (640e12, 370e12),
+}  # fmt: skip
 _WIDE = (torch.float32, torch.float64)
 # FLOP/s of a thread of a server's CPU, forward and backward: fp16 has no matrix instructions there.
 _CPU = {
@@ -20,18 +24,6 @@ _CPU = {
     torch.bfloat16: (50e9, 65e9),
     torch.float16: (25e9, 4.5e9),
 }
-
-
-def by_head_dim(table: dict[int, tuple[float, float]], head_dim: int) -> tuple[float, float]:
-    """The (forward, backward) rates of ``table`` for ``head_dim``, interpolated linearly between
-    its entries; beyond them, those of the nearest entry."""
-    known = sorted(table)
-    for low, high in pairwise(known):
-        if low <= head_dim <= high:
-            part = (head_dim - low) / (high - low)
-            (a, b), (c, d) = table[low], table[high]
-            return a + part * (c - a), b + part * (d - b)
-    return table[known[0] if head_dim < known[0] else known[-1]]
 
 
 def h200_rates(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:

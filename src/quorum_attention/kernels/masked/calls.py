@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 from quorum_attention.decomposition import Ranges, Rectangle, Task
-from quorum_attention.decomposition.bands import Kind
+from quorum_attention.decomposition.bands import Band, Kind
 from quorum_attention.decomposition.batches import Batch
 from quorum_attention.kernels.masked.geometry import Geometry
 
@@ -27,14 +28,21 @@ class Call:
 
     Attributes:
         batch: the rectangle, or several of one size.
-        kind: "lower" and "upper" triangles, "plain", or "ragged": with a mask of its own.
+        kind: "lower" and "upper" triangles, "plain", "band", or "ragged": with a mask of its own.
         query_shift, key_shift: added to local positions, they give those of the whole call.
+        band: which pairs of a "band" are kept, counted from its first query and its first key.
     """
 
     batch: Batch
     kind: Kind
     query_shift: int = 0
     key_shift: int = 0
+    band: Band | None = None
+
+    @property
+    def causal(self) -> bool:
+        """Whether it is causal; or its band (``RectangleKernel.rectangle_forward``)."""
+        return self.kind in ("lower", "upper") if self.band is None else cast(bool, self.band)
 
 
 def calls_of(
@@ -44,12 +52,14 @@ def calls_of(
     limits: tuple[int, int],
     *,
     single: bool,
+    bands: bool = False,
 ) -> Iterator[Call]:
     """The operator calls of a task under a geometry.
 
     Args:
         limits: most queries and keys of a call together.
         single: no rectangles may be joined to one call.
+        bands: the operator takes a band.
     """
     alike: dict[Kind, list[Rectangle]] = {"plain": [], "lower": [], "upper": []}
     for r in rectangles:
@@ -57,13 +67,16 @@ def calls_of(
             shifts = queries.start - queries.local, keys.start - keys.local
             block = Ranges.of(queries.start, queries.stop, keys.start, keys.stop)
             # The geometry has the call's own causal rule, so that of a rectangle adds nothing.
-            for part in geometry.parts(block):
+            for part in geometry.parts(block, bands=bands):
                 made = Rectangle(
                     part.query_start - shifts[0], part.query_stop - shifts[0],
                     part.key_start - shifts[1], part.key_stop - shifts[1],
                     part.kind in ("lower", "upper"),
                 )  # fmt: skip
-                if part.kind == "ragged":
+                if part.kind == "band":
+                    moved = geometry.band.moved(part.query_start - part.key_start)
+                    yield Call(Batch(made), "band", *shifts, moved)
+                elif part.kind == "ragged":
                     yield Call(Batch(made), "ragged", *shifts)
                 else:
                     alike[part.kind].append(made)
@@ -76,9 +89,11 @@ def calls_of(
                 yield Call(part_of_batch, kind)
 
 
-def limits_of(geometries: Sequence[Geometry], limits: tuple[int, int]) -> tuple[int, int]:
+def limits_of(
+    geometries: Sequence[Geometry], limits: tuple[int, int], *, bands: bool
+) -> tuple[int, int]:
     """The most queries and keys of one call: of the largest part, or of parts joined."""
-    largest = [geometry.most(*limits) for geometry in geometries]
+    largest = [geometry.most(*limits, bands=bands) for geometry in geometries]
     queries, keys = (max(n) for n in zip(*largest, strict=True))
     return max(queries, min(limits[0], _JOINED)), max(keys, min(limits[1], _JOINED))
 

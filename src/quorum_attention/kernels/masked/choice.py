@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import lru_cache
 
 import torch
 
+from quorum_attention.kernels.fa4 import Fa4Kernel
 from quorum_attention.kernels.masked.reading import Sizes, read
 from quorum_attention.kernels.native import NativeKernel
 from quorum_attention.kernels.protocol import CallShape, InnerKernel
+from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.registry import get_kernel, why_not
 from quorum_attention.kernels.select import select_kernel
 from quorum_attention.kernels.traits import operator, traits_of
@@ -46,8 +49,24 @@ def under(
     found = read(mask, sizes, is_causal)
     if found.keeps_all and mask.softcap is None:
         return found.is_causal, wanted
-    base = _base(wanted, call, device, mask.softcap, tried=tried)
+    base = None
+    if wanted == "auto" and found.few_bands:
+        base = _by_bands(found.kept_pairs * sizes.heads, call, device, mask.softcap, tried=tried)
+    if base is None:
+        base = _base(wanted, call, device, mask.softcap, tried=tried)
     return found.is_causal, found.kernel(base)
+
+
+def _by_bands(
+    pairs: int, call: CallShape, device: torch.device, softcap: float | None, *, tried: bool
+) -> InnerKernel | None:
+    """The preferred kernel of a call that keeps so many pairs in all heads, if it takes bands."""
+    flops = 2.0 * (call.head_dim + call.value_dim) * pairs
+    with suppress(NotImplementedError):
+        kernel = select_kernel("auto", call, device, tried=tried, flops=flops)
+        if isinstance(kernel, RectangleKernel) and kernel.bands:
+            return kernel if softcap is None else _capped(kernel.name, softcap)
+    return None
 
 
 def _base(
@@ -69,7 +88,7 @@ def _base(
         # On a GPU it runs a task in one launch, whatever its mask.
         here = device.type == "cuda" and native.refusal(call) is None
         if here and (not present or why_not(native, call, device) is None):
-            return native if softcap is None else _capped(softcap)
+            return native if softcap is None else _capped("native", softcap)
         return get_kernel(_DENSE) if softcap is not None else _selected(call, device, tried=tried)
     dense = get_kernel(_DENSE)
     if wanted in (_DENSE, _TILES) or wanted is dense:
@@ -83,11 +102,11 @@ def _base(
         )
     if softcap is None:
         return kernel
-    if kernel.name != "native":
+    if kernel.name not in ("fa4", "native"):
         raise NotImplementedError(
-            f"kernel {kernel.name!r} has no soft cap; native, dense and auto have"
+            f"kernel {kernel.name!r} has no soft cap; fa4, native, dense and auto have"
         )
-    return _capped(softcap)
+    return _capped(kernel.name, softcap)
 
 
 def _selected(call: CallShape, device: torch.device, *, tried: bool) -> InnerKernel:
@@ -98,6 +117,6 @@ def _selected(call: CallShape, device: torch.device, *, tried: bool) -> InnerKer
 
 
 @lru_cache(maxsize=16)
-def _capped(softcap: float) -> InnerKernel:
-    """The native kernel with a soft cap: one object for each."""
-    return NativeKernel(softcap=softcap)
+def _capped(name: str, softcap: float) -> InnerKernel:
+    """A kernel with a soft cap: one object for each."""
+    return Fa4Kernel(softcap) if name == "fa4" else NativeKernel(softcap=softcap)

@@ -119,20 +119,23 @@ class Geometry:
         found: Blocks = near[(near[:, 2] < k1) & (near[:, 3] > k0)]
         return found
 
-    def most(self, n_queries: int, n_keys: int) -> tuple[int, int]:
-        """The most queries and keys of a part of a block of so many."""
+    def most(self, n_queries: int, n_keys: int, *, bands: bool = False) -> tuple[int, int]:
+        """The most queries and keys of a part of a block of so many; ``bands`` as of ``parts``."""
         if self.blocks is not None and len(self.blocks):
             sides = self.blocks[:, 1::2] - self.blocks[:, ::2]
             n_queries, n_keys = (
                 min(n, int(m)) for n, m in zip((n_queries, n_keys), sides.max(0), strict=True)
             )
         width = self.band.width
-        if width is not None:
+        if width is not None and (self.rules or not bands):
             n_queries, n_keys = min(n_queries, width), min(n_keys, width)
         return n_queries, n_keys
 
-    def parts(self, block: Ranges) -> Iterator[Part]:
+    def parts(self, block: Ranges, *, bands: bool = False) -> Iterator[Part]:
         """Parts that hold each kept pair of a block once.
+
+        Args:
+            bands: parts may be bands, where there are no rules.
 
         In a ragged part the band and the rules are to be asked about each pair (``kept``).
         """
@@ -141,7 +144,13 @@ class Geometry:
         if self.blocks is not None:
             pieces = self.near(block).tolist()
         for a, b, c, d in pieces:
-            for part in self.band.parts(max(a, q0), min(b, q1), max(c, k0), min(d, k1)):
+            sides = max(a, q0), min(b, q1), max(c, k0), min(d, k1)
+            if bands and not self.rules:
+                least = self.band.within(*sides)
+                if least is not None:
+                    yield least
+                continue
+            for part in self.band.parts(*sides):
                 if self.rules:
                     yield from self._ruled(part)
                 else:

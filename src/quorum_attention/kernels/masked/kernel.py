@@ -95,6 +95,7 @@ class MaskedKernel:
             # A task is several calls, though they take no turns on streams.
             several_streams=not self._launched,
             rates=own.rates if by_operator else (0.3, 0.3),
+            pace=own.pace if by_operator else None,
             launch_seconds=own.launch_seconds,
             scaled_backward=own.scaled_backward if by_operator else frozenset(),
             wide_products=own.wide_products or not by_operator,
@@ -295,6 +296,9 @@ class MaskedKernel:
             ]  # fmt: skip
             out, lse = (_together(pieces) for pieces in zip(*parts, strict=True))
             return out, lse
+        whole, band = self._parts.bands, self._one_band(query, key, bias, dropout)
+        if whole is not None and band is not None:
+            return whole.whole_forward(query, key, value, band, scale, None, out_dtype)
         work = torch.float64 if query.dtype == torch.float64 else torch.float32
         out = torch.zeros((*query.shape[:3], value.shape[-1]), dtype=work, device=query.device)
         lse = torch.full(query.shape[:3], -torch.inf, dtype=work, device=query.device)
@@ -331,6 +335,11 @@ class MaskedKernel:
             ]  # fmt: skip
             dq, dk, dv = (_together(pieces) for pieces in zip(*parts, strict=True))
             return dq, dk, dv
+        whole, band = self._parts.bands, self._one_band(query, key, bias, dropout)
+        if whole is not None and band is not None:
+            return whole.whole_backward(
+                grad_out, query, key, value, out, lse, band, scale, None, grad_dtype
+            )
         work = torch.float64 if query.dtype == torch.float64 else torch.float32
         dq, dk, dv = (
             torch.zeros(t.shape, dtype=work, device=t.device) for t in (query, key, value)
@@ -339,6 +348,21 @@ class MaskedKernel:
         self.backward(task, Gradients(grad_out, out, lse, dq, dk, dv))
         found = [total.to(grad_dtype or query.dtype) for total in (dq, dk, dv)]
         return found[0], found[1], found[2]
+
+    def _one_band(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        bias: torch.Tensor | None,
+        dropout: Dropout | None,
+    ) -> Any:
+        """The band that a whole call is; None where it is more than that."""
+        if not self._uniform or bias is not None or dropout is not None:
+            return None
+        (one,), (n_queries, n_keys) = self._distinct, (query.shape[2], key.shape[2])
+        if one.rules or one.blocks is not None or 0 in (*query.shape[:2], n_queries, n_keys):
+            return None
+        return one.band
 
     def _native_calls(self, query: torch.Tensor) -> Iterator[tuple[slice, NativeUnderMask]]:
         for entries, geometry in self._by_geometry(tuple(range(query.shape[0]))):

@@ -32,7 +32,7 @@ from quorum_attention.kernels.protocol import (
     Statistics,
     TaskTensors,
 )
-from quorum_attention.kernels.rectangles import four_dims
+from quorum_attention.kernels.rectangles import RectangleKernel, four_dims
 from quorum_attention.kernels.traits import operator
 from quorum_attention.kernels.views import Pick, jth_of_group, key_rows, query_rows
 
@@ -56,6 +56,9 @@ class ByParts:
         called = operator(base)
         self.base, self.tiles = base, Tiles(softcap)
         self.by_operator = called is not None
+        self.bands: RectangleKernel | None = None
+        if isinstance(base, RectangleKernel) and base.bands:
+            self.bands = base
         self._operator: Operator | Tiles = self.tiles if called is None else called
         self._geometries = tuple(geometries)
         self._ragged = any(g.rules or not g.band.keeps_all for g in self._geometries)
@@ -96,7 +99,9 @@ class ByParts:
 
     def _largest_call(self, extent: Extent) -> Extent:
         """The extent of one call of the operator: of a part, or of several joined."""
-        queries, keys = limits_of(self._geometries, (extent.max_queries, extent.max_keys))
+        queries, keys = limits_of(
+            self._geometries, (extent.max_queries, extent.max_keys), bands=bool(self.bands)
+        )
         return replace(extent, max_queries=queries, max_keys=keys, direct=False)
 
     def _tile_bytes(self, call: CallShape, extent: Extent) -> int:
@@ -158,7 +163,7 @@ class ByParts:
                 _rows(pick(task.query), at, turned),
                 _keys(task.key, at, turned),
                 _keys(task.value, at, turned),
-                call.kind in ("lower", "upper"),
+                call.causal,
                 task.scale,
                 None if bias is None else _of_heads(pick, bias, task.query.shape[1]),
                 **drops,
@@ -192,7 +197,7 @@ class ByParts:
                 _keys(task.value, at, turned),
                 _rows(pick(grads.out), at, turned),
                 _rows(pick(grads.lse), at, turned),
-                call.kind in ("lower", "upper"),
+                call.causal,
                 task.scale,
                 None if bias is None else _of_heads(pick, bias, task.query.shape[1]),
                 **drops,
@@ -221,13 +226,17 @@ class ByParts:
             return ()
         rectangles = tuple(r for r in task.rectangles if r.n_queries > 0 and r.n_keys > 0)
         masked = bool(rectangles) and task.has_mask(rectangles[0])
+        # What drops, and what takes a mask, knows no bands.
+        bands = bool(self.bands) and not masked and task.dropout is None
         single = masked or task.query.shape[0] != 1 or task.dropout is not None
-        limits = limits_of((geometry,), (task.max_queries, task.max_keys))
-        key = (task.task, rectangles, geometry, task.is_causal, single, limits)
-        return self._calls_of.get(
-            key,
-            lambda: tuple(calls_of(task.task, rectangles, geometry, limits, single=single)),
-        )
+        limits = limits_of((geometry,), (task.max_queries, task.max_keys), bands=bands)
+        key = (task.task, rectangles, geometry, task.is_causal, single, limits, bands)
+
+        def make() -> tuple[Call, ...]:
+            calls = calls_of(task.task, rectangles, geometry, limits, single=single, bands=bands)
+            return tuple(calls)
+
+        return self._calls_of.get(key, make)
 
     def _with_mask(
         self, task: TaskTensors, call: Call, geometry: Geometry

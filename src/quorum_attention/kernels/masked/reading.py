@@ -27,6 +27,8 @@ Ids = NDArray[np.int64]
 # Ids whose runs make more blocks than this many times the runs are compared pair by pair instead.
 _MOST_BLOCKS = 8
 _FEW_BLOCKS = 4096
+# So many calls take the host less than the device.
+_FEW_BANDS = 16
 # A key that no query has, and a query that no key has.
 _NO_KEY, _NO_QUERY = np.iinfo(np.int64).min, np.iinfo(np.int64).min + 1
 
@@ -61,6 +63,21 @@ class Reading:
         self._sizes, self._softcap = sizes, mask.softcap
         self._functions = _functions(mask)
         self._kernels: dict[int, MaskedKernel] = {}
+
+    @property
+    def kept_pairs(self) -> int:
+        """Pairs of a head that all batch entries keep, with those that rules leave out."""
+        entries = self._sizes.batch if len(self.geometries) == 1 else 1
+        lengths = self._sizes.n_queries, self._sizes.n_keys
+        return entries * sum(g.count(*lengths) for g in self.geometries)
+
+    @property
+    def few_bands(self) -> bool:
+        """Whether it is a band within a few large blocks."""
+        return all(
+            not g.rules and (g.blocks is None or len(g.blocks) <= _FEW_BANDS)
+            for g in self.geometries
+        )
 
     def kernel(self, base: InnerKernel) -> MaskedKernel:
         """The kernel that computes with ``base``; the same one every time."""

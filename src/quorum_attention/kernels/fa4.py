@@ -1,0 +1,285 @@
+"""Rectangles on FlashAttention-4 (``flash-attn-4``, CuTe DSL), the fastest kernel on Hopper GPUs.
+
+It is compiled on the GPU's machine, some seconds for each kind of call, and keeps what it compiled
+in a folder of this user's. Nothing of it is imported until a call wants it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from quorum_attention.cache_files import cache_folder, private_folder
+from quorum_attention.decomposition.bands import Band
+from quorum_attention.kernels.protocol import CallShape, Extent
+from quorum_attention.kernels.rates import by_head_dim
+from quorum_attention.kernels.rectangles import RectangleKernel
+from quorum_attention.kernels.workspace import (
+    UNSPLIT_BYTES,
+    RectangleSizes,
+    backward_bytes,
+    forward_bytes,
+    round_up,
+)
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_PACKAGE = "flash-attn-4"
+_SWITCH = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+_FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
+_DSL_FOLDER = "CUTE_DSL_CACHE_DIR"
+# The largest tile of queries, and of keys, to which its backward rounds up (4.0.0b36, Hopper).
+_TILE = 128
+
+
+# Its rates as shares of those that plans are made with, which are cuDNN's (docs/kernels.md).
+_RATES = {
+    64: (1.16, 1.17), 96: (1.36, 1.30), 128: (1.12, 1.16), 192: (1.12, 1.60), 256: (1.10, 1.0),
+}  # fmt: skip
+_Machine = TypeVar("_Machine", bound="DataclassInstance")
+
+
+def pace(machine: _Machine, head_dim: int, backward: bool) -> _Machine:
+    """The rates of an H200 (``planner.machine.Machine``) as this kernel reaches them.
+
+    It begins a causal call with the longest rows, walks keys in an order that suits the cache, and
+    has nothing to prepare for a new shape.
+    """
+    known: Any = machine
+    forward, back = by_head_dim(_RATES, head_dim)
+    wide = head_dim <= 96 and not backward
+    return replace(
+        machine,
+        flops=known.flops * forward,
+        backward_flops=known.backward_flops * back,
+        wave_rows=known.wave_rows * 192 // 128 if wide else known.wave_rows,
+        filling_causal=4_000,
+        cache_penalty=0.0,
+        plan_seconds=0.0,
+    )
+
+
+class Fa4Kernel(RectangleKernel):
+    """FlashAttention-4: 16-bit inputs; takes grouped heads, windows and soft caps directly.
+
+    Args:
+        softcap: bound of the scores, ``softcap * tanh(score / softcap)``; each is compiled for.
+    """
+
+    name = "fa4"
+    softcap = 0.0
+    grouped = True
+    bands = True
+    row_unit = _TILE
+    traits = replace(RectangleKernel.traits, plain_softmax=True, pace=pace)
+
+    def __init__(self, softcap: float | None = None) -> None:
+        if softcap is not None:
+            self.softcap = softcap
+            self.traits = replace(self.traits, plain_softmax=False, probed_as=_plain())
+
+    def refusal(self, call: CallShape) -> str | None:
+        """Why this kernel cannot run such a call, in words for the user; None if it can."""
+        if call.device_type != "cuda":
+            return f"it runs on NVIDIA GPUs, not on {call.device_type}"
+        if call.dtype not in (torch.float16, torch.bfloat16):
+            return f"it takes float16 and bfloat16, not {call.dtype}"
+        if call.mask is not None:
+            return "it takes no attention mask"
+        for what, width in (("head", call.head_dim), ("value", call.value_dim)):
+            if width % 8 or not 8 <= width <= 256:
+                return f"it takes {what} dimensions that are multiples of 8 up to 256, not {width}"
+        dims = call.head_dim, call.value_dim
+        if dims[0] != dims[1] and dims != (192, 128):
+            return f"it takes equal head dimensions, or 192 and 128, not {dims[0]} and {dims[1]}"
+        if call.needs_grad:
+            if call.head_dim <= 128 and round_up(call.head_dim, 16) % 32:
+                # Its parts disagree about the padded width (4.0.0b36).
+                return f"its gradient of query is wrong for head dimension {call.head_dim}"
+            if dims[0] != dims[1] and call.query_heads != call.key_heads:
+                return "its backward takes equal head dimensions where heads are grouped"
+        return _missing() or _too_old()
+
+    def rectangle_forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        causal: bool,
+        scale: float,
+        bias: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``RectangleKernel.rectangle_forward``."""
+        options = self._options(causal, query.shape[2], key.shape[2])
+        with _called(query, key, value, options):
+            out, lse = _functions()[0](
+                query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
+                softmax_scale=scale, return_lse=True, **options,
+            )[:2]  # fmt: skip
+        out = out.transpose(1, 2)
+        # A row with a score of NaN or +inf has an lse of -inf, as one without keys, whose output is
+        # 0. The merge would take it for that, and a backward would make finite gradients of it.
+        lse.masked_fill_(torch.isneginf(lse) & out[..., 0].isnan(), torch.nan)
+        return out, lse
+
+    def rectangle_backward(
+        self,
+        grad_out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        causal: bool,
+        scale: float,
+        bias: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See ``RectangleKernel.rectangle_backward``."""
+        options = self._options(causal, query.shape[2], key.shape[2])
+        options["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        with _called(query, key, value, options, backward=True):
+            gradients = _functions()[1](
+                query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
+                out.transpose(1, 2), grad_out.transpose(1, 2), lse.contiguous(),
+                softmax_scale=scale, **options,
+            )  # fmt: skip
+        grad_query, grad_key, grad_value = (grad.transpose(1, 2) for grad in gradients[:3])
+        return grad_query, grad_key, grad_value
+
+    def _options(self, kept: bool | Band, n_queries: int, n_keys: int) -> dict[str, Any]:
+        """How its functions are told what is kept of a rectangle, and of the soft cap."""
+        cap = {"softcap": self.softcap} if self.softcap else {}
+        if not isinstance(kept, Band):
+            return {"causal": kept, **cap}
+        # It counts keys from the last query's.
+        apart = n_keys - n_queries
+        return {
+            "window_size_left": None if kept.low is None else apart - kept.low,
+            "window_size_right": None if kept.high is None else kept.high - apart,
+            **cap,
+        }
+
+    def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+        """Upper bound of the bytes ``forward`` allocates at any one time."""
+        sizes = RectangleSizes.of(call, extent, self.grouped)
+        # What finds the rows that are not finite.
+        return forward_bytes(sizes, call.value_dim, 0) + _held(*[sizes.rows] * 3)
+
+    def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+        """Upper bound of the bytes ``backward`` allocates at any one time."""
+        sizes = RectangleSizes.of(call, extent, self.grouped)
+        widths = call.head_dim + call.value_dim
+        gradients = (sizes.rows * call.head_dim + sizes.key_rows * widths) * sizes.item
+        # dQ is summed in fp32 over padded rows, beside delta and a copy of lse; so are the
+        # gradients of keys that query heads share.
+        unit = 64 if call.head_dim > 128 else 32
+        width, value_width = round_up(call.head_dim, unit), round_up(call.value_dim, unit)
+        rows = sizes.batch * sizes.heads * round_up(sizes.queries, _TILE)
+        keys = sizes.batch * sizes.key_heads * round_up(sizes.keys, _TILE)
+        inside = _held(4 * rows * width, 4 * rows, 4 * rows, rows // 8)
+        if sizes.heads != sizes.key_heads:
+            inside += _held(4 * keys * width, 4 * keys * value_width, keys // 4, keys // 4)
+        if extent.direct:
+            # Copies of an output and of its gradient that do not lie as its loads ask for.
+            inside += 2 * sizes.rows * call.value_dim * sizes.item
+        return backward_bytes(sizes, gradients, inside)
+
+
+def _held(*sizes: int) -> int:
+    """Bytes of tensors of these sizes, of which the allocator may leave some blocks unsplit."""
+    return sum(size + min(size, UNSPLIT_BYTES) for size in sizes)
+
+
+@functools.cache
+def _plain() -> Fa4Kernel:
+    """The kernel without a soft cap: one object, so that it is tested once."""
+    return Fa4Kernel()
+
+
+# --- The package ------------------------------------------------------------------------------
+
+
+@functools.cache
+def version() -> str | None:
+    """The version that is installed; None if there is none. Nothing is imported."""
+    try:
+        return importlib.metadata.version(_PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _missing() -> str | None:
+    if version() is not None:
+        return None
+    return f"it needs {_PACKAGE}, which is not installed: pip install 'quorum-attention[fa4]'"
+
+
+def _too_old() -> str | None:
+    """Why the current GPU cannot run it; plans are made for a Hopper GPU where there is none."""
+    if not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability()
+    if major >= 9:
+        return None
+    return f"it needs compute capability 9.0 or higher, and this GPU has {major}.{minor}"
+
+
+@functools.cache
+def _functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Its forward, and its backward for an lse from outside."""
+    _keep_compiled_code()
+    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+
+    return _flash_attn_fwd, _flash_attn_bwd
+
+
+def _keep_compiled_code() -> None:
+    """Before it is imported, name a folder for what it compiles, if the user has named none. Its
+    own choice is none, and for CuTe DSL a folder that other users may write to."""
+    with suppress(OSError):  # no folder to trust: it compiles in each process
+        private_folder(cache_folder())
+        folder = os.fspath(private_folder(cache_folder() / "fa4"))
+        for name, setting in ((_SWITCH, "1"), (_FOLDER, folder), (_DSL_FOLDER, folder)):
+            os.environ.setdefault(name, setting)
+
+
+_on = torch.cuda.device
+_CALLED: set[tuple[object, ...]] = set()
+
+
+@contextmanager
+def _called(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    options: dict[str, Any],
+    backward: bool = False,
+) -> Iterator[None]:
+    """A call, on the device of its tensors. The first of a kind compiles, and then CuTe DSL warns
+    of FlashAttention's own code."""
+    kind = (
+        backward, query.device, query.dtype, query.shape[-1], value.shape[-1],
+        query.shape[1] // key.shape[1], query.shape[2] <= _TILE, key.shape[2] <= _TILE,
+        *((name, setting is None or (name == "softcap" and setting))
+          for name, setting in options.items()),
+    )  # fmt: skip
+    with _on(query.device):
+        if kind in _CALLED:
+            yield
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            yield
+        _CALLED.add(kind)
+
+
+__all__ = ["Fa4Kernel", "version"]

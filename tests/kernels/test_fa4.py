@@ -1,0 +1,178 @@
+"""FlashAttention-4 as a kernel: all but its own functions, which run on a GPU (tests/gpu)."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers_attention import exact, inputs
+from helpers_fa4 import kept_pairs, stand_in
+from helpers_masks import exact as exact_under
+from helpers_masks import off
+
+import quorum_attention as qa
+from quorum_attention import Mask
+from quorum_attention.decomposition.bands import Band
+from quorum_attention.kernels import CallShape, fa4, get_kernel
+from quorum_attention.kernels.select import LONG_FLOPS, select_kernel
+
+__all__ = ["stand_in"]
+CALL = CallShape("cuda", torch.float16, 4, 4, 64, 64, True, True)
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fa4, "version", lambda: "4.0.0b36")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"device_type": "cpu"}, "NVIDIA GPUs"),
+        ({"dtype": torch.float32}, "float16 and bfloat16, not torch.float32"),
+        ({"head_dim": 73}, "multiples of 8 up to 256, not 73"),
+        ({"head_dim": 264, "value_dim": 264}, "multiples of 8 up to 256, not 264"),
+        ({"head_dim": 80, "value_dim": 80}, "gradient of query is wrong for head dimension 80"),
+        ({"value_dim": 32}, "equal head dimensions, or 192 and 128, not 64 and 32"),
+        ({"key_heads": 2, "head_dim": 192, "value_dim": 128}, "where heads are grouped"),
+    ],
+)
+def test_what_it_cannot_run_it_refuses_in_words(installed, change, words) -> None:  # type: ignore[no-untyped-def]
+    assert words in str(get_kernel("fa4").refusal(replace(CALL, **change)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"head_dim": 256, "value_dim": 256}, {"head_dim": 192, "value_dim": 128},
+     {"head_dim": 80, "value_dim": 80, "needs_grad": False}, {"key_heads": 1}],
+)  # fmt: skip
+def test_what_it_can_run(installed, monkeypatch, change) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert get_kernel("fa4").refusal(replace(CALL, **change)) is None
+
+
+def test_without_the_package_it_says_what_to_install(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(fa4, "version", lambda: None)
+    assert "pip install 'quorum-attention[fa4]'" in str(get_kernel("fa4").refusal(CALL))
+    assert select_kernel("auto", CALL, CUDA, tried=False, flops=1e15).name == "cudnn"
+
+
+@pytest.mark.parametrize(("major", "runs"), [(8, False), (9, True), (10, True)])
+def test_auto_takes_it_for_long_calls_on_hopper(installed, monkeypatch, major, runs) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (major, 0))
+    assert (get_kernel("fa4").refusal(CALL) is None) is runs
+    long = select_kernel("auto", CALL, CUDA, tried=False, flops=LONG_FLOPS)
+    short = select_kernel("auto", CALL, CUDA, tried=False, flops=LONG_FLOPS / 2)
+    assert (long.name == "fa4") is (major == 9)
+    assert short.name != "fa4"
+
+
+def test_plans_expect_it_to_be_faster_than_cudnn(installed) -> None:  # type: ignore[no-untyped-def]
+    if torch.cuda.is_available():
+        pytest.skip("plans for the GPU here")
+    call = {"heads": 8, "head_dim": 64, "is_causal": True, "budget": "1GiB", "device": "cuda"}
+    taken = qa.plan(1 << 20, **call)
+    other = qa.plan(1 << 20, **call, kernel="cudnn")
+    assert taken.kernel == "fa4"
+    assert taken.predicted_seconds < 0.9 * other.predicted_seconds
+
+
+def test_nothing_of_it_is_imported_before_a_call_wants_it() -> None:
+    code = (
+        "import sys, torch, quorum_attention as qa; q = torch.randn(1, 1, 64, 8);"
+        "qa.attention(q, q, q); qa.plan(1 << 20);"
+        "assert not any(m.startswith('flash_attn') for m in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_it_keeps_what_it_compiles_in_a_folder_of_this_users(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setenv("QUORUM_ATTENTION_CACHE", str(tmp_path / "mine"))
+    for name in (fa4._SWITCH, fa4._DSL_FOLDER):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(fa4._FOLDER, "elsewhere")
+    fa4._keep_compiled_code()
+    assert os.environ[fa4._SWITCH] == "1"
+    assert os.environ[fa4._FOLDER] == "elsewhere"
+    assert os.stat(os.environ[fa4._DSL_FOLDER]).st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("low", [None, -70, -5, 0, 4])
+@pytest.mark.parametrize("high", [None, 70, 5, 0, -3])
+@pytest.mark.parametrize("lengths", [(7, 7), (5, 40), (40, 5)])
+def test_a_band_is_told_as_a_window(low, high, lengths) -> None:  # type: ignore[no-untyped-def]
+    options = fa4.Fa4Kernel()._options(Band(low, high), *lengths)
+    told = kept_pairs(*lengths, False, *options.values())
+    apart = torch.arange(lengths[1])[None] - torch.arange(lengths[0])[:, None]
+    least = -(1 << 30) if low is None else low
+    most = 1 << 30 if high is None else high
+    assert torch.equal(told, (apart >= least) & (apart <= most))
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_it_is_exact(stand_in, depth, is_causal, kv_heads) -> None:  # type: ignore[no-untyped-def]
+    given = inputs(300, heads=4, kv_heads=kv_heads, head_dim=16, dtype=torch.bfloat16)
+    call = {"is_causal": is_causal, "enable_gqa": True, "kernel": stand_in, "depth": depth}
+    out, lse = qa.attention_with_lse(*given.three, **call)
+    grads = qa.attention_backward(given.grad_out, *given.three, out, lse, **call)
+    right = exact(given, is_causal=is_causal, gradients=True)
+    assert off(lse, right.lse) < 1e-2
+    for mine, wanted in zip((out, *grads), (right.out, *right.grads), strict=True):
+        assert off(mine, wanted) < 3e-2
+
+
+@pytest.mark.parametrize("what", ["nan", "inf"])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_row_that_is_not_finite_stays_so(stand_in, what, depth) -> None:  # type: ignore[no-untyped-def]
+    q, k, v, grad_out = (torch.randn(1, 2, 200, 16, dtype=torch.float16) for _ in range(4))
+    q[0, 1, 50, 3] = float(what)
+    call = {"is_causal": True, "kernel": stand_in, "depth": depth}
+    out, lse = qa.attention_with_lse(q, k, v, **call)
+    rows = torch.zeros(1, 2, 200, dtype=torch.bool)
+    rows[0, 1, 50] = True
+    assert torch.equal(out.isnan().any(-1), rows)
+    assert torch.equal(~lse.isfinite(), rows)
+    grads = qa.attention_backward(grad_out, q, k, v, out, lse, **call)
+    assert all(bool(grad[0, 1].isnan().any()) for grad in grads)
+    assert all(bool(grad[0, 0].isfinite().all()) for grad in grads)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_windows_and_documents_are_its_own_calls(stand_in, monkeypatch, seed) -> None:  # type: ignore[no-untyped-def]
+    """No pair is tested one by one, and each call keeps its pairs: against float64."""
+    draw = random.Random(seed)
+    n_queries = draw.choice([1, 5, 130, 300])
+    n_keys = n_queries if draw.random() < 0.6 else draw.choice([3, 128, 400])
+    window = (draw.choice([-1, 0, 3, 60, 500]), draw.choice([-1, 0, 3, 60]))
+    documents = None
+    if draw.random() < 0.4 and n_queries == n_keys:
+        documents = (torch.arange(n_queries) // draw.choice([40, 90, 1000]))[None]
+    mask = Mask(
+        causal=draw.random() < 0.5, window=window, documents=documents,
+        softcap=draw.choice([None, None, 2.0]),
+    )  # fmt: skip
+    shapes = ((4, n_queries), (2, n_keys), (2, n_keys), (4, n_queries))
+    q, k, v, grad_out = (torch.randn(2, h, n, 16).to(torch.bfloat16) for h, n in shapes)
+    asked: list[object] = []
+    monkeypatch.setattr(
+        "quorum_attention.kernels.masked.parts.ByParts._tested", lambda *at: asked.append(at)
+    )
+    options = {"enable_gqa": True, "kernel": stand_in, "depth": draw.choice([0, 0, 1])}
+    want = exact_under(q, k, v, grad_out, mask, 0.25)
+    tensors = [t.requires_grad_() for t in (q, k, v)]
+    out, lse = qa.attention_with_lse(*tensors, attn_mask=mask, scale=0.25, **options)
+    grads = torch.autograd.grad(out, tensors, grad_out)
+    assert not asked
+    assert off(lse, want.lse) < 1e-2
+    for mine, wanted in zip((out, *grads), (want.out, *want.grads), strict=True):
+        assert off(mine, wanted) < 3e-2
