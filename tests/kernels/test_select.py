@@ -7,6 +7,7 @@ import torch
 
 import quorum_attention.kernels.select as select
 from quorum_attention.kernels import CallShape, CpuKernel, DenseKernel, get_kernel, kernels
+from quorum_attention.kernels.registry import registrations
 from quorum_attention.kernels.select import rivals, select_kernel, unrounded_kernel
 
 CPU = torch.device("cpu")
@@ -50,6 +51,18 @@ def test_its_word_is_believed_only_where_nothing_is_tried() -> None:
         select_kernel(Failing(), call(), CPU)
     mine = Failing()
     assert select_kernel(mine, call(), CPU, tried=False) is mine
+
+
+def test_replaced_flash_operators_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch can put another library behind its flash operators, with other bounds."""
+    flash, half = get_kernel("flash"), call("cuda", torch.float16)
+    before = registrations()
+    assert flash.refusal(half) is None
+    monkeypatch.setattr(
+        torch.nn.attention, "current_flash_attention_impl", lambda: "FA4", raising=False
+    )
+    assert "replaced by FA4" in str(flash.refusal(half))
+    assert registrations() != before
 
 
 def test_where_no_kernel_can_every_one_says_why() -> None:

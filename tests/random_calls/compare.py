@@ -61,6 +61,10 @@ def judge(
             if not bool(wrong.any()):
                 break
     if bool(wrong.any()):
+        itself = yardstick.itself().get(name)
+        if itself is not None:
+            wrong &= itself.to(wrong.device).isfinite()
+    if bool(wrong.any()):
         theirs = yardstick.results().get(name)
         same = theirs is not None and bool((~theirs.to(wrong.device).isfinite() & wrong).any())
         kind = "not finite, torch neither" if same else "not finite"

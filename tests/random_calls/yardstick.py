@@ -66,6 +66,11 @@ class Yardstick:
             self._own = _torch(self.case, self.made, fused=False)
         return self._own
 
+    def itself(self) -> Results:
+        """Of the kernel by itself, where that is none of torch's and may not be finite (an infinite
+        key beside rows that fill no tile)."""
+        return _fa4(self.case, self.made) if self.case.kernel == "fa4" else {}
+
     def errors(self, name: str, wanted: Wanted) -> Iterator[torch.Tensor]:
         """Torch's largest error by head, broadcastable to the result: of the call, and then never
         smaller, what it comes to with another path and with neighbours."""
@@ -145,6 +150,8 @@ def _others(case: Case, made: Made, number: int) -> Iterator[Results]:
         yield _torch(case, made, fused=False)
         if case.kernel.startswith("function"):
             yield _itself(case, made)
+        if case.kernel == "fa4":
+            yield _fa4(case, made)
     if number != 0:
         yield _torch(case, made, fused=True)
         if made.query.is_cuda:
@@ -162,6 +169,39 @@ def _itself(case: Case, made: Made) -> Results:
         None if case.route == "forward" else made.grad_out, is_causal=case.is_causal, scale=scale,
     )  # fmt: skip
     return dict(zip(("out", "lse", *_GRADIENTS), found, strict=False))
+
+
+def _fa4(case: Case, made: Made) -> Results:
+    """FlashAttention-4's own call: {} where it takes none."""
+    try:
+        from flash_attn.cute import flash_attn_func
+    except ImportError:
+        return {}
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    if not scale or 0 in made.query.shape or 0 in made.key.shape:
+        return {}
+    gradients = case.route != "forward"
+    three = [
+        t.detach().clone(memory_format=torch.contiguous_format).requires_grad_(gradients)
+        for t in (made.query, made.key, made.value)
+    ]
+    rows = [t.reshape(-1, *t.shape[-3:]).transpose(1, 2).cuda() for t in three]
+    # It counts diagonals from the last query and the last key.
+    latest = case.n_queries - case.n_keys if case.is_causal else None
+    try:
+        out = flash_attn_func(
+            rows[0] * math.copysign(1.0, scale), *rows[1:], softmax_scale=abs(scale),
+            window_size=(None, latest), return_lse=True,
+        )[0]  # fmt: skip
+        out = out.transpose(1, 2).reshape(made.grad_out.shape).to(made.query.device)
+        found = {"out": out.detach()}
+        if gradients:
+            upstream = made.grad_out.to(DTYPES[case.dtype])
+            grads = torch.autograd.grad(out, three, upstream)
+            found |= dict(zip(_GRADIENTS, grads, strict=True))
+    except Exception:  # widths that it does not take
+        return {}
+    return found
 
 
 def _divided(made: Made) -> int:

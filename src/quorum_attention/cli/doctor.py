@@ -8,6 +8,7 @@ import platform
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend
 
 import quorum_attention
 from quorum_attention.cache_files import refusal
@@ -16,10 +17,14 @@ from quorum_attention.cli.output import print_json, say, show_table
 from quorum_attention.execution.device.cpu import cpu_name
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.kernels import CallShape, kernels, why_not
+from quorum_attention.kernels.operators import flash_implementation
 from quorum_attention.planner.calibration import machine_of
 from quorum_attention.sizes import format_bytes
 
-_OPTIONAL = ("triton", "matplotlib", "cuda-bindings", "safetensors", "numpy")
+_OPTIONAL = (
+    "triton", "flash-attn-4", "nvidia-cutlass-dsl", "matplotlib", "cuda-bindings", "safetensors",
+    "numpy",
+)  # fmt: skip
 
 
 def add_to(commands: Any) -> None:
@@ -50,6 +55,18 @@ def _verdicts(device: torch.device) -> dict[str, dict[str, str | None]]:
     return found
 
 
+def _torch_attention(device: torch.device) -> str | None:
+    """Which kernel torch's own function takes for 16-bit inputs, where that can be asked: another
+    one than cuDNN or flash means that it has fallen back, as beside a cuDNN that is not its own."""
+    ask = getattr(torch, "_fused_sdp_choice", None)
+    if device.type != "cuda" or ask is None:
+        return None
+    tiny = torch.zeros((1, 1, 256, 64), dtype=torch.float16, device=device)
+    chosen = SDPBackend(ask(tiny, tiny, tiny)).name.lower().removesuffix("_attention")
+    instead = flash_implementation()
+    return chosen if instead is None else f"{chosen}, flash replaced by {instead}"
+
+
 def _calibrated(device: torch.device) -> list[str]:
     """The dtypes whose rates have been measured on the device."""
     return [name for name, dtype in shared.DTYPES.items() if machine_of(device, dtype, 64).measured]
@@ -76,6 +93,7 @@ def _run(options: argparse.Namespace) -> int:
             "free_bytes": backend_of(device).free_bytes(device),
             "kernels": _verdicts(device),
             "calibrated": _calibrated(device),
+            "torch_attention": _torch_attention(device),
         }
         for device in _devices()
     ]
@@ -106,6 +124,8 @@ def _run(options: argparse.Namespace) -> int:
             how = "quorum-attention calibrate --dtype DTYPE"
             rates.append(f"assumed for {', '.join(assumed)} ({how})")
         say(f"  rates the planner uses: {'; '.join(rates)}")
+        if entry["torch_attention"] is not None:
+            say(f"  torch's own attention (float16): {entry['torch_attention']}")
         for reason in reasons:
             say(f"  {reason}")
     return 0

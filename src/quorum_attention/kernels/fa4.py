@@ -220,7 +220,7 @@ def version() -> str | None:
 def _missing() -> str | None:
     if version() is not None:
         return None
-    return f"it needs {_PACKAGE}, which is not installed: pip install 'quorum-attention[fa4]'"
+    return f'it needs {_PACKAGE}, which is not installed: pip install "quorum-attention[fa4]"'
 
 
 def _too_old() -> str | None:

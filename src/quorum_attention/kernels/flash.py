@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from quorum_attention.kernels.lse_use import lse_is_used
-from quorum_attention.kernels.operators import operator_reason
+from quorum_attention.kernels.operators import flash_implementation, operator_reason
 from quorum_attention.kernels.protocol import CallShape, Extent
 from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.workspace import (
@@ -46,6 +46,10 @@ class FlashKernel(RectangleKernel):
             return (
                 f"it takes head dimensions that are multiples of 8 up to 256, not {call.head_dim}"
             )
+        instead = flash_implementation()
+        if instead is not None:
+            # Other bounds, other refusals, and gradients that may differ from run to run.
+            return f"torch's flash operators have been replaced by {instead}"
         return operator_reason(_FORWARD, *([_BACKWARD] if call.needs_grad else []))
 
     def rectangle_forward(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 
 import torch
+import torch.nn.attention
 
 
 @functools.cache
@@ -17,6 +18,14 @@ def operator_arguments(name: str) -> tuple[str, ...] | None:
     if packet is None:
         return None
     return tuple(argument.name for argument in packet.default._schema.arguments)
+
+
+def flash_implementation() -> str | None:
+    """What torch's flash operators have been replaced by (``activate_flash_attention_impl``, from
+    torch 2.11 or so on), by its name; None: they are torch's own."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)
+    found: str | None = current()
+    return found
 
 
 def operator_reason(*names: str) -> str | None:

@@ -16,6 +16,7 @@ from quorum_attention.kernels.efficient import EfficientKernel
 from quorum_attention.kernels.fa4 import Fa4Kernel
 from quorum_attention.kernels.flash import FlashKernel
 from quorum_attention.kernels.native import NativeKernel
+from quorum_attention.kernels.operators import flash_implementation
 from quorum_attention.kernels.probe import begin, probe
 from quorum_attention.kernels.protocol import CallShape, InnerKernel
 from quorum_attention.kernels.traits import Traits, contradiction, refusal, traits_of
@@ -66,8 +67,8 @@ def register_kernel(kernel: InnerKernel) -> None:
 
 
 def registrations() -> tuple[int, ...]:
-    """A key that changes whenever a kernel is registered."""
-    return (_registered, *map(id, _KERNELS.values()))
+    """A key that changes whenever a kernel is registered, or torch's operators are replaced."""
+    return (_registered, hash(flash_implementation()), *map(id, _KERNELS.values()))
 
 
 def is_kernel(thing: object) -> TypeGuard[InnerKernel]:
