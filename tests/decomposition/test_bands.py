@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from quorum_attention.decomposition import CLEAR, MASKED, Ranges
+from quorum_attention.decomposition import EMPTY, FULL, Ranges
 from quorum_attention.decomposition.bands import Band
 
 
@@ -37,10 +37,10 @@ def test_parts_hold_every_kept_pair_of_a_block_once() -> None:
         assert np.array_equal(count, kept)
         assert band.count(q0, q1, k0, k1) == kept.sum()
         verdict = band.verdict(Ranges.of(q0, q1, k0, k1))
-        assert verdict is not CLEAR or kept.all()
-        assert verdict is not MASKED or not kept.any()
+        assert verdict is not FULL or kept.all()
+        assert verdict is not EMPTY or not kept.any()
         if low is not None and high is not None and low > high:
-            assert verdict is MASKED, "of a band without a pair nothing is left"
+            assert verdict is EMPTY, "of a band without a pair nothing is left"
 
 
 def test_a_window_is_hardly_more_than_its_pairs() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quorum_attention.decomposition.pairs import Pairs, Ranges, window_verdict
-from quorum_attention.decomposition.verdicts import CLEAR, MASKED, MIXED
+from quorum_attention.decomposition.verdicts import EMPTY, FULL, PARTIAL
 
 SIDE = st.integers(0, 40)
 
@@ -33,19 +33,19 @@ def test_verdicts_are_those_of_the_pairs(sizes, is_causal, window, rows, columns
 
     found = pairs.of(Ranges.of(*rows, *columns))
     every = [kept(q, k) for q in range(*rows) for k in range(*columns)]
-    if found is MASKED:
+    if found is EMPTY:
         assert not any(every)
-    elif found is CLEAR:
+    elif found is FULL:
         assert all(every)
     else:
-        assert found is MIXED
+        assert found is PARTIAL
 
 
 def test_single_pairs_are_decided() -> None:
     pairs = Pairs(20, 20, True, window_verdict(5, 0))
     for q in range(20):
         for k in range(20):
-            wanted = CLEAR if 0 <= q - k <= 5 else MASKED
+            wanted = FULL if 0 <= q - k <= 5 else EMPTY
             assert pairs.of(Ranges.of(q, q + 1, k, k + 1)) is wanted
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quorum_attention.decomposition import CLEAR, MASKED, MIXED, Interval, Ranges, Verdict
+from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Interval, Ranges, Verdict
 from quorum_attention.decomposition.quadtree import halves, quarters, walk
 
 SIDES = st.integers(1, 40)
@@ -34,10 +34,10 @@ def test_leaves_are_all_there_is_and_their_verdicts_right(kept, unit, by_level) 
     def verdict(block: Ranges) -> Verdict:
         asked.append(block)
         part = of(block)
-        return CLEAR if part.all() else MIXED if part.any() else MASKED
+        return FULL if part.all() else PARTIAL if part.any() else EMPTY
 
     def parts(block: Ranges, found: Verdict) -> list[Ranges]:
-        return quarters(block, unit) if found is MIXED else []
+        return quarters(block, unit) if found is PARTIAL else []
 
     times = np.zeros(kept.shape, dtype=int)
     for block, found in walk(Ranges.of(0, len(kept), 0, kept.shape[1]), verdict, parts,
@@ -45,12 +45,12 @@ def test_leaves_are_all_there_is_and_their_verdicts_right(kept, unit, by_level) 
         assert block == asked[-1], "asked when it is its turn, not before"
         times[slice(*block.queries), slice(*block.keys)] += 1
         part = of(block)
-        if found is MIXED:
+        if found is PARTIAL:
             assert part.any()
             assert not part.all()
             assert all((stop - 1) // unit == start // unit for start, stop in block)
         else:
-            assert (part == (found is CLEAR)).all()
+            assert (part == (found is FULL)).all()
     assert (times == 1).all(), "every pair in exactly one"
     assert len(asked) == len(set(asked)), "and none asked twice"
 
@@ -79,7 +79,7 @@ def test_parts_come_out_where_the_whole_stood() -> None:
         return tree.get(node, [])
 
     def leaves(by_level: bool) -> list[str]:
-        return [node for node, _ in walk("whole", lambda _: MIXED, parts, by_level=by_level)]
+        return [node for node, _ in walk("whole", lambda _: PARTIAL, parts, by_level=by_level)]
 
     assert leaves(by_level=False) == ["a", "b1", "b2", "c"]
     assert leaves(by_level=True) == ["a", "c", "b1", "b2"]
@@ -90,10 +90,10 @@ def test_a_verdict_sees_what_was_done_about_the_leaves_before() -> None:
     done: set[int] = set()
 
     def verdict(node: int) -> Verdict:
-        return MASKED if done else CLEAR
+        return EMPTY if done else FULL
 
     found = []
     for node, said in walk(0, verdict, lambda node, _: [1, 2, 3] if node == 0 else []):
         found.append(said)
         done.add(node)
-    assert found == [CLEAR, MASKED, MASKED]
+    assert found == [FULL, EMPTY, EMPTY]

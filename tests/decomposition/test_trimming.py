@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quorum_attention.decomposition import (
-    CLEAR,
-    MASKED,
-    MIXED,
+    EMPTY,
+    FULL,
+    PARTIAL,
     Decomposition,
     Pairs,
     Ranges,
@@ -37,7 +37,7 @@ def by_looking(mask):  # type: ignore[no-untyped-def]
         q = np.arange(*r.queries)[:, None]
         k = np.arange(*r.keys)[None]
         kept = np.broadcast_to(mask(q, k), (q.size, k.size))
-        return CLEAR if kept.all() else MIXED if kept.any() else MASKED
+        return FULL if kept.all() else PARTIAL if kept.any() else EMPTY
 
     return verdict
 
@@ -93,7 +93,7 @@ def test_a_window_leaves_what_a_task_owns_and_its_edges(levels) -> None:
     def verdict(r: Ranges) -> Verdict:
         asked.append(r)
         near, far = r.queries.start - (r.keys.stop - 1), r.queries.stop - 1 - r.keys.start
-        return MASKED if near > window or far < 0 else MIXED
+        return EMPTY if near > window or far < 0 else PARTIAL
 
     found = trimmed(list(shape.tasks()), Pairs(n, n, True, verdict))
     before = sum(task.n_tokens for task in shape.tasks())
@@ -114,14 +114,14 @@ def test_fewer_queries_need_few_tasks() -> None:
 
 def test_tokens_that_no_task_needs_stay_in_the_first() -> None:
     shape = Decomposition(1 << 12, (7,), "aligned", 128)
-    nothing = Pairs(1 << 12, 1 << 12, False, lambda r: MASKED)
+    nothing = Pairs(1 << 12, 1 << 12, False, lambda r: EMPTY)
     found = trimmed(list(shape.tasks()), nothing)
     assert sum(task.n_tokens for task in found) == 1 << 12
 
 
 def test_where_nothing_can_be_left_out_the_tasks_are_the_same_objects() -> None:
     tasks = list(Decomposition(5000, (7,)).tasks())
-    for pairs in (Pairs(5000, 5000, True), Pairs(5000, 5000, False, lambda r: CLEAR)):
+    for pairs in (Pairs(5000, 5000, True), Pairs(5000, 5000, False, lambda r: FULL)):
         for before, after in zip(tasks, trimmed(tasks, pairs), strict=True):
             assert before is after
 

@@ -2,13 +2,13 @@
 
 import itertools
 
-from quorum_attention.decomposition.verdicts import CLEAR, MASKED, MIXED, Verdict, both, either
+from quorum_attention.decomposition.verdicts import EMPTY, FULL, PARTIAL, Verdict, both, either
 
-PATTERNS = {MASKED: [(0, 0, 0)], CLEAR: [(1, 1, 1)], MIXED: [(0, 1, 1), (1, 0, 0), (0, 0, 1)]}
+PATTERNS = {EMPTY: [(0, 0, 0)], FULL: [(1, 1, 1)], PARTIAL: [(0, 1, 1), (1, 0, 0), (0, 0, 1)]}
 
 
 def verdict_of(kept: tuple[int, ...]) -> Verdict:
-    return CLEAR if all(kept) else MIXED if any(kept) else MASKED
+    return FULL if all(kept) else PARTIAL if any(kept) else EMPTY
 
 
 def test_two_masks_together() -> None:
@@ -19,9 +19,9 @@ def test_two_masks_together() -> None:
         for together, combine in ((both, min), (either, max)):
             true = {verdict_of(tuple(map(combine, a, b))) for a, b in blocks}
             found = together(one, other)
-            assert true == {found} if len(true) == 1 else found is MIXED
+            assert true == {found} if len(true) == 1 else found is PARTIAL
 
 
 def test_the_numbers_stand_for_them_in_arrays() -> None:
     """Kernels compare with these codes, and take what is not 0 for listed."""
-    assert [int(v) for v in (MASKED, CLEAR, MIXED)] == [0, 1, 2]
+    assert [int(v) for v in (EMPTY, FULL, PARTIAL)] == [0, 1, 2]

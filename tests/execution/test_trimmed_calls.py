@@ -12,7 +12,7 @@ from helpers_kernels import WatchedKernel
 from helpers_plans import unpinned
 
 import quorum_attention as qa
-from quorum_attention.decomposition import MASKED, MIXED, Decomposition, Pairs
+from quorum_attention.decomposition import EMPTY, PARTIAL, Decomposition, Pairs
 from quorum_attention.decomposition.tasks import tokens_of
 from quorum_attention.execution import runner
 from quorum_attention.execution.cutting import Cutting
@@ -32,7 +32,7 @@ TILE = 8
 # Some queries keep no key, and some keys are kept by no query.
 _GAP = BlockMask(
     lambda b, h, q, k: (q >= 200) & (k < 500),
-    lambda r: MASKED if r.queries.stop <= 200 or r.keys.start >= 500 else MIXED,
+    lambda r: EMPTY if r.queries.stop <= 200 or r.keys.start >= 500 else PARTIAL,
 )
 MASKS = {
     "window": sliding_window(50),

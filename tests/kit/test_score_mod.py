@@ -12,7 +12,7 @@ from helpers_score_mods import cases, local_global, reference
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quorum_attention as qa
-from quorum_attention.decomposition import CLEAR, MASKED, MIXED, Pairs, Ranges, Verdict
+from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Pairs, Ranges, Verdict
 from quorum_attention.decomposition.share import kept_share
 from quorum_attention.kernels.kit import (
     document,
@@ -86,7 +86,7 @@ def test_emptied_rectangles_are_never_run() -> None:
 def first_tokens(n: int) -> BlockMask:
     return BlockMask(
         lambda b, h, q, k: k < n,
-        lambda r: CLEAR if r.keys.stop <= n else MASKED if r.keys.start >= n else MIXED,
+        lambda r: FULL if r.keys.stop <= n else EMPTY if r.keys.start >= n else PARTIAL,
     )
 
 
@@ -119,9 +119,9 @@ def test_verdicts_are_never_wrong(mask) -> None:
             kept = mask(zero, zero, q, k).expand(q.numel(), k.numel())
             assert torch.equal(kept, placed(zero, zero, q, k).expand_as(kept))
             verdict = mask.verdict(r)
-            assert not (verdict is MASKED and kept.any())
-            assert not (verdict is CLEAR and not kept.all())
-            sure += verdict is not MIXED
+            assert not (verdict is EMPTY and kept.any())
+            assert not (verdict is FULL and not kept.all())
+            sure += verdict is not PARTIAL
     assert sure > 10
 
 
@@ -188,7 +188,7 @@ def test_what_is_never_sure_is_soon_given_up() -> None:
 
     def verdict(block: Ranges) -> Verdict:
         asked.append(block)
-        return MIXED
+        return PARTIAL
 
     assert 0.45 < kept_share(Pairs(n, n, True, verdict)) < 0.55
     assert len(asked) < 200_000

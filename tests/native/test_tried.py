@@ -14,7 +14,7 @@ from helpers_masks import RULES, dense, exact, few_at_a_time, off, random_mask
 
 import quorum_attention as qa
 from quorum_attention import Mask
-from quorum_attention.decomposition import CLEAR, MASKED, MIXED, Decomposition, Rectangle
+from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Decomposition, Rectangle
 from quorum_attention.kernels.kit.block_masks import geometry as pairs_of
 from quorum_attention.kernels.masked import native_tried
 from quorum_attention.kernels.masked.blocks import codes_of
@@ -96,12 +96,12 @@ def test_what_a_block_is_said_to_be_it_is(seed: int, monkeypatch: pytest.MonkeyP
     codes = codes_of(geometry, pairs)
     trial = Trial(geometry, task, (n, m), Pieces.of(pairs), (True, True))
     trial.settle(codes, Room(draw.choice([1, 16 << 20]), 2, n, m))
-    assert set(np.unique(codes)) <= {MASKED, CLEAR, MIXED}
+    assert set(np.unique(codes)) <= {EMPTY, FULL, PARTIAL}
     for i, j in np.ndindex(codes.shape):
         part = keep[..., i * 128 : i * 128 + 128, j * 128 : j * 128 + 128]
-        assert codes[i, j] != CLEAR or part.all(), (i, j)
-        assert codes[i, j] != MASKED or not part.any(), (i, j)
-    rows, columns = (torch.from_numpy(x) for x in np.nonzero(codes == MIXED))
+        assert codes[i, j] != FULL or part.all(), (i, j)
+        assert codes[i, j] != EMPTY or not part.any(), (i, j)
+    rows, columns = (torch.from_numpy(x) for x in np.nonzero(codes == PARTIAL))
     words = trial.words(rows, columns, Room(2 << 20, 2, n, m))
     for number, (i, j) in enumerate(zip(rows.tolist(), columns.tolist(), strict=True)):
         part = keep[0, :, i * 128 : i * 128 + 128, j * 128 : j * 128 + 128]
@@ -120,7 +120,7 @@ def test_launches_have_every_block_once_and_no_more_words_than_there_is_room_for
     words = int(draw.integers(1, 30))
     seen = np.zeros_like(codes)
     for at in launches(codes, int(n), int(m), words):
-        assert np.count_nonzero(at.codes == MIXED) <= words
+        assert np.count_nonzero(at.codes == PARTIAL) <= words
         assert at.rows.stop <= n
         assert at.columns.stop <= m
         for axis, block in (("query", 64), ("key", 128)):

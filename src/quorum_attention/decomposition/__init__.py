@@ -6,12 +6,12 @@ from quorum_attention.decomposition.intervals import Interval, Rows
 from quorum_attention.decomposition.pairs import Pairs, Ranges
 from quorum_attention.decomposition.rectangles import Rectangle
 from quorum_attention.decomposition.tasks import Span, Task
-from quorum_attention.decomposition.verdicts import CLEAR, MASKED, MIXED, Verdict
+from quorum_attention.decomposition.verdicts import EMPTY, FULL, PARTIAL, Verdict
 
 __all__ = [
-    "CLEAR",
-    "MASKED",
-    "MIXED",
+    "EMPTY",
+    "FULL",
+    "PARTIAL",
     "Census",
     "Decomposition",
     "Interval",

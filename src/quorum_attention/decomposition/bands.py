@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from quorum_attention.decomposition.pairs import Ranges
-from quorum_attention.decomposition.verdicts import CLEAR, MASKED, MIXED, Verdict
+from quorum_attention.decomposition.verdicts import EMPTY, FULL, PARTIAL, Verdict
 
 Kind = Literal["plain", "lower", "upper", "band", "ragged"]
 
@@ -93,11 +93,11 @@ class Band:
         late = self.high is not None and least > self.high
         early = self.low is not None and most < self.low
         if late or early or self._is_empty:
-            return MASKED
+            return EMPTY
         inside = (self.high is None or most <= self.high) and (
             self.low is None or least >= self.low
         )
-        return CLEAR if inside else MIXED
+        return FULL if inside else PARTIAL
 
     def count(self, q0: int, q1: int, k0: int, k1: int) -> int:
         """How many pairs of a block it keeps."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from quorum_attention.decomposition.pairs import Pairs, Ranges
 from quorum_attention.decomposition.quadtree import quarters, walk
 from quorum_attention.decomposition.tasks import Span, Task
-from quorum_attention.decomposition.verdicts import CLEAR, MASKED, MIXED, Verdict
+from quorum_attention.decomposition.verdicts import EMPTY, FULL, PARTIAL, Verdict
 
 _Line = tuple[int, int]
 
@@ -72,7 +72,7 @@ def census(tasks: Iterable[Task], pairs: Pairs, tile: int = 128) -> Census:
             counts += _by_bits(lines, lines, below=pairs.is_causal)
         elif lines:
             counts += _by_mask(task, lines, pairs, tile)
-    return Census(counts[MASKED], counts[CLEAR], counts[MIXED])
+    return Census(counts[EMPTY], counts[FULL], counts[PARTIAL])
 
 
 def _by_bits(rows: list[_Line], columns: list[_Line], *, below: bool = False) -> Counter[Verdict]:
@@ -87,7 +87,7 @@ def _by_bits(rows: list[_Line], columns: list[_Line], *, below: bool = False) ->
             seen[some, every] += 1
         for (other_some, other_every), count in seen.items():
             clear = some & other_some == 0
-            counts[CLEAR if clear else MASKED if every & other_every else MIXED] += count
+            counts[FULL if clear else EMPTY if every & other_every else PARTIAL] += count
     return counts
 
 
@@ -100,25 +100,25 @@ def _by_mask(task: Task, lines: list[_Line], pairs: Pairs, tile: int) -> Counter
     def verdict(block: Ranges) -> Verdict:
         (r0, r1), (c0, c1) = block
         if pairs.is_causal and c0 >= r1:
-            return MASKED
+            return EMPTY
         if pairs.is_causal and c1 - 1 > r0:
-            return MIXED
+            return PARTIAL
         rows, columns = (
             task.segments(start * tile, min(stop * tile, task.n_tokens)) for start, stop in block
         )
         return kept(Ranges.of(rows[0].start, rows[-1].stop, columns[0].start, columns[-1].stop))
 
     def parts(block: Ranges, found: Verdict) -> list[Ranges]:
-        return quarters(block) if found is MIXED else []
+        return quarters(block) if found is PARTIAL else []
 
     n = len(lines)
     for ((r0, r1), (c0, c1)), found in walk(Ranges.of(0, n, 0, n), verdict, parts):
         if pairs.is_causal and c0 >= r1:
             continue  # above the diagonal
-        if found is CLEAR:
+        if found is FULL:
             counts += _by_bits(lines[r0:r1], lines[c0:c1])
-        elif found is MASKED:
-            counts[MASKED] += (r1 - r0) * (c1 - c0)
+        elif found is EMPTY:
+            counts[EMPTY] += (r1 - r0) * (c1 - c0)
         else:
             counts[_exactly(task, r0, c0, kept, tile)] += 1
     return counts
@@ -130,11 +130,11 @@ def _exactly(
     """The verdict of one tile, by the runs of tokens with the same group bits in it."""
     rows, columns = (_spans(task, at * tile, (at + 1) * tile) for at in (row, column))
     found = {
-        MASKED if a.bits & b.bits else kept(Ranges.of(a.start, a.stop, b.start, b.stop))
+        EMPTY if a.bits & b.bits else kept(Ranges.of(a.start, a.stop, b.start, b.stop))
         for a in rows
         for b in columns
     }
-    return found.pop() if len(found) == 1 else MIXED
+    return found.pop() if len(found) == 1 else PARTIAL
 
 
 def _spans(task: Task, start: int, stop: int) -> list[Span]:

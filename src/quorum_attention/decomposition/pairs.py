@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from quorum_attention.decomposition.intervals import Interval
-from quorum_attention.decomposition.verdicts import CLEAR, MASKED, MIXED, Verdict
+from quorum_attention.decomposition.verdicts import EMPTY, FULL, PARTIAL, Verdict
 
 
 class Ranges(NamedTuple):
@@ -29,11 +29,11 @@ class Pairs:
     Attributes:
         n_queries, n_keys: of the call.
         is_causal: keep only keys at or before the query.
-        verdict: the mask's answer for a block of positions, MIXED where it does not know; None is
+        verdict: the mask's answer for a block of positions, PARTIAL where it does not know; None is
             no mask. Its answers are cached, so they must never change.
         share: the share of pairs that the mask keeps, for predictions; None: to be found by asking
             ``verdict``. (A mask that keeps a thin pattern everywhere has to give it: all its blocks
-            are MIXED.)
+            are PARTIAL.)
     """
 
     n_queries: int
@@ -54,14 +54,14 @@ class Pairs:
         if not inside:
             q1, k1 = min(q1, self.n_queries), min(k1, self.n_keys)
             if q0 >= q1 or k0 >= k1:
-                return MASKED
+                return EMPTY
         if self.is_causal and k0 >= q1:
-            return MASKED
-        found = CLEAR
+            return EMPTY
+        found = FULL
         if self.verdict is not None:
             found = self.verdict(block if inside else Ranges.of(q0, q1, k0, k1))
-        if found is CLEAR and (not inside or (self.is_causal and k1 - 1 > q0)):
-            return MIXED
+        if found is FULL and (not inside or (self.is_causal and k1 - 1 > q0)):
+            return PARTIAL
         return found
 
 
@@ -76,8 +76,8 @@ def window_verdict(left: int, right: int) -> Callable[[Ranges], Verdict]:
         (q0, q1), (k0, k1) = block
         nearest, farthest = q0 - (k1 - 1), q1 - 1 - k0
         if (left >= 0 and nearest > left) or (right >= 0 and farthest < -right):
-            return MASKED
+            return EMPTY
         whole = (left < 0 or farthest <= left) and (right < 0 or nearest >= -right)
-        return CLEAR if whole else MIXED
+        return FULL if whole else PARTIAL
 
     return verdict

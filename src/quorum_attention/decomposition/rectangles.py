@@ -21,7 +21,7 @@ from operator import attrgetter, itemgetter
 
 from quorum_attention.decomposition.intervals import joined, ones
 from quorum_attention.decomposition.quadtree import walk
-from quorum_attention.decomposition.verdicts import CLEAR, MASKED, MIXED, Verdict
+from quorum_attention.decomposition.verdicts import EMPTY, FULL, PARTIAL, Verdict
 
 # Kernels work on tiles of this many tokens; rectangles are cut at multiples of it where possible.
 _TILE = 128
@@ -115,10 +115,10 @@ def _halved(starts: Sequence[int], rows: list[int]) -> list[Rectangle]:
         return low, high, every, wanted & some & ~every
 
     def verdict(part: _Node) -> Verdict:
-        return MIXED if part[3] else CLEAR if part[2] else MASKED
+        return PARTIAL if part[3] else FULL if part[2] else EMPTY
 
     def parts(part: _Node, found: Verdict) -> list[_Node]:
-        if found is not MIXED:
+        if found is not PARTIAL:
             return []
         low, high, every, some = part
         middle = _middle(starts, low, high)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quorum_attention.decomposition.pairs import Pairs, Ranges
 from quorum_attention.decomposition.quadtree import quarters, walk
-from quorum_attention.decomposition.verdicts import MASKED, MIXED, Verdict
+from quorum_attention.decomposition.verdicts import EMPTY, PARTIAL, Verdict
 
 # Mixed cells are cut until their sides are 1 / _FINEST of the call's longer side, or _BLOCK
 # tokens, or until a level has more than _MOST_CELLS cells.
@@ -31,14 +31,14 @@ def kept_share(pairs: Pairs) -> float:
     cells_of_level = [1]
 
     def verdict(cell: _Cell) -> Verdict:
-        return MASKED if cell[1] else ask(cell[0])
+        return EMPTY if cell[1] else ask(cell[0])
 
     def parts(cell: _Cell, found: Verdict) -> list[_Cell]:
-        if found is not MIXED and not is_causal:
+        if found is not PARTIAL and not is_causal:
             return []
         block, _, level = cell
         (q0, q1), (k0, k1) = block
-        if found is not MIXED and k1 - 1 <= q0:
+        if found is not PARTIAL and k1 - 1 <= q0:
             return []
         if (q1 - q0 <= finest and k1 - k0 <= finest) or cells_of_level[level] > _MOST_CELLS:
             return []
@@ -49,7 +49,7 @@ def kept_share(pairs: Pairs) -> float:
         finer = quarters(block)
         if is_causal and k1 > q0:
             finer = [part for part in finer if part[1][0] < part[0][1]]
-        masked = found is MASKED
+        masked = found is EMPTY
         return [(part, masked, level) for part in finer]
 
     kept = every = 0.0

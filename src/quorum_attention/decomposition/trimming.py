@@ -23,7 +23,7 @@ from quorum_attention.decomposition.intervals import (
 from quorum_attention.decomposition.pairs import Pairs, Ranges
 from quorum_attention.decomposition.quadtree import quarters, walk
 from quorum_attention.decomposition.tasks import Span, Task, tokens_of
-from quorum_attention.decomposition.verdicts import CLEAR, MASKED, MIXED, Verdict
+from quorum_attention.decomposition.verdicts import EMPTY, FULL, PARTIAL, Verdict
 
 # A task is examined in about this many cells of tokens.
 _CELLS = 64
@@ -124,20 +124,20 @@ def _span_pairs(
         query, key = spans[q0], spans[k0]
         single = q1 - q0 == 1 and k1 - k0 == 1
         if single and query.bits & key.bits:
-            return MASKED
+            return EMPTY
         tokens = Ranges.of(query.start, spans[q1 - 1].stop, key.start, spans[k1 - 1].stop)
-        if pairs.of(tokens) is MASKED:
-            return MASKED
+        if pairs.of(tokens) is EMPTY:
+            return EMPTY
         if single:
-            return CLEAR
+            return FULL
         inside = ((span.start, span.stop) for span in (*spans[q0:q1], *spans[k0:k1]))
-        return MASKED if marks.have(marks.of(inside)) else MIXED
+        return EMPTY if marks.have(marks.of(inside)) else PARTIAL
 
     def parts(block: Ranges, found: Verdict) -> list[Ranges]:
-        return quarters(block) if found is MIXED else []
+        return quarters(block) if found is PARTIAL else []
 
     for (queries, keys), found in walk(Ranges.of(0, len(spans), 0, len(spans)), verdict, parts):
-        if found is CLEAR:
+        if found is FULL:
             yield spans[queries.start], spans[keys.start]
 
 
@@ -145,13 +145,13 @@ def _mark(query: Span, key: Span, pairs: Pairs, marks: _Marks) -> None:
     """Mark the cells of the pairs that ``pairs`` keeps between two spans."""
 
     def verdict(block: Ranges) -> Verdict:
-        return MASKED if marks.have(marks.of(block)) else pairs.of(block)
+        return EMPTY if marks.have(marks.of(block)) else pairs.of(block)
 
     def parts(block: Ranges, found: Verdict) -> list[Ranges]:
-        return quarters(block, marks.cell) if found is MIXED else []
+        return quarters(block, marks.cell) if found is PARTIAL else []
 
     for block, found in walk(
         Ranges.of(query.start, query.stop, key.start, key.stop), verdict, parts
     ):
-        if found is not MASKED:
+        if found is not EMPTY:
             marks.marked |= marks.of(block)

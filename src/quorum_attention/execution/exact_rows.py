@@ -27,7 +27,7 @@ from itertools import product
 
 import torch
 
-from quorum_attention.decomposition import MASKED, Pairs, Ranges, Rows
+from quorum_attention.decomposition import EMPTY, Pairs, Ranges, Rows
 from quorum_attention.execution.call import Call
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.doubts import Doubts
@@ -415,7 +415,7 @@ class _Head:
 
     def _is_masked(self, rows: slice, keys: slice) -> bool:
         block = Ranges.of(rows.start, rows.stop, keys.start, keys.stop)
-        return self.walk.pairs.of(block) is MASKED
+        return self.walk.pairs.of(block) is EMPTY
 
     def _wide(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.walk.call.device).double()

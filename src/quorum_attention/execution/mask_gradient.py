@@ -23,7 +23,7 @@ from itertools import product
 
 import torch
 
-from quorum_attention.decomposition import MASKED, Pairs, Ranges, Rows
+from quorum_attention.decomposition import EMPTY, Pairs, Ranges, Rows
 from quorum_attention.execution.call import Call
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.memory import first_line, is_out_of_memory
@@ -323,7 +323,7 @@ class _Walk:
         the mask broadcasts over; None if causal masking leaves nothing of it."""
         call, work = self.call, self.call.work
         block = Ranges.of(one.queries.start, one.queries.stop, one.keys.start, one.keys.stop)
-        if self.pairs.of(block) is MASKED:
+        if self.pairs.of(block) is EMPTY:
             return None
         key = self._part(call.key, entries, one.heads, one.keys)
         value = self._part(call.value, entries, one.heads, one.keys)

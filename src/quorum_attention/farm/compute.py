@@ -14,7 +14,7 @@ from quorum_attention.api import attention_backward, attention_with_lse
 from quorum_attention.call.gradients import given_of
 from quorum_attention.call.options import Written
 from quorum_attention.call.request import request_of
-from quorum_attention.decomposition import MASKED, Ranges
+from quorum_attention.decomposition import EMPTY, Ranges
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.execution.device.lookup import backend_of, on_host
 from quorum_attention.execution.report import Report
@@ -387,7 +387,7 @@ def _keeps_nothing(mask: Any, heads: int, n_queries: int, n_keys: int, is_causal
         return False
     every = Ranges.of(0, n_queries, 0, n_keys)
     geometries = read(mask, Sizes(1, heads, n_queries, n_keys), is_causal).geometries
-    return all(geometry.verdict(every) == MASKED for geometry in geometries)
+    return all(geometry.verdict(every) == EMPTY for geometry in geometries)
 
 
 __all__ = ["Pass"]

@@ -287,7 +287,7 @@ class Sparse(InnerKernel, Protocol):
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
         """The pairs of a call.
 
-        Their ``verdict`` may call a block MASKED only if no pair of it is kept, in any head of any
+        Their ``verdict`` may call a block EMPTY only if no pair of it is kept, in any head of any
         batch entry. Its answers are cached by function as long as the kernel lives: return the same
         function in every call, a method of the kernel or one that does not close over the kernel.
         """

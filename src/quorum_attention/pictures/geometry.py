@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from quorum_attention.decomposition import MASKED, MIXED, Decomposition, Pairs, Ranges, Task
+from quorum_attention.decomposition import EMPTY, PARTIAL, Decomposition, Pairs, Ranges, Task
 from quorum_attention.decomposition.intervals import cut
 from quorum_attention.decomposition.quadtree import quarters, walk
 
@@ -59,12 +59,12 @@ def kept(block: Block, pairs: Pairs, cell: int) -> Iterator[Block]:
         return
     whole = Ranges.of(block.query_start, block.query_stop, block.key_start, block.key_stop)
     for part, found in walk(
-        whole, pairs.of, lambda r, verdict: quarters(r, cell) if verdict is MIXED else []
+        whole, pairs.of, lambda r, verdict: quarters(r, cell) if verdict is PARTIAL else []
     ):
-        if found is MIXED:
+        if found is PARTIAL:
             row, column = (sum(side) // 2 for side in part)
             found = pairs.of(Ranges.of(row, row + 1, column, column + 1))
-        if found is not MASKED:
+        if found is not EMPTY:
             yield Block(*part.queries, *part.keys, False)
 
 

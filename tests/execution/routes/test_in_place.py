@@ -13,7 +13,7 @@ from hypothesis import given as drawn
 from hypothesis import strategies as st
 
 import quorum_attention as qa
-from quorum_attention.decomposition import MASKED, MIXED, Decomposition
+from quorum_attention.decomposition import EMPTY, PARTIAL, Decomposition
 from quorum_attention.execution.routes import in_place as routes
 from quorum_attention.execution.routes.in_place import rectangles_in_place
 from quorum_attention.execution.routes.slots import Slots
@@ -30,14 +30,14 @@ N = 400
 TILE = 8
 _LATE = BlockMask(
     lambda b, h, q, k: (q >= 130) & (k < 300),
-    lambda r: MASKED if r.queries.stop <= 130 or r.keys.start >= 300 else MIXED,
+    lambda r: EMPTY if r.queries.stop <= 130 or r.keys.start >= 300 else PARTIAL,
 )
 MASKS = {
     "window": sliding_window(30),
     "documents": document(torch.arange(N) // 45),
     "rows and keys without a partner": _LATE & sliding_window(40),
     "none": None,
-    "nothing at all": BlockMask(lambda b, h, q, k: (q < 0) & (k < 0), lambda r: MASKED),
+    "nothing at all": BlockMask(lambda b, h, q, k: (q < 0) & (k < 0), lambda r: EMPTY),
 }
 
 

@@ -19,9 +19,9 @@ import torch
 from numpy.typing import NDArray
 
 from quorum_attention.decomposition import (
-    CLEAR,
-    MASKED,
-    MIXED,
+    EMPTY,
+    FULL,
+    PARTIAL,
     Ranges,
     Rectangle,
     Task,
@@ -90,7 +90,7 @@ class Geometry:
         return found
 
     def verdicts(self, nodes: Nodes) -> NDArray[np.int8]:
-        """For every node: MASKED, CLEAR, or MIXED."""
+        """For every node: EMPTY, FULL, or PARTIAL."""
         q0, q1 = nodes[:, 1] * BLOCK, np.minimum(nodes[:, 2] * BLOCK, len(self.queries)) - 1
         k0, k1 = nodes[:, 3] * BLOCK, np.minimum(nodes[:, 4] * BLOCK, len(self.keys)) - 1
         top, bottom = piece(self.query_edges, q0), piece(self.query_edges, q1) + 1
@@ -98,10 +98,10 @@ class Geometry:
         s = self._sums
         there = s[bottom, right] - s[top, right] - s[bottom, left] + s[top, left]
         every = (bottom - top) * (right - left)
-        found = np.where(there == 0, MASKED, np.where(there == every, CLEAR, MIXED))
+        found = np.where(there == 0, EMPTY, np.where(there == every, FULL, PARTIAL))
         if self.is_causal:
-            later = np.where(self.keys[k1] <= self.queries[q0], CLEAR, MIXED)
-            later[self.keys[k0] > self.queries[q1]] = MASKED
+            later = np.where(self.keys[k1] <= self.queries[q0], FULL, PARTIAL)
+            later[self.keys[k0] > self.queries[q1]] = EMPTY
             found = _both(found, later)
         return found.astype(np.int8)
 
@@ -133,8 +133,8 @@ def listed_nodes(pairs: Geometry, mask: BlockMask | None) -> tuple[Nodes, Nodes]
         if mask is not None:
             some = np.flatnonzero(found)
             found[some] = _both(found[some], _asked(mask, pairs, nodes[some]))
-        clear.append(nodes[found == CLEAR])
-        rest = nodes[found == MIXED]
+        clear.append(nodes[found == FULL])
+        rest = nodes[found == PARTIAL]
         single = (rest[:, 2] - rest[:, 1] == 1) & (rest[:, 4] - rest[:, 3] == 1)
         mixed.append(rest[single])
         nodes = _quarters(rest[~single])

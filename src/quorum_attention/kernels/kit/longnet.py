@@ -17,9 +17,9 @@ import torch
 
 from quorum_attention.counts import shown, switch, whole_number
 from quorum_attention.decomposition import (
-    CLEAR,
-    MASKED,
-    MIXED,
+    EMPTY,
+    FULL,
+    PARTIAL,
     Pairs,
     Ranges,
     Rows,
@@ -238,14 +238,14 @@ class LongNetKernel:
 def _verdict_of(settings: tuple[DilatedSetting, ...]) -> Callable[[Ranges], Verdict]:
     def verdict(block: Ranges) -> Verdict:
         (q0, q1), (k0, k1) = block
-        found = MASKED
+        found = EMPTY
         for setting in settings:
             w = setting.segment
             rows, columns = (q0 // w, (q1 - 1) // w), (k0 // w, (k1 - 1) // w)
             if rows[0] <= columns[1] and columns[0] <= rows[1]:
                 if setting.dilation == 1 and rows[0] == rows[1] == columns[0] == columns[1]:
-                    return CLEAR
-                found = MIXED
+                    return FULL
+                found = PARTIAL
         return found
 
     return verdict

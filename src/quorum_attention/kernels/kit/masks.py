@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from quorum_attention.decomposition import CLEAR, MASKED, MIXED, Pairs, Ranges, Verdict
+from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Pairs, Ranges, Verdict
 from quorum_attention.decomposition.pairs import window_verdict
 from quorum_attention.decomposition.verdicts import both, either
 from quorum_attention.kernels.outside import outside
@@ -93,8 +93,8 @@ def causal() -> BlockMask:
 
     def verdict(r: Ranges) -> Verdict:
         if r.keys.start >= r.queries.stop:
-            return MASKED
-        return CLEAR if r.keys.stop - 1 <= r.queries.start else MIXED
+            return EMPTY
+        return FULL if r.keys.stop - 1 <= r.queries.start else PARTIAL
 
     return BlockMask(lambda b, h, q, k: q >= k, verdict, reach=(math.inf, 0))
 
@@ -118,11 +118,11 @@ def prefix_lm(prefix: int) -> BlockMask:
     """Keep the first ``prefix`` keys for every query, and the others at or before it."""
 
     def verdict(r: Ranges) -> Verdict:
-        return CLEAR if r.keys.stop <= prefix else MIXED
+        return FULL if r.keys.stop <= prefix else PARTIAL
 
     only_prefix = BlockMask(
         lambda b, h, q, k: k < prefix,
-        lambda r: MASKED if r.keys.start >= prefix else verdict(r),
+        lambda r: EMPTY if r.keys.start >= prefix else verdict(r),
     )
     return only_prefix | causal()
 
@@ -158,8 +158,8 @@ def document(ids: torch.Tensor) -> BlockMask:
             raise ValueError(f"document has ids of {len(host)} tokens, not of token {last}")
         q0, q1, k0, k1 = host[[q0, q1 - 1, k0, k1 - 1]].tolist()
         if q0 > k1 or k0 > q1:
-            return MASKED
-        return CLEAR if q0 == q1 == k0 == k1 else MIXED
+            return EMPTY
+        return FULL if q0 == q1 == k0 == k1 else PARTIAL
 
     longest = int(np.unique(host, return_counts=True)[1].max(initial=1))
     reach = (longest - 1, longest - 1)

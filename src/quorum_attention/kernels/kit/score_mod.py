@@ -17,8 +17,8 @@ import torch
 
 from quorum_attention.counts import shown, switch
 from quorum_attention.decomposition import (
-    MASKED,
-    MIXED,
+    EMPTY,
+    PARTIAL,
     Pairs,
     Ranges,
     Rectangle,
@@ -224,13 +224,13 @@ def _prune(mask: BlockMask, task: Task, r: Rectangle) -> list[Rectangle]:
 
     def parts(part: Rectangle, found: Verdict) -> list[Rectangle]:
         small = max(part.n_queries, part.n_keys) <= 4 * BLOCK
-        if found is not MIXED or part.causal or small:
+        if found is not PARTIAL or part.causal or small:
             return []
         cuts[part] = _quarters(part)
         return cuts[part]
 
     leaves = walk(r, lambda part: _verdict_of(mask, task, part), parts)
-    left = {part: [] if found is MASKED else [part] for part, found in leaves}
+    left = {part: [] if found is EMPTY else [part] for part, found in leaves}
     # From the smallest parts up: a cut is worth its calls only if it leaves out a fifth or more.
     for whole in reversed(cuts):
         found = [one for part in cuts[whole] for one in left[part]]
@@ -257,7 +257,7 @@ def _verdict_of(mask: BlockMask, task: Task, r: Rectangle) -> Verdict:
         mask.verdict(Ranges.of(queries.start, queries.stop, keys.start, keys.stop))
         for queries, keys, _ in task.contiguous(r)
     }
-    return found.pop() if len(found) == 1 else MIXED
+    return found.pop() if len(found) == 1 else PARTIAL
 
 
 def _tried(mask_mod: MaskMod, task: TaskTensors, r: Rectangle) -> list[Rectangle]:

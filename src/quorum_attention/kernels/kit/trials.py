@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch.overrides import TorchFunctionMode
 
-from quorum_attention.decomposition import CLEAR, MIXED
+from quorum_attention.decomposition import FULL, PARTIAL
 from quorum_attention.kernels.kit.block_masks import BLOCK, Geometry, Nodes, joined, piece
 from quorum_attention.kernels.kit.masks import BlockMask, MaskMod
 from quorum_attention.kernels.outside import outside
@@ -169,7 +169,7 @@ def tried_nodes(
         )
     )  # fmt: skip
     table = torch.from_numpy(pairs.table).to(device)
-    found: dict[int, list[Nodes]] = {CLEAR: [], MIXED: []}
+    found: dict[int, list[Nodes]] = {FULL: [], PARTIAL: []}
     for i, j in np.argwhere(_tiles(pairs.grid, side, joined([clear, mixed]))).tolist():
         r = slice(i * side * BLOCK, (i + 1) * side * BLOCK)
         c = slice(j * side * BLOCK, (j + 1) * side * BLOCK)
@@ -182,7 +182,7 @@ def tried_nodes(
             e, h, row, column = np.nonzero(verdicts == code)
             row, column = row + i * side, column + j * side
             nodes.append(np.stack([e * len(heads) + h, row, row + 1, column, column + 1], axis=1))
-    return joined(found[CLEAR]), joined(found[MIXED]), (len(entries), len(heads))
+    return joined(found[FULL]), joined(found[PARTIAL]), (len(entries), len(heads))
 
 
 def _tiles(grid: tuple[int, int], side: int, nodes: Nodes) -> NDArray[np.bool_]:
@@ -200,7 +200,7 @@ def _by_blocks(kept: torch.Tensor) -> NDArray[np.int8]:
     rows, columns = -(-q // BLOCK), -(-k // BLOCK)
     padded = torch.nn.functional.pad(kept, (0, columns * BLOCK - k, 0, rows * BLOCK - q))
     count = padded.view(b, h, rows, BLOCK, columns, BLOCK).sum(dim=(3, 5))
-    codes = (count > 0).to(torch.int8) * MIXED
-    codes[count == BLOCK * BLOCK] = CLEAR
+    codes = (count > 0).to(torch.int8) * PARTIAL
+    codes[count == BLOCK * BLOCK] = FULL
     found: NDArray[np.int8] = codes.cpu().numpy()
     return found

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from quorum_attention.decomposition import CLEAR, MASKED, MIXED, Ranges
+from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Ranges
 from quorum_attention.kernels.kit.block_masks import BLOCK, Nodes
 from quorum_attention.kernels.kit.block_masks import Geometry as Pairs
 from quorum_attention.kernels.masked.geometry import Geometry
@@ -37,17 +37,17 @@ def codes_of(geometry: Geometry, pairs: Pairs) -> Codes:
     asked, opaque = _asker(geometry), geometry.opaque
     while len(nodes):
         inside = pairs.verdicts(nodes)
-        nodes, inside = nodes[inside != MASKED], inside[inside != MASKED]
+        nodes, inside = nodes[inside != EMPTY], inside[inside != EMPTY]
         if len(nodes) > _MOST_NODES:
             _fill(codes, nodes, np.full(len(nodes), UNTRIED))
             break
         found = np.array([asked(r) for r in _ranges(pairs, nodes)], dtype=np.int8)
         # Of a part of the pairs of a block, its verdict is not that of functions alone.
-        found[(found != MASKED) & (inside == MIXED)] = MIXED
+        found[(found != EMPTY) & (inside == PARTIAL)] = PARTIAL
         single = (nodes[:, 2] - nodes[:, 1] == 1) & (nodes[:, 4] - nodes[:, 3] == 1)
         if opaque:
-            found[single & (found == MIXED)] = UNTRIED
-        settled = single | (found != MIXED)
+            found[single & (found == PARTIAL)] = UNTRIED
+        settled = single | (found != PARTIAL)
         _fill(codes, nodes[settled], found[settled])
         nodes = _quarters(nodes[~settled])
     return codes
@@ -64,13 +64,13 @@ def _asker(geometry: Geometry) -> Callable[[Ranges], int]:
         return geometry.verdict
 
     def asked(block: Ranges) -> int:
-        most = geometry.verdict(block, CLEAR)
-        if most is MASKED:
-            return MASKED
-        least = geometry.verdict(block, MASKED)
-        if least is CLEAR:
-            return CLEAR
-        return UNTRIED if most is CLEAR and least is MASKED else MIXED
+        most = geometry.verdict(block, FULL)
+        if most is EMPTY:
+            return EMPTY
+        least = geometry.verdict(block, EMPTY)
+        if least is FULL:
+            return FULL
+        return UNTRIED if most is FULL and least is EMPTY else PARTIAL
 
     return asked
 

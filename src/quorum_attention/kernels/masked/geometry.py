@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quorum_attention.decomposition import CLEAR, MASKED, MIXED, Ranges, Verdict
+from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Ranges, Verdict
 from quorum_attention.decomposition.bands import Band, Part
 from quorum_attention.decomposition.quadtree import walk
 from quorum_attention.decomposition.verdicts import both, either
@@ -26,7 +26,7 @@ TESTED = 512
 
 
 class Rule(Protocol):
-    """A rule that has to be tried on pairs where its verdict is MIXED."""
+    """A rule that has to be tried on pairs where its verdict is PARTIAL."""
 
     @property
     def opaque(self) -> tuple[Keeps, ...]:
@@ -38,7 +38,7 @@ class Rule(Protocol):
         """Device bytes of what it reads, once it is tried there."""
         ...
 
-    def verdict(self, block: Ranges, opaque: Verdict = MIXED) -> Verdict:
+    def verdict(self, block: Ranges, opaque: Verdict = PARTIAL) -> Verdict:
         """The verdict on a block of positions; ``opaque``: that of what says nothing of blocks."""
         ...
 
@@ -86,28 +86,28 @@ class Geometry:
         rules, same = (*self.rules, *other.rules), (*self.same, *other.same)
         return Geometry(self.band & other.band, blocks, rules, same)
 
-    def verdict(self, block: Ranges, opaque: Verdict = MIXED) -> Verdict:
+    def verdict(self, block: Ranges, opaque: Verdict = PARTIAL) -> Verdict:
         """The verdict on a block of positions; ``opaque``: that of what says nothing of blocks."""
         found = self.band.verdict(block)
-        if found is MASKED:
-            return MASKED
+        if found is EMPTY:
+            return EMPTY
         if self.blocks is not None:
             found = both(found, self._among(block))
         for rule in self.rules:
-            if found is MASKED:
-                return MASKED
+            if found is EMPTY:
+                return EMPTY
             found = both(found, rule.verdict(block, opaque))
         return found
 
     def _among(self, block: Ranges) -> Verdict:
         near = self.near(block)
         if not len(near):
-            return MASKED
+            return EMPTY
         (q0, q1), (k0, k1) = block
         if len(near) > 1:
-            return MIXED
+            return PARTIAL
         a, b, c, d = near[0].tolist()
-        return CLEAR if a <= q0 and q1 <= b and c <= k0 and k1 <= d else MIXED
+        return FULL if a <= q0 and q1 <= b and c <= k0 and k1 <= d else PARTIAL
 
     def near(self, block: Ranges) -> Blocks:
         """The blocks of the geometry that meet ``block``, whole."""
@@ -160,25 +160,25 @@ class Geometry:
         """``part`` cut where the rules say so."""
 
         def verdict(r: Ranges) -> Verdict:
-            found: Verdict = CLEAR
+            found: Verdict = FULL
             for rule in self.rules:
                 found = both(found, rule.verdict(r))
-                if found is MASKED:
+                if found is EMPTY:
                     break
             return found
 
         whole = Ranges.of(part.query_start, part.query_stop, part.key_start, part.key_stop)
-        if verdict(whole) is CLEAR:
+        if verdict(whole) is FULL:
             yield part
             return
 
         def parts(r: Ranges, found: Verdict) -> list[Ranges]:
-            return _quarters(r) if found is MIXED else []
+            return _quarters(r) if found is PARTIAL else []
 
         leaves = walk(whole, lambda r: both(self.band.verdict(r), verdict(r)), parts)
         for ((a, b), (c, d)), found in leaves:
-            if found is not MASKED:
-                yield Part(a, b, c, d, "plain" if found is CLEAR else "ragged")
+            if found is not EMPTY:
+                yield Part(a, b, c, d, "plain" if found is FULL else "ragged")
 
     def kept(self, at: Indices) -> torch.Tensor:
         """Which pairs of a tile band and rules keep: bool, broadcastable to (b, h, q, k)."""
@@ -222,12 +222,12 @@ class AnyOf:
         """See ``Rule``."""
         return sum(one.placed_bytes for one in self.every)
 
-    def verdict(self, block: Ranges, opaque: Verdict = MIXED) -> Verdict:
+    def verdict(self, block: Ranges, opaque: Verdict = PARTIAL) -> Verdict:
         """The verdict on a block of positions."""
-        found: Verdict = MASKED
+        found: Verdict = EMPTY
         for one in self.every:
             found = either(found, one.verdict(block, opaque))
-            if found is CLEAR:
+            if found is FULL:
                 break
         return found
 

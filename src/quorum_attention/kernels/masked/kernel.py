@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from quorum_attention.decomposition import (
-    MIXED,
+    PARTIAL,
     Decomposition,
     Pairs,
     Ranges,
@@ -419,8 +419,8 @@ class _Verdict:
     def __call__(self, block: Ranges) -> Verdict:
         found = self._geometries[0].verdict(block)
         for geometry in self._geometries[1:]:
-            if found is MIXED or geometry.verdict(block) is not found:
-                return MIXED
+            if found is PARTIAL or geometry.verdict(block) is not found:
+                return PARTIAL
         return found
 
 

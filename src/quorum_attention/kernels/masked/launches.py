@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from quorum_attention.decomposition import CLEAR, MIXED
+from quorum_attention.decomposition import FULL, PARTIAL
 from quorum_attention.kernels.kit.block_masks import BLOCK
 from quorum_attention.kernels.masked.trying import WORD_BYTES, Codes
 from quorum_attention.kernels.native.runs import FIELDS, NO_DIAGONAL
@@ -53,7 +53,7 @@ class Launch:
 
     def mixed(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Rows and columns, in the whole table, of its mixed blocks, in the order of words."""
-        rows, columns = np.nonzero(self.codes == MIXED)
+        rows, columns = np.nonzero(self.codes == PARTIAL)
         return rows + self.top, columns + self.left
 
     def runs(
@@ -92,14 +92,14 @@ def _items(
     codes: Codes, own: Codes, *, by_query: bool
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """(line, first, stop, word) of the runs of clear blocks, word -1, and of the mixed blocks."""
-    edges = np.diff(np.pad(codes == CLEAR, ((0, 0), (1, 1))).astype(np.int8), axis=1)
+    edges = np.diff(np.pad(codes == FULL, ((0, 0), (1, 1))).astype(np.int8), axis=1)
     line, first = np.nonzero(edges == 1)
     _, stop = np.nonzero(edges == -1)
-    mixed, at = np.nonzero(codes == MIXED)
+    mixed, at = np.nonzero(codes == PARTIAL)
     word = np.arange(len(mixed))
     if not by_query:
         numbers = np.zeros(own.shape, dtype=np.int64)
-        numbers[np.nonzero(own == MIXED)] = word
+        numbers[np.nonzero(own == PARTIAL)] = word
         word = numbers.T[mixed, at]
     clear = np.full(len(line), -1)
     return (
@@ -143,9 +143,9 @@ def launches(codes: Codes, n_queries: int, n_keys: int, words: int) -> Iterator[
 
 
 def _fits(part: Codes, words: int, most: int) -> bool:
-    if np.count_nonzero(part == MIXED) > words:
+    if np.count_nonzero(part == PARTIAL) > words:
         return False
-    clear = part == CLEAR
+    clear = part == FULL
     by_rows = np.count_nonzero(clear[:, 1:] & ~clear[:, :-1]) + np.count_nonzero(clear[:, 0])
     by_columns = np.count_nonzero(clear[1:] & ~clear[:-1]) + np.count_nonzero(clear[0])
     return bool(by_rows <= most and by_columns <= most)

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from quorum_attention.decomposition import CLEAR, MASKED, Ranges, Rectangle, Rows, Task
+from quorum_attention.decomposition import EMPTY, FULL, Ranges, Rectangle, Rows, Task
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.native.kernel import Axis, HostTable, NativeKernel, host_table
@@ -74,12 +74,12 @@ class NativeUnderMask(NativeKernel):
                 shift = queries.local - queries.start, keys.local - keys.start
                 for a, b, c, d in self._blocks(Ranges.of(*queries[:2], *keys[:2])):
                     verdict = band.verdict(Ranges.of(a, b, c, d))
-                    if verdict is MASKED:
+                    if verdict is EMPTY:
                         continue
                     part = Rectangle(a + shift[0], b + shift[0], c + shift[1], d + shift[1])
                     apart = shift[1] - shift[0]
                     diagonal = None
-                    if verdict is not CLEAR and band.low is None and band.high is not None:
+                    if verdict is not FULL and band.low is None and band.high is not None:
                         diagonal = band.high + apart
                     yield Piece(part, apart, diagonal, -shift[0])
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quorum_attention.decomposition import CLEAR, MASKED, MIXED, Ranges, Verdict
+from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Ranges, Verdict
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.kit.masks import BlockMask
@@ -367,7 +367,7 @@ class _Tried:
         self.opaque = () if isinstance(keeps, BlockMask) else (keeps,)
         self.placed_bytes = 0  # what it reads is the caller's
 
-    def verdict(self, block: Ranges, opaque: Verdict = MIXED) -> Verdict:
+    def verdict(self, block: Ranges, opaque: Verdict = PARTIAL) -> Verdict:
         """Its own verdict, if it has one."""
         return self._keeps.verdict(block) if isinstance(self._keeps, BlockMask) else opaque
 
@@ -393,15 +393,15 @@ class _Equal:
         """See ``Rule``."""
         return sum(ids.nbytes for ids in self._numbers)
 
-    def verdict(self, block: Ranges, opaque: Verdict = MIXED) -> Verdict:
-        """MASKED where no number of the queries can be one of the keys."""
+    def verdict(self, block: Ranges, opaque: Verdict = PARTIAL) -> Verdict:
+        """EMPTY where no number of the queries can be one of the keys."""
         (q0, q1), (k0, k1) = block
         queries, keys = self._numbers[0][q0:q1], self._numbers[1][k0:k1]
         low, high = queries.min(), queries.max()
         least, most = keys.min(), keys.max()
         if low > most or least > high:
-            return MASKED
-        return CLEAR if low == high == least == most else MIXED
+            return EMPTY
+        return FULL if low == high == least == most else PARTIAL
 
     def keeps(self, at: Indices) -> torch.Tensor:
         """See ``Rule``."""

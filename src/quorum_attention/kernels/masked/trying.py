@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quorum_attention.decomposition import CLEAR, MIXED
+from quorum_attention.decomposition import FULL, PARTIAL
 from quorum_attention.kernels.kit.block_masks import BLOCK, piece
 from quorum_attention.kernels.kit.block_masks import Geometry as Pairs
 from quorum_attention.kernels.masked.geometry import Geometry
@@ -159,8 +159,8 @@ class Trial:
         """The verdicts of blocks, (blocks,) int8."""
         kept = self._kept(rows, columns)
         count = kept.sum(dim=(1, 2, 3, 4), dtype=torch.int64)
-        codes = (count > 0).to(torch.int8) * MIXED
-        return codes.masked_fill_(count == kept[0].numel(), CLEAR)
+        codes = (count > 0).to(torch.int8) * PARTIAL
+        return codes.masked_fill_(count == kept[0].numel(), FULL)
 
     def _kept(self, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         """Which pairs of blocks are kept: (blocks, entries, heads, 128, 128) bool."""

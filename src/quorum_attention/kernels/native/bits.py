@@ -16,7 +16,7 @@ from typing import Literal
 
 import torch
 
-from quorum_attention.decomposition import CLEAR, MASKED, MIXED
+from quorum_attention.decomposition import EMPTY, FULL, PARTIAL
 from quorum_attention.kernels.native.runs import FIELDS, NO_DIAGONAL, Runs
 
 # Cells of the verdict matrix that are computed at a time.
@@ -72,16 +72,16 @@ def runs_of_bits(
     step = max(1, _CELLS // max(1, any_b.numel()))
     for start in range(0, any_a.numel(), step):
         part = slice(start, start + step)
-        verdict = torch.full((any_a[part].numel(), any_b.numel()), MIXED, dtype=torch.int8,
+        verdict = torch.full((any_a[part].numel(), any_b.numel()), PARTIAL, dtype=torch.int8,
                              device=device)  # fmt: skip
-        verdict.masked_fill_((any_a[part, None] & any_b[None]) == 0, CLEAR)
-        verdict.masked_fill_((all_a[part, None] & all_b[None]) != 0, MASKED)
+        verdict.masked_fill_((any_a[part, None] & any_b[None]) == 0, FULL)
+        verdict.masked_fill_((all_a[part, None] & all_b[None]) != 0, EMPTY)
         if is_causal:
             low, high = first_a[part, None], first_b[None]
             if axis == "query":
-                verdict.masked_fill_(high > low + block - 1, MASKED)
+                verdict.masked_fill_(high > low + block - 1, EMPTY)
             else:
-                verdict.masked_fill_(high + other - 1 < low, MASKED)
+                verdict.masked_fill_(high + other - 1 < low, EMPTY)
         found.append(_runs_of_rows(verdict, start))
     rows = torch.cat(found)
     entries = torch.empty((rows.shape[0], len(FIELDS)), dtype=torch.int32, device=device)
@@ -92,7 +92,7 @@ def runs_of_bits(
     entries[:, beside + 1] = (rows[:, 2] * other).clamp_max(m)
     entries[:, 4] = 0 if is_causal else NO_DIAGONAL
     entries[:, 5] = 0
-    entries[:, 6] = rows[:, 3] == MIXED
+    entries[:, 6] = rows[:, 3] == PARTIAL
     blocks = torch.arange(any_a.numel() + 1, device=device)
     starts = torch.searchsorted(rows[:, 0].contiguous(), blocks).int()
     return Runs(starts, entries, any_a.numel())
@@ -110,4 +110,4 @@ def _runs_of_rows(verdict: torch.Tensor, first: int) -> torch.Tensor:
     stops = torch.roll(column, -1)
     kind = verdict[row[begins], column[begins]].long()
     runs = torch.stack([row[begins] + first, column[begins], stops[begins], kind], dim=1)
-    return runs[kind != MASKED]
+    return runs[kind != EMPTY]
