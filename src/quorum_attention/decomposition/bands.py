@@ -121,7 +121,7 @@ class Band:
                 q1, k0 = min(q1, k1 - low), max(k0, q0 + low)
             if q0 >= q1 or k0 >= k1:
                 return None
-        whole = self.verdict(Ranges.of(q0, q1, k0, k1)) is CLEAR
+        whole = self.verdict(Ranges.of(q0, q1, k0, k1)) is FULL
         return Part(q0, q1, k0, k1, "plain" if whole else "band")
 
     def parts(self, q0: int, q1: int, k0: int, k1: int) -> Iterator[Part]:
