@@ -24,7 +24,6 @@ ELSEWHERE = {
     "kernels/test_traits.py": ("kernels/protocol.py",),
     "kernels/test_merge_triton.py": ("kernels/scaling_triton.py",),
     "kernels/test_compiling.py": ("kernels/launches.py",),
-    "execution/test_exact_rows.py": ("execution/doubts.py",),
     "execution/test_scaling.py": ("kernels/scaling.py",),
     # Parts of one kernel: FlexAttention, and users' functions of scores.
     "kit/test_flex.py": (

@@ -21,8 +21,6 @@ from quorum_attention.execution.control.instructions import PlanAnew
 from quorum_attention.execution.control.machine import HERE, without_a_plan
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.residency import Residency
-from quorum_attention.execution.doubts import Doubts
-from quorum_attention.execution.exact_rows import computes_rows, mend_rows_
 from quorum_attention.execution.job import Job, backward_job, forward_job
 from quorum_attention.execution.mask_gradient import Upstream as MaskUpstream
 from quorum_attention.execution.mask_gradient import add_up_mask_gradient
@@ -35,9 +33,9 @@ from quorum_attention.execution.sampled_rows import check_functions_are_the_same
 from quorum_attention.execution.scaling import takes_wide
 from quorum_attention.execution.takes import corrected_bytes
 from quorum_attention.execution.tools import Progress
-from quorum_attention.execution.upstream import Upstream, outreaches, upstream_of
+from quorum_attention.execution.upstream import Upstream, upstream_of
 from quorum_attention.execution.workload import GroupSize, groups
-from quorum_attention.kernels.delta import Carrier, exact_carrier
+from quorum_attention.kernels.delta import exact_carrier
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.outside import without_autocast
 from quorum_attention.kernels.protocol import InnerKernel, Recorded
@@ -60,8 +58,6 @@ from quorum_attention.sizes import format_bytes, format_least
 _Result = TypeVar("_Result")
 # Most bytes of an additive copy of a boolean mask that a graph of torch's is to keep.
 _MOST_BIAS = 1 << 20
-# A budget leaves at least so much beside the gradients (their kernel's workspace is free again).
-_LEAST_LEFT = 256 << 10
 _JobOf = Callable[[Call, PassReport | None, Progress | None], Job]
 
 
@@ -258,42 +254,10 @@ def _run_gradients(tensors: Tensors, request: Request, given: Given) -> tuple[to
             upstream = upstream_of(grad_out, work, options.device, wide=wide)
         carrier = out
         if report is not None or not materialises(work, call.kernel):
-            carrier, doubts.rows = _carrier(call, tensors, given, upstream.tensor)
-        return backward_job(call, upstream, carrier, lse, grads, report, progress, doubts)
+            carrier = _carrier(call, tensors, given, upstream.tensor)
+        return backward_job(call, upstream, carrier, lse, grads, report, progress)
 
-    # A divided gradient is multiplied when all is added up, too late to be noted. In the host's
-    # memory it costs little to look.
-    divided = work.dtype == torch.float16 and outreaches(grad_out.dtype, work.dtype)
-    doubts = Doubts(outgrown=divided and not backend_of(options.device).own_memory)
-    found = _run(tensors, request, asked, decision, job_of, grads or ())
-    if doubts:
-        _mend(tensors, request, given, decision.kernel, found, doubts)
-    return (*found, *of_mask)
-
-
-def _mend(
-    tensors: Tensors,
-    request: Request,
-    given: Given,
-    kernel: InnerKernel,
-    found: tuple[torch.Tensor, ...],
-    doubts: Doubts,
-) -> None:
-    """Compute rows of the gradients ``found`` anew that are doubtful (execution/exact_rows.py)."""
-    device = request.options.device
-    call = _call(tensors, request, kernel)
-    if not computes_rows(call):
-        return
-    query, key, value = (t.detach() for t in found)
-    upstream = MaskUpstream(given.grad_out, given.out, given.lse)
-    with _beside_a_pass(device):
-        left = request.options.budget_bytes
-        if left is not None and given.grads is None:
-            held = sum(t.numel() * t.element_size() for t in found if t.device == device)
-            left = max(_LEAST_LEFT, left - held)
-        mended = mend_rows_(call, upstream, (query, key, value), doubts, left)
-    if request.report is not None and request.report.backward is not None:
-        request.report.backward.mended_rows = mended
+    return (*_run(tensors, request, asked, decision, job_of, grads or ()), *of_mask)
 
 
 def decide_backward(tensors: Tensors, request: Request, given: Given) -> tuple[Asked, Decision]:
@@ -540,7 +504,7 @@ def as_own(made: torch.Tensor) -> torch.Tensor:
     return made.data if made._is_view() else made
 
 
-def _carrier(call: Call, tensors: Tensors, given: Given, grad_out: torch.Tensor) -> Carrier:
+def _carrier(call: Call, tensors: Tensors, given: Given, grad_out: torch.Tensor) -> torch.Tensor:
     """What delta is computed from: the output, or an exact substitute where rounding of the output
     would dominate dS (kernels/delta.py).
 
@@ -550,7 +514,7 @@ def _carrier(call: Call, tensors: Tensors, given: Given, grad_out: torch.Tensor)
     out = given.out
     together = grad_out.device == out.device == call.query.device
     if not together or not corrected_bytes(call.work, call.kernel):
-        return Carrier(out, None)
+        return out
     with torch.no_grad():
         return exact_carrier(
             grad_out, call.query, call.key, call.value, out.to(call.work.dtype),

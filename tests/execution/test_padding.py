@@ -13,10 +13,7 @@ from helpers_plans import unpinned
 
 import quorum_attention as qa
 from quorum_attention.decomposition import Task
-from quorum_attention.execution.doubts import Doubts
-from quorum_attention.execution.engine import Engine
 from quorum_attention.execution.padding import filled, is_filled
-from quorum_attention.execution.scaling import BackwardScaling
 
 
 def plan(n: int, backward: bool = False, **others) -> qa.Plan:
@@ -192,30 +189,3 @@ def test_what_is_not_finite_goes_where_it_goes_without_them(
         bounds = least(given, kept, 0.3), most(given, kept, 0.3)
         words = f"{value} in row {row}, columns {columns} of {name}"
         assert_between(both(given, plans, scale=0.3), *bounds, words)
-
-
-@pytest.mark.parametrize("levels", [(1,), (3,)])
-def test_memory_that_nobody_has_written_raises_no_doubt(
-    levels: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A task may be filled up that is the first one in its slot. Whatever lay there must not be
-    taken for gradients that fp16 cannot hold: they would be computed anew, to other last bits."""
-    noted: list[Doubts] = []
-    begin, computed = Engine.__init__, BackwardScaling.computed
-
-    def dirty(self, pass_, arena, *others) -> None:  # type: ignore[no-untyped-def]
-        arena.fill_(0x4F)  # numbers of 3e9 in float32
-        begin(self, pass_, arena, *others)
-
-    def noting(self, unit) -> None:  # type: ignore[no-untyped-def]
-        computed(self, unit)
-        noted.append(self._doubts)
-
-    monkeypatch.setattr(Engine, "__init__", dirty)
-    monkeypatch.setattr(BackwardScaling, "computed", noting)
-    given = inputs(190, heads=2, head_dim=8, dtype=torch.float16)
-    sizes = {"dtype": torch.float16, "levels": levels, "tile": 64, "n_cap": 2}
-    plans = [plan(190, backward, **sizes) for backward in (False, True)]
-    both(given, plans)
-    assert len(noted) == levels[0]
-    assert not any(noted)

@@ -154,7 +154,7 @@ def all_four(gpu: torch.device, width: int) -> list[torch.Tensor]:
     merge_(state[:, :, 128:384], lse[:, :, 128:384], part, random(1, 2, 256))
     flags = torch.zeros(1, 2, dtype=torch.int32, device=gpu)
     factors = torch.tensor([[0.5, 4.0]], device=gpu)
-    add_all_((state[:, :, :256],) * 3, (part,) * 3, 0.25, factors, flags, narrow=True)
+    add_all_((state[:, :, :256],) * 3, (part,) * 3, 0.25, factors, flags)
     divide_gradient_(part, part.clone(), factors, 5)
     torch.cuda.synchronize()
     return [state, lse, part, factors, flags]

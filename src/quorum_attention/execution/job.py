@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -11,7 +11,6 @@ from quorum_attention.decomposition import Rectangle, Task
 from quorum_attention.execution.call import Call, operand
 from quorum_attention.execution.case import Case
 from quorum_attention.execution.device.residency import Residency
-from quorum_attention.execution.doubts import Doubts
 from quorum_attention.execution.masks import no_bias
 from quorum_attention.execution.pass_spec import BACKWARD, FORWARD, PassSpec, StateSpec
 from quorum_attention.execution.placement import Placement
@@ -108,7 +107,6 @@ class Job:
         report: filled while it runs; None for a call that has no plan.
         progress: called with units done, units in all, and the pass's name.
         upstream: the upstream gradient of a backward; None in a forward.
-        doubts: what is noted of the gradients of a scaled backward.
     """
 
     call: Call
@@ -118,7 +116,6 @@ class Job:
     report: PassReport | None = None
     progress: Progress | None = None
     upstream: Upstream | None = None
-    doubts: Doubts = field(default_factory=Doubts)
 
     @property
     def case(self) -> Case:
@@ -147,11 +144,6 @@ class Job:
     def scaled(self) -> bool:
         """Whether this is a scaled backward (execution/scaling.py)."""
         return self.spec.divided is not None and scales(self.call.kernel, self.call.work)
-
-    @property
-    def narrow(self) -> bool:
-        """Whether the gradients that are added up are rounded to fp16 as they are."""
-        return self.results.dtype == torch.float16 and not self.is_divided
 
     def factor(self, group: Group, axis: Axis) -> torch.Tensor | None:
         """The factor of a head group's finished rows, (entries, heads, 1, 1); None is 1."""
@@ -287,7 +279,6 @@ def backward_job(
     grads: Sequence[torch.Tensor] | None = None,
     report: PassReport | None = None,
     progress: Progress | None = None,
-    doubts: Doubts | None = None,
 ) -> Job:
     """The backward of a call.
 
@@ -305,8 +296,7 @@ def backward_job(
     tensors = _inputs(call)
     tensors.update(out=out, grad_out=upstream.tensor, lse=lse)
     results = Results(BACKWARD, call.work, dtype, call.query.device, call.device, given)
-    noted = Doubts() if doubts is None else doubts
-    return Job(call, BACKWARD, tensors, results, report, progress, upstream, noted)
+    return Job(call, BACKWARD, tensors, results, report, progress, upstream)
 
 
 def _inputs(call: Call) -> dict[str, torch.Tensor]:

@@ -36,8 +36,6 @@ class PassReport:
             before; None on the CPU, whose allocator does not count.
         repeated_units: units run again because a scaled fp16 gradient overflowed
             (execution/scaling.py).
-        mended_rows: rows of gradients computed anew in float64, because sums in fp32 were too large
-            for fp16 (execution/exact_rows.py).
         dropout_p, dropout_seed: chance and seed of the call's dropout; None without dropout.
         without_dropout: kernels that were passed over because they have no dropout.
         timed: whether ``stages`` are measured.
@@ -64,7 +62,6 @@ class PassReport:
     budget_bytes: int | None = None
     peak_bytes: int | None = None
     repeated_units: int = 0
-    mended_rows: int = 0
     dropout_p: float | None = None
     dropout_seed: int | None = None
     without_dropout: list[str] = field(default_factory=list)
@@ -106,7 +103,6 @@ class PassReport:
             "passed over, without dropout": passed,
             "tokens left out": f"{self.left_out:.0%}" if self.left_out else None,
             "units run again": str(self.repeated_units) if self.repeated_units else None,
-            "rows computed anew": str(self.mended_rows) if self.mended_rows else None,
             "recovered": "; ".join(self.recoveries),
             "recoveries cost": format_seconds(self.recovery_seconds) if self.recoveries else None,
         }
@@ -137,8 +133,6 @@ class PassReport:
             )
         if self.repeated_units:
             lines.append(f"{self.repeated_units} unit(s) run again: a scaled gradient overflowed")
-        if self.mended_rows:
-            lines.append(f"{self.mended_rows} row(s) of gradients computed anew in float64")
         if self.stages:
             spent = ", ".join(f"{stage} {seconds:.3f}" for stage, seconds in self.stages.items())
             hidden = "" if self.overlap is None else f"; {self.overlap:.0%} of transfers hidden"

@@ -34,7 +34,6 @@ from quorum_attention.execution.control.events import Overflow, Path
 from quorum_attention.execution.control.instructions import Repeat
 from quorum_attention.execution.control.machine import HERE, Machine
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.doubts import Doubts
 from quorum_attention.execution.engine import Unit
 from quorum_attention.execution.workload import Group, Workload
 from quorum_attention.kernels.blocks import row_blocks
@@ -56,9 +55,6 @@ _STEP = 8
 # then stay normal numbers.
 _OFF_THE_SHIFT = 4
 _MOST_OFF_THE_SHIFT = 6
-# Bits of the flags of a head (kernels/scaling.py): a partial gradient that is not finite, and one
-# that has outgrown fp16 once it was added up.
-OVERFLOWED, OUTGROWN = 1, 2
 # The norm of the largest row of ``grad_out`` never goes below this, or the row would be lost.
 _SMALLEST_ROW = 2.0**-18
 
@@ -157,15 +153,10 @@ class Steps:
         value: torch.Tensor,
         unscale: torch.Tensor,
         norms: torch.Tensor | None = None,
-        *,
-        doubts: Doubts,
     ) -> None:
         """Divide ``grad_out`` (b, h, n, dv) in place; ``unscale`` (b, hk) gets the divisors;
-        ``norms`` as in ``divide_gradient_``; ``doubts`` is told of large divisors."""
-        shift = usual_shift(self.n_keys)
-        most = divide_gradient_(grad_out, value, unscale, shift, norms)
-        # Probabilities are larger by the shift.
-        doubts.divided = max(doubts.divided, most - shift)
+        ``norms`` as in ``divide_gradient_``."""
+        divide_gradient_(grad_out, value, unscale, usual_shift(self.n_keys), norms)
         for (entry, head), steps in self.taken.items():
             further = 2.0 ** _off_the_gradient(steps)
             _head(grad_out, value, entry, head).div_(further)
@@ -174,7 +165,7 @@ class Steps:
     def lower(self, overflow: torch.Tensor, unit: Computed, ask: Ask) -> bool:
         """Take the heads that ``overflow`` (b, hk) flags as overflowed down by as many steps as
         ``ask`` says; returns whether any head was taken down."""
-        flagged: list[list[int]] = (overflow & OVERFLOWED).nonzero().tolist()
+        flagged: list[list[int]] = overflow.nonzero().tolist()
         steps = ask({(e, h): self._most(unit.head(e, h), (e, h)) for e, h in flagged})
         self.taken.update(steps)
         return bool(steps)
@@ -210,12 +201,6 @@ def asking(machine: Machine, group: Group, path: Path = (), part: Group | None =
     return ask
 
 
-def overflowed(flags: torch.Tensor, doubts: Doubts) -> bool:
-    """Whether a head of ``flags`` (b, hk) has overflowed; notes those that outgrew fp16."""
-    doubts.outgrown |= bool((flags & OUTGROWN).any())
-    return bool((flags & OVERFLOWED).any())
-
-
 def _off_the_shift(steps: int) -> int:
     return min(_MOST_OFF_THE_SHIFT, steps * _OFF_THE_SHIFT)
 
@@ -244,25 +229,12 @@ class _Held:
 class BackwardScaling:
     """Scales the units of one backward pass in the slots of one arena.
 
-    Args:
-        narrow: whether finished gradients are rounded to fp16 as they are.
-        doubts: where gradients that stay too large are noted.
-
     Attributes:
         repeated: how often a unit was run again.
     """
 
-    def __init__(
-        self,
-        work: Workload,
-        device: torch.device,
-        machine: Machine,
-        narrow: bool = False,
-        doubts: Doubts | None = None,
-    ) -> None:
+    def __init__(self, work: Workload, device: torch.device, machine: Machine) -> None:
         self.repeated = 0
-        self._narrow = narrow
-        self._doubts = Doubts() if doubts is None else doubts
         self._machine = machine
         self._work = work
         self._device = device
@@ -285,13 +257,13 @@ class BackwardScaling:
                 flags = torch.zeros(unscale.shape, dtype=torch.int32, pin_memory=pins, device="cpu")
             held = self._held[unit.slot] = _Held(unit, Steps(self._work.n_keys), flags)
         fields = unit.fields
-        held.steps.divide_(fields["grad_out"], fields["value"], unscale, doubts=self._doubts)
+        held.steps.divide_(fields["grad_out"], fields["value"], unscale)
 
     def scaling(self, unit: Unit) -> Scaling:
         """How a prepared unit is scaled, for the kernel."""
         overflow = _by_head(unit, "overflow").zero_()
         shift = self._held[unit.slot].steps.shift
-        return Scaling(shift, _by_head(unit, "unscale"), overflow, self._narrow)
+        return Scaling(shift, _by_head(unit, "unscale"), overflow)
 
     def computed(self, unit: Unit) -> None:
         """Copy the unit's flags to the host, in the stream of its kernel calls."""
@@ -299,8 +271,7 @@ class BackwardScaling:
 
     def spoiled(self, unit: Unit) -> bool:
         """Whether a gradient of the computed unit is not finite."""
-        flags = self._held[unit.slot].flags
-        return bool(flags.any()) and overflowed(flags, self._doubts)
+        return bool(self._held[unit.slot].flags.any())
 
     def repeats(self, unit: Unit) -> bool:
         """Scale a spoiled unit down further, if that may help; returns whether it is.
@@ -329,7 +300,6 @@ class BackwardScaling:
         ask = asking(self._machine, unit.group, unit.visit.task.path)
         again = held.steps.lower(held.flags, computed, ask)
         self.repeated += again
-        self._doubts.outgrown |= not again
         return again
 
 

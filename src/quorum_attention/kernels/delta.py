@@ -13,8 +13,6 @@ whose row products with ``grad_out`` are the exact delta: its carrier.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from quorum_attention.decomposition.intervals import Rows
@@ -31,19 +29,6 @@ _ROUNDING = 2.0**-20
 _WIDE = (2.0**-47, 2.0**-44)
 # What a sum in fp32 of a row's products may be off by, as a share of their sizes.
 _SUM = 2.0**-21
-
-
-class Carrier(NamedTuple):
-    """What a backward is handed in the place of its output.
-
-    Attributes:
-        tensor: of the output's shape and dtype.
-        missed: (*batch, h, nq), boolean: rows whose exact delta it does not carry, because fp16
-            holds no number that large; None: there are none, or nobody looked.
-    """
-
-    tensor: torch.Tensor
-    missed: torch.Tensor | None
 
 
 def carrier_bytes(
@@ -85,7 +70,7 @@ def exact_carrier(
     scale: float,
     dropout: Dropout | None = None,
     columns: int = 0,
-) -> Carrier:
+) -> torch.Tensor:
     """The tensor to hand to a backward in the place of ``out``, of its shape and dtype.
 
     Args:
@@ -143,7 +128,7 @@ def _dropped(dropout: Dropout, p: torch.Tensor) -> torch.Tensor:
     return dropped(dropout, batch, heads, rows, [Rows(0, n_keys, 0)]).view(p.shape)
 
 
-def _carrying(delta: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor) -> Carrier:
+def _carrying(delta: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Rows whose products with the rows of ``gradient`` are ``delta``.
 
     A row of ``out`` is returned as it is if it comes closer, or if its delta cannot be carried:
@@ -165,24 +150,4 @@ def _carrying(delta: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor) ->
     # As close as its sum can be told, ``out`` is better: where ``gradient`` is divided and rounded
     # later on, what three columns carry may be off by more than what all of them do.
     close = products.abs_().sum(dim=-1).mul_(_SUM)
-    found = torch.where((left.abs_().add_(close) < missed).unsqueeze(-1), carried, out)
-    return Carrier(found, _not_carried(delta, factors, missed, close, out.dtype))
-
-
-def _not_carried(
-    delta: torch.Tensor,
-    factors: torch.Tensor,
-    missed: torch.Tensor,
-    close: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor | None:
-    """Rows whose delta is more than ``dtype`` can carry, and that ``out`` has ``missed`` by more
-    than is ``close``; None if there are none, or on a GPU, where asking makes the host wait."""
-    if dtype != torch.float16 or delta.is_cuda:
-        return None
-    # NaN: nobody knows the row's delta. A factor of 0: its gradient is 0, and so is its delta.
-    beyond = delta.abs() > factors[..., 0].abs() * torch.finfo(dtype).max
-    if not bool(beyond.any()):
-        return None
-    beyond &= missed > close
-    return beyond if bool(beyond.any()) else None
+    return torch.where((left.abs_().add_(close) < missed).unsqueeze(-1), carried, out)

@@ -97,7 +97,6 @@ def to_add(
     alpha: float,
     unscale: torch.Tensor | None,
     overflow: torch.Tensor | None,
-    narrow: bool = False,
 ) -> Launch:
     """Add up to three pairs; see ``merge.add_all_``."""
     by_head = unscale if overflow is None else overflow
@@ -109,8 +108,7 @@ def to_add(
         factors_b = factors_b if several > 1 else 0
     arguments: list[Any] = []
     blocks: list[int] = []
-    checked = overflow is not None
-    constants: list[object] = [unscale is not None, checked, checked and narrow]
+    constants: list[object] = [unscale is not None, overflow is not None]
     for i in range(3):
         # A missing pair gets no blocks, so its pointers are never read.
         here = i < len(targets)
@@ -205,7 +203,7 @@ def adding(dtype: torch.dtype, widths: tuple[int, ...], scaled: bool) -> Launch:
     sources = tuple(target.to(dtype) for target in targets)
     unscale = _empty(1, 1) if scaled else None
     overflow = _empty(1, 1, dtype=torch.int32) if scaled else None
-    return to_add(targets, sources, 1.0, unscale, overflow, dtype == torch.float16)
+    return to_add(targets, sources, 1.0, unscale, overflow)
 
 
 def finding_norms(dtype: torch.dtype, width: int) -> Launch:

@@ -24,10 +24,6 @@ from quorum_attention.kernels.launches import launch, to_add, to_merge
 MERGE_WORKSPACE_BYTES = 3 * BLOCK_BYTES
 """Upper bound of the bytes ``merge_`` and ``add_`` allocate at any one time."""
 
-LARGEST_FP16 = 65504.0
-"""fp16's largest number."""
-
-
 _here = threading.local()
 
 
@@ -68,7 +64,7 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, out_i: torch.Tensor, lse_i: tor
             f"statistics of shapes {tuple(out_i.shape)}, {tuple(lse_i.shape)} cannot be merged "
             f"into {tuple(out.shape)}, {tuple(lse.shape)}"
         )
-    if out.is_cuda and _triton_can_merge(out, out_i, narrow=True):
+    if out.is_cuda and _triton_can_merge(out, out_i, rounded=True):
         launch(to_merge(out, lse, out_i, lse_i))
         return
     if out.dtype.itemsize == 2:
@@ -99,7 +95,6 @@ def add_(
     alpha: float = 1.0,
     unscale: torch.Tensor | None = None,
     overflow: torch.Tensor | None = None,
-    narrow: bool = False,
 ) -> None:
     """``target += alpha * unscale * source`` for (b, h, rows, d) tensors, in place.
 
@@ -107,12 +102,11 @@ def add_(
         target: fp32 or fp64; any strides.
         source: same shape, any floating dtype.
         unscale: (b or 1, h / g) fp32: one factor for g neighbouring heads; None is 1.
-        overflow: shaped like ``unscale``, int32; bit 1 is set where any element of ``source`` is
-            not finite; None: not checked.
-        narrow: bit 2 is set where any element of the sum is larger than fp16's largest number.
+        overflow: shaped like ``unscale``, int32; 1 is set where any element of ``source`` is not
+            finite; None: not checked.
     """
     if target.is_cuda and _triton_can_merge(target, source):
-        launch(to_add((target,), (source,), alpha, unscale, overflow, narrow))
+        launch(to_add((target,), (source,), alpha, unscale, overflow))
         return
     if unscale is None and overflow is None and source.dtype == target.dtype:
         target.add_(source, alpha=alpha)
@@ -122,12 +116,10 @@ def add_(
     for block in row_blocks(batch, heads, rows, max(1, width) * target.element_size()):
         part = source[block].to(target.dtype)
         if overflow is not None and not _largest(part) < math.inf:
-            _flag_(overflow, 1, ~torch.isfinite(part), heads, block)
+            _flag_(overflow, ~torch.isfinite(part), heads, block)
         if unscale is not None:
             part = part * _by_head(unscale, heads).expand(batch, heads, 1, 1)[block[:2]]
-        held = target[block].add_(part, alpha=alpha)
-        if overflow is not None and narrow and not _largest(held) <= LARGEST_FP16:
-            _flag_(overflow, 2, held.abs() > LARGEST_FP16, heads, block)
+        target[block].add_(part, alpha=alpha)
 
 
 def add_all_(
@@ -136,16 +128,15 @@ def add_all_(
     alpha: float = 1.0,
     unscale: torch.Tensor | None = None,
     overflow: torch.Tensor | None = None,
-    narrow: bool = False,
 ) -> None:
     """``add_`` for up to three pairs, on a GPU in one launch."""
     pairs = list(zip(targets, sources, strict=True))
     one_dtype = len({source.dtype for source in sources}) == 1
     if one_dtype and all(t.is_cuda and _triton_can_merge(t, s) for t, s in pairs):
-        launch(to_add(targets, sources, alpha, unscale, overflow, narrow))
+        launch(to_add(targets, sources, alpha, unscale, overflow))
         return
     for target, source in pairs:
-        add_(target, source, alpha, unscale, overflow, narrow)
+        add_(target, source, alpha, unscale, overflow)
 
 
 def _largest(part: torch.Tensor) -> float:
@@ -157,17 +148,13 @@ def _largest(part: torch.Tensor) -> float:
 
 
 def _flag_(
-    overflow: torch.Tensor,
-    bit: int,
-    bad: torch.Tensor,
-    heads: int,
-    block: tuple[slice, slice, slice],
+    overflow: torch.Tensor, bad: torch.Tensor, heads: int, block: tuple[slice, slice, slice]
 ) -> None:
-    """Set a bit of ``overflow`` for the heads in ``block`` that have a ``bad`` element."""
+    """Set ``overflow`` to 1 for the heads in ``block`` that have a ``bad`` element."""
     shared = heads // overflow.shape[1]
     for entry, head in bad.flatten(2).any(-1).nonzero().tolist():
         at = 0 if overflow.shape[0] == 1 else block[0].start + entry
-        overflow[at, (block[1].start + head) // shared] |= bit
+        overflow[at, (block[1].start + head) // shared] = 1
 
 
 def _by_head(unscale: torch.Tensor, heads: int) -> torch.Tensor:
@@ -208,14 +195,14 @@ def _average_(
         out[block].addcmul_(out_i[block].to(out.dtype), new[block])
 
 
-def _triton_can_merge(out: torch.Tensor, out_i: torch.Tensor, narrow: bool = False) -> bool:
+def _triton_can_merge(out: torch.Tensor, out_i: torch.Tensor, rounded: bool = False) -> bool:
     # The Triton kernel needs the last dimension contiguous; what torch returns has it so.
     return (
         triton_available()
         and not _left_to_torch()
         and (out.stride(-1) == 1 or out.shape[-1] <= 1)
         and (out_i.stride(-1) == 1 or out_i.shape[-1] <= 1)
-        and (out.dtype == torch.float32 or (narrow and out.dtype.itemsize == 2))
+        and (out.dtype == torch.float32 or (rounded and out.dtype.itemsize == 2))
     )
 
 

@@ -96,7 +96,6 @@ def _add_block(
     alpha,
     SCALED: tl.constexpr,
     CHECKED: tl.constexpr,
-    NARROW: tl.constexpr,
     UNIT: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -117,14 +116,10 @@ def _add_block(
     factor = alpha
     if SCALED:
         factor *= tl.load(unscale + b * unscale_b + (h // shared) * unscale_h)
-    held = tl.load(target_at, mask=cells, other=0.0) + part * factor
-    tl.store(target_at, held, mask=cells)
+    tl.store(target_at, tl.load(target_at, mask=cells, other=0.0) + part * factor, mask=cells)
     if CHECKED:
         # The comparison is false for NaN, too.
         bad = tl.max(tl.where(tl.abs(part) < float("inf"), 0, 1), axis=1)
-        if NARROW:
-            # fp16's largest number.
-            bad += tl.max(tl.where(tl.abs(held) > 65504.0, 2, 0), axis=1)
         flag_at = overflow + b * unscale_b + (h // shared) * unscale_h
         tl.atomic_or(flag_at + 0 * row, bad, mask=bad > 0)
 
@@ -149,7 +144,6 @@ def _add_kernel(
     target_2, source_2, heads_2, rows_2, blocks_2, target_b_2, target_h_2, target_r_2,
     source_b_2, source_h_2, source_r_2, unscale_b_2, unscale_h_2, shared_2,
     first_end, second_end, unscale, overflow, alpha, SCALED: tl.constexpr, CHECKED: tl.constexpr,
-    NARROW: tl.constexpr,
     UNIT_0: tl.constexpr, WIDTH_0: tl.constexpr, BLOCK_ROWS_0: tl.constexpr,
     BLOCK_WIDTH_0: tl.constexpr,
     UNIT_1: tl.constexpr, WIDTH_1: tl.constexpr, BLOCK_ROWS_1: tl.constexpr,
@@ -162,20 +156,20 @@ def _add_kernel(
         _add_block(
             program, target_0, source_0, heads_0, rows_0, blocks_0,
             target_b_0, target_h_0, target_r_0, source_b_0, source_h_0, source_r_0,
-            unscale_b_0, unscale_h_0, shared_0, unscale, overflow, alpha, SCALED, CHECKED, NARROW,
+            unscale_b_0, unscale_h_0, shared_0, unscale, overflow, alpha, SCALED, CHECKED,
             UNIT_0, WIDTH_0, BLOCK_ROWS_0, BLOCK_WIDTH_0,
         )  # fmt: skip
     elif program < second_end:
         _add_block(
             program - first_end, target_1, source_1, heads_1, rows_1, blocks_1,
             target_b_1, target_h_1, target_r_1, source_b_1, source_h_1, source_r_1,
-            unscale_b_1, unscale_h_1, shared_1, unscale, overflow, alpha, SCALED, CHECKED, NARROW,
+            unscale_b_1, unscale_h_1, shared_1, unscale, overflow, alpha, SCALED, CHECKED,
             UNIT_1, WIDTH_1, BLOCK_ROWS_1, BLOCK_WIDTH_1,
         )  # fmt: skip
     else:
         _add_block(
             program - second_end, target_2, source_2, heads_2, rows_2, blocks_2,
             target_b_2, target_h_2, target_r_2, source_b_2, source_h_2, source_r_2,
-            unscale_b_2, unscale_h_2, shared_2, unscale, overflow, alpha, SCALED, CHECKED, NARROW,
+            unscale_b_2, unscale_h_2, shared_2, unscale, overflow, alpha, SCALED, CHECKED,
             UNIT_2, WIDTH_2, BLOCK_ROWS_2, BLOCK_WIDTH_2,
         )  # fmt: skip

@@ -337,7 +337,6 @@ def _scaling(kernel: InnerKernel, value: torch.Tensor) -> Scaling:
     return Scaling(
         unscale=torch.ones(by_head, dtype=torch.float32, device=value.device),
         overflow=torch.zeros(by_head, dtype=torch.int32, device=value.device),
-        narrow=value.dtype == torch.float16,
     )
 
 

@@ -300,7 +300,7 @@ class RectangleKernel(ABC):
         given = task.bias(batch.first)
         bias = None if given is None else four_dims(given)
         scaling = grads.scaling
-        undo = (2.0**-scaling.shift, scaling.unscale, scaling.overflow, scaling.narrow)
+        undo = (2.0**-scaling.shift, scaling.unscale, scaling.overflow)
         for pick in self._head_views(task):
             piece = _BackwardPiece(
                 query=query_rows(pick(task.query), batch),
@@ -401,8 +401,8 @@ def _merging(task: TaskTensors, number: int) -> Iterator[None]:
         yield
 
 
-_Undo = tuple[float, torch.Tensor | None, torch.Tensor | None, bool]
-"""(alpha, unscale, overflow, narrow) of ``add_``: what undoes the scaling of a call's gradients."""
+_Undo = tuple[float, torch.Tensor | None, torch.Tensor | None]
+"""(alpha, unscale, overflow) of ``add_``: what undoes the scaling of a call's gradients."""
 
 
 @dataclass(slots=True)

@@ -28,15 +28,13 @@ class Scaling:
     Attributes:
         shift: probabilities are computed times 2**shift.
         unscale: (b, key heads) fp32, powers of two: what ``grad_out`` was divided by; None is 1.
-        overflow: shaped like ``unscale``, int32; bits are set for heads: 1 where a partial gradient
-            is not finite, 2 where an accumulated one outgrows fp16; None: not checked.
-        narrow: whether finished gradients are rounded to fp16; if not, nothing outgrows it.
+        overflow: shaped like ``unscale``, int32; 1 is set for heads where a partial gradient is
+            not finite; None: not checked.
     """
 
     shift: int = 0
     unscale: torch.Tensor | None = None
     overflow: torch.Tensor | None = None
-    narrow: bool = False
 
 
 def value_norms(value: torch.Tensor) -> torch.Tensor | None:
@@ -53,7 +51,7 @@ def divide_gradient_(
     unscale: torch.Tensor,
     shift: int,
     norms: torch.Tensor | None = None,
-) -> int:
+) -> None:
     """Divide ``grad_out`` in place by a power of two for every key/value head.
 
     Args:
@@ -62,15 +60,11 @@ def divide_gradient_(
         unscale: (b, hk) fp32, receives the divisors.
         shift: probabilities will be computed times 2**shift.
         norms: ``value_norms(value)``, if that is known.
-
-    Returns:
-        log2 of the largest divisor; 0 where the host does not know it, on a GPU.
     """
     dense = grad_out.is_contiguous() and value.is_contiguous()
     if grad_out.is_cuda and dense and triton_available():
         _divide_by_launches_(grad_out, value, unscale, shift, norms)
-        return 0
-    most = 0
+        return
     batch, key_heads = unscale.shape
     shared = grad_out.shape[1] // max(1, key_heads)
     for entry in range(batch):
@@ -79,11 +73,9 @@ def divide_gradient_(
             largest = largest_norm(value[entry : entry + 1, head : head + 1])
             exponent = divisor_exponent(largest_norm(part), largest, shift)
             unscale[entry, head] = 2.0**exponent
-            most = max(most, exponent)
             if exponent:
                 for block in _blocks(part):
                     part[block].mul_(2.0**-exponent)
-    return most
 
 
 def _norms_by_launch(value: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from quorum_attention.execution.job import Job
 from quorum_attention.execution.pass_spec import StateSpec
 from quorum_attention.execution.routes.slots import accumulator, with_columns
 from quorum_attention.execution.rows import Axis, GroupBuffer, RowTensor, group_part
-from quorum_attention.execution.scaling import OVERFLOWED, Computed, Steps, asking, overflowed
+from quorum_attention.execution.scaling import Computed, Steps, asking
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.tools import Tools
 from quorum_attention.execution.workload import Group
@@ -148,8 +148,7 @@ class Passes:
         with self.mover.compute_stage(self.chunk_slot):
             self.flags.copy_(self.overflow, non_blocking=True)
         self.mover.wait_computed(self.chunk_slot)
-        flags = self.flags[:, : self.heads]
-        return bool(flags.any()) and overflowed(flags, self.job.doubts)
+        return bool(self.flags[:, : self.heads].any())
 
     def _lower(self, machine: Machine) -> bool:
         """Scale the heads at fault down further, if that may help.
@@ -172,12 +171,10 @@ class Passes:
             part("lse", "query").unsqueeze(-1), part("key", "key"), part("value", "key"),
             gradient("query", "query"), gradient("key", "key"), gradient("value", "key"),
         )  # fmt: skip
-        overflow = self.flags[:, : self.heads] & OVERFLOWED
+        overflow = self.flags[:, : self.heads]
         if not all(found.head(e, h).finite() for e, h in overflow.nonzero().tolist()):
             raise OverflowedError("a scaled gradient overflowed, beside inputs that are not finite")
-        lowered = self.steps.lower(overflow, found, asking(machine, group))
-        self.job.doubts.outgrown |= not lowered
-        return lowered
+        return self.steps.lower(overflow, found, asking(machine, group))
 
     # --- A chunk ------------------------------------------------------------------------------
 
@@ -260,10 +257,9 @@ class Passes:
         if not self.job.scaled:
             return Scaling()
         unscale = self.unscale[slot][:, : self.heads]
-        given = fields["grad_out"], staying["value"], unscale, self.norms
-        self.steps.divide_(*given, doubts=self.job.doubts)
+        self.steps.divide_(fields["grad_out"], staying["value"], unscale, self.norms)
         overflow = self.overflow[:, : self.heads]
-        return Scaling(self.steps.shift, unscale, overflow, self.job.narrow)
+        return Scaling(self.steps.shift, unscale, overflow)
 
     def _accumulate(
         self, chunk: int, block: int, fields: dict[str, torch.Tensor], told: Scaling

@@ -188,10 +188,7 @@ class Slots(Route):
         def make_pass(schedule: Schedule, tools: Tools) -> SlotPass:
             scaling = None
             if job.scaled:
-                scaling = BackwardScaling(
-                    call.work, call.device, machine, job.narrow, job.doubts
-                )  # fmt: skip
-            if scaling is not None:
+                scaling = BackwardScaling(call.work, call.device, machine)
                 scalings.append(scaling)
             return _make_pass(job, schedule, tools, inputs, homes, final, scaling)
 

@@ -24,7 +24,7 @@ from quorum_attention.execution.routes.choice import Choice
 from quorum_attention.execution.routes.over_inputs import OverInputs, all_rectangles
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.rows import group_part
-from quorum_attention.execution.scaling import Ask, Computed, Steps, asking, overflowed
+from quorum_attention.execution.scaling import Ask, Computed, Steps, asking
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.takes import Bytes, Load, final_bytes, in_results, state_bytes
 from quorum_attention.execution.tools import Tools
@@ -171,20 +171,17 @@ def compute_group(
                 unscale = torch.empty(sizes, dtype=torch.float32, device=call.device)
                 overflow = torch.zeros(sizes, dtype=torch.int32, device=call.device)
                 copy_on_device(given[divided], upstream)
-                steps.divide_(given[divided], task.value, unscale, doubts=job.doubts)
-            scaling = Scaling(steps.shift, unscale, overflow, job.narrow)
+                steps.divide_(given[divided], task.value, unscale)
+            scaling = Scaling(steps.shift, unscale, overflow)
         with tools.clock.timed("compute"):
             spec.accumulate(call.kernel, task, given, states, scaling)
         if upstream is None or scaling.overflow is None or not bool(scaling.overflow.any()):
-            break
-        if not overflowed(scaling.overflow, job.doubts):
             break
         computed = Computed(
             task.query, given["out"], upstream, given["lse"].unsqueeze(-1), task.key, task.value,
             *states,
         )  # fmt: skip
         if not steps.lower(scaling.overflow, computed, ask):
-            job.doubts.outgrown = True
             break
         repeated += 1
         for state in states:

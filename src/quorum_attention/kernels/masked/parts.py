@@ -210,14 +210,8 @@ class ByParts:
                 key_rows(grads.grad_value, at),
             )
             with task.timed("merge"):
-                add_all_(
-                    targets,
-                    found,
-                    2.0**-scaling.shift,
-                    scaling.unscale,
-                    scaling.overflow,
-                    scaling.narrow,
-                )
+                alpha = 2.0**-scaling.shift
+                add_all_(targets, found, alpha, scaling.unscale, scaling.overflow)
             del found
 
     def _calls(self, task: TaskTensors, geometry: Geometry) -> tuple[Call, ...]:
