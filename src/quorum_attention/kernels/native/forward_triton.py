@@ -8,8 +8,8 @@ sum (paper, section 3; the recurrence is FlashAttention-2's). It starts from the
 rows already have, which merges the task into them.
 
 P is rounded to 16 bits where it meets the value, and not in l. That cancels in the largest P of a
-row only if this is a power of two, but it is that times two to the rounding of m. Where m is large,
-a program walks its runs once more, with care (FAR).
+row only if this is a power of two, but it is that times two to the rounding of m: where m is
+thousands, a row of one key is one last place off its value.
 """
 
 import triton
@@ -58,7 +58,6 @@ def _tile(
     READ: tl.constexpr,
     PRECISION: tl.constexpr,
     DROPOUT: tl.constexpr,
-    FAR: tl.constexpr,
 ):
     k = block_rows(key, b, h_k, at_key, k_n, inside, HEAD_DIM, BLOCK_N, BLOCK_D, READ, MASKED)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -67,21 +66,13 @@ def _tile(
         log2_scale = 1.4426950408889634
     if MASKED:
         s = tl.where(keep, s, float("-inf"))
-    largest = tl.max(s, 1)
-    highest = largest * log2_scale
-    m_new = tl.maximum(m, highest)
+    m_new = tl.maximum(m, tl.max(s, 1) * log2_scale)
     if MASKED or BIAS:  # noqa: SIM108
         # The maximum of a row without keys so far is -inf, and its differences would be NaN.
         below = LIFT - tl.where(m_new == float("-inf"), 0.0, m_new)
     else:
         below = LIFT - m_new
-    if FAR:
-        # The row's largest P is 2**LIFT exactly: both differences are 0 there. (What comes out of
-        # the ``where`` above is rounded: no product can be fused with the difference.)
-        s -= tl.where(largest == float("-inf"), 0.0, largest)[:, None]
-        p = tl.exp2(tl.fma(s, log2_scale, LIFT - tl.where(highest < m, m - highest, 0.0)[:, None]))
-    else:
-        p = tl.exp2(tl.fma(s, log2_scale, below[:, None]))
+    p = tl.exp2(tl.fma(s, log2_scale, below[:, None]))
     alpha = tl.exp2(m - LIFT + below)
     l = l * alpha + tl.sum(p, 1)
     if DROPOUT:
@@ -90,112 +81,6 @@ def _tile(
     v = block_rows(value, b, h_k, at_key, v_n, inside, VALUE_DIM, BLOCK_N, BLOCK_DV, READ, MASKED)
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     return acc, m_new, l
-
-
-@triton.jit
-def _begun(
-    out_at, out_live, lse_at, live, share, RESUME: tl.constexpr, LIFTED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, DROPOUT: tl.constexpr,
-):  # fmt: skip
-    """(acc, m, l) where a walk begins."""
-    if RESUME:
-        old = tl.load(lse_at, mask=live, other=float("-inf"))
-        m = old * 1.4426950408889634
-        # P is computed times 2**LIFT, so that small ones do not underflow in 16 bits.
-        l = tl.where(old == float("-inf"), 0.0, LIFTED)
-        acc = tl.load(out_at, mask=out_live, other=0.0).to(tl.float32) * LIFTED
-        if DROPOUT:
-            # As it is summed up: without the factor of what is not dropped.
-            acc = acc * share
-    else:
-        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        l = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    return acc, m, l
-
-
-@triton.jit
-def _walk(
-    acc, m, l, q, key, value, rows, wide_rows, live, first, block, b, h_k, starts, entries, bias,
-    query_bits, words, key_bits, head, entry, key_low, key_high, threshold, n_queries, k_n, v_n,
-    bias_q, bias_k, bias_row, bias_column, scale, softcap, slope, left, right,
-    LIFT: tl.constexpr, PLAIN: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    BIAS: tl.constexpr, WINDOW: tl.constexpr, BITS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, READ: tl.constexpr, PRECISION: tl.constexpr, DROPOUT: tl.constexpr,
-    RAGGED: tl.constexpr, FAR: tl.constexpr,
-):  # fmt: skip
-    """(acc, m, l) after a block's runs; FAR: with care, and all of a run as if it were ragged."""
-    columns = tl.arange(0, BLOCK_N)
-    log2_scale = scale * 1.4426950408889634
-
-    for index in range(tl.load(starts + block), tl.load(starts + block + 1)):
-        row_low, row_high, diagonal, distance, start, begin, end, stop = keys_of_run(
-            entries, index, first, n_queries, left, right, BLOCK_M, BLOCK_N, WINDOW, BITS,
-            8 if DROPOUT else (8 if BITS == 2 else 7),
-        )  # fmt: skip
-        if DROPOUT:
-            shift = tl.load(entries + index * 8 + 7)
-
-        if not FAR:
-            for at_key in tl.range(begin, end, BLOCK_N):
-                apart = rows[:, None] - (at_key + columns)[None, :] + distance
-                bias_at = bias
-                if BIAS:
-                    bias_at += (wide_rows[:, None] - bias_row) * bias_q + (
-                        tl.cast(at_key, tl.int64) - bias_column + columns
-                    )[None, :] * bias_k
-                drop = True
-                if DROPOUT:
-                    drop = dropped(
-                        rows + shift, at_key + shift - distance, head, entry, key_low, key_high,
-                        threshold, BLOCK_M, BLOCK_N, DROPOUT, False,
-                    )  # fmt: skip
-                acc, m, l = _tile(
-                    acc, m, l, q, key, value, b, h_k, at_key, k_n, v_n, True, True, apart, bias_at,
-                    live[:, None], scale, log2_scale, softcap, slope, drop, LIFT, False, PLAIN,
-                    SOFTCAP, ALIBI, BIAS, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, READ,
-                    PRECISION, DROPOUT, False,
-                )  # fmt: skip
-
-        # The ragged parts: after the clear part, and before it (a window's left edge).
-        for side in range(2 if WINDOW and not FAR else 1):
-            part_low = start if FAR else tl.where(side == 1, start, end)
-            part_high = stop if FAR else tl.where(side == 1, begin, stop)
-            for at_key in tl.range(part_low, part_high, BLOCK_N, num_stages=RAGGED):
-                keys = at_key + columns
-                keep = keys_kept(
-                    rows[:, None], keys[None, :], row_low, row_high, part_low, part_high,
-                    diagonal, distance, left, right, WINDOW,
-                )  # fmt: skip
-                if BITS == 2:
-                    keep = tried(
-                        keep, words, entries + index * 8, rows[:, None], keys[None, :],
-                    )  # fmt: skip
-                if BITS == 1:
-                    # Read again for each tile: holding them would cost the clear tiles registers.
-                    own_bits = tl.load(query_bits + rows, mask=live, other=0)
-                    other = tl.load(key_bits + keys, mask=keys < part_high, other=0)
-                    keep = keep & ((own_bits[:, None] & other[None, :]) == 0)
-                apart = rows[:, None] - keys[None, :] + distance
-                bias_at = bias
-                if BIAS:
-                    bias_at += (wide_rows[:, None] - bias_row) * bias_q + (
-                        tl.cast(at_key, tl.int64) - bias_column + columns
-                    )[None, :] * bias_k
-                drop = True
-                if DROPOUT:
-                    drop = dropped(
-                        rows + shift, at_key + shift - distance, head, entry, key_low, key_high,
-                        threshold, BLOCK_M, BLOCK_N, DROPOUT, False,
-                    )  # fmt: skip
-                acc, m, l = _tile(
-                    acc, m, l, q, key, value, b, h_k, at_key, k_n, v_n, keys < part_high, keep,
-                    apart, bias_at, keep, scale, log2_scale, softcap, slope, drop, LIFT, True,
-                    PLAIN, SOFTCAP, ALIBI, BIAS, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N,
-                    READ, PRECISION, DROPOUT, FAR,
-                )  # fmt: skip
-    return acc, m, l
 
 
 @triton.jit(
@@ -275,7 +160,6 @@ def forward_kernel(
     PRECISION: tl.constexpr,
     DROPOUT: tl.constexpr,
     RAGGED: tl.constexpr,
-    FAR: tl.constexpr,
 ):
     """Merge a task's runs into (out, lse), or write them there (RESUME False).
 
@@ -284,8 +168,7 @@ def forward_kernel(
     a table from runs.py, by blocks of BLOCK_M queries. ``bias_row``, ``bias_column``: local
     positions of the mask's first row and column. ``group``: query heads of a key head. ``drops``:
     numbers from ``launch.dropout_numbers``, read with DROPOUT (see ``dropout_triton.dropped``).
-    RAGGED: pipeline stages of ragged parts. FAR: beyond which size of m runs are walked with care;
-    0: never.
+    RAGGED: pipeline stages of ragged parts.
     BITS: 1: group bits; 2: ``query_bits`` are words of tried blocks (``scores_triton.tried``), and
     ``left`` and ``right`` their strides by entry and head.
     """
@@ -332,30 +215,87 @@ def forward_kernel(
     if DROPOUT:
         head, entry, key_low, key_high, threshold, rescale, share = dropout_lot(drops, h, b)
 
-    acc, m, l = _begun(
-        out_at, out_live, lse_at, live, share, RESUME, LIFTED, BLOCK_M, BLOCK_DV, DROPOUT
-    )
-    acc, m, l = _walk(
-        acc, m, l, q, key, value, rows, wide_rows, live, first, block, b, h_k, starts, entries,
-        bias, query_bits, words, key_bits, head, entry, key_low, key_high, threshold, n_queries,
-        k_n, v_n, bias_q, bias_k, bias_row, bias_column, scale, softcap, slope, left, right,
-        LIFT, PLAIN, SOFTCAP, ALIBI, BIAS, WINDOW, BITS, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV,
-        BLOCK_M, BLOCK_N, READ, PRECISION, DROPOUT, RAGGED, False,
-    )  # fmt: skip
-    if FAR > 0:
-        size = tl.abs(m)
-        if tl.max(tl.where(size < float("inf"), size, 0.0), 0) > FAR:
-            acc, m, l = _begun(
-                out_at, out_live, lse_at, live, share, RESUME, LIFTED, BLOCK_M, BLOCK_DV, DROPOUT
-            )
-            acc, m, l = _walk(
-                acc, m, l, q, key, value, rows, wide_rows, live, first, block, b, h_k, starts,
-                entries, bias, query_bits, words, key_bits, head, entry, key_low, key_high,
-                threshold, n_queries, k_n, v_n, bias_q, bias_k, bias_row, bias_column, scale,
-                softcap, slope, left, right, LIFT, PLAIN, SOFTCAP, ALIBI, BIAS, WINDOW, BITS,
-                HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, READ, PRECISION, DROPOUT,
-                1, True,
+    if RESUME:
+        old = tl.load(lse_at, mask=live, other=float("-inf"))
+        m = old * 1.4426950408889634
+        # P is computed times 2**LIFT, so that small ones do not underflow in 16 bits.
+        l = tl.where(old == float("-inf"), 0.0, LIFTED)
+        acc = tl.load(out_at, mask=out_live, other=0.0).to(tl.float32) * LIFTED
+        if DROPOUT:
+            # As it is summed up: without the factor of what is not dropped.
+            acc = acc * share
+    else:
+        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        l = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    columns = tl.arange(0, BLOCK_N)
+    log2_scale = scale * 1.4426950408889634
+
+    for index in range(tl.load(starts + block), tl.load(starts + block + 1)):
+        row_low, row_high, diagonal, distance, start, begin, end, stop = keys_of_run(
+            entries, index, first, n_queries, left, right, BLOCK_M, BLOCK_N, WINDOW, BITS,
+            8 if DROPOUT else (8 if BITS == 2 else 7),
+        )  # fmt: skip
+        if DROPOUT:
+            shift = tl.load(entries + index * 8 + 7)
+
+        for at_key in tl.range(begin, end, BLOCK_N):
+            apart = rows[:, None] - (at_key + columns)[None, :] + distance
+            bias_at = bias
+            if BIAS:
+                bias_at += (wide_rows[:, None] - bias_row) * bias_q + (
+                    tl.cast(at_key, tl.int64) - bias_column + columns
+                )[None, :] * bias_k
+            drop = True
+            if DROPOUT:
+                drop = dropped(
+                    rows + shift, at_key + shift - distance, head, entry, key_low, key_high,
+                    threshold, BLOCK_M, BLOCK_N, DROPOUT, False,
+                )  # fmt: skip
+            acc, m, l = _tile(
+                acc, m, l, q, key, value, b, h_k, at_key, k_n, v_n, True, True, apart, bias_at,
+                live[:, None], scale, log2_scale, softcap, slope, drop, LIFT, False, PLAIN,
+                SOFTCAP, ALIBI, BIAS, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, READ,
+                PRECISION, DROPOUT,
             )  # fmt: skip
+
+        # The ragged parts: after the clear part, and before it (a window's left edge).
+        for side in range(2 if WINDOW else 1):
+            part_low = tl.where(side == 1, start, end)
+            part_high = tl.where(side == 1, begin, stop)
+            for at_key in tl.range(part_low, part_high, BLOCK_N, num_stages=RAGGED):
+                keys = at_key + columns
+                keep = keys_kept(
+                    rows[:, None], keys[None, :], row_low, row_high, part_low, part_high,
+                    diagonal, distance, left, right, WINDOW,
+                )  # fmt: skip
+                if BITS == 2:
+                    keep = tried(
+                        keep, words, entries + index * 8, rows[:, None], keys[None, :],
+                    )  # fmt: skip
+                if BITS == 1:
+                    # Read again for each tile: holding them would cost the clear tiles registers.
+                    own_bits = tl.load(query_bits + rows, mask=live, other=0)
+                    other = tl.load(key_bits + keys, mask=keys < part_high, other=0)
+                    keep = keep & ((own_bits[:, None] & other[None, :]) == 0)
+                apart = rows[:, None] - keys[None, :] + distance
+                bias_at = bias
+                if BIAS:
+                    bias_at += (wide_rows[:, None] - bias_row) * bias_q + (
+                        tl.cast(at_key, tl.int64) - bias_column + columns
+                    )[None, :] * bias_k
+                drop = True
+                if DROPOUT:
+                    drop = dropped(
+                        rows + shift, at_key + shift - distance, head, entry, key_low, key_high,
+                        threshold, BLOCK_M, BLOCK_N, DROPOUT, False,
+                    )  # fmt: skip
+                acc, m, l = _tile(
+                    acc, m, l, q, key, value, b, h_k, at_key, k_n, v_n, keys < part_high, keep,
+                    apart, bias_at, keep, scale, log2_scale, softcap, slope, drop, LIFT, True,
+                    PLAIN, SOFTCAP, ALIBI, BIAS, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N,
+                    READ, PRECISION, DROPOUT,
+                )  # fmt: skip
 
     empty = l == 0.0
     total = tl.where(empty, 1.0, l)

@@ -21,8 +21,6 @@ _TYPICAL = -8
 _LARGEST_LIFT = 14
 # The largest offset inside a tile, in elements, that fits 32 bits with room for a row's columns.
 _LARGEST_OFFSET = 2**31 - 2**16
-# From here on the rounding of a score's size in units of ln 2, 2**-13, is near that of fp16's P.
-_FAR = 2.0**11
 # The most columns of a tile whose ragged parts are pipelined.
 _WIDEST_RAGGED = 128
 
@@ -139,7 +137,7 @@ def launch_forward(
             given.scale, extras.options.softcap, *_bounds(extras),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, LIFT=lift, LIFTED=2.0**lift,
             RESUME=resume, READ=way, DROPOUT=_dropout(extras, runs),
-            RAGGED=_ragged(config.stages, extras, width), FAR=_far(query, extras, config, width),
+            RAGGED=_ragged(config.stages, extras, width),
             **_shared(given, extras, head_dim, value.shape[-1]),
             num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
@@ -298,15 +296,6 @@ def _ragged(stages: int, extras: Extras, width: int) -> int:
     much of all, and where it has been measured (docs/native.md)."""
     other = extras.bias is not None or extras.drops is not None or extras.query_bits is not None
     return stages if extras.options.windowed and width <= _WIDEST_RAGGED and not other else 1
-
-
-def _far(query: torch.Tensor, extras: Extras, config: Config, width: int) -> float:
-    """Beyond which size of a row's maximum, in units of ln 2, P is rounded to 16 bits with care
-    (``forward_triton._tile``); 0: never, because it is not rounded, a soft cap bounds scores, or
-    the compiler would make windows of this width slower by it (docs/native.md)."""
-    bounded = 0 < extras.options.softcap < 1000 and extras.bias is None and extras.slopes is None
-    slower = width > 64 and _ragged(config.stages, extras, width) > 1
-    return 0.0 if bounded or slower or query.element_size() > 2 else _FAR
 
 
 def _as_read(
