@@ -18,7 +18,6 @@ from quorum_attention.call.gradients import Given
 from quorum_attention.call.request import Request, Tensors
 from quorum_attention.call.transforms import records, refuse_batched
 from quorum_attention.call.validation import as_tensor
-from quorum_attention.kernels.lse_use import lse_use
 from quorum_attention.kernels.outside import outside
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.traits import captures
@@ -322,17 +321,15 @@ def differentiable(tensors: Tensors, request: Request) -> tuple[torch.Tensor, to
 
 
 def attend(
-    tensors: Tensors, request: Request, out: torch.Tensor | None, *, lse_wanted: bool = True
+    tensors: Tensors, request: Request, out: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of a call that has been checked; ``out`` as its caller gave it."""
     recorded = torch.is_grad_enabled()
     try:
         if request.records:
-            with lse_use(True):
-                result, lse = differentiable(tensors, request)
+            result, lse = differentiable(tensors, request)
         else:
-            with lse_use(lse_wanted):
-                result, lse = beside_casts(request, lambda left: run_forward(tensors, left))
+            result, lse = beside_casts(request, lambda left: run_forward(tensors, left))
             if out is not None:
                 return as_tensor(out, "out", written=True), request.back(lse)
     finally:

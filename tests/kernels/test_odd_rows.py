@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quorum_attention.kernels import odd_rows
+from quorum_attention.kernels import blocks, odd_rows
 from quorum_attention.kernels.odd_rows import mend_odd_rows_
 
 N = 12
@@ -32,7 +32,7 @@ def exact(query, key, value, causal, bias):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("block_bytes", [None, 64])
 def test_mended(causal: bool, kind: str, block_bytes: int | None, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     if block_bytes is not None:
-        monkeypatch.setattr(odd_rows, "BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr(blocks, "BLOCK_BYTES", block_bytes)
     query, key, value = torch.randn(3, 1, 2, N, 4, dtype=torch.float64)
     bias = torch.zeros(1, 2, N, N, dtype=torch.float64)
     if kind in ("nan in keys", "all at once"):
@@ -59,7 +59,7 @@ def test_mended(causal: bool, kind: str, block_bytes: int | None, monkeypatch) -
 
 
 def test_rows_that_are_right_are_not_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(odd_rows, "_mend_", lambda *_: pytest.fail("nothing to mend"))
+    monkeypatch.setattr(odd_rows, "_largest", lambda *_: pytest.fail("nothing to mend"))
     query, key, value = torch.randn(3, 1, 2, N, 4, dtype=torch.float64)
     out, lse = exact(query, key, value, False, None)
     lse[0, 0, 3] = -torch.inf

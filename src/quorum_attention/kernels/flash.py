@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import torch
 
-from quorum_attention.kernels.lse_use import lse_is_used
 from quorum_attention.kernels.operators import flash_implementation, operator_reason
 from quorum_attention.kernels.protocol import CallShape, Extent
 from quorum_attention.kernels.rectangles import RectangleKernel
@@ -68,8 +66,6 @@ class FlashKernel(RectangleKernel):
         # It returns lse +inf for a row whose sum is NaN: with that, a backward would compute 0 for
         # all of its probabilities that are not NaN themselves.
         lse.nan_to_num_(nan=torch.nan, posinf=torch.nan, neginf=-torch.inf)
-        if lse_is_used() and _splits_keys(query, key):
-            _mend_lse_(lse, out, value)
         return out, lse
 
     def rectangle_backward(
@@ -135,31 +131,6 @@ class FlashKernel(RectangleKernel):
         if sizes.heads != sizes.key_heads:
             inside += 2 * sizes.shared_key_rows * dim * sizes.item
         return backward_bytes(sizes, gradients, inside)
-
-
-def _splits_keys(query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Whether the operator may split the keys: if tiles of queries do not fill the GPU."""
-    batch, heads, rows, head_dim = query.shape
-    if key.shape[2] <= (256 if head_dim <= 64 else 128 if head_dim <= 128 else 64):
-        return False
-    # A single query of grouped heads becomes a head of several queries.
-    lanes = batch * (key.shape[1] if rows == 1 else heads)
-    return 0 < lanes * -(-rows // 64) < 2 * multiprocessors()
-
-
-def _mend_lse_(lse: torch.Tensor, out: torch.Tensor, value: torch.Tensor) -> None:
-    """Make the lse (b, h, n) NaN, in place, of rows that have a score of NaN or +inf.
-
-    In such a row all of ``out`` (b, h, n, d) is NaN. But the parts of split keys that are NaN are
-    left out of its lse, and a backward would make finite gradients of that. In its first column
-    ``out`` is NaN for no other reason, unless that of ``value`` (b, hk, m, d) is not finite.
-    """
-    # Few operators: each takes the host as long as a short call's kernel runs.
-    first = out[..., 0]
-    clean = torch.linalg.vector_norm(value[..., 0], math.inf, dim=-1, keepdim=True) < math.inf
-    if value.shape[1] != out.shape[1]:
-        clean = clean.repeat_interleave(out.shape[1] // value.shape[1], dim=1)
-    lse.masked_fill_((first != first) & clean, torch.nan)
 
 
 def _padded_dim(head_dim: int) -> int:

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from quorum_attention.kernels.blocks import BLOCK_BYTES, row_blocks
+from quorum_attention.kernels.blocks import row_blocks
 
 # Bytes of scores that are looked at together.
 _SCORE_BYTES = 256 * 1024
@@ -42,81 +42,53 @@ def mend_odd_rows_(
         bias: (b or 1, h or 1, lq or 1, lk or 1), or None.
     """
     batch, heads, n_rows = lse.shape
-    if lse.nbytes <= BLOCK_BYTES and not math.isnan(float((lse / lse).sum())):
-        return
+    if bias is not None:
+        bias = bias.expand(batch, heads, n_rows, key.shape[2])
     for block in row_blocks(batch, heads, n_rows, lse.element_size()):
-        part = lse[block]
-        ones = part / part
+        ones = lse[block] / lse[block]
         if not math.isnan(float(ones.sum())):
             continue
-        odd = ones.isnan() & (part != -torch.inf)
+        odd = ones.isnan() & (lse[block] != -torch.inf)
         for entry, head in odd.any(dim=-1).nonzero().tolist():
             at = (block[0].start + entry, block[1].start + head)
-            rows = odd[entry, head].nonzero().flatten() + block[2].start
-            keys = key[at[0], at[1] * key.shape[1] // query.shape[1]]
-            _mend_(out[at], lse[at], rows, query[at], keys, causal, scale, _part(bias, at))
-
-
-def _part(bias: torch.Tensor | None, at: tuple[int, int]) -> torch.Tensor | None:
-    """The mask (lq or 1, lk or 1) of one head; ``bias`` may broadcast over batch and heads."""
-    if bias is None:
-        return None
-    return bias[at[0] if bias.shape[0] > 1 else 0, at[1] if bias.shape[1] > 1 else 0]
-
-
-def _mend_(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    rows: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    causal: bool,
-    scale: float,
-    bias: torch.Tensor | None,
-) -> None:
-    """``mend_odd_rows_`` for some ``rows`` of one head."""
-    largest = _largest(query, key, rows, causal, scale, bias, lse.dtype)
-    lost = rows[largest.isnan() | (largest == torch.inf)]
-    out.index_fill_(0, lost, torch.nan)
-    out.index_fill_(0, rows[largest == -torch.inf], 0.0)
-    lse[rows] = torch.where(largest.isfinite(), lse[rows], largest)
+            keys = key[at[0], at[1] * key.shape[1] // heads]
+            # Of so many rows and keys, neither they nor their scores exceed _SCORE_BYTES.
+            items = _SCORE_BYTES // lse.element_size()
+            step = max(1, min(int(items**0.5), items // max(1, keys.shape[1])))
+            for rows in (odd[entry, head].nonzero().flatten() + block[2].start).split(step):
+                some = query[at][rows].to(lse.dtype)
+                mask = None if bias is None else bias[at]
+                largest = _largest(some, keys, rows, step, causal, scale, mask)
+                out[at][rows[largest.isnan() | (largest == torch.inf)]] = torch.nan
+                out[at][rows[largest == -torch.inf]] = 0.0
+                lse[at][rows] = torch.where(largest.isfinite(), lse[at][rows], largest)
 
 
 def _largest(
     query: torch.Tensor,
     key: torch.Tensor,
     rows: torch.Tensor,
+    step: int,
     causal: bool,
     scale: float,
     bias: torch.Tensor | None,
-    dtype: torch.dtype,
 ) -> torch.Tensor:
     """The largest score of each of ``rows``; NaN if a score is NaN, -inf without keys.
 
     Args:
-        query, key, bias: (lq, d), (lk, d), (lq or 1, lk or 1).
+        query: (rows, d), those of ``rows``.
+        key, bias: (lk, d); (lq, lk) or None.
+        step: most keys at a time.
     """
-    n_keys, width = key.shape
-    if bias is not None:
-        bias = bias.expand(query.shape[0], n_keys)
-    found = torch.full((rows.numel(),), -torch.inf, dtype=dtype, device=rows.device)
-    # Blocks of ``step`` queries and keys: neither they nor their scores exceed _SCORE_BYTES.
-    items = _SCORE_BYTES // dtype.itemsize
-    step = max(1, min(int(items**0.5), items // max(1, width)))
-    for at in range(0, rows.numel(), step):
-        some = rows[at : at + step]
-        part = query[some].to(dtype)
-        best = found[at : at + step]
-        if bool(part.isnan().any(dim=-1).all()):
-            # All scores of these rows are NaN.
-            best.fill_(torch.nan)
-            continue
-        for first in range(0, n_keys, step):
-            scores = (part @ key[first : first + step].to(dtype).mT).mul_(scale)
-            if bias is not None:
-                scores += bias[some, first : first + step]
-            if causal:
-                columns = torch.arange(first, first + scores.shape[1], device=rows.device)
-                scores.masked_fill_(columns > some.unsqueeze(-1), -torch.inf)
-            torch.maximum(best, scores.amax(dim=-1), out=best)
+    found = query.new_full((rows.numel(),), -torch.inf)
+    if bool(query.isnan().any(dim=-1).all()):
+        return found.fill_(torch.nan)
+    for first in range(0, key.shape[0], step):
+        scores = (query @ key[first : first + step].to(query.dtype).mT).mul_(scale)
+        if bias is not None:
+            scores += bias[rows, first : first + step]
+        if causal:
+            columns = torch.arange(first, first + scores.shape[1], device=rows.device)
+            scores.masked_fill_(columns > rows.unsqueeze(-1), -torch.inf)
+        found = torch.maximum(found, scores.amax(dim=-1))
     return found

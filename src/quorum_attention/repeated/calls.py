@@ -98,7 +98,7 @@ def output(
             _note(name, one)
         if made is not None:
             return made
-    return attend(tensors, request, out, lse_wanted=False)[0]
+    return attend(tensors, request, out)[0]
 
 
 def forget_all() -> None:

@@ -32,7 +32,6 @@ from quorum_attention.execution.routes.whole import (
 )
 from quorum_attention.execution.scaling import all_finite, scales
 from quorum_attention.execution.takes import corrected_bytes
-from quorum_attention.kernels.lse_use import lse_use
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel, kernels, registrations
 from quorum_attention.kernels.traits import traits_of, whole_calls
@@ -89,11 +88,9 @@ class Whole:
         """The output; None where memory ran out."""
         try:
             if self.request.records:
-                with lse_use(True):
-                    made: torch.Tensor = _Whole.apply(query, key, value, mask, self)
+                made: torch.Tensor = _Whole.apply(query, key, value, mask, self)
                 return made
-            with lse_use(False):
-                return self.forward(query, key, value, mask)[0]
+            return self.forward(query, key, value, mask)[0]
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
