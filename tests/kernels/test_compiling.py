@@ -41,7 +41,6 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 
     monkeypatch.setattr(compiling, "compile_for", found.append)
     monkeypatch.setattr(ahead, "begin", begin)
-    monkeypatch.setattr(compiling, "_begun", set())
     monkeypatch.setattr(compiling, "triton_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -80,7 +79,7 @@ def test_the_kernels_prepared_are_those_launched(
         parts = tuple(torch.empty(t.shape, dtype=dtype) for t in states)
         flags = torch.zeros(1, heads, dtype=torch.int32) if scaled else None
         factors = torch.ones(1, heads) if scaled else None
-        merge.add_all_(states, parts, 0.5, factors, flags, scaled)
+        merge.add_all_(states, parts, 0.5, factors, flags)
         if scaled:
             values = torch.empty(1, heads, keys, value_dim, dtype=dtype)
             scaling.divide_gradient_(part, values, torch.ones(1, heads), 0)
@@ -93,7 +92,7 @@ def test_the_kernels_prepared_are_those_launched(
         assert all(tensor.data_ptr() % 16 == 0 for tensor in large)
 
 
-def test_asked_for_once_and_only_where_there_is_a_gpu(
+def test_what_a_call_needs_and_only_where_there_is_a_gpu(
     prepared: list[Launch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def begun() -> list[str]:
@@ -107,7 +106,6 @@ def test_asked_for_once_and_only_where_there_is_a_gpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     compiling.compile_ahead(torch.device("cpu"), *asked[1:])
     assert begun() == []
-    compiling.compile_ahead(*asked)
     compiling.compile_ahead(*asked)
     assert begun() == ["merge", "add", "norm", "divide"]
     compiling.compile_ahead(GPU, torch.bfloat16, 64, 64, False)
@@ -184,5 +182,5 @@ def test_where_no_thread_can_be_started_the_call_goes_on(
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(ahead, "begin", refused)
-    assert compiling.compile_ahead(GPU, torch.float16, 64, 64, True)
+    compiling.compile_ahead(GPU, torch.float16, 64, 64, True)
     assert prepared == []

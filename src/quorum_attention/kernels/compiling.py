@@ -17,25 +17,19 @@ from quorum_attention.kernels.launches import (
 from quorum_attention.kernels.merge import triton_available
 from quorum_attention.kernels.outside import outside
 
-_begun: set[tuple[object, ...]] = set()
-
 
 def compile_ahead(
     device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, scaled: bool | None
-) -> bool:
-    """Begin to compile what merges and adds on ``device`` in a thread, once in a process.
-    Whether this is the first time that it was asked for, and was begun.
+) -> None:
+    """Begin to compile what merges and adds on ``device`` in a thread; asked for once in a process.
 
     Args:
         dtype: of the inputs.
         head_dim, value_dim: of query and key, and of value.
         scaled: whether the backward that is to follow is scaled; None: there is none.
     """
-    asked = (device, dtype, head_dim, value_dim, scaled)
-    here = device.type == "cuda" and torch.cuda.is_available()
-    if asked in _begun or not here or not triton_available():
-        return False
-    _begun.add(asked)
+    if device.type != "cuda" or not torch.cuda.is_available() or not triton_available():
+        return
     if device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     with outside():
@@ -52,4 +46,3 @@ def compile_ahead(
 
     with suppress(RuntimeError):  # no more threads: launches compile
         ahead.begin("Triton kernels", device, work)
-    return True

@@ -2,8 +2,7 @@
 
 An operator may run and return wrong numbers. So a small rectangle and a small causal square are
 compared with the float64 reference: the forward and, if gradients are needed, the backward. That
-takes half a second in a new process, so what passed is remembered on disk (proven.py), and a plan
-is searched for meanwhile (``begin``).
+takes half a second in a new process, so what passed is remembered on disk (proven.py).
 
 Its tensors are small. Many threads take longer for them than one, most of all where a container
 allows a process fewer cores than it sees (16 ms an operator, seen there). And what merges is not
@@ -22,7 +21,6 @@ import torch
 
 from quorum_attention.decomposition import Decomposition, Rectangle
 from quorum_attention.errors import is_out_of_memory
-from quorum_attention.kernels import ahead
 from quorum_attention.kernels.dense import DenseKernel
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.merge import by_torch, empty_
@@ -99,26 +97,7 @@ def probe(kernel: InnerKernel, call: CallShape, device: torch.device | None = No
         torch.OutOfMemoryError: the device does not have the few MiB that the test takes.
         RuntimeError: a CUDA graph is being captured, and no such call has been tested before.
     """
-    if ahead.RUNNING:
-        ahead.wait(_test_of(kernel))
     return _answer(kernel, _question(call, device))
-
-
-def begin(kernel: InnerKernel, call: CallShape, device: torch.device) -> bool:
-    """Begin the test in a thread; whether there is one to wait for.
-
-    Whoever asks ``probe`` waits for it. If it cannot be made or fails to give an answer, ``probe``
-    makes it. Only on a CUDA device.
-    """
-    if device.type != "cuda" or capturing(device):
-        return False
-    question = _question(call, device)
-    if is_proven(kernel, question, question.device):
-        return False
-    with suppress(RuntimeError):  # no more threads
-        ahead.begin(_test_of(kernel), question.device, lambda: _answer(kernel, question))
-        return True
-    return False
 
 
 def building_left(kernel: InnerKernel, call: CallShape, device: torch.device) -> float:
@@ -134,10 +113,6 @@ def building_left(kernel: InnerKernel, call: CallShape, device: torch.device) ->
             return 0.0
     spent = again if is_built(kernel, question, question.device) else anew
     return sum(spent) if call.needs_grad else spent[0]
-
-
-def _test_of(kernel: InnerKernel) -> str:
-    return f"test of {kernel.name}"
 
 
 def _question(call: CallShape, device: torch.device | None) -> _Question:

@@ -17,7 +17,7 @@ from quorum_attention.kernels.fa4 import Fa4Kernel
 from quorum_attention.kernels.flash import FlashKernel
 from quorum_attention.kernels.native import NativeKernel
 from quorum_attention.kernels.operators import flash_implementation
-from quorum_attention.kernels.probe import begin, probe
+from quorum_attention.kernels.probe import probe
 from quorum_attention.kernels.protocol import CallShape, InnerKernel
 from quorum_attention.kernels.traits import Traits, contradiction, refusal, traits_of
 
@@ -30,7 +30,6 @@ _CHECKED: WeakKeyDictionary[InnerKernel, Traits] = WeakKeyDictionary()
 # registration; the reference comes last.
 _PREFERENCE = ("fa4", "cudnn", "flash", "efficient", "cpu", "native")
 _LAST = "dense"
-_PACKAGE = __name__.partition(".")[0] + "."
 
 
 def register_kernel(kernel: InnerKernel) -> None:
@@ -129,19 +128,6 @@ def why_not(kernel: InnerKernel, call: CallShape, device: torch.device | None = 
         return reason
     # A kernel whose options change the scores is tested without them.
     return probe(traits.probed_as or kernel, call, device)
-
-
-def begin_test(kernel: InnerKernel, call: CallShape, device: torch.device) -> bool:
-    """Begin in a thread the test that ``why_not`` will ask for; whether there is one to wait for.
-    Only of this package's kernels: nobody knows whether others may run in any thread.
-
-    Args:
-        kernel: a kernel that does not refuse the call.
-    """
-    traits, ours = traits_of(kernel), type(kernel).__module__.startswith(_PACKAGE)
-    if not ours or kernel.name == _LAST or traits.own_attention:
-        return False
-    return begin(traits.probed_as or kernel, call, device)
 
 
 def _is_checked(kernel: InnerKernel) -> bool:

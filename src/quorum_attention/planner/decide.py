@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeVar
@@ -30,13 +29,7 @@ from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels import proven
 from quorum_attention.kernels.compiling import compile_ahead
 from quorum_attention.kernels.protocol import CallShape, InnerKernel, Recorded
-from quorum_attention.kernels.registry import (
-    begin_test,
-    get_kernel,
-    kernels,
-    registrations,
-    why_not,
-)
+from quorum_attention.kernels.registry import get_kernel, kernels, registrations, why_not
 from quorum_attention.kernels.select import rivals, select_kernel, unrounded_kernel
 from quorum_attention.kernels.traits import recorded
 from quorum_attention.planner import known, policy
@@ -152,7 +145,7 @@ def decide_both(forward: Asked, backward: Asked, *, beside: int = 0) -> Decision
     if beside and backward.options.budget_bytes is not None:
         left = max(0, backward.options.budget_bytes - beside)
         backward = replace(backward, options=replace(backward.options, budget_bytes=left))
-    _prepare(forward, backward)
+    _prepare(forward)
     # The backward is decided again when its turn comes.
     found, _ = both_passes(lambda back: decide((forward, backward)[back], runs=not back), beside)
     return found
@@ -335,13 +328,8 @@ def _by_plan(asked: Asked, *, runs: bool = True) -> Decision:
 _PREPARED: set[tuple[torch.device, torch.dtype, int, int, bool | None]] = set()
 
 
-def _prepare(*passes: Asked) -> None:
-    """Begin what a first call of a kind waits for, beside planning it.
-
-    Args:
-        passes: of one call; the first is run first.
-    """
-    asked = passes[0]
+def _prepare(asked: Asked) -> None:
+    """Begin what a first call of a kind waits for, beside planning it."""
     work, options, place = asked.work, asked.options, asked.place
     if place.in_place and options.budget_bytes is None:
         return
@@ -358,40 +346,7 @@ def _prepare(*passes: Asked) -> None:
         proven.read()
         known.read()
     backend.prepare(options.device)
-    if compile_ahead(*kind):
-        _look_ahead(*passes)
-
-
-def _look_ahead(*passes: Asked) -> None:
-    """While the kernel that these passes will probably take is tested, search for their schedules.
-
-    Nothing is decided: what a search finds is remembered, and asked for when the test is over.
-    """
-    first = passes[0]
-    options, device = first.options, first.options.device
-    rounded_results = first.result.itemsize <= first.work.dtype.itemsize
-    if not isinstance(options.kernel, str) or options.plan is not None or not rounded_results:
-        return
-    with suppress(NotImplementedError):
-        flops = forward_flops(first.work)
-        likely = select_kernel(options.kernel, first.call_shape, device, tried=False, flops=flops)
-        if not begin_test(likely, first.call_shape, device):
-            return
-        machine = machine_of(device, first.work.dtype, first.work.head_dim)
-        for asked in passes:
-            work, place, backward = asked.work, asked.place, asked.backward
-            if asked.options.free and short_monolithic(
-                work, likely, place, machine, backward=backward
-            ):
-                continue
-            free = options.kernel == "auto"
-            # Whatever is wrong is said when it is decided.
-            with suppress(BudgetError, ValueError):
-                quickest(
-                    work, _wish(asked.options), likely,
-                    rivals(likely, asked.call_shape, device) if free else (),
-                    place, machine, backward=backward, believed=lambda kernel: False,
-                )  # fmt: skip
+    compile_ahead(*kind)
 
 
 def _planned(
