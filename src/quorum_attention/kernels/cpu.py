@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from quorum_attention.kernels import dropping
+from quorum_attention.kernels import reference
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.grouped import grouped_backward, grouped_forward
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
@@ -97,8 +97,8 @@ class CpuKernel(RectangleKernel):
         """See ``RectangleKernel.whole_forward``; takes grouped heads, mends rows that are not
         finite."""
         if dropout is not None:
-            task = dropping.whole_task(query, key, value, causal, scale, bias, dropout)
-            return dropping.whole_forward(task, out_dtype)
+            task = reference.whole_task(query, key, value, causal, scale, bias, dropout)
+            return reference.whole_forward(task, out_dtype)
         if query.shape[1] != key.shape[1] and not (causal and _groups()):
             return grouped_forward(
                 lambda q, k, v, mask: self.whole_forward(q, k, v, causal, scale, mask, out_dtype),
@@ -125,8 +125,8 @@ class CpuKernel(RectangleKernel):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See ``RectangleKernel.whole_backward``; takes grouped heads."""
         if dropout is not None:
-            task = dropping.whole_task(query, key, value, causal, scale, bias, dropout)
-            return dropping.whole_backward(task, grad_out, out, lse, grad_dtype)
+            task = reference.whole_task(query, key, value, causal, scale, bias, dropout)
+            return reference.whole_backward(task, grad_out, out, lse, grad_dtype)
         lanes = key.shape[0] * key.shape[1]
         if query.shape[1] != key.shape[1] and not (
             causal and sums_groups(query.element_size(), lanes)
@@ -230,14 +230,14 @@ class CpuKernel(RectangleKernel):
         if task.dropout is None:
             super().forward(task, state)
         else:
-            dropping.forward(task, state)
+            reference.forward(task, state)
 
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
         if task.dropout is None:
             super().backward(task, grads)
         else:
-            dropping.backward(task, grads)
+            reference.backward(task, grads)
 
     def backward_parts(self, batch_and_heads: int) -> int:
         """As many runs of rows as keep all threads busy: each works on whole ones."""
@@ -250,7 +250,7 @@ class CpuKernel(RectangleKernel):
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``forward`` allocates at any one time."""
         if call.dropout:
-            return dropping.forward_bytes(call, extent)
+            return reference.forward_bytes(call, extent)
         sizes = _sizes(call, extent)
         shared = sizes.heads // max(1, sizes.key_heads)
         width = max(call.head_dim, call.value_dim)
@@ -282,7 +282,7 @@ class CpuKernel(RectangleKernel):
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes ``backward`` allocates at any one time."""
         if call.dropout:
-            return dropping.backward_bytes(call, extent)
+            return reference.backward_bytes(call, extent)
         sizes = _sizes(call, extent)
         shared = sizes.heads // max(1, sizes.key_heads)
         width = max(call.head_dim, call.value_dim)

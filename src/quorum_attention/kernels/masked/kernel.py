@@ -9,14 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from quorum_attention.decomposition import (
     PARTIAL,
-    Decomposition,
     Pairs,
     Ranges,
     Rectangle,
@@ -40,6 +38,7 @@ from quorum_attention.kernels.protocol import (
     TaskTensors,
 )
 from quorum_attention.kernels.rectangles import four_dims
+from quorum_attention.kernels.reference import whole_task
 from quorum_attention.kernels.traits import Traits, traits_of
 from quorum_attention.kernels.workspace import UNSPLIT_BYTES
 
@@ -302,7 +301,7 @@ class MaskedKernel:
         work = torch.float64 if query.dtype == torch.float64 else torch.float32
         out = torch.zeros((*query.shape[:3], value.shape[-1]), dtype=work, device=query.device)
         lse = torch.full(query.shape[:3], -torch.inf, dtype=work, device=query.device)
-        task = self._everything(query, key, value, causal, scale, bias, dropout)
+        task = whole_task(query, key, value, False, scale, bias, dropout)
         self.forward(task, Statistics(out, lse))
         return out.to(out_dtype or query.dtype), lse
 
@@ -344,7 +343,7 @@ class MaskedKernel:
         dq, dk, dv = (
             torch.zeros(t.shape, dtype=work, device=t.device) for t in (query, key, value)
         )
-        task = self._everything(query, key, value, causal, scale, bias, dropout)
+        task = whole_task(query, key, value, False, scale, bias, dropout)
         self.backward(task, Gradients(grad_out, out, lse, dq, dk, dv))
         found = [total.to(grad_dtype or query.dtype) for total in (dq, dk, dv)]
         return found[0], found[1], found[2]
@@ -367,27 +366,6 @@ class MaskedKernel:
     def _native_calls(self, query: torch.Tensor) -> Iterator[tuple[slice, NativeUnderMask]]:
         for entries, geometry in self._by_geometry(tuple(range(query.shape[0]))):
             yield entries, self._native[geometry]
-
-    def _everything(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        causal: bool,
-        scale: float,
-        bias: torch.Tensor | None,
-        dropout: Dropout | None,
-    ) -> TaskTensors:
-        n_queries, n_keys = query.shape[2], key.shape[2]
-        return TaskTensors(
-            task=Decomposition(max(n_queries, n_keys)).task(()),
-            rectangles=(Rectangle(0, n_queries, 0, n_keys),),
-            query=query, key=key, value=value, scale=scale, is_causal=causal,
-            bias=partial(_part_of, bias),
-            max_queries=n_queries, max_keys=n_keys,
-            entries=tuple(range(query.shape[0])),
-            dropout=dropout,
-        )  # fmt: skip
 
     def _own(self, entries: tuple[int, ...]) -> tuple[int, ...]:
         """The numbers of entries among those of the batch."""
@@ -447,16 +425,6 @@ def _entries_of(task: TaskTensors, entries: slice) -> TaskTensors:
 def _rows_of_entries(tensor: torch.Tensor | None, entries: slice) -> torch.Tensor | None:
     """The entries of (b or 1, ...)."""
     return tensor if tensor is None or tensor.shape[0] == 1 else tensor[entries]
-
-
-def _part_of(bias: torch.Tensor | None, r: Rectangle) -> torch.Tensor | None:
-    """The part of a whole call's mask that belongs to ``r``."""
-    if bias is None:
-        return None
-    bias = four_dims(bias)
-    if bias.shape[2] > 1:
-        bias = bias[:, :, r.query_start : r.query_stop]
-    return bias[..., r.key_start : r.key_stop] if bias.shape[3] > 1 else bias
 
 
 def _together(parts: Sequence[torch.Tensor]) -> torch.Tensor:

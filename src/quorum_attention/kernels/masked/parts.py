@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
 from quorum_attention.decomposition import Rectangle
 from quorum_attention.decomposition.batches import Batch
+from quorum_attention.kernels import reference
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.masked.calls import Call, calls_of, limits_of
 from quorum_attention.kernels.masked.geometry import TESTED, Geometry
-from quorum_attention.kernels.masked.tiles import Gone, Tiles
+from quorum_attention.kernels.masked.tiles import Tiles
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, add_all_, merge_
 from quorum_attention.kernels.positions import positions
 from quorum_attention.kernels.protocol import (
@@ -145,8 +145,12 @@ class ByParts:
         self, task: TaskTensors, geometry: Geometry, out: torch.Tensor, lse: torch.Tensor
     ) -> None:
         """Merge the task's kept pairs into ``out`` and ``lse``, in place."""
-        if task.dropout is not None and self.by_operator:
-            self.base.forward(self._tile_by_tile(task, geometry), Statistics(out, lse))
+        if task.dropout is not None:
+            cut, state = self._tile_by_tile(task, geometry), Statistics(out, lse)
+            if self.by_operator:
+                self.base.forward(cut, state)
+            else:
+                reference.forward(cut, state, self.tiles.scores)
             return
         for call in self._calls(task, geometry):
             self._forward_call(task, call, geometry, out, lse)
@@ -157,7 +161,6 @@ class ByParts:
     ) -> None:  # fmt: skip
         at, turned = call.batch, call.kind == "upper"
         used, bias = self._with_mask(task, call, geometry)
-        drops = self._drops(task, call)
         for pick in _head_views(used, task, bias is not None):
             part, part_lse = used.whole_forward(
                 _rows(pick(task.query), at, turned),
@@ -166,7 +169,6 @@ class ByParts:
                 call.causal,
                 task.scale,
                 None if bias is None else _of_heads(pick, bias, task.query.shape[1]),
-                **drops,
             )
             if turned:
                 part, part_lse = part.flip(2), part_lse.flip(2)
@@ -176,8 +178,12 @@ class ByParts:
 
     def backward(self, task: TaskTensors, geometry: Geometry, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place; rows without a key have lse 0."""
-        if task.dropout is not None and self.by_operator:
-            self.base.backward(self._tile_by_tile(task, geometry), grads)
+        if task.dropout is not None:
+            cut = self._tile_by_tile(task, geometry)
+            if self.by_operator:
+                self.base.backward(cut, grads)
+            else:
+                reference.backward(cut, grads, self.tiles.scores)
             return
         for call in self._calls(task, geometry):
             self._backward_call(task, call, geometry, grads)
@@ -188,7 +194,6 @@ class ByParts:
         at, turned = call.batch, call.kind == "upper"
         scaling = grads.scaling
         used, bias = self._with_mask(task, call, geometry)
-        drops = self._drops(task, call)
         for pick in _head_views(used, task, bias is not None):
             found = used.whole_backward(
                 _rows(pick(grads.grad_out), at, turned),
@@ -200,7 +205,6 @@ class ByParts:
                 call.causal,
                 task.scale,
                 None if bias is None else _of_heads(pick, bias, task.query.shape[1]),
-                **drops,
             )
             if turned:
                 found = (found[0].flip(2), found[1].flip(2), found[2].flip(2))
@@ -249,15 +253,6 @@ class ByParts:
         if bias is not None and self.by_operator and not self._masked_calls(task):
             used = self.tiles
         return used, bias
-
-    def _drops(self, task: TaskTensors, call: Call) -> dict[str, Any]:
-        """What ``Tiles`` is told of dropout; operators drop tile by tile, without this."""
-        if task.dropout is None:
-            return {}
-        r, turned = call.batch.first, call.kind == "upper"
-        queries = positions(task.task, r.query_start, r.query_stop, task.query.device)
-        keys = task.task.segments(r.key_start, r.key_stop)
-        return {"gone": Gone(task.dropout, queries.flip(0) if turned else queries, keys, turned)}
 
     def _tile_by_tile(self, task: TaskTensors, geometry: Geometry) -> TaskTensors:
         """A task with dropout, as its kernel computes it tile by tile: the rectangles around its

@@ -17,8 +17,8 @@ from quorum_attention.kernels import (
     DenseKernel,
     Extent,
     MaskShape,
+    reference,
 )
-from quorum_attention.kernels import dropping as module
 from quorum_attention.kernels.dropout import Dropout
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -30,8 +30,7 @@ def test_random_tasks_by_every_tile(
 ) -> None:
     """Merged into states that hold keys already; rows and tiles without keys among them."""
     if tile is not None:
-        for name, value in zip(("_PAIRS", "_ROWS", "_KEYS"), tile, strict=True):
-            monkeypatch.setattr(module, name, value)
+        monkeypatch.setattr(reference, "IN_CACHE", reference.TileLimits(*tile))
     r = random.Random(str(tile))
     for _ in range(30 if tile != (1, 1, 1) else 6):
         dtype = r.choice([torch.float16, torch.bfloat16, torch.float32, torch.float64])

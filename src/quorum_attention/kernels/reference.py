@@ -1,0 +1,498 @@
+"""The reference: attention in torch's operators, tile by tile, for any dtype and device.
+
+It runs what no fused kernel here can: the kernels ``dense`` and ``tiles``, score modifications
+without a compiler, and dropout where an operator has none, or drops other pairs in every call. With
+scores S = scale Q K^T, changed and masked, and Z of kernels/dropout.py,
+
+    lse = logsumexp(S),   P = exp(S - lse),   O = (Z P) V,
+    dV = (Z P)^T dO,   dS = P * (Z * (dO V^T) - rowsum(dO * O)),   dQ = scale dS K,
+    dK = scale dS^T Q.
+
+The recurrences are FlashAttention-2's, in fp32 (fp64 for fp64 inputs): a block of queries walks its
+tiles of keys, in the forward with a running maximum and sum, in the backward with the log-sum-exp
+of the whole rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from quorum_attention.decomposition import Decomposition, Rectangle
+from quorum_attention.kernels.dropout import Dropout, dropped, dropped_bytes
+from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, empty_, merge_
+from quorum_attention.kernels.positions import positions
+from quorum_attention.kernels.protocol import (
+    CallShape,
+    Extent,
+    Gradients,
+    Statistics,
+    TaskTensors,
+)
+from quorum_attention.kernels.workspace import SLACK_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class TileLimits:
+    """The most pairs, query rows or key rows, and keys of a tile, all its heads together. A single
+    row of the query heads of a key head may have more pairs."""
+
+    pairs: int
+    rows: int
+    keys: int
+
+
+# On a CPU tiles stay in the cache. Elsewhere, and for whole rows, fewer launches count more.
+IN_CACHE = TileLimits(1 << 17, 1024, 512)
+LARGE = TileLimits(1 << 21, 8192, 4096)
+
+Change = Callable[[torch.Tensor, "Block", slice], tuple[torch.Tensor, torch.Tensor | None]]
+"""Changes scaled scores (b, h, rows, keys) of a block's tile, before they are masked; also returns
+the derivative, or None where it is 1. It may write to the scores it is given."""
+
+Kept = Callable[["Block", slice], torch.Tensor]
+"""Which pairs of a block's tile are kept: bool, broadcastable to (b, h, rows, keys)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What is done to scores beside what a task says.
+
+    Attributes:
+        change, kept: see their types; None: nothing.
+        whole_rows: a tile has all keys of its rows. In the backward probabilities of rows that have
+            no other keys are then made to add up to 1, which an lse of 1,000 in fp32 does not.
+        large: tiles are large on a CPU, too, because ``change`` or ``kept`` cost much by call.
+        matrices: the most (b, h, rows, keys) tensors in the dtype computed in that ``change`` and
+            ``kept`` have at a time, their results among them.
+    """
+
+    change: Change | None = None
+    kept: Kept | None = None
+    whole_rows: bool = False
+    large: bool = False
+    matrices: int = 0
+
+    def limits(self, device_type: str) -> TileLimits:
+        """Of tiles on such a device."""
+        return LARGE if self.whole_rows or self.large or device_type != "cpu" else IN_CACHE
+
+    def most_keys(self, n_keys: int, limits: TileLimits) -> int:
+        """Of a tile, where there are ``n_keys``."""
+        return max(1, n_keys if self.whole_rows else min(n_keys, limits.keys))
+
+
+PLAIN = Scores()
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Most batch entries, key heads, queries and keys of one tile."""
+
+    batch: int
+    key_heads: int
+    queries: int
+    keys: int
+
+    @classmethod
+    def of(cls, task: TaskTensors, r: Rectangle, scores: Scores) -> _Tile:
+        """The tiles of a rectangle; all query heads of a key head are in one tile."""
+        batch, key_heads = task.key.shape[:2]
+        shared = task.query.shape[1] // key_heads
+        limits = scores.limits(task.query.device.type)
+        keys = scores.most_keys(r.n_keys, limits)
+        queries = min(r.n_queries, limits.pairs // (shared * keys), limits.rows // shared)
+        queries = max(1, queries)
+        rows = shared * queries
+        lanes = min(limits.pairs // (rows * keys), limits.rows // rows, limits.rows // keys)
+        heads = max(1, min(key_heads, lanes))
+        entries = max(1, min(batch, lanes // heads)) if heads == key_heads else 1
+        return cls(entries, heads, queries, keys)
+
+
+@dataclass(slots=True)
+class Block:
+    """A block of queries: some key heads of some batch entries, with all their query heads.
+
+    Attributes:
+        task, rectangle, how: what it is a part of, and what is done to its scores.
+        most_keys: of a tile.
+        entries, key_heads, heads: which batch entries, key heads and query heads.
+        rows: queries, local positions.
+        query: (b, hk, g * rows, d) in the dtype that is computed in.
+        empty: (b, hk, g * rows, 1), rows whose masks leave them no key; None: there are none, or
+            they come out right by themselves.
+    """
+
+    task: TaskTensors
+    rectangle: Rectangle
+    how: Scores
+    most_keys: int
+    entries: slice
+    key_heads: slice
+    heads: slice
+    rows: slice
+    query: torch.Tensor
+    empty: torch.Tensor | None = None
+
+    def of_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The block's part of (b, hq, nq, ...), a view."""
+        return tensor[self.entries, self.heads, self.rows]
+
+    def grouped(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The block's part of (b, hq, nq, d) as (b, hk, g * rows, d), in the dtype of ``query``."""
+        part = self.of_rows(tensor).to(self.query.dtype)
+        return part.reshape(*self.query.shape[:3], tensor.shape[-1])
+
+    def of_keys(self, tensor: torch.Tensor, keys: slice) -> torch.Tensor:
+        """The block's part of (b, hk, nk, d), in the dtype of ``query``."""
+        return tensor[self.entries, self.key_heads, keys].to(self.query.dtype)
+
+    def tiles(self) -> Iterator[slice]:
+        """Its keys, by tiles: those that none of its queries sees are left out."""
+        r = self.rectangle
+        stop = min(r.key_stop, self.rows.stop) if r.causal else r.key_stop
+        for start in range(r.key_start, stop, self.most_keys):
+            yield slice(start, min(start + self.most_keys, stop))
+
+    def scores(self, key: torch.Tensor, keys: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Scores (b, hk, g * rows, keys), -inf where a pair is not kept; the derivative of their
+        change, or None."""
+        scores = (self.query @ key.mT).mul_(self.task.scale)
+        pairs, derivative = self._by_head(scores), None
+        if self.how.change is not None:
+            pairs, derivative = self.how.change(pairs, self, keys)
+        self._mask_(pairs, keys)
+        if derivative is not None:
+            derivative = derivative.reshape(scores.shape)
+        return pairs.view(scores.shape), derivative
+
+    def _mask_(self, pairs: torch.Tensor, keys: slice) -> None:
+        """Add the mask to a tile (b, h, rows, keys), and -inf where pairs are not kept, in
+        place."""
+        bias = self.task.bias(Rectangle(self.rows.start, self.rows.stop, keys.start, keys.stop))
+        if bias is not None:
+            bias = bias[(None,) * (4 - bias.dim())]
+            bias = bias[self.entries] if bias.shape[0] > 1 else bias
+            pairs.add_(bias[:, self.heads] if bias.shape[1] > 1 else bias)
+        if self.rectangle.causal and keys.stop - 1 > self.rows.start:
+            # The rectangle is a square on the diagonal of local positions.
+            rows = torch.arange(self.rows.start, self.rows.stop, device=pairs.device)
+            columns = torch.arange(keys.start, keys.stop, device=pairs.device)
+            pairs.masked_fill_(columns > rows.unsqueeze(-1), -torch.inf)
+        if self.how.kept is not None:
+            pairs.masked_fill_(~self.how.kept(self, keys), -torch.inf)
+
+    def find_empty(self) -> torch.Tensor:
+        """See ``empty``. Asked of the masks and not of scores: NaN plus -inf is NaN."""
+        best = self.query.new_full(self._pairs_shape(1)[:3], -torch.inf)
+        for keys in self.tiles():
+            zeros = self.query.new_zeros(self._pairs_shape(keys.stop - keys.start))
+            self._mask_(zeros, keys)
+            torch.maximum(best, zeros.amax(dim=-1), out=best)
+            del zeros
+        return (best == -torch.inf).view(*self.query.shape[:3], 1)
+
+    def dropped(self, like: torch.Tensor, keys: slice) -> torch.Tensor | None:
+        """Which pairs of a tile are dropped, in the shape of ``like`` (b, hk, g * rows, keys)."""
+        task = self.task
+        if task.dropout is None:
+            return None
+        batch, heads = self._pairs_shape(1)[:2]
+        some = task.dropout.at(self.heads.start, self.entries.start)
+        at = positions(task.task, self.rows.start, self.rows.stop, like.device)
+        runs = task.task.segments(keys.start, keys.stop)
+        return dropped(some, batch, heads, at, runs).view(like.shape)
+
+    def _pairs_shape(self, n_keys: int) -> tuple[int, int, int, int]:
+        heads, rows = self.heads.stop - self.heads.start, self.rows.stop - self.rows.start
+        return self.query.shape[0], heads, rows, n_keys
+
+    def _by_head(self, pairs: torch.Tensor) -> torch.Tensor:
+        """(b, hk, g * rows, keys) as (b, h, rows, keys), a view."""
+        return pairs.view(self._pairs_shape(pairs.shape[-1]))
+
+
+def forward(task: TaskTensors, state: Statistics, how: Scores = PLAIN) -> None:
+    """Merge the task's kept pairs into ``state``, in place."""
+    odd = _odd(task, how, task.query, task.key, task.value)
+    for block in _blocks(task, state.out.dtype, how, odd):
+        out, lse = _forward_block(block)
+        at = block.of_rows(state.out)
+        with task.timed("merge"):
+            merge_(at, block.of_rows(state.lse), out.view(at.shape), lse.view(at.shape[:3]))
+        del out, lse  # freed before the next block is computed
+
+
+def _forward_block(block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output (b, hk, g * rows, dv) and lse (b, hk, g * rows, 1) of a block."""
+    task, shape = block.task, (*block.query.shape[:3], 1)
+    largest = block.query.new_full(shape, -torch.inf)
+    total = block.query.new_zeros(shape)
+    out = block.query.new_zeros((*shape[:3], task.value.shape[-1]))
+    for keys in block.tiles():
+        p, _ = block.scores(block.of_keys(task.key, keys), keys)
+        now = torch.maximum(largest, p.amax(dim=-1, keepdim=True))
+        # The maximum of a row without keys so far is -inf, and its differences would be NaN.
+        base = now.masked_fill(now == -torch.inf, 0.0)
+        p.sub_(base).exp_()
+        before = largest.sub_(base).exp_()
+        total.mul_(before).add_(p.sum(dim=-1, keepdim=True))
+        drops = block.dropped(p, keys)
+        if drops is not None:
+            p.masked_fill_(drops, 0.0)
+        out.mul_(before).add_(p @ block.of_keys(task.value, keys))
+        largest = now
+        del p, drops
+    # Divided by the sum instead of taking exp(S - lse): a large lse has too few digits left.
+    lse = total.log().add_(largest)
+    out.div_(total.masked_fill_(total == 0.0, 1.0))
+    if task.dropout is not None:
+        out.mul_(task.dropout.rescale)
+    if block.empty is not None:
+        out.masked_fill_(block.empty, 0.0)
+        lse.masked_fill_(block.empty, -torch.inf)
+    return out, lse
+
+
+def backward(task: TaskTensors, grads: Gradients, how: Scores = PLAIN) -> None:
+    """Add the task's gradients into ``grads``, in place. (They are never scaled.)"""
+    odd = _odd(task, how, task.query, task.key, task.value, grads.grad_out)
+    for block in _blocks(task, grads.grad_query.dtype, how, odd):
+        _backward_block(block, grads)
+
+
+def _backward_block(block: Block, grads: Gradients) -> None:
+    task, empty = block.task, block.empty
+    rescale = 1.0 if task.dropout is None else task.dropout.rescale
+    grad_out = block.grouped(grads.grad_out)
+    delta = (grad_out * block.grouped(grads.out)).sum(dim=-1, keepdim=True)
+    lse = block.of_rows(grads.lse).reshape(*block.query.shape[:3], 1)
+    # In a row without keys exp(-inf - 0) is 0, where -inf - -inf would be NaN.
+    lse = lse.masked_fill(lse == -torch.inf, 0.0)
+    if empty is not None:
+        # Nothing comes from rows without keys, whatever is in them: 0 times NaN is NaN.
+        grad_out, delta, lse, block.query = (
+            t.masked_fill(empty, 0.0) for t in (grad_out, delta, lse, block.query)
+        )
+    grad_query = torch.zeros_like(block.query)
+    for keys in block.tiles():
+        key = block.of_keys(task.key, keys)
+        p, derivative = block.scores(key, keys)
+        if empty is not None:
+            p.masked_fill_(empty, -torch.inf)
+        p.sub_(lse).exp_()
+        if block.how.whole_rows:
+            _normalise_(p, lse)
+        drops = block.dropped(p, keys)
+        weights = p if drops is None else p.masked_fill(drops, 0.0)
+        at = (block.entries, block.key_heads, keys)
+        grads.grad_value[at].add_(weights.mT @ grad_out, alpha=rescale)
+        del weights
+        ds = grad_out @ block.of_keys(task.value, keys).mT
+        if drops is not None:
+            ds.mul_(rescale).masked_fill_(drops, 0.0)
+        ds.sub_(delta).mul_(p)
+        if derivative is not None:
+            ds.mul_(derivative)
+        if empty is not None:
+            ds.masked_fill_(empty, 0.0)
+        grad_query.add_(ds @ key)
+        grads.grad_key[at].add_(ds.mT @ block.query, alpha=task.scale)
+        del p, derivative, drops, ds
+    if empty is not None:
+        grad_query.masked_fill_(empty, 0.0)
+    target = block.of_rows(grads.grad_query)
+    target.add_(grad_query.view(target.shape), alpha=task.scale)
+
+
+def _normalise_(p: torch.Tensor, lse: torch.Tensor) -> None:
+    """Divide rows of probabilities by their sums, in place, where nothing but rounding keeps those
+    from 1: an ``lse`` of 1,000 has lost three digits of exp(S - lse).
+
+    Rows of which other tasks have a part are left alone.
+    """
+    total = p.sum(dim=-1, keepdim=True)
+    rounding = torch.finfo(p.dtype).eps * (2.0 * lse.abs() + 8.0)
+    whole = (total - 1.0).abs() <= rounding.clamp_(max=0.01)
+    p.div_(total.masked_fill_(~whole, 1.0))
+
+
+def _odd(task: TaskTensors, how: Scores, *rows: torch.Tensor) -> bool:
+    """Whether rows without keys, if there are any, have to be looked for: they hold NaN then.
+
+    On a GPU, asking would make the host wait; there it is so wherever something is masked.
+    """
+    some = next((r for r in task.rectangles if r.n_queries and r.n_keys), None)
+    if some is None or (how.kept is None and not task.has_mask(some)):
+        return False
+    wide = torch.float64 if task.query.dtype == torch.float64 else torch.float32
+    return task.query.is_cuda or not all(t.sum(dtype=wide).isfinite() for t in rows)
+
+
+def _blocks(task: TaskTensors, dtype: torch.dtype, how: Scores, odd: bool) -> Iterator[Block]:
+    """The blocks of a task."""
+    batch, query_heads = task.query.shape[:2]
+    key_heads = task.key.shape[1]
+    if 0 in (batch, query_heads, key_heads):
+        return
+    shared = query_heads // key_heads
+    for r in task.rectangles:
+        if r.n_queries == 0 or r.n_keys == 0:
+            continue
+        tile = _Tile.of(task, r, how)
+        for entry in range(0, batch, tile.batch):
+            entries = slice(entry, min(entry + tile.batch, batch))
+            for head in range(0, key_heads, tile.key_heads):
+                own = slice(head, min(head + tile.key_heads, key_heads))
+                heads = slice(own.start * shared, own.stop * shared)
+                for start in range(r.query_start, r.query_stop, tile.queries):
+                    rows = slice(start, min(start + tile.queries, r.query_stop))
+                    query = task.query[entries, heads, rows].to(dtype)
+                    shape = (query.shape[0], own.stop - own.start, -1, query.shape[-1])
+                    query = query.reshape(shape)
+                    block = Block(task, r, how, tile.keys, entries, own, heads, rows, query)
+                    if odd:
+                        block.empty = block.find_empty()
+                    yield block
+
+
+def whole_task(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    causal: bool,
+    scale: float,
+    bias: torch.Tensor | None,
+    dropout: Dropout | None = None,
+) -> TaskTensors:
+    """A whole call (``WholeCalls``) as one task."""
+    n_queries, n_keys = query.shape[2], key.shape[2]
+    return TaskTensors(
+        task=Decomposition(max(n_queries, n_keys)).task(()),
+        rectangles=(Rectangle(0, n_queries, 0, n_keys, causal),),
+        query=query,
+        key=key,
+        value=value,
+        scale=scale,
+        is_causal=causal,
+        bias=partial(_part_of, bias),
+        max_queries=n_queries,
+        max_keys=n_keys,
+        entries=tuple(range(query.shape[0])),
+        dropout=dropout,
+    )
+
+
+def whole_forward(
+    task: TaskTensors, out_dtype: torch.dtype | None, how: Scores = PLAIN
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and lse of a whole call (``WholeCalls``); ``out`` is rounded once."""
+    query, work = task.query, work_dtype(task.query)
+    out = torch.empty((*query.shape[:3], task.value.shape[-1]), dtype=work, device=query.device)
+    state = Statistics(out, torch.empty(query.shape[:3], dtype=work, device=query.device))
+    empty_(state.out, state.lse)
+    forward(task, state, how)
+    return state.out.to(out_dtype or query.dtype), state.lse
+
+
+def whole_backward(
+    task: TaskTensors,
+    grad_out: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    grad_dtype: torch.dtype | None,
+    how: Scores = PLAIN,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value of a whole call (``WholeCalls``), rounded once."""
+    work = work_dtype(task.query)
+    three = (task.query, task.key, task.value)
+    query, key, value = (torch.zeros(t.shape, dtype=work, device=t.device) for t in three)
+    backward(task, Gradients(grad_out, out, lse, query, key, value), how)
+    dtype = grad_dtype or task.query.dtype
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+def work_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype that is computed in: fp32, fp64 for fp64 inputs."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _part_of(bias: torch.Tensor | None, r: Rectangle) -> torch.Tensor | None:
+    """The mask of a rectangle, from that of a whole call."""
+    if bias is None:
+        return None
+    bias = bias[(None,) * (4 - bias.dim())]
+    rows = slice(r.query_start, r.query_stop) if bias.shape[2] > 1 else slice(None)
+    columns = slice(r.key_start, r.key_stop) if bias.shape[3] > 1 else slice(None)
+    return bias[:, :, rows, columns]
+
+
+def forward_bytes(call: CallShape, extent: Extent, how: Scores = PLAIN) -> int:
+    """Upper bound of the bytes that ``forward`` takes."""
+    sizes = _sizes(call, extent, how)
+    rows = sizes.rows * (call.head_dim + 4 * call.value_dim + 8)
+    keys = sizes.keys * max(call.head_dim, call.value_dim)
+    pairs = sizes.pairs * (1 + how.matrices)
+    inside = (pairs + rows + keys) * sizes.item + sizes.drops + sizes.bias
+    results = 0
+    if extent.direct:
+        # In the dtype computed in, and in another that may be asked for.
+        every = extent.batch * extent.query_heads * extent.max_queries
+        results = every * ((call.value_dim + 1) * sizes.item + call.value_dim * 8)
+    return max(inside, rows * sizes.item + MERGE_WORKSPACE_BYTES) + results + SLACK_BYTES
+
+
+def backward_bytes(call: CallShape, extent: Extent, how: Scores = PLAIN) -> int:
+    """Upper bound of the bytes that ``backward`` takes."""
+    sizes = _sizes(call, extent, how)
+    rows = sizes.rows * (4 * call.head_dim + 4 * call.value_dim + 8)
+    keys = sizes.keys * 2 * (call.head_dim + call.value_dim)
+    pairs = sizes.pairs * (2 + call.dropout + how.matrices)
+    inside = (pairs + rows + keys) * sizes.item + sizes.drops + sizes.bias
+    results = 0
+    if extent.direct:
+        queries = extent.batch * extent.query_heads * extent.max_queries
+        others = extent.batch * extent.key_heads * extent.max_keys
+        numbers = queries * call.head_dim + others * (call.head_dim + call.value_dim)
+        results = numbers * (sizes.item + 8)
+    return inside + results + SLACK_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Pairs, query rows and key rows of the largest tile; bytes of an element, of what says which
+    pairs are dropped, and of a mask."""
+
+    pairs: int
+    rows: int
+    keys: int
+    item: int
+    drops: int
+    bias: int
+
+
+def _sizes(call: CallShape, extent: Extent, how: Scores) -> _Sizes:
+    limits = how.limits(call.device_type)
+    shared = extent.query_heads // max(1, extent.key_heads)
+    lanes, longest = extent.batch * extent.query_heads, how.most_keys(extent.max_keys, limits)
+    # Of rectangles of any size up to the largest: see ``_Tile``.
+    rows = max(1, min(lanes * extent.max_queries, max(limits.rows, shared)))
+    keys = min(extent.batch * extent.key_heads * extent.max_keys, max(limits.rows, longest))
+    most_pairs = max(limits.pairs, shared * longest)
+    pairs = min(lanes * extent.max_queries * extent.max_keys, most_pairs)
+    bias = 0
+    if call.mask is not None:
+        # Made for all heads of the task at a time; what is added is of the dtype computed in.
+        every = extent.batch if call.mask.batch else 1
+        every *= extent.query_heads if call.mask.heads else 1
+        most = max(limits.pairs // max(1, shared), longest)
+        bias = (
+            every * min(extent.max_queries * extent.max_keys, most) * call.dtype.itemsize
+            + 8 * pairs
+        )
+    drops = dropped_bytes(1, 1, rows, -(-pairs // rows)) if call.dropout else 0
+    return _Sizes(pairs, rows, keys, 8 if call.dtype == torch.float64 else 4, drops, bias)
