@@ -21,7 +21,7 @@ from quorum_attention.kernels.protocol import (
 )
 from quorum_attention.kernels.traits import Traits
 
-_WHOLE_ROWS = reference.Scores(whole_rows=True)
+_WHOLE_ROWS = reference.Scores(whole_rows=True, tiles=reference.LARGE)
 
 
 class DenseKernel:

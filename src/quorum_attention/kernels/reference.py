@@ -49,12 +49,12 @@ class TileLimits:
 IN_CACHE = TileLimits(1 << 17, 1024, 512)
 LARGE = TileLimits(1 << 21, 8192, 4096)
 
-Change = Callable[[torch.Tensor, "Block", slice], tuple[torch.Tensor, torch.Tensor | None]]
-"""Changes scaled scores (b, h, rows, keys) of a block's tile, before they are masked; also returns
-the derivative, or None where it is 1. It may write to the scores it is given."""
+Change = Callable[[torch.Tensor, "Block", slice, bool], tuple[torch.Tensor, torch.Tensor | None]]
+"""Changes scaled scores (b, h, rows, keys) of a block's tile, before they are masked; it may write
+to them. Also returns the derivative if the last argument is True; None is a derivative of 1."""
 
-Kept = Callable[["Block", slice], torch.Tensor]
-"""Which pairs of a block's tile are kept: bool, broadcastable to (b, h, rows, keys)."""
+Kept = Callable[["Block", slice], torch.Tensor | None]
+"""Which pairs of a block's tile are kept: bool, broadcastable to (b, h, rows, keys); None: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Scores:
         change, kept: see their types; None: nothing.
         whole_rows: a tile has all keys of its rows. In the backward probabilities of rows that have
             no other keys are then made to add up to 1, which an lse of 1,000 in fp32 does not.
-        large: tiles are large on a CPU, too, because ``change`` or ``kept`` cost much by call.
+        tiles: how large tiles are; None: as is good for the device.
         matrices: the most (b, h, rows, keys) tensors in the dtype computed in that ``change`` and
             ``kept`` have at a time, their results among them.
     """
@@ -73,12 +73,12 @@ class Scores:
     change: Change | None = None
     kept: Kept | None = None
     whole_rows: bool = False
-    large: bool = False
+    tiles: TileLimits | None = None
     matrices: int = 0
 
     def limits(self, device_type: str) -> TileLimits:
         """Of tiles on such a device."""
-        return LARGE if self.whole_rows or self.large or device_type != "cpu" else IN_CACHE
+        return self.tiles or (IN_CACHE if device_type == "cpu" else LARGE)
 
     def most_keys(self, n_keys: int, limits: TileLimits) -> int:
         """Of a tile, where there are ``n_keys``."""
@@ -158,17 +158,17 @@ class Block:
         for start in range(r.key_start, stop, self.most_keys):
             yield slice(start, min(start + self.most_keys, stop))
 
-    def scores(self, key: torch.Tensor, keys: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def scores(
+        self, key: torch.Tensor, keys: slice, *, derivative: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Scores (b, hk, g * rows, keys), -inf where a pair is not kept; the derivative of their
-        change, or None."""
+        change if it is asked for, None where it is 1."""
         scores = (self.query @ key.mT).mul_(self.task.scale)
-        pairs, derivative = self._by_head(scores), None
+        pairs, slope = self._by_head(scores), None
         if self.how.change is not None:
-            pairs, derivative = self.how.change(pairs, self, keys)
+            pairs, slope = self.how.change(pairs, self, keys, derivative)
         self._mask_(pairs, keys)
-        if derivative is not None:
-            derivative = derivative.reshape(scores.shape)
-        return pairs.view(scores.shape), derivative
+        return pairs.view(scores.shape), None if slope is None else slope.reshape(scores.shape)
 
     def _mask_(self, pairs: torch.Tensor, keys: slice) -> None:
         """Add the mask to a tile (b, h, rows, keys), and -inf where pairs are not kept, in
@@ -183,8 +183,9 @@ class Block:
             rows = torch.arange(self.rows.start, self.rows.stop, device=pairs.device)
             columns = torch.arange(keys.start, keys.stop, device=pairs.device)
             pairs.masked_fill_(columns > rows.unsqueeze(-1), -torch.inf)
-        if self.how.kept is not None:
-            pairs.masked_fill_(~self.how.kept(self, keys), -torch.inf)
+        kept = None if self.how.kept is None else self.how.kept(self, keys)
+        if kept is not None:
+            pairs.masked_fill_(~kept, -torch.inf)
 
     def find_empty(self) -> torch.Tensor:
         """See ``empty``. Asked of the masks and not of scores: NaN plus -inf is NaN."""
@@ -234,7 +235,7 @@ def _forward_block(block: Block) -> tuple[torch.Tensor, torch.Tensor]:
     total = block.query.new_zeros(shape)
     out = block.query.new_zeros((*shape[:3], task.value.shape[-1]))
     for keys in block.tiles():
-        p, _ = block.scores(block.of_keys(task.key, keys), keys)
+        p, _ = block.scores(block.of_keys(task.key, keys), keys, derivative=False)
         now = torch.maximum(largest, p.amax(dim=-1, keepdim=True))
         # The maximum of a row without keys so far is -inf, and its differences would be NaN.
         base = now.masked_fill(now == -torch.inf, 0.0)
@@ -281,7 +282,7 @@ def _backward_block(block: Block, grads: Gradients) -> None:
     grad_query = torch.zeros_like(block.query)
     for keys in block.tiles():
         key = block.of_keys(task.key, keys)
-        p, derivative = block.scores(key, keys)
+        p, derivative = block.scores(key, keys, derivative=True)
         if empty is not None:
             p.masked_fill_(empty, -torch.inf)
         p.sub_(lse).exp_()

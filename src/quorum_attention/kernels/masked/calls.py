@@ -29,14 +29,11 @@ class Call:
     Attributes:
         batch: the rectangle, or several of one size.
         kind: "lower" and "upper" triangles, "plain", "band", or "ragged": with a mask of its own.
-        query_shift, key_shift: added to local positions, they give those of the whole call.
         band: which pairs of a "band" are kept, counted from its first query and its first key.
     """
 
     batch: Batch
     kind: Kind
-    query_shift: int = 0
-    key_shift: int = 0
     band: Band | None = None
 
     @property
@@ -75,9 +72,9 @@ def calls_of(
                 )  # fmt: skip
                 if part.kind == "band":
                     moved = geometry.band.moved(part.query_start - part.key_start)
-                    yield Call(Batch(made), "band", *shifts, moved)
+                    yield Call(Batch(made), "band", moved)
                 elif part.kind == "ragged":
-                    yield Call(Batch(made), "ragged", *shifts)
+                    yield Call(Batch(made), "ragged")
                 else:
                     alike[part.kind].append(made)
     for kind, found in alike.items():

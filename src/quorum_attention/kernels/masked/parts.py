@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from quorum_attention.decomposition import Rectangle
+from quorum_attention.decomposition import FULL, Ranges, Rectangle
 from quorum_attention.decomposition.batches import Batch
 from quorum_attention.kernels import reference
 from quorum_attention.kernels.cache import Cache
@@ -20,6 +20,7 @@ from quorum_attention.kernels.masked.calls import Call, calls_of, limits_of
 from quorum_attention.kernels.masked.geometry import TESTED, Geometry
 from quorum_attention.kernels.masked.tiles import Tiles
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, add_all_, merge_
+from quorum_attention.kernels.native.kernel import NativeKernel
 from quorum_attention.kernels.positions import positions
 from quorum_attention.kernels.protocol import (
     CallShape,
@@ -146,11 +147,11 @@ class ByParts:
     ) -> None:
         """Merge the task's kept pairs into ``out`` and ``lse``, in place."""
         if task.dropout is not None:
-            cut, state = self._tile_by_tile(task, geometry), Statistics(out, lse)
-            if self.by_operator:
-                self.base.forward(cut, state)
+            state = Statistics(out, lse)
+            if isinstance(self.base, NativeKernel):
+                self.base.forward(self._tile_by_tile(task, geometry), state)
             else:
-                reference.forward(cut, state, self.tiles.scores)
+                reference.forward(self._cut(task, geometry), state, self._scores(task, geometry))
             return
         for call in self._calls(task, geometry):
             self._forward_call(task, call, geometry, out, lse)
@@ -179,11 +180,10 @@ class ByParts:
     def backward(self, task: TaskTensors, geometry: Geometry, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place; rows without a key have lse 0."""
         if task.dropout is not None:
-            cut = self._tile_by_tile(task, geometry)
-            if self.by_operator:
-                self.base.backward(cut, grads)
+            if isinstance(self.base, NativeKernel):
+                self.base.backward(self._tile_by_tile(task, geometry), grads)
             else:
-                reference.backward(cut, grads, self.tiles.scores)
+                reference.backward(self._cut(task, geometry), grads, self._scores(task, geometry))
             return
         for call in self._calls(task, geometry):
             self._backward_call(task, call, geometry, grads)
@@ -254,21 +254,37 @@ class ByParts:
             used = self.tiles
         return used, bias
 
-    def _tile_by_tile(self, task: TaskTensors, geometry: Geometry) -> TaskTensors:
-        """A task with dropout, as its kernel computes it tile by tile: the rectangles around its
-        parts, and a mask for each tile that is asked for."""
+    def _cut(self, task: TaskTensors, geometry: Geometry) -> TaskTensors:
+        """A task with dropout: the rectangles around its parts."""
         calls = self._calls(task, geometry)
         every = [replace(r, causal=False) for call in calls for r in call.batch.rectangles()]
+        return replace(task, rectangles=tuple(every))
+
+    def _scores(self, task: TaskTensors, geometry: Geometry) -> reference.Scores:
+        """What the reference does to scores of a task with dropout."""
+
+        def kept(block: reference.Block, keys: slice) -> torch.Tensor | None:
+            r = Rectangle(block.rows.start, block.rows.stop, keys.start, keys.stop)
+            found = {geometry.verdict(Ranges.of(q.start, q.stop, k.start, k.stop))
+                     for q, k, _ in task.task.contiguous(r)}  # fmt: skip
+            if found == {FULL}:
+                return None
+            some = slice(task.first_head + block.heads.start, task.first_head + block.heads.stop)
+            at = _indices(task, r, task.entries[block.entries], some)
+            return geometry.kept(at)
+
+        return replace(self.tiles.scores, kept=kept, tiles=reference.IN_CACHE)
+
+    def _tile_by_tile(self, task: TaskTensors, geometry: Geometry) -> TaskTensors:
+        """A task with dropout as the native kernel computes it: with a mask for each part."""
 
         def bias(r: Rectangle) -> torch.Tensor:
-            device = task.query.device
-            queries = positions(task.task, r.query_start, r.query_stop, device)
-            keys = positions(task.task, r.key_start, r.key_stop, device)
-            tested = self._additive(task, geometry, queries, keys)
+            heads = slice(task.first_head, task.first_head + task.query.shape[1])
+            tested = self._additive(task, geometry, _indices(task, r, task.entries, heads))
             given = task.bias(r)
             return tested if given is None else four_dims(given) + tested
 
-        return replace(task, rectangles=tuple(every), bias=bias)
+        return replace(self._cut(task, geometry), bias=bias)
 
     def _masked_calls(self, task: TaskTensors) -> bool:
         query, key = task.query, task.key
@@ -281,32 +297,29 @@ class ByParts:
 
     def _tested(self, task: TaskTensors, call: Call, geometry: Geometry) -> torch.Tensor:
         """The mask of a ragged part, additive, (b|1, h|1, queries, keys)."""
-        r, device = call.batch.first, task.query.device
-        q0, k0 = r.query_start + call.query_shift, r.key_start + call.key_shift
-        queries = torch.arange(q0, q0 + r.n_queries, device=device)
-        keys = torch.arange(k0, k0 + r.n_keys, device=device)
-        return self._additive(task, geometry, queries, keys)
+        heads = slice(task.first_head, task.first_head + task.query.shape[1])
+        return self._additive(task, geometry, _indices(task, call.batch.first, task.entries, heads))
 
-    def _additive(
-        self,
-        task: TaskTensors,
-        geometry: Geometry,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-    ) -> torch.Tensor:
+    def _additive(self, task: TaskTensors, geometry: Geometry, at: Indices) -> torch.Tensor:
         """What band and rules mask of a tile, additive, (b|1, h|1, queries, keys)."""
-        device, first = task.query.device, task.first_head
-        entries = torch.tensor(task.entries, device=device)
-        heads = torch.arange(first, first + task.query.shape[1], device=device)
-        at = Indices(entries, heads, queries, keys)
-        kept = geometry.kept(at)
-        kept = four_dims(kept)
+        kept = four_dims(geometry.kept(at))
         # Where a dimension is expanded, one of its entries is enough.
         for dim in (0, 1):
             if kept.shape[dim] > 1 and kept.stride(dim) == 0:
                 kept = kept.narrow(dim, 0, 1)
-        zero = torch.zeros((), dtype=task.query.dtype, device=device)
+        zero = torch.zeros((), dtype=task.query.dtype, device=task.query.device)
         return torch.where(kept, zero, torch.full_like(zero, -torch.inf))
+
+
+def _indices(task: TaskTensors, r: Rectangle, entries: tuple[int, ...], heads: slice) -> Indices:
+    """The pairs of a rectangle, for some batch entries and heads, by their numbers."""
+    device = task.query.device
+    return Indices(
+        torch.tensor(entries, device=device),
+        torch.arange(heads.start, heads.stop, device=device),
+        positions(task.task, r.query_start, r.query_stop, device),
+        positions(task.task, r.key_start, r.key_stop, device),
+    )
 
 
 def _rows(tensor: torch.Tensor, at: Batch, turned: bool) -> torch.Tensor:

@@ -28,7 +28,7 @@ class Tiles:
         self.softcap = softcap
         self.scores = reference.PLAIN
         if softcap is not None:
-            self.scores = reference.Scores(change=self._change, matrices=2)
+            self.scores = reference.Scores(change=self._change, matrices=1)
 
     def whole_forward(
         self,
@@ -66,15 +66,15 @@ class Tiles:
         """Cap scaled scores in place; returns the derivative of the cap, None without one."""
         if self.softcap is None:
             return None
-        scores.div_(self.softcap).tanh_()
-        derivative = 1.0 - scores * scores
-        scores.mul_(self.softcap)
-        return derivative
+        return self._change(scores, None, slice(None), True)[1]
 
     def _change(
-        self, scores: torch.Tensor, block: reference.Block, keys: slice
+        self, scores: torch.Tensor, block: reference.Block | None, keys: slice, derivative: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return scores, self.cap_(scores)
+        assert self.softcap is not None
+        scores.div_(self.softcap).tanh_()
+        found = (scores * scores).neg_().add_(1.0) if derivative else None
+        return scores.mul_(self.softcap), found
 
     def forward_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the bytes that ``whole_forward`` takes, its results among them."""
