@@ -9,7 +9,6 @@ from helpers_attention import fresh_generator
 import quorum_attention as qa
 from quorum_attention.decomposition.share import kept_share
 from quorum_attention.kernels import CpuKernel, DenseKernel
-from quorum_attention.kernels.kit import DilatedSetting
 
 MIXTURE = [(32, 1), (64, 2), (128, 4)]
 
@@ -74,7 +73,7 @@ def test_full_precision_inside() -> None:
 
 def test_settings_that_make_no_sense() -> None:
     with pytest.raises(ValueError, match="positive multiple of its dilation"):
-        DilatedSetting(30, 4)
+        qa.LongNetKernel([(30, 4)])
     with pytest.raises(ValueError, match="at least one"):
         qa.LongNetKernel([])
     with pytest.raises(TypeError, match="inner must be a RectangleKernel"):

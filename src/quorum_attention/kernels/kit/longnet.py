@@ -10,21 +10,14 @@ Positions are global: a task's tokens belong to segments by their positions in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from quorum_attention.counts import shown, switch, whole_number
-from quorum_attention.decomposition import (
-    EMPTY,
-    FULL,
-    PARTIAL,
-    Pairs,
-    Ranges,
-    Rows,
-    Verdict,
-)
+from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Pairs, Ranges, Rows, Verdict
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.kernels.protocol import (
     CallShape,
@@ -37,44 +30,22 @@ from quorum_attention.kernels.protocol import (
 )
 from quorum_attention.kernels.traits import Traits, operator
 
+Index = tuple[slice, slice, slice]
+"""Batch entries, heads and rows of a task's tensor."""
 
-@dataclass(frozen=True, slots=True)
-class DilatedSetting:
-    """One (segment, dilation) pair, in tokens.
 
-    Raises:
-        TypeError: a number that is not whole.
-        ValueError: the segment is no multiple of the dilation, or a number is below 1.
-    """
+class DilatedSetting(NamedTuple):
+    """One (segment, dilation) pair, in tokens."""
 
     segment: int
     dilation: int
-
-    def __post_init__(self) -> None:
-        whole_number(self.segment, "segment", -(2**63))
-        whole_number(self.dilation, "dilation", -(2**63))
-        if self.segment < 1 or self.dilation < 1 or self.segment % self.dilation:
-            raise ValueError(
-                "a segment must be a positive multiple of its dilation, got "
-                f"{self.segment} and {self.dilation}"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class _Strided:
-    """One plain or causal attention call: slices, with steps, of local tokens and of heads."""
-
-    rows: slice
-    columns: slice
-    heads: slice
-    causal: bool
 
 
 class LongNetKernel:
     """Dilated attention, causal or not, forward and backward.
 
     Args:
-        settings: (segment, dilation) pairs, or ``DilatedSetting``.
+        settings: (segment, dilation) pairs; a segment is a positive multiple of its dilation.
         inner: the kernel that runs the strided rectangles: a ``RectangleKernel``, or another whose
             traits say ``operator``; None for the first that can.
         full_precision: whether 16-bit tokens are converted to fp32 for the inner kernel. Then no
@@ -82,7 +53,7 @@ class LongNetKernel:
 
     Raises:
         ValueError: no settings, or one that makes no sense.
-        TypeError: an inner kernel of another kind.
+        TypeError: an inner kernel of another kind, or a number that is not whole.
 
     Examples:
         >>> kernel = qa.LongNetKernel([(64, 1), (128, 2)])
@@ -95,26 +66,15 @@ class LongNetKernel:
 
     def __init__(
         self,
-        settings: Sequence[DilatedSetting | tuple[int, int]],
+        settings: Sequence[tuple[int, int]],
         inner: InnerKernel | None = None,
         *,
         full_precision: bool = False,
     ) -> None:
-        pairs = isinstance(settings, Sequence) and not isinstance(settings, str)
-        if not pairs or not all(
-            isinstance(s, DilatedSetting) or (isinstance(s, (tuple, list)) and len(s) == 2)
-            for s in settings
-        ):
-            raise TypeError(f"settings must be (segment, dilation) pairs, got {shown(settings)}")
-        if not settings:
-            raise ValueError("settings must name at least one (segment, dilation)")
-        self.settings = tuple(
-            s if isinstance(s, DilatedSetting) else DilatedSetting(*s) for s in settings
-        )
+        self.settings = _checked(settings)
         self._inner = None if inner is None else operator(inner)
         if inner is not None and self._inner is None:
             raise TypeError(f"inner must be a RectangleKernel or None, not {type(inner).__name__}")
-        self._verdict = _verdict_of(self.settings)
         self.full_precision = switch(full_precision, "full_precision")
 
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
@@ -123,142 +83,140 @@ class LongNetKernel:
         share = sum(min(s.segment, n) / (n * s.dilation**2) for s in self.settings)
         return Pairs(n_queries, n_keys, is_causal, self._verdict, share)
 
+    def _verdict(self, block: Ranges) -> Verdict:
+        (q0, q1), (k0, k1) = block
+        found = EMPTY
+        for width, dilation in self.settings:
+            if q0 // width <= (k1 - 1) // width and k0 // width <= (q1 - 1) // width:
+                one_segment = min(q0, k0) // width == (max(q1, k1) - 1) // width
+                if dilation == 1 and one_segment:
+                    return FULL
+                found = PARTIAL
+        return found
+
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
         if call.mask is not None:
             return "it takes no attention mask"
         if call.query_heads != call.key_heads:
             return "it takes as many key heads as query heads: a head's offset is its own"
-        return None if self._first(call) is not None else "no kernel can run its rectangles"
+        return None if self._operator(call) is not None else "no kernel can run its rectangles"
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``forward`` allocates at any one time."""
-        inner = self._first(call)
+        inner = self._operator(call)
         if inner is None:
             return 0
-        widened = self._widened(call)
-        return inner.forward_workspace_bytes(widened, extent) + _copies(call, widened, extent, 1)
+        own = inner.forward_workspace_bytes(self._widened(call), extent)
+        return own + self._copied_bytes(call, extent, 1)
 
     def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
-        inner = self._first(call)
+        inner = self._operator(call)
         if inner is None:
             return 0
         # A copy of lse without -inf.
-        rows = extent.batch * extent.query_heads * extent.n_tokens
-        widened = self._widened(call)
-        inside = inner.backward_workspace_bytes(widened, extent)
-        return inside + 9 * rows + _copies(call, widened, extent, 2)
+        own = 9 * extent.batch * extent.query_heads * extent.n_tokens
+        own += inner.backward_workspace_bytes(self._widened(call), extent)
+        return own + self._copied_bytes(call, extent, 2)
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
-        inner = self._of(task)
-        for part in self._parts(task):
-            q = self._wide(task.query[:, part.heads, part.rows])
-            k, v = (self._wide(t[:, part.heads, part.columns]) for t in (task.key, task.value))
-            out, lse = inner.whole_forward(q, k, v, part.causal, task.scale, None)
+        inner = self._operator_of(task)
+        for rows, columns, causal in self._calls(task):
+            three = (task.query[rows], task.key[columns], task.value[columns])
+            q, k, v = map(self._wide, three)
+            out, lse = inner.whole_forward(q, k, v, causal, task.scale, None)
             with task.timed("merge"):
-                merge_(
-                    state.out[:, part.heads, part.rows], state.lse[:, part.heads, part.rows], out,
-                    lse,
-                )  # fmt: skip
+                merge_(state.out[rows], state.lse[rows], out, lse)
 
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
-        inner = self._of(task)
-        lse = grads.lse.masked_fill(grads.lse == -torch.inf, 0.0)
-        for part in self._parts(task):
-            rows, columns = (slice(None), part.heads, part.rows), (slice(None), part.heads,
-                                                                   part.columns)  # fmt: skip
-            found = inner.whole_backward(
-                self._wide(grads.grad_out[rows]),
-                self._wide(task.query[rows]),
-                self._wide(task.key[columns]),
-                self._wide(task.value[columns]),
-                self._wide(grads.out[rows]),
-                lse[rows].contiguous(),
-                part.causal,
-                task.scale,
-                None,
-            )
+        inner = self._operator_of(task)
+        finite = grads.lse.masked_fill(grads.lse == -torch.inf, 0.0)
+        for rows, columns, causal in self._calls(task):
+            five = (grads.grad_out[rows], task.query[rows], task.key[columns], task.value[columns],
+                    grads.out[rows])  # fmt: skip
+            grad_out, q, k, v, out = map(self._wide, five)
+            lse = finite[rows].contiguous()
+            dq, dk, dv = inner.whole_backward(grad_out, q, k, v, out, lse, causal, task.scale, None)
             with task.timed("merge"):
-                add_(grads.grad_query[rows], found[0])
-                add_(grads.grad_key[columns], found[1])
-                add_(grads.grad_value[columns], found[2])
+                add_(grads.grad_query[rows], dq)
+                add_(grads.grad_key[columns], dk)
+                add_(grads.grad_value[columns], dv)
 
-    def _parts(self, task: TaskTensors) -> Iterator[_Strided]:
-        n_heads = task.query.shape[1]
+    def _calls(self, task: TaskTensors) -> Iterator[tuple[Index, Index, bool]]:
+        """The task as plain or causal calls: (index of queries, index of keys, causal)."""
+        heads = task.query.shape[1]
         if 0 in task.query.shape[:2]:
             return
         for r in task.rectangles:
             for rows, columns, causal in task.task.contiguous(r):
-                for setting in self.settings:
-                    for segment, keys in _in_segments(setting.segment, rows, columns):
-                        for offset in range(setting.dilation):
-                            first = (offset - task.first_head) % setting.dilation
-                            if first >= n_heads:
-                                continue
-                            heads = slice(first, n_heads, setting.dilation)
-                            chosen = _congruent(segment, offset, setting.dilation)
-                            others = _congruent(keys, offset, setting.dilation)
-                            if chosen is not None and others is not None:
-                                yield _Strided(chosen, others, heads, causal)
+                for width, dilation in self.settings:
+                    for own, others in _in_segments(width, rows, columns):
+                        # Every dilation-th head has the same offset.
+                        for first in range(min(dilation, heads)):
+                            offset = (task.first_head + first) % dilation
+                            chosen = _congruent(own, offset, dilation)
+                            keys = _congruent(others, offset, dilation)
+                            if chosen is not None and keys is not None:
+                                lanes = (slice(None), slice(first, heads, dilation))
+                                yield (*lanes, chosen), (*lanes, keys), causal
 
-    def _of(self, task: TaskTensors) -> Operator:
+    def _operator_of(self, task: TaskTensors) -> Operator:
         query, value = task.query, task.value
         call = CallShape(
             query.device.type, query.dtype, query.shape[1], query.shape[1], query.shape[3],
             value.shape[3], task.is_causal, True,
         )  # fmt: skip
-        inner = self._first(call)
+        inner = self._operator(call)
         assert inner is not None, "refused before"
         return inner
 
-    def _wide(self, tensor: torch.Tensor) -> torch.Tensor:
-        narrow = self.full_precision and tensor.dtype.itemsize < 4
-        return tensor.float() if narrow else tensor
-
-    def _widened(self, call: CallShape) -> CallShape:
-        narrow = self.full_precision and call.dtype.itemsize < 4
-        return replace(call, dtype=torch.float32, exact_scale=False) if narrow else call
-
-    def _first(self, call: CallShape) -> Operator | None:
-        call = self._widened(call)
-        if self._inner is not None:
-            return self._inner if self._inner.refusal(call) is None else None
+    def _operator(self, call: CallShape) -> Operator | None:
+        """The kernel that runs the rectangles of such calls; None if none can."""
         from quorum_attention.kernels.registry import kernels
 
-        for kernel in kernels().values():
-            found = operator(kernel)
-            if found is not None and found.refusal(call) is None:
-                return found
-        return None
+        call = self._widened(call)
+        every = [operator(kernel) for kernel in kernels().values()]
+        candidates = every if self._inner is None else [self._inner]
+        return next((k for k in candidates if k is not None and k.refusal(call) is None), None)
+
+    def _widens(self, dtype: torch.dtype) -> bool:
+        return self.full_precision and dtype.itemsize < 4
+
+    def _wide(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.float() if self._widens(tensor.dtype) else tensor
+
+    def _widened(self, call: CallShape) -> CallShape:
+        if not self._widens(call.dtype):
+            return call
+        return replace(call, dtype=torch.float32, exact_scale=False)
+
+    def _copied_bytes(self, call: CallShape, extent: Extent, rows: int) -> int:
+        """Bytes of a rectangle's tokens in fp32: ``rows`` copies of queries, one of keys."""
+        if not self._widens(call.dtype):
+            return 0
+        queries = rows * extent.max_queries * extent.query_heads
+        keys = extent.max_keys * extent.key_heads
+        return 4 * extent.batch * (queries + keys) * (call.head_dim + call.value_dim)
 
 
-def _verdict_of(settings: tuple[DilatedSetting, ...]) -> Callable[[Ranges], Verdict]:
-    def verdict(block: Ranges) -> Verdict:
-        (q0, q1), (k0, k1) = block
-        found = EMPTY
-        for setting in settings:
-            w = setting.segment
-            rows, columns = (q0 // w, (q1 - 1) // w), (k0 // w, (k1 - 1) // w)
-            if rows[0] <= columns[1] and columns[0] <= rows[1]:
-                if setting.dilation == 1 and rows[0] == rows[1] == columns[0] == columns[1]:
-                    return FULL
-                found = PARTIAL
-        return found
-
-    return verdict
-
-
-def _copies(call: CallShape, widened: CallShape, extent: Extent, rows: int) -> int:
-    """Bytes of a rectangle's tokens in the wider dtype: ``rows`` copies of queries, one of keys."""
-    if call.dtype == widened.dtype:
-        return 0
-    queries = rows * extent.max_queries * extent.query_heads
-    keys = extent.max_keys * extent.key_heads
-    widths = call.head_dim + call.value_dim
-    return extent.batch * (queries + keys) * widths * widened.dtype.itemsize
+def _checked(settings: Sequence[tuple[int, int]]) -> tuple[DilatedSetting, ...]:
+    pairs = isinstance(settings, Sequence) and not isinstance(settings, str)
+    if not pairs or not all(isinstance(s, (tuple, list)) and len(s) == 2 for s in settings):
+        raise TypeError(f"settings must be (segment, dilation) pairs, got {shown(settings)}")
+    if not settings:
+        raise ValueError("settings must name at least one (segment, dilation)")
+    for segment, dilation in settings:
+        whole_number(segment, "segment", -(2**63))
+        whole_number(dilation, "dilation", -(2**63))
+        if segment < 1 or dilation < 1 or segment % dilation:
+            raise ValueError(
+                "a segment must be a positive multiple of its dilation, got "
+                f"{segment} and {dilation}"
+            )
+    return tuple(DilatedSetting(*setting) for setting in settings)
 
 
 def _in_segments(width: int, rows: Rows, columns: Rows) -> Iterator[tuple[Rows, Rows]]:
