@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from quorum_attention.kernels.kit.flex import FlexKernel, Shared
-from quorum_attention.kernels.kit.laid_out import layout, sixteenth, told
-from quorum_attention.kernels.kit.trials import over_pairs
-
-LOG2_E = math.log2(math.e)
-SAVED = 1  # times that lse is saved
+from quorum_attention.kernels.cache import Cache
+from quorum_attention.kernels.kit.flex import FlexKernel
+from quorum_attention.kernels.kit.laid_out import assume_stride_multiple, layout, sixteenth
+from quorum_attention.kernels.kit.over_pairs import over_pairs
 
 
 def listed(counts: torch.Tensor, indices: torch.Tensor, across: int) -> torch.Tensor:
@@ -40,7 +36,7 @@ def kept_pairs(block_mask, counts, full_counts, shape) -> torch.Tensor:  # type:
 
 
 class _Listed(torch.autograd.Function):
-    """Saves what compiled FlexAttention saves."""
+    """Has a gradient of lse, as compiled FlexAttention has."""
 
     @staticmethod
     def forward(ctx, query, key, value, counts, full_counts, block_mask, score_mod, scale):  # type: ignore[no-untyped-def]
@@ -50,19 +46,16 @@ class _Listed(torch.autograd.Function):
         p = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
         shared = query.shape[1] // value.shape[1]
         out = (p @ value.repeat_interleave(shared, 1).to(p.dtype)).to(query.dtype)
-        raw = lse * LOG2_E
-        more = [raw] * (SAVED - 1)
-        ctx.save_for_backward(query, key, value, out, raw, counts, full_counts, *more)
+        ctx.save_for_backward(query, key, value, out, lse, counts, full_counts)
         return out, lse
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse):  # type: ignore[no-untyped-def]
-        query, key, value, out, raw, counts, full_counts = ctx.saved_tensors[:7]
+        query, key, value, out, lse, counts, full_counts = ctx.saved_tensors
         shared = query.shape[1] // value.shape[1]
         with torch.enable_grad():
             leaves = [t.detach().float().requires_grad_() for t in (query, key)]
             scores, _ = _scores(*leaves, counts, full_counts, *ctx.call)
-        lse = raw / LOG2_E
         p = torch.exp(scores.detach() - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
         grad = grad_out.float()
         dp = grad @ value.float().repeat_interleave(shared, 1).mT
@@ -106,7 +99,7 @@ def eager_flex(query, key, value, block_mask, *, score_mod, scale):  # type: ign
     for tensor in (query, key, value):
         assert tensor.storage_offset() == 0
         assert layout(tensor) is not None
-        told(tensor, sixteenth(tensor))
+        assume_stride_multiple(tensor, sixteenth(tensor))
     counts = block_mask.kv_num_blocks, block_mask.full_kv_num_blocks
     if int(counts[0].sum() + counts[1].sum()):
         check_lists(block_mask)
@@ -116,9 +109,9 @@ def eager_flex(query, key, value, block_mask, *, score_mod, scale):  # type: ign
 class EagerFlexKernel(FlexKernel):
     """The whole-task kernel with ``eager_flex`` in place of torch's, for the CPU."""
 
-    def __init__(self, in_memory) -> None:  # type: ignore[no-untyped-def]
-        super().__init__(in_memory)
-        self._shared = Shared()
+    def __init__(self, score_mod, mask_mod, name) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(score_mod, mask_mod, name)
+        self._compiled = Cache(128, lambda call: 1)
 
     def refusal(self, call):  # type: ignore[no-untyped-def]
         return None

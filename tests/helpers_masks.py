@@ -13,7 +13,7 @@ from quorum_attention import Mask
 from quorum_attention.decomposition import Rows
 from quorum_attention.kernels.dropout import Dropout, dropped
 from quorum_attention.kernels.masked import native_tried
-from quorum_attention.kernels.masked.trying import Room
+from quorum_attention.kernels.masked.native_tried import Room
 
 if TYPE_CHECKING:
     import pytest

@@ -27,11 +27,12 @@ ELSEWHERE = {
     "execution/test_scaling.py": ("kernels/scaling.py",),
     # Parts of one kernel: FlexAttention, and users' functions of scores.
     "kit/test_flex.py": (
-        "kernels/kit/flex_backward.py", "kernels/kit/flex_compiled.py",
-        "kernels/kit/flex_launch.py", "kernels/kit/block_masks.py", "kernels/kit/trials.py",
+        "kernels/kit/flex_compiled.py", "kernels/kit/flex_launch.py",
+        "kernels/kit/block_masks.py", "kernels/kit/block_table.py",
     ),
     "kit/test_score_mod.py": (
-        "kernels/kit/masks.py", "kernels/kit/materialised.py", "kernels/positions.py",
+        "kernels/kit/masks.py", "kernels/kit/materialised.py", "kernels/kit/over_pairs.py",
+        "kernels/positions.py",
     ),
     # Parts of one kernel, in Triton.
     "native/test_kernel.py": (
@@ -53,8 +54,7 @@ ELSEWHERE = {
     ),
     "native/test_masked.py": ("kernels/masked/native.py",),
     "native/test_tried.py": (
-        "kernels/masked/native_tried.py", "kernels/masked/blocks.py",
-        "kernels/masked/launches.py", "kernels/masked/trying.py",
+        "kernels/masked/native_tried.py", "kernels/masked/launches.py",
     ),
     # The machine with its events, its instructions, its queue, and what it checks.
     "execution/control/test_machine.py": (

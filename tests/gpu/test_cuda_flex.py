@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-
 import pytest
 import torch
 from helpers_score_mods import cases, reference
@@ -16,12 +13,6 @@ from quorum_attention.execution.routes.in_place import InPlace
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.kernels import CallShape, Extent, Gradients, Statistics, TaskTensors
 from quorum_attention.kernels.kit import from_score_mod, sliding_window
-from quorum_attention.kernels.kit.flex import Shared
-from quorum_attention.kernels.kit.flex_backward import (
-    Rows,
-    exchanged_gradients,
-    recomputed_gradients,
-)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 N, HEADS, WIDTH = 700, 2, 64
@@ -29,14 +20,6 @@ NAMES = ("out", "query", "key", "value")
 # Of the norm; and of the undivided call's own error.
 TINY = {torch.float16: 3e-4, torch.bfloat16: 3e-3, torch.float32: 2e-6}
 LEVELS = ((), (7,), (3, 3))
-
-
-@pytest.fixture(autouse=True)
-def exchanged() -> Iterator[None]:
-    """A backward that falls back to recomputing says so, and fails here."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="this torch's FlexAttention")
-        yield
 
 
 def random(n: int, dtype: torch.dtype, kv_heads: int = HEADS, heads: int = HEADS) -> list:  # type: ignore[type-arg]
@@ -92,8 +75,6 @@ def compare(case, tensors, levels=LEVELS, tiles=(16, 128)) -> None:  # type: ign
                     f"{cut}, {tile}, {name}: {error:.2e}, uncut {whole[name]:.2e}"
                 )
     assert max(whole.values()) < 20 * TINY[tensors[0].dtype]
-    assert kernel._shared.trust.found
-    assert all(kernel._shared.trust.found.values())
 
 
 @pytest.mark.parametrize("name", cases(N))
@@ -186,12 +167,10 @@ def test_memory_of_a_cut_call_is_within_its_plan(backward: bool, over_inputs: bo
     assert torch.cuda.max_memory_allocated() - before <= plan.peak_bytes
 
 
-@pytest.mark.parametrize("recomputed", [False, True])
-def test_workspace_is_within_its_bound(recomputed: bool) -> None:
+def test_workspace_is_within_its_bound() -> None:
     """Bytes that a task allocates on top of what it is given."""
     n = 8192
     kernel = from_score_mod(None, sliding_window(1000), compiled=True)
-    kernel._shared = Shared()
     tensors = random(n, torch.float16)
     task = Decomposition(n, ()).task(())
     given = TaskTensors(task, task.rectangles(True), *tensors[:3], 0.125, True, no_bias)
@@ -209,32 +188,7 @@ def test_workspace_is_within_its_bound(recomputed: bool) -> None:
     ):
         # The first time compiles, and tunes on tensors of its own.
         work()
-        if recomputed:
-            trust = kernel._shared.trust
-            trust.found = dict.fromkeys(trust.found, False)
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         work()
         assert torch.cuda.max_memory_allocated() - before <= bound
-
-
-def test_an_exchanged_backward_is_a_recomputed_one() -> None:
-    """Of a task that has a part of its rows' keys, the rest merged from elsewhere."""
-    n = 1500
-    task = next(iter(Decomposition(n, (3,), "aligned", 16).tasks()))
-    kernel = from_score_mod(lambda s, b, h, q, k: s - 0.01 * (q - k).abs(), compiled=True)
-    tensors = random(task.n_tokens, torch.float16)
-    given = TaskTensors(task, task.rectangles(True), *tensors[:3], 0.125, True, no_bias)
-    launch = kernel._launch(given)
-    attend, block_mask = kernel._attend(launch, True), launch.block_mask()
-    with torch.no_grad():
-        own_out, own_lse = kernel._attend(launch, False)(*launch.inputs, block_mask)
-    noise = torch.rand_like(own_lse)
-    rows = Rows(
-        launch.of_rows(tensors[3]).contiguous(), own_out + torch.randn_like(own_out) / 10,
-        torch.where(own_lse == -torch.inf, noise, own_lse + noise),
-    )  # fmt: skip
-    exchanged = exchanged_gradients(attend, launch.inputs, block_mask, rows)
-    recomputed = recomputed_gradients(attend, launch.inputs, block_mask, rows)
-    for mine, wanted in zip(exchanged, recomputed, strict=True):
-        assert float((mine.double() - wanted.double()).norm() / wanted.double().norm()) < 3e-3

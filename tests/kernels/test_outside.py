@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from quorum_attention.kernels.cpu import _groups
-from quorum_attention.kernels.kit.trials import scores_apart, told_apart
+from quorum_attention.kernels.kit.over_pairs import depends_on_batch_head
 from quorum_attention.kernels.outside import (
     capturing,
     outside,
@@ -100,8 +100,12 @@ def test_no_anomalies_are_looked_for_in_there() -> None:
 CPU = torch.device("cpu")
 TRIED = {
     "grouped heads": _groups.__wrapped__,
-    "entries and heads of a mask": lambda: told_apart(lambda b, h, q, k: q >= k * h, CPU),
-    "entries of scores": lambda: scores_apart(lambda s, b, h, q, k: s + b, CPU),
+    "entries and heads of a mask": lambda: depends_on_batch_head(
+        lambda b, h, q, k: q >= k * h, CPU
+    ),
+    "entries of scores": lambda: depends_on_batch_head(
+        lambda s, b, h, q, k: s + b, CPU, scored=True
+    ),
 }
 
 

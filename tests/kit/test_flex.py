@@ -8,7 +8,6 @@ import warnings
 import weakref
 from collections.abc import Iterator
 
-import helpers_flex
 import numpy as np
 import pytest
 import torch
@@ -26,14 +25,21 @@ from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels import CallShape, Extent, TaskTensors
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.kit import (
+    block_table,
     document,
     flex,
     flex_compiled,
     prefix_lm,
     sliding_window,
-    trials,
 )
-from quorum_attention.kernels.kit.block_masks import block_lists, geometry, listed_nodes
+from quorum_attention.kernels.kit.block_masks import block_lists
+from quorum_attention.kernels.kit.block_table import (
+    PAIR_BYTES,
+    BlockEvaluator,
+    TaskPairs,
+    evaluated_bytes,
+    listed_blocks,
+)
 from quorum_attention.kernels.kit.score_mod import ScoreModKernel
 
 pytest.importorskip("torch.nn.attention.flex_attention")
@@ -51,7 +57,12 @@ def eager(monkeypatch) -> Iterator[None]:  # type: ignore[no-untyped-def]
 
 
 def kernel_of(score_mod, mask_mod) -> EagerFlexKernel:  # type: ignore[no-untyped-def]
-    return EagerFlexKernel(ScoreModKernel(score_mod, mask_mod, "flex"))
+    return EagerFlexKernel(score_mod, mask_mod, "flex")
+
+
+def lists_of(pairs, mask):  # type: ignore[no-untyped-def]
+    """Of a block mask, or none."""
+    return block_lists(pairs, *listed_blocks(mask, None, pairs, (False, False)))  # type: ignore[arg-type]
 
 
 def run(kernel, tensors, is_causal, **plan):  # type: ignore[no-untyped-def]
@@ -93,7 +104,7 @@ def random(n: int, kv_heads: int = HEADS, n_keys: int | None = None) -> list[tor
 )
 @pytest.mark.parametrize("name", CASES)
 def test_against_float64(name: str, levels, tile: int, over_inputs: bool | None) -> None:
-    """Edges on the borders of blocks and within, fewer key heads, both ways of the backward."""
+    """Edges on the borders of blocks and within, fewer key heads."""
     score_mod, mask_mod, is_causal = CASES[name]
     kernel = kernel_of(score_mod, mask_mod)
     tensors = random(N, kv_heads=1 if tile == 128 else HEADS)
@@ -107,8 +118,6 @@ def test_against_float64(name: str, levels, tile: int, over_inputs: bool | None)
     torch.testing.assert_close(lse.double(), expected_lse.detach(), atol=1e-5, rtol=1e-5)
     for mine, theirs in zip(grads, right, strict=True):
         torch.testing.assert_close(mine.double(), theirs.grad, atol=2e-5, rtol=1e-5)
-    assert all(kernel._shared.trust.found.values())
-    assert kernel._shared.trust.found
 
 
 @pytest.mark.parametrize("name", ["alibi", "window", "documents", "local and global heads"])
@@ -331,8 +340,8 @@ def test_lists_of_windows_are_linear(levels) -> None:
     mask = sliding_window(4096)
     began, most = time.perf_counter(), 0
     for task in Decomposition(n, levels).tasks():
-        pairs = geometry(task, task.rectangles(True), True, task.n_tokens, task.n_tokens)
-        lists = block_lists(pairs, *listed_nodes(pairs, mask))
+        pairs = TaskPairs.of(task, task.rectangles(True), True, task.n_tokens, task.n_tokens)
+        lists = lists_of(pairs, mask)
         most += lists.nbytes
     assert time.perf_counter() - began < 15
     assert most < 16 * (n // 128) * 40 * (1 if not levels else 2)
@@ -343,14 +352,14 @@ def test_rectangles_that_do_not_touch() -> None:
     task = Task((), (Span(100, 1100, 0), Span(2000, 2600, 0)))
     rectangles = (Rectangle(300, 520, 130, 270), Rectangle(513, 515, 600, 601),
                   Rectangle(300, 520, 700, 900))  # fmt: skip
-    pairs = geometry(task, rectangles, False, 1600, 1350)
+    pairs = TaskPairs.of(task, rectangles, False, 1600, 1350)
     assert pairs.queries[1000] == 2000
-    lists = block_lists(pairs, *listed_nodes(pairs, None))
+    lists = lists_of(pairs, None)
     assert (lists.rows, lists.columns) == (slice(256, 640), slice(128, 1024))
     assert lists.in_pieces
     assert (lists.run, lists.pruned) == (3, 0)
-    aligned = geometry(task, (Rectangle(1408, 1600, 0, 256),), False, 1600, 1350)
-    lists = block_lists(aligned, *listed_nodes(aligned, None))
+    aligned = TaskPairs.of(task, (Rectangle(1408, 1600, 0, 256),), False, 1600, 1350)
+    lists = lists_of(aligned, None)
     assert not lists.in_pieces
     parts = lists.on(torch.device("cpu"))
     # The last row of blocks reaches beyond the last query.
@@ -376,8 +385,9 @@ def test_emptied_tasks_are_never_run() -> None:
 
 def test_lists_are_cached_within_a_limit() -> None:
     cache = Cache(25_000, flex._host_bytes)
-    pairs = geometry(Decomposition(512, ()).task(()), (Rectangle(0, 512, 0, 512),), False, 512, 512)
-    lists = block_lists(pairs, *listed_nodes(pairs, None))
+    whole = Decomposition(512, ()).task(())
+    pairs = TaskPairs.of(whole, (Rectangle(0, 512, 0, 512),), False, 512, 512)
+    lists = lists_of(pairs, None)
     made = []
 
     def make():  # type: ignore[no-untyped-def]
@@ -428,12 +438,12 @@ def test_a_mask_made_anew_is_compiled_once(monkeypatch) -> None:  # type: ignore
     monkeypatch.setattr(
         flex, "compiled_flex", lambda in_blocks: made.append(in_blocks) or eager_flex
     )
-    shared = flex.Shared()
+    shared: Cache = Cache(128, lambda call: 1)
     tensors = random(N)
     compiled = []
     for _ in range(3):
         kernel = kernel_of(None, document(torch.arange(N) // 100))
-        kernel._shared = shared
+        kernel._compiled = shared
         run(kernel, tensors, True, levels=(3,))
         compiled.append(len(made))
     assert compiled == [compiled[0]] * 3
@@ -449,16 +459,16 @@ def test_a_kernel_is_not_kept_by_plans_made_for_it() -> None:
 
 
 def test_what_is_shared_keeps_no_tensors() -> None:
-    shared = flex.Shared()
+    shared: Cache = Cache(128, lambda call: 1)
     table = torch.arange(N) % 7
     kernel = kernel_of(None, lambda b, h, q, k, t=table: t[q] == t[k])
-    kernel._shared = shared
+    kernel._compiled = shared
     run(kernel, random(N), True, levels=(3,))
     gone = weakref.ref(table)
     del kernel, table
     gc.collect()
     assert gone() is None
-    assert len(shared.calls)
+    assert len(shared)
 
 
 def test_beyond_torchs_limit_of_compilations_it_begins_anew(monkeypatch) -> None:  # type: ignore[no-untyped-def]
@@ -485,8 +495,8 @@ def test_beyond_torchs_limit_of_compilations_it_begins_anew(monkeypatch) -> None
 
 def test_head_groups_try_a_mask_once(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     tried = []
-    original = flex.tried_nodes
-    monkeypatch.setattr(flex, "tried_nodes", lambda *a: tried.append(1) or original(*a))
+    original = flex.listed_blocks
+    monkeypatch.setattr(flex, "listed_blocks", lambda *a: tried.append(1) or original(*a))
     for mask, times in ((lambda b, h, q, k: q - k < 90, 1), (local_global, HEADS)):
         tried.clear()
         run(kernel_of(None, mask), random(N), True, levels=(), heads_per_group=1)
@@ -495,32 +505,18 @@ def test_head_groups_try_a_mask_once(monkeypatch) -> None:  # type: ignore[no-un
 
 def test_many_heads_are_tried_within_the_bound(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     pairs_at_once = []
-    original = trials._by_blocks
-    monkeypatch.setattr(
-        trials, "_by_blocks", lambda kept: pairs_at_once.append(kept.numel()) or original(kept)
-    )
-    monkeypatch.setattr(trials, "_PAIRS", 1 << 15)
+    original = BlockEvaluator.kept
+
+    def kept(self, rows, columns):  # type: ignore[no-untyped-def]
+        found = original(self, rows, columns)
+        pairs_at_once.append(found.numel())
+        return found
+
+    monkeypatch.setattr(BlockEvaluator, "kept", kept)
+    monkeypatch.setattr(block_table, "_LIST_BYTES", 1 << 20)
     tensors = [torch.randn(1, 6, 300, 16) for _ in range(4)]
     run(kernel_of(None, local_global), tensors, False, levels=())
-    assert max(pairs_at_once) * 48 <= trials.trial_bytes(6)
-
-
-@pytest.mark.parametrize(("what", "other", "message"), [
-    ("LOG2_E", 1.0, "of their norm apart"), ("LOG2_E", 2.0, "of their norm apart"),
-    ("SAVED", 2, "exchanged .*'lse': 2"), ("SAVED", 3, "exchanged"),
-])  # fmt: skip
-def test_what_is_saved_otherwise_is_recomputed(monkeypatch, what, other, message) -> None:  # type: ignore[no-untyped-def]
-    """A warning, and gradients as exact."""
-    case = CASES["window"]
-    tensors = random(N)
-    right = run(kernel_of(*case[:2]), tensors, False, levels=(3,))[2]
-    monkeypatch.setattr(helpers_flex, what, other)
-    kernel = kernel_of(*case[:2])
-    with pytest.warns(RuntimeWarning, match=message):
-        found = run(kernel, tensors, False, levels=(3,))[2]
-    assert not any(kernel._shared.trust.found.values())
-    for mine, wanted in zip(found, right, strict=True):
-        torch.testing.assert_close(mine, wanted, atol=2e-5, rtol=1e-5)
+    assert max(pairs_at_once) * PAIR_BYTES <= evaluated_bytes(6)
 
 
 def test_bounds_grow_with_tokens() -> None:

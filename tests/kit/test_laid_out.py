@@ -7,7 +7,12 @@ import torch
 
 from quorum_attention.kernels import CallShape, Extent
 from quorum_attention.kernels.kit import from_score_mod, sliding_window
-from quorum_attention.kernels.kit.laid_out import laid_out, layout, sixteenth, told
+from quorum_attention.kernels.kit.laid_out import (
+    assume_stride_multiple,
+    laid_out,
+    layout,
+    sixteenth,
+)
 
 BATCH, HEADS, TOKENS, WIDTH = 2, 4, 100, 32
 
@@ -46,7 +51,7 @@ def test_what_lies_in_words_is_not_copied(make, lies: str) -> None:  # type: ign
     assert torch.equal(found, tensor)
     assert layout(found) == lies
     assert (sixteenth(found) is None) == (lies != "apart")
-    told(found, sixteenth(found))
+    assume_stride_multiple(found, sixteenth(found))
 
 
 @pytest.mark.parametrize(
@@ -91,4 +96,4 @@ def test_what_is_laid_out_keeps_the_storage() -> None:
 
 def test_a_wrong_stride_is_no_secret() -> None:
     with pytest.raises(RuntimeError):
-        told(laid_out(base()[:, :, 16:80]), 7)
+        assume_stride_multiple(laid_out(base()[:, :, 16:80]), 7)

@@ -15,12 +15,11 @@ from helpers_masks import RULES, dense, exact, few_at_a_time, off, random_mask
 import quorum_attention as qa
 from quorum_attention import Mask
 from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Decomposition, Rectangle
-from quorum_attention.kernels.kit.block_masks import geometry as pairs_of
+from quorum_attention.kernels.kit.block_table import BlockEvaluator, TaskPairs
 from quorum_attention.kernels.masked import native_tried
-from quorum_attention.kernels.masked.blocks import codes_of
 from quorum_attention.kernels.masked.launches import launches
+from quorum_attention.kernels.masked.native_tried import Room, codes_of, words_of
 from quorum_attention.kernels.masked.reading import Sizes, read
-from quorum_attention.kernels.masked.trying import Pieces, Room, Trial
 from quorum_attention.kernels.protocol import TaskTensors
 
 
@@ -68,11 +67,9 @@ def test_random_rules_against_float64(
 @pytest.mark.parametrize("seed", range(12))
 def test_what_a_block_is_said_to_be_it_is(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clear: every pair is kept in every head and entry; masked: none is."""
-    from quorum_attention.kernels.masked import blocks
-
     draw = random.Random(random.random() + seed)
     if seed % 4 == 0:
-        monkeypatch.setattr(blocks, "_MOST_NODES", 3)  # what is left is tried
+        monkeypatch.setattr(native_tried, "MOST_NODES", 3)  # what is left is tried
     n, m = draw.choice([130, 400, 700]), draw.choice([100, 384, 650])
     mask = replace(
         random_mask(draw, 1, 2, n, m, inner=True),
@@ -87,22 +84,22 @@ def test_what_a_block_is_said_to_be_it_is(seed: int, monkeypatch: pytest.MonkeyP
     size = max(n, m)
     whole = Decomposition(size).task(())
     rectangles = (Rectangle(0, n, 0, m),)
-    pairs = pairs_of(whole, rectangles, False, n, m)
+    pairs = TaskPairs.of(whole, rectangles, False, n, m)
     zeros = torch.zeros(1, 2, n, 4)
     task = TaskTensors(
         whole, rectangles, zeros, torch.zeros(1, 2, m, 4), torch.zeros(1, 2, m, 4), 1.0, False,
         lambda r: None,
     )  # fmt: skip
-    codes = codes_of(geometry, pairs)
-    trial = Trial(geometry, task, (n, m), Pieces.of(pairs), (True, True))
-    trial.settle(codes, Room(draw.choice([1, 16 << 20]), 2, n, m))
+    room = Room(draw.choice([1, 16 << 20]), 2, n, m)
+    codes = codes_of(geometry, task, pairs, (True, True), room)
     assert set(np.unique(codes)) <= {EMPTY, FULL, PARTIAL}
     for i, j in np.ndindex(codes.shape):
         part = keep[..., i * 128 : i * 128 + 128, j * 128 : j * 128 + 128]
         assert codes[i, j] != FULL or part.all(), (i, j)
         assert codes[i, j] != EMPTY or not part.any(), (i, j)
-    rows, columns = (torch.from_numpy(x) for x in np.nonzero(codes == PARTIAL))
-    words = trial.words(rows, columns, Room(2 << 20, 2, n, m))
+    rows, columns = blocks = torch.from_numpy(np.stack(np.nonzero(codes == PARTIAL)))
+    evaluator = BlockEvaluator(geometry.keeps, task, (n, m), pairs.pieces, (True, True))
+    words = words_of(evaluator, blocks, Room(2 << 20, 2, n, m).at_once)
     for number, (i, j) in enumerate(zip(rows.tolist(), columns.tolist(), strict=True)):
         part = keep[0, :, i * 128 : i * 128 + 128, j * 128 : j * 128 + 128]
         bits = (words[0, :, number, :, :, None] >> torch.arange(32)) & 1

@@ -2,81 +2,55 @@
 
 The score modification and the mask get global positions. Block lists (``block_masks.py``) say which
 blocks of the task are run. Both passes get only the range of queries and keys from the first to the
-last listed block.
+last listed block. The backward runs the call's forward again, as autograd does under a checkpoint:
+torch has no function for FlexAttention's backward alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from quorum_attention.decomposition import Decomposition, Pairs, Rectangle
+from quorum_attention.decomposition import Decomposition, Rectangle
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.copies import dense
-from quorum_attention.kernels.kit.block_masks import (
+from quorum_attention.kernels.kit.block_masks import BlockLists, block_lists
+from quorum_attention.kernels.kit.block_table import (
     BLOCK,
-    BlockLists,
-    block_lists,
-    geometry,
-    listed_nodes,
-)
-from quorum_attention.kernels.kit.flex_backward import (
-    Attend,
-    Rows,
-    Three,
-    Trust,
-    UnfitError,
-    exchanged_gradients,
-    recomputed_gradients,
+    TaskPairs,
+    evaluated_bytes,
+    listed_blocks,
 )
 from quorum_attention.kernels.kit.flex_compiled import compiled_flex
-from quorum_attention.kernels.kit.flex_launch import SAMPLE, Indexed, Launch, has_diagonal, launch
+from quorum_attention.kernels.kit.flex_launch import Launch, Three, has_diagonal, launch
+from quorum_attention.kernels.kit.function import gradients_by_autograd
 from quorum_attention.kernels.kit.functions import codes, versions
 from quorum_attention.kernels.kit.laid_out import always_in_words
-from quorum_attention.kernels.kit.masks import BlockMask, kept_pairs
-from quorum_attention.kernels.kit.trials import (
-    task_indices,
-    told_apart,
-    trial_bytes,
-    tried_nodes,
-)
+from quorum_attention.kernels.kit.masks import BlockMask, MaskMod
+from quorum_attention.kernels.kit.materialised import ScoreMod
+from quorum_attention.kernels.kit.score_mod import ScoreModKernel
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, add_, merge_
 from quorum_attention.kernels.protocol import (
     CallShape,
     Extent,
     Gradients,
-    Indices,
     Statistics,
     TaskTensors,
 )
 from quorum_attention.kernels.traits import Traits
 from quorum_attention.kernels.workspace import UNSPLIT_BYTES
 
-if TYPE_CHECKING:
-    from quorum_attention.kernels.kit.score_mod import ScoreModKernel
-
 # Host memory for cached lists, and the number of compiled calls and of spans that are cached.
 _CACHE_BYTES = 256 << 20
 _CACHED_CALLS = 128
 _CACHED_SPANS = 1024
-
-
-class Shared:
-    """What all kernels share: masks that are created again for every batch are compiled once.
-
-    Attributes:
-        calls: compiled calls, by the kind of call and the code of the modifications.
-        trust: for which of them ``exchanged_gradients`` is right.
-    """
-
-    def __init__(self) -> None:
-        self.calls: Cache[Callable[..., Any]] = Cache(_CACHED_CALLS, lambda call: 1)
-        self.trust = Trust()
+# Compiled calls, by their kind and the code of the modifications: masks that are created again for
+# every batch are compiled once.
+_COMPILED: Cache[Callable[..., Any]] = Cache(_CACHED_CALLS, lambda call: 1)
 
 
 def _host_bytes(lists: BlockLists | None) -> int:
@@ -84,22 +58,15 @@ def _host_bytes(lists: BlockLists | None) -> int:
     return 4096 + (0 if lists is None else lists.nbytes)
 
 
-_SHARED = Shared()
-
-
-class FlexKernel:
-    """See ``from_score_mod``: compiled ``flex_attention``; float64 runs on ``ScoreModKernel``.
-
-    Attributes:
-        score_mod, mask_mod: the score modification and the mask.
-        name: for messages and reports.
-    """
+class FlexKernel(ScoreModKernel):
+    """See ``from_score_mod``: compiled ``flex_attention``, except for float64."""
 
     traits = Traits(
         own_attention=True,
         whole_tasks=True,
         launch_seconds=(0.7e-3, 2.3e-3),  # most of it torch.compile's
-        rates=(0.84, 0.69),  # H200, causal, D = 64
+        # H200, causal, D = 64; of the backward, 0.69 alone and the forward again.
+        rates=(0.84, 0.52),
         captures=True,
         calls_back=True,
         row_statistics=True,
@@ -109,76 +76,26 @@ class FlexKernel:
         task_calls=True,
     )
 
-    def __init__(self, in_memory: ScoreModKernel) -> None:
-        self.name = in_memory.name
-        self.score_mod, self.mask_mod = in_memory.score_mod, in_memory.mask_mod
-        self._in_memory = in_memory
-        self._pruned = self._run = 0
+    def __init__(self, score_mod: ScoreMod | None, mask_mod: MaskMod | None, name: str) -> None:
+        super().__init__(score_mod, mask_mod, name)
         self._lists: Cache[BlockLists | None] = Cache(_CACHE_BYTES, _host_bytes)
         self._spans: Cache[tuple[slice, slice] | None] = Cache(_CACHED_SPANS, lambda span: 1)
-        self._apart: Cache[tuple[bool, bool]] = Cache(64, lambda answer: 1)
-        self._shared = _SHARED
+        self._compiled = _COMPILED
         # If the functions in a closure change later, torch notices and compiles again.
-        self._codes = codes(self.score_mod), codes(self.mask_mod)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> FlexKernel:
-        """See ``ScoreModKernel``; what is compiled is shared by all kernels."""
-        return FlexKernel(deepcopy(self._in_memory, memo))
-
-    @property
-    def pruned(self) -> int:
-        """The number of rectangles left out so far, because the mask keeps none of their pairs."""
-        return self._pruned + self._in_memory.pruned
-
-    @property
-    def run(self) -> int:
-        """The number of rectangles run so far."""
-        return self._run + self._in_memory.run
+        self._codes = codes(score_mod), codes(mask_mod)
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
         if call.mask is None and call.device_type == "cpu" and call.dtype != torch.float64:
             return "compiled FlexAttention has no lse and no backward on the CPU: compiled=False"
-        return self._in_memory.refusal(call)
-
-    def captured(self) -> list[torch.Tensor]:
-        """See ``Captures``."""
-        return self._in_memory.captured()
-
-    def called_back(self) -> tuple[Callable[..., Any], ...]:
-        """See ``CallsBack``."""
-        return self._in_memory.called_back()
-
-    def results_of_functions(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: Indices
-    ) -> Sequence[torch.Tensor]:
-        """See ``CallsBack``."""
-        return self._in_memory.results_of_functions(query, key, value, at)
-
-    def check_functions(self, sizes: tuple[int, int, int, int], device: torch.device) -> None:
-        """See ``CallsBack``."""
-        self._in_memory.check_functions(sizes, device)
-
-    def rows(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, at: Indices
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``RowStatistics``; with materialised scores."""
-        return self._in_memory.rows(query, key, value, scale, at)
-
-    def tells_entries_apart(self, device: torch.device) -> bool:
-        """See ``ByEntry``."""
-        return self._in_memory.tells_entries_apart(device)
-
-    def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
-        """See ``ScoreModKernel``."""
-        return kept_pairs(self.mask_mod, n_queries, n_keys, is_causal)
+        return super().refusal(call)
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``forward`` allocates at any one time."""
         rows = extent.batch * extent.query_heads * extent.n_tokens
         if call.dtype == torch.float64:
             results = rows * (call.value_dim + 1) * 8 if extent.direct else 0
-            return results + self._in_memory.forward_workspace_bytes(call, extent)
+            return results + super().forward_workspace_bytes(call, extent)
         # The output, and lse in base 2 and base e.
         own = rows * (call.value_dim * call.dtype.itemsize + 8)
         if extent.direct and self.mask_mod is not None:
@@ -189,32 +106,29 @@ class FlexKernel:
         """Upper bound of the device bytes ``backward`` allocates at any one time."""
         if call.dtype == torch.float64:
             results = _copied_bytes(call, extent) if extent.direct else 0
-            return results + self._in_memory.backward_workspace_bytes(call, extent)
+            return results + super().backward_workspace_bytes(call, extent)
         item, d, dv = call.dtype.itemsize, call.head_dim, call.value_dim
-        # For each query: its own output, a copy of grad_out or of the whole row's output, a
-        # contiguous grad_out, and grad_query; in fp32 forms of lse, its gradient, and delta.
+        # For each query: the part's own output, the gradient of it, a contiguous copy of that, and
+        # grad_query; in fp32 forms of lse, its gradient, and delta.
         by_query = item * (3 * dv + d) + 4 * 8
         by_key = item * (d + dv)
         lanes = extent.batch * extent.query_heads
         rows = lanes * by_query + extent.batch * extent.key_heads * by_key
-        # The sample of ``Trust``: inputs, two sets of results, and their comparison in fp32.
-        sample = SAMPLE * (3 * rows + lanes * 4 * 12 * (d + dv))
-        own = rows * extent.n_tokens + sample + _copied_bytes(call, extent)
+        own = rows * extent.n_tokens + _copied_bytes(call, extent)
         if extent.direct and self.mask_mod is not None:
             own += _copied_bytes(call, extent)  # gradients of all rows, as in the forward
         return own + self._common_bytes(extent)
 
     def _common_bytes(self, extent: Extent) -> int:
-        """Bytes of positions, pieces and lists, of trying a mask, and of merging."""
-        lanes = extent.batch * extent.query_heads if self._tries else 1
+        """Bytes of positions, pieces and lists, of evaluating a mask, and of merging."""
+        lanes = extent.batch * extent.query_heads if self._opaque else 1
         blocks = -(-extent.n_tokens // BLOCK) + 1
-        # Two lists by query and two by key, in int32, each as long as possible; and their counts,
-        # with zeros of the same shape for the exchange.
+        # Two lists by query and two by key, in int32, each as long as possible; and their counts.
         lists = lanes * (16 * blocks * self._longest_list(blocks) + 32 * blocks)
         tokens = 16 * extent.n_tokens
-        if self._tries:
+        if self._opaque:
             tokens += 32 * extent.n_tokens
-        tried = trial_bytes(lanes) if self._tries else 0
+        tried = evaluated_bytes(lanes) if self._opaque else 0
         # Eight tensors may each be a block that the allocator does not split.
         return lists + tokens + tried + MERGE_WORKSPACE_BYTES + 8 * UNSPLIT_BYTES
 
@@ -224,15 +138,10 @@ class FlexKernel:
             return blocks
         return min(blocks, int(sum(self.mask_mod.reach)) // BLOCK + 3)
 
-    @property
-    def _tries(self) -> bool:
-        """Whether the mask is a plain function, whose pairs have to be tried."""
-        return self.mask_mod is not None and not isinstance(self.mask_mod, BlockMask)
-
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
         if task.query.dtype == torch.float64:
-            self._in_memory.forward(task, state)
+            super().forward(task, state)
             return
         made = self._launch(task)
         if made is None:
@@ -252,13 +161,12 @@ class FlexKernel:
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
         if task.query.dtype == torch.float64:
-            self._in_memory.backward(task, grads)
+            super().backward(task, grads)
             return
         made = self._launch(task)
         if made is None:
             return
-        given = (grads.grad_out, grads.out, grads.lse)
-        found = self._gradients(made, Rows(*map(made.of_rows, given)))
+        found = self._gradients(made, *map(made.of_rows, (grads.grad_out, grads.out, grads.lse)))
         targets = (
             made.of_rows(grads.grad_query),
             made.of_columns(grads.grad_key),
@@ -282,7 +190,7 @@ class FlexKernel:
         # Cached apart from the lists, which may be too large to stay in their cache.
         span = self._spans.get(self._list_key(task), make) if _has_rows(task) else None
         if span is None:
-            self._pruned += _count(task)
+            self.pruned += _count(task)
         return span
 
     def task_forward(self, task: TaskTensors) -> tuple[torch.Tensor, torch.Tensor]:
@@ -296,8 +204,8 @@ class FlexKernel:
         made = _known(self._launch(task))
         # If heads are far apart in memory, a part of the backward is ten times as slow as copies.
         query, key, value = map(dense, made.inputs)
-        given = Rows(*(dense(made.of_rows(t)) for t in (grad_out, out, lse)))
-        return self._gradients(replace(made, inputs=(query, key, value)), given)
+        given = (dense(made.of_rows(t)) for t in (grad_out, out, lse))
+        return self._gradients(replace(made, inputs=(query, key, value)), *given)
 
     def takes_whole(
         self, query_heads: int, key_heads: int, tokens: int, masked: bool, every: bool
@@ -319,7 +227,7 @@ class FlexKernel:
         task = _everything_of(query, key, value, causal, scale)
         if query.dtype == torch.float64:
             state = _no_statistics(query, value)
-            self._in_memory.forward(task, state)
+            super().forward(task, state)
             return state.out, state.lse
         made = self._launch(task)
         if made is not None and made.of_rows(query).shape == query.shape:
@@ -349,50 +257,43 @@ class FlexKernel:
         task = _everything_of(query, key, value, causal, scale)
         if query.dtype == torch.float64:
             sums = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-            self._in_memory.backward(task, Gradients(grad_out, out, lse, *sums))
+            super().backward(task, Gradients(grad_out, out, lse, *sums))
             return sums
         made = self._launch(task)
         if made is None:
             return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        found = self._gradients(made, Rows(*map(made.of_rows, (grad_out, out, lse))))
+        found = self._gradients(made, *map(made.of_rows, (grad_out, out, lse)))
         return (
             _in_place(found[0], made.of_rows, query),
             _in_place(found[1], made.of_columns, key),
             _in_place(found[2], made.of_columns, value),
         )
 
-    def _gradients(self, made: Launch, rows: Rows) -> Three:
-        attend, block_mask = self._attend(made, True), made.block_mask()
-        kind, trust = self._kind(made, True), self._shared.trust
-        if trust.earned(kind, lambda: self._sample(made)):
-            try:
-                return exchanged_gradients(attend, made.inputs, block_mask, rows)
-            except UnfitError as error:
-                trust.distrust(kind, str(error))
-        return recomputed_gradients(attend, made.inputs, block_mask, rows)
+    def _gradients(
+        self, made: Launch, grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+    ) -> Three:
+        attend, block_mask = self._attend(made, needs_grad=True), made.block_mask()
 
-    def _attend(
-        self, made: Launch, needs_grad: bool, indexed: Indexed | None = None
-    ) -> Callable[..., Any]:
-        call = self._shared.calls.get(
-            self._kind(made, needs_grad), lambda: compiled_flex(in_blocks=made.in_blocks)
-        )
-        score_mod = (indexed or made.indexed).score(self.score_mod)
-        return partial(call, score_mod=score_mod, scale=made.scale)
+        def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            # The caller's hooks see none of its tensors, which a checkpoint would count. Without
+            # its graph: a saved output would hold the graph that has it, for good.
+            with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda saved: saved):
+                found: tuple[torch.Tensor, torch.Tensor] = attend(*inputs, block_mask)
+            return found
 
-    def _kind(self, made: Launch, needs_grad: bool) -> Hashable:
-        return made.kind(needs_grad), self._codes
+        return gradients_by_autograd(run, made.inputs, grad_out, out, lse)
 
-    def _sample(self, made: Launch) -> tuple[Attend, Three, Any]:
-        inputs, indexed, block_mask = made.sample()
-        return self._attend(made, True, indexed), inputs, block_mask
+    def _attend(self, made: Launch, *, needs_grad: bool) -> Callable[..., Any]:
+        kind: Hashable = made.kind(needs_grad), self._codes
+        call = self._compiled.get(kind, lambda: compiled_flex(in_blocks=made.in_blocks))
+        return partial(call, score_mod=made.indexed.score(self.score_mod), scale=made.scale)
 
     def _launch(self, task: TaskTensors) -> Launch | None:
         if not _has_rows(task):
             return None
         lists = self._listed(task)
-        self._run += 0 if lists is None else lists.run
-        self._pruned += _count(task) if lists is None else lists.pruned
+        self.run += 0 if lists is None else lists.run
+        self.pruned += _count(task) if lists is None else lists.pruned
         if lists is None:
             return None
         return launch(task, lists, self.mask_mod)
@@ -407,31 +308,18 @@ class FlexKernel:
             task.task, tuple(task.rectangles), has_diagonal(task), task.query.is_cuda, seen,
         )  # fmt: skip
         # Most masks are the same for all heads and all batch entries.
-        entries, heads = self._tells_apart(task)
+        entries, heads = self._depends(task.query.device)
         key += (task.entries if entries else (),)
         return (*key, (task.first_head, task.query.shape[1]) if heads else ())
 
-    def _tells_apart(self, task: TaskTensors) -> tuple[bool, bool]:
-        """Whether the mask has to be tried for every batch entry, and for every head."""
-        mask, device = self.mask_mod, task.query.device
-        if mask is None or not self._tries:
-            return False, False
-        return self._apart.get((device, versions(mask)), lambda: told_apart(mask, device))
-
     def _make_lists(self, task: TaskTensors) -> BlockLists | None:
-        mask, rectangles = self.mask_mod, tuple(task.rectangles)
+        rectangles = tuple(task.rectangles)
         # The tensors may have more rows than there are tokens; those have no positions.
-        sizes = (
-            max((r.query_stop for r in rectangles), default=0),
-            max((r.key_stop for r in rectangles), default=0),
-        )
-        pairs = geometry(task.task, rectangles, has_diagonal(task), *sizes)
-        clear, mixed = listed_nodes(pairs, mask if isinstance(mask, BlockMask) else None)
-        lanes = (1, 1)
-        if self._tries and mask is not None:
-            at, apart = task_indices(task, *sizes), self._tells_apart(task)
-            clear, mixed, lanes = tried_nodes(mask, pairs, clear, mixed, at, apart)
-        return block_lists(pairs, clear, mixed, lanes, pinned=task.query.is_cuda)
+        n_queries = max((r.query_stop for r in rectangles), default=0)
+        n_keys = max((r.key_stop for r in rectangles), default=0)
+        pairs = TaskPairs.of(task.task, rectangles, has_diagonal(task), n_queries, n_keys)
+        listed = listed_blocks(self.mask_mod, task, pairs, self._depends(task.query.device))
+        return block_lists(pairs, *listed, pinned=task.query.is_cuda)
 
 
 def _has_rows(task: TaskTensors) -> bool:

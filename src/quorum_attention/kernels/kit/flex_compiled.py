@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from quorum_attention.kernels.kit.laid_out import sixteenth, told
+from quorum_attention.kernels.kit.laid_out import assume_stride_multiple, sixteenth
 from quorum_attention.kernels.kit.materialised import ScoreMod
 
 _NUMBERS = count()
@@ -42,9 +42,9 @@ def compiled_flex(*, in_blocks: bool) -> Callable[..., Any]:
         scale: float,
         sixteenths: tuple[int | None, ...],
     ) -> Any:
-        told(query, sixteenths[0])
-        told(key, sixteenths[1])
-        told(value, sixteenths[2])
+        assume_stride_multiple(query, sixteenths[0])
+        assume_stride_multiple(key, sixteenths[1])
+        assume_stride_multiple(value, sixteenths[2])
         return flex_attention(
             query, key, value, score_mod=score_mod, block_mask=block_mask, scale=scale,
             enable_gqa=query.shape[1] != key.shape[1], return_lse=True,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from quorum_attention.kernels.kit.block_masks import BLOCK, BlockLists
-from quorum_attention.kernels.kit.flex_backward import Three
+from quorum_attention.kernels.kit.block_masks import BlockLists
+from quorum_attention.kernels.kit.block_table import BLOCK
 from quorum_attention.kernels.kit.laid_out import laid_out, layout
 from quorum_attention.kernels.kit.masks import BlockMask, MaskMod
 from quorum_attention.kernels.kit.materialised import ScoreMod
@@ -18,8 +18,7 @@ from quorum_attention.kernels.outside import outside
 from quorum_attention.kernels.positions import positions
 from quorum_attention.kernels.protocol import TaskTensors
 
-# Rows and columns of the sample on which the backward is tried; no multiple of the block size.
-SAMPLE = 300
+Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def has_diagonal(task: TaskTensors) -> bool:
@@ -44,16 +43,8 @@ class Indexed:
     entries: torch.Tensor
     pieces: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
 
-    def cut(self, rows: slice, columns: slice) -> Indexed:
-        """The same for some of the queries and keys."""
-        pieces = self.pieces
-        if pieces is not None:
-            pieces = (pieces[0][rows].detach(), pieces[1][columns].detach(), pieces[2])
-        queries, keys = self.queries[rows].detach(), self.keys[columns].detach()
-        return replace(self, queries=queries, keys=keys, pieces=pieces)
-
     def mask(self, is_causal: bool, mask_mod: MaskMod | None) -> MaskMod:
-        """The mask for mixed blocks, by local indices; there are few kinds, as each is compiled."""
+        """The mask of partial blocks, by local indices; there are few kinds: each is compiled."""
         tests: list[MaskMod] = []
         if self.pieces is not None:
             tests.append(_within(*self.pieces))
@@ -145,26 +136,6 @@ class Launch:
         sizes = (self.inputs[0].shape[2], self.inputs[1].shape[2])
         return _flex_mask(sizes, self.sent[:8], keeps)
 
-    def sample(self) -> tuple[Three, Indexed, Any]:
-        """A small call like this one, with random inputs and only mixed blocks.
-
-        Returns:
-            (query, key and value, ``Indexed``, block mask); its positions are among this call's.
-        """
-        start = self.lists.first * BLOCK
-        size = SAMPLE // BLOCK * BLOCK if self.in_blocks else SAMPLE
-        rows, columns = slice(0, size), slice(start, start + size)
-        indexed = self.indexed.cut(rows, columns)
-        sizes = (len(indexed.queries), len(indexed.keys))
-        generator = torch.Generator().manual_seed(0)
-        query, key, value = (
-            _random_like(t, size, generator)
-            for t, size in zip(self.inputs, (sizes[0], sizes[1], sizes[1]), strict=True)
-        )
-        lists = _all_mixed(sizes, self.sent[0].shape[:2], query.device)
-        keeps = indexed.mask(self.is_causal, self.mask_mod)
-        return (query, key, value), indexed, _flex_mask(sizes, lists, keeps)
-
 
 def launch(task: TaskTensors, lists: BlockLists, mask_mod: MaskMod | None) -> Launch:
     """The call for ``task`` with its block lists."""
@@ -199,29 +170,3 @@ def _flex_mask(sizes: tuple[int, int], lists: list[torch.Tensor], keeps: MaskMod
     # Not BlockMask.from_kv_blocks, which makes the lists by key from a matrix of all blocks.
     make: Any = FlexBlockMask
     return make(sizes, *lists, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=keeps)
-
-
-def _all_mixed(
-    sizes: tuple[int, int], lanes: torch.Size, device: torch.device
-) -> list[torch.Tensor]:
-    rows, columns = (-(-size // BLOCK) for size in sizes)
-    found = []
-    for lines, listed in ((rows, columns), (columns, rows)):
-        counts = torch.full((*lanes, lines), listed, dtype=torch.int32, device=device)
-        entries = torch.arange(max(2, listed), dtype=torch.int32, device=device) % listed
-        table = entries.expand(*lanes, lines, -1).contiguous().detach()
-        found += [counts, table, torch.zeros_like(counts), torch.zeros_like(table)]
-    return found
-
-
-def _random_like(tensor: torch.Tensor, rows: int, generator: torch.Generator) -> torch.Tensor:
-    """(b, h, rows, d), laid out as ``tensor`` is."""
-    batch, heads, _, width = tensor.shape
-    lies = layout(tensor)
-    if lies == "tokens":
-        found = torch.randn(batch, rows, heads, width, generator=generator, device="cpu")
-        return found.to(tensor.device, tensor.dtype).transpose(1, 2).detach()
-    # The head stride: a multiple of 16 elements, and more than the rows take.
-    more = 32 - rows % 16 if lies == "apart" else 0
-    found = torch.randn(batch, heads, rows + more, width, generator=generator, device="cpu")
-    return found.to(tensor.device, tensor.dtype)[:, :, :rows].detach()

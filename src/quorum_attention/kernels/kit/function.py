@@ -38,7 +38,8 @@ from quorum_attention.kernels.traits import Traits
 from quorum_attention.kernels.views import Pick, jth_of_group
 
 LseFunction = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-BackwardFunction = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+BackwardFunction = Callable[..., "Three"]
+Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 WorkspaceBound = Callable[[CallShape, Extent], int]
 
 _OPTIONAL = ("query_positions", "key_positions", "head_indices", "batch_indices")
@@ -46,19 +47,15 @@ _OPTIONAL = ("query_positions", "key_positions", "head_indices", "batch_indices"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One call of the function: a rectangle of a task, and some or all of its heads.
+    """One call of the function: a rectangle of a task, and some or all of its query heads.
 
     Attributes:
         rectangle: local positions.
-        query, key, value: (b, h, lq, d), (b, hk, lk, d), (b, hk, lk, dv), views.
         pick: selects the piece's query heads from a tensor with all of them.
         named: the keyword arguments, including ``is_causal`` and ``scale``.
     """
 
     rectangle: Rectangle
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
     pick: Pick
     named: dict[str, Any]
 
@@ -70,6 +67,10 @@ class Piece:
     def columns(self, tensor: torch.Tensor) -> torch.Tensor:
         """The piece's key rows of (b, hk, nk, ...), a view."""
         return tensor[:, :, self.rectangle.key_start : self.rectangle.key_stop]
+
+    def inputs(self, task: TaskTensors) -> Three:
+        """Query (b, h, lq, d), key (b, hk, lk, d), value (b, hk, lk, dv), views."""
+        return self.rows(task.query), self.columns(task.key), self.columns(task.value)
 
 
 class FunctionKernel:
@@ -122,18 +123,15 @@ class FunctionKernel:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, at: Indices
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``RowStatistics``."""
-        outs, lses = [], []
+        parts = []
         for pick, chosen in self._picks(query, key):
             named = {"query_positions": at.queries, "key_positions": at.keys,
                      "head_indices": at.heads[chosen], "batch_indices": at.entries}  # fmt: skip
             wanted = {name: named[name] for name in self._wants}
-            part = self._run(
-                pick(query), key, value, {"is_causal": False, "scale": scale, **wanted}
-            )
-            outs.append(part[0])
-            lses.append(part[1])
+            parts.append(self._run(pick(query), key, value, is_causal=False, scale=scale, **wanted))
         # Of heads that share a key head, part j has the j-th of each.
-        return torch.stack(outs, 2).flatten(1, 2), torch.stack(lses, 2).flatten(1, 2)
+        out, lse = (torch.stack(some, 2).flatten(1, 2) for some in zip(*parts, strict=True))
+        return out, lse
 
     def tells_entries_apart(self, device: torch.device) -> bool:
         """See ``ByEntry``."""
@@ -158,27 +156,25 @@ class FunctionKernel:
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
         """Merge the task's kept pairs into ``state``, in place."""
-        for piece in self.pieces(task, self._wants):
+        for piece in self._pieces(task, self._wants):
             with torch.no_grad():
-                out, lse = self._run(piece.query, piece.key, piece.value, piece.named)
-            empty = (lse == -torch.inf).unsqueeze(-1)
+                out, lse = self._run(*piece.inputs(task), **piece.named)
+            out = out.masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0)
             with task.timed("merge"):
-                merge_(piece.rows(state.out), piece.rows(state.lse), out.masked_fill(empty, 0.0),
-                       lse)  # fmt: skip
+                merge_(piece.rows(state.out), piece.rows(state.lse), out, lse)
 
     def backward(self, task: TaskTensors, grads: Gradients) -> None:
         """Add the task's gradients into ``grads``, in place."""
-        wants = self._wants if self.explicit_backward is None else self._backward_wants
-        for piece in self.pieces(task, wants):
-            grad_out = piece.rows(grads.grad_out)
-            out, lse = piece.rows(grads.out), piece.rows(grads.lse)
-            if self.explicit_backward is None:
-                found = self._by_autograd(piece, grad_out, out, lse)
+        own = self.explicit_backward
+        for piece in self._pieces(task, self._wants if own is None else self._backward_wants):
+            inputs = piece.inputs(task)
+            grad_out, out, lse = map(piece.rows, (grads.grad_out, grads.out, grads.lse))
+            if own is None:
+                run = partial(self._run_plain, **piece.named)
+                found = gradients_by_autograd(run, inputs, grad_out, out, lse)
             else:
-                finite = torch.where(lse == -torch.inf, torch.zeros_like(lse), lse)
-                found = self.explicit_backward(
-                    grad_out, piece.query, piece.key, piece.value, out, finite, **piece.named
-                )
+                finite = lse.masked_fill(lse == -torch.inf, 0.0)
+                found = own(grad_out, *inputs, out, finite, **piece.named)
             targets = (
                 piece.rows(grads.grad_query),
                 piece.columns(grads.grad_key),
@@ -188,13 +184,13 @@ class FunctionKernel:
                 for target, part in zip(targets, found, strict=True):
                     add_(target, part)
 
-    def pieces(self, task: TaskTensors, wants: tuple[str, ...]) -> Iterator[Piece]:
+    def _pieces(self, task: TaskTensors, wants: tuple[str, ...]) -> Iterator[Piece]:
         """The function's calls for a task."""
         if 0 in task.query.shape[:2]:
             return
-        device = task.query.device
+        device, first = task.query.device, task.first_head
         picks = self._picks(task.query, task.key)
-        heads = torch.arange(task.query.shape[1], device=device) + task.first_head
+        heads = torch.arange(first, first + task.query.shape[1], device=device)
         for r in self.rectangles(task):
             if r.n_queries == 0 or r.n_keys == 0:
                 continue
@@ -206,16 +202,8 @@ class FunctionKernel:
             if "batch_indices" in wants:
                 named["batch_indices"] = torch.tensor(task.entries, device=device)
             for pick, chosen in picks:
-                if "head_indices" in wants:
-                    named["head_indices"] = heads[chosen]
-                yield Piece(
-                    r,
-                    pick(task.query)[:, :, r.query_start : r.query_stop],
-                    task.key[:, :, r.key_start : r.key_stop],
-                    task.value[:, :, r.key_start : r.key_stop],
-                    pick,
-                    named,
-                )
+                of_heads = {"head_indices": heads[chosen]} if "head_indices" in wants else {}
+                yield Piece(r, pick, named | of_heads)
 
     def _picks(self, query: torch.Tensor, key: torch.Tensor) -> list[tuple[Pick, slice]]:
         """The query heads of each call: what selects them, and their numbers."""
@@ -232,46 +220,59 @@ class FunctionKernel:
         yield from task.rectangles
 
     def _run(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, named: dict[str, Any]
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **named: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         found = self.function(query, key, value, **named)
-        wanted = (*query.shape[:3], value.shape[-1])
+        says = f"kernel {self.name!r} must return"
         if not isinstance(found, tuple) or len(found) != 2:
-            raise TypeError(f"kernel {self.name!r} must return (out, lse), got {type(found)}")
-        out, lse = found
-        for what, made in (("out", out), ("lse", lse)):
-            if not isinstance(made, torch.Tensor):
-                raise TypeError(
-                    f"kernel {self.name!r} must return a tensor as {what}, got {shown(made)}"
-                )
-        if tuple(out.shape) != wanted or tuple(lse.shape) != wanted[:3]:
-            raise ValueError(
-                f"kernel {self.name!r} must return out {wanted} and lse {wanted[:3]}, got "
-                f"{tuple(out.shape)} and {tuple(lse.shape)}"
-            )
-        return out, lse
+            raise TypeError(f"{says} (out, lse), got {type(found)}")
+        rows = tuple(query.shape[:3])
+        for what, tensor, shape in zip(
+            ("out", "lse"), found, ((*rows, value.shape[-1]), rows), strict=True
+        ):
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"{says} a tensor as {what}, got {shown(tensor)}")
+            if tensor.shape != shape:
+                raise ValueError(f"{says} {what} of shape {shape}, got {tuple(tensor.shape)}")
+        return found
 
-    def _by_autograd(
-        self, piece: Piece, grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        # Gradients have to be recorded here, also if the caller has turned that off.
-        with torch.inference_mode(False), torch.enable_grad():
-            named = {name: _plain(value) for name, value in piece.named.items()}
-            three = (_plain(t) for t in (piece.query, piece.key, piece.value))
-            inputs = [t.detach().requires_grad_() for t in three]
-            own_out, own_lse = self._run(inputs[0], inputs[1], inputs[2], named)
-            if not (own_out.requires_grad and own_lse.requires_grad):
-                which = "an lse" if own_out.requires_grad else "an out"
-                raise TypeError(
-                    f"kernel {self.name!r} returns {which} without a gradient: both must be "
-                    "differentiable, or give backward="
-                )
-            upstream = upstream_of(own_out, own_lse, grad_out, out, lse)
-            grads = torch.autograd.grad((own_out, own_lse), inputs, upstream, allow_unused=True)
-        query, key, value = (
-            torch.zeros_like(t) if g is None else g for g, t in zip(grads, inputs, strict=True)
-        )
-        return query, key, value
+    def _run_plain(self, *inputs: torch.Tensor, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._run(*inputs, **{name: _plain(value) for name, value in named.items()})
+
+
+def gradients_by_autograd(
+    run: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    inputs: Sequence[torch.Tensor],
+    grad_out: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value by autograd through another forward of a part.
+
+    Args:
+        run: ``run(query, key, value) -> (out, lse)`` of the part.
+        inputs: query, key and value of the part.
+        grad_out, out, lse: of the whole rows.
+
+    Raises:
+        TypeError: ``run`` has no gradient.
+    """
+    # Gradients have to be recorded here, also if the caller has turned that off.
+    with torch.inference_mode(False), torch.enable_grad():
+        leaves = [_plain(t).detach().requires_grad_() for t in inputs]
+        own_out, own_lse = run(*leaves)
+        if not (own_out.requires_grad and own_lse.requires_grad):
+            which = "an lse" if own_out.requires_grad else "an out"
+            raise TypeError(
+                f"the kernel's function returns {which} without a gradient: both must be "
+                "differentiable, or give backward="
+            )
+        upstream = upstream_of(own_out, own_lse, grad_out, out, lse)
+        grads = torch.autograd.grad((own_out, own_lse), leaves, upstream, allow_unused=True)
+    query, key, value = (
+        torch.zeros_like(t) if g is None else g for g, t in zip(grads, leaves, strict=True)
+    )
+    return query, key, value
 
 
 def _plain(value: Any) -> Any:

@@ -4,7 +4,8 @@ It does so only if torch.compile can tell that every row begins at a whole word.
 for a tensor that begins inside its storage (a field of a slot, a part of the rows), nor for a
 stride that does not follow from the sizes; either makes both passes 1.7 times as long (kit.md). So
 tensors are handed over with a storage that begins where they begin. A free stride is handed over
-together with a sixteenth of it: the compiler can use ``stride == 16 * sixteenth`` (``told``).
+together with a sixteenth of it: the compiler can use ``stride == 16 * sixteenth``
+(``assume_stride_multiple``).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def sixteenth(tensor: torch.Tensor) -> int | None:
     return tensor.stride(1) // _ELEMENTS if layout(tensor) == "apart" else None
 
 
-def told(tensor: torch.Tensor, sixteenth: int | None) -> None:
+def assume_stride_multiple(tensor: torch.Tensor, sixteenth: int | None) -> None:
     """In compiled code: tell the compiler that the head stride is 16 times ``sixteenth``."""
     if sixteenth is not None:
         torch._check(tensor.stride(1) == _ELEMENTS * sixteenth)

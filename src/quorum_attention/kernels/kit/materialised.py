@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from quorum_attention.kernels.kit.masks import MaskMod
-from quorum_attention.kernels.kit.trials import over_pairs
+from quorum_attention.kernels.kit.over_pairs import over_pairs
 
 ScoreMod = Callable[[Any, Any, Any, Any, Any], torch.Tensor]
 

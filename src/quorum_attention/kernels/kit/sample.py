@@ -18,7 +18,7 @@ from quorum_attention.counts import shown
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.kit.functions import versions
 from quorum_attention.kernels.kit.masks import BlockMask, MaskMod
-from quorum_attention.kernels.kit.trials import boolean, indexing
+from quorum_attention.kernels.kit.over_pairs import boolean, indexing
 from quorum_attention.kernels.outside import capturing, outside
 from quorum_attention.kernels.protocol import Indices
 

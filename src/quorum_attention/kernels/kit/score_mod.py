@@ -16,41 +16,34 @@ from typing import Any
 import torch
 
 from quorum_attention.counts import shown, switch
-from quorum_attention.decomposition import (
-    EMPTY,
-    PARTIAL,
-    Pairs,
-    Ranges,
-    Rectangle,
-    Task,
-    Verdict,
-)
-from quorum_attention.decomposition.quadtree import walk
+from quorum_attention.decomposition import Pairs, Rectangle
 from quorum_attention.kernels.cache import Cache
-from quorum_attention.kernels.kit.block_masks import BLOCK, geometry, listed_nodes
-from quorum_attention.kernels.kit.flex import FlexKernel
-from quorum_attention.kernels.kit.function import FunctionKernel, LseFunction, quadratic_workspace
+from quorum_attention.kernels.kit.block_table import (
+    BLOCK,
+    TaskPairs,
+    evaluated_bytes,
+    joined,
+    listed_blocks,
+)
+from quorum_attention.kernels.kit.function import FunctionKernel, quadratic_workspace
 from quorum_attention.kernels.kit.functions import tensors, versions
 from quorum_attention.kernels.kit.masks import BlockMask, MaskMod, kept_pairs
 from quorum_attention.kernels.kit.materialised import ScoreMod, materialised
+from quorum_attention.kernels.kit.over_pairs import depends_on_batch_head
 from quorum_attention.kernels.kit.sample import Watched, results_at
-from quorum_attention.kernels.kit.trials import (
-    scores_apart,
-    task_indices,
-    told_apart,
-    trial_bytes,
-    tried_nodes,
-)
 from quorum_attention.kernels.protocol import CallShape, Extent, Indices, TaskTensors
 
 # Rectangles whose parts are cached.
 _CACHED_RECTANGLES = 4096
+# Rows of blocks of a part of a rectangle that is cut.
+_STRIP = 4
 
 
 class ScoreModKernel(FunctionKernel):
     """See ``from_score_mod``: one rectangle at a time, with materialised scores.
 
     Attributes:
+        score_mod, mask_mod: the score modification and the mask.
         pruned: number of rectangles left out so far, because the mask keeps none of their pairs.
         run: number of rectangles run so far; parts of a rectangle count one by one.
     """
@@ -59,16 +52,19 @@ class ScoreModKernel(FunctionKernel):
 
     def __init__(self, score_mod: ScoreMod | None, mask_mod: MaskMod | None, name: str) -> None:
         self.score_mod, self.mask_mod = score_mod, mask_mod
+        # Whether the mask is a plain function, which has to be called for every pair.
+        self._opaque = mask_mod is not None and not isinstance(mask_mod, BlockMask)
         self._watched = Watched([] if mask_mod is None else [mask_mod])
         self.pruned = self.run = 0
         self._parts: Cache[tuple[Rectangle, ...]] = Cache(_CACHED_RECTANGLES, lambda found: 1)
-        super().__init__(_attention(self), name=name, grouped=True, workspace=self._bytes)
+        self._apart: Cache[tuple[bool, bool]] = Cache(64, lambda answer: 1)
+        super().__init__(self._attention, name=name, grouped=True, workspace=self._bytes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ScoreModKernel:
         """A kernel of its own, as it was when it was made. Its functions are shared, as all
         functions are; what can be called and is none (a module) is copied."""
         score_mod, mask_mod = deepcopy((self.score_mod, self.mask_mod), memo)
-        return ScoreModKernel(score_mod, mask_mod, self.name)
+        return type(self)(score_mod, mask_mod, self.name)
 
     def captured(self) -> list[torch.Tensor]:
         """See ``Captures``."""
@@ -95,8 +91,8 @@ class ScoreModKernel(FunctionKernel):
     def tells_entries_apart(self, device: torch.device) -> bool:
         """See ``ByEntry``."""
         mask, score_mod = self.mask_mod, self.score_mod
-        return (mask is not None and told_apart(mask, device)[0]) or (
-            score_mod is not None and scores_apart(score_mod, device)
+        return (mask is not None and depends_on_batch_head(mask, device)[0]) or (
+            score_mod is not None and depends_on_batch_head(score_mod, device, scored=True)[0]
         )
 
     def refusal(self, call: CallShape) -> str | None:
@@ -121,20 +117,78 @@ class ScoreModKernel(FunctionKernel):
             yield from kept
 
     def _live(self, task: TaskTensors, r: Rectangle, seen: Hashable) -> tuple[Rectangle, ...]:
-        mask = self.mask_mod
-        if mask is None:
+        if self.mask_mod is None:
             return (r,)
         key: tuple[Hashable, ...] = (task.task, r, seen)
-        if isinstance(mask, BlockMask):
-            return self._parts.get(key, lambda: tuple(_prune(mask, task.task, r)))
-        key += (task.entries, task.first_head, task.query.shape[1])
-        return self._parts.get(key, lambda: tuple(_tried(mask, task, r)))
+        if self._opaque:
+            key += (task.entries, task.first_head, task.query.shape[1])
+        return self._parts.get(key, lambda: tuple(self._prune(task, r)))
+
+    def _prune(self, task: TaskTensors, r: Rectangle) -> list[Rectangle]:
+        """Strips of ``r`` from the first to the last block in which the mask keeps pairs; ``r``
+        itself if that leaves out less than a fifth of it."""
+        pairs = TaskPairs.of(task.task, (r,), r.causal, r.query_stop, r.key_stop)
+        apart = self._depends(task.query.device)
+        blocks = joined([*listed_blocks(self.mask_mod, task, pairs, apart)[:2]]) * BLOCK
+        found, height = [], _STRIP * BLOCK
+        for top in range(r.query_start // height * height, r.query_stop, height):
+            here = blocks[(blocks[:, 1] < top + height) & (blocks[:, 2] > top)]
+            if len(here):
+                rows = max(top, r.query_start), min(top + height, r.query_stop)
+                first, last = int(here[:, 3].min()), int(here[:, 4].max())
+                columns = max(first, r.key_start), min(last, r.key_stop)
+                found.append(Rectangle(*rows, *columns))
+        whole = r.causal or sum(part.pairs for part in found) >= 0.8 * r.pairs
+        return [r] if found and whole else found
+
+    def _depends(self, device: torch.device) -> tuple[bool, bool]:
+        """Whether blocks have to be evaluated for every batch entry, and for every head."""
+        mask = self.mask_mod
+        if mask is None or not self._opaque:
+            return False, False
+        key = (device, versions(mask))
+        return self._apart.get(key, lambda: depends_on_batch_head(mask, device))
+
+    def _attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        is_causal: bool,
+        scale: float,
+        query_positions: torch.Tensor,
+        key_positions: torch.Tensor,
+        head_indices: torch.Tensor,
+        batch_indices: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The function of ``FunctionKernel``."""
+        score_mod, mask_mod = self.score_mod, self.mask_mod
+        if isinstance(mask_mod, BlockMask):
+            mask_mod = mask_mod.on(query.device)
+
+        def at(b: Any, h: Any, q: Any, k: Any) -> tuple[Any, Any, Any, Any]:
+            return batch_indices[b], head_indices[h], query_positions[q], key_positions[k]
+
+        def keeps(*local: Any) -> Any:
+            _, _, q, k = numbers = at(*local)
+            keep = q >= k if is_causal else q >= 0
+            return keep if mask_mod is None else keep & mask_mod(*numbers)
+
+        changed = None
+        if score_mod is not None:
+
+            def changed(score: Any, *local: Any) -> Any:
+                return score_mod(score, *at(*local))
+
+        masked = is_causal or mask_mod is not None
+        return materialised(query, key, value, changed, keeps if masked else None, scale)
 
     def _bytes(self, call: CallShape, extent: Extent) -> int:
         # The scores, and the results of the modifications.
-        tried = self.mask_mod is not None and not isinstance(self.mask_mod, BlockMask)
         lanes = extent.batch * extent.query_heads
-        return max(2 * quadratic_workspace(call, extent), trial_bytes(lanes) if tried else 0)
+        own = 2 * quadratic_workspace(call, extent)
+        return max(own, evaluated_bytes(lanes)) if self._opaque else own
 
 
 def from_score_mod(
@@ -143,7 +197,7 @@ def from_score_mod(
     *,
     name: str = "flex",
     compiled: bool | None = None,
-) -> ScoreModKernel | FlexKernel:
+) -> ScoreModKernel:
     """An inner kernel from FlexAttention's score modification and mask.
 
     Args:
@@ -151,9 +205,9 @@ def from_score_mod(
         mask_mod: ``mask_mod(batch, head, query, key)`` -> which pairs are kept, positions global.
             A mask from ``quorum_attention.kernels.kit.masks`` (``sliding_window``, ``document``,
             ``prefix_lm``, ``causal``, combined with ``&`` and ``|``) knows which blocks it keeps.
-            Any other mask is tried once on every pair of a task. Both functions must stay what they
-            are as long as the kernel lives (docs/kit.md says how that is checked): make another
-            kernel to change what they read, which costs next to nothing.
+            Any other mask is called once for every pair of a task. Both functions must stay what
+            they are as long as the kernel lives (docs/kit.md says how that is checked): make
+            another kernel to change what they read, which costs next to nothing.
         name: for messages and reports.
         compiled: whether to use FlexAttention with torch.compile, one call for a task; default
             True if there is CUDA. Otherwise, and always for float64, rectangles are run with
@@ -178,92 +232,8 @@ def from_score_mod(
         raise TypeError(f"name must be a str of at least a letter, got {shown(name)}")
     if compiled is None:
         compiled = torch.cuda.is_available()
-    compiled = switch(compiled, "compiled")
-    in_memory = ScoreModKernel(score_mod, mask_mod, name)
-    return FlexKernel(in_memory) if compiled else in_memory
+    if not switch(compiled, "compiled"):
+        return ScoreModKernel(score_mod, mask_mod, name)
+    from quorum_attention.kernels.kit.flex import FlexKernel
 
-
-def _attention(kernel: ScoreModKernel) -> LseFunction:
-    def attention(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        is_causal: bool,
-        scale: float,
-        query_positions: torch.Tensor,
-        key_positions: torch.Tensor,
-        head_indices: torch.Tensor,
-        batch_indices: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        score_mod, mask_mod = kernel.score_mod, kernel.mask_mod
-        if isinstance(mask_mod, BlockMask):
-            mask_mod = mask_mod.on(query.device)
-
-        def moved(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-            at = (batch_indices[b], head_indices[h], query_positions[q], key_positions[k])
-            return score if score_mod is None else score_mod(score, *at)
-
-        def keeps(b: Any, h: Any, q: Any, k: Any) -> Any:
-            keep = query_positions[q] >= key_positions[k] if is_causal else q >= 0
-            if mask_mod is not None:
-                keep = keep & mask_mod(batch_indices[b], head_indices[h], query_positions[q],
-                                       key_positions[k])  # fmt: skip
-            return keep
-
-        changed = moved if score_mod is not None else None
-        masked = is_causal or mask_mod is not None
-        return materialised(query, key, value, changed, keeps if masked else None, scale)
-
-    return attention
-
-
-def _prune(mask: BlockMask, task: Task, r: Rectangle) -> list[Rectangle]:
-    """The parts of ``r`` in which the mask keeps pairs; ``r`` itself if a cut saves too little."""
-    cuts: dict[Rectangle, list[Rectangle]] = {}
-
-    def parts(part: Rectangle, found: Verdict) -> list[Rectangle]:
-        small = max(part.n_queries, part.n_keys) <= 4 * BLOCK
-        if found is not PARTIAL or part.causal or small:
-            return []
-        cuts[part] = _quarters(part)
-        return cuts[part]
-
-    leaves = walk(r, lambda part: _verdict_of(mask, task, part), parts)
-    left = {part: [] if found is EMPTY else [part] for part, found in leaves}
-    # From the smallest parts up: a cut is worth its calls only if it leaves out a fifth or more.
-    for whole in reversed(cuts):
-        found = [one for part in cuts[whole] for one in left[part]]
-        left[whole] = found if sum(one.pairs for one in found) < 0.8 * whole.pairs else [whole]
-    return left[r]
-
-
-def _quarters(r: Rectangle) -> list[Rectangle]:
-    def halves(start: int, stop: int) -> list[tuple[int, int]]:
-        if stop - start <= 2 * BLOCK:
-            return [(start, stop)]
-        middle = start + -(-(stop - start) // (2 * BLOCK)) * BLOCK
-        return [(start, middle), (middle, stop)]
-
-    return [
-        Rectangle(*rows, *columns)
-        for rows in halves(r.query_start, r.query_stop)
-        for columns in halves(r.key_start, r.key_stop)
-    ]
-
-
-def _verdict_of(mask: BlockMask, task: Task, r: Rectangle) -> Verdict:
-    found = {
-        mask.verdict(Ranges.of(queries.start, queries.stop, keys.start, keys.stop))
-        for queries, keys, _ in task.contiguous(r)
-    }
-    return found.pop() if len(found) == 1 else PARTIAL
-
-
-def _tried(mask_mod: MaskMod, task: TaskTensors, r: Rectangle) -> list[Rectangle]:
-    """``[r]``, or ``[]`` if no head of any batch entry keeps a pair of it."""
-    sizes = (r.query_stop, r.key_stop)
-    pairs, at = geometry(task.task, (r,), r.causal, *sizes), task_indices(task, *sizes)
-    apart = told_apart(mask_mod, task.query.device)
-    clear, mixed, _ = tried_nodes(mask_mod, pairs, *listed_nodes(pairs, None), at, apart)
-    return [r] if len(clear) + len(mixed) else []
+    return FlexKernel(score_mod, mask_mod, name)

@@ -15,12 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorum_attention.decomposition import FULL, PARTIAL
-from quorum_attention.kernels.kit.block_masks import BLOCK
-from quorum_attention.kernels.masked.trying import WORD_BYTES, Codes
+from quorum_attention.kernels.kit.block_table import BLOCK, Codes
 from quorum_attention.kernels.native.runs import FIELDS, NO_DIAGONAL
 
 # Columns of the tables: one more than the fields, where a block's words begin.
 WIDTH = len(FIELDS) + 1
+# Bytes of a block's words.
+WORD_BYTES = BLOCK * BLOCK // 8
 # The smallest blocks of rows of the native kernel.
 _SMALLEST = 16
 

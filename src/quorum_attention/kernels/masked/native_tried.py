@@ -1,34 +1,46 @@
-"""The native kernel under a geometry with rules: masked blocks are left out, clear ones are plain.
+"""The native kernel under a geometry with rules: empty blocks are left out, full ones are plain.
 
-A table (``blocks.py``) says of every block of 128 queries by 128 keys of a task whether it is
-masked, clear or mixed. It is made once. In each call rules are tried on the mixed blocks, as many
-at a time as there is memory for: the kernel is given a bit for each of their pairs.
+A table says of every block of 128 queries by 128 keys of a task whether it is empty, full or
+partial. It is made once. In each call rules are evaluated on the partial blocks, as many at a time
+as there is memory for: the kernel is given a bit for each of their pairs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 
-from quorum_attention.decomposition import Rectangle
+from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Ranges, Rectangle
 from quorum_attention.kernels.cache import Cache
-from quorum_attention.kernels.kit.block_masks import geometry as pairs_of
+from quorum_attention.kernels.kit.block_table import (
+    BLOCK,
+    MOST_NODES,
+    PAIR_BYTES,
+    SENT,
+    UNKNOWN,
+    BlockEvaluator,
+    Codes,
+    Pieces,
+    TaskPairs,
+    blocks_in,
+    classify,
+)
 from quorum_attention.kernels.kit.functions import versions
 from quorum_attention.kernels.kit.masks import BlockMask
-from quorum_attention.kernels.kit.trials import told_apart
-from quorum_attention.kernels.masked.blocks import codes_of
+from quorum_attention.kernels.kit.over_pairs import depends_on_batch_head
 from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.masked.launches import (
     WIDTH,
+    WORD_BYTES,
     Launch,
     launches,
     table_bytes,
 )
-from quorum_attention.kernels.masked.trying import UNTRIED, Codes, Pieces, Room, Trial
 from quorum_attention.kernels.native.config import Config, Half, config
 from quorum_attention.kernels.native.kernel import NativeKernel
 from quorum_attention.kernels.native.launch import (
@@ -46,10 +58,59 @@ from quorum_attention.kernels.protocol import (
     Statistics,
     TaskTensors,
 )
+from quorum_attention.kernels.workspace import SLACK_BYTES, UNSPLIT_BYTES
 
+# Bounds of the bytes for evaluating blocks, and again for words.
+_LEAST, _MOST = 16 << 20, 256 << 20
 # Bytes of host memory in which tables of blocks, and those of launches, are remembered.
 _CODE_BYTES, _TABLE_BYTES = 256 << 20, 64 << 20
 Function = Callable[..., torch.Tensor]
+
+
+class Room(NamedTuple):
+    """How much of a task is evaluated at a time.
+
+    Attributes:
+        nbytes: for evaluating, and again for words.
+        lanes: batch entries times heads for which rules differ.
+        n_queries, n_keys: tokens of the task.
+    """
+
+    nbytes: int
+    lanes: int
+    n_queries: int
+    n_keys: int
+
+    @classmethod
+    def of(cls, rows_bytes: int, lanes: int, n_queries: int, n_keys: int) -> Room:
+        """The room for a task whose rows of queries and values have so many bytes together."""
+        return cls(min(max(rows_bytes // 2, _LEAST), _MOST), max(1, lanes), n_queries, n_keys)
+
+    @property
+    def at_once(self) -> int:
+        """Blocks evaluated at a time."""
+        return self._blocks(PAIR_BYTES * BLOCK * BLOCK)
+
+    @property
+    def words(self) -> int:
+        """Blocks whose words there are at a time."""
+        return self._blocks(WORD_BYTES)
+
+    def _blocks(self, block_bytes: int) -> int:
+        """How many blocks there is room for, at most all of the task."""
+        every = max(1, -(-self.n_queries // BLOCK) * -(-self.n_keys // BLOCK))
+        return min(every, max(1, self.nbytes // (block_bytes * self.lanes)))
+
+    @property
+    def device_bytes(self) -> int:
+        """Upper bound of the device bytes that evaluating takes, words among them."""
+        evaluated = self.at_once * PAIR_BYTES * BLOCK * BLOCK * self.lanes
+        words = self.words * WORD_BYTES * self.lanes
+        # Positions and pieces of every token, made and padded; the blocks that are sent.
+        tokens = 4 * 8 * (self.n_queries + self.n_keys + 2 * BLOCK)
+        tokens += 3 * 8 * SENT * self.at_once
+        unsplit = 4 * min(evaluated, UNSPLIT_BYTES) + min(words, UNSPLIT_BYTES)
+        return evaluated + words + tokens + unsplit + 4 * min(tokens, UNSPLIT_BYTES) + SLACK_BYTES
 
 
 class NativeTried:
@@ -85,10 +146,10 @@ class NativeTried:
     def _bytes(self, call: CallShape, extent: Extent) -> int:
         lanes = extent.batch * extent.query_heads
         n, width = extent.n_tokens, _row_bytes(call.head_dim, call.value_dim, call.dtype)
-        told = any(not isinstance(function, BlockMask) for function in self._functions)
-        room = Room.of(lanes * n * width, lanes if told else 1, n, n)
-        # Functions that do not tell lanes apart have more blocks in the same words.
-        tables = table_bytes(n, n, replace(room, lanes=1).words)
+        differ = any(not isinstance(function, BlockMask) for function in self._functions)
+        room = Room.of(lanes * n * width, lanes if differ else 1, n, n)
+        # Functions that are the same in all lanes have more blocks in the same words.
+        tables = table_bytes(n, n, room._replace(lanes=1).words)
         return room.device_bytes + tables + self._geometry.placed_bytes
 
     def forward(self, task: TaskTensors, state: Statistics) -> None:
@@ -156,30 +217,30 @@ class NativeTried:
         n_queries = max(r.query_stop for r in rectangles)
         n_keys = max(r.key_stop for r in rectangles)
         bias = task.bias(rectangles[0])
-        apart = self._tells_apart(device)
+        apart = self._depends(device)
         room = _room(task, apart)
         key = self._key(task, rectangles, apart)
         sizes = (n_queries, n_keys)
 
         def table() -> _Table:
-            pairs = pairs_of(task.task, rectangles, False, n_queries, n_keys)
-            codes, pieces = codes_of(self._geometry, pairs), Pieces.of(pairs)
-            if (codes == UNTRIED).any():
-                Trial(self._geometry, task, sizes, pieces, apart).settle(codes, room)
-            return _Table(codes, pieces, {})
+            pairs = TaskPairs.of(task.task, rectangles, False, n_queries, n_keys)
+            codes = codes_of(self._geometry, task, pairs, apart, room)
+            return _Table(codes, pairs.pieces, {})
 
         found = self._tables.get(key, table)
         if room.words not in found.launches:
             found.launches[room.words] = list(launches(found.codes, n_queries, n_keys, room.words))
-        trial: Trial | None = None
+        evaluator: BlockEvaluator | None = None
         for number, at in enumerate(found.launches[room.words]):
             made = self._made(key, (room.words, number, *axes), at, axes, device)
             tables = [_sent(one, device) for one in made.tables]
             words = None
             if made.blocks.numel():
-                rows, columns = made.blocks.to(device, non_blocking=True)
-                trial = trial or Trial(self._geometry, task, sizes, found.pieces, apart)
-                words = trial.words(rows, columns, room)
+                blocks = made.blocks.to(device, non_blocking=True)
+                evaluator = evaluator or BlockEvaluator(
+                    self._geometry.keeps, task, sizes, found.pieces, apart
+                )
+                words = words_of(evaluator, blocks, room.at_once)
             extras = Extras(
                 self._base.options,
                 bias=bias,
@@ -198,11 +259,11 @@ class NativeTried:
         """The tables of a launch; remembered as long as those of blocks are."""
         return self._launched.get((key, number), lambda: _tables(at, axes, device))
 
-    def _tells_apart(self, device: torch.device) -> tuple[bool, bool]:
+    def _depends(self, device: torch.device) -> tuple[bool, bool]:
         """Whether functions differ between batch entries, and between heads."""
 
         def make() -> tuple[bool, bool]:
-            each = [told_apart(f, device) for f in self._functions]
+            each = [depends_on_batch_head(f, device) for f in self._functions]
             return any(a for a, _ in each), any(b for _, b in each)
 
         return self._apart.get((device, versions(*self._functions)), make)
@@ -215,6 +276,62 @@ class NativeTried:
         heads = (task.first_head, task.query.shape[1]) if apart[1] else ()
         entries = task.entries if apart[0] else ()
         return task.task, rectangles, task.query.is_cuda, entries, heads, seen
+
+
+def codes_of(
+    geometry: Geometry,
+    task: TaskTensors,
+    pairs: TaskPairs,
+    apart: tuple[bool, bool],
+    room: Room,
+) -> Codes:
+    """FULL, PARTIAL or EMPTY in all lanes together, (block rows, block columns)."""
+    opaque = bool(geometry.opaque)
+    verdict = partial(_code, geometry) if opaque else geometry.verdict
+    nodes = classify(pairs, verdict, opaque=opaque, most_nodes=MOST_NODES)
+    codes = np.zeros(pairs.grid, dtype=np.int8)
+    for code in (FULL, PARTIAL):
+        for _, top, bottom, left, right in nodes[code].tolist():
+            codes[top:bottom, left:right] = code
+    unknown = blocks_in(nodes[UNKNOWN])
+    if unknown.size:
+        sizes = (len(pairs.queries), len(pairs.keys))
+        evaluator = BlockEvaluator(geometry.keeps, task, sizes, pairs.pieces, apart)
+        lanes = evaluator.codes(unknown, room.at_once).reshape(unknown.shape[1], -1)
+        same = (lanes == lanes[:, :1]).all(axis=1)
+        codes[unknown[0], unknown[1]] = np.where(same, lanes[:, 0], PARTIAL)
+    return codes
+
+
+def _code(geometry: Geometry, block: Ranges) -> int:
+    """The verdict on a block; UNKNOWN where it is for functions alone to decide."""
+    most = geometry.verdict(block, FULL)
+    if most is EMPTY:
+        return EMPTY
+    least = geometry.verdict(block, EMPTY)
+    if least is FULL:
+        return FULL
+    return UNKNOWN if most is FULL and least is EMPTY else PARTIAL
+
+
+def words_of(evaluator: BlockEvaluator, blocks: torch.Tensor, at_once: int) -> torch.Tensor:
+    """Which pairs of blocks are kept: (entries, heads, blocks, 128, 4) int32, a bit for a key.
+
+    Args:
+        blocks: (2, blocks) int64, their rows and columns, on the device.
+        at_once: how many are evaluated at a time.
+    """
+    shape = (*evaluator.lanes, blocks.shape[1], BLOCK, BLOCK // 32)
+    found = torch.empty(shape, dtype=torch.int32, device=blocks.device)
+    bits = (1 << torch.arange(8, device=blocks.device)).to(torch.uint8)
+    for start in range(0, blocks.shape[1], at_once):
+        chosen = slice(start, start + at_once)
+        kept = evaluator.kept(*blocks[:, chosen])
+        eighths = kept.unflatten(-1, (-1, 8)).to(torch.uint8).mul_(bits)
+        packed = eighths.sum(-1, dtype=torch.uint8).view(torch.int32)
+        found[:, :, chosen] = packed.permute(1, 2, 0, 3, 4)
+        del kept, eighths
+    return found
 
 
 _Axis = tuple[Literal["query", "key"], int]
@@ -239,7 +356,7 @@ class _Tables(NamedTuple):
 
     Attributes:
         tables: starts and entries in one tensor, and the number of starts, by axis.
-        blocks: (2, mixed) int64, rows and columns of the mixed blocks.
+        blocks: (2, partial) int64, rows and columns of the partial blocks.
     """
 
     tables: tuple[tuple[torch.Tensor, int], ...]

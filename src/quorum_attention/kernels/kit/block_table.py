@@ -1,0 +1,362 @@
+"""Which blocks of a task, 128 queries by 128 keys, a mask keeps: FULL, PARTIAL or EMPTY.
+
+A quadtree over the blocks is followed down as far as its nodes are partial, so its cost is that of
+the border between full and empty blocks. Blocks that only a user's function can tell are UNKNOWN
+until a ``BlockEvaluator`` has called it for each of their pairs, on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Ranges, Rectangle, Task
+from quorum_attention.kernels.kit.masks import BlockMask, MaskMod
+from quorum_attention.kernels.kit.over_pairs import over_pairs
+from quorum_attention.kernels.outside import outside
+from quorum_attention.kernels.positions import positions
+from quorum_attention.kernels.protocol import Indices, TaskTensors
+
+BLOCK = 128
+UNKNOWN = 3
+"""The code of a block beside those of verdicts: a function has to be called for its pairs."""
+
+PAIR_BYTES = 64
+"""Device bytes for each pair that is evaluated at a time: a function's own temporaries, a few
+tensors of int64, among them."""
+# Bytes for evaluating blocks for the lists of FlexAttention.
+_LIST_BYTES = 96 << 20
+MOST_NODES = 1 << 14
+"""More nodes of a level than this, and what is left is evaluated on the device."""
+SENT = 64
+"""Blocks that are sent to the device at a time: that many times those evaluated at once."""
+
+Ints = NDArray[np.int64]
+Codes = NDArray[np.int8]
+Nodes = Ints
+"""Nodes of the quadtree, (k, 5): lane, first block row, last + 1, first block column, last + 1."""
+Keeps = Callable[[Indices], torch.Tensor]
+"""Which pairs are kept: bool, broadcastable to (entries, heads, queries, keys)."""
+
+
+class Pieces(NamedTuple):
+    """Where a task's rectangles are, if they are not everything.
+
+    Attributes:
+        rows, columns: (nq,), (nk,), the piece between edges that each query and each key lies in.
+        table: (pieces, pieces) bool, which of them a rectangle holds.
+    """
+
+    rows: Ints
+    columns: Ints
+    table: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class TaskPairs:
+    """The pairs of a task, before any mask.
+
+    Attributes:
+        rectangles: disjoint, in local positions.
+        is_causal: whether keys after the query are masked.
+        queries, keys: (nq,) and (nk,) global positions, ascending.
+    """
+
+    rectangles: tuple[Rectangle, ...]
+    is_causal: bool
+    queries: Ints
+    keys: Ints
+
+    @classmethod
+    def of(
+        cls,
+        task: Task,
+        rectangles: Sequence[Rectangle],
+        is_causal: bool,
+        n_queries: int,
+        n_keys: int,
+    ) -> TaskPairs:
+        """The first ``n_queries`` tokens of ``task`` are queries, its first ``n_keys`` are keys."""
+        runs = [np.arange(first, last, dtype=np.int64) for first, last, _ in task.runs]
+        tokens = np.concatenate([np.zeros(0, dtype=np.int64), *runs])
+        kept = tuple(r for r in rectangles if r.n_queries and r.n_keys)
+        return cls(kept, is_causal, tokens[:n_queries], tokens[:n_keys])
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of blocks."""
+        return -(-len(self.queries) // BLOCK), -(-len(self.keys) // BLOCK)
+
+    @cached_property
+    def query_edges(self) -> Ints:
+        """Where rectangles begin or end along the queries; with 0 and nq."""
+        return _edges(len(self.queries), [(r.query_start, r.query_stop) for r in self.rectangles])
+
+    @cached_property
+    def key_edges(self) -> Ints:
+        """Where rectangles begin or end along the keys; with 0 and nk."""
+        return _edges(len(self.keys), [(r.key_start, r.key_stop) for r in self.rectangles])
+
+    @cached_property
+    def table(self) -> NDArray[np.bool_]:
+        """(query pieces, key pieces): whether a rectangle holds the piece between these edges."""
+        found = np.zeros((len(self.query_edges) - 1, len(self.key_edges) - 1), dtype=np.bool_)
+        for r in self.rectangles:
+            rows = np.searchsorted(self.query_edges, (r.query_start, r.query_stop))
+            columns = np.searchsorted(self.key_edges, (r.key_start, r.key_stop))
+            found[rows[0] : rows[1], columns[0] : columns[1]] = True
+        return found
+
+    @cached_property
+    def pieces(self) -> Pieces | None:
+        """The pieces of the rectangles; None if these are all pairs."""
+        if self.table.all():
+            return None
+        rows, columns = np.arange(len(self.queries)), np.arange(len(self.keys))
+        return Pieces(piece(self.query_edges, rows), piece(self.key_edges, columns), self.table)
+
+    @cached_property
+    def _sums(self) -> Ints:
+        """Summed-area table of ``table``: how many pieces above and to the left rectangles hold."""
+        found = np.zeros(np.add(self.table.shape, 1), dtype=np.int64)
+        found[1:, 1:] = self.table.cumsum(axis=0, dtype=np.int64).cumsum(axis=1)
+        return found
+
+    def _bounds(self, nodes: Nodes) -> tuple[Ints, Ints, Ints, Ints]:
+        """The first and last local query, and the first and last local key, of each node."""
+        _, top, bottom, left, right = nodes.T * BLOCK
+        last_query = np.minimum(bottom, len(self.queries)) - 1
+        return top, last_query, left, np.minimum(right, len(self.keys)) - 1
+
+    def codes(self, nodes: Nodes) -> Codes:
+        """For every node: EMPTY, FULL, or PARTIAL."""
+        q0, q1, k0, k1 = self._bounds(nodes)
+        top, bottom = piece(self.query_edges, q0), piece(self.query_edges, q1) + 1
+        left, right = piece(self.key_edges, k0), piece(self.key_edges, k1) + 1
+        s = self._sums
+        there = s[bottom, right] - s[top, right] - s[bottom, left] + s[top, left]
+        every = (bottom - top) * (right - left)
+        found = np.where(there == 0, EMPTY, np.where(there == every, FULL, PARTIAL))
+        if self.is_causal:
+            found[(self.keys[k1] > self.queries[q0]) & (found == FULL)] = PARTIAL
+            found[self.keys[k0] > self.queries[q1]] = EMPTY
+        return found.astype(np.int8)
+
+    def positions(self, nodes: Nodes) -> Iterator[Ranges]:
+        """The positions of nodes; between the first and the last there may be others' tokens."""
+        q0, q1, k0, k1 = self._bounds(nodes)
+        ends = (self.queries[q0], self.queries[q1] + 1, self.keys[k0], self.keys[k1] + 1)
+        return (Ranges.of(*block) for block in zip(*(end.tolist() for end in ends), strict=True))
+
+
+def classify(
+    pairs: TaskPairs,
+    verdict: Callable[[Ranges], int] | None = None,
+    *,
+    opaque: bool = False,
+    most_nodes: int | None = None,
+) -> dict[int, Nodes]:
+    """The FULL, the PARTIAL and the UNKNOWN nodes of a task; all other blocks are EMPTY.
+
+    Args:
+        pairs: of the task.
+        verdict: the code of a block of positions, UNKNOWN where functions alone decide; None:
+            every pair is kept.
+        opaque: whether there are such functions: a block that is partial beside them is UNKNOWN.
+        most_nodes: if a level has more, all that is left is UNKNOWN.
+    """
+    rows, columns = pairs.grid
+    found: dict[int, list[Nodes]] = {FULL: [], PARTIAL: [], UNKNOWN: []}
+    nodes: Nodes = np.array([[0, 0, rows, 0, columns]], dtype=np.int64)
+    if not (rows and columns and pairs.rectangles):
+        nodes = nodes[:0]
+    while len(nodes):
+        codes = pairs.codes(nodes)
+        nodes, codes = nodes[codes != EMPTY], codes[codes != EMPTY]
+        if most_nodes is not None and len(nodes) > most_nodes:
+            found[UNKNOWN].append(nodes)
+            break
+        if verdict is not None:
+            asked = np.array([verdict(r) for r in pairs.positions(nodes)], dtype=np.int8)
+            # Of a part of a node's pairs, the verdict on all of them says only that there are none.
+            codes = np.where((codes == FULL) | (asked == EMPTY), asked, codes)
+        single = (nodes[:, 2] - nodes[:, 1] == 1) & (nodes[:, 4] - nodes[:, 3] == 1)
+        if opaque:
+            codes[single & (codes == PARTIAL)] = UNKNOWN
+        for code in (FULL, UNKNOWN):
+            found[code].append(nodes[codes == code])
+        found[PARTIAL].append(nodes[single & (codes == PARTIAL)])
+        nodes = _quarters(nodes[~single & (codes == PARTIAL)])
+    return {code: joined(parts) for code, parts in found.items()}
+
+
+@outside()
+def listed_blocks(
+    mask: MaskMod | None, task: TaskTensors, pairs: TaskPairs, apart: tuple[bool, bool]
+) -> tuple[Nodes, Nodes, tuple[int, int]]:
+    """(FULL nodes, PARTIAL nodes, lanes: entries and heads with lists of their own).
+
+    Args:
+        mask: a block mask; or a plain function, whose own errors and those of torch.vmap are passed
+            on.
+        apart: whether it differs between batch entries, and between heads (``depends_on``).
+    """
+    if mask is None or isinstance(mask, BlockMask):
+        found = classify(pairs, None if mask is None else mask.verdict)
+        return found[FULL], found[PARTIAL], (1, 1)
+    found = classify(pairs, lambda block: UNKNOWN, opaque=True, most_nodes=MOST_NODES)
+    unknown = blocks_in(found[UNKNOWN])
+    if not unknown.shape[1]:
+        return joined([]), joined([]), (1, 1)
+    mapped = over_pairs(mask)
+
+    def keeps(at: Indices) -> torch.Tensor:
+        return mapped(at.entries, at.heads, at.queries, at.keys)
+
+    sizes = (len(pairs.queries), len(pairs.keys))
+    evaluator = BlockEvaluator(keeps, task, sizes, pairs.pieces, apart, pairs.is_causal)
+    lanes = evaluator.lanes
+    at_once = max(1, _LIST_BYTES // (PAIR_BYTES * BLOCK * BLOCK * lanes[0] * lanes[1]))
+    codes = evaluator.codes(unknown, at_once).reshape(unknown.shape[1], -1)
+    nodes = []
+    for code in (FULL, PARTIAL):
+        number, lane = np.nonzero(codes == code)
+        row, column = unknown[:, number]
+        nodes.append(np.stack([lane, row, row + 1, column, column + 1], axis=1))
+    return nodes[0], nodes[1], lanes
+
+
+def evaluated_bytes(lanes: int) -> int:
+    """Bound of the bytes that ``listed_blocks`` takes for a function that differs in ``lanes``
+    heads and batch entries."""
+    return max(_LIST_BYTES, PAIR_BYTES * BLOCK * BLOCK * lanes)
+
+
+class BlockEvaluator:
+    """Evaluates which pairs of blocks of a task are kept, on its device.
+
+    Args:
+        keeps: says it of pairs.
+        sizes: how many of the task's first tokens are queries, and keys.
+        pieces: of the task's rectangles.
+        apart: whether ``keeps`` differs between batch entries, and between heads.
+        is_causal: whether keys after the query are masked besides.
+    """
+
+    def __init__(
+        self,
+        keeps: Keeps,
+        task: TaskTensors,
+        sizes: tuple[int, int],
+        pieces: Pieces | None,
+        apart: tuple[bool, bool],
+        is_causal: bool = False,
+    ) -> None:
+        device, first = task.query.device, task.first_head
+        self._keeps, self._is_causal = keeps, is_causal
+        self._entries = torch.tensor(task.entries[: None if apart[0] else 1], device=device)
+        heads = task.query.shape[1] if apart[1] else 1
+        self._heads = torch.arange(first, first + heads, device=device)
+        self._queries, self._keys = (_padded(positions(task.task, 0, n, device)) for n in sizes)
+        self._table: torch.Tensor | None = None
+        if pieces is not None:
+            self._table = torch.from_numpy(pieces.table).to(device)
+            self._rows, self._columns = (
+                _padded(torch.from_numpy(of).to(device)) for of in pieces[:2]
+            )
+
+    @property
+    def lanes(self) -> tuple[int, int]:
+        """(entries, heads) for which blocks are evaluated."""
+        return len(self._entries), len(self._heads)
+
+    @outside()
+    def codes(self, blocks: Ints, at_once: int) -> Codes:
+        """FULL, PARTIAL or EMPTY, (blocks, entries, heads).
+
+        Args:
+            blocks: (2, blocks), their rows and columns.
+            at_once: how many are evaluated at a time.
+        """
+        found = [np.zeros((0, *self.lanes), dtype=np.int8)]
+        for start in range(0, blocks.shape[1], SENT * at_once):
+            sent = torch.from_numpy(blocks[:, start : start + SENT * at_once])
+            sent = sent.to(self._queries.device)
+            parts = [self._codes(*some) for some in sent.split(at_once, dim=1)]
+            found.append(torch.cat(parts).cpu().numpy())
+        return np.concatenate(found)
+
+    def _codes(self, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        count = self.kept(rows, columns).sum(dim=(3, 4), dtype=torch.int64)
+        codes = (count > 0).to(torch.int8) * PARTIAL
+        return codes.masked_fill_(count == BLOCK * BLOCK, FULL)
+
+    def kept(self, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        """Which pairs of blocks are kept: (blocks, entries, heads, 128, 128) bool."""
+        within = torch.arange(BLOCK, device=rows.device)
+        r, c = (blocks[:, None] * BLOCK + within for blocks in (rows, columns))
+        queries, keys = self._queries[r], self._keys[c]
+        kept: torch.Tensor = torch.vmap(self._of_block)(queries, keys)
+        if self._table is not None:
+            pieces = self._rows[r][:, :, None], self._columns[c][:, None]
+            kept = kept & self._table[pieces][:, None, None]
+        if self._is_causal:
+            kept = kept & (queries[:, :, None] >= keys[:, None])[:, None, None]
+        return kept
+
+    def _of_block(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Which pairs are kept: bool, (entries, heads, queries, keys)."""
+        found = self._keeps(Indices(self._entries, self._heads, queries, keys))
+        return found.expand(*self.lanes, BLOCK, BLOCK).contiguous()
+
+
+def blocks_in(nodes: Nodes) -> Ints:
+    """(2, blocks): row and column of every block in ``nodes``."""
+    heights, widths = nodes[:, 2] - nodes[:, 1], nodes[:, 4] - nodes[:, 3]
+    sizes = heights * widths
+    node = np.repeat(np.arange(len(nodes)), sizes)
+    number = np.arange(len(node)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    row, column = np.divmod(number, widths[node])
+    return np.stack([nodes[node, 1] + row, nodes[node, 3] + column])
+
+
+def some(nodes: Nodes) -> Nodes:
+    """The nodes that hold a block."""
+    return nodes[(nodes[:, 1] < nodes[:, 2]) & (nodes[:, 3] < nodes[:, 4])]
+
+
+def joined(parts: list[Nodes]) -> Nodes:
+    """All nodes of ``parts``, which may be empty."""
+    return np.concatenate([np.zeros((0, 5), dtype=np.int64), *parts])
+
+
+def piece(edges: Ints, where: Ints) -> Ints:
+    """The number of the piece, between two edges, that each position lies in."""
+    return np.searchsorted(edges, where, side="right") - 1
+
+
+def _quarters(nodes: Nodes) -> Nodes:
+    lane, row, bottom, column, right = nodes.T
+    middle, centre = (row + bottom) // 2, (column + right) // 2
+    parts = [
+        np.stack([lane, a, b, c, d], axis=1)
+        for a, b in ((row, middle), (middle, bottom))
+        for c, d in ((column, centre), (centre, right))
+    ]
+    return some(joined(parts))
+
+
+def _edges(size: int, ranges: list[tuple[int, int]]) -> Ints:
+    return np.unique(np.array([0, size, *(e for r in ranges for e in r)], dtype=np.int64))
+
+
+def _padded(tokens: torch.Tensor) -> torch.Tensor:
+    """``tokens`` (n,), the last of them repeated up to whole blocks."""
+    missing = -len(tokens) % BLOCK
+    return torch.cat([tokens, tokens[-1:].expand(missing)]) if missing else tokens
