@@ -225,16 +225,15 @@ class FlexKernel(ScoreModKernel):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``WholeCalls``; ``out`` in the query's dtype."""
         task = _everything_of(query, key, value, causal, scale)
-        if query.dtype == torch.float64:
-            state = _no_statistics(query, value)
-            super().forward(task, state)
-            return state.out, state.lse
-        made = self._launch(task)
+        exact = query.dtype == torch.float64
+        made = None if exact else self._launch(task)
         if made is not None and made.of_rows(query).shape == query.shape:
             return self._run_forward(made)
         # Some rows keep nothing and are not run.
         found = _no_statistics(query, value)
-        if made is not None:
+        if exact:
+            super().forward(task, found)
+        elif made is not None:
             part, part_lse = self._run_forward(made)
             made.of_rows(found.out).copy_(part)
             made.of_rows(found.lse).copy_(part_lse)

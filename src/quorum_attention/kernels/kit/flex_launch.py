@@ -45,13 +45,15 @@ class Indexed:
 
     def mask(self, is_causal: bool, mask_mod: MaskMod | None) -> MaskMod:
         """The mask of partial blocks, by local indices; there are few kinds: each is compiled."""
+        entries, heads, queries, keys = self.entries, self.heads, self.queries, self.keys
         tests: list[MaskMod] = []
         if self.pieces is not None:
-            tests.append(_within(*self.pieces))
+            rows, columns, table = self.pieces
+            tests.append(lambda b, h, q, k: table[rows[q], columns[k]] != 0)
         if is_causal:
-            tests.append(_not_later(self.queries, self.keys))
+            tests.append(lambda b, h, q, k: queries[q] >= keys[k])
         if mask_mod is not None:
-            tests.append(_at(mask_mod, self.entries, self.heads, self.queries, self.keys))
+            tests.append(lambda b, h, q, k: mask_mod(entries[b], heads[h], queries[q], keys[k]))
         keeps = tests[0] if tests else _everything
         for test in tests[1:]:
             keeps = _also(keeps, test)
@@ -67,24 +69,6 @@ class Indexed:
 
 def _everything(b: Any, h: Any, q: Any, k: Any) -> Any:
     return q >= 0
-
-
-def _within(queries: torch.Tensor, keys: torch.Tensor, table: torch.Tensor) -> MaskMod:
-    return lambda b, h, q, k: table[queries[q], keys[k]] != 0
-
-
-def _not_later(queries: torch.Tensor, keys: torch.Tensor) -> MaskMod:
-    return lambda b, h, q, k: queries[q] >= keys[k]
-
-
-def _at(
-    mask_mod: MaskMod,
-    entries: torch.Tensor,
-    heads: torch.Tensor,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-) -> MaskMod:
-    return lambda b, h, q, k: mask_mod(entries[b], heads[h], queries[q], keys[k])
 
 
 def _also(one: MaskMod, other: MaskMod) -> MaskMod:
@@ -132,9 +116,13 @@ class Launch:
 
     def block_mask(self) -> Any:
         """The call as a ``BlockMask`` of torch."""
+        from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
+
         keeps = self.indexed.mask(self.is_causal, self.mask_mod)
         sizes = (self.inputs[0].shape[2], self.inputs[1].shape[2])
-        return _flex_mask(sizes, self.sent[:8], keeps)
+        # Not BlockMask.from_kv_blocks, which makes the lists by key from a matrix of all blocks.
+        make: Any = FlexBlockMask
+        return make(sizes, *self.sent[:8], BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=keeps)
 
 
 def launch(task: TaskTensors, lists: BlockLists, mask_mod: MaskMod | None) -> Launch:
@@ -162,11 +150,3 @@ def _numbers(which: tuple[int, ...], device: torch.device) -> torch.Tensor:
     # A backward may use it, so it must not be a tensor of inference mode.
     with outside():
         return torch.tensor(which, dtype=torch.int32, device="cpu").to(device)
-
-
-def _flex_mask(sizes: tuple[int, int], lists: list[torch.Tensor], keeps: MaskMod) -> Any:
-    from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
-
-    # Not BlockMask.from_kv_blocks, which makes the lists by key from a matrix of all blocks.
-    make: Any = FlexBlockMask
-    return make(sizes, *lists, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=keeps)
