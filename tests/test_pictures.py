@@ -8,7 +8,7 @@ from helpers_processes import run_python
 
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition, Pairs
-from quorum_attention.decomposition.pairs import window_verdict
+from quorum_attention.decomposition.bands import window_verdict
 from quorum_attention.pictures import coverage_svg, draw_coverage, draw_recovery
 from quorum_attention.pictures.colours import task_colour
 from quorum_attention.pictures.gantt import draw_gantt

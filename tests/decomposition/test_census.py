@@ -21,13 +21,6 @@ def test_the_papers_census(n_tokens, depth, masked, clear, mixed):
     assert round(100 * found.mixed, 2) == mixed
 
 
-@pytest.mark.parametrize(("n_tokens", "mixed"), [(262_144, 0.58), (1_048_576, 0.15)])
-def test_mixed_tiles_vanish_with_length(n_tokens, mixed):
-    """The paper's mixed shares at depth 2."""
-    found = Decomposition(n_tokens, (7, 7), "balanced").census(True, 128)
-    assert round(100 * found.mixed, 2) == mixed
-
-
 @pytest.mark.parametrize("levels", [(7,), (13,), (7, 7), (3, 13), (7, 7, 7)])
 @pytest.mark.parametrize("n_tokens", [128 * 49, 128 * 512, 128 * 343 + 128 * 5])
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -57,37 +50,3 @@ def test_census_agrees_with_a_dense_count(decomposition, is_causal, tile):
                 else:
                     mixed += 1
     assert decomposition.census(is_causal, tile) == Census(masked, clear, mixed)
-
-
-@settings(max_examples=40, deadline=None)
-@given(decompositions(100), st.sampled_from([2, 5, 16]))
-def test_verdicts_are_never_wrong(decomposition, tile):
-    """Tiles called clear or masked really are: at least so many exist by the mask itself."""
-    found = decomposition.census(False, tile)
-    all_kept = none_kept = tiles = 0
-    for task in decomposition.tasks():
-        mask = task.mask()
-        for i in range(0, len(mask), tile):
-            for j in range(0, len(mask), tile):
-                part = mask[i : i + tile, j : j + tile]
-                all_kept += part.all()
-                none_kept += not part.any()
-                tiles += 1
-    assert found.tiles == tiles
-    assert found.clear_tiles == all_kept
-    assert found.masked_tiles <= none_kept
-
-
-def test_shares_add_up_and_survive_no_tiles():
-    """Fractions of one; an empty sequence has none."""
-    found = Census(1, 2, 5)
-    assert (found.masked, found.clear, found.mixed) == (0.125, 0.25, 0.625)
-    assert Decomposition(0, (7,)).census(True) == Census(0, 0, 0)
-    assert Census(0, 0, 0).mixed == 0.0
-
-
-@pytest.mark.parametrize("tile", [0, -1, 1.5, True, "128"])
-def test_tiles_are_whole_numbers_from_one(tile):
-    """Zero would never end."""
-    with pytest.raises(ValueError, match="tile must be a whole number"):
-        Decomposition(10).census(True, tile)

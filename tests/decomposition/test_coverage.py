@@ -1,7 +1,15 @@
-"""Invariant 1: every query-key pair is computed exactly once, by mask and by rectangles."""
+"""Invariant 1: every pair is computed exactly once; tasks are those of the paper's BuildSubseq."""
 
 import numpy as np
-from helpers_decomposition import count_rectangles, decompositions, kept_pairs, positions
+import pytest
+from helpers_decomposition import (
+    bits,
+    build_subseq,
+    count_rectangles,
+    decompositions,
+    kept_pairs,
+    positions,
+)
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -62,3 +70,22 @@ def test_rectangles_cover_every_pair_once(
         where = positions(task)
         counts[np.ix_(where, where)] += count_rectangles(rectangles, task.n_tokens)
     np.testing.assert_array_equal(counts, wanted(n, is_causal, n_queries, n_keys))
+
+
+CASES = [
+    (49, (7,)), (49, (7, 7)), (50, (7, 7)), (130, (7, 7)), (5, (7, 7)), (400, (7, 7)),
+    (100, (13,)), (97, (3, 7)), (97, (13, 3)), (60, (3, 3, 3)), (211, (21,)), (91, (1, 7)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("n_tokens", "levels"), CASES)
+def test_spans_and_bits_equal_the_papers_algorithm(n_tokens, levels):
+    """Same tokens in the same order; two tokens share a bit where they share a non-owner chunk."""
+    decomposition = Decomposition(n_tokens, levels, "balanced")
+    for task in decomposition.tasks():
+        token_ids, groups = build_subseq(n_tokens, levels, task.path)
+        np.testing.assert_array_equal(positions(task), np.array(token_ids, dtype=int))
+        assert [own.bit_count() for own in bits(task)] == [len(group) for group in groups]
+        kept = [[not (a & b) for b in groups] for a in groups]
+        expected = np.array(kept, dtype=bool).reshape(len(groups), len(groups))
+        np.testing.assert_array_equal(task.mask(), expected)

@@ -8,41 +8,24 @@ import pytest
 from quorum_attention.decomposition import Decomposition
 
 
-@pytest.mark.parametrize(
-    ("fields", "error", "message"),
-    [
-        ({"n_tokens": -1}, ValueError, "n_tokens must be at least 0, got -1"),
-        ({"n_tokens": 7.0}, TypeError, "n_tokens must be a whole number, got 7.0"),
-        ({"n_tokens": True}, TypeError, "n_tokens must be a whole number, got True"),
-        ({"tile": 0}, ValueError, "tile must be at least 1, got 0"),
-        ({"tile": "128"}, TypeError, "tile must be a whole number, got '128'"),
-        ({"layout": "ragged"}, ValueError, "'aligned' or 'balanced', got 'ragged'"),
-        ({"levels": [7]}, TypeError, "levels must be a tuple"),
-        ({"levels": 7}, TypeError, "levels must be a tuple"),
-        ({"levels": (7, 8)}, ValueError, "no interest set has 8 chunks"),
-        ({"levels": (43,)}, ValueError, "nearest chunk counts are 31 and 57"),
-        ({"levels": (0,)}, ValueError, "at least 1"),
-        ({"levels": (7.0,)}, TypeError, "whole number"),
-    ],
-)
-def test_bad_fields_are_refused(fields, error, message):
-    """Before anything is done with them, and by name."""
-    with pytest.raises(error, match=message):
-        Decomposition(**{"n_tokens": 100, **fields})
-
-
-@pytest.mark.parametrize("path", [(), (0,), (0, 0, 0), (7, 0), (0, 3), (-1, 0)])
-def test_a_path_that_no_task_has_is_refused(path):
-    """Wrong depth, and owners beyond their level's chunks or negative."""
-    with pytest.raises(ValueError, match="path must be one owner chunk"):
-        Decomposition(100, (7, 3)).task(path)
-
-
-@pytest.mark.parametrize("path", [[1, 2], (1.0, 2), (True, 0), "12", 5, None])
-def test_a_path_is_a_tuple_of_whole_numbers(path):
-    """(1.0, 2) and (True, 2) equal (1, 2) and would name the same task twice."""
-    with pytest.raises(TypeError, match="path must be a tuple of whole numbers"):
-        Decomposition(100, (7, 3)).task(path)
+def test_what_makes_no_sense_is_refused():
+    """(1.0, 2) and (True, 2) equal (1, 2) and would name the same task twice; a limit below 1 must
+    not pass for no limit."""
+    numbers = [("n_tokens", -1), ("n_tokens", 7.0), ("n_tokens", True), ("tile", 0), ("tile", "9")]
+    others = [("layout", "ragged"), ("levels", [7]), ("levels", (7, 8)), ("levels", (7.0,))]
+    for name, value in numbers + others:
+        with pytest.raises((TypeError, ValueError), match=name if name != "levels" else "chunk|c "):
+            Decomposition(**{"n_tokens": 100, name: value})
+    shape = Decomposition(100, (7, 3))
+    for path in [(), (0,), (0, 0, 0), (7, 0), (0, 3), (-1, 0)]:
+        with pytest.raises(ValueError, match="path must be one owner chunk"):
+            shape.task(path)
+    for path in [[1, 2], (1.0, 2), (True, 0), "12", 5, None]:
+        with pytest.raises(TypeError, match="path must be a tuple of whole numbers"):
+            shape.task(path)
+    for name, value in [("max_queries", 0), ("max_keys", 2.5), ("n_queries", -1), ("n_keys", True)]:
+        with pytest.raises((TypeError, ValueError), match=name):
+            shape.task((0, 0)).rectangles(True, **{name: value})
 
 
 def test_paths_are_all_owner_tuples_in_order():
@@ -54,16 +37,6 @@ def test_paths_are_all_owner_tuples_in_order():
     assert decomposition.n_tasks == len(expected)
     assert Decomposition(100).n_tasks == 1
     assert list(Decomposition(100).paths()) == [()]
-
-
-def test_deeper_adds_a_level_and_keeps_the_rest():
-    """What recovery makes of a plan that did not fit."""
-    before = Decomposition(100, (7,), "balanced", 16)
-    assert before.deeper(3) == Decomposition(100, (7, 3), "balanced", 16)
-    assert before.levels == (7,)
-    assert (before.depth, before.deeper(3).depth) == (1, 2)
-    with pytest.raises(ValueError, match="no interest set"):
-        before.deeper(5)
 
 
 def test_deeper_tasks_are_inside_their_parent():
@@ -87,14 +60,6 @@ def test_aligned_boundaries_are_multiples_of_the_tile(tile):
             assert span.start % tile == 0
             assert span.stop % tile == 0 or span.stop == n
     assert Decomposition(100 * tile, (7,), "aligned", tile).max_task_tokens == 3 * 15 * tile
-
-
-def test_balanced_chunks_differ_by_at_most_one_token():
-    """The paper's layout: the longer chunks come first."""
-    spans = Decomposition(100, (7,), "balanced").task((0,)).spans
-    assert [s.stop - s.start for s in spans] == [15, 15, 14]  # chunks 0, 1 and 3
-    assert spans[0].start == 0
-    assert spans[-1].start == 44
 
 
 def test_a_billion_tokens_stay_symbolic():

@@ -12,12 +12,10 @@ from quorum_attention.decomposition.intervals import (
     Cells,
     Interval,
     Rows,
-    below,
     bits,
     counted,
     covered,
     cut,
-    joined,
     ones,
     union,
     within,
@@ -60,13 +58,6 @@ def test_union(intervals, gap) -> None:
         assert stop - start < gap
         assert {start - 1, stop} <= whole
     assert gap > 1 or not holes
-
-
-@given(disjoint(), PLACES)
-def test_below(intervals, end) -> None:
-    found = below(intervals, end)
-    ascending(found)
-    assert positions(found) == {at for at in positions(intervals) if at < end}
 
 
 @given(NOT_EMPTY, disjoint())
@@ -121,33 +112,6 @@ def test_masks_of_bits(intervals) -> None:
     assert {at for at in range(N) if mask >> at & 1} == positions(intervals)
 
 
-@given(disjoint(), st.data())
-def test_rows_are_joined_where_both_their_places_go_on(intervals, data) -> None:
-    local, rows = 0, []
-    for start, stop in intervals:
-        local += data.draw(st.integers(0, 1))
-        rows.append(Rows(start, stop, local))
-        local += stop - start
-    found = joined(rows, Rows.continued)
-    at = [(one.start + i, one.local + i) for one in rows for i in range(one.length)]
-    assert [(one.start + i, one.local + i) for one in found for i in range(one.length)] == at
-    breaks = sum((a[0] + 1, a[1] + 1) != b for a, b in pairwise(at))
-    assert len(found) == breaks + bool(at), "as few as there can be"
-
-
-@given(st.lists(st.integers(0, 3), max_size=20))
-def test_what_continues_what_is_the_callers_rule(numbers) -> None:
-    """Pieces that stay two stay in order; each is compared with all that was joined before it."""
-
-    def continued(one: list[int], after: list[int]) -> list[int] | None:
-        return one + after if one[-1] <= after[0] else None
-
-    found = joined([[number] for number in numbers], continued)
-    assert [number for part in found for number in part] == numbers
-    assert all(part == sorted(part) for part in found)
-    assert all(one[-1] > after[0] for one, after in pairwise(found))
-
-
 @given(NOT_EMPTY, st.integers(0, 9), ANY)
 def test_parts_of_rows(one, local, bounds) -> None:
     rows = Rows(*one, local)
@@ -157,4 +121,3 @@ def test_parts_of_rows(one, local, bounds) -> None:
         return {(part.start + i, part.local + i) for i in range(part.length)} if part else set()
 
     assert of(rows.within(*bounds)) == {(at, _) for at, _ in every if at in range(*bounds)}
-    assert of(rows.below(bounds.stop)) == {(at, _) for at, _ in every if at < bounds.stop}

@@ -1,13 +1,30 @@
-"""What a call keeps of a block of positions: never wrong, whatever the block reaches over."""
+"""What a call keeps of a block of positions, and walks over blocks: against every pair."""
 
 from __future__ import annotations
 
+import itertools
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quorum_attention.decomposition.pairs import Pairs, Ranges, window_verdict
-from quorum_attention.decomposition.verdicts import EMPTY, FULL, PARTIAL
+from quorum_attention.decomposition import Interval
+from quorum_attention.decomposition.bands import window_verdict
+from quorum_attention.decomposition.pairs import (
+    EMPTY,
+    FULL,
+    PARTIAL,
+    Pairs,
+    Ranges,
+    Verdict,
+    both,
+    either,
+    halves,
+    kept_share,
+    quarters,
+    walk,
+)
 
 SIDE = st.integers(0, 40)
 
@@ -41,22 +58,102 @@ def test_verdicts_are_those_of_the_pairs(sizes, is_causal, window, rows, columns
         assert found is PARTIAL
 
 
-def test_single_pairs_are_decided() -> None:
-    pairs = Pairs(20, 20, True, window_verdict(5, 0))
-    for q in range(20):
-        for k in range(20):
-            wanted = FULL if 0 <= q - k <= 5 else EMPTY
-            assert pairs.of(Ranges.of(q, q + 1, k, k + 1)) is wanted
+PATTERNS = {EMPTY: [(0, 0, 0)], FULL: [(1, 1, 1)], PARTIAL: [(0, 1, 1), (1, 0, 0), (0, 0, 1)]}
 
 
-@pytest.mark.parametrize(
-    ("pairs", "every"),
-    [
-        (Pairs(9, 9, True), True),
-        (Pairs(9, 9, False), True),
-        (Pairs(8, 9, False), False),
-        (Pairs(9, 9, False, window_verdict(3, 3)), False),
-    ],
-)
-def test_where_every_token_has_a_partner(pairs: Pairs, every: bool) -> None:
-    assert pairs.every_token_meets == every
+def verdict_of(kept: tuple[int, ...]) -> Verdict:
+    return FULL if all(kept) else PARTIAL if any(kept) else EMPTY
+
+
+def test_two_masks_together() -> None:
+    """Sure answers are right of every block that could have got them; nothing sure is given away
+    that follows from the two verdicts alone."""
+    for one, other in itertools.product(Verdict, repeat=2):
+        blocks = list(itertools.product(PATTERNS[one], PATTERNS[other]))
+        for together, combine in ((both, min), (either, max)):
+            true = {verdict_of(tuple(map(combine, a, b))) for a, b in blocks}
+            found = together(one, other)
+            assert true == {found} if len(true) == 1 else found is PARTIAL
+
+
+SIDES = st.integers(1, 40)
+
+
+@st.composite
+def patterns(draw) -> np.ndarray:  # type: ignore[no-untyped-def]
+    """Which of some pairs are kept: rectangles, so that there is something to be sure of."""
+    kept = np.zeros((draw(SIDES), draw(SIDES)), dtype=bool)
+    for _ in range(draw(st.integers(0, 4))):
+        (a, b), (c, d) = (sorted((draw(st.integers(0, n)), draw(st.integers(0, n))))
+                          for n in kept.shape)  # fmt: skip
+        kept[a:b, c:d] ^= True
+    return kept
+
+
+@settings(max_examples=200, deadline=None)
+@given(patterns(), st.sampled_from([1, 3, 8]))
+def test_leaves_are_all_there_is_and_their_verdicts_right(kept, unit) -> None:
+    def of(block: Ranges) -> np.ndarray:
+        return kept[slice(*block.queries), slice(*block.keys)]
+
+    asked: list[Ranges] = []
+
+    def verdict(block: Ranges) -> Verdict:
+        asked.append(block)
+        part = of(block)
+        return FULL if part.all() else PARTIAL if part.any() else EMPTY
+
+    def parts(block: Ranges) -> list[Ranges]:
+        return quarters(block, unit)
+
+    times = np.zeros(kept.shape, dtype=int)
+    for block, found in walk(Ranges.of(0, len(kept), 0, kept.shape[1]), verdict, parts):
+        assert block == asked[-1], "asked when it is its turn, not before"
+        times[slice(*block.queries), slice(*block.keys)] += 1
+        part = of(block)
+        if found is PARTIAL:
+            assert part.any()
+            assert not part.all()
+            assert all((stop - 1) // unit == start // unit for start, stop in block)
+        else:
+            assert (part == (found is FULL)).all()
+    assert (times == 1).all(), "every pair in exactly one"
+    assert len(asked) == len(set(asked)), "and none asked twice"
+
+
+@given(st.integers(0, 200), st.integers(1, 200), st.integers(1, 20))
+def test_halves(start, length, unit) -> None:
+    one = Interval(start, start + length)
+    found = halves(one, unit)
+    inside = [at for at in range(one.start + 1, one.stop) if at % unit == 0]
+    if not inside:
+        assert found == ()
+        return
+    (low, middle), (again, high) = found
+    assert (low, high) == one
+    assert middle == again
+    assert middle in inside
+    below, above = (sum(at < middle for at in inside), sum(at > middle for at in inside))
+    assert abs(below - above) <= 1, "by as many units, not at the first that comes"
+
+
+@settings(max_examples=30, deadline=None)
+@given(n=st.integers(2000, 100_000), part=st.floats(0.02, 1.0), is_causal=st.booleans())
+def test_a_window(n: int, part: float, is_causal: bool) -> None:
+    left = int(part * n)
+    found = kept_share(Pairs(n, n, is_causal, window_verdict(left, 0 if is_causal else left)))
+    outside = max(0, n - left - 1)
+    exact = 1.0 - outside * (outside + 1) / (n * (n + 1 if is_causal else n))
+    # Half of the border counts, a block wide on both sides; of causal pairs there are half as many.
+    assert found == pytest.approx(exact, abs=max(128, n / 1024) / n * (1 + is_causal))
+
+
+def test_without_a_mask_and_with_a_known_share() -> None:
+    assert kept_share(Pairs(1000, 1000, True)) == 1.0
+    everything = window_verdict(-1, -1)
+    assert kept_share(Pairs(1000, 1000, True, everything)) == 1.0
+    assert kept_share(Pairs(0, 9, False, everything)) == 1.0
+    assert kept_share(Pairs(1000, 1000, True, everything, share=0.25)) == 0.25
+    # Divided by: never 0.
+    assert 0 < kept_share(Pairs(1000, 1000, True, everything, share=0.0)) < 1e-3
+    assert 0 < kept_share(Pairs(10, 1 << 20, False, window_verdict(0, 0))) < 1e-2

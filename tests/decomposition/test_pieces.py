@@ -1,14 +1,16 @@
-"""Every pair of a call is in one rectangle, however the rectangles are laid out."""
+"""Every pair of a call is in one rectangle: of pieces, and of passages."""
 
 from __future__ import annotations
 
+import random
 from typing import get_args
 
 import numpy as np
 import pytest
+import torch
 
 from quorum_attention.decomposition import Decomposition
-from quorum_attention.decomposition.pieces import Pieces, largest_chunk, pieces_of
+from quorum_attention.decomposition.pieces import Passage, Pieces, largest_chunk, pieces_of
 
 
 @pytest.mark.parametrize("pieces", get_args(Pieces))
@@ -43,3 +45,47 @@ def test_rows_and_blocks_are_no_larger_than_chunks(causal: bool) -> None:
     blocks = pieces_of(shape, "blocks", causal, 1000, 1000)[1]
     assert max(max(r.n_queries, r.n_keys) for r in blocks) == chunk
     assert len(blocks) == (13 * 14 // 2 if causal else 13 * 13)
+
+
+@pytest.mark.parametrize("stays", ["query", "key"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_every_pair_of_a_passage_is_in_one_rectangle(stays, is_causal) -> None:
+    draw = random.Random(torch.initial_seed())
+    for _ in range(300):
+        n_queries, n_keys = (draw.randint(1, 40) for _ in range(2))
+        queries, keys = (draw.randint(1, 45) for _ in range(2))
+        passage = Passage(stays, n_queries, n_keys, queries, keys, is_causal)
+        seen = np.zeros((n_queries, n_keys), dtype=int)
+        chunks_of: dict[int, list[int]] = {}
+        for chunk in range(passage.n_chunks):
+            plain = passage.plain_blocks(chunk)
+            assert set(plain) <= set(passage.blocks(chunk))
+            for block in passage.blocks(chunk):
+                chunks_of.setdefault(block, []).append(chunk)
+                both = passage.chunk(chunk), passage.block(block)
+                rows, columns = both if stays == "query" else both[::-1]
+                found = passage.rectangles(chunk, block)
+                assert found, "a block without pairs"
+                size = keys if stays == "query" else queries
+                whole = len(found) == 1 and found[0].pairs == rows.length * columns.length
+                full = (columns if stays == "query" else rows).stop % size == 0
+                assert (block in plain) == (whole and full and not found[0].causal)
+                for r in found:
+                    there = seen[rows.start : rows.stop, columns.start : columns.stop]
+                    part = there[r.query_start : r.query_stop, r.key_start : r.key_stop]
+                    assert part.shape == (r.n_queries, r.n_keys)
+                    assert r.pairs > 0
+                    if r.causal:
+                        assert r.n_queries == r.n_keys
+                        assert rows.start + r.query_start == columns.start + r.key_start
+                        part += np.tril(np.ones(part.shape, dtype=int))
+                    else:
+                        part += 1
+        kept = np.ones((n_queries, n_keys), dtype=int)
+        assert np.array_equal(seen, np.tril(kept) if is_causal else kept)
+        if stays == "key":
+            assert set(chunks_of) == set(range(passage.n_blocks))
+            for block, chunks in chunks_of.items():
+                assert chunks[0] == 0
+                assert chunks == list(range(chunks[-1] + 1))
+                assert chunks[-1] == passage.last_chunk(block)

@@ -1,4 +1,6 @@
-"""Rectangles of a task: a partition of exactly its mask, few, large and of few shapes."""
+"""Rectangles of a task: a partition of exactly its mask, few, large, of few shapes; and batches."""
+
+from __future__ import annotations
 
 import itertools
 
@@ -8,7 +10,8 @@ from helpers_decomposition import count_rectangles, decompositions, kept_pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quorum_attention.decomposition import Decomposition
+from quorum_attention.decomposition import Decomposition, Rectangle
+from quorum_attention.decomposition.rectangles import Batch, batches
 from quorum_attention.quorums import quorum_size
 
 LIMITS = st.one_of(st.none(), st.integers(1, 200))
@@ -53,17 +56,6 @@ def test_depth_one_causal_takes_l_calls(c, layout):
         assert squares[0].n_queries == owned.stop - owned.start
 
 
-@pytest.mark.parametrize(
-    ("levels", "calls"),
-    [((7,), 28), ((13,), 78), ((31,), 310), ((57,), 798), ((7, 7), 216), ((3, 3, 3), 54)],
-)
-def test_plain_attention_takes_few_calls(levels, calls):
-    """All tasks together: 2 (l - 1) a task at depth 1; either way of placing owned diagonals
-    wins for some of these."""
-    decomposition = Decomposition(7_000_000, levels)
-    assert sum(len(task.rectangles(False)) for task in decomposition.tasks()) <= calls
-
-
 @pytest.mark.parametrize("levels", [(7,), (57,), (7, 7), (13, 7), (7, 7, 7)])
 @pytest.mark.parametrize("layout", ["aligned", "balanced"])
 def test_no_two_causal_calls_could_be_one(levels, layout):
@@ -88,25 +80,6 @@ def test_deep_tasks_take_few_calls(levels, causal_calls, plain_calls):
     assert sum(len(task.rectangles(False)) for task in tasks) <= plain_calls
 
 
-@pytest.mark.parametrize(
-    ("limits", "error", "message"),
-    [
-        ({"max_queries": 0}, ValueError, "max_queries must be at least 1, got 0"),
-        ({"max_keys": -3}, ValueError, "max_keys must be at least 1, got -3"),
-        ({"n_queries": -1}, ValueError, "n_queries must be at least 0, got -1"),
-        ({"n_keys": 1.5}, TypeError, "n_keys must be a whole number or None, got 1.5"),
-        ({"max_keys": 2.5}, TypeError, "max_keys must be a whole number or None, got 2.5"),
-        ({"max_queries": True}, TypeError, "max_queries must be a whole number"),
-    ],
-)
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_impossible_limits_are_refused(limits, error, message, is_causal):
-    """A limit below 1 must not pass for no limit, nor leave pairs out."""
-    task = Decomposition(1000, (7,)).task((0,))
-    with pytest.raises(error, match=message):
-        task.rectangles(is_causal, **limits)
-
-
 @pytest.mark.parametrize("levels", [(7,), (13,), (31,), (7, 7)])
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_aligned_chunks_give_few_shapes(levels, is_causal):
@@ -125,35 +98,43 @@ def test_aligned_chunks_give_few_shapes(levels, is_causal):
         assert len(shapes) <= calls // 5
 
 
-@pytest.mark.parametrize("c", [7, 13, 31, 57])
-def test_half_of_the_work_is_in_one_call(c):
-    """The triangle splits by halving: one plain call is by far the largest."""
-    task = Decomposition(c * 128 * 10, (c,)).task((0,))
-    pairs = [r.pairs for r in task.rectangles(True) if not r.causal]
-    assert max(pairs) >= 0.5 * sum(pairs)
+@given(
+    n=st.integers(1, 4_000),
+    levels=st.sampled_from([(7,), (13,), (31,), (57,), (7, 7), (13, 7), (3, 7, 7)]),
+    layout=st.sampled_from(["aligned", "balanced"]),
+    causal=st.booleans(),
+    data=st.data(),
+)
+@settings(deadline=None, max_examples=60)
+def test_every_rectangle_is_in_exactly_one_batch(
+    n: int, levels: tuple[int, ...], layout: str, causal: bool, data: st.DataObject
+) -> None:
+    shape = Decomposition(n, levels, layout, tile=16)
+    task = shape.task(tuple(data.draw(st.integers(0, c - 1)) for c in levels))
+    rectangles = task.rectangles(causal, n, n)
+    found = [r for batch in batches(tuple(rectangles)) for r in batch.rectangles()]
+    assert sorted(found, key=repr) == sorted(rectangles, key=repr)
 
 
-def test_a_row_is_merged_about_log_l_times():
-    """Every merge reads and writes a row's output: log2 l of them, not l."""
-    task = Decomposition(57 * 128, (57,)).task((0,))
-    visits = np.zeros(task.n_tokens, dtype=int)
-    for r in task.rectangles(True):
-        visits[r.query_start : r.query_stop] += 1
-    assert visits.max() <= 4  # log2 8, and the causal square
+@pytest.mark.parametrize("c", [7, 13, 21, 31, 57, 73, 183])
+def test_rows_and_columns_of_a_batch_do_not_meet(c: int) -> None:
+    shape = Decomposition(c * 256, (c,))
+    for i in range(c):
+        for batch in batches(shape.task((i,)).rectangles(True)):
+            queries = [range(r.query_start, r.query_stop) for r in batch.rectangles()]
+            keys = [range(r.key_start, r.key_stop) for r in batch.rectangles()]
+            for ranges in (queries, keys):
+                covered = [position for one in ranges for position in one]
+                assert len(covered) == len(set(covered))
 
 
-def test_depth_zero_is_one_call():
-    """The monolithic task has no mask: one causal square, or one plain rectangle."""
-    task = Decomposition(1000).task(())
-    (square,) = task.rectangles(True)
-    assert (square.causal, square.n_queries, square.n_keys) == (True, 1000, 1000)
-    (plain,) = task.rectangles(False)
-    assert (plain.causal, plain.n_queries, plain.n_keys) == (False, 1000, 1000)
+def test_a_halved_triangle_takes_one_call_a_halving() -> None:
+    # 8 chunks: 4x4, two of 2x2, four of 1x1, and the owned diagonal.
+    found = batches(Decomposition(57 * 128, (57,)).task((0,)).rectangles(True))
+    assert sorted(batch.count for batch in found) == [1, 1, 2, 4]
 
 
-def test_no_tokens_no_rectangles():
-    """An empty sequence, and limits of no queries or keys, leave nothing to launch."""
-    assert Decomposition(0, (7,)).task((0,)).rectangles(True) == ()
-    task = Decomposition(100, (3,), tile=1).task((0,))
-    assert task.rectangles(True, n_queries=0) == ()
-    assert task.rectangles(False, n_keys=0) == ()
+def test_what_lies_irregularly_stays_apart() -> None:
+    a, b, c = Rectangle(0, 8, 0, 8), Rectangle(8, 16, 0, 8), Rectangle(20, 28, 30, 38)
+    # a and b share their keys: only (a, c) may go together.
+    assert batches((a, b, c)) == (Batch(a, 2, 20, 30), Batch(b))

@@ -1,4 +1,4 @@
-"""Where the tokens of a task and of its rectangles lie in the whole sequence."""
+"""Tokens, spans, runs and segments of a task against dense arrays."""
 
 from __future__ import annotations
 
@@ -9,28 +9,7 @@ from helpers_decomposition import decompositions, positions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quorum_attention.decomposition import Rows
 from quorum_attention.decomposition.tasks import tokens_of
-
-
-def spelled_out(rows: Rows) -> list[tuple[int, int]]:
-    return [(rows.start + i, rows.local + i) for i in range(rows.length)]
-
-
-@settings(max_examples=150, deadline=None)
-@given(decompositions(), st.data())
-def test_segments_are_the_tokens_of_a_local_range(shape, data) -> None:
-    """As few as there can be: no two go on with each other."""
-    path = tuple(data.draw(st.integers(0, c - 1)) for c in shape.levels)
-    task = shape.task(path)
-    start, stop = (data.draw(st.integers(0, task.n_tokens)) for _ in range(2))
-    found = task.segments(start, stop)
-    where = positions(task).tolist()
-    assert [at for rows in found for at in spelled_out(rows)] == [
-        (where[local], local) for local in range(start, stop)
-    ]
-    assert all(a.continued(b) is None for a, b in itertools.pairwise(found))
-    assert tuple(task.segments(0, task.n_tokens)) == task.runs
 
 
 @settings(max_examples=100, deadline=None)
@@ -61,3 +40,59 @@ def test_tokens_of_several_tasks(shape, step) -> None:
     every = sorted({p for task in tasks for p in positions(task).tolist()})
     assert [p for start, stop in found for p in range(start, stop)] == every
     assert all(a.stop < b.start for a, b in itertools.pairwise(found))
+
+
+@settings(max_examples=300, deadline=None)
+@given(decompositions())
+def test_spans_ascend_and_do_not_touch_needlessly(decomposition):
+    """Ascending, disjoint, not empty, inside the sequence, and maximal: one span per label run."""
+    for task in decomposition.tasks():
+        spans = task.spans
+        assert all(0 <= s.start < s.stop <= decomposition.n_tokens for s in spans)
+        for a, b in itertools.pairwise(spans):
+            assert a.stop <= b.start
+            assert a.stop < b.start or a.bits != b.bits
+
+
+@settings(max_examples=300, deadline=None)
+@given(decompositions())
+def test_no_task_exceeds_the_bound(decomposition):
+    """Slots are allocated by max_task_tokens before any task is made."""
+    for task in decomposition.tasks():
+        assert task.n_tokens == len(positions(task)) <= decomposition.max_task_tokens
+    assert decomposition.max_task_tokens <= decomposition.n_tokens
+
+
+@settings(max_examples=100, deadline=None)
+@given(decompositions(), st.data())
+def test_segments_are_the_positions_of_a_local_range(decomposition, data):
+    """Copies follow segments: exactly the range's tokens, in order, in as few pieces as can be."""
+    path = tuple(data.draw(st.integers(0, c - 1)) for c in decomposition.levels)
+    task = decomposition.task(path)
+    where = positions(task)
+    start = data.draw(st.integers(0, task.n_tokens))
+    stop = data.draw(st.integers(start, task.n_tokens))
+    for pieces, low, high in (
+        (task.segments(start, stop), start, stop),
+        (task.runs, 0, task.n_tokens),
+    ):
+        local = low
+        for global_start, global_stop, local_start in pieces:
+            assert local_start == local
+            assert global_start < global_stop
+            piece = where[local : local + global_stop - global_start]
+            np.testing.assert_array_equal(piece, np.arange(global_start, global_stop))
+            local += global_stop - global_start
+        assert local == high
+        breaks = np.count_nonzero(np.diff(where[low:high]) != 1)
+        assert len(pieces) == (breaks + 1 if high > low else 0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(decompositions(), st.data())
+def test_count_below_counts_positions(decomposition, data):
+    """Fewer queries or keys than tokens are cut by this count."""
+    path = tuple(data.draw(st.integers(0, c - 1)) for c in decomposition.levels)
+    task = decomposition.task(path)
+    n = data.draw(st.integers(0, decomposition.n_tokens + 5))
+    assert task.count_below(n) == np.count_nonzero(positions(task) < n)

@@ -105,13 +105,6 @@ def test_a_window_leaves_what_a_task_owns_and_its_edges(levels) -> None:
     assert len(asked) < 2000 * len(found)
 
 
-def test_fewer_queries_need_few_tasks() -> None:
-    shape = Decomposition(1 << 16, (13,), "aligned", 128)
-    found = trimmed(list(shape.tasks()), Pairs(100, 1 << 16, False))
-    assert len(found) == 4  # those with the first chunk
-    assert sum(task.n_tokens for task in found) < 1.1 * (1 << 16)
-
-
 def test_tokens_that_no_task_needs_stay_in_the_first() -> None:
     shape = Decomposition(1 << 12, (7,), "aligned", 128)
     nothing = Pairs(1 << 12, 1 << 12, False, lambda r: EMPTY)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quorum_attention.decomposition.batches import Batch
-from quorum_attention.decomposition.rectangles import Rectangle
+from quorum_attention.decomposition.rectangles import Batch, Rectangle
 from quorum_attention.kernels.views import jth_of_group, key_rows, query_rows, runs_as_batch
 
 STORED = {

@@ -7,7 +7,7 @@ import torch
 from helpers_attention import fresh_generator
 
 import quorum_attention as qa
-from quorum_attention.decomposition.share import kept_share
+from quorum_attention.decomposition.pairs import kept_share
 from quorum_attention.kernels import CpuKernel, DenseKernel
 
 MIXTURE = [(32, 1), (64, 2), (128, 4)]

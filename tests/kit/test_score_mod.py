@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import quorum_attention as qa
 from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Pairs, Ranges, Verdict
-from quorum_attention.decomposition.share import kept_share
+from quorum_attention.decomposition.pairs import kept_share
 from quorum_attention.kernels.kit import (
     document,
     from_score_mod,

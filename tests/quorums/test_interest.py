@@ -1,4 +1,6 @@
-"""Interest sets of every size that is cheap: each is a perfect difference set."""
+"""Interest sets: each is a perfect difference set; what has none is refused."""
+
+import re
 
 import pytest
 
@@ -7,6 +9,7 @@ from quorum_attention.quorums import (
     has_interest_set,
     interest_set,
     is_interest_set,
+    paired_interest_set,
     quorum_size,
     quorum_sizes,
 )
@@ -30,31 +33,21 @@ PAPER = {
 }
 
 
-def differences_by_hand(members: tuple[int, ...], modulus: int) -> list[int]:
-    """How often every residue is a difference: written out, not by is_interest_set."""
-    counts = [0] * modulus
-    for a in members:
-        for b in members:
-            counts[(a - b) % modulus] += 1
-    return counts
-
-
 @pytest.mark.parametrize("l", SIZES)
 def test_every_difference_occurs_exactly_once(l):
-    """Exactly-once coverage rests on this, whichever construction made the set."""
+    """Exactly-once coverage rests on this, whichever construction made the set. Task order and the
+    paired set rely on the normal form (0, 1, ...)."""
     members = interest_set(l)
-    assert len(members) == l
-    assert differences_by_hand(members, l * (l - 1) + 1) == [l] + [1] * (l * (l - 1))
+    counts = [0] * (l * (l - 1) + 1)  # written out, not by is_interest_set
+    for a in members:
+        for b in members:
+            counts[(a - b) % len(counts)] += 1
+    assert counts == [l] + [1] * (l * (l - 1))
     assert is_interest_set(members)
-
-
-@pytest.mark.parametrize("l", SIZES)
-def test_sets_ascend_from_zero_and_one(l):
-    """Task order and the paired set rely on the normal form (0, 1, ...)."""
-    members = interest_set(l)
     assert list(members) == sorted(set(members))
     assert members[:2] == (0, 1)[:l]
     assert all(type(a) is int for a in members)
+    assert interest_set(l) is members, "made once"
 
 
 @pytest.mark.parametrize(("c", "members"), PAPER.items())
@@ -64,38 +57,98 @@ def test_the_papers_sets_are_kept(c, members):
     assert quorum_size(c) == len(members)
 
 
-def test_the_trivial_sizes():
-    """c = 1 is the monolithic call; c = 3 has three chunks of which each task takes two."""
-    assert interest_set(1) == (0,)
-    assert interest_set(2) == (0, 1)
-
-
-def test_a_set_is_made_once():
-    """The construction is searched for; every task asks for the set anew."""
-    assert interest_set(20) is interest_set(20)
-
-
 def test_sizes_are_one_and_two_and_prime_powers_plus_one():
     """quorum_sizes neither leaves a size out nor promises one that cannot be made."""
     assert quorum_sizes(68) == SIZES
     assert quorum_sizes(1) == (1,)
-    assert quorum_sizes(13) == (1, 2, 3, 4, 5, 6, 8, 9, 10, 12)
     assert [l for l in range(-3, 69) if has_interest_set(l)] == list(SIZES)
 
 
-@pytest.mark.parametrize("l", SIZES)
-def test_quorum_size_inverts_chunk_count(l):
-    """Levels are given as chunk counts; the quorum size comes back from them."""
-    assert chunk_count(l) == 1 + sum(2 * k for k in range(l))
-    assert quorum_size(chunk_count(l)) == l
-
-
-def test_quorum_size_takes_no_other_chunk_count():
+def test_quorum_size_takes_chunk_counts_of_sets_alone():
     """A chunk count beside the valid ones would leave pairs out or count them twice."""
-    valid = {chunk_count(l) for l in SIZES}
-    for c in range(1, 1000):
+    valid = {1 + sum(2 * k for k in range(l)): l for l in SIZES}
+    assert {chunk_count(l): l for l in SIZES} == valid
+    for c in (*range(1, 1000), *valid):
         if c in valid:
-            assert chunk_count(quorum_size(c)) == c
+            assert quorum_size(c) == valid[c]
         else:
             with pytest.raises(ValueError, match=f"no interest set has {c} chunks"):
                 quorum_size(c)
+
+
+@pytest.mark.parametrize("l", sorted(set(range(1, 68)) - set(SIZES)))
+def test_a_size_without_a_set_names_its_nearest_neighbours(l):
+    """The message must let the user go on: the next size down and the next up, both valid."""
+    below, above = max(n for n in SIZES if n < l), min(n for n in SIZES if n > l)
+    with pytest.raises(ValueError, match=f"of size {l}, the nearest sizes are {below} and {above}"):
+        interest_set(l)
+
+
+@pytest.mark.parametrize(
+    ("c", "near"),
+    [(2, "1 and 3"), (8, "7 and 13"), (42, "31 and 57"), (43, "31 and 57"), (44, "31 and 57"),
+     (111, "91 and 133"), (157, "133 and 183")],
+)  # fmt: skip
+def test_a_chunk_count_without_a_set_names_its_nearest_neighbours(c, near):
+    """Also just below and above a count l (l - 1) + 1 that has no set (43, 111, 157)."""
+    with pytest.raises(ValueError, match=re.escape(f"nearest chunk counts are {near}") + "$"):
+        quorum_size(c)
+
+
+@pytest.mark.parametrize("ask", [interest_set, quorum_size, quorum_sizes])
+def test_sizes_are_whole_numbers_from_one(ask):
+    """3.0 or True silently taken for a size would hide a mistake of the caller, and the cached
+    answer for 1 is not that of True."""
+    ask(1)
+    for value in (3.0, "3", True, None):
+        with pytest.raises(TypeError, match="must be a whole number"):
+            ask(value)
+    for value in (0, -1, -7):
+        with pytest.raises(ValueError, match="must be at least 1"):
+            ask(value)
+
+
+@pytest.mark.parametrize("l", SIZES[:24])
+def test_the_pair_is_an_interest_set_and_pairs_back(l):
+    """Mirroring twice is no change; the mirror image is in the same normal form."""
+    members = interest_set(l)
+    pair = paired_interest_set(a for a in members)
+    assert is_interest_set(pair)
+    assert list(pair) == sorted(pair)
+    assert paired_interest_set(pair) == members
+    assert (pair == members) == (l <= 2)
+
+
+def test_only_interest_sets_in_normal_form_have_a_pair():
+    """None of these may be mirrored into something plausible."""
+    assert paired_interest_set((0, 1, 3)) == (0, 1, 5), "the paper's example"
+    for members in [(0, 1, 2), (0, 1, 4, 9), (0, 1, 1), (0, 1, 10), ()]:
+        with pytest.raises(ValueError, match="must be an interest set"):
+            paired_interest_set(members)
+    for members in [(1, 2, 4), (0, 2, 3), (1, 0, 3)]:
+        assert is_interest_set(members)
+        with pytest.raises(ValueError, match="must begin with 0, 1"):
+            paired_interest_set(members)
+
+
+@pytest.mark.parametrize("l", [3, 4, 5, 6, 8, 9, 10, 12])
+def test_changing_one_member_is_noticed(l):
+    """Every near miss of a set fails the check, unless it is an interest set by a full count."""
+    members, c = interest_set(l), l * (l - 1) + 1
+    for place in range(l):
+        for other in set(range(c)) - set(members):
+            near = (*members[:place], other, *members[place + 1 :])
+            distinct = {(a - b) % c for a in near for b in near}
+            assert is_interest_set(near) == (len(distinct) == c)
+    assert not is_interest_set((*members[:-1], members[0]))  # a member twice
+    assert not is_interest_set((*members, members[0]), c)
+    assert not is_interest_set(members[:-1], c)
+    assert not is_interest_set((*members[:-1], members[-1] + c))  # right only modulo c
+    assert not is_interest_set((*members[:-1], members[-1] - c))
+
+
+def test_the_modulus_can_be_given():
+    """A set is one at its own chunk count and at no other modulus."""
+    assert [c for c in range(-2, 60) if is_interest_set((0, 1, 3), c)] == [7]
+    assert [c for c in range(-2, 60) if is_interest_set((0,), c)] == [1]
+    assert not is_interest_set(())  # nobody would compute the diagonal

@@ -3,10 +3,9 @@
 from quorum_attention.decomposition.census import Census, census
 from quorum_attention.decomposition.decomposition import Decomposition, Layout
 from quorum_attention.decomposition.intervals import Interval, Rows
-from quorum_attention.decomposition.pairs import Pairs, Ranges
+from quorum_attention.decomposition.pairs import EMPTY, FULL, PARTIAL, Pairs, Ranges, Verdict
 from quorum_attention.decomposition.rectangles import Rectangle
 from quorum_attention.decomposition.tasks import Span, Task
-from quorum_attention.decomposition.verdicts import EMPTY, FULL, PARTIAL, Verdict
 
 __all__ = [
     "EMPTY",

@@ -13,12 +13,12 @@ So kernels that know only plain and causal calls run it, and compute hardly a pa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from quorum_attention.decomposition.pairs import Ranges
-from quorum_attention.decomposition.verdicts import EMPTY, FULL, PARTIAL, Verdict
+from quorum_attention.decomposition.pairs import EMPTY, FULL, PARTIAL, Ranges, Verdict
+from quorum_attention.decomposition.rectangles import Block
 
 Kind = Literal["plain", "lower", "upper", "band", "ragged"]
 
@@ -26,35 +26,22 @@ Kind = Literal["plain", "lower", "upper", "band", "ragged"]
 _NARROW = 64
 # Queries of a ragged rectangle.
 _RAGGED_ROWS = 128
+# Farther than any two positions are apart.
+_FAR = 1 << 70
 # Sides of squares are multiples of it, where the band is as wide.
 _TILE = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Part(Block):
     """A block of pairs, and which of them are kept.
 
     Attributes:
-        query_start, query_stop, key_start, key_stop: positions.
         kind: "plain": all; "lower", "upper": of a square, the triangle of that name with its
             diagonal; "band": those of a band; "ragged": each has to be tested.
     """
 
-    query_start: int
-    query_stop: int
-    key_start: int
-    key_stop: int
     kind: Kind = "plain"
-
-    @property
-    def n_queries(self) -> int:
-        """Rows."""
-        return self.query_stop - self.query_start
-
-    @property
-    def n_keys(self) -> int:
-        """Columns."""
-        return self.key_stop - self.key_start
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,39 +73,40 @@ class Band:
             return None
         return max(self.high - self.low + 1, _RAGGED_ROWS + _NARROW)
 
+    @property
+    def _bounds(self) -> tuple[int, int]:
+        """``low`` and ``high``, beyond all positions where there is no bound."""
+        return (
+            -_FAR if self.low is None else self.low,
+            _FAR if self.high is None else self.high,
+        )
+
     def verdict(self, block: Ranges) -> Verdict:
         """The verdict on a block of positions."""
         (q0, q1), (k0, k1) = block
+        low, high = self._bounds
         least, most = k0 - (q1 - 1), k1 - 1 - q0
-        late = self.high is not None and least > self.high
-        early = self.low is not None and most < self.low
-        if late or early or self._is_empty:
+        if least > high or most < low or low > high:
             return EMPTY
-        inside = (self.high is None or most <= self.high) and (
-            self.low is None or least >= self.low
-        )
-        return FULL if inside else PARTIAL
+        return FULL if low <= least and most <= high else PARTIAL
 
     def count(self, q0: int, q1: int, k0: int, k1: int) -> int:
         """How many pairs of a block it keeps."""
-        if q0 >= q1 or k0 >= k1 or self._is_empty:
+        low, high = self._bounds
+        if q0 >= q1 or k0 >= k1 or low > high:
             return 0
-        most = (q1 - q0) * (k1 - k0)
-        upto = most if self.high is None else _upto(q0, q1, k0, k1, self.high)
-        return upto - (0 if self.low is None else _upto(q0, q1, k0, k1, self.low - 1))
+        return _upto(q0, q1, k0, k1, high) - _upto(q0, q1, k0, k1, low - 1)
 
     def within(self, q0: int, q1: int, k0: int, k1: int) -> Part | None:
         """The least part of the block [q0, q1) x [k0, k1) with all of its kept pairs, if any."""
-        low, high = self.low, self.high
-        if self._is_empty:
+        low, high = self._bounds
+        if low > high:
             return None
         before = None
         while before != (q0, q1, k0, k1):
             before = q0, q1, k0, k1
-            if high is not None:
-                q0, k1 = max(q0, k0 - high), min(k1, q1 + high)
-            if low is not None:
-                q1, k0 = min(q1, k1 - low), max(k0, q0 + low)
+            q0, k1 = max(q0, k0 - high), min(k1, q1 + high)
+            q1, k0 = min(q1, k1 - low), max(k0, q0 + low)
             if q0 >= q1 or k0 >= k1:
                 return None
         whole = self.verdict(Ranges.of(q0, q1, k0, k1)) is FULL
@@ -126,64 +114,41 @@ class Band:
 
     def parts(self, q0: int, q1: int, k0: int, k1: int) -> Iterator[Part]:
         """Parts, none a band, that hold each kept pair of the block exactly once."""
-        least, low, high = self.within(q0, q1, k0, k1), self.low, self.high
+        least, (low, high) = self.within(q0, q1, k0, k1), self._bounds
         if least is None:
             return
+        # Every row and every column of it has a kept pair.
         q0, q1, k0, k1 = least.query_start, least.query_stop, least.key_start, least.key_stop
-        beyond = high is not None and k1 - 1 - q0 > high
-        short = low is not None and k0 - (q1 - 1) < low
+        beyond, short = k1 - 1 - q0 > high, k0 - (q1 - 1) < low
         if beyond and short:
-            yield from self._both_edges(q0, q1, k0, k1)
-        elif beyond and high is not None:
-            yield from _upper_edge(q0, q1, k0, k1, high)
-        elif short and low is not None:
-            yield from _lower_edge(q0, q1, k0, k1, low)
-        else:
-            yield Part(q0, q1, k0, k1)
-
-    @property
-    def _is_empty(self) -> bool:
-        return self.low is not None and self.high is not None and self.low > self.high
-
-    def _both_edges(self, q0: int, q1: int, k0: int, k1: int) -> Iterator[Part]:
-        low, high = self.low, self.high
-        if low is None or high is None:
+            yield from self._both_edges(q0, q1, k0, k1, low, high)
             return
+        parts = [Part(q0, q1, k0, k1)]
+        if beyond:
+            first, corner = q0 + high, k1 - high  # the key on the first query's diagonal
+            square = Part(q0, corner, first, k1, "lower")
+            parts = [Part(q0, q1, k0, first), Part(corner, q1, first, k1), square]
+        elif short:
+            last, corner = q1 + low, k0 - low  # the end of the keys up to the last query's diagonal
+            square = Part(corner, q1, k0, last, "upper")
+            parts = [Part(q0, q1, last, k1), Part(q0, corner, k0, last), square]
+        yield from (part for part in parts if part.n_queries > 0 and part.n_keys > 0)
+
+    def _both_edges(
+        self, q0: int, q1: int, k0: int, k1: int, low: int, high: int
+    ) -> Iterator[Part]:
         width = high - low
         if width < _NARROW:
             for a in range(q0, q1, _RAGGED_ROWS):
                 b = min(a + _RAGGED_ROWS, q1)
                 yield Part(a, b, max(k0, a + low), min(k1, b + high), "ragged")
             return
-        # Squares of this side meet in each block of queries; what is between them is clear.
+        # Squares of this side meet in each block of queries; what is between them is full.
         side = width // _TILE * _TILE or width
         for a in range(q0, q1, side):
             b = min(a + side, q1)
             for first, last in ((a + low, b + low), (b + low, a + high), (a + high, b + high)):
                 yield from self.parts(a, b, max(k0, first), min(k1, last))
-
-
-def _upper_edge(q0: int, q1: int, k0: int, k1: int, high: int) -> Iterator[Part]:
-    """The parts of a block that only ``key - query <= high`` cuts; every row and every column has a
-    kept pair."""
-    first = q0 + high  # the key on the first query's diagonal
-    corner = q0 + k1 - first
-    if k0 < first:
-        yield Part(q0, q1, k0, first)
-    if corner < q1:
-        yield Part(corner, q1, first, k1)
-    yield Part(q0, corner, first, k1, "lower")
-
-
-def _lower_edge(q0: int, q1: int, k0: int, k1: int, low: int) -> Iterator[Part]:
-    """The same for ``key - query >= low``."""
-    last = q1 + low  # the end of the keys up to the last query's diagonal
-    corner = q1 - (last - k0)
-    if last < k1:
-        yield Part(q0, q1, last, k1)
-    if q0 < corner:
-        yield Part(q0, corner, k0, last)
-    yield Part(corner, q1, k0, last, "upper")
 
 
 def _upto(q0: int, q1: int, k0: int, k1: int, most: int) -> int:
@@ -198,3 +163,12 @@ def _upto(q0: int, q1: int, k0: int, k1: int, most: int) -> int:
 
     first = q0 + most + 1 - k0  # keys of the first query
     return below(q1 - 1 - q0 + first) - below(first - 1)
+
+
+def window_verdict(left: int, right: int) -> Callable[[Ranges], Verdict]:
+    """The verdict of a sliding window.
+
+    It keeps keys from ``left`` tokens before the query to ``right`` tokens after it; -1 is no limit
+    on that side.
+    """
+    return Band(-left if left >= 0 else None, right if right >= 0 else None).verdict

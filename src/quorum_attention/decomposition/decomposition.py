@@ -6,11 +6,13 @@ This is the paper's BuildSubseq, without arrays over tokens.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
+from quorum_attention.counts import whole_number
 from quorum_attention.decomposition.census import Census, census
 from quorum_attention.decomposition.intervals import joined
 from quorum_attention.decomposition.pairs import Pairs
@@ -44,11 +46,8 @@ class Decomposition:
     tile: int = 128
 
     def __post_init__(self) -> None:
-        for name, value, least in (("n_tokens", self.n_tokens, 0), ("tile", self.tile, 1)):
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{name} must be a whole number, got {value!r}")
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+        for name, least in (("n_tokens", 0), ("tile", 1)):
+            object.__setattr__(self, name, whole_number(getattr(self, name), name, least))
         if self.layout not in ("aligned", "balanced"):
             raise ValueError(f"layout must be 'aligned' or 'balanced', got {self.layout!r}")
         if not isinstance(self.levels, tuple):
@@ -95,6 +94,14 @@ class Decomposition:
         start = chunk * size + min(chunk, longer)
         return start, start + size + (chunk < longer)
 
+    def _chunk_of(self, position: int, tokens: int, c: int) -> int:
+        """The number of the chunk that holds ``position`` where ``tokens`` are cut into ``c``."""
+
+        def start(chunk: int) -> int:
+            return self._boundaries(tokens, c, chunk)[0]
+
+        return bisect_right(range(c), position, key=start) - 1
+
     def deeper(self, c: int) -> Decomposition:
         """The decomposition with one more level, of ``c`` chunks."""
         return replace(self, levels=(*self.levels, c))
@@ -122,22 +129,16 @@ class Decomposition:
         )
         if not fits:
             raise ValueError(f"path must be one owner chunk for each of {self.levels}, got {path}")
-        spans = [Span(0, self.n_tokens, 0)] if self.n_tokens else []
-        tokens, next_bit = self.n_tokens, 1
+        task = Task((), (Span(0, self.n_tokens, 0),) if self.n_tokens else ())
+        bit = 1
         for owner, c in zip(path, self.levels, strict=True):
             chosen: list[Span] = []
-            n_chosen = 0
-            pieces = _Pieces(spans)
             for chunk in sorted((owner + o) % c for o in interest_set(quorum_size(c))):
-                start, stop = self._boundaries(tokens, c, chunk)
-                bit = 0
-                if chunk != owner:
-                    bit, next_bit = next_bit, next_bit << 1
-                if start < stop:
-                    chosen.extend(pieces.between(start, stop, bit))
-                    n_chosen += stop - start
-            spans, tokens = joined(chosen, Span.continued), n_chosen
-        return Task(path, tuple(spans))
+                start, stop = self._boundaries(task.n_tokens, c, chunk)
+                chosen += task.between(start, stop, 0 if chunk == owner else bit)
+                bit <<= chunk != owner
+            task = Task((*task.path, owner), tuple(joined(chosen, Span.continued)))
+        return task
 
     def path_through(self, position: int, turn: int = 0) -> tuple[int, ...]:
         """The path of a task that holds the token at ``position``.
@@ -153,11 +154,7 @@ class Decomposition:
         path, tokens = [], self.n_tokens
         for level, c in enumerate(self.levels):
             offsets = interest_set(quorum_size(c))
-            size = -(-tokens // c) if self.layout == "balanced" else self._chunk_tokens(tokens, c)
-            # Chunks of the balanced layout may be a token shorter, so the next one may have it.
-            mine = min(c - 1, position // size)
-            while self._boundaries(tokens, c, mine)[1] <= position:
-                mine += 1
+            mine = self._chunk_of(position, tokens, c)
             owner = (mine - offsets[(turn + level) % len(offsets)]) % c
             path.append(owner)
             edges = {
@@ -182,26 +179,3 @@ class Decomposition:
     def census(self, is_causal: bool, tile: int = 128) -> Census:
         """Counts masked, clear and mixed tiles of all tasks (paper, Appendix A.2)."""
         return census(self.tasks(), Pairs(self.n_tokens, self.n_tokens, is_causal), tile)
-
-
-class _Pieces:
-    """Reads one local range after the other, in ascending order, off a list of spans."""
-
-    def __init__(self, spans: list[Span]) -> None:
-        self.spans = spans
-        self.index = 0
-        self.local = 0  # local start of spans[index]
-
-    def between(self, start: int, stop: int, bit: int) -> Iterator[Span]:
-        """The spans of the local positions [start, stop), with ``bit`` added to their bits."""
-        while self.index < len(self.spans):
-            span = self.spans[self.index]
-            length = span.stop - span.start
-            low, high = max(start, self.local), min(stop, self.local + length)
-            if low < high:
-                offset = span.start - self.local
-                yield Span(low + offset, high + offset, span.bits | bit)
-            if self.local + length > stop:
-                return
-            self.local += length
-            self.index += 1

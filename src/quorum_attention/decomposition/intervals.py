@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
@@ -43,12 +44,6 @@ class Rows(NamedTuple):
         """How many rows."""
         return self.stop - self.start
 
-    def below(self, n: int) -> Rows | None:
-        """The part at positions below ``n``; None if there is none."""
-        if self.start >= n:
-            return None
-        return Rows(self.start, min(self.stop, n), self.local)
-
     def within(self, start: int, stop: int) -> Rows | None:
         """The part at positions [start, stop); None if there is none."""
         low, high = max(start, self.start), min(stop, self.stop)
@@ -72,20 +67,13 @@ def joined(
         continued: is given a piece and the next one; returns both as one piece, or None if they
             stay two.
     """
-    rest = iter(pieces)
-    try:
-        last = next(rest)
-    except StopIteration:
-        return []
     found: list[Piece] = []
-    for piece in rest:
-        both = continued(last, piece)
+    for piece in pieces:
+        both = continued(found[-1], piece) if found else None
         if both is None:
-            found.append(last)
-            last = piece
+            found.append(piece)
         else:
-            last = both
-    found.append(last)
+            found[-1] = both
     return found
 
 
@@ -188,14 +176,10 @@ class Cells:
 def cut(one: tuple[int, int], edges: Sequence[int]) -> Iterator[Interval]:
     """``one`` cut at those of ``edges`` (ascending) that lie inside it."""
     start, stop = one
-    for edge in edges[bisect_right(edges, start) :]:
-        if edge >= stop:
-            break
-        if start < edge:
-            yield Interval(start, edge)
-            start = edge
-    if start < stop:
-        yield Interval(start, stop)
+    inside = edges[bisect_right(edges, start) : bisect_left(edges, stop)]
+    for low, high in pairwise([start, *inside, stop]):
+        if low < high:
+            yield Interval(low, high)
 
 
 def ones(mask: int) -> Iterator[Interval]:

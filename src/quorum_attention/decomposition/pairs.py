@@ -2,12 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from enum import IntEnum
+from typing import NamedTuple, TypeVar
 
 from quorum_attention.decomposition.intervals import Interval
-from quorum_attention.decomposition.verdicts import EMPTY, FULL, PARTIAL, Verdict
+
+Node = TypeVar("Node")
+
+# ``kept_share`` cuts partial blocks until their sides are 1 / _FINEST of the call's longer side, or
+# _BLOCK tokens, or until a level has more than _MOST_CELLS blocks.
+_FINEST = 2048
+_MOST_CELLS = 1 << 15
+_BLOCK = 128
+# The share of pairs that an empty, a full and a partial block are taken to keep.
+_WEIGHT = (0.0, 1.0, 0.5)
+
+
+class Verdict(IntEnum):
+    """How many pairs of a block are kept. Arrays hold verdicts as these numbers."""
+
+    EMPTY = 0
+    """No pair is kept."""
+    FULL = 1
+    """Every pair is kept."""
+    PARTIAL = 2
+    """Some pairs are kept, or it is not known: each pair has to be asked about."""
+
+
+# Module names, because looking up an attribute of an enumeration is slow.
+EMPTY, FULL, PARTIAL = Verdict
+
+
+def both(one: Verdict, other: Verdict) -> Verdict:
+    """The verdict on pairs that have to be kept by both of two masks."""
+    if one is EMPTY or other is EMPTY:
+        return EMPTY
+    return FULL if one is other is FULL else PARTIAL
+
+
+def either(one: Verdict, other: Verdict) -> Verdict:
+    """The verdict on pairs that have to be kept by at least one of two masks."""
+    if one is FULL or other is FULL:
+        return FULL
+    return EMPTY if one is other is EMPTY else PARTIAL
 
 
 class Ranges(NamedTuple):
@@ -65,19 +104,86 @@ class Pairs:
         return found
 
 
-def window_verdict(left: int, right: int) -> Callable[[Ranges], Verdict]:
-    """The verdict of a sliding window.
+def walk(
+    root: Node, verdict: Callable[[Node], Verdict], parts: Callable[[Node], Sequence[Node]]
+) -> Iterator[tuple[Node, Verdict]]:
+    """The leaves of a tree (nodes that are cut no further), in order, with their verdicts.
 
-    It keeps keys from ``left`` tokens before the query to ``right`` tokens after it; -1 is no limit
-    on that side.
+    Args:
+        verdict: a node's verdict. It is asked only after all earlier leaves have been yielded, so
+            it may depend on what the caller did with them.
+        parts: what a partial node is cut into; nothing makes it a leaf.
     """
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        found = verdict(node)
+        if found is PARTIAL and (finer := parts(node)):
+            waiting.extend(reversed(finer))
+        else:
+            yield node, found
 
-    def verdict(block: Ranges) -> Verdict:
-        (q0, q1), (k0, k1) = block
-        nearest, farthest = q0 - (k1 - 1), q1 - 1 - k0
-        if (left >= 0 and nearest > left) or (right >= 0 and farthest < -right):
-            return EMPTY
-        whole = (left < 0 or farthest <= left) and (right < 0 or nearest >= -right)
-        return FULL if whole else PARTIAL
 
-    return verdict
+def quarters(block: Ranges, unit: int = 1) -> list[Ranges]:
+    """``block`` cut in the middle of both sides, at multiples of ``unit``.
+
+    A side with no such multiple inside it stays whole; if both have none, nothing is returned.
+    """
+    queries, keys = block
+    rows, columns = halves(queries, unit), halves(keys, unit)
+    if rows and columns:
+        (upper, lower), (left, right) = rows, columns
+        # A named tuple's own constructor takes twice as long, and this is most of a walk.
+        sides = (upper, left), (upper, right), (lower, left), (lower, right)
+        return [tuple.__new__(Ranges, each) for each in sides]
+    if rows:
+        return [Ranges(row, keys) for row in rows]
+    return [Ranges(queries, column) for column in columns]
+
+
+def halves(one: Interval, unit: int = 1) -> tuple[Interval, ...]:
+    """``one`` cut at the middle multiple of ``unit`` inside it; nothing if it has none."""
+    start, stop = one
+    first, last = start // unit, (stop - 1) // unit
+    if first == last:
+        return ()
+    middle = (first + last + 2) // 2 * unit
+    return tuple.__new__(Interval, (start, middle)), tuple.__new__(Interval, (middle, stop))
+
+
+def kept_share(pairs: Pairs) -> float:
+    """An estimate of the pairs that the mask keeps, over the pairs there are without it.
+
+    It is above 0 and at most 1; 1 without a mask. Blocks on the mask's border count half.
+    """
+    ask, is_causal = pairs.verdict, pairs.is_causal
+    if ask is None:
+        return 1.0
+    if pairs.share is not None:
+        return min(1.0, max(pairs.share, 1e-6))
+    if not pairs.n_queries or not pairs.n_keys:
+        return 1.0
+    finest = max(_BLOCK, -(-max(pairs.n_queries, pairs.n_keys) // _FINEST))
+    kept = every = 0.0
+    # Blocks of one level, and whether the mask is known to keep none of their pairs.
+    level = [(Ranges.of(0, pairs.n_queries, 0, pairs.n_keys), False)]
+    may_cut = True
+    while level:
+        finer: list[tuple[Ranges, bool]] = []
+        n_cut = 0
+        for block, is_empty in level:
+            (q0, q1), (k0, k1) = block
+            found = EMPTY if is_empty else ask(block)
+            on_diagonal = is_causal and k1 - 1 > q0
+            is_large = q1 - q0 > finest or k1 - k0 > finest
+            if may_cut and is_large and (found is PARTIAL or on_diagonal):
+                n_cut += 1
+                below = (r for r in quarters(block) if not is_causal or r[1][0] < r[0][1])
+                finer += [(part, found is EMPTY) for part in below]
+                continue
+            # A causal call has half the pairs of a block on the diagonal.
+            count = (q1 - q0) * (k1 - k0) * (0.5 if on_diagonal else 1.0)
+            every += count
+            kept += count * _WEIGHT[found]
+        level, may_cut = finer, 4 * n_cut <= _MOST_CELLS
+    return min(1.0, max(kept / every, 1e-6))

@@ -17,29 +17,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from operator import attrgetter, itemgetter
 
 from quorum_attention.decomposition.intervals import joined, ones
-from quorum_attention.decomposition.quadtree import walk
-from quorum_attention.decomposition.verdicts import EMPTY, FULL, PARTIAL, Verdict
 
 # Kernels work on tiles of this many tokens; rectangles are cut at multiples of it where possible.
 _TILE = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Rectangle:
-    """A plain attention call inside a task, in task-local token positions.
-
-    ``causal`` rectangles are squares on the diagonal (query_start == key_start) of which the
-    lower triangle, diagonal included, is kept.
-    """
+class Block:
+    """All pairs of some queries and some keys, by their positions."""
 
     query_start: int
     query_stop: int
     key_start: int
     key_stop: int
-    causal: bool = False
 
     @property
     def n_queries(self) -> int:
@@ -50,6 +44,17 @@ class Rectangle:
     def n_keys(self) -> int:
         """Columns."""
         return self.key_stop - self.key_start
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle(Block):
+    """A plain attention call inside a task, in task-local token positions.
+
+    ``causal`` rectangles are squares on the diagonal (query_start == key_start) of which the
+    lower triangle, diagonal included, is kept.
+    """
+
+    causal: bool = False
 
     @property
     def pairs(self) -> int:
@@ -89,14 +94,11 @@ def _kept(bits: Sequence[int], *, below: bool) -> list[int]:
 
     ``below``: only spans before it count.
     """
-    rows = []
-    for i, own in enumerate(bits):
-        row = 0
-        for j in range(i if below else len(bits)):
-            if j != i and own & bits[j] == 0:
-                row |= 1 << j
-        rows.append(row)
-    return rows
+    n = len(bits)
+    return [
+        sum(1 << j for j in range(i if below else n) if j != i and own & bits[j] == 0)
+        for i, own in enumerate(bits)
+    ]
 
 
 def _halved(starts: Sequence[int], rows: list[int]) -> list[Rectangle]:
@@ -105,37 +107,21 @@ def _halved(starts: Sequence[int], rows: list[int]) -> list[Rectangle]:
     Keys that most queries keep come first.
     """
 
-    # Of the keys in ``wanted``: those that all query spans [low, high) keep, and those that only
-    # some of them keep.
-    def node(low: int, high: int, wanted: int) -> _Node:
+    def halve(low: int, high: int, wanted: int) -> Iterator[Rectangle]:
+        # Of the keys in ``wanted``: those that all query spans [low, high) keep, and those that
+        # only some of them keep.
         every, some = wanted, 0
         for row in rows[low:high]:
             every &= row
             some |= row
-        return low, high, every, wanted & some & ~every
+        for first, last in ones(every):
+            yield Rectangle(starts[low], starts[high], starts[first], starts[last])
+        if some := wanted & some & ~every:
+            middle = _middle(starts, low, high)
+            yield from halve(low, middle, some)
+            yield from halve(middle, high, some)
 
-    def verdict(part: _Node) -> Verdict:
-        return PARTIAL if part[3] else FULL if part[2] else EMPTY
-
-    def parts(part: _Node, found: Verdict) -> list[_Node]:
-        if found is not PARTIAL:
-            return []
-        low, high, every, some = part
-        middle = _middle(starts, low, high)
-        return [(low, high, every, 0), node(low, middle, some), node(middle, high, some)]
-
-    if not rows:
-        return []
-    root = node(0, len(rows), (1 << len(rows)) - 1)
-    return [
-        Rectangle(starts[low], starts[high], starts[first], starts[last])
-        for (low, high, every, _), _ in walk(root, verdict, parts)
-        for first, last in ones(every)
-    ]
-
-
-_Node = tuple[int, int, int, int]
-"""Query spans [low, high), the keys that all of them keep, the keys that only some keep."""
+    return list(halve(0, len(rows), (1 << len(rows)) - 1)) if rows else []
 
 
 def _middle(starts: Sequence[int], low: int, high: int) -> int:
@@ -222,10 +208,7 @@ def cut(rectangles: Iterable[Rectangle], max_queries: int, max_keys: int) -> Ite
     A causal square becomes smaller causal squares and plain rectangles.
     """
     for r in rectangles:
-        if r.causal:
-            yield from _cut_square(r, max_queries, max_keys)
-        else:
-            yield from _cut_plain(r, max_queries, max_keys)
+        yield from (_cut_square if r.causal else _cut_plain)(r, max_queries, max_keys)
 
 
 def _cut_plain(r: Rectangle, max_queries: int, max_keys: int) -> Iterator[Rectangle]:
@@ -257,3 +240,72 @@ def _cut_square(r: Rectangle, max_queries: int, max_keys: int) -> Iterator[Recta
         yield Rectangle(start, stop, start, stop, causal=True)
         if stop < r.query_stop:
             yield from _cut_plain(Rectangle(stop, r.query_stop, start, stop), max_queries, max_keys)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """``count`` rectangles: number i is ``first`` moved by i steps along both axes.
+
+    Halving a task's triangle gives one large rectangle, then two of half the size, then four: most
+    are too small to fill a GPU with one call each. Those of one size lie at equal distances along
+    the diagonal, so a strided view makes them batch entries of a single call. No two of them share
+    a query or a key, so one call can add all their results.
+    """
+
+    first: Rectangle
+    count: int = 1
+    query_step: int = 0
+    key_step: int = 0
+
+    def rectangles(self) -> list[Rectangle]:
+        """The rectangles, in order."""
+        r = self.first
+        n, m = r.n_queries, r.n_keys
+        corners = (
+            (r.query_start + i * self.query_step, r.key_start + i * self.key_step)
+            for i in range(self.count)
+        )
+        return [Rectangle(q, q + n, k, k + m, r.causal) for q, k in corners]
+
+
+@lru_cache(maxsize=256)
+def batches(rectangles: tuple[Rectangle, ...]) -> tuple[Batch, ...]:
+    """``rectangles`` as batches, found greedily: the longest possible batch each time.
+
+    Batches are ordered by the place of their first rectangle in ``rectangles``. Results are cached,
+    because many tasks of one level have the same rectangles.
+    """
+    shapes: dict[tuple[int, int, bool], list[Rectangle]] = {}
+    for r in rectangles:
+        shapes.setdefault((r.n_queries, r.n_keys, r.causal), []).append(r)
+    found: list[Batch] = []
+    for alike in shapes.values():
+        left = sorted(alike, key=lambda r: (r.query_start, r.key_start))
+        while left:
+            batch = _longest(left)
+            found.append(batch)
+            taken = set(batch.rectangles())
+            left = [r for r in left if r not in taken]
+    place = {r: number for number, r in enumerate(rectangles)}
+    return tuple(sorted(found, key=lambda batch: place[batch.first]))
+
+
+def _longest(alike: list[Rectangle]) -> Batch:
+    """The longest batch that begins with the first of ``alike`` (one size, in order)."""
+    first, *others = alike
+    there = {(r.query_start, r.key_start) for r in others}
+    best = Batch(first)
+    for second in others:
+        query_step = second.query_start - first.query_start
+        key_step = second.key_start - first.key_start
+        if query_step < first.n_queries or key_step < first.n_keys:
+            continue
+        count = 2
+        while (
+            first.query_start + count * query_step,
+            first.key_start + count * key_step,
+        ) in there:
+            count += 1
+        if count > best.count:
+            best = Batch(first, count, query_step, key_step)
+    return best

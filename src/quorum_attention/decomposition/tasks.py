@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from quorum_attention.counts import whole_number
 from quorum_attention.decomposition.intervals import Interval, Rows, joined, union
 from quorum_attention.decomposition.rectangles import Rectangle, clip, cover, cut
 
@@ -73,22 +75,26 @@ class Task:
         """The number of tokens at global positions below ``n``; they come first in the task."""
         return sum(max(0, min(span.stop, n) - span.start) for span in self.spans)
 
+    def between(self, local_start: int, local_stop: int, bit: int = 0) -> Iterator[Span]:
+        """The parts of the task's spans at the local positions [local_start, local_stop), with
+        ``bit`` added to their group bits."""
+        starts = self.local_starts
+        for at in range(bisect_right(starts, local_start) - 1, len(self.spans)):
+            span = self.spans[at]
+            low, high = max(local_start, starts[at]), min(local_stop, starts[at + 1])
+            if low >= high:
+                return
+            offset = span.start - starts[at]
+            yield Span(low + offset, high + offset, span.bits | bit)
+
     def segments(self, local_start: int, local_stop: int) -> list[Rows]:
         """The local positions [local_start, local_stop), as runs of consecutive tokens."""
         found = []
-        for rows in self.runs:
-            start, stop, local = rows
-            end = local + stop - start
-            if end <= local_start:
-                continue
-            if local >= local_stop:
-                break
-            if local < local_start or end > local_stop:
-                offset = start - local
-                low, high = max(local, local_start), min(end, local_stop)
-                rows = Rows(low + offset, high + offset, low)
-            found.append(rows)
-        return found if local_start < local_stop else []
+        for start, stop, local in self.runs:
+            low, high = max(local, local_start), min(local + stop - start, local_stop)
+            if low < high:
+                found.append(Rows(low + start - local, high + start - local, low))
+        return found
 
     def contiguous(self, r: Rectangle) -> Iterator[tuple[Rows, Rows, bool]]:
         """Cuts a rectangle into parts whose tokens are consecutive in the whole sequence too.
@@ -123,24 +129,24 @@ class Task:
             TypeError: a count or limit is no whole number.
             ValueError: a count is below 0 or a limit below 1.
         """
-        _check("n_queries", n_queries, 0)
-        _check("n_keys", n_keys, 0)
-        _check("max_queries", max_queries, 1)
-        _check("max_keys", max_keys, 1)
+        tokens = self.n_tokens
+        rows, columns = (
+            tokens if n is None else self.count_below(whole_number(n, name, 0))
+            for name, n in (("n_queries", n_queries), ("n_keys", n_keys))
+        )
+        height, width = (
+            max(1, tokens) if n is None else whole_number(n, name, 1)
+            for name, n in (("max_queries", max_queries), ("max_keys", max_keys))
+        )
         causal = bool(is_causal)
         if causal not in self._covers:
             bits = [span.bits for span in self.spans]
             self._covers[causal] = tuple(cover(self.local_starts, bits, causal))
         found = self._covers[causal]
-        if n_queries is not None or n_keys is not None:
-            tokens = self.n_tokens
-            rows = tokens if n_queries is None else self.count_below(n_queries)
-            columns = tokens if n_keys is None else self.count_below(n_keys)
-            if rows < tokens or columns < tokens:
-                found = tuple(clip(found, rows, columns))
-        if max_queries is not None or max_keys is not None:
-            limit = max(1, self.n_tokens)
-            found = tuple(cut(found, max_queries or limit, max_keys or limit))
+        if rows < tokens or columns < tokens:
+            found = tuple(clip(found, rows, columns))
+        if height < tokens or width < tokens:
+            found = tuple(cut(found, height, width))
         return found
 
     @cached_property
@@ -164,13 +170,3 @@ class Task:
 def tokens_of(*tasks: Task) -> list[Interval]:
     """The global positions of all tokens of ``tasks``."""
     return union((start, stop) for task in tasks for start, stop, _ in task.runs)
-
-
-def _check(name: str, value: int | None, least: int) -> None:
-    # A limit of 0 or less would silently leave pairs out.
-    if value is None:
-        return
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a whole number or None, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")

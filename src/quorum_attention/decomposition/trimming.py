@@ -10,6 +10,7 @@ because its row has to be written: if no task needs it, it stays in the first ta
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from quorum_attention.decomposition.intervals import (
     Interval,
@@ -20,10 +21,17 @@ from quorum_attention.decomposition.intervals import (
     within,
     without,
 )
-from quorum_attention.decomposition.pairs import Pairs, Ranges
-from quorum_attention.decomposition.quadtree import quarters, walk
+from quorum_attention.decomposition.pairs import (
+    EMPTY,
+    FULL,
+    PARTIAL,
+    Pairs,
+    Ranges,
+    Verdict,
+    quarters,
+    walk,
+)
 from quorum_attention.decomposition.tasks import Span, Task, tokens_of
-from quorum_attention.decomposition.verdicts import EMPTY, FULL, PARTIAL, Verdict
 
 # A task is examined in about this many cells of tokens.
 _CELLS = 64
@@ -76,13 +84,14 @@ def _needed(task: Task, pairs: Pairs, tile: int) -> list[Interval]:
     """Intervals that hold every token with a kept pair in ``task``, in whole cells."""
     if not task.spans:
         return []
-    cell = tile * max(1, task.n_tokens // (_CELLS * tile))
-    marks = _Marks(cell)
+    marks = _Marks(tile * max(1, task.n_tokens // (_CELLS * tile)))
     for query, key in _span_pairs(task.spans, pairs, marks):
         _mark(query, key, pairs, marks)
-    return union(marks.intervals(), gap=_WORTH_A_CUT)
+    cells = (Interval(a * marks.cell, b * marks.cell) for a, b in ones(marks.marked))
+    return union(cells, gap=_WORTH_A_CUT)
 
 
+@dataclass
 class _Marks:
     """The cells of the sequence that hold a query or a key of a kept pair, as bits of a number.
 
@@ -91,9 +100,8 @@ class _Marks:
         marked: bit i is set if cell i is needed.
     """
 
-    def __init__(self, cell: int) -> None:
-        self.cell = cell
-        self.marked = 0
+    cell: int
+    marked: int = 0
 
     def of(self, intervals: Iterable[tuple[int, int]]) -> int:
         """The cells that ``intervals`` touch, as bits."""
@@ -102,13 +110,9 @@ class _Marks:
             found |= bits(start // self.cell, (stop - 1) // self.cell + 1)
         return found
 
-    def have(self, cells: int) -> bool:
-        """Whether all of ``cells`` are marked already."""
-        return not cells & ~self.marked
-
-    def intervals(self) -> Iterator[Interval]:
-        """The positions of the marked cells."""
-        return (Interval(a * self.cell, b * self.cell) for a, b in ones(self.marked))
+    def have(self, intervals: Iterable[tuple[int, int]]) -> bool:
+        """Whether all cells of ``intervals`` are marked already."""
+        return not self.of(intervals) & ~self.marked
 
 
 def _span_pairs(
@@ -131,12 +135,9 @@ def _span_pairs(
         if single:
             return FULL
         inside = ((span.start, span.stop) for span in (*spans[q0:q1], *spans[k0:k1]))
-        return EMPTY if marks.have(marks.of(inside)) else PARTIAL
+        return EMPTY if marks.have(inside) else PARTIAL
 
-    def parts(block: Ranges, found: Verdict) -> list[Ranges]:
-        return quarters(block) if found is PARTIAL else []
-
-    for (queries, keys), found in walk(Ranges.of(0, len(spans), 0, len(spans)), verdict, parts):
+    for (queries, keys), found in walk(Ranges.of(0, len(spans), 0, len(spans)), verdict, quarters):
         if found is FULL:
             yield spans[queries.start], spans[keys.start]
 
@@ -145,13 +146,9 @@ def _mark(query: Span, key: Span, pairs: Pairs, marks: _Marks) -> None:
     """Mark the cells of the pairs that ``pairs`` keeps between two spans."""
 
     def verdict(block: Ranges) -> Verdict:
-        return EMPTY if marks.have(marks.of(block)) else pairs.of(block)
+        return EMPTY if marks.have(block) else pairs.of(block)
 
-    def parts(block: Ranges, found: Verdict) -> list[Ranges]:
-        return quarters(block, marks.cell) if found is PARTIAL else []
-
-    for block, found in walk(
-        Ranges.of(query.start, query.stop, key.start, key.stop), verdict, parts
-    ):
+    whole = Ranges.of(query.start, query.stop, key.start, key.stop)
+    for block, found in walk(whole, verdict, lambda block: quarters(block, marks.cell)):
         if found is not EMPTY:
             marks.marked |= marks.of(block)

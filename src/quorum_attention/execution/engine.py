@@ -289,7 +289,7 @@ class Engine:
 
     def _clipped(self, rows: Iterable[Rows], axis: Axis) -> list[Rows]:
         limit = self._limit(axis)
-        return [part for piece in rows if (part := piece.below(limit)) is not None]
+        return [part for piece in rows if (part := piece.within(0, limit)) is not None]
 
     def _load_inputs(self, unit: Unit) -> None:
         runs = unit.visit.task.runs
@@ -370,7 +370,7 @@ class Engine:
         for field, axis in fields:
             limit = self._limit(axis)
             for carried in unit.visit.carried:
-                piece = carried.rows.below(limit)
+                piece = carried.rows.within(0, limit)
                 if piece is None:
                     continue
                 n = piece.stop - piece.start

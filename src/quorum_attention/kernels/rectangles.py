@@ -18,8 +18,7 @@ from itertools import pairwise
 import torch
 
 from quorum_attention.decomposition import Rectangle
-from quorum_attention.decomposition.batches import Batch, batches
-from quorum_attention.decomposition.rectangles import cut
+from quorum_attention.decomposition.rectangles import Batch, batches, cut
 from quorum_attention.kernels.bias import dead_rows
 from quorum_attention.kernels.merge import add_, add_all_, merge_
 from quorum_attention.kernels.protocol import (

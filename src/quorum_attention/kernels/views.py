@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from quorum_attention.decomposition.batches import Batch
+from quorum_attention.decomposition.rectangles import Batch
 
 Pick = Callable[[torch.Tensor], torch.Tensor]
 """Selects some heads, as a view, of a tensor whose dimension 1 is all query heads."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from quorum_attention.decomposition import EMPTY, PARTIAL, Decomposition, Pairs, Ranges, Task
 from quorum_attention.decomposition.intervals import cut
-from quorum_attention.decomposition.quadtree import quarters, walk
+from quorum_attention.decomposition.pairs import quarters, walk
 
 Point = tuple[float, float]
 
@@ -58,9 +58,7 @@ def kept(block: Block, pairs: Pairs, cell: int) -> Iterator[Block]:
         yield block
         return
     whole = Ranges.of(block.query_start, block.query_stop, block.key_start, block.key_stop)
-    for part, found in walk(
-        whole, pairs.of, lambda r, verdict: quarters(r, cell) if verdict is PARTIAL else []
-    ):
+    for part, found in walk(whole, pairs.of, lambda r: quarters(r, cell)):
         if found is PARTIAL:
             row, column = (sum(side) // 2 for side in part)
             found = pairs.of(Ranges.of(row, row + 1, column, column + 1))

@@ -10,8 +10,8 @@ from itertools import islice
 from math import gcd
 
 from quorum_attention.decomposition import Decomposition, Rectangle, Task
-from quorum_attention.decomposition.batches import Batch, batches
 from quorum_attention.decomposition.pieces import Pieces, pieces_of
+from quorum_attention.decomposition.rectangles import Batch, batches
 from quorum_attention.execution.case import Case
 from quorum_attention.execution.pass_spec import PassSpec
 from quorum_attention.execution.schedule import Schedule

@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import pairwise, product
 
 from quorum_attention.decomposition import Decomposition, Pairs
-from quorum_attention.decomposition.share import kept_share
+from quorum_attention.decomposition.pairs import kept_share
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.case import Case
 from quorum_attention.execution.device.residency import Home

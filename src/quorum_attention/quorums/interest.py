@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from quorum_attention.counts import whole_number
-from quorum_attention.quorums.fields import prime_power
-from quorum_attention.quorums.singer import singer_set
+from quorum_attention.quorums.singer import prime_power, singer_set
 
 # The paper's table of example interest sets; l = 1 and 2 are trivial.
 _PAPER = {

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from random import Random
 
-from quorum_attention.quorums.fields import Field, field
-
 
 def singer_set(q: int) -> tuple[int, ...]:
     """A perfect difference set of q + 1 residues modulo q^2 + q + 1, ascending, beginning 0, 1.
@@ -18,7 +16,7 @@ def singer_set(q: int) -> tuple[int, ...]:
     Raises:
         ValueError: q is no prime power.
     """
-    base = field(q)
+    base = Field(q)
     # About one cubic polynomial in five works. In a simple order the first that works may come
     # late, so they are drawn at random, with a fixed seed.
     draw = Random(q)
@@ -34,11 +32,10 @@ def _line(base: Field, c0: int, c1: int, c2: int) -> list[int] | None:
     None if the powers of x do not run through all points of the plane.
     """
     q = base.q
-    n_points = q * q + q + 1
     times, plus = base.times, base.plus
     a, b, c = 0, 0, 1  # x^i = a x^2 + b x + c
     line = []
-    for i in range(n_points):
+    for i in range(q * q + q + 1):
         if i and a == 0 and b == 0:
             return None  # the cycle of points is too short
         if a == 0:
@@ -54,3 +51,71 @@ def _normalised(residues: list[int], modulus: int) -> tuple[int, ...]:
     members = set(residues)
     first = next(r for r in residues if (r + 1) % modulus in members)
     return tuple(sorted((r - first) % modulus for r in residues))
+
+
+def prime_power(q: int) -> tuple[int, int] | None:
+    """(p, k) with q = p**k and p prime; None if q is no prime power."""
+    if q < 2:
+        return None
+    p = next((d for d in range(2, int(q**0.5) + 1) if q % d == 0), q)
+    k = 0
+    while q % p == 0:
+        q //= p
+        k += 1
+    return (p, k) if q == 1 else None
+
+
+class Field:
+    """GF(q). An element is a number below q; its digits in base p are a polynomial over GF(p).
+
+    Attributes:
+        q, p: the number of elements, and the prime that it is a power of.
+        power: power[i] is the i-th power of a generator, for i < q - 1.
+        log: the inverse: log[power[i]] = i.
+
+    Raises:
+        ValueError: q is no prime power.
+    """
+
+    def __init__(self, q: int) -> None:
+        split = prime_power(q)
+        if split is None:
+            raise ValueError(f"q must be a prime power, got {q}")
+        self.q, self.p = q, split[0]
+        # x is a generator if the polynomial x**k - sum(tail[i] * x**i) is primitive. The digits of
+        # ``tail`` in base p are its coefficients; for k = 1, x is the number ``tail`` itself.
+        found = (_powers_of_x(tail, *split) for tail in range(1, q))
+        self.power = next(powers for powers in found if powers is not None)
+        self.log = {x: i for i, x in enumerate(self.power)}
+
+    def times(self, a: int, b: int) -> int:
+        """Product of two elements."""
+        if a == 0 or b == 0:
+            return 0
+        return self.power[(self.log[a] + self.log[b]) % (self.q - 1)]
+
+    def plus(self, a: int, b: int) -> int:
+        """Sum of two elements: digit by digit in base p, without carry."""
+        if self.p == 2:
+            return a ^ b
+        if self.p == self.q:
+            return (a + b) % self.p
+        total, place = 0, 1
+        while a or b:
+            total += (a % self.p + b % self.p) % self.p * place
+            a, b, place = a // self.p, b // self.p, place * self.p
+        return total
+
+
+def _powers_of_x(tail: int, p: int, k: int) -> list[int] | None:
+    """The p**k - 1 powers 1, x, x**2, ... modulo the polynomial; None if some of them are equal."""
+    if tail % p == 0:
+        return None
+    top, powers, x = p ** (k - 1), [1], 1
+    digits = [(tail // p**i % p, p**i) for i in range(k)]
+    while True:
+        lead, rest = divmod(x, top)
+        x = sum((rest * p // place + lead * digit) % p * place for digit, place in digits)
+        if x == 1 or len(powers) == p**k - 1:
+            return powers if x == 1 and len(powers) == p**k - 1 else None
+        powers.append(x)

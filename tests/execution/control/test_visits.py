@@ -88,6 +88,6 @@ def test_state_is_made_once_handed_on_and_finished_once(tasks, carry, data) -> N
 def test_rows_below_a_limit(start: int, length: int, n: int) -> None:
     rows = Rows(start, start + length, 7)
     expected = [p for p in positions(rows) if p[0] < n]
-    part = rows.below(n)
+    part = rows.within(0, n)
     assert ([] if part is None else positions(part)) == expected
     assert part is None or part.stop > part.start

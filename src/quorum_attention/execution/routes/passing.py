@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Any
 
 from quorum_attention.decomposition import Decomposition
-from quorum_attention.decomposition.passage import Passage
+from quorum_attention.decomposition.pieces import Passage
 from quorum_attention.execution.case import Case
 from quorum_attention.execution.control.machine import HERE, Machine
 from quorum_attention.execution.device.lookup import backend_of

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Pairs, Ranges, Verdict
-from quorum_attention.decomposition.pairs import window_verdict
-from quorum_attention.decomposition.verdicts import both, either
+from quorum_attention.decomposition.bands import window_verdict
+from quorum_attention.decomposition.pairs import both, either
 from quorum_attention.kernels.outside import outside
 
 MaskMod = Callable[[Any, Any, Any, Any], torch.Tensor]

@@ -13,7 +13,7 @@ from typing import cast
 
 from quorum_attention.decomposition import Ranges, Rectangle, Task
 from quorum_attention.decomposition.bands import Band, Kind
-from quorum_attention.decomposition.batches import Batch
+from quorum_attention.decomposition.rectangles import Batch
 from quorum_attention.kernels.masked.geometry import Geometry
 
 # The most rows to which an operator rounds up those of a batch entry.
@@ -97,7 +97,7 @@ def limits_of(
 
 def _batches(rectangles: list[Rectangle]) -> Iterator[Batch]:
     """Neighbours in the list of one size, at equal distances, as one call. In linear time, unlike
-    ``decomposition.batches``: there may be tens of thousands."""
+    ``decomposition.rectangles``: there may be tens of thousands."""
     batch: Batch | None = None
     for r in rectangles:
         joined = None if batch is None else _with(batch, r)

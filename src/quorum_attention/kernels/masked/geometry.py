@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Ranges, Verdict
 from quorum_attention.decomposition.bands import Band, Part
-from quorum_attention.decomposition.quadtree import walk
-from quorum_attention.decomposition.verdicts import both, either
+from quorum_attention.decomposition.pairs import both, either, walk
 from quorum_attention.kernels.protocol import Indices
 from quorum_attention.mask import Keeps
 
@@ -172,10 +171,7 @@ class Geometry:
             yield part
             return
 
-        def parts(r: Ranges, found: Verdict) -> list[Ranges]:
-            return _quarters(r) if found is PARTIAL else []
-
-        leaves = walk(whole, lambda r: both(self.band.verdict(r), verdict(r)), parts)
+        leaves = walk(whole, lambda r: both(self.band.verdict(r), verdict(r)), _quarters)
         for ((a, b), (c, d)), found in leaves:
             if found is not EMPTY:
                 yield Part(a, b, c, d, "plain" if found is FULL else "ragged")

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from quorum_attention.decomposition import FULL, Ranges, Rectangle
-from quorum_attention.decomposition.batches import Batch
+from quorum_attention.decomposition.rectangles import Batch
 from quorum_attention.kernels import reference
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.masked.calls import Call, calls_of, limits_of

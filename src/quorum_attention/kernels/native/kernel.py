@@ -13,7 +13,7 @@ import torch
 
 from quorum_attention.counts import switch
 from quorum_attention.decomposition import Pairs, Rectangle, Task
-from quorum_attention.decomposition.pairs import window_verdict
+from quorum_attention.decomposition.bands import window_verdict
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.merge import triton_available
 from quorum_attention.kernels.native.config import Config, Half, config
