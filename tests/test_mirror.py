@@ -32,7 +32,6 @@ ELSEWHERE = {
     ),
     "kit/test_score_mod.py": (
         "kernels/kit/masks.py", "kernels/kit/materialised.py", "kernels/kit/over_pairs.py",
-        "kernels/positions.py",
     ),
     # Parts of one kernel, in Triton.
     "native/test_kernel.py": (

@@ -14,9 +14,8 @@ from quorum_attention.call.settings import filled
 from quorum_attention.call.validation import as_tensor
 from quorum_attention.counts import switch
 from quorum_attention.execution.report import Report
-from quorum_attention.kernels.outside import is_traced, refuse_traces
 from quorum_attention.kernels.protocol import InnerKernel
-from quorum_attention.kernels.uncompiled import uncompiled
+from quorum_attention.kernels.torch_private import is_traced, refuse_traces, uncompiled
 from quorum_attention.mask import Mask
 from quorum_attention.passes import beside_casts, run_backward
 from quorum_attention.planner.plan import Plan

@@ -18,10 +18,9 @@ from quorum_attention.call.gradients import Given
 from quorum_attention.call.request import Request, Tensors
 from quorum_attention.call.transforms import records, refuse_batched
 from quorum_attention.call.validation import as_tensor
-from quorum_attention.kernels.outside import outside
 from quorum_attention.kernels.registry import get_kernel
+from quorum_attention.kernels.torch_private import outside, uncompiled
 from quorum_attention.kernels.traits import captures
-from quorum_attention.kernels.uncompiled import uncompiled
 from quorum_attention.passes import beside_casts, run_backward, run_forward
 from quorum_attention.planner.options import Options
 

@@ -37,11 +37,11 @@ from quorum_attention.execution.upstream import Upstream, upstream_of
 from quorum_attention.execution.workload import GroupSize, groups
 from quorum_attention.kernels.delta import exact_carrier
 from quorum_attention.kernels.dropout import Dropout
-from quorum_attention.kernels.outside import without_autocast
 from quorum_attention.kernels.protocol import InnerKernel, Recorded
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.select import without_dropout
 from quorum_attention.kernels.sinks import sinks_gradient
+from quorum_attention.kernels.torch_private import without_autocast
 from quorum_attention.kernels.traits import calls_back, check_mask_gradient
 from quorum_attention.planner.decide import (
     Asked,

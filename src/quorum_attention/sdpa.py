@@ -32,8 +32,8 @@ from quorum_attention.call.settings import (
 from quorum_attention.execution.device.lookup import BACKENDS
 from quorum_attention.execution.report import Report
 from quorum_attention.execution.workload import ELEMENT_BYTES
-from quorum_attention.kernels.outside import capturing, is_fake, is_traced
 from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.torch_private import capturing, is_fake, is_traced
 from quorum_attention.mask import Mask
 from quorum_attention.traced import as_operator
 

@@ -98,7 +98,7 @@ def test_parts_are_parts_of_the_whole() -> None:
 def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Dropout(0.4, 54321)
     whole = drop(one, 2, 3, 40, 50)
-    monkeypatch.setattr("quorum_attention.kernels.blocks.BLOCK_BYTES", 3000)
+    monkeypatch.setattr("quorum_attention.kernels.tensors.BLOCK_BYTES", 3000)
     assert torch.equal(whole, drop(one, 2, 3, 40, 50))
 
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from quorum_attention.kernels import blocks, merge
+from quorum_attention.kernels import merge, tensors
 from quorum_attention.kernels.merge import add_, empty_, merge_
 
 
@@ -91,7 +91,7 @@ def test_blocks_cover_every_row_once(
     expected_lse = torch.logaddexp(lse, lse_i)
     grad = torch.randn(shape)
     expected_grad = grad + 0.25 * out_i.float()
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(tensors, "BLOCK_BYTES", block_bytes)
     merge_(out, lse, out_i, lse_i)
     add_(grad, out_i, 0.25)
     torch.testing.assert_close(out, expected)
@@ -102,9 +102,9 @@ def test_blocks_cover_every_row_once(
 def test_row_blocks_partition() -> None:
     for batch, heads, rows, row_bytes in itertools.product((1, 3), (1, 4), (1, 700), (1, 9000)):
         seen = torch.zeros(batch, heads, rows)
-        for block in blocks.row_blocks(batch, heads, rows, row_bytes):
+        for block in tensors.row_blocks(batch, heads, rows, row_bytes):
             seen[block] += 1
-            assert seen[block].numel() * row_bytes <= blocks.BLOCK_BYTES
+            assert seen[block].numel() * row_bytes <= tensors.BLOCK_BYTES
         assert (seen == 1).all()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quorum_attention.kernels import blocks, odd_rows
+from quorum_attention.kernels import odd_rows, tensors
 from quorum_attention.kernels.odd_rows import mend_odd_rows_
 
 N = 12
@@ -32,7 +32,7 @@ def exact(query, key, value, causal, bias):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("block_bytes", [None, 64])
 def test_mended(causal: bool, kind: str, block_bytes: int | None, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     if block_bytes is not None:
-        monkeypatch.setattr(blocks, "BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr(tensors, "BLOCK_BYTES", block_bytes)
     query, key, value = torch.randn(3, 1, 2, N, 4, dtype=torch.float64)
     bias = torch.zeros(1, 2, N, N, dtype=torch.float64)
     if kind in ("nan in keys", "all at once"):

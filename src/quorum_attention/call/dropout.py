@@ -9,7 +9,7 @@ import torch
 from quorum_attention.call.transforms import refuse_randomness
 from quorum_attention.counts import chance, whole_number
 from quorum_attention.kernels.dropout import LARGEST_SEED, MOST_POSITIONS, Dropout
-from quorum_attention.kernels.outside import capturing, outside
+from quorum_attention.kernels.torch_private import capturing, outside
 
 
 def checked_dropout(dropout_p: Any, dropout_seed: Any, *, draws: bool) -> tuple[float, int | None]:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
-from quorum_attention.kernels.outside import capturing, outside
 from quorum_attention.kernels.protocol import Indices, InnerKernel
 from quorum_attention.kernels.registry import get_kernel
+from quorum_attention.kernels.torch_private import capturing, outside
 from quorum_attention.kernels.traits import by_entry, calls_back, captures
 
 

@@ -17,7 +17,7 @@ from quorum_attention.cli.output import print_json, say, show_table
 from quorum_attention.execution.device.cpu import cpu_name
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.kernels import CallShape, kernels, why_not
-from quorum_attention.kernels.operators import flash_implementation
+from quorum_attention.kernels.torch_private import flash_implementation
 from quorum_attention.planner.calibration import machine_of
 from quorum_attention.sizes import format_bytes
 

@@ -39,7 +39,7 @@ from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.kernels.dropout import LARGEST_SEED
 from quorum_attention.kernels.first_derivative import first_derivative
 from quorum_attention.kernels.protocol import InnerKernel
-from quorum_attention.kernels.uncompiled import uncompiled
+from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask
 from quorum_attention.repeated import like
 

@@ -24,7 +24,7 @@ from quorum_attention.distributed.watch import Watch, in_host_memory, sends_noth
 from quorum_attention.execution.report import Report
 from quorum_attention.execution.workload import state_dtype
 from quorum_attention.kernels.protocol import InnerKernel
-from quorum_attention.kernels.uncompiled import uncompiled
+from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask
 
 # What must be the same on all ranks.

@@ -21,7 +21,7 @@ from quorum_attention.execution.padding import is_filled
 from quorum_attention.execution.rows import Axis, GroupBuffer, RowTensor
 from quorum_attention.execution.slots import SlotLayout
 from quorum_attention.execution.workload import Group, Workload
-from quorum_attention.kernels.copies import copy_on_device
+from quorum_attention.kernels.tensors import copy_on_device
 
 # Most lists of views that are remembered: enough for a few head groups.
 _MOST_BLOCKS = 64

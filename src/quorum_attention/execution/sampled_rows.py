@@ -24,8 +24,8 @@ from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.mask_gradient import Tile, tile_bytes
 from quorum_attention.execution.memory import is_out_of_memory
 from quorum_attention.kernels.merge import empty_, merge_
-from quorum_attention.kernels.outside import capturing
 from quorum_attention.kernels.protocol import Indices, RowStatistics
+from quorum_attention.kernels.torch_private import capturing
 from quorum_attention.kernels.traits import calls_back, pairwise, row_statistics, sparse
 
 _ROWS = 8

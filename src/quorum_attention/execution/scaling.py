@@ -36,7 +36,6 @@ from quorum_attention.execution.control.machine import HERE, Machine
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.engine import Unit
 from quorum_attention.execution.workload import Group, Workload
-from quorum_attention.kernels.blocks import row_blocks
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.scaling import (
     Scaling,
@@ -44,6 +43,7 @@ from quorum_attention.kernels.scaling import (
     divisor_exponent,
     largest_norm,
 )
+from quorum_attention.kernels.tensors import row_blocks
 from quorum_attention.kernels.traits import traits_of
 
 # log2 of the scaled probabilities, 2**shift P, of a row that attends to all keys evenly.

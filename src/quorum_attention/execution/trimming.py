@@ -10,8 +10,8 @@ from quorum_attention.decomposition import Decomposition, Pairs, Ranges, Task, V
 from quorum_attention.decomposition.trimming import trimmed
 from quorum_attention.execution.shares import count_shared
 from quorum_attention.execution.workload import Workload
+from quorum_attention.kernels.cache import remembered
 from quorum_attention.kernels.protocol import InnerKernel
-from quorum_attention.kernels.remembered import remembered
 from quorum_attention.kernels.traits import sparse
 
 # A kernel works in blocks of so many tokens, so it reads beyond the first and last token of a task.

@@ -16,7 +16,7 @@ from quorum_attention.call.validation import as_tensor
 from quorum_attention.farm.crew import Crew
 from quorum_attention.farm.request import call_on, into
 from quorum_attention.farm.units import Head
-from quorum_attention.kernels.uncompiled import uncompiled
+from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask
 from quorum_attention.passes import beside_casts, run_backward
 from quorum_attention.pool.report import PoolPass, PoolReport

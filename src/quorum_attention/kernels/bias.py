@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from quorum_attention.kernels.blocks import BLOCK_BYTES, row_blocks
+from quorum_attention.kernels.tensors import BLOCK_BYTES, row_blocks
 
 BASE_TWO_LOWEST = torch.finfo(torch.float32).min * math.log(2.0)
 """Kernels that compute exponentials to base 2 in fp32 treat this score, and lower ones, as -inf.

@@ -1,11 +1,14 @@
-"""A cache that drops what was used longest ago; safe to use from several threads."""
+"""Caches that drop what was used longest ago, by themselves and of answers about a kernel."""
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+from functools import wraps
+from typing import Any, Generic, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 _Value = TypeVar("_Value")
 _MISSING = object()
@@ -50,3 +53,37 @@ class Cache(Generic[_Value]):
             while self._total > self._limit:
                 _, gone = self._values.popitem(last=False)
                 self._total -= self._size(gone)
+
+
+_Params = ParamSpec("_Params")
+_Answer = TypeVar("_Answer")
+
+
+def remembered(most: int) -> Callable[[Callable[_Params, _Answer]], Callable[_Params, _Answer]]:
+    """Decorator for a function with a positional parameter ``kernel``: caches its answers.
+
+    The last ``most`` answers for each kernel are held as long as the kernel lives; they must not
+    refer to it. Nothing is remembered for a kernel that takes no weak reference.
+    """
+
+    def decorate(function: Callable[_Params, _Answer]) -> Callable[_Params, _Answer]:
+        at = list(inspect.signature(function).parameters).index("kernel")
+        answers: WeakKeyDictionary[Any, Cache[_Answer]] = WeakKeyDictionary()
+
+        @wraps(function)
+        def ask(*args: _Params.args, **named: _Params.kwargs) -> _Answer:
+            kernel: Any = args[at]
+            try:
+                known = answers.get(kernel)
+                if known is None:
+                    known = answers.setdefault(kernel, Cache(most, lambda answer: 1))
+            except TypeError:  # no weak reference
+                return function(*args, **named)
+            key = (*args[:at], *args[at + 1 :])
+            if named:
+                key += tuple(sorted(named.items()))
+            return known.get(key, lambda: function(*args, **named))
+
+        return ask
+
+    return decorate

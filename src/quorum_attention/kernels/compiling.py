@@ -15,7 +15,7 @@ from quorum_attention.kernels.launches import (
     merging,
 )
 from quorum_attention.kernels.merge import triton_available
-from quorum_attention.kernels.outside import outside
+from quorum_attention.kernels.torch_private import outside
 
 
 def compile_ahead(

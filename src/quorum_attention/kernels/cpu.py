@@ -17,9 +17,6 @@ from quorum_attention.kernels.odd_rows import (
     MEND_WORKSPACE_BYTES,
     mend_odd_rows_,
 )
-from quorum_attention.kernels.operators import operator_reason
-from quorum_attention.kernels.outside import outside
-from quorum_attention.kernels.padding import pad_last
 from quorum_attention.kernels.protocol import (
     CallShape,
     Extent,
@@ -28,6 +25,8 @@ from quorum_attention.kernels.protocol import (
     TaskTensors,
 )
 from quorum_attention.kernels.rectangles import RectangleKernel, four_dims, signed
+from quorum_attention.kernels.tensors import pad_last
+from quorum_attention.kernels.torch_private import operator_reason, outside
 from quorum_attention.kernels.workspace import (
     RectangleSizes,
     backward_bytes,

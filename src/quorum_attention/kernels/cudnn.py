@@ -9,12 +9,10 @@ import torch
 
 from quorum_attention.decomposition import Rectangle
 from quorum_attention.kernels.bias import BASE_TWO_LOWEST, aligned_bias
-from quorum_attention.kernels.layouts import in_layout_of
-from quorum_attention.kernels.operators import operator_reason
-from quorum_attention.kernels.outside import outside
-from quorum_attention.kernels.padding import bias_for_padding, pad_rows, repeat_last
 from quorum_attention.kernels.protocol import CallShape, Extent
 from quorum_attention.kernels.rectangles import RectangleKernel, TaskSizes
+from quorum_attention.kernels.tensors import bias_for_padding, in_layout_of, pad_rows, repeat_last
+from quorum_attention.kernels.torch_private import operator_reason, outside
 from quorum_attention.kernels.workspace import (
     RectangleSizes,
     backward_bytes,

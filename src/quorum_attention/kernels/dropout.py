@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from quorum_attention.decomposition.intervals import Rows
-from quorum_attention.kernels.blocks import BLOCK_BYTES, row_blocks
+from quorum_attention.kernels.tensors import BLOCK_BYTES, row_blocks
 
 ROUNDS = 7
 FACTORS = (0xD2511F53, 0xCD9E8D57)

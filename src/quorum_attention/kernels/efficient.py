@@ -7,11 +7,10 @@ from dataclasses import replace
 import torch
 
 from quorum_attention.kernels.bias import BASE_TWO_LOWEST, aligned_bias
-from quorum_attention.kernels.layouts import token_major, zero_unit_strides
-from quorum_attention.kernels.operators import operator_reason
-from quorum_attention.kernels.padding import pad_last
 from quorum_attention.kernels.protocol import CallShape, Extent
 from quorum_attention.kernels.rectangles import RectangleKernel
+from quorum_attention.kernels.tensors import pad_last, token_major, zero_unit_strides
+from quorum_attention.kernels.torch_private import operator_reason
 from quorum_attention.kernels.workspace import (
     RectangleSizes,
     backward_bytes,

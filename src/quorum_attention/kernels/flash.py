@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from quorum_attention.kernels.operators import flash_implementation, operator_reason
 from quorum_attention.kernels.protocol import CallShape, Extent
 from quorum_attention.kernels.rectangles import RectangleKernel
+from quorum_attention.kernels.torch_private import flash_implementation, operator_reason
 from quorum_attention.kernels.workspace import (
     RectangleSizes,
     backward_bytes,

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from quorum_attention.kernels.views import jth_of_group
+from quorum_attention.kernels.tensors import jth_of_group
 
 _FEW_ROWS = 64
 

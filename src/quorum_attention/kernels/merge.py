@@ -18,8 +18,8 @@ from contextlib import contextmanager
 
 import torch
 
-from quorum_attention.kernels.blocks import BLOCK_BYTES, row_blocks
 from quorum_attention.kernels.launches import launch, to_add, to_merge
+from quorum_attention.kernels.tensors import BLOCK_BYTES, row_blocks
 
 MERGE_WORKSPACE_BYTES = 3 * BLOCK_BYTES
 """Upper bound of the bytes ``merge_`` and ``add_`` allocate at any one time."""

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from quorum_attention.kernels.blocks import row_blocks
+from quorum_attention.kernels.tensors import row_blocks
 
 # Bytes of scores that are looked at together.
 _SCORE_BYTES = 256 * 1024

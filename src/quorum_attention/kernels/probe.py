@@ -21,11 +21,11 @@ import torch
 
 from quorum_attention.decomposition import Decomposition, Rectangle
 from quorum_attention.errors import is_out_of_memory
+from quorum_attention.kernels.cache import remembered
 from quorum_attention.kernels.dense import DenseKernel
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.merge import by_torch, empty_
 from quorum_attention.kernels.one_thread import one_thread
-from quorum_attention.kernels.outside import capturing, outside
 from quorum_attention.kernels.protocol import (
     CallShape,
     Gradients,
@@ -35,8 +35,8 @@ from quorum_attention.kernels.protocol import (
     TaskTensors,
 )
 from quorum_attention.kernels.proven import is_built, is_proven, note_built, note_proven
-from quorum_attention.kernels.remembered import remembered
 from quorum_attention.kernels.scaling import Scaling
+from quorum_attention.kernels.torch_private import capturing, outside
 from quorum_attention.kernels.traits import traits_of
 
 # Odd, as lengths may be: rows of a mask begin at addresses that vector loads do not take.

@@ -20,6 +20,7 @@ import torch
 from quorum_attention.decomposition import Rectangle
 from quorum_attention.decomposition.rectangles import Batch, batches, cut
 from quorum_attention.kernels.bias import dead_rows
+from quorum_attention.kernels.cache import remembered
 from quorum_attention.kernels.merge import add_, add_all_, merge_
 from quorum_attention.kernels.protocol import (
     CallShape,
@@ -28,9 +29,8 @@ from quorum_attention.kernels.protocol import (
     Statistics,
     TaskTensors,
 )
-from quorum_attention.kernels.remembered import remembered
+from quorum_attention.kernels.tensors import Pick, jth_of_group, key_rows, query_rows, runs_as_batch
 from quorum_attention.kernels.traits import Traits
-from quorum_attention.kernels.views import Pick, jth_of_group, key_rows, query_rows, runs_as_batch
 from quorum_attention.kernels.workspace import SMALL_FACTOR, round_up
 
 # log2 of about what a factor usually is, and the most that one is multiplied by.

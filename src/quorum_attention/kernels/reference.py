@@ -24,7 +24,6 @@ import torch
 from quorum_attention.decomposition import Decomposition, Rectangle
 from quorum_attention.kernels.dropout import Dropout, dropped, dropped_bytes
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, empty_, merge_
-from quorum_attention.kernels.positions import positions
 from quorum_attention.kernels.protocol import (
     CallShape,
     Extent,
@@ -32,6 +31,7 @@ from quorum_attention.kernels.protocol import (
     Statistics,
     TaskTensors,
 )
+from quorum_attention.kernels.tensors import positions
 from quorum_attention.kernels.workspace import SLACK_BYTES
 
 

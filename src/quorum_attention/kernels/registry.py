@@ -16,9 +16,9 @@ from quorum_attention.kernels.efficient import EfficientKernel
 from quorum_attention.kernels.fa4 import Fa4Kernel
 from quorum_attention.kernels.flash import FlashKernel
 from quorum_attention.kernels.native import NativeKernel
-from quorum_attention.kernels.operators import flash_implementation
 from quorum_attention.kernels.probe import probe
 from quorum_attention.kernels.protocol import CallShape, InnerKernel
+from quorum_attention.kernels.torch_private import flash_implementation
 from quorum_attention.kernels.traits import Traits, contradiction, refusal, traits_of
 
 _KERNELS: dict[str, InnerKernel] = {}

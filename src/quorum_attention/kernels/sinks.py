@@ -16,7 +16,7 @@ import math
 
 import torch
 
-from quorum_attention.kernels.blocks import row_blocks
+from quorum_attention.kernels.tensors import row_blocks
 
 
 def join_sinks_(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:

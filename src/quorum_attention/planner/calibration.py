@@ -28,10 +28,10 @@ from quorum_attention.execution.device.backend import Backend
 from quorum_attention.execution.device.lookup import backend_of, best_device, present
 from quorum_attention.execution.workload import DTYPE_NAMES, ELEMENT_BYTES
 from quorum_attention.kernels.merge import add_, merge_
-from quorum_attention.kernels.outside import outside
 from quorum_attention.kernels.protocol import CallShape, Operator
 from quorum_attention.kernels.rates import by_head_dim
 from quorum_attention.kernels.select import select_kernel
+from quorum_attention.kernels.torch_private import outside
 from quorum_attention.kernels.traits import operator
 from quorum_attention.planner.machine import Machine
 from quorum_attention.writing import check_target

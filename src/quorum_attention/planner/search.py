@@ -23,8 +23,8 @@ from quorum_attention.execution.routes.whole import Whole
 from quorum_attention.execution.schedule import Route, Schedule, schedule_of
 from quorum_attention.execution.trimming import Tally, pairs_of, tally
 from quorum_attention.execution.workload import GroupSize, Workload, group_sizes
+from quorum_attention.kernels.cache import remembered
 from quorum_attention.kernels.protocol import InnerKernel
-from quorum_attention.kernels.remembered import remembered
 from quorum_attention.kernels.traits import traits_of
 from quorum_attention.planner import known, passing, policy
 from quorum_attention.planner.cost import Cost, cost, least_seconds, preparation_seconds

@@ -16,8 +16,8 @@ from quorum_attention.execution.pass_spec import spec_of
 from quorum_attention.execution.placement import Placement
 from quorum_attention.execution.trimming import pairs_of
 from quorum_attention.execution.workload import GroupSize, Workload
+from quorum_attention.kernels.cache import remembered
 from quorum_attention.kernels.protocol import InnerKernel
-from quorum_attention.kernels.remembered import remembered
 from quorum_attention.planner import policy
 from quorum_attention.planner.calibration import machine_of, rates_known
 from quorum_attention.planner.footprint import footprint_of

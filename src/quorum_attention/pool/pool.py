@@ -15,7 +15,7 @@ from quorum_attention.call.arguments import Arguments
 from quorum_attention.call.options import Budget, Several, Written
 from quorum_attention.counts import whole_number
 from quorum_attention.execution.device.lookup import backend_of, on_host
-from quorum_attention.kernels.uncompiled import uncompiled
+from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask
 from quorum_attention.planner.machine import Machine
 from quorum_attention.pool.forked import Turn

@@ -16,8 +16,8 @@ import torch
 
 from quorum_attention.call.settings import current
 from quorum_attention.execution.device.lookup import BACKENDS, GPU
-from quorum_attention.kernels.outside import outside
 from quorum_attention.kernels.registry import registrations
+from quorum_attention.kernels.torch_private import outside
 from quorum_attention.planner.calibration import rates_known
 from quorum_attention.repeated.likeness import ANY_GPU, PLAIN
 from quorum_attention.repeated.small import Small

@@ -34,8 +34,8 @@ from quorum_attention.execution.scaling import all_finite, scales
 from quorum_attention.execution.takes import corrected_bytes
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel, kernels, registrations
+from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.kernels.traits import traits_of, whole_calls
-from quorum_attention.kernels.uncompiled import uncompiled
 from quorum_attention.passes import (
     as_own,
     decide_backward,

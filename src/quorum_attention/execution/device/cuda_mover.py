@@ -22,7 +22,7 @@ from quorum_attention.execution.device.mover import local_part
 from quorum_attention.execution.device.page_locks import PageLocks, addresses
 from quorum_attention.execution.device.staging import Staging
 from quorum_attention.execution.device.stream_mover import StreamMover
-from quorum_attention.kernels.copies import copy_on_device
+from quorum_attention.kernels.tensors import copy_on_device
 
 
 class _Copies:

@@ -30,9 +30,9 @@ from quorum_attention.execution.takes import Bytes, Load, final_bytes, moved_byt
 from quorum_attention.execution.tools import Tools
 from quorum_attention.execution.trimming import Tally
 from quorum_attention.execution.workload import Group, Workload, count_groups
-from quorum_attention.kernels.copies import copy_on_device
 from quorum_attention.kernels.protocol import InnerKernel, TaskCalls, TaskTensors
 from quorum_attention.kernels.sinks import join_sinks_
+from quorum_attention.kernels.tensors import copy_on_device
 from quorum_attention.kernels.traits import task_calls
 
 

@@ -29,9 +29,9 @@ from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.takes import Bytes, Load, final_bytes, in_results, state_bytes
 from quorum_attention.execution.tools import Tools
 from quorum_attention.execution.workload import Group, GroupSize, Workload, count_groups
-from quorum_attention.kernels.copies import copy_on_device
 from quorum_attention.kernels.protocol import TaskTensors
 from quorum_attention.kernels.scaling import Scaling
+from quorum_attention.kernels.tensors import copy_on_device
 from quorum_attention.kernels.traits import traits_of
 
 # At least the bytes of each small tensor that a scaled backward makes for a head group.

@@ -32,10 +32,10 @@ from quorum_attention.execution.takes import (
 )
 from quorum_attention.execution.tools import Tools
 from quorum_attention.execution.workload import Group, GroupSize, Workload, count_groups, groups
-from quorum_attention.kernels.outside import capturing
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.sinks import join_sinks_
 from quorum_attention.kernels.small_gradients import small_gradients, small_gradients_bytes
+from quorum_attention.kernels.torch_private import capturing
 from quorum_attention.kernels.traits import traits_of, whole_calls
 from quorum_attention.kernels.widened import (
     WIDENED_BYTES,

@@ -15,7 +15,7 @@ from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
 from quorum_attention.integrations.transformers.closures import MaskFunction
 from quorum_attention.integrations.transformers.recognition import Sizes
-from quorum_attention.kernels.outside import outside
+from quorum_attention.kernels.torch_private import outside
 from quorum_attention.mask import Mask
 
 ANYWHERE = 128  # random pairs

@@ -17,7 +17,7 @@ from quorum_attention.integrations.transformers.recognition import (
     mask_of,
     parts_of,
 )
-from quorum_attention.kernels.uncompiled import uncompiled
+from quorum_attention.kernels.torch_private import uncompiled
 
 
 def quorum_mask(

@@ -18,7 +18,7 @@ from quorum_attention.distributed.agreement import told
 from quorum_attention.distributed.peers import alive
 from quorum_attention.integrations.transformers.generation import whose_forward
 from quorum_attention.integrations.transformers.whose import check_is_sharded
-from quorum_attention.kernels.uncompiled import uncompiled
+from quorum_attention.kernels.torch_private import uncompiled
 
 # Inputs beside text, from which models of several media count positions.
 _MEDIA = ("pixel_values", "pixel_values_videos", "input_features", "image_grid_thw",

@@ -31,7 +31,7 @@ from quorum_attention.integrations.transformers.generation import (
 from quorum_attention.integrations.transformers.keywords import refuse
 from quorum_attention.integrations.transformers.options import Options
 from quorum_attention.integrations.transformers.whose import Kept, check_layers
-from quorum_attention.kernels.uncompiled import uncompiled
+from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.mask import Mask
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from quorum_attention.decomposition import Rectangle
 from quorum_attention.kernels.kit.block_table import BLOCK, Ints, Nodes, TaskPairs, joined, some
-from quorum_attention.kernels.outside import outside
+from quorum_attention.kernels.torch_private import outside
 
 # Parts of a buffer begin at multiples of this many int32: compiled code needs 16 bytes.
 _ALIGNED = 64

@@ -17,7 +17,6 @@ import torch
 
 from quorum_attention.decomposition import Decomposition, Rectangle
 from quorum_attention.kernels.cache import Cache
-from quorum_attention.kernels.copies import dense
 from quorum_attention.kernels.kit.block_masks import BlockLists, block_lists
 from quorum_attention.kernels.kit.block_table import (
     BLOCK,
@@ -41,6 +40,7 @@ from quorum_attention.kernels.protocol import (
     Statistics,
     TaskTensors,
 )
+from quorum_attention.kernels.tensors import dense
 from quorum_attention.kernels.traits import Traits
 from quorum_attention.kernels.workspace import UNSPLIT_BYTES
 

@@ -22,10 +22,8 @@ import torch
 
 from quorum_attention.counts import shown, switch
 from quorum_attention.decomposition import Rectangle
-from quorum_attention.kernels.blocks import row_blocks
 from quorum_attention.kernels.kit.functions import tensors
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, add_, merge_
-from quorum_attention.kernels.positions import positions
 from quorum_attention.kernels.protocol import (
     CallShape,
     Extent,
@@ -34,8 +32,8 @@ from quorum_attention.kernels.protocol import (
     Statistics,
     TaskTensors,
 )
+from quorum_attention.kernels.tensors import Pick, jth_of_group, positions, row_blocks
 from quorum_attention.kernels.traits import Traits
-from quorum_attention.kernels.views import Pick, jth_of_group
 
 LseFunction = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 BackwardFunction = Callable[..., "Three"]

@@ -18,7 +18,7 @@ import torch
 from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Pairs, Ranges, Verdict
 from quorum_attention.decomposition.bands import window_verdict
 from quorum_attention.decomposition.pairs import both, either
-from quorum_attention.kernels.outside import outside
+from quorum_attention.kernels.torch_private import outside
 
 MaskMod = Callable[[Any, Any, Any, Any], torch.Tensor]
 

@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from quorum_attention.kernels.kit.masks import BlockMask
-from quorum_attention.kernels.outside import outside
+from quorum_attention.kernels.torch_private import outside
 
 
 def over_pairs(function: Callable[..., Any], scored: bool = False) -> Callable[..., torch.Tensor]:

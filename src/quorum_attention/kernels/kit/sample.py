@@ -19,8 +19,8 @@ from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.kit.functions import versions
 from quorum_attention.kernels.kit.masks import BlockMask, MaskMod
 from quorum_attention.kernels.kit.over_pairs import boolean, indexing
-from quorum_attention.kernels.outside import capturing, outside
 from quorum_attention.kernels.protocol import Indices
+from quorum_attention.kernels.torch_private import capturing, outside
 
 # Queries that are drawn, and keys for each of them: half near the query, half anywhere.
 _QUERIES, _KEYS = 16, 32

@@ -50,7 +50,6 @@ from quorum_attention.kernels.native.launch import (
     launch_forward,
 )
 from quorum_attention.kernels.native.runs import Runs
-from quorum_attention.kernels.outside import outside
 from quorum_attention.kernels.protocol import (
     CallShape,
     Extent,
@@ -58,6 +57,7 @@ from quorum_attention.kernels.protocol import (
     Statistics,
     TaskTensors,
 )
+from quorum_attention.kernels.torch_private import outside
 from quorum_attention.kernels.workspace import SLACK_BYTES, UNSPLIT_BYTES
 
 # Bounds of the bytes for evaluating blocks, and again for words.

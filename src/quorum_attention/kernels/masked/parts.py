@@ -21,7 +21,6 @@ from quorum_attention.kernels.masked.geometry import TESTED, Geometry
 from quorum_attention.kernels.masked.tiles import Tiles
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, add_all_, merge_
 from quorum_attention.kernels.native.kernel import NativeKernel
-from quorum_attention.kernels.positions import positions
 from quorum_attention.kernels.protocol import (
     CallShape,
     Extent,
@@ -34,8 +33,8 @@ from quorum_attention.kernels.protocol import (
     TaskTensors,
 )
 from quorum_attention.kernels.rectangles import RectangleKernel, four_dims
+from quorum_attention.kernels.tensors import Pick, jth_of_group, key_rows, positions, query_rows
 from quorum_attention.kernels.traits import operator
-from quorum_attention.kernels.views import Pick, jth_of_group, key_rows, query_rows
 
 # Tasks whose parts are remembered.
 _MOST_TASKS = 512

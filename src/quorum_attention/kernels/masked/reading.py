@@ -18,8 +18,8 @@ from quorum_attention.kernels.kit.over_pairs import over_pairs
 from quorum_attention.kernels.masked.geometry import AnyOf, Blocks, Geometry, Rule
 from quorum_attention.kernels.masked.kernel import MaskedKernel
 from quorum_attention.kernels.masked.seen import Seen
-from quorum_attention.kernels.outside import outside
 from quorum_attention.kernels.protocol import Indices, InnerKernel
+from quorum_attention.kernels.torch_private import outside
 from quorum_attention.mask import Mask
 
 Ids = NDArray[np.int64]

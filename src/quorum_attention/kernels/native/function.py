@@ -20,9 +20,8 @@ from quorum_attention.kernels.native.launch import (
     launch_forward,
 )
 from quorum_attention.kernels.native.runs import Runs
-from quorum_attention.kernels.outside import refuse_traces
 from quorum_attention.kernels.protocol import CallShape
-from quorum_attention.kernels.uncompiled import uncompiled
+from quorum_attention.kernels.torch_private import refuse_traces, uncompiled
 
 _SUMMARY = 64
 

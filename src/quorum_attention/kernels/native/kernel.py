@@ -34,7 +34,6 @@ from quorum_attention.kernels.native.runs import (
     table,
     within_window,
 )
-from quorum_attention.kernels.outside import outside
 from quorum_attention.kernels.protocol import (
     CallShape,
     Extent,
@@ -42,6 +41,7 @@ from quorum_attention.kernels.protocol import (
     Statistics,
     TaskTensors,
 )
+from quorum_attention.kernels.torch_private import outside
 from quorum_attention.kernels.traits import Traits
 from quorum_attention.kernels.workspace import SLACK_BYTES, UNSPLIT_BYTES
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from quorum_attention.counts import real_number, shown, whole_number
-from quorum_attention.kernels.outside import outside
+from quorum_attention.kernels.torch_private import outside
 
 UNLIMITED = (1 << 31) - 1
 """A distance that none exceeds; sums with it need 64 bits."""

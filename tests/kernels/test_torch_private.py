@@ -7,13 +7,17 @@ from contextlib import AbstractContextManager
 import pytest
 import torch
 from helpers_memory import FailingAllocations
+from helpers_processes import run_python
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from quorum_attention.kernels import get_kernel
 from quorum_attention.kernels.cpu import _groups
 from quorum_attention.kernels.kit.over_pairs import depends_on_batch_head
-from quorum_attention.kernels.outside import (
+from quorum_attention.kernels.torch_private import (
     capturing,
+    operator_arguments,
+    operator_reason,
     outside,
     refuse_traces,
     tracing,
@@ -157,3 +161,88 @@ def test_a_trace_is_refused_with_the_function_s_name() -> None:
 
 def test_nothing_is_captured_on_a_cpu() -> None:
     assert not capturing(torch.device("cpu"))
+
+
+SCRIPT = """
+import sys
+import torch
+from quorum_attention.kernels.torch_private import uncompiled
+
+calls = []
+
+@uncompiled
+def twice(x, *, more=0):
+    "Doubles."
+    calls.append(torch.compiler.is_compiling())
+    return 2 * x + more
+
+before = torch.ones(3)
+assert twice(before, more=1).tolist() == [3.0, 3.0, 3.0]
+assert twice.__name__ == "twice" and twice.__doc__ == "Doubles."
+LOADED = "torch._dynamo" in sys.modules
+if sys.argv[1] == "plain":
+    # Some builds of torch load it themselves.
+    import subprocess
+    own = "import torch, sys; print('torch._dynamo' in sys.modules)"
+    own = subprocess.run([sys.executable, "-c", own], capture_output=True, text=True, check=True)
+    assert str(LOADED) == own.stdout.strip()
+else:
+    graphs = []
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+    @torch.compile(backend=count)
+    def user(x):
+        return twice(x + 1).sin() + 1
+    expected = (2 * (before + 1)).sin() + 1
+    for _ in range(2):
+        assert torch.equal(user(before), expected)
+    assert len(graphs) == 2, graphs  # before it and after it
+    assert calls == [False] * 3, calls
+print("done")
+"""
+
+
+@pytest.mark.parametrize("how", ["plain", "compiled"])
+def test_in_a_process_of_its_own(how: str) -> None:
+    done = run_python(SCRIPT, how)
+    assert done.returncode == 0, done.stderr
+    assert "done" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["cudnn", "flash", "efficient"])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 64), (40, 80), (20, 12)])
+def test_meta_calls(name: str, masked: bool, head_dim: int, value_dim: int) -> None:
+    if (name == "flash" and (masked or head_dim != value_dim)) or (
+        name == "cudnn" and head_dim % 8
+    ):
+        pytest.skip("refused")
+    kernel = get_kernel(name)
+    key_heads = 2 if kernel.grouped else 4
+
+    def slot(heads: int, rows: int, width: int) -> torch.Tensor:
+        shape = (2, heads, rows + 9, width)
+        return torch.empty(shape, dtype=torch.float16, device="meta")[:, :, 1 : rows + 1]
+
+    q, k, v = slot(4, 50, head_dim), slot(key_heads, 70, head_dim), slot(key_heads, 70, value_dim)
+    do, o = slot(4, 50, value_dim), slot(4, 50, value_dim)
+    bias = torch.empty(1, 1, 50, 1, dtype=torch.float16, device="meta") if masked else None
+    out, lse = kernel.rectangle_forward(q, k, v, False, 0.5, bias)
+    assert out.shape == do.shape
+    assert lse.shape == q.shape[:3]
+    assert lse.dtype == torch.float32
+    grads = kernel.rectangle_backward(do, q, k, v, o, lse, False, 0.5, bias)
+    assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
+
+
+def test_arguments_are_torchs_own() -> None:
+    found = operator_arguments("scaled_dot_product_attention")
+    assert found is not None
+    assert found[:3] == ("query", "key", "value")
+    assert operator_arguments("no_such_operator") is None
+
+
+def test_what_torch_lacks_is_named() -> None:
+    assert operator_reason("matmul", "add") is None
+    assert "has no operator no_such_operator" in str(operator_reason("matmul", "no_such_operator"))

@@ -1,23 +1,31 @@
-"""Code that runs outside all modes of the caller, for results and tensors that are cached.
+"""What torch has no public name for: its modes and traces, the compiler's marks, its operators.
 
-The first call may run under a default device, in inference mode, under autocast, inside a function
-transformation, a dispatch mode or a checkpoint. What it caches (the answer of a probe, a small
-tensor) must not depend on that, nor may the caller's hooks see it: a checkpoint counts what is
-saved. A default dtype is the whole process's: what is cached names its dtype.
+Results and tensors that are cached are made outside all modes of the caller. The first call may run
+under a default device, in inference mode, under autocast, inside a function transformation, a
+dispatch mode or a checkpoint. What it caches (the answer of a probe, a small tensor) must not
+depend on that, nor may the caller's hooks see it: a checkpoint counts what is saved. A default
+dtype is the whole process's: what is cached names its dtype.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import wraps
+from types import CodeType
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch.nn.attention
 from torch._C import _len_torch_function_stack
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.overrides import _pop_mode, _push_mode
 
 _autograd: Any = torch._C._autograd
+has_transforms = torch._C._are_functorch_transforms_active
+"""Whether a transformation of torch.func's is active."""
 
 
 @contextmanager
@@ -29,11 +37,11 @@ def outside() -> Iterator[None]:
         # are taken off, not disabled: what is tried may have a mode of its own.
         for mode in [_pop_mode() for _ in range(_len_torch_function_stack())]:
             off.callback(_push_mode, mode)
-        if torch._C._len_torch_dispatch_stack() or _len_torch_dispatch_stack_pre_dispatch():
+        if has_modes():
             from torch.utils._python_dispatch import _disable_current_modes
 
             off.enter_context(_disable_current_modes())
-        if torch._C._are_functorch_transforms_active():
+        if has_transforms():
             from torch._functorch import pyfunctorch
 
             off.enter_context(pyfunctorch.temporarily_clear_interpreter_stack())
@@ -51,6 +59,11 @@ def outside() -> Iterator[None]:
         if torch.is_anomaly_enabled():
             off.enter_context(torch.autograd.set_detect_anomaly(False))
         yield
+
+
+def has_modes() -> bool:
+    """Whether a dispatch mode is active, also one that traces before dispatch."""
+    return bool(torch._C._len_torch_dispatch_stack() or _len_torch_dispatch_stack_pre_dispatch())
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
@@ -75,7 +88,7 @@ def tracing() -> str | None:
     """
     if torch._C._is_tracing():
         return "torch.jit.trace"
-    if not torch._C._len_torch_dispatch_stack() and not _len_torch_dispatch_stack_pre_dispatch():
+    if not has_modes():
         return None
     keys = torch._C._TorchDispatchModeKey
     if _len_torch_dispatch_stack_pre_dispatch() or torch._C._get_dispatch_mode(keys.PROXY):
@@ -96,7 +109,7 @@ def is_traced(*inputs: object) -> bool:
             "attention cannot be traced under torch.jit.trace, which keeps what one call did: use "
             "torch.compile or torch.export"
         )
-    if not torch._C._len_torch_dispatch_stack() and not _len_torch_dispatch_stack_pre_dispatch():
+    if not has_modes():
         return False
     return tracing() is not None or any(
         type(mode).__name__ in _SELECTIVE
@@ -141,3 +154,71 @@ def is_fake(tensor: object) -> bool:
 def capturing(device: torch.device) -> bool:
     """Whether a CUDA graph is being captured: the host cannot wait for the device then."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
+_REASON = "quorum_attention plans and runs a call outside the graph"
+
+
+def uncompiled(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
+    """``function`` under ``torch.compiler.disable`` once torch's compiler has been loaded.
+
+    Loading the compiler takes longer than importing torch, so it is not loaded here.
+    """
+    disabled: Callable[_Params, _Result] | None = None
+
+    @wraps(function)
+    def call(*args: _Params.args, **named: _Params.kwargs) -> _Result:
+        nonlocal disabled
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **named)
+        if disabled is None:
+            disabled = torch._dynamo.disable(function)
+        return disabled(*args, **named)
+
+    # The marks that torch.compiler.disable would have put on ``call`` for the compiler.
+    marked: Any = call
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = _REASON
+    _skip(marked.__code__)
+    return call
+
+
+def _skip(code: CodeType) -> None:
+    """Tell the compiler to skip this code (but not the functions it calls).
+
+    It does nothing if torch has moved this function elsewhere; the graph then breaks once more.
+    """
+    with suppress(AttributeError, ImportError):
+        from torch._C._dynamo import eval_frame
+
+        frame: Any = eval_frame
+        action = frame._FrameAction
+        strategy = frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
+        frame.set_code_exec_strategy(code, strategy)
+
+
+@functools.cache
+def operator_arguments(name: str) -> tuple[str, ...] | None:
+    """Argument names of ``torch.ops.aten.<name>``, in order; None if there is no such operator."""
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None:
+        return None
+    return tuple(argument.name for argument in packet.default._schema.arguments)
+
+
+def flash_implementation() -> str | None:
+    """What torch's flash operators have been replaced by (``activate_flash_attention_impl``, from
+    torch 2.11 or so on), by its name; None: they are torch's own."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)
+    found: str | None = current()
+    return found
+
+
+def operator_reason(*names: str) -> str | None:
+    """Why these operators cannot be called here, in words; None if torch has all of them."""
+    for name in names:
+        if operator_arguments(name) is None:
+            return f"this torch ({torch.__version__}) has no operator {name}"
+    return None

@@ -1,0 +1,223 @@
+"""Views, layouts, padded forms, copies and blocks of the tensors that kernels are given.
+
+Zero columns of query and key change no score; zero columns of value only add columns to the output,
+which are cut off. Added queries have a grad_out of 0, so they add nothing to gradients, and their
+outputs are cut off. Added keys have to be masked. What scores are made of is padded with its last
+row, not with zeros: a score of 0 times infinity is NaN, and NaN times a grad_out of 0 too. Added
+rows are then finite wherever the last one is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from quorum_attention.decomposition import Task
+from quorum_attention.decomposition.rectangles import Batch
+
+Pick = Callable[[torch.Tensor], torch.Tensor]
+"""Selects some heads, as a view, of a tensor whose dimension 1 is all query heads."""
+
+
+def query_rows(tensor: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """The batch's query rows of (b, h, n, ...): (b, h, rows, ...), or (count, h, rows, ...)."""
+    first = batch.first
+    return _rows(tensor, first.query_start, first.n_queries, batch.query_step, batch.count)
+
+
+def key_rows(tensor: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """The batch's key rows of (b, h, n, ...): (b, h, rows, ...), or (count, h, rows, ...)."""
+    first = batch.first
+    return _rows(tensor, first.key_start, first.n_keys, batch.key_step, batch.count)
+
+
+def _rows(tensor: torch.Tensor, start: int, rows: int, step: int, count: int) -> torch.Tensor:
+    if count == 1:
+        return tensor[:, :, start : start + rows]
+    # Runs of rows at regular distances become batch entries.
+    assert tensor.shape[0] == 1, "only a single batch entry leaves room for another"
+    row = tensor.stride(2)
+    return tensor.as_strided(
+        (count, tensor.shape[1], rows, *tensor.shape[3:]),
+        (step * row, *tensor.stride()[1:]),
+        tensor.storage_offset() + start * row,
+    )
+
+
+def jth_of_group(key_heads: int, j: int, tensor: torch.Tensor) -> torch.Tensor:
+    """The j-th query head of every key head, a view."""
+    batch, heads, *rest = tensor.shape
+    return tensor.view(batch, key_heads, heads // key_heads, *rest)[:, :, j]
+
+
+def runs_as_batch(parts: int, tensor: torch.Tensor) -> torch.Tensor:
+    """(1, h, rows, ...) as (parts, h, rows / parts, ...), a view."""
+    _, heads, rows, *rest = tensor.shape
+    return tensor[0].view(heads, parts, rows // parts, *rest).transpose(0, 1)
+
+
+def zero_unit_strides(tensor: torch.Tensor) -> torch.Tensor:
+    """The same view with stride 0 in dimensions of size 1 (the last one excepted).
+
+    Some operators require every stride to fit 32 bits, even those that are never used.
+    """
+    strides = [0 if n == 1 else s for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
+    strides[-1] = tensor.stride(-1)
+    return tensor.as_strided(tensor.shape, strides)
+
+
+def in_layout_of(tensor: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
+    """``tensor`` without gaps, its dimensions in the memory order of ``model``; copied if needed.
+
+    Operators allocate the output for a query ``model`` in this layout.
+    """
+    shape = tensor.shape
+    order = sorted(range(tensor.dim()), key=lambda dim: model.stride(dim))
+    strides = [0] * tensor.dim()
+    step = 1
+    for dim in order:
+        strides[dim] = step
+        step *= max(1, shape[dim])
+    if all(n <= 1 or s == t for n, s, t in zip(shape, strides, tensor.stride(), strict=True)):
+        return tensor
+    copy = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor)
+
+
+def token_major(tensor: torch.Tensor) -> torch.Tensor:
+    """A (b, h, rows, d) tensor that is stored as (b, rows, h, d); copied if needed."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def pad_last(tensor: torch.Tensor, width: int) -> torch.Tensor:
+    """``tensor`` with zero columns up to ``width``; not copied if it has that many."""
+    missing = width - tensor.shape[-1]
+    if missing <= 0:
+        return tensor
+    # torch keeps the layout of what it takes for images, channels last: rows of one number may be.
+    return torch.nn.functional.pad(tensor, (0, missing)).contiguous()
+
+
+def pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """``tensor`` (..., n, d) with rows of zeros up to ``rows``; not copied if it has them."""
+    missing = rows - tensor.shape[-2]
+    if missing <= 0:
+        return tensor
+    return torch.nn.functional.pad(tensor, (0, 0, 0, missing))
+
+
+def repeat_last(tensor: torch.Tensor, rows: int, dim: int = -2) -> torch.Tensor:
+    """``tensor`` with its last row along ``dim`` repeated up to ``rows``; not copied if it has
+    them. It has one at least."""
+    have = tensor.shape[dim]
+    if have >= rows:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = rows - have
+    return torch.cat((tensor, tensor.narrow(dim, have - 1, 1).expand(shape)), dim)
+
+
+def bias_for_padding(
+    bias: torch.Tensor | None,
+    query: torch.Tensor,
+    n_keys: int,
+    least: tuple[int, int],
+    causal: bool,
+) -> torch.Tensor | None:
+    """The additive mask of a rectangle padded to at least ``least`` (queries, keys), or None.
+
+    It masks the added keys. A causal rectangle needs no mask: its added keys lie after every query.
+    Added queries have the mask of the last one.
+
+    Args:
+        bias: (b or 1, h or 1, lq or 1, lk or 1), or None.
+        query: (b, h, lq, d), before padding.
+    """
+    missing_keys = max(0, least[1] - n_keys)
+    if bias is None:
+        if causal or not missing_keys:
+            return None
+        bias = query.new_zeros((1, 1, 1, n_keys))
+    bias = bias.expand(*bias.shape[:-1], n_keys)
+    bias = torch.nn.functional.pad(bias, (0, missing_keys), value=-torch.inf)
+    return repeat_last(bias, least[0]) if bias.shape[2] > 1 else bias
+
+
+_WORD = 16
+# Below this the host takes longer than the device.
+_LARGE_BYTES = 8 << 20
+
+
+def copy_on_device(target: torch.Tensor, source: torch.Tensor) -> None:
+    """``target.copy_(source)``, large tensors in words of 16 bytes where both allow it.
+
+    With gaps between heads torch copies element by element, which takes up to 1.6 times as long.
+    """
+    if target.is_cuda and target.numel() * target.element_size() >= _LARGE_BYTES:
+        target, source = in_words(target, source)
+    # A copy to host memory has to be waited for: it would be read before it is complete.
+    target.copy_(source, non_blocking=target.is_cuda)
+
+
+def in_words(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both as views in words of 16 bytes, if both have one dtype and consist of whole words."""
+    if target.dtype != source.dtype or not (_whole_words(target) and _whole_words(source)):
+        return target, source
+    return target.view(torch.complex128), source.view(torch.complex128)
+
+
+def _whole_words(tensor: torch.Tensor) -> bool:
+    size = tensor.element_size()
+    *strides, last = tensor.stride()
+    counts = (tensor.shape[-1], tensor.storage_offset(), *strides)
+    aligned = tensor.data_ptr() % _WORD == 0
+    return last == 1 and aligned and all(count * size % _WORD == 0 for count in counts)
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` if it is contiguous and begins where its storage begins; otherwise a copy."""
+    if tensor.is_contiguous() and tensor.storage_offset() == 0:
+        return tensor
+    found = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    copy_on_device(found, tensor.detach())
+    return found
+
+
+Block = tuple[slice, slice, slice]
+
+BLOCK_BYTES = 2 * 1024 * 1024
+"""Bytes of one block in fp32 (or fp64); an elementwise step holds a few blocks at a time."""
+
+
+def row_blocks(batch: int, heads: int, rows: int, row_bytes: int) -> Iterator[Block]:
+    """Yield index triples that cover (batch, heads, rows) once.
+
+    Each block holds at most ``BLOCK_BYTES`` at ``row_bytes`` bytes a row, or one row if a single
+    row is larger. The batch is cut first, then the heads, then the rows, so that a block consists
+    of few, long contiguous runs.
+    """
+    if batch == 0 or heads == 0 or rows == 0:
+        return
+    fit = max(1, BLOCK_BYTES // max(1, row_bytes))
+    n_rows = min(rows, fit)
+    n_heads = min(heads, fit // n_rows) if n_rows == rows else 1
+    n_batch = min(batch, fit // (n_rows * n_heads)) if n_heads == heads and n_rows == rows else 1
+    for b in range(0, batch, n_batch):
+        for h in range(0, heads, n_heads):
+            for r in range(0, rows, n_rows):
+                yield slice(b, b + n_batch), slice(h, h + n_heads), slice(r, r + n_rows)
+
+
+def positions(
+    task: Task, start: int, stop: int, device: torch.device, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
+    """Global positions (stop - start,) of the local positions ``start`` to ``stop``."""
+    segments = task.segments(start, stop)
+    if len(segments) == 1:
+        return torch.arange(*segments[0][:2], dtype=dtype, device=device)
+    found = torch.empty(stop - start, dtype=dtype, device=device)
+    for first, last, local in segments:
+        at = local - start
+        torch.arange(first, last, device=device, out=found[at : at + last - first])
+    return found
