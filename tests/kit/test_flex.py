@@ -425,6 +425,12 @@ def test_a_mask_may_change_between_calls(eager_kernel: bool) -> None:
             out = run(kernel, tensors, False, levels=(3,), tile=16)[0]
             expected, _ = reference(*(t.double() for t in tensors[:3]), (None, mask, False))
             torch.testing.assert_close(out.double(), expected, atol=3e-6, rtol=1e-5)
+    kernel = kernel_of(None, None)
+    for mask in (sliding_window(400), sliding_window(3), by_number):
+        kernel.mask_mod = mask
+        out = run(kernel, tensors, False, levels=(3,), tile=16)[0]
+        expected, _ = reference(*(t.double() for t in tensors[:3]), (None, mask, False))
+        torch.testing.assert_close(out.double(), expected, atol=3e-6, rtol=1e-5)
     mask = document(ids)
     expected, _ = reference(*(t.double() for t in tensors[:3]), (None, mask, False))
     ids.zero_()

@@ -27,7 +27,7 @@ from quorum_attention.kernels.kit.block_table import (
 from quorum_attention.kernels.kit.flex_compiled import compiled_flex
 from quorum_attention.kernels.kit.flex_launch import Launch, Three, has_diagonal, launch
 from quorum_attention.kernels.kit.function import gradients_by_autograd
-from quorum_attention.kernels.kit.functions import codes, versions
+from quorum_attention.kernels.kit.functions import codes
 from quorum_attention.kernels.kit.laid_out import always_in_words
 from quorum_attention.kernels.kit.masks import BlockMask, MaskMod
 from quorum_attention.kernels.kit.materialised import ScoreMod
@@ -302,9 +302,8 @@ class FlexKernel(ScoreModKernel):
 
     def _list_key(self, task: TaskTensors) -> Hashable:
         """All that a task's lists depend on."""
-        seen = versions(self.mask_mod)
         key: tuple[Hashable, ...] = (
-            task.task, tuple(task.rectangles), has_diagonal(task), task.query.is_cuda, seen,
+            task.task, tuple(task.rectangles), has_diagonal(task), task.query.is_cuda, self._seen,
         )  # fmt: skip
         # Most masks are the same for all heads and all batch entries.
         entries, heads = self._depends(task.query.device)

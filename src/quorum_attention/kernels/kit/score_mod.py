@@ -52,8 +52,6 @@ class ScoreModKernel(FunctionKernel):
 
     def __init__(self, score_mod: ScoreMod | None, mask_mod: MaskMod | None, name: str) -> None:
         self.score_mod, self.mask_mod = score_mod, mask_mod
-        # Whether the mask is a plain function, which has to be called for every pair.
-        self._opaque = mask_mod is not None and not isinstance(mask_mod, BlockMask)
         self._watched = Watched([] if mask_mod is None else [mask_mod])
         self.pruned = self.run = 0
         self._parts: Cache[tuple[Rectangle, ...]] = Cache(_CACHED_RECTANGLES, lambda found: 1)
@@ -107,7 +105,7 @@ class ScoreModKernel(FunctionKernel):
 
     def rectangles(self, task: TaskTensors) -> Iterator[Rectangle]:
         """The task's rectangles without the parts in which the mask keeps no pair."""
-        seen = versions(self.mask_mod)
+        seen = self._seen
         for r in task.rectangles:
             if r.n_queries == 0 or r.n_keys == 0:
                 continue
@@ -115,6 +113,16 @@ class ScoreModKernel(FunctionKernel):
             self.run += len(kept)
             self.pruned += not kept
             yield from kept
+
+    @property
+    def _opaque(self) -> bool:
+        """Whether the mask is a plain function, which has to be called for every pair."""
+        return self.mask_mod is not None and not isinstance(self.mask_mod, BlockMask)
+
+    @property
+    def _seen(self) -> Hashable:
+        """What is another where the mask is seen to keep other pairs."""
+        return versions(self.mask_mod) if self._opaque else self.mask_mod
 
     def _live(self, task: TaskTensors, r: Rectangle, seen: Hashable) -> tuple[Rectangle, ...]:
         if self.mask_mod is None:
