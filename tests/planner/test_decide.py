@@ -13,7 +13,6 @@ import quorum_attention as qa
 from quorum_attention.execution.placement import Placement
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels import CallShape, get_kernel
-from quorum_attention.kernels.dense import DenseKernel
 from quorum_attention.kernels.select import rivals
 from quorum_attention.planner import decide, search
 from quorum_attention.planner.calibration import machine_of
@@ -134,22 +133,6 @@ def asked(n: int, kernel: str | qa.InnerKernel = "auto", **given) -> decide.Aske
     return decide.Asked(work, options, place, torch.float32, False, False)
 
 
-def test_a_second_small_call_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = decide.decide(asked(100))
-    assert first.plan is None
-
-    def nobody(*given: object, **named: object) -> None:
-        raise AssertionError("it was decided before")
-
-    for name in ("select_kernel", "is_small", "choose", "short_monolithic", "machine_of"):
-        monkeypatch.setattr(decide, name, nobody)
-    # Nor one a little longer: up to the next power of two.
-    for n in (100, 101, 128):
-        assert decide.decide(asked(n)) == first
-    with pytest.raises(AssertionError, match="decided before"):
-        decide.decide(asked(129))
-
-
 @pytest.mark.parametrize(
     "given", [{"budget_bytes": 1 << 30}, {"depth": 0}, {"watched": True}], ids=str
 )
@@ -164,13 +147,6 @@ def test_a_pass_without_memory_is_decided_again_until_nothing_is_left() -> None:
     assert second.plan is not None
     assert second.last
     assert second.kernel is first.kernel
-
-
-def test_kernels_of_the_caller_are_not_remembered() -> None:
-    kernel = DenseKernel()
-    before = decide._known.cache_info()
-    assert decide.decide(asked(50, kernel)).kernel is kernel
-    assert decide._known.cache_info() == before
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import TypeVar
 
 import torch
@@ -24,16 +23,15 @@ from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.pass_spec import spec_of
 from quorum_attention.execution.placement import Placement
 from quorum_attention.execution.routes.whole import Whole
-from quorum_attention.execution.trimming import pairs_of
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels import proven
 from quorum_attention.kernels.compiling import compile_ahead
 from quorum_attention.kernels.protocol import CallShape, InnerKernel, Recorded
-from quorum_attention.kernels.registry import get_kernel, kernels, registrations, why_not
+from quorum_attention.kernels.registry import kernels, why_not
 from quorum_attention.kernels.select import rivals, select_kernel, unrounded_kernel
 from quorum_attention.kernels.traits import recorded
 from quorum_attention.planner import known, policy
-from quorum_attention.planner.calibration import machine_of, rates_known
+from quorum_attention.planner.calibration import machine_of
 from quorum_attention.planner.cost import forward_flops
 from quorum_attention.planner.first_calls import not_yet
 from quorum_attention.planner.machine import Machine
@@ -48,7 +46,7 @@ from quorum_attention.planner.search import (
     refitted,
     short_monolithic,
 )
-from quorum_attention.planner.small import is_small, rounded
+from quorum_attention.planner.small import is_small
 from quorum_attention.sizes import format_bytes, format_least
 
 _Found = TypeVar("_Found")
@@ -118,14 +116,19 @@ def decide_recorded(asked: Asked) -> Recorded | None:
     Args:
         asked: about the forward.
     """
-    options = _by_name(asked.options)
-    if not options.free or options.watched or not isinstance(options.kernel, str):
+    work, options, needs_grad = asked.work, asked.options, asked.needs_grad
+    if not options.free or options.watched:
         return None
-    name = _known_recorded(
-        rounded(asked.work), options, asked.place, asked.needs_grad,
-        torch.are_deterministic_algorithms_enabled(), registrations(), rates_known(),
-    )  # fmt: skip
-    return None if name is None else recorded(get_kernel(name))
+    forward = replace(asked, result=work.dtype, backward=False)
+    kernel = _small_kernel(forward)
+    if kernel is None or kernels().get(kernel.name) is not kernel:
+        return None
+    # The gradient that will arrive is taken for one that has to be copied.
+    backward = replace(forward, place=replace(asked.place, copied=1), backward=True)
+    if needs_grad and _small_kernel(backward) is not kernel:
+        return None
+    able = recorded(kernel)
+    return able if able is not None and able.takes_recorded(asked.call_shape) else None
 
 
 def decide_again(asked: Asked, failed: Decision) -> Decision:
@@ -209,88 +212,13 @@ def decide_untried(
 
 # --- Without a plan ---------------------------------------------------------------------------
 
-# The answer of ``_known`` that the unrounded lengths have to be asked about.
-_ASK = ""
-
-
-def _by_name(options: Options) -> Options:
-    """``options`` with the name of a registered kernel, under which calls are remembered."""
-    kernel = options.kernel
-    if isinstance(kernel, str) or kernels().get(kernel.name) is not kernel:
-        return options
-    return replace(options, kernel=kernel.name)
-
 
 def _whole(asked: Asked) -> InnerKernel | None:
     """The kernel that runs a pass whole and without a plan; None where it needs a plan."""
-    options, place = _by_name(asked.options), asked.place
+    options, place = asked.options, asked.place
     if not options.free or options.watched or place.results_given or place.is_divided:
         return None
-    if not asked.together:
-        return None
-    if not isinstance(options.kernel, str):
-        # Not through ``_known``: its memory would keep a user's kernel alive.
-        return _small_kernel(asked)
-    name = _known(
-        rounded(asked.work), options, place, asked.result, asked.needs_grad, asked.backward,
-        torch.are_deterministic_algorithms_enabled(), registrations(), rates_known(),
-    )  # fmt: skip
-    if name == _ASK:
-        return _small_kernel(asked)
-    return None if name is None else get_kernel(name)
-
-
-@lru_cache(maxsize=1024)
-def _known(
-    work: Workload,
-    options: Options,
-    place: Placement,
-    result: torch.dtype,
-    needs_grad: bool,
-    backward: bool,
-    deterministic: bool,
-    registered: tuple[int, ...],
-    rates: object,
-) -> str | None:
-    """The name of the kernel that runs passes of about these lengths whole; ``_ASK`` where that
-    depends on the lengths themselves; None where none does.
-
-    A name, because remembering a kernel would keep one that has been replaced.
-
-    Args:
-        work: with lengths rounded up (``small.rounded``).
-        deterministic, registered, rates: the choice depends on them too.
-    """
-    kernel = _small_kernel(Asked(work, options, place, result, needs_grad, backward))
-    if kernel is not None and pairs_of(work, kernel).verdict is None:
-        return kernel.name
-    return _ASK if kernel is not None or backend_of(options.device).refuses else None
-
-
-@lru_cache(maxsize=1024)
-def _known_recorded(
-    work: Workload,
-    options: Options,
-    place: Placement,
-    needs_grad: bool,
-    deterministic: bool,
-    registered: tuple[int, ...],
-    rates: object,
-) -> str | None:
-    """The name of the kernel of ``decide_recorded``; arguments as of ``_known``."""
-
-    def known(place: Placement, backward: bool) -> str | None:
-        return _known(
-            work, options, place, work.dtype, needs_grad, backward, deterministic, registered, rates
-        )
-
-    name = known(place, False)
-    # The gradient that will arrive is taken for one that has to be copied.
-    if not name or (needs_grad and name != known(replace(place, copied=1), True)):
-        return None
-    kernel = recorded(get_kernel(name))
-    call = work.call_shape(options.device.type, needs_grad)
-    return name if kernel is not None and kernel.takes_recorded(call) else None
+    return _small_kernel(asked) if asked.together else None
 
 
 def _small_kernel(asked: Asked) -> InnerKernel | None:
