@@ -18,7 +18,7 @@ import quorum_attention as qa
 from quorum_attention import Mask
 from quorum_attention.decomposition import Rows
 from quorum_attention.kernels.dropout import Dropout, dropped
-from quorum_attention.kernels.masked import Sizes, choice, read
+from quorum_attention.kernels.masked import Sizes, choice, resolve
 from quorum_attention.kernels.native import NativeKernel
 from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.kernels.registry import get_kernel
@@ -254,13 +254,13 @@ def test_a_tensor_that_changes_without_torch_counting_it_is_read_again(
 def test_a_mask_is_read_once_for_all_masks_of_the_same_tensors() -> None:
     ids = torch.arange(40) // 7
     sizes = Sizes(1, 1, 40, 40)
-    one = read(Mask(documents=ids), sizes, False)
-    assert read(Mask(documents=ids), sizes, False) is one
+    one = resolve(Mask(documents=ids), sizes, False)
+    assert resolve(Mask(documents=ids), sizes, False) is one
     ids += 1
-    other = read(Mask(documents=ids), sizes, False)
+    other = resolve(Mask(documents=ids), sizes, False)
     assert other is not one
-    assert read(Mask(documents=ids), sizes, False) is other
-    assert read(Mask(documents=ids.clone()), sizes, False) is not other
+    assert resolve(Mask(documents=ids), sizes, False) is other
+    assert resolve(Mask(documents=ids.clone()), sizes, False) is not other
 
 
 def test_masks_are_combined() -> None:

@@ -19,7 +19,7 @@ from quorum_attention.kernels.kit.block_table import BlockEvaluator, TaskPairs
 from quorum_attention.kernels.masked import native_tried
 from quorum_attention.kernels.masked.launches import launches
 from quorum_attention.kernels.masked.native_tried import Room, codes_of, words_of
-from quorum_attention.kernels.masked.reading import Sizes, read
+from quorum_attention.kernels.masked.resolve import Sizes, resolve
 from quorum_attention.kernels.protocol import TaskTensors
 
 
@@ -80,7 +80,7 @@ def test_what_a_block_is_said_to_be_it_is(seed: int, monkeypatch: pytest.MonkeyP
             mask, keeps=draw.choice([*RULES, lambda b, h, q, k: (q // 128 + h) % 2 == 0])
         )
     keep = dense(mask, 1, 2, n, m)
-    (geometry,) = read(mask, Sizes(1, 2, n, m), False).geometries
+    (geometry,) = resolve(mask, Sizes(1, 2, n, m), False).geometries
     size = max(n, m)
     whole = Decomposition(size).task(())
     rectangles = (Rectangle(0, n, 0, m),)

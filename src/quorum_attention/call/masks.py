@@ -12,7 +12,7 @@ from quorum_attention.call.validation import Sizes as CallSizes
 from quorum_attention.call.validation import check_kind
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.execution.workload import Workload
-from quorum_attention.kernels.masked import Sizes, under
+from quorum_attention.kernels.masked import Sizes, kernel_for_mask
 from quorum_attention.kernels.protocol import MaskShape
 from quorum_attention.mask import Mask
 from quorum_attention.planner.options import Options
@@ -41,9 +41,9 @@ def under_mask(
     if torch._C._are_functorch_transforms_active():
         mask = _unwrapped(mask)
     work = Workload(*sizes, is_causal, shape, dropout=dropout)
-    read = Sizes(work.batch, sizes.heads, sizes.n_queries, sizes.n_keys)
+    seen = Sizes(work.batch, sizes.heads, sizes.n_queries, sizes.n_keys)
     call = work.call_shape(options.device.type, needs_grad)
-    causal, kernel = under(mask, read, is_causal, options.kernel, call, options.device)
+    causal, kernel = kernel_for_mask(mask, seen, is_causal, options.kernel, call, options.device)
     return causal, options if kernel is options.kernel else replace(options, kernel=kernel)
 
 

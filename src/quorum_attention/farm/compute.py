@@ -31,7 +31,7 @@ from quorum_attention.farm.data import (
 from quorum_attention.farm.ledger import Fold
 from quorum_attention.farm.messages import Begin
 from quorum_attention.farm.units import Joint, Unit
-from quorum_attention.kernels.masked import Sizes, read
+from quorum_attention.kernels.masked import Sizes, resolve
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.mask import Mask
 from quorum_attention.passes import run_backward, run_forward
@@ -386,7 +386,7 @@ def _keeps_nothing(mask: Any, heads: int, n_queries: int, n_keys: int, is_causal
     if not isinstance(mask, Mask):
         return False
     every = Ranges.of(0, n_queries, 0, n_keys)
-    geometries = read(mask, Sizes(1, heads, n_queries, n_keys), is_causal).geometries
+    geometries = resolve(mask, Sizes(1, heads, n_queries, n_keys), is_causal).geometries
     return all(geometry.verdict(every) == EMPTY for geometry in geometries)
 
 

@@ -30,7 +30,7 @@ from quorum_attention.execution.workload import (
     scale_is_exact,
 )
 from quorum_attention.html_table import html_table
-from quorum_attention.kernels.masked import Sizes, under
+from quorum_attention.kernels.masked import Sizes, kernel_for_mask
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.select import select_kernel
@@ -191,7 +191,7 @@ def _under(
     bias = None if mask.bias is None else mask_shape(mask.bias, len(work.batch_shape))
     sizes = Sizes(work.batch, work.heads, work.n_queries, work.n_keys)
     call = work.call_shape(where.type, backward)
-    causal, kernel = under(mask, sizes, work.is_causal, kernel, call, where, tried=False)
+    causal, kernel = kernel_for_mask(mask, sizes, work.is_causal, kernel, call, where, tried=False)
     work = replace(work, is_causal=causal, mask=bias, sinks=mask.sinks is not None)
     return work, kernel
 

@@ -13,7 +13,7 @@ from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.call.validation import as_tensor
 from quorum_attention.counts import shown
 from quorum_attention.execution.device.lookup import on_host
-from quorum_attention.kernels.masked.reading import Sizes, read
+from quorum_attention.kernels.masked.resolve import Sizes, resolve
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.traits import traits_of
 from quorum_attention.mask import Mask
@@ -83,7 +83,7 @@ def request_of_parts(function: str, *call: Any) -> tuple[Tensors, Request, Mask 
         described = None
     if described is not None:
         sizes = Sizes(work.batch, work.heads, work.n_queries, work.n_keys)
-        read(described, sizes, work.is_causal)
+        resolve(described, sizes, work.is_causal)
         for keeps in _functions(described):
             _check_sent(keeps)
     return tensors, request, None if described is None else sendable(described)

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 
 from quorum_attention.kernels.fa4 import Fa4Kernel
-from quorum_attention.kernels.masked.reading import Sizes, read
+from quorum_attention.kernels.masked.resolve import Sizes, resolve
 from quorum_attention.kernels.native import NativeKernel
 from quorum_attention.kernels.protocol import CallShape, InnerKernel
 from quorum_attention.kernels.rectangles import RectangleKernel
@@ -21,7 +21,7 @@ from quorum_attention.mask import Mask
 _DENSE, _TILES = "dense", "tiles"
 
 
-def under(
+def kernel_for_mask(
     mask: Mask,
     sizes: Sizes,
     is_causal: bool,
@@ -46,7 +46,7 @@ def under(
         ValueError: a tensor of the mask does not fit the call, by name.
         NotImplementedError: the kernel asked for cannot run it.
     """
-    found = read(mask, sizes, is_causal)
+    found = resolve(mask, sizes, is_causal)
     if found.keeps_all and mask.softcap is None:
         return found.is_causal, wanted
     base = None
