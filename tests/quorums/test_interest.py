@@ -6,13 +6,13 @@ import pytest
 
 from quorum_attention.quorums import (
     chunk_count,
-    has_interest_set,
     interest_set,
     is_interest_set,
     paired_interest_set,
     quorum_size,
     quorum_sizes,
 )
+from quorum_attention.quorums.interest import has_interest_set
 
 PRIME_POWERS = (
     2, 3, 4, 5, 7, 8, 9, 11, 13, 16, 17, 19, 23, 25, 27, 29, 31, 32, 37, 41, 43, 47, 49, 53, 59,

@@ -2,7 +2,6 @@
 
 from quorum_attention.quorums.interest import (
     chunk_count,
-    has_interest_set,
     interest_set,
     is_interest_set,
     paired_interest_set,
@@ -12,7 +11,6 @@ from quorum_attention.quorums.interest import (
 
 __all__ = [
     "chunk_count",
-    "has_interest_set",
     "interest_set",
     "is_interest_set",
     "paired_interest_set",

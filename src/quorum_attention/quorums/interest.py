@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import lru_cache
+from itertools import count
 
 from quorum_attention.counts import whole_number
 from quorum_attention.quorums.singer import prime_power, singer_set
@@ -136,7 +137,4 @@ def is_interest_set(interest: Iterable[int], c: int | None = None) -> bool:
 def _neighbours(l: int) -> list[int]:
     """The largest quorum size below ``l``, if there is one, and the smallest from ``l`` on."""
     below = next(([n] for n in range(l - 1, 0, -1) if has_interest_set(n)), [])
-    above = max(l, 1)
-    while not has_interest_set(above):
-        above += 1
-    return [*below, above]
+    return [*below, next(n for n in count(max(l, 1)) if has_interest_set(n))]

@@ -7,6 +7,7 @@ exponents whose points lie on one line form a difference set with q + 1 elements
 
 from __future__ import annotations
 
+import math
 from random import Random
 
 
@@ -19,11 +20,13 @@ def singer_set(q: int) -> tuple[int, ...]:
     base = Field(q)
     # About one cubic polynomial in five works. In a simple order the first that works may come
     # late, so they are drawn at random, with a fixed seed.
-    draw = Random(q)
-    while True:
+    draw, line = Random(q), None
+    while line is None:
         line = _line(base, draw.randrange(1, q), draw.randrange(q), draw.randrange(q))
-        if line is not None:
-            return _normalised(line, q * q + q + 1)
+    # Shifted so that the only two neighbours become 0 and 1.
+    modulus, members = q * q + q + 1, set(line)
+    first = next(r for r in line if (r + 1) % modulus in members)
+    return tuple(sorted((r - first) % modulus for r in line))
 
 
 def _line(base: Field, c0: int, c1: int, c2: int) -> list[int] | None:
@@ -46,23 +49,13 @@ def _line(base: Field, c0: int, c1: int, c2: int) -> list[int] | None:
     return line if a == 0 and b == 0 and len(line) == q + 1 else None
 
 
-def _normalised(residues: list[int], modulus: int) -> tuple[int, ...]:
-    """``residues`` shifted so that the only two neighbours become 0 and 1; ascending."""
-    members = set(residues)
-    first = next(r for r in residues if (r + 1) % modulus in members)
-    return tuple(sorted((r - first) % modulus for r in residues))
-
-
 def prime_power(q: int) -> tuple[int, int] | None:
     """(p, k) with q = p**k and p prime; None if q is no prime power."""
     if q < 2:
         return None
     p = next((d for d in range(2, int(q**0.5) + 1) if q % d == 0), q)
-    k = 0
-    while q % p == 0:
-        q //= p
-        k += 1
-    return (p, k) if q == 1 else None
+    k = round(math.log(q, p))
+    return (p, k) if p**k == q else None
 
 
 class Field:
