@@ -6,7 +6,7 @@ of queries and keys that is a few plain rectangles and, along each edge, squares
     queries   keys ->
       |    [ \       \       ]      a lower triangle is a causal square;
       v    [   \  1    \     ]      an upper triangle is one with both orders turned round;
-           [     \       \   ]      between them a clear rectangle (1).
+           [     \       \   ]      between them a full rectangle (1).
 
 So kernels that know only plain and causal calls run it, and compute hardly a pair in vain.
 """

@@ -97,7 +97,7 @@ def limits_of(
 
 def _batches(rectangles: list[Rectangle]) -> Iterator[Batch]:
     """Neighbours in the list of one size, at equal distances, as one call. In linear time, unlike
-    ``decomposition.rectangles``: there may be tens of thousands."""
+    ``rectangles.batches``: there may be tens of thousands."""
     batch: Batch | None = None
     for r in rectangles:
         joined = None if batch is None else _with(batch, r)
