@@ -1,9 +1,11 @@
-"""Dropout tile by tile: as the reference has it, whatever the tiles, within its bytes."""
+"""The reference, tile by tile: as ``dense`` has it, whatever the tiles, within its bytes."""
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,76 +13,121 @@ from helpers_attention import GRADIENT_TOLERANCE, TOLERANCE, assert_close
 from helpers_dropout import a_task, results, states
 from helpers_memory import usage
 
+import quorum_attention as qa
 from quorum_attention.kernels import (
     CallShape,
     CpuKernel,
     DenseKernel,
     Extent,
+    Gradients,
+    InnerKernel,
     MaskShape,
+    Statistics,
+    TaskTensors,
     reference,
 )
 from quorum_attention.kernels.dropout import Dropout
+from quorum_attention.kernels.masked.tiles import Tiles
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+class Rectangles(DenseKernel):
+    """The reference over a task's rectangles, without the CQS mask."""
+
+    def forward(self, task: TaskTensors, state: Statistics) -> None:
+        reference.forward(task, state)
+
+    def backward(self, task: TaskTensors, grads: Gradients) -> None:
+        reference.backward(task, grads)
+
+
 @pytest.mark.parametrize("tile", [None, (200, 16, 7), (60, 5, 3), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("drops", [False, True])
 def test_random_tasks_by_every_tile(
-    tile: tuple[int, int, int] | None, monkeypatch: pytest.MonkeyPatch
+    tile: tuple[int, int, int] | None, drops: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Merged into states that hold keys already; rows and tiles without keys among them."""
+    """Merged into states that hold keys already; rows and tiles without keys, NaN in some."""
     if tile is not None:
         monkeypatch.setattr(reference, "IN_CACHE", reference.TileLimits(*tile))
     r = random.Random(str(tile))
-    for _ in range(30 if tile != (1, 1, 1) else 6):
+    kernel: InnerKernel = CpuKernel() if drops else Rectangles()
+    for number in range(30 if tile != (1, 1, 1) else 6):
         dtype = r.choice([torch.float16, torch.bfloat16, torch.float32, torch.float64])
         task = a_task(r, dtype, 30 if tile != (1, 1, 1) else 8)
+        if not drops:
+            task = replace(task, dropout=None)
+        if number % 5 == 4:
+            task.query[:, 0, 0] = torch.nan
         given = states(task)
         wanted = results(DenseKernel(), task, given)
-        found = results(CpuKernel(), task, given)
-        assert task.dropout is not None
-        size = max(1.0, task.dropout.rescale) * 20
-        for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
-            limits = GRADIENT_TOLERANCE if number > 1 else TOLERANCE
+        found = results(kernel, task, given)
+        size = 20 * (1.0 if task.dropout is None else max(1.0, task.dropout.rescale))
+        for number_of, (one, other) in enumerate(zip(found, wanted, strict=True)):
+            limits = GRADIENT_TOLERANCE if number_of > 1 else TOLERANCE
             work = torch.float64 if dtype == torch.float64 else torch.float32
+            odd = other.isnan()
+            assert number_of > 1 or torch.equal(one.isnan(), odd)
+            one, other = (t.masked_fill(odd, 0.0) for t in (one, other))
             assert_close(one, other, limits[work] * size)
 
 
+KERNELS: dict[str, Any] = {
+    "cpu": CpuKernel(), "tiles": Tiles(), "capped": Tiles(30.0), "dense": DenseKernel(),
+    "score_mod": qa.from_score_mod(
+        lambda s, b, h, i, j: s * (1 + h) - (i - j).abs(), lambda b, h, i, j: i != j, compiled=False
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("backward", [False, True])
-def test_memory_is_bounded(backward: bool) -> None:
-    """By tasks of all shapes, thin ones too."""
-    r = random.Random(3)
-    kernel = CpuKernel()
-    for _ in range(16):
+@pytest.mark.parametrize("kind", KERNELS)
+def test_memory_is_bounded(kind: str, backward: bool) -> None:
+    """By calls of all shapes, thin ones too."""
+    r = random.Random(kind)
+    for _ in range(12):
         batch, shared, key_heads = r.choice([1, 3]), r.choice([1, 4]), r.choice([1, 5, 30])
         n, m = (r.choice([1, 3, 70, 600, 1500]) for _ in range(2))
-        if batch * shared * key_heads * n * m > 4e6:
+        heads = shared * key_heads
+        if batch * heads * n * m > 4e6:
             continue
         d, dv = r.choice([1, 16, 64]), r.choice([1, 16, 64])
         dtype = r.choice([torch.float16, torch.float32, torch.float64])
-        heads = shared * key_heads
+        work = torch.float64 if dtype == torch.float64 else torch.float32
         query, key, value, grad_out = (
             torch.zeros(batch, h, rows, width, dtype=dtype)
             for h, rows, width in ((heads, n, d), (key_heads, m, d), (key_heads, m, dv),
                                    (heads, n, dv))
         )  # fmt: skip
-        spans = None if r.random() < 0.5 else tuple(r.random() < 0.5 for _ in range(4))
+        query[0, 0, 0] = r.choice([0.0, torch.nan])
         mask = bias = None
-        if spans is not None:
+        if kind != "score_mod" and r.random() < 0.5:
+            spans = tuple(r.random() < 0.5 for _ in range(4))
             mask = MaskShape(False, *spans)
             sizes = (batch, heads, n, m)
             bias = torch.zeros([s if yes else 1 for s, yes in zip(sizes, spans, strict=True)],
                                dtype=dtype)  # fmt: skip
-        call = CallShape("cpu", dtype, heads, key_heads, d, dv, False, True, mask, dropout=True)
-        extent = Extent(batch, heads, key_heads, max(n, m), n, m, direct=True)
-        named = {"dropout": Dropout(0.5, 1)}
-        if backward:
-            lse = torch.zeros(batch, heads, n, dtype=torch.float64 if dtype.itemsize == 8 else
-                              torch.float32)  # fmt: skip
-            given = (grad_out, query, key, value, grad_out, lse, False, 1.0, bias)
-            peak = usage(partial(kernel.whole_backward, *given, **named)).peak
-            assert peak <= kernel.backward_workspace_bytes(call, extent), (call, extent)
+        whole = kind in ("cpu", "tiles", "capped")
+        call = CallShape(
+            "cpu", dtype, heads, key_heads, d, dv, False, True, mask, dropout=kind == "cpu"
+        )
+        extent = Extent(batch, heads, key_heads, max(n, m), n, m, direct=whole)
+        lse = torch.zeros(batch, heads, n, dtype=work)
+        kernel = KERNELS[kind]
+        if whole:
+            rest = (False, 1.0, bias, None, *([Dropout(0.5, 1)] if kind == "cpu" else []))
+            run = partial(kernel.whole_forward, query, key, value, *rest)
+            if backward:
+                run = partial(
+                    kernel.whole_backward, grad_out, query, key, value, grad_out, lse, *rest
+                )
         else:
-            given = (query, key, value, False, 1.0, bias)
-            peak = usage(partial(kernel.whole_forward, *given, **named)).peak
-            assert peak <= kernel.forward_workspace_bytes(call, extent), (call, extent)
+            task = reference.whole_task(query, key, value, False, 1.0, bias)
+            state = Statistics(torch.zeros(grad_out.shape, dtype=work), lse - torch.inf)
+            run = partial(kernel.forward, task, state)
+            if backward:
+                sums = [torch.zeros(t.shape, dtype=work) for t in (query, key, value)]
+                run = partial(kernel.backward, task, Gradients(grad_out, grad_out, lse, *sums))
+        name = "bytes" if isinstance(kernel, Tiles) else "workspace_bytes"
+        bound = getattr(kernel, f"{'backward' if backward else 'forward'}_{name}")
+        assert usage(run).peak <= bound(call, extent), (call, extent)

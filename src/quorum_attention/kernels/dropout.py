@@ -136,7 +136,7 @@ def _fill(into: torch.Tensor, dropout: Dropout, queries: torch.Tensor, first: in
     if dropout.repeat:
         entries %= dropout.repeat
     # In blocks, because words have 64 bits here.
-    for b, h, r in row_blocks(batch, heads, n_rows, _GROUP_BYTES * (groups.numel() + 1)):
+    for b, h, r in row_blocks(batch, heads, n_rows, _GROUP_BYTES * groups.numel()):
         counter = (
             groups,
             queries[r, None],

@@ -15,7 +15,7 @@ and cannot overflow (design, section 2).
 import triton
 import triton.language as tl
 
-from quorum_attention.kernels.native.dropout_triton import dropout_lot, dropped
+from quorum_attention.kernels.native.dropout_triton import dropped, load_dropout_params
 from quorum_attention.kernels.native.loads_triton import block_rows, lane_of
 from quorum_attention.kernels.native.scores_triton import kept, keys_kept, modified, tried
 from quorum_attention.kernels.native.walk_triton import keys_of_run, rows_of_run
@@ -215,7 +215,7 @@ def query_kernel(
     rescale = 1.0
     largest = lift
     if DROPOUT:
-        head, entry, key_low, key_high, threshold, rescale, _ = dropout_lot(drops, h, b)
+        head, entry, key_low, key_high, threshold, rescale, _ = load_dropout_params(drops, h, b)
         # dS is larger by the factor of what is not dropped.
         largest = lift + tl.log2(tl.maximum(rescale, 1.0))
     ease = 1.0
@@ -418,7 +418,7 @@ def key_kernel(
     rescale = 1.0
     largest = lift
     if DROPOUT:
-        _, entry, key_low, key_high, threshold, rescale, _ = dropout_lot(drops, h_k, b)
+        _, entry, key_low, key_high, threshold, rescale, _ = load_dropout_params(drops, h_k, b)
         largest = lift + tl.log2(tl.maximum(rescale, 1.0))
     ease = 1.0
     if EASED:

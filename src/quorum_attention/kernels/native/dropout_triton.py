@@ -36,7 +36,7 @@ def numbers_kernel(
 
 
 @triton.jit
-def dropout_lot(drops, h, b):
+def load_dropout_params(drops, h, b):
     """What a program's tiles need of the numbers of ``launch.dropout_numbers``.
 
     Args:

@@ -15,7 +15,7 @@ thousands, a row of one key is one last place off its value.
 import triton
 import triton.language as tl
 
-from quorum_attention.kernels.native.dropout_triton import dropout_lot, dropped
+from quorum_attention.kernels.native.dropout_triton import dropped, load_dropout_params
 from quorum_attention.kernels.native.loads_triton import block_rows, lane_of
 from quorum_attention.kernels.native.scores_triton import keys_kept, modified, tried
 from quorum_attention.kernels.native.walk_triton import keys_of_run
@@ -213,7 +213,7 @@ def forward_kernel(
 
     head, entry, key_low, key_high, threshold, share = 0, 0, 0, 0, 0, 1.0
     if DROPOUT:
-        head, entry, key_low, key_high, threshold, rescale, share = dropout_lot(drops, h, b)
+        head, entry, key_low, key_high, threshold, rescale, share = load_dropout_params(drops, h, b)
 
     if RESUME:
         old = tl.load(lse_at, mask=live, other=float("-inf"))

@@ -66,9 +66,9 @@ class Extras:
 
 
 def dropout_numbers(dropout: Dropout, device: torch.device) -> torch.Tensor:
-    """What a launch reads of a dropout (``dropout_lot``), (8,) int32 on the device: halves of the
-    seed, threshold, first head, first entry, after how many entries they repeat; and as fp32
-    1 / (1 - p) and 1 - p.
+    """What a launch reads of a dropout (``load_dropout_params``), (8,) int32 on the device: halves
+    of the seed, threshold, first head, first entry, after how many entries they repeat; and as
+    fp32 1 / (1 - p) and 1 - p.
 
     A kernel writes them. A copy from the host would, in a CUDA graph, be made again at each replay,
     from memory that others may have by then.
