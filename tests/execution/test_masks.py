@@ -96,7 +96,7 @@ def test_gathering_takes_no_more_memory_than_its_result(kind: torch.dtype) -> No
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_plan_made_without_a_mask_counts_the_call_s(backward: bool) -> None:
     """The call's mask adds a rectangle of the mask to each task; a budget has to hold for that."""
-    n = 300
+    n = 1600
     made = inputs(n, heads=1, head_dim=8)
     mask = torch.randn(n, n).mT  # not as kernels take it: gathered for every rectangle
     sizes = {"heads": 1, "head_dim": 8, "dtype": torch.float32, "levels": (7,), "device": "cpu",

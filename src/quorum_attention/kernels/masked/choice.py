@@ -17,7 +17,7 @@ from quorum_attention.kernels.select import select_kernel
 from quorum_attention.kernels.traits import operator, traits_of
 from quorum_attention.mask import Mask
 
-# Runs anything, with scores in memory (tiles.py).
+# Runs anything, in torch's operators (tiles.py).
 _DENSE, _TILES = "dense", "tiles"
 
 
