@@ -66,7 +66,8 @@ def backward(  # type: ignore[no-untyped-def]
     assert lse.is_contiguous()
     kept = kept_pairs(q.shape[1], k.shape[1], causal, window_size_left, window_size_right)
     scores, slope, shared = scores_of(q, k, softmax_scale, kept, softcap)
-    p = torch.exp(scores - lse.double().unsqueeze(-1))
+    # A row without keys has an lse of -inf, and no pair.
+    p = torch.exp(scores - lse.double().masked_fill(lse == -math.inf, 0.0).unsqueeze(-1))
     do, o = (t.transpose(1, 2).double() for t in (dout, out))
     values = v.transpose(1, 2).double().repeat_interleave(shared, 1)
     ds = slope * softmax_scale * p * (do @ values.mT - (do * o).sum(-1, keepdim=True))

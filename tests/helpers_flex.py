@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.kit.flex import FlexKernel
 from quorum_attention.kernels.kit.laid_out import assume_stride_multiple, layout, sixteenth
 from quorum_attention.kernels.kit.over_pairs import over_pairs
+
+LOG2_E = math.log2(math.e)
+SAVED = 1  # times that lse is saved
 
 
 def listed(counts: torch.Tensor, indices: torch.Tensor, across: int) -> torch.Tensor:
@@ -36,7 +41,7 @@ def kept_pairs(block_mask, counts, full_counts, shape) -> torch.Tensor:  # type:
 
 
 class _Listed(torch.autograd.Function):
-    """Has a gradient of lse, as compiled FlexAttention has."""
+    """Saves what compiled FlexAttention saves."""
 
     @staticmethod
     def forward(ctx, query, key, value, counts, full_counts, block_mask, score_mod, scale):  # type: ignore[no-untyped-def]
@@ -46,12 +51,14 @@ class _Listed(torch.autograd.Function):
         p = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
         shared = query.shape[1] // value.shape[1]
         out = (p @ value.repeat_interleave(shared, 1).to(p.dtype)).to(query.dtype)
-        ctx.save_for_backward(query, key, value, out, lse, counts, full_counts)
+        raw = lse * LOG2_E
+        ctx.save_for_backward(query, key, value, out, *[raw] * SAVED, counts, full_counts)
         return out, lse
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse):  # type: ignore[no-untyped-def]
-        query, key, value, out, lse, counts, full_counts = ctx.saved_tensors
+        query, key, value, out, raw, *_, counts, full_counts = ctx.saved_tensors
+        lse = raw / LOG2_E
         shared = query.shape[1] // value.shape[1]
         with torch.enable_grad():
             leaves = [t.detach().float().requires_grad_() for t in (query, key)]
@@ -111,7 +118,7 @@ class EagerFlexKernel(FlexKernel):
 
     def __init__(self, score_mod, mask_mod, name) -> None:  # type: ignore[no-untyped-def]
         super().__init__(score_mod, mask_mod, name)
-        self._compiled = Cache(128, lambda call: 1)
+        self._compiled, self._takes_others = Cache(128, lambda call: 1), {}
 
     def refusal(self, call):  # type: ignore[no-untyped-def]
         return None

@@ -35,7 +35,7 @@ def call(device: str = "cpu", dtype: torch.dtype = torch.float32, **more) -> Cal
 
 
 def test_order_of_preference() -> None:
-    assert list(kernels()) == ["cudnn", "flash", "efficient", "cpu", "native", "dense"]
+    assert list(kernels()) == ["fa4", "cudnn", "flash", "efficient", "cpu", "native", "dense"]
     every = kernels().values()
     usable = [kernel.name for kernel in every if why_not(kernel, call(needs_grad=True)) is None]
     # Without a GPU "native" runs where Triton interprets, which tests/native asks of the process.

@@ -532,3 +532,22 @@ def test_bounds_grow_with_tokens() -> None:
     forward = kernel.forward_workspace_bytes(call, extent)
     assert forward > 8 * 100_000 * 64 * 2
     assert kernel.backward_workspace_bytes(call, extent) > 1.5 * forward
+
+
+def test_a_backward_takes_the_whole_rows_results(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """The first gradients of a kind are found both ways; from then on no forward is run again."""
+    kernel, tensors = kernel_of(None, sliding_window(40)), random(N)
+    run(kernel, tensors, True, levels=(3,))
+    assert kernel._takes_others
+    assert all(kernel._takes_others.values())
+    monkeypatch.setattr(flex, "gradients_by_autograd", None)
+    run(kernel, tensors, True, levels=(3,))
+
+
+def test_where_torch_saves_something_else_the_forward_is_run_again(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr("helpers_flex.SAVED", 2)
+    kernel, tensors = kernel_of(None, sliding_window(40)), random(N)
+    with pytest.warns(RuntimeWarning, match="does not take another forward's results"):
+        run(kernel, tensors, True, levels=(3,))
+    assert not any(kernel._takes_others.values())
+    run(kernel, tensors, True, levels=(3,))

@@ -68,7 +68,7 @@ def test_nothing_that_fits_is_predicted_faster(n, heads, budget, resident, backw
         return
     assert best.footprint.total <= budget
     pairs = pairs_of(call, KERNEL)
-    machine = _paced(MACHINE, KERNEL, pairs)
+    machine = _paced(MACHINE, call, KERNEL, pairs, backward=backward)
     case = Case(call, KERNEL, spec_of(backward), place)
     again = price(best.schedule, case, machine)
     assert (again.footprint, again.cost) == (best.footprint, best.cost)

@@ -80,7 +80,7 @@ class Fa4Kernel(RectangleKernel):
     grouped = True
     bands = True
     row_unit = _TILE
-    traits = replace(RectangleKernel.traits, plain_softmax=True, pace=pace)
+    traits = replace(RectangleKernel.traits, plain_softmax=True, empty_rows=True, pace=pace)
 
     def __init__(self, softcap: float | None = None) -> None:
         if softcap is not None:

@@ -2,12 +2,13 @@
 
 The score modification and the mask get global positions. Block lists (``block_masks.py``) say which
 blocks of the task are run. Both passes get only the range of queries and keys from the first to the
-last listed block. The backward runs the call's forward again, as autograd does under a checkpoint:
-torch has no function for FlexAttention's backward alone.
+last listed block. The backward takes the whole row's results (``flex_exchange.py``); where torch's
+FlexAttention does not, it runs the call's forward again.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,7 @@ from quorum_attention.kernels.kit.block_table import (
     listed_blocks,
 )
 from quorum_attention.kernels.kit.flex_compiled import compiled_flex
+from quorum_attention.kernels.kit.flex_exchange import UnfitError, agree, exchanged_gradients
 from quorum_attention.kernels.kit.flex_launch import Launch, Three, has_diagonal, launch
 from quorum_attention.kernels.kit.function import gradients_by_autograd
 from quorum_attention.kernels.kit.functions import codes
@@ -51,6 +53,10 @@ _CACHED_SPANS = 1024
 # Compiled calls, by their kind and the code of the modifications: masks that are created again for
 # every batch are compiled once.
 _COMPILED: Cache[Callable[..., Any]] = Cache(_CACHED_CALLS, lambda call: 1)
+# By the same, whether it takes another forward's results in its backward.
+_TAKES_OTHERS: dict[Hashable, bool] = {}
+# Errors that the device reports; they say nothing about the exchange.
+_ACCELERATOR_ERROR = getattr(torch, "AcceleratorError", torch.OutOfMemoryError)
 
 
 def _host_bytes(lists: BlockLists | None) -> int:
@@ -65,8 +71,7 @@ class FlexKernel(ScoreModKernel):
         own_attention=True,
         whole_tasks=True,
         launch_seconds=(0.7e-3, 2.3e-3),  # most of it torch.compile's
-        # H200, causal, D = 64; of the backward, 0.69 alone and the forward again.
-        rates=(0.84, 0.52),
+        rates=(0.84, 0.69),  # H200, causal, D = 64
         captures=True,
         calls_back=True,
         row_statistics=True,
@@ -80,7 +85,7 @@ class FlexKernel(ScoreModKernel):
         super().__init__(score_mod, mask_mod, name)
         self._lists: Cache[BlockLists | None] = Cache(_CACHE_BYTES, _host_bytes)
         self._spans: Cache[tuple[slice, slice] | None] = Cache(_CACHED_SPANS, lambda span: 1)
-        self._compiled = _COMPILED
+        self._compiled, self._takes_others = _COMPILED, _TAKES_OTHERS
         # If the functions in a closure change later, torch notices and compiles again.
         self._codes = codes(score_mod), codes(mask_mod)
 
@@ -114,7 +119,9 @@ class FlexKernel(ScoreModKernel):
         by_key = item * (d + dv)
         lanes = extent.batch * extent.query_heads
         rows = lanes * by_query + extent.batch * extent.key_heads * by_key
-        own = rows * extent.n_tokens + _copied_bytes(call, extent)
+        # The first gradients of a kind are found both ways, and compared.
+        both = (lanes + 2 * extent.batch * extent.key_heads) * 2 * max(d, dv) * (item + 4)
+        own = (rows + both) * extent.n_tokens + _copied_bytes(call, extent)
         if extent.direct and self.mask_mod is not None:
             own += _copied_bytes(call, extent)  # gradients of all rows, as in the forward
         return own + self._common_bytes(extent)
@@ -272,6 +279,9 @@ class FlexKernel(ScoreModKernel):
         self, made: Launch, grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> Three:
         attend, block_mask = self._attend(made, needs_grad=True), made.block_mask()
+        kind, rows = self._kind(made, needs_grad=True), (grad_out, out, lse)
+        if self._takes_others.get(kind, False):
+            return exchanged_gradients(attend, made.inputs, block_mask, *rows)
 
         def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             # The caller's hooks see none of its tensors, which a checkpoint would count. Without
@@ -280,10 +290,39 @@ class FlexKernel(ScoreModKernel):
                 found: tuple[torch.Tensor, torch.Tensor] = attend(*inputs, block_mask)
             return found
 
-        return gradients_by_autograd(run, made.inputs, grad_out, out, lse)
+        wanted = gradients_by_autograd(run, made.inputs, *rows)
+        if kind not in self._takes_others:
+            verdict = self._tried(attend, made.inputs, block_mask, rows, wanted)
+            if verdict is not None:
+                self._takes_others[kind] = verdict
+        return wanted
+
+    @staticmethod
+    def _tried(
+        attend: Callable[..., Any], inputs: Three, block_mask: Any, rows: Three, wanted: Three
+    ) -> bool | None:
+        """Whether FlexAttention takes another forward's results; None: it cannot be told here."""
+        try:
+            verdict = agree(exchanged_gradients(attend, inputs, block_mask, *rows), wanted)
+            reason = "gradients are apart"
+        except (torch.OutOfMemoryError, _ACCELERATOR_ERROR):
+            raise
+        except (UnfitError, RuntimeError, AssertionError, AttributeError, TypeError) as error:
+            verdict, reason = False, f"{type(error).__name__}: {error}".splitlines()[0]
+        if verdict is False:
+            warnings.warn(
+                f"this torch's FlexAttention does not take another forward's results ({reason}): "
+                "its backward recomputes the forward, which is as exact and slower",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return verdict
+
+    def _kind(self, made: Launch, *, needs_grad: bool) -> Hashable:
+        return made.kind(needs_grad), self._codes
 
     def _attend(self, made: Launch, *, needs_grad: bool) -> Callable[..., Any]:
-        kind: Hashable = made.kind(needs_grad), self._codes
+        kind = self._kind(made, needs_grad=needs_grad)
         call = self._compiled.get(kind, lambda: compiled_flex(in_blocks=made.in_blocks))
         return partial(call, score_mod=made.indexed.score(self.score_mod), scale=made.scale)
 
