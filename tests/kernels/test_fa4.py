@@ -95,14 +95,15 @@ def test_nothing_of_it_is_imported_before_a_call_wants_it() -> None:
 
 def test_it_keeps_what_it_compiles_in_a_folder_of_this_users(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setenv("QUORUM_ATTENTION_CACHE", str(tmp_path / "mine"))
-    for name in (fa4._SWITCH, fa4._DSL_FOLDER):
+    for name in (fa4._SWITCH, *fa4._DSL_FOLDERS):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv(fa4._FOLDER, "elsewhere")
     fa4._keep_compiled_code()
     assert os.environ[fa4._SWITCH] == "1"
     assert os.environ[fa4._FOLDER] == "elsewhere"
-    assert os.stat(os.environ[fa4._DSL_FOLDER]).st_mode & 0o777 == 0o700
+    for name in fa4._DSL_FOLDERS:
+        assert os.stat(os.environ[name]).st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("low", [None, -70, -5, 0, 4])

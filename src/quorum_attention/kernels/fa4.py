@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 _PACKAGE = "flash-attn-4"
 _SWITCH = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 _FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
-_DSL_FOLDER = "CUTE_DSL_CACHE_DIR"
+_DSL_FOLDERS = ("CUTE_DSL_CACHE_DIR", "CUTE_EXPERIMENTAL_DSL_CACHE_DIR", "QUACK_CACHE_DIR")
 # The largest tile of queries, and of keys, to which its backward rounds up (4.0.0b36, Hopper).
 _TILE = 128
 
@@ -233,10 +234,10 @@ def _too_old() -> str | None:
     return f"it needs compute capability 9.0 or higher, and this GPU has {major}.{minor}"
 
 
-@functools.cache
 def _functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Its forward, and its backward for an lse from outside."""
-    _keep_compiled_code()
+    if "flash_attn.cute" not in sys.modules:
+        _keep_compiled_code()
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
     return _flash_attn_fwd, _flash_attn_bwd
@@ -248,8 +249,9 @@ def _keep_compiled_code() -> None:
     with suppress(OSError):  # no folder to trust: it compiles in each process
         private_folder(cache_folder())
         folder = os.fspath(private_folder(cache_folder() / "fa4"))
-        for name, setting in ((_SWITCH, "1"), (_FOLDER, folder), (_DSL_FOLDER, folder)):
-            os.environ.setdefault(name, setting)
+        for name in (_FOLDER, *_DSL_FOLDERS):
+            os.environ.setdefault(name, folder)
+        os.environ.setdefault(_SWITCH, "1")
 
 
 _on = torch.cuda.device
