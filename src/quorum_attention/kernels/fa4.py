@@ -86,7 +86,7 @@ class Fa4Kernel(RectangleKernel):
     def __init__(self, softcap: float | None = None) -> None:
         if softcap is not None:
             self.softcap = softcap
-            self.traits = replace(self.traits, plain_softmax=False, probed_as=_plain())
+            self.traits = replace(self.traits, plain_softmax=False, probed_as=_PLAIN)
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
@@ -200,10 +200,8 @@ def _held(*sizes: int) -> int:
     return sum(size + min(size, UNSPLIT_BYTES) for size in sizes)
 
 
-@functools.cache
-def _plain() -> Fa4Kernel:
-    """The kernel without a soft cap: one object, so that it is tested once."""
-    return Fa4Kernel()
+# One object, so that it is tested once.
+_PLAIN = Fa4Kernel()
 
 
 # --- The package ------------------------------------------------------------------------------
