@@ -40,8 +40,6 @@ _FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 _DSL_FOLDERS = ("CUTE_DSL_CACHE_DIR", "CUTE_EXPERIMENTAL_DSL_CACHE_DIR", "QUACK_CACHE_DIR")
 # The largest tile of queries, and of keys, to which its backward rounds up (4.0.0b36, Hopper).
 _TILE = 128
-
-
 # Its rates as shares of those that plans are made with, which are cuDNN's (docs/kernels.md).
 _RATES = {
     64: (1.16, 1.17), 96: (1.36, 1.30), 128: (1.12, 1.16), 192: (1.12, 1.60), 256: (1.10, 1.0),
