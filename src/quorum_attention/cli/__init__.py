@@ -10,7 +10,7 @@ from typing import Any
 
 import quorum_attention
 from quorum_attention.cli.help import HelpFormatter
-from quorum_attention.cli.stopping import Stopped, stoppable
+from quorum_attention.cli.stopping import Stopped, ending, say_stopped, stoppable
 from quorum_attention.cli.streams import complete_streams, nobody_reads
 from quorum_attention.progress.lines import line
 
@@ -56,13 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         complete_streams()
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        with stoppable():
+        with ending():
             options = parser(given).parse_args(given)
+        with stoppable():
             status: int = options.run(options)
             if sys.stdout is not None:  # it may be closed
                 sys.stdout.flush()
     except Stopped as stopped:
-        line(f"quorum-attention: stopped by {stopped.name}")
+        say_stopped(stopped)
         return stopped.status
     except BrokenPipeError:
         nobody_reads()

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from quorum_attention.counts import shown, switch
 from quorum_attention.decomposition import Decomposition, Rectangle
 from quorum_attention.kernels.cache import Cache
 from quorum_attention.kernels.kit.block_masks import BlockLists, block_lists
@@ -420,3 +421,49 @@ def _in_place(
     found = torch.zeros_like(like)
     take(found).copy_(part)
     return found
+
+
+def from_score_mod(
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    *,
+    name: str = "flex",
+    compiled: bool | None = None,
+) -> ScoreModKernel:
+    """An inner kernel from FlexAttention's score modification and mask.
+
+    Args:
+        score_mod: ``score_mod(score, batch, head, query, key)`` -> score, positions global.
+        mask_mod: ``mask_mod(batch, head, query, key)`` -> which pairs are kept, positions global.
+            A mask from ``quorum_attention.kernels.kit.masks`` (``sliding_window``, ``document``,
+            ``prefix_lm``, ``causal``, combined with ``&`` and ``|``) knows which blocks it keeps.
+            Any other mask is called once for every pair of a task. Both functions must stay what
+            they are as long as the kernel lives (docs/kit.md says how that is checked): make
+            another kernel to change what they read, which costs next to nothing.
+        name: for messages and reports.
+        compiled: whether to use FlexAttention with torch.compile, one call for a task; default
+            True if there is CUDA. Otherwise, and always for float64, rectangles are run with
+            materialised scores, on any device.
+
+    A call's own ``is_causal`` applies in addition.
+
+    Raises:
+        TypeError: a modification that cannot be called.
+
+    Examples:
+        >>> def nearer(score, batch, head, query, key):
+        ...     return score - 0.1 * (query - key).abs()
+        >>> kernel = qa.from_score_mod(nearer, compiled=False)
+        >>> q = torch.randn(1, 2, 300, 16)
+        >>> out = qa.attention(q, q, q, kernel=kernel, depth=1)
+    """
+    for what, given in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+        if given is not None and not callable(given):
+            raise TypeError(f"{what} must be callable or None, got {type(given).__name__}")
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"name must be a str of at least a letter, got {shown(name)}")
+    if compiled is None:
+        compiled = torch.cuda.is_available()
+    if not switch(compiled, "compiled"):
+        return ScoreModKernel(score_mod, mask_mod, name)
+    return FlexKernel(score_mod, mask_mod, name)
