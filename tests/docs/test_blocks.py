@@ -18,8 +18,19 @@ import quorum_attention as qa
 
 BLOCKS = list(blocks())
 PAGES = sorted({block.page for block in BLOCKS})
-# In a docs' block, what is not shown: the call's tensors, a head's slopes, packed documents.
+# What a page's blocks need and do not show: a call's tensors, slopes, packed documents, a model.
 TOKENS, HEADS = 320, 2
+
+
+def model() -> Any:
+    """A decoder of Transformers; None where it is not installed."""
+    if find_spec("transformers") is None:
+        return None
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 64) | {"head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    return AutoModelForCausalLM.from_config(Qwen3Config(vocab_size=100, **sizes, **heads))
 
 
 def prelude() -> dict[str, Any]:
@@ -37,7 +48,7 @@ def prelude() -> dict[str, Any]:
     return {
         "torch": torch, "qa": qa, "q": q, "k": k, "v": v, "grad_out": grad_out,
         "slopes": torch.tensor([0.5, 0.25]), "ids": torch.arange(TOKENS) // 100,
-        "my_attention": my_attention,
+        "my_attention": my_attention, "model": model(), "tokens": torch.randint(100, (1, TOKENS)),
     }  # fmt: skip
 
 
@@ -48,7 +59,8 @@ def small(source: str) -> str:
 
 def can_run(source: str) -> bool:
     """Whether what the block needs beyond this package is installed: the tests' extra has it."""
-    return "transformers import" not in source or find_spec("transformers") is not None
+    needs = ("transformers import", "long_context(")
+    return not any(x in source for x in needs) or find_spec("transformers") is not None
 
 
 @pytest.mark.parametrize("page", PAGES)

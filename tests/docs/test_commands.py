@@ -112,7 +112,9 @@ def test_commands_can_be_given(
 
 def test_commands_that_have_tests_of_their_own_are_few() -> None:
     assert {text.split()[1] for text in OURS if text.startswith(APART)} == {"bench", "calibrate"}
-    table = re.findall(r"^\| `quorum-attention (\w+)", (ROOT / "README.md").read_text(), re.M)
+    table = re.findall(
+        r"^\| `quorum-attention (\w+)", (ROOT / "docs" / "commands.md").read_text(), re.M
+    )
     every = set(parser()._subparsers._group_actions[0].choices)  # type: ignore[union-attr]
     assert set(table) == every, "the table of commands has them all"
 
@@ -208,8 +210,8 @@ def test_other_commands_exist(command: Command) -> None:
             assert f'"{option}"' in source, option
 
 
-def test_make_demo_is_what_the_readme_shows(capsys: pytest.CaptureFixture[str], folder) -> None:
-    (shown,) = [b for b in blocks() if b.page == "README.md" and b.language == "console"]
+def test_make_demo_is_what_the_first_page_shows(capsys: pytest.CaptureFixture[str], folder) -> None:
+    (shown,) = [b for b in blocks() if b.page == "index.md" and b.language == "console"]
     command, _, output = shown.text.partition("\n")
     demo = re.search(r"quorum-attention (.+)$", (ROOT / "Makefile").read_text(), re.M)
     assert demo is not None
@@ -223,7 +225,7 @@ def test_make_demo_is_what_the_readme_shows(capsys: pytest.CaptureFixture[str], 
 
 
 def test_json_is_json(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each command has --json, says the README."""
+    """Each command has --json, as docs/commands.md says."""
     assert main(["plan", "--tokens", "4096", "--json", "--device", "cpu"]) == 0
     assert json.loads(capsys.readouterr().out)["n_tasks"] >= 1
     for name, one in parser()._subparsers._group_actions[0].choices.items():  # type: ignore

@@ -97,14 +97,6 @@ def test_the_reference_describes_what_users_get() -> None:
         assert shown.__doc__, name
 
 
-def test_parts_of_the_readme_stand_on_pages_with_links_that_lead_on() -> None:
-    text = hooks.part("Limits")
-    assert "(devices.md)" in text or "(native.md)" in text
-    assert "](docs/" not in text
-    with pytest.raises(ValueError, match="no heading 'Nonsense'"):
-        hooks.part("Nonsense")
-
-
 def test_links_to_the_repository_become_names() -> None:
     assert hooks.outside("[raw](../benchmarks/results), [x](a.md)") == (
         "raw (`benchmarks/results`), [x](a.md)"
@@ -163,10 +155,7 @@ def test_the_site_builds_and_its_links_lead_somewhere(site: Path) -> None:
 
 
 def test_pages_of_the_site_have_what_they_are_for(site: Path) -> None:
-    limits = (site / "limits" / "index.html").read_text(encoding="utf-8")
-    assert "second" in limits
-    assert "of the README" not in limits
-    calls = (site / "reference" / "calls" / "index.html").read_text(encoding="utf-8")
+    calls = (site / "reference" / "calls.html").read_text(encoding="utf-8")
     assert "never expanded beyond one rectangle" in calls, "docstrings are on the page"
     assert calls.count('<span class="gp">&gt;&gt;&gt; </span>') > 10, "and their examples, as code"
     assert (site / "images" / "coverage.png").exists()

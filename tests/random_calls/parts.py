@@ -5,7 +5,7 @@ that is cut into parts, with shares of its softmax w_p and outputs O_p, becomes
 
     O' = round(sum_p w_p round(O_p)),
 
-and a backward forms D = rowsum(dO * O') of it. README's limits and docs/random-calls.md say so. In
+and a backward forms D = rowsum(dO * O') of it. docs/limits.md and docs/random-calls.md say so. In
 a row of nearly one key, w_p is 1 and dP - D is little but those roundings; in rows that are alike
 they are alike, too, and add up in the key's gradient. Uncut there is one rounding, cut there are
 two, and torch's error of the uncut call says nothing of the second.
