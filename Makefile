@@ -1,6 +1,7 @@
 # make demo   an attention call that runs out of memory, recovered, on whatever device is here
 # make test   lint, types, and the tests that are quick: some minutes
 # make test-all   the same with all tests, as CI does, and five minutes of the soak among them
+# make check FILE=...   lint and types of a file, and the tests of its room
 # make docs   the pages of docs/ as a site, into site/
 # make smoke   wheel and sdist, each in a fresh environment of every Python here, with the pinned dependencies
 # make resolve   whether the pins can be had from the default index, on every Python here; installs nothing
@@ -23,7 +24,7 @@ CONSTRAINTS := -c constraints.txt
 TORCH := "$(shell grep '^torch==' constraints.txt)"
 endif
 
-.PHONY: demo test test-all lint types docs smoke resolve clean
+.PHONY: demo test test-all check lint types docs smoke resolve clean
 
 # torch first and by its exact version: a resolver left free would fetch the largest build there is.
 $(VENV)/.run: pyproject.toml constraints.txt
@@ -52,6 +53,17 @@ test: lint types
 
 test-all: lint types
 	$(PYTEST)
+
+# The tests of src/quorum_attention/ROOM/NAME.py are tests/ROOM, of a file beside the rooms tests/test_NAME.py.
+PARTS = $(subst /, ,$(patsubst src/quorum_attention/%,%,$(FILE)))
+TESTS = $(if $(filter tests/%,$(FILE)),$(FILE),$(wildcard tests/$(firstword $(PARTS)) tests/test_$(firstword $(PARTS))))
+
+check: $(VENV)/.dev
+	@test -n "$(TESTS)" || { echo "make check FILE=path: no tests belong to '$(FILE)'"; exit 1; }
+	$(BIN)/ruff check $(FILE)
+	$(BIN)/ruff format --check $(FILE)
+	$(BIN)/mypy
+	$(PYTEST) -m "not slow" $(TESTS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
