@@ -43,7 +43,7 @@ def test_a_page_is_on_the_menu_once(page: str) -> None:
     times = Counter(on_menu())[page]
     assert times == 1, (
         f"docs/{page} is on the site's menu {times} times: add a line 'Title: {page}' below 'nav:' "
-        f"in mkdocs.yml, where readers look for it ('For maintainers:' is for those who change the code)"
+        f"in mkdocs.yml, where readers look for it"
     )
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
-from quorum_attention.counts import whole_number
-from quorum_attention.recipes.checkpoints import NAME as CHECKPOINTS
-from quorum_attention.recipes.checkpoints import checkpoint_layers
+from quorum_attention.counts import one_of, whole_number
+from quorum_attention.execution.device.lookup import best_device, on_host
 from quorum_attention.recipes.loss import NAME as LOSS
 from quorum_attention.recipes.loss import chunk_loss
 from quorum_attention.recipes.mlp import NAME as MLP
 from quorum_attention.recipes.mlp import tile_mlps
 from quorum_attention.recipes.step import MLP_TILE
-from quorum_attention.recipes.summary import Ingredient, Summary, left_out
+from quorum_attention.recipes.summary import Change, Summary, left_out
 
-ATTENTION = "quorum attention"
+ATTENTION, CHECKPOINTS = "quorum attention", "checkpoints"
 
 
 def long_context(
@@ -56,25 +56,22 @@ def long_context(
 
     if mlp_tile is not None:
         whole_number(mlp_tile, "mlp_tile", 1)
+    one_of(checkpoints, "checkpoints", ("host", "device", None))
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not hasattr(base, "set_attn_implementation"):
         raise TypeError(f"model must be a PreTrainedModel of Transformers, got {type(model)}")
-    done: list[Ingredient] = []
+    done: list[Change] = []
     if attention:
         done.append(_attend(base, *name_for(budget)))
     else:
         done.append(left_out(ATTENTION, "not asked for"))
     done.append(chunk_loss(base) if chunked_loss else left_out(LOSS, "not asked for"))
     done.append(tile_mlps(base, mlp_tile) if mlp_tile else left_out(MLP, "not asked for"))
-    done.append(
-        checkpoint_layers(base, checkpoints)
-        if checkpoints is not None
-        else left_out(CHECKPOINTS, "not asked for")
-    )
+    done.append(_checkpoint_layers(base, checkpoints))
     return Summary(tuple(done))
 
 
-def _attend(model: Any, name: str, budget: int | str | None) -> Ingredient:
+def _attend(model: Any, name: str, budget: int | str | None) -> Change:
     """Set the model's attention, if it takes that by name; of those that do not Transformers only
     logs it."""
     from quorum_attention.integrations.transformers.whose import names_of
@@ -82,7 +79,27 @@ def _attend(model: Any, name: str, budget: int | str | None) -> Ingredient:
     model.set_attn_implementation(name)
     if name not in names_of(model.config):
         return left_out(ATTENTION, f"{type(model).__name__} does not take its attention by name")
-    return Ingredient(ATTENTION, True, f"budget {budget or 'of what is free'}")
+    return Change(ATTENTION, True, f"budget {budget or 'of what is free'}")
+
+
+def _checkpoint_layers(model: Any, where: str | None) -> Change:
+    """Keep of every layer its input alone, on the device or in host memory."""
+    if where is None:
+        return left_out(CHECKPOINTS, "not asked for")
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        return left_out(CHECKPOINTS, f"{type(model).__name__} has none")
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    if enable is None or "offload" not in inspect.signature(enable).parameters:
+        older = model.gradient_checkpointing_enable
+        older(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if where == "host":
+            return Change(CHECKPOINTS, True, "on the device: this Transformers has none elsewhere")
+        return Change(CHECKPOINTS, True, "Transformers', on the device")
+    # Without an accelerator torch has no memory to copy them to that is not where they are.
+    away = where == "host" and not on_host(best_device())
+    enable({"use_reentrant": False}, offload=away)
+    place = "in host memory" if where == "host" else "on the device"
+    return Change(CHECKPOINTS, True, f"Transformers', {place}")
 
 
 __all__ = ["ATTENTION", "long_context"]

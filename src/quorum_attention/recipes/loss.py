@@ -19,9 +19,8 @@ from torch.nn.functional import pad
 
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.kernels.first_derivative import first_derivative
-from quorum_attention.recipes.modes import evaluated
-from quorum_attention.recipes.replaced import forward_is_its_own, put_forward
-from quorum_attention.recipes.summary import NO_LIGER, Ingredient, left_out
+from quorum_attention.recipes.patching import eval_mode, has_own_forward, patch_forward
+from quorum_attention.recipes.summary import NO_LIGER, Change, left_out
 
 NAME = "chunked loss"
 _IGNORED = -100
@@ -33,7 +32,7 @@ _LARGE = 100.0
 _Sum = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None", torch.Tensor], torch.Tensor]
 
 
-def chunk_loss(model: Any) -> Ingredient:
+def chunk_loss(model: Any) -> Change:
     """Let ``model(..., labels=...)`` compute its loss without all logits at once."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
@@ -41,19 +40,19 @@ def chunk_loss(model: Any) -> Ingredient:
     kind = type(model).__name__
     if type(head) is not torch.nn.Linear or decoder is None or model in (decoder, base):
         return left_out(NAME, f"{kind} is not a decoder with one linear layer to the vocabulary")
-    if not forward_is_its_own(model):
+    if not has_own_forward(model):
         return left_out(NAME, f"this {kind} was given another forward")
     if head.weight.device.type == "meta":
         return left_out(NAME, "the weights are not there yet")
     chosen, whose = _implementation(head.weight)
     if chosen is None:
         return left_out(NAME, whose)
-    put_forward(model, _forward(model, chosen))
+    patch_forward(model, _forward(model, chosen))
     why = _differs(model)
     if why is not None:
         del model.forward
         return left_out(NAME, why)
-    return Ingredient(NAME, True, f"{whose}; a call with labels returns no logits")
+    return Change(NAME, True, f"{whose}; a call with labels returns no logits")
 
 
 def _implementation(weight: torch.Tensor) -> tuple[_Sum | None, str]:
@@ -187,7 +186,7 @@ def _asks_for_more(model: Any, given: dict[str, Any]) -> bool:
     last = given.get("logits_to_keep")
     some = isinstance(last, torch.Tensor) or bool(last)  # labels are of these tokens then
     head = model.get_output_embeddings()
-    plain_head = type(head) is torch.nn.Linear and forward_is_its_own(head) and not _is_hooked(head)
+    plain_head = type(head) is torch.nn.Linear and has_own_forward(head) and not _is_hooked(head)
     return bool(router or other_loss or some or in_words is False or not plain_head)
 
 
@@ -213,7 +212,7 @@ def _differs(model: Any) -> str | None:
         asked: dict[str, Any] = {"input_ids": ids, "labels": labels}
         if "use_cache" in inspect.signature(type(model.base_model).forward).parameters:
             asked["use_cache"] = False  # otherwise the model's own forward may have to see it
-        with evaluated(model):
+        with eval_mode(model):
             own = type(model).forward(model, **asked)
             factor = max(1.0, _LARGE / max(float(own.logits.abs().max()), 1e-30))
             for scale, more in ((1.0, {}), (factor, {}), (1.0, _as_in_training(model, ids))):

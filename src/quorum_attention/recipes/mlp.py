@@ -16,29 +16,28 @@ from torch.autograd import forward_ad
 
 from quorum_attention.kernels.first_derivative import first_derivative
 from quorum_attention.kernels.torch_private import uncompiled
-from quorum_attention.recipes.modes import evaluated
+from quorum_attention.recipes.patching import eval_mode, has_own_forward, patch_forward
 from quorum_attention.recipes.repeat import Repeat
-from quorum_attention.recipes.replaced import forward_is_its_own, put_forward
-from quorum_attention.recipes.summary import Ingredient, left_out
+from quorum_attention.recipes.summary import Change, left_out
 from quorum_attention.recipes.weights import Weights
 
 NAME = "tiled MLP"
 _PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
-def tile_mlps(model: torch.nn.Module, tokens: int) -> Ingredient:
+def tile_mlps(model: torch.nn.Module, tokens: int) -> Change:
     """Let every gated MLP of ``model`` work ``tokens`` tokens at a time."""
     found = [module for module in model.modules() if _is_gated(module)]
     if not found:
         return left_out(NAME, "no MLP of gate_proj, up_proj and down_proj (experts are not tiled)")
-    if not all(map(forward_is_its_own, found)):
+    if not all(map(has_own_forward, found)):
         return left_out(NAME, "an MLP was given another forward")
     for kind, one in {type(module): module for module in found}.items():
         if not _goes_token_by_token(one):
             return left_out(NAME, f"{kind.__name__} gives other results for some tokens alone")
     for module in found:
         _tile(module, tokens)
-    return Ingredient(NAME, True, f"{tokens:,} tokens at a time, {len(found)} of them")
+    return Change(NAME, True, f"{tokens:,} tokens at a time, {len(found)} of them")
 
 
 def _is_gated(module: torch.nn.Module) -> bool:
@@ -58,7 +57,7 @@ def _goes_token_by_token(module: torch.nn.Module) -> bool:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randn(2, weight.shape[1], generator=generator, device="cpu").to(weight)
     try:
-        with evaluated(module):
+        with eval_mode(module):
             together = module(tokens)
             apart = torch.cat([module(tokens[i : i + 1]) for i in (0, 1)])
             others = [apart, *_of_texts(module, tokens)]
@@ -97,7 +96,7 @@ def _tile(module: torch.nn.Module, tokens: int) -> None:
             return _with_gradients(plain, self, row, length, x.shape)
         return _joined((plain(self, tile) for tile in row.split(length)), x.shape)
 
-    put_forward(module, forward)
+    patch_forward(module, forward)
 
 
 def _joined(parts: Iterator[torch.Tensor], shape: torch.Size) -> torch.Tensor:
@@ -156,7 +155,7 @@ class _Tiled(torch.autograd.Function):
         wanted: bool = ctx.needs_input_grad[5]
         into_row = torch.zeros_like(row) if wanted else None
         start, above = 0, upstream.reshape(row.shape)
-        with ctx.weights.lent(learning) as leaves:
+        with ctx.weights.swapped_in(learning) as leaves:
             for number, (tile, arrived) in enumerate(
                 zip(row.split(ctx.length), above.split(ctx.length), strict=True)
             ):

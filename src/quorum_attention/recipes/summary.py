@@ -1,21 +1,21 @@
-"""What a recipe did to a model, what it left out, and why."""
+"""What a recipe changed in a model, what it left out, and why."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# What a recipe says where the extra is missing.
+# The reason where the extra is missing.
 NO_LIGER = 'Liger is not installed (pip install "quorum-attention[long-context]")'
 
 
 @dataclass(frozen=True)
-class Ingredient:
-    """One thing that a recipe puts in.
+class Change:
+    """One change of a model.
 
     Attributes:
-        name: what it is.
-        done: whether it is in.
-        how: by what, or why it was left out.
+        name: of the change.
+        done: whether it was made.
+        how: how it was made, or why it was left out.
     """
 
     name: str
@@ -28,27 +28,27 @@ class Ingredient:
 
 @dataclass(frozen=True)
 class Summary:
-    """All ingredients, in the order in which they were tried."""
+    """All changes, in the order in which they were tried."""
 
-    ingredients: tuple[Ingredient, ...]
+    changes: tuple[Change, ...]
 
     @property
     def done(self) -> tuple[str, ...]:
-        """Names of those that are in."""
-        return tuple(one.name for one in self.ingredients if one.done)
+        """Names of the changes that were made."""
+        return tuple(change.name for change in self.changes if change.done)
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Names of those that are not."""
-        return tuple(one.name for one in self.ingredients if not one.done)
+        """Names of the changes that were not made."""
+        return tuple(change.name for change in self.changes if not change.done)
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.ingredients))
+        return "\n".join(map(str, self.changes))
 
 
-def left_out(name: str, why: str) -> Ingredient:
-    """An ingredient that is not in."""
-    return Ingredient(name, False, why)
+def left_out(name: str, why: str) -> Change:
+    """A change that was not made."""
+    return Change(name, False, why)
 
 
-__all__ = ["Ingredient", "Summary", "left_out"]
+__all__ = ["Change", "Summary", "left_out"]

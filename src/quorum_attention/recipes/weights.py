@@ -19,13 +19,13 @@ _making = threading.Lock()
 class Weights:
     """All weights of a module at the time of a forward, and the places where they are.
 
-    In the backward the module has to hold these again, whatever it holds by then: those that learn
-    as leaves of their own (``lent``), so that hooks, ``.grad`` and the graph behind the module's
-    own weights stay untouched. The others stay what they are, with whatever belongs to them (the
-    scales of a quantized weight, say).
+    In the backward the module has to hold these again, whatever it holds by then. Trained weights
+    are swapped in as leaves of their own, so that hooks, ``.grad`` and the graph behind the
+    module's own weights stay untouched. The others stay what they are, with whatever belongs to
+    them (the scales of a quantized weight, say).
 
-    The module is changed while they are lent, as by ``torch.func.functional_call``. Other threads
-    that lend or gather wait; those that read it in another way with gradients have to.
+    The module is changed meanwhile, as by ``torch.func.functional_call``. Other threads that swap
+    or gather wait; threads that read the module in another way with gradients must not run.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -60,7 +60,7 @@ class Weights:
         return learning
 
     @contextmanager
-    def lent(self, learning: Sequence[torch.Tensor]) -> Iterator[Leaves]:
+    def swapped_in(self, learning: Sequence[torch.Tensor]) -> Iterator[Leaves]:
         """The module with leaves in place of ``learning``; then with what it had."""
         for (owner, name), weight, version in self._fixed:
             if _version(weight) != version:
