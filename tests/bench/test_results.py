@@ -369,7 +369,7 @@ def test_the_census_needs_no_measurement(
 
 def started(folder: Path) -> subprocess.Popen[str]:
     source = str(Path(quorum_attention.__file__).parents[1])
-    command = [sys.executable, "-m", "quorum_attention.cli", *BENCH, "--only", "accuracy", "cost"]
+    command = [sys.executable, "-m", "quorum_attention", *BENCH, "--only", "accuracy", "cost"]
     return subprocess.Popen(
         [*command, "--output", str(folder)], env={**os.environ, "PYTHONPATH": source},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

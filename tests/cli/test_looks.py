@@ -298,7 +298,7 @@ def test_a_failing_check_says_its_verdict_once(
 
 
 def test_a_reader_that_has_had_enough_is_no_error() -> None:
-    command = f"{sys.executable} -m quorum_attention.cli plan {' '.join(PLAN)} | head -c 1"
+    command = f"{sys.executable} -m quorum_attention plan {' '.join(PLAN)} | head -c 1"
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False
     )

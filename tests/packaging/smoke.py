@@ -19,7 +19,7 @@ def main() -> None:
     assert importlib.resources.files("quorum_attention").joinpath("py.typed").is_file()
     assert qa.interest_set(3) == (0, 1, 3)
     said = subprocess.run(
-        [sys.executable, "-m", "quorum_attention.cli", "--version"],
+        [sys.executable, "-m", "quorum_attention", "--version"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert said.stdout.strip() == qa.__version__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -10,7 +11,7 @@ from typing import Any
 
 import quorum_attention
 from quorum_attention.cli.help import HelpFormatter
-from quorum_attention.cli.stopping import Stopped, ending, say_stopped, stoppable
+from quorum_attention.cli.stopping import Stopped, stoppable
 from quorum_attention.cli.streams import complete_streams, nobody_reads
 from quorum_attention.progress.lines import line
 
@@ -56,14 +57,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         complete_streams()
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        with ending():
+        with stoppable(signal.SIG_DFL):
             options = parser(given).parse_args(given)
         with stoppable():
             status: int = options.run(options)
             if sys.stdout is not None:  # it may be closed
                 sys.stdout.flush()
     except Stopped as stopped:
-        say_stopped(stopped)
+        line(f"quorum-attention: stopped by {stopped.name}")
         return stopped.status
     except BrokenPipeError:
         nobody_reads()

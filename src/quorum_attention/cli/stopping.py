@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-
-from quorum_attention.progress.lines import line
+from typing import Any
 
 
 class Stopped(KeyboardInterrupt):
@@ -21,6 +19,7 @@ class Stopped(KeyboardInterrupt):
         self.status = 128 + number
 
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # The signals that came.
 _asked: list[int] = []
 
@@ -28,64 +27,33 @@ _asked: list[int] = []
 def _stop(number: int, frame: FrameType | None) -> None:
     _asked.append(number)
     # One is enough: the second would only interrupt the cleaning up.
-    for other in _signals():
+    for other in _SIGNALS:
         if signal.getsignal(other) is _stop:
             signal.signal(other, signal.SIG_IGN)
     raise Stopped(number)
 
 
-def _end(number: int, frame: FrameType | None) -> None:
-    """An import stays unfinished: torch's ends the process if a handler raises in it."""
-    stopped = Stopped(number)
-    say_stopped(stopped)
-    os._exit(stopped.status)
-
-
-def say_stopped(stopped: Stopped) -> None:
-    """Which signal ended the command, in a line to stderr."""
-    line(f"quorum-attention: stopped by {stopped.name}")
-
-
-def _signals() -> list[int]:
-    names = ("SIGINT", "SIGTERM", "SIGHUP")
-    return [getattr(signal, name) for name in names if hasattr(signal, name)]
-
-
 @contextmanager
-def ending() -> Iterator[None]:
-    """In the block, which imports, SIGINT, SIGTERM and SIGHUP end the process at once."""
-    with _handled_by(_end):
-        yield
+def stoppable(handler: Any = _stop) -> Iterator[None]:
+    """In the block SIGINT, SIGTERM and SIGHUP raise ``Stopped``.
 
-
-@contextmanager
-def stoppable() -> Iterator[None]:
-    """In the block SIGINT, SIGTERM and SIGHUP raise ``Stopped``."""
-    _asked.clear()
-    try:
-        with _handled_by(_stop):
-            yield
-    except Exception as error:
-        if _asked:  # Python makes other errors of one that comes in the middle of an import
-            raise Stopped(_asked[0]) from error
-        raise
-
-
-@contextmanager
-def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Signals in the main thread only.
-
-    Those that are ignored stay so (``nohup`` ignores SIGHUP), as do handlers of somebody else's,
-    and nothing is changed outside the main thread.
+    With ``signal.SIG_DFL`` they end the process at once: for imports, because torch's aborts the
+    process if a handler raises in it. Those that are ignored stay so (``nohup`` ignores SIGHUP), as
+    do handlers of somebody else's, and nothing is changed outside the main thread.
     """
     before = {}
+    _asked.clear()
     if threading.current_thread() is threading.main_thread():
         usual = (signal.SIG_DFL, signal.default_int_handler)
-        for number in _signals():
+        for number in _SIGNALS:
             if signal.getsignal(number) in usual:
                 before[number] = signal.signal(number, handler)
     try:
         yield
+    except Exception as error:
+        if _asked:  # Python makes other errors of one that comes in the middle of an import
+            raise Stopped(_asked[0]) from error
+        raise
     finally:
         for number, former in before.items():
             signal.signal(number, former)

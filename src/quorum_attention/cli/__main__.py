@@ -1,7 +1,0 @@
-"""python -m quorum_attention.cli"""
-
-import sys
-
-from quorum_attention.cli import main
-
-sys.exit(main())
