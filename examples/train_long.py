@@ -1,51 +1,27 @@
-"""A model trained on one long text: as it comes, with attention recovered, with everything.
+"""Train a model on one long text: attention inside a budget, and all else that makes it fit.
 
-    pip install "quorum-attention[long-context,draw]"
-    python examples/train_long.py                 # a small shape on a CPU, in a minute
-    python examples/train_long.py --plot memory.png --json train_long.json      # on a GPU
+pip install "quorum-attention[long-context]"
+python examples/train_long.py                    # a small model with random weights, on a CPU
+python examples/train_long.py --tokens 256K      # on a GPU: Qwen3-8B's shape, random weights
+python examples/train_long.py --model FOLDER --text FILE         # your weights and your text
 
-On a GPU the model has the published shape of Qwen3-8B, in bf16, and **random weights**: its loss
-says nothing about language, but every tensor has the size that it has in the real one. Trained are
-adapters (LoRA, as PEFT's) around all linear layers of the decoder. The text is the source of
-Python's standard library, a token for each byte. Three parts, ``--only`` chooses some:
-
-``equal``: loss and gradients of one text through SDPA with Transformers' own checkpoints, through
-another of torch's kernels (how far two right answers are apart), with attention recovered, and
-with everything that ``recipes.long_context`` switches on.
-
-``long``: a step on a longer text with everything: seconds, device memory, and what attention alone
-takes beyond q, k, v, o and their gradients. ``--layers 2,4`` runs so many layers of the model, with
-all weights in memory, and says of the whole model what the difference comes to: said to be
-extrapolated.
-
-``longest``: the longest text that fits, each way: memory is measured at two lengths and the line
-through them followed; the length found is then run, and a shorter one where it does not fit, unless
-it is more than ``--most`` tokens. (With everything, checkpoints are in host memory, so ``--layers``
-counts there as well: the device has the same to hold, whatever the number of layers that run. The
-host holds 2 x hidden bytes a token and layer. And attention's budget has to hold what it returns.)
+Trained are adapters (LoRA) around all linear layers. Without ``--text`` the text is the source of
+Python's standard library, a token for each byte.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import json
 import sysconfig
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import quorum_attention as qa
 from quorum_attention.recipes import long_context
-from quorum_attention.sizes import format_bytes, parse_bytes, parse_count
-from quorum_attention.writing import write_text
+from quorum_attention.sizes import format_bytes, parse_count
 
 SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3-8B": {
@@ -59,20 +35,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_theta": 1e6, "max_position_embeddings": 1 << 24,
     },
 }  # fmt: skip
-# By kind of device: shape, tokens of ``equal`` and ``long``, attention's budget, tokens of a tile
-# of an MLP; and of ``longest`` the most tokens that it runs, those it begins with, and how many
-# times as many with everything.
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "cuda": {"shape": "Qwen3-8B", "equal_at": 32_768, "tokens": 262_144, "budget": "5GiB",
-             "tile": 8192, "most": 32_768, "first": 4096, "longer": 32},
-    "cpu": {"shape": "small", "equal_at": 512, "tokens": 2048, "budget": "16MiB", "tile": 256,
-            "most": 4096, "first": 256, "longer": 8},
-}  # fmt: skip
-WAYS = {
-    "sdpa": "SDPA, as it comes",
-    "attention": "attention recovered",
-    "everything": "everything",
-}
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -85,26 +47,28 @@ class Adapted(nn.Module):
         self.a = nn.Parameter(base.weight.new_empty(rank, base.in_features))
         self.b = nn.Parameter(base.weight.new_empty(base.out_features, rank))
         nn.init.normal_(self.a, std=base.in_features**-0.5)
-        # Not zero, as training begins with: the gradient of ``a`` would be.
         nn.init.normal_(self.b, std=0.01)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in) to (..., out)."""
-        linear = nn.functional.linear
-        made: torch.Tensor = self.base(x) + linear(linear(x, self.a), self.b)
-        return made
+        low = nn.functional.linear(nn.functional.linear(x, self.a), self.b)
+        return self.base(x) + low  # type: ignore[no-any-return]
 
 
-def new_model(shape: str, rank: int, device: str) -> Any:
-    """A Qwen3 of that shape with random weights, adapters in it, and all else frozen."""
+def new_model(shape: str, rank: int, device: str, folder: str | None = None) -> Any:
+    """A decoder of that shape with random weights, or the one in ``folder``; adapters are trained,
+    all else is frozen."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(
-            Qwen3Config(**SHAPES[shape], use_cache=False), attn_implementation="sdpa", dtype=dtype
-        )
+        if folder is None:
+            config = Qwen3Config(**SHAPES[shape], use_cache=False)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+            model.config.use_cache = False
         model.requires_grad_(False)
         for module in list(model.modules()):
             for name, child in list(module.named_children()):
@@ -113,363 +77,57 @@ def new_model(shape: str, rank: int, device: str) -> Any:
     return model.train()
 
 
-@cache
-def sources() -> list[Path]:
-    """The files of the standard library, in order."""
-    found = sorted(Path(sysconfig.get_path("stdlib")).glob("**/*.py"))
-    return [path for path in found if "site-packages" not in path.parts]
-
-
-def text(tokens: int, device: str) -> torch.Tensor:
+def library(tokens: int, device: str) -> torch.Tensor:
     """The first so many bytes of the standard library's sources, (1, tokens)."""
     found = bytearray()
-    for path in sources():
-        found += path.read_bytes()
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("**/*.py")):
+        if "site-packages" not in path.parts:
+            found += path.read_bytes()
         if len(found) >= tokens:
             return torch.tensor(found[:tokens], device=device, dtype=torch.int64)[None]
     raise SystemExit(f"the standard library has {len(found):,} bytes, {tokens:,} are asked for")
 
 
-def prepared(model: Any, way: str, options: argparse.Namespace) -> Any:
-    """``model`` as it comes, or changed in place."""
-    if way == "attention":
-        long_context(
-            model, budget=options.budget, checkpoints=None, mlp_tile=None, chunked_loss=False
-        )
-    if way == "everything":
-        print(long_context(model, budget=options.budget, mlp_tile=options.tile), flush=True)
-    return model
+def tokenised(file: str, folder: str, tokens: int, device: str) -> torch.Tensor:
+    """The first so many tokens of a file, (1, tokens)."""
+    from transformers import AutoTokenizer
 
-
-def step(model: Any, ids: torch.Tensor) -> float:
-    """Forward and backward; gradients are left in the adapters."""
-    model.zero_grad(set_to_none=True)
-    loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    return float(loss.detach())
-
-
-class Watched:
-    """Seconds of a block, and the most memory that tensors took in it at one time."""
-
-    seconds: float
-    peak: int
-
-    def __init__(self, device: str, held: int) -> None:
-        self._device, self._held = device, held
-
-    def __enter__(self) -> Watched:
-        if self._device == "cuda":
-            gc.collect()
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        else:
-            self._profile = torch.autograd.profiler.profile(profile_memory=True)
-            self._profile.__enter__()
-        self._began = time.perf_counter()
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        if self._device == "cuda":
-            torch.cuda.synchronize()
-        self.seconds = time.perf_counter() - self._began
-        if self._device == "cuda":
-            self.peak = torch.cuda.max_memory_allocated()
-            return
-        self._profile.__exit__(*raised)
-        live = most = 0
-        results: Any = self._profile.kineto_results
-        events = [event for event in results.events() if event.name() == "[memory]"]
-        for event in sorted(events, key=lambda e: e.start_ns()):
-            live += event.nbytes()
-            most = max(most, live)
-        self.peak = self._held + most
-
-
-def weight_bytes(model: Any) -> int:
-    """Bytes of a model's parameters."""
-    return sum(p.nbytes for p in model.parameters())
-
-
-def gradients(model: Any) -> torch.Tensor:
-    """Of all adapters, in one row, float32."""
-    found = [p.grad.float().flatten() for p in model.parameters() if p.grad is not None]
-    return torch.cat(found)
-
-
-def equal(options: argparse.Namespace) -> dict[str, Any]:
-    """Loss and gradients, each way, of one text: distances from SDPA's."""
-    model = new_model(options.shape, options.rank, options.device)
-    ids = text(options.equal_at, options.device)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    other = SDPBackend.CUDNN_ATTENTION if options.device == "cuda" else SDPBackend.MATH
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        loss = step(model, ids)
-    wanted = gradients(model)
-    size = wanted.norm()
-    rows: list[dict[str, Any]] = []
-
-    def held_against(name: str) -> None:
-        began = time.perf_counter()
-        found = step(model, ids)
-        far = ((gradients(model) - wanted).norm() / size).item()
-        took = time.perf_counter() - began
-        rows.append(
-            {"what": name, "loss": found, "loss_off": abs(found - loss) / loss,
-             "gradients_off": far, "seconds": took}
-        )  # fmt: skip
-        print(
-            f"{name}: loss {found:.6f}, gradients {far:.2e} from SDPA's, {took:.1f} s", flush=True
-        )
-
-    print(f"{options.equal_at:,} tokens; SDPA (flash): loss {loss:.6f}", flush=True)
-    with sdpa_kernel(other):
-        held_against(f"SDPA ({other.name.lower()})")
-    from quorum_attention.integrations.transformers import register
-
-    model.set_attn_implementation(register(budget=options.budget))
-    held_against(WAYS["attention"])
-    prepared(model, "everything", options)
-    held_against(WAYS["everything"])
-    # As near as two of torch's kernels are to each other, or a few roundings of a loss summed in
-    # another order.
-    room = max(2 * rows[0]["gradients_off"], 1e-5 if options.device == "cpu" else 1e-2)
-    agree = all(row["gradients_off"] <= room for row in rows[1:])
-    print("equal" if agree else "NOT EQUAL", flush=True)
-    return {"tokens": options.equal_at, "layers": len(model.model.layers), "loss": loss,
-            "ways": rows, "room": room, "equal": agree}  # fmt: skip
-
-
-@contextmanager
-def first_layers(model: Any, count: int) -> Iterator[None]:
-    """The model with its first layers alone; the others stay in memory."""
-    every = model.model.layers
-    model.model.layers = every[:count]
-    model.config.num_hidden_layers = count
-    try:
-        yield
-    finally:
-        model.model.layers = every
-        model.config.num_hidden_layers = len(every)
-
-
-def long(options: argparse.Namespace) -> dict[str, Any]:
-    """A step of everything on a long text: seconds and memory, of some layers or of all."""
-    model = new_model(options.shape, options.rank, options.device)
-    prepared(model, "everything", options)
-    ids, every = text(options.tokens, options.device), len(model.model.layers)
-    rows: list[dict[str, Any]] = []
-    counts, weights = options.layers or [every], weight_bytes(model)
-    with first_layers(model, max(counts)):
-        step(model, ids)  # kernels are compiled, and memory is page-locked
-    for count in counts:
-        with first_layers(model, count), Watched(options.device, weights) as watched:
-            loss = step(model, ids)
-        rows.append(
-            {"layers": count, "seconds": watched.seconds, "peak": watched.peak, "loss": loss}
-        )
-        print(f"{options.tokens:,} tokens, {count} of {every} layers: {watched.seconds:.1f} s, "
-              f"{format_bytes(watched.peak)}", flush=True)  # fmt: skip
-    found: dict[str, Any] = {"tokens": options.tokens, "of_layers": every, "steps": rows}
-    last = rows[-1]
-    if last["layers"] == every:
-        found |= {"seconds": last["seconds"], "extrapolated": False}
-    elif len(rows) > 1:
-        a_layer = (last["seconds"] - rows[0]["seconds"]) / (last["layers"] - rows[0]["layers"])
-        whole = last["seconds"] + (every - last["layers"]) * a_layer
-        found |= {"seconds": whole, "seconds_a_layer": a_layer, "extrapolated": True}
-        print(f"{every} layers: {whole:.0f} s (extrapolated, {a_layer:.2f} s a layer)", flush=True)
-    del model
-    found["attention_bytes"] = attention_alone(options)
-    print(f"attention takes {format_bytes(found['attention_bytes'])} beyond q, k, v, o and their "
-          "gradients", flush=True)  # fmt: skip
-    return found
-
-
-def attention_alone(options: argparse.Namespace) -> int:
-    """Bytes of one attention, forward and backward, beyond its inputs, output and gradients."""
-    shape = SHAPES[options.shape]
-    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
-    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-    q, k, v, grad = (
-        torch.randn(1, h, options.tokens, shape["head_dim"], device=options.device, dtype=dtype)
-        for h in (heads, kv_heads, kv_heads, heads)
-    )
-    for tensor in (q, k, v):
-        tensor.requires_grad_()
-    inputs = sum(t.nbytes for t in (q, k, v, grad))
-    with Watched(options.device, inputs) as watched:
-        out = qa.attention(q, k, v, is_causal=True, enable_gqa=True, budget=options.budget)
-        out.backward(grad)
-    # The output, and the gradients of q, k and v.
-    return watched.peak - inputs - q.nbytes - sum(t.nbytes for t in (q, k, v))
-
-
-def longest(options: argparse.Namespace) -> dict[str, Any]:
-    """The longest text of each way, by a line through what two lengths take."""
-    found = {}
-    for way in WAYS:
-        model = prepared(new_model(options.shape, options.rank, options.device), way, options)
-        weights, count = weight_bytes(model), len(model.model.layers)
-        if way == "everything" and options.layers:
-            count = max(options.layers)
-        with first_layers(model, count):
-            found[way] = {"layers": count, **followed(model, way, weights, options)}
-        del model
-        emptied(options.device)
-    return {"memory": options.memory, "ways": found}
-
-
-def reach(points: list[dict[str, Any]], memory: int, grain: int) -> int:
-    """Tokens at which the line through the last two points reaches ``memory``."""
-    a, b = points[-2:]
-    slope = (b["peak"] - a["peak"]) / (b["tokens"] - a["tokens"])
-    return int(b["tokens"] + (memory - b["peak"]) / slope) // grain * grain
-
-
-def with_long(found: dict[str, Any]) -> None:
-    """Let ``longest`` know what the step of ``long`` took, if that was a longer text."""
-    if "long" not in found or "longest" not in found:
-        return
-    way, tokens = found["longest"]["ways"]["everything"], found["long"]["tokens"]
-    if tokens > way["points"][-1]["tokens"]:
-        step_of = found["long"]["steps"][-1]
-        way["points"].append({"tokens": tokens, "peak": step_of["peak"]})
-        way["tokens"] = reach(way["points"], found["longest"]["memory"], 512)
-        print(f"{WAYS['everything']}: with the long step's, {way['tokens']:,} tokens by the line")
-
-
-def followed(model: Any, way: str, weights: int, options: argparse.Namespace) -> dict[str, Any]:
-    """The memory of two lengths, and what the line through them comes to."""
-
-    def point(tokens: int) -> dict[str, Any]:
-        ids = text(tokens, options.device)
-        with Watched(options.device, weights) as watched:
-            step(model, ids)
-        print(f"{WAYS[way]}: {tokens:,} tokens, {format_bytes(watched.peak)}", flush=True)
-        return {"tokens": tokens, "peak": watched.peak, "seconds": watched.seconds}
-
-    first, grain = (
-        options.first * (options.longer if way == "everything" else 1),
-        options.first // 8,
-    )
-    points = [point(first), point(2 * first)]
-    best, ran = reach(points, options.memory, grain), False
-    while not ran and 2 * first < best <= options.most:
-        try:
-            points.append(point(best))
-        except torch.OutOfMemoryError:
-            print(f"{WAYS[way]}: {best:,} tokens did not fit", flush=True)
-            best = best * 19 // 20 // grain * grain
-            continue
-        ran = points[-1]["peak"] <= options.memory
-        if not ran:
-            best = min(reach(points, options.memory, grain), best - grain)
-    print(f"{WAYS[way]}: {best:,} tokens in {format_bytes(options.memory)}"
-          f"{'' if ran else ' by the line: not run'}", flush=True)  # fmt: skip
-    return {"points": points, "tokens": best, "ran": ran}
-
-
-def plot(found: dict[str, Any], path: str) -> None:
-    """Length against memory, for the three ways."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    memory = found["longest"]["memory"]
-    for way, one in found["longest"]["ways"].items():
-        points = sorted(one["points"], key=lambda point: point["tokens"])
-        lengths = [point["tokens"] for point in points]
-        # The first two lie on each other: one is broad.
-        drawn = axes.plot(
-            lengths, [p["peak"] / 2**30 for p in points], "o-", label=WAYS[way],
-            linewidth=6 if way == "sdpa" else 1.5, alpha=0.4 if way == "sdpa" else 1,
-        )  # fmt: skip
-        if one["tokens"] > lengths[-1]:
-            ends = [points[-1]["peak"] / 2**30, memory / 2**30]
-            axes.plot([lengths[-1], one["tokens"]], ends, ":", color=drawn[0].get_color())
-        if way != "attention" or one["tokens"] != found["longest"]["ways"]["sdpa"]["tokens"]:
-            axes.annotate(
-                f"{one['tokens']:,}", (one["tokens"], memory / 2**30), ha="center",
-                xytext=(0, 5), textcoords="offset points",
-            )  # fmt: skip
-    axes.axhline(memory / 2**30, color="black", linewidth=0.8)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
-    axes.set_ylim(top=memory / 2**30 * 1.5)
-    axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}K")
-    axes.yaxis.set_major_formatter(lambda size, _: f"{size:g}")
-    axes.set_xlabel("tokens of one text")
-    axes.set_ylabel("memory of a step, GiB")
-    axes.set_title(f"{found['shape']}'s shape, random weights (dotted: by the line, not run)")
-    axes.legend(loc="lower right")
-    figure.savefig(path, dpi=150)
-
-
-def emptied(device: str) -> None:
-    """Let go of what nobody holds: a model that was changed in place refers to itself."""
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
-
-
-def memory_of(device: str) -> int:
-    """What steps may take: of a GPU all but what CUDA itself needs."""
-    if device == "cuda":
-        return torch.cuda.get_device_properties(0).total_memory - (3 << 30)
-    return 256 << 20
-
-
-def asked() -> argparse.Namespace:
-    """The command line, with defaults for the device."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--only", default="equal,long,longest", help="parts; none draws what --json has"
-    )
-    parser.add_argument("--device", choices=["cuda", "cpu"])
-    parser.add_argument("--shape", choices=list(SHAPES))
-    parser.add_argument("--equal-at", type=parse_count, help="tokens of the comparison")
-    parser.add_argument("--tokens", type=parse_count, help="tokens of the long step")
-    parser.add_argument("--layers", type=lambda s: [int(n) for n in s.split(",")])
-    parser.add_argument("--budget", help="of an attention call, with what it returns")
-    parser.add_argument("--tile", type=parse_count, help="tokens of an MLP at a time")
-    parser.add_argument("--rank", type=int, default=16, help="of the adapters")
-    parser.add_argument("--memory", type=parse_bytes, help="that the longest text may take")
-    parser.add_argument("--first", type=parse_count, help="shortest text of longest")
-    parser.add_argument("--longer", type=int, help="times that, with everything")
-    parser.add_argument("--most", type=parse_count, help="longest text that longest runs")
-    parser.add_argument("--plot", metavar="FILE", help="a picture, .png or .svg")
-    parser.add_argument("--json", metavar="FILE", help="what is there already is kept and added to")
-    options = parser.parse_args()
-    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    for name, value in DEFAULTS[options.device].items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
-    options.memory = options.memory or memory_of(options.device)
-    return options
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(Path(file).read_text(encoding="utf-8"), return_tensors="pt").input_ids
+    return ids[:, :tokens].to(device)  # type: ignore[no-any-return]
 
 
 def main() -> None:
-    """Run the parts that are asked for."""
-    options = asked()
-    found: dict[str, Any] = {}
-    if options.json and Path(options.json).exists():
-        found = json.loads(Path(options.json).read_text(encoding="utf-8"))
-    parts = [part for part in (equal, long, longest) if part.__name__ in options.only.split(",")]
-    if parts:
-        found |= {"shape": options.shape, "torch": torch.__version__, "version": qa.__version__}
-        found["device"] = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
-        print(f"{options.shape}'s shape, random weights, adapters of rank {options.rank}, "
-              f"{found['device']}", flush=True)  # fmt: skip
-    for part in parts:
-        found[part.__name__] = part(options)
-        with_long(found)
-        if options.json:
-            write_text(options.json, json.dumps(found, indent=1))
-        emptied(options.device)
-    with_long(found)
-    if options.plot and "longest" in found:
-        plot(found, options.plot)
+    """Train for some steps."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="a folder with weights and tokenizer")
+    parser.add_argument("--text", help="a file; needs --model")
+    parser.add_argument("--tokens", type=parse_count, default=32_768 if device == "cuda" else 2048)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--rank", type=int, default=16, help="of the adapters")
+    parser.add_argument("--budget", default="5GiB" if device == "cuda" else "16MiB")
+    options = parser.parse_args()
+    if options.text and not options.model:
+        parser.error("--text needs --model, for the tokenizer")
+    shape = "Qwen3-8B" if device == "cuda" else "small"
+    model = new_model(shape, options.rank, device, options.model)
+    ids = library(options.tokens, device)
+    if options.text:
+        ids = tokenised(options.text, options.model, options.tokens, device)
+    print(long_context(model, budget=options.budget), flush=True)
+    learned = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(learned, lr=1e-3)
+    for step in range(options.steps):
+        began = time.perf_counter()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        took = f"loss {loss.item():.4f}, {time.perf_counter() - began:.1f} s"
+        peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
+        print(f"step {step + 1}: {ids.shape[1]:,} tokens, {took}"
+              f"{f', {format_bytes(peak)} at most' if peak else ''}", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

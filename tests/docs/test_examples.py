@@ -121,9 +121,39 @@ def test_real_activations_without_the_weights(monkeypatch: pytest.MonkeyPatch) -
 def test_train_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """With random weights, and with weights and a text of one's own; the loss falls."""
+    pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    example = loaded(ROOT / "examples" / "train_long.py")
+    sizes = {"num_hidden_layers": 1, "vocab_size": 300}
+    monkeypatch.setitem(example.SHAPES, "small", {**example.SHAPES["small"], **sizes})
+    Qwen3ForCausalLM(Qwen3Config(**example.SHAPES["small"])).save_pretrained(tmp_path)
+    words = ["to", "be", "or", "not", "that", "is", "the", "question"]
+    vocabulary = {word: number for number, word in enumerate(["?", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
+    (tmp_path / "text").write_text("to be or not to be that is the question " * 30)
+    own = ["--model", str(tmp_path), "--text", str(tmp_path / "text")]
+    for more in ([], own):
+        monkeypatch.setattr(sys, "argv", ["x", "--tokens", "200", "--steps", "4", *more])
+        example.main()
+        losses = re.findall(r"^step \d: 200 tokens, loss ([\d.]+)", capsys.readouterr().out, re.M)
+        assert len(losses) == 4
+        assert float(losses[-1]) < float(losses[0])
+    monkeypatch.setattr(sys, "argv", ["x", "--text", "text"])
+    with pytest.raises(SystemExit):
+        example.main()
+
+
+def test_a_long_step_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """All three parts on a text so short that it takes seconds."""
     pytest.importorskip("transformers")
-    example = loaded(ROOT / "examples" / "train_long.py")
+    example = loaded(ROOT / "benchmarks" / "long_step.py")
     sizes = {"num_hidden_layers": 2, "vocab_size": 4096}
     monkeypatch.setitem(example.SHAPES, "small", {**example.SHAPES["small"], **sizes})
     file = tmp_path / "found.json"
@@ -147,11 +177,11 @@ def test_train_long(
     assert "by the line: not run" in capsys.readouterr().out
 
 
-def test_train_long_says_what_is_extrapolated(
+def test_a_long_step_says_what_is_extrapolated(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("transformers")
-    example = loaded(ROOT / "examples" / "train_long.py")
+    example = loaded(ROOT / "benchmarks" / "long_step.py")
     asked = ["x", "--device", "cpu", "--only", "long", "--tokens", "64", "--layers", "1,3"]
     monkeypatch.setattr(sys, "argv", asked)
     options = example.asked()
@@ -163,10 +193,10 @@ def test_train_long_says_what_is_extrapolated(
     assert "4 layers: " in capsys.readouterr().out
 
 
-def test_train_long_draws_what_it_found(tmp_path: Path) -> None:
+def test_a_long_step_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     pytest.importorskip("transformers")
-    example = loaded(ROOT / "examples" / "train_long.py")
+    example = loaded(ROOT / "benchmarks" / "long_step.py")
     points = [{"tokens": n, "peak": n << 20} for n in (256, 512)]
     way = {"points": points, "tokens": 2048, "ran": False}
     found = {"shape": "small", "longest": {"memory": 2 << 30, "ways": {"sdpa": way}}}
