@@ -37,7 +37,6 @@ from quorum_attention.kernels.protocol import (
 from quorum_attention.kernels.proven import is_built, is_proven, note_built, note_proven
 from quorum_attention.kernels.scaling import Scaling
 from quorum_attention.kernels.torch_private import capturing, outside
-from quorum_attention.kernels.traits import traits_of
 
 # Odd, as lengths may be: rows of a mask begin at addresses that vector loads do not take.
 _QUERIES = 249
@@ -103,8 +102,7 @@ def probe(kernel: InnerKernel, call: CallShape, device: torch.device | None = No
 def building_left(kernel: InnerKernel, call: CallShape, device: torch.device) -> float:
     """Seconds that building ``kernel`` would still take before it runs such calls, and their
     backwards if they need any, in this process; 0 where it has been built, or has not to be."""
-    traits = traits_of(kernel)
-    anew, again = traits.building_seconds, traits.rebuilding_seconds
+    anew, again = kernel.building_seconds, kernel.rebuilding_seconds
     if not any(anew) and not any(again):
         return 0.0
     question = _question(call, device)
@@ -150,7 +148,7 @@ def _answer(kernel: InnerKernel, question: _Question) -> str | None:
         wrong = _tried_with_memory(kernel, question)
     if wrong is None:
         note_proven(kernel, question, question.device)
-        if any(traits_of(kernel).building_seconds):
+        if any(kernel.building_seconds):
             note_built(kernel, question, question.device)
     return wrong
 
@@ -306,7 +304,7 @@ def _run(
 def _scaling(kernel: InnerKernel, value: torch.Tensor) -> Scaling:
     """A scaling that changes nothing, for a kernel whose backwards are scaled in this dtype: what
     adds up their gradients is then what a call of this dtype takes, and is compiled once."""
-    if value.dtype not in traits_of(kernel).scaled_backward:
+    if value.dtype not in kernel.scaled_backward:
         return Scaling()
     by_head = value.shape[:2]
     return Scaling(
