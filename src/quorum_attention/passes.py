@@ -77,7 +77,6 @@ def run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch
         return out.zero_(), lse
     if request.runner is not None:
         return request.runner.forward(tensors, request)
-    _check_functions(request)
     asked, decision = decide_forward(tensors, request)
     if request.mask_grad:
         check_mask_gradient(decision.kernel)
@@ -88,14 +87,6 @@ def run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch
     given = tuple(t for t in (out, request.lse) if t is not None)
     result, lse = _run(tensors, request, asked, decision, job_of, given)
     return result, lse
-
-
-def _check_functions(request: Request) -> None:
-    """Ask users' functions again whose answers a kernel remembers."""
-    work, options = request.work, request.options
-    if options.kernel != "auto":
-        sizes = (work.batch, work.heads, work.n_queries, work.n_keys)
-        get_kernel(options.kernel).check_functions(sizes, options.device)
 
 
 def decide_forward(tensors: Tensors, request: Request) -> tuple[Asked, Decision]:

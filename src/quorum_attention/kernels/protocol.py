@@ -434,15 +434,6 @@ class Kernel(ABC):
         """What the functions return for a few rows (b, h, q, d), (b, hk, k, d), (b, hk, k, dv)."""
         return ()
 
-    def check_functions(self, sizes: tuple[int, int, int, int], device: torch.device) -> None:
-        """Ask functions again whose answers are remembered, on some pairs of a call with so many
-        batch entries, heads, queries and keys.
-
-        Raises:
-            RuntimeError: one answers otherwise than when its answers were remembered.
-        """
-        return
-
     def rows(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, at: Indices
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -99,9 +99,8 @@ class FunctionKernel(Kernel):
             self.position_free = True
 
     def captured(self) -> list[torch.Tensor]:
-        """See ``Kernel``: the tensors in the functions' closures. (By name a library's function
-        may reach whatever that keeps.)"""
-        return tensors([self.function, self.explicit_backward], named=False)
+        """See ``Kernel``."""
+        return tensors([self.function, self.explicit_backward])
 
     def called_back(self) -> tuple[Callable[..., Any], ...]:
         """See ``Kernel``."""
@@ -112,9 +111,6 @@ class FunctionKernel(Kernel):
     ) -> Sequence[torch.Tensor]:
         """See ``Kernel``."""
         return self.rows(query, key, value, 1.0, at)
-
-    def check_functions(self, sizes: tuple[int, int, int, int], device: torch.device) -> None:
-        """See ``Kernel``: none of the function's answers is remembered."""
 
     def rows(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, at: Indices

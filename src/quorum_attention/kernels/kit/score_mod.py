@@ -28,7 +28,7 @@ from quorum_attention.kernels.kit.functions import tensors, versions
 from quorum_attention.kernels.kit.masks import BlockMask, MaskMod, kept_pairs
 from quorum_attention.kernels.kit.materialised import ScoreMod, materialised
 from quorum_attention.kernels.kit.over_pairs import depends_on_batch_head
-from quorum_attention.kernels.kit.sample import Watched, results_at
+from quorum_attention.kernels.kit.sample import results_at
 from quorum_attention.kernels.protocol import CallShape, Extent, Indices, TaskTensors
 
 # Rectangles whose parts are cached.
@@ -50,7 +50,6 @@ class ScoreModKernel(FunctionKernel):
 
     def __init__(self, score_mod: ScoreMod | None, mask_mod: MaskMod | None, name: str) -> None:
         self.score_mod, self.mask_mod = score_mod, mask_mod
-        self._watched = Watched([] if mask_mod is None else [mask_mod])
         self.pruned = self.run = 0
         self._parts: Cache[tuple[Rectangle, ...]] = Cache(_CACHED_RECTANGLES, lambda found: 1)
         self._apart: Cache[tuple[bool, bool]] = Cache(64, lambda answer: 1)
@@ -79,10 +78,6 @@ class ScoreModKernel(FunctionKernel):
             score = torch.zeros((), device=at.queries.device)
             found += results_at([partial(self.score_mod, score)], at)
         return found
-
-    def check_functions(self, sizes: tuple[int, int, int, int], device: torch.device) -> None:
-        """See ``Kernel``."""
-        self._watched.check(sizes, device)
 
     def tells_entries_apart(self, device: torch.device) -> bool:
         """See ``Kernel``."""

@@ -22,7 +22,7 @@ from quorum_attention.decomposition import (
     Verdict,
 )
 from quorum_attention.kernels.kit.functions import tensors
-from quorum_attention.kernels.kit.sample import Watched, results_at
+from quorum_attention.kernels.kit.sample import results_at
 from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.masked.native import NativeUnderMask
 from quorum_attention.kernels.masked.native_tried import NativeTried
@@ -77,7 +77,6 @@ class MaskedKernel(Kernel):
         self.geometries, self.base = geometries, base
         self.batch, self.n_queries, self.n_keys = batch, n_queries, n_keys
         self._functions = tuple(functions)
-        self._watched = Watched(functions)
         self._distinct = tuple(dict.fromkeys(geometries))
         self._parts = ByParts(self._distinct, base, softcap)
         by_operator = self._parts.by_operator
@@ -133,11 +132,6 @@ class MaskedKernel(Kernel):
     ) -> Sequence[torch.Tensor]:
         """See ``Kernel``."""
         return results_at(self._functions, at)
-
-    def check_functions(self, sizes: tuple[int, int, int, int], device: torch.device) -> None:
-        """See ``Kernel``: where blocks are tried, they are remembered."""
-        if self._tried:
-            self._watched.check(sizes, device)
 
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
         """See ``Kernel``."""
