@@ -24,8 +24,8 @@ from quorum_attention.execution.pass_spec import spec_of
 from quorum_attention.execution.placement import Placement
 from quorum_attention.execution.routes.whole import Whole
 from quorum_attention.execution.workload import Workload
-from quorum_attention.kernels import proven
-from quorum_attention.kernels.compiling import compile_ahead
+from quorum_attention.kernels.launches import compile_ahead
+from quorum_attention.kernels.probe import read_memo
 from quorum_attention.kernels.protocol import CallShape, InnerKernel
 from quorum_attention.kernels.registry import kernels, why_not
 from quorum_attention.kernels.select import rivals, select_kernel, unrounded_kernel
@@ -269,7 +269,7 @@ def _prepare(asked: Asked) -> None:
     if backend.remembers and backend.is_here():
         # Threads that import hold the interpreter's lock, 5 ms at a time, and reading a file
         # gives it away: a hundred small files would take half a second beside them.
-        proven.read()
+        read_memo()
         known.read()
     backend.prepare(options.device)
     compile_ahead(*kind)

@@ -15,7 +15,7 @@ from quorum_attention.counts import switch
 from quorum_attention.decomposition import Pairs, Rectangle, Task
 from quorum_attention.decomposition.bands import window_verdict
 from quorum_attention.kernels.dropout import Dropout
-from quorum_attention.kernels.merge import triton_available
+from quorum_attention.kernels.launches import triton_available
 from quorum_attention.kernels.native.config import Config, Half, config
 from quorum_attention.kernels.native.launch import (
     Extras,
