@@ -25,6 +25,7 @@ from rich.table import Table
 
 import quorum_attention as qa
 from quorum_attention.kernels import kernels
+from quorum_attention.kernels.protocol import Call, Saved
 from quorum_attention.writing import write_text
 
 NAMES = ("out", "dQ", "dK", "dV")
@@ -89,8 +90,9 @@ def monolithic(name: str, scale: float) -> Callable[..., tuple[torch.Tensor, ...
     kernel: Any = kernels()[name]
 
     def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad: torch.Tensor) -> Any:
-        out, lse = kernel.rectangle_forward(query, key, value, True, scale, None)
-        grads = kernel.rectangle_backward(grad, query, key, value, out, lse, True, scale, None)
+        call = Call(query, key, value, True, scale)
+        out, lse = kernel.rectangle_forward(call)
+        grads = kernel.rectangle_backward(call, Saved(grad, out, lse))
         return out, *grads[:3]
 
     return run

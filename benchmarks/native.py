@@ -28,6 +28,7 @@ import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition, Task
 from quorum_attention.execution.masks import no_bias
 from quorum_attention.kernels import Gradients, Statistics, TaskTensors, kernels
+from quorum_attention.kernels.protocol import Call, Saved
 from quorum_attention.writing import write_text
 
 _TOKENS = 131_072
@@ -61,18 +62,11 @@ def measure_kernels() -> dict[str, Any]:
         scale = head_dim**-0.5
         for name in ("flash", "cudnn", "native"):
             kernel: Any = kernels()[name]
-            out, lse = kernel.rectangle_forward(query, key, value, True, scale, None)
+            call = Call(query, key, value, True, scale)
+            saved = Saved(grad, *kernel.rectangle_forward(call))
             found[f"{name}, {head_dim}"] = [
-                median(
-                    lambda k=kernel, q=query, b=key, v=value, s=scale: k.rectangle_forward(
-                        q, b, v, True, s, None
-                    )
-                ),
-                median(
-                    lambda k=kernel, g=grad, q=query, b=key, v=value, o=out, x=lse, s=scale: (
-                        k.rectangle_backward(g, q, b, v, o, x, True, s, None)
-                    )
-                ),
+                median(lambda k=kernel, c=call: k.rectangle_forward(c)),
+                median(lambda k=kernel, c=call, s=saved: k.rectangle_backward(c, s)),
             ]
     return found
 
@@ -177,13 +171,11 @@ def measure_accuracy(draws: int = 10) -> dict[str, Any]:
 def _flash_seconds(tensors: list[torch.Tensor]) -> list[float]:
     kernel: Any = kernels()["flash"]
     query, key, value, grad = tensors
-    out, lse = kernel.rectangle_forward(query, key, value, True, 0.125, None)
+    call = Call(query, key, value, True, 0.125)
+    saved = Saved(grad, *kernel.rectangle_forward(call))
     return [
-        median(lambda: kernel.rectangle_forward(query, key, value, True, 0.125, None), 1),
-        median(
-            lambda: kernel.rectangle_backward(grad, query, key, value, out, lse, True, 0.125, None),
-            1,
-        ),
+        median(lambda: kernel.rectangle_forward(call), 1),
+        median(lambda: kernel.rectangle_backward(call, saved), 1),
     ]
 
 

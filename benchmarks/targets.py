@@ -27,6 +27,7 @@ from rich.table import Table
 
 import quorum_attention as qa
 from quorum_attention.kernels import kernels
+from quorum_attention.kernels.protocol import Call, Saved
 from quorum_attention.sizes import format_bytes, parse_bytes
 from quorum_attention.writing import write_text
 
@@ -68,23 +69,18 @@ def monolithic(case: Case, name: str, tensors: list[torch.Tensor], repeats: int)
     """Medians of torch's operator on the device."""
     kernel: Any = kernels()[name]
     query, key, value, grad = tensors
-    scale = case.head_dim**-0.5
+    call = Call(query, key, value, True, case.head_dim**-0.5)
     forward, backward = [], []
     for _ in range(repeats + 1):
-        seconds, (out, lse) = timed(
-            lambda: kernel.rectangle_forward(query, key, value, True, scale, None)
-        )
+        seconds, made = timed(lambda: kernel.rectangle_forward(call))
         forward.append(seconds)
         if not case.backward:
             backward.append(0.0)
             continue
-        seconds, _ = timed(
-            lambda out=out, lse=lse: kernel.rectangle_backward(
-                grad, query, key, value, out, lse, True, scale, None
-            )
-        )
+        saved = Saved(grad, *made)
+        seconds, _ = timed(lambda saved=saved: kernel.rectangle_backward(call, saved))
         backward.append(seconds)
-        del out, lse
+        del made, saved
     torch.cuda.empty_cache()
     return {
         "forward": statistics.median(forward[1:] or forward),

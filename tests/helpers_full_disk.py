@@ -151,9 +151,9 @@ def _unpinned(schedule: Any) -> dict[str, Any]:
 
 
 def _proven(folder: Path, turn: int) -> None:
-    from quorum_attention.kernels import proven
+    from quorum_attention.kernels.probe import _note
 
-    proven._note(f"a test that was passed, number {turn}: {'x' * 100}")
+    _note([f"a test that was passed, number {turn}: {'x' * 100}"])
 
 
 _RESERVED = "are missing", "more than a file may have here"

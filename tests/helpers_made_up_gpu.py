@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from quorum_attention.execution.device.lookup import BACKENDS
-from quorum_attention.kernels import proven, registry
+from quorum_attention.kernels import registry
 from quorum_attention.kernels.cudnn import CudnnKernel
 from quorum_attention.kernels.flash import FlashKernel
 from quorum_attention.kernels.native import NativeKernel
@@ -41,7 +40,6 @@ def made_up_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(BACKENDS["cuda"], "prepare", lambda device: None)
     monkeypatch.setattr(decide, "_PREPARED", set())
     monkeypatch.setattr(decide, "compile_ahead", lambda *of: None)
-    monkeypatch.setattr(probing, "one_thread", nullcontext)
     new_kernels(monkeypatch)
     forget_files(monkeypatch)
 
@@ -54,5 +52,5 @@ def new_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forget_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was read from files has to be read again."""
-    for module in (known, proven):
-        monkeypatch.setattr(module, "_known", functools.cache(module._known.__wrapped__))
+    for module, name in ((known, "_known"), (probing, "_memo")):
+        monkeypatch.setattr(module, name, functools.cache(getattr(module, name).__wrapped__))

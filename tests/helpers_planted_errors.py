@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from quorum_attention.checking import causes
-from quorum_attention.kernels import InnerKernel, Traits, merge_
+from quorum_attention.kernels import InnerKernel, merge_
 from quorum_attention.kernels.kit import from_lse_function
 
 Planted = tuple[Callable[[], InnerKernel], str]
@@ -715,11 +715,11 @@ for _wrong in (first_of_the_group, meaned, over_the_wrong_axis):
     )
 
 
-class WholeTask:
+class WholeTask(InnerKernel):
     """A full inner kernel that makes its own mask of a task."""
 
     name = "whole-task"
-    traits = Traits(own_attention=True)
+    own_attention = True
 
     def __init__(self, mask=None) -> None:
         self.mask = mask or cqs
@@ -823,7 +823,7 @@ class Overwriting(WholeTask):
 class ReusingItsBuffer(WholeTask):
     """A monolithic call returns memory that the next one writes again."""
 
-    traits = replace(WholeTask.traits, whole_calls=True)
+    whole_calls = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -832,17 +832,20 @@ class ReusingItsBuffer(WholeTask):
     def takes_whole(self, query_heads, key_heads, tokens, masked, every):
         return True
 
-    def whole_forward(self, query, key, value, causal, scale, bias, out_dtype=None):
-        out, lse = plain(query, key, value, is_causal=causal, scale=scale)
+    def whole_forward(self, call):
+        query, key, value = call.inputs
+        out, lse = plain(query, key, value, is_causal=call.causal, scale=call.scale)
         at = (query.shape, value.shape, key.shape, query.dtype)
         kept = self.buffers.setdefault(at, (torch.empty_like(out), torch.empty_like(lse)))
         kept[0].copy_(out)
         kept[1].copy_(lse)
         return kept
 
-    def whole_backward(self, grad_out, query, key, value, out, lse, causal, scale, bias,
-                       grad_dtype=None):  # fmt: skip
-        return gradients(grad_out, query, key, value, out, lse, is_causal=causal, scale=scale)
+    def whole_backward(self, call, saved):
+        return gradients(
+            saved.grad_out, *call.inputs, saved.out, saved.lse, is_causal=call.causal,
+            scale=call.scale,
+        )  # fmt: skip
 
 
 KERNELS["returns one buffer again and again"] = ReusingItsBuffer, causes.STATE

@@ -20,7 +20,6 @@ from quorum_attention.call.transforms import records, refuse_batched
 from quorum_attention.call.validation import as_tensor
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.torch_private import outside, uncompiled
-from quorum_attention.kernels.traits import captures
 from quorum_attention.passes import beside_casts, run_backward, run_forward
 from quorum_attention.planner.options import Options
 
@@ -201,8 +200,7 @@ def _captured(options: Options) -> list[torch.Tensor]:
     """The tensors that the kernel captures, less those of inference mode, which cannot be saved."""
     if options.kernel == "auto":
         return []
-    kernel = captures(get_kernel(options.kernel))
-    found = () if kernel is None else kernel.captured()
+    found = get_kernel(options.kernel).captured()
     return [tensor for tensor in found if not tensor.is_inference()]
 
 

@@ -37,12 +37,11 @@ from quorum_attention.execution.upstream import Upstream, upstream_of
 from quorum_attention.execution.workload import GroupSize, groups
 from quorum_attention.kernels.delta import exact_carrier
 from quorum_attention.kernels.dropout import Dropout
-from quorum_attention.kernels.protocol import InnerKernel, Recorded
+from quorum_attention.kernels.protocol import InnerKernel, check_mask_gradient
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.select import without_dropout
 from quorum_attention.kernels.sinks import sinks_gradient
 from quorum_attention.kernels.torch_private import without_autocast
-from quorum_attention.kernels.traits import calls_back, check_mask_gradient
 from quorum_attention.planner.decide import (
     Asked,
     Decision,
@@ -78,7 +77,6 @@ def run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch
         return out.zero_(), lse
     if request.runner is not None:
         return request.runner.forward(tensors, request)
-    _check_functions(request)
     asked, decision = decide_forward(tensors, request)
     if request.mask_grad:
         check_mask_gradient(decision.kernel)
@@ -89,15 +87,6 @@ def run_forward(tensors: Tensors, request: Request) -> tuple[torch.Tensor, torch
     given = tuple(t for t in (out, request.lse) if t is not None)
     result, lse = _run(tensors, request, asked, decision, job_of, given)
     return result, lse
-
-
-def _check_functions(request: Request) -> None:
-    """Ask users' functions again whose answers a kernel remembers."""
-    work, options = request.work, request.options
-    told = None if options.kernel == "auto" else calls_back(get_kernel(options.kernel))
-    if told is not None:
-        sizes = (work.batch, work.heads, work.n_queries, work.n_keys)
-        told.check_functions(sizes, options.device)
 
 
 def decide_forward(tensors: Tensors, request: Request) -> tuple[Asked, Decision]:
@@ -115,7 +104,7 @@ def decide_forward(tensors: Tensors, request: Request) -> tuple[Asked, Decision]
     return asked, decide(asked)
 
 
-def recording_kernel(tensors: Tensors, request: Request) -> Recorded | None:
+def recording_kernel(tensors: Tensors, request: Request) -> InnerKernel | None:
     """The kernel that runs a small call by an operator that torch's autograd records, if it
     records, with all that the backward needs; None where that is not the whole of it."""
     mask, work = tensors.mask, request.work

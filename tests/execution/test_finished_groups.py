@@ -30,20 +30,14 @@ class Counted(CpuKernel):
     def arm(self, fail_at: set[int]) -> None:
         self.armed, self.fail_at, self.calls, self.pairs = True, fail_at, 0, 0
 
-    def rectangle_forward(self, query, key, value, causal, scale, bias):  # type: ignore[no-untyped-def]
-        return self._count(
-            query, key, causal,
-            lambda: super(Counted, self).rectangle_forward(query, key, value, causal, scale, bias),
-        )  # fmt: skip
+    def rectangle_forward(self, call):  # type: ignore[no-untyped-def]
+        return self._count(call, lambda: super(Counted, self).rectangle_forward(call))
 
-    def rectangle_backward(self, grad_out, query, key, *others):  # type: ignore[no-untyped-def]
-        causal = others[3]
-        return self._count(
-            query, key, causal,
-            lambda: super(Counted, self).rectangle_backward(grad_out, query, key, *others),
-        )  # fmt: skip
+    def rectangle_backward(self, call, saved):  # type: ignore[no-untyped-def]
+        return self._count(call, lambda: super(Counted, self).rectangle_backward(call, saved))
 
-    def _count(self, query, key, causal, work):  # type: ignore[no-untyped-def]
+    def _count(self, call, work):  # type: ignore[no-untyped-def]
+        query, key, causal = call.query, call.key, call.causal
         if not self.armed:
             return work()
         self.calls += 1

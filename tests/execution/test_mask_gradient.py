@@ -21,7 +21,7 @@ from quorum_attention.execution.mask_gradient import (
 )
 from quorum_attention.execution.masks import MaskView, mask_shape
 from quorum_attention.execution.workload import Workload
-from quorum_attention.kernels import DenseKernel, Traits
+from quorum_attention.kernels import DenseKernel
 from quorum_attention.kernels.registry import get_kernel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -241,7 +241,7 @@ def test_a_budget_counts_it_and_names_the_smallest_that_works() -> None:
 def test_kernels_of_other_functions_are_refused_by_name() -> None:
     class Another(DenseKernel):
         name = "another"
-        traits = Traits(own_attention=True)
+        own_attention = True
 
     given, mask = inputs(20), torch.randn(20, 20, requires_grad=True)
     with pytest.raises(NotImplementedError, match="kernel 'another' has no gradient of attn_mask"):

@@ -9,7 +9,6 @@ import random
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -242,7 +241,7 @@ def test_what_small_calls_remember_keeps_no_tensor_and_no_kernel() -> None:
     class Mine(CpuKernel):
         name = "mine"
         # A kernel with its own attention is not tried out, so no trial remembers it.
-        traits = replace(CpuKernel.traits, own_attention=True)
+        own_attention = True
 
     kernel = Mine()
     given = inputs(50)

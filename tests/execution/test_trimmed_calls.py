@@ -20,7 +20,7 @@ from quorum_attention.execution.device.cpu import Cpu
 from quorum_attention.execution.pass_spec import FORWARD
 from quorum_attention.execution.slots import slot_layout
 from quorum_attention.execution.trimming import pairs_of, trimmed_tasks
-from quorum_attention.kernels import Gradients, Statistics, TaskTensors, Traits
+from quorum_attention.kernels import Gradients, Statistics, TaskTensors
 from quorum_attention.kernels.kit import document, from_score_mod, prefix_lm, sliding_window
 from quorum_attention.kernels.kit.masks import BlockMask
 
@@ -46,7 +46,7 @@ MASKS = {
 class WatchedMask(WatchedKernel):
     """A kernel whose mask says which pairs it keeps; counts its calls, fails in chosen ones."""
 
-    traits = Traits(own_attention=True, sparse=True)
+    own_attention = sparse = True
 
     def __init__(self, mask: BlockMask, fail_at: set[int] | None = None, late: bool = False):
         super().__init__(fail_at, late=late)

@@ -23,7 +23,7 @@ from quorum_attention.execution.device.cuda import Cuda
 from quorum_attention.execution.device.lookup import best_device
 from quorum_attention.execution.device.residency import Residency
 from quorum_attention.files import create_tensors, open_tensors
-from quorum_attention.kernels import ahead, compiling
+from quorum_attention.kernels import launches
 from quorum_attention.kernels.merge import add_all_, merge_
 from quorum_attention.kernels.scaling import divide_gradient_
 
@@ -177,8 +177,8 @@ def test_what_is_compiled_ahead_is_what_is_launched(
     monkeypatch.setattr(jit.JITFunction, "_do_compile", noted)
     # A width that nothing else here uses.
     width = 48
-    compiling.compile_ahead(gpu, torch.float16, width, width, True)
-    ahead.wait("Triton kernels")
+    launches.compile_ahead(gpu, torch.float16, width, width, True)
+    launches._warming[-1].join()
     assert sorted(compiled) == sorted(KERNELS)
     all_four(gpu, width)
     assert sorted(compiled) == sorted(KERNELS)
@@ -314,7 +314,6 @@ FIRST = """if True:
     import threading
     import torch
     import quorum_attention as qa
-    from quorum_attention.kernels import ahead
     import quorum_attention.kernels.registry
     probe = sys.modules["quorum_attention.kernels.probe"]
     where = []
@@ -345,8 +344,6 @@ FIRST = """if True:
         for found, true in zip([out.detach(), *(t.grad for t in three)], expected):
             error = (found.double() - true).abs().max() / true.abs().max()
             assert error < 4e-3, error
-    for name in list(ahead.RUNNING):
-        ahead.wait(name)
     first, beside = where[0]
     assert not beside, "the first kernel is tested in a thread"
     assert len(where) == len(set(name for name, _ in where)), where

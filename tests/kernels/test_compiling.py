@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from quorum_attention.kernels import ahead, compiling, launches, merge, scaling
+from quorum_attention.kernels import launches, merge, scaling
 from quorum_attention.kernels.launches import Launch, merging
 
 GPU = torch.device("cuda", 0)
@@ -35,15 +36,10 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """As if there were a GPU: what is prepared."""
     found: list[Launch] = []
 
-    def begin(name: str, device: torch.device, work: Any) -> None:
-        assert device == GPU
-        work()
-
-    monkeypatch.setattr(compiling, "compile_for", found.append)
-    monkeypatch.setattr(ahead, "begin", begin)
-    monkeypatch.setattr(compiling, "triton_available", lambda: True)
+    monkeypatch.setattr(launches, "compile_for", found.append)
+    monkeypatch.setattr(launches, "triton_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     return found
 
 
@@ -57,7 +53,11 @@ def test_the_kernels_prepared_are_those_launched(
 ) -> None:
     head_dim, value_dim = widths
     scaled = dtype == torch.float16
-    compiling.compile_ahead(torch.device("cuda"), dtype, head_dim, value_dim, scaled)
+    # A default device changes nothing.
+    with torch.device("meta"):
+        launches.compile_ahead(GPU, dtype, head_dim, value_dim, scaled)
+    launches._warming[-1].join()
+    assert all(a.is_cpu for w in prepared for a in w.arguments if isinstance(a, torch.Tensor))
     ready = {compiled_for(what) for what in prepared}
     assert len(ready) == len(prepared) == (4 if scaled else 2)
     launched: list[Launch] = []
@@ -92,46 +92,19 @@ def test_the_kernels_prepared_are_those_launched(
         assert all(tensor.data_ptr() % 16 == 0 for tensor in large)
 
 
-def test_what_a_call_needs_and_only_where_there_is_a_gpu(
-    prepared: list[Launch], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def begun() -> list[str]:
-        names = [what.kernel for what in prepared]
-        prepared.clear()
-        return names
-
-    asked = (GPU, torch.float16, 64, 64, True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    compiling.compile_ahead(*asked)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    compiling.compile_ahead(torch.device("cpu"), *asked[1:])
-    assert begun() == []
-    compiling.compile_ahead(*asked)
-    assert begun() == ["merge", "add", "norm", "divide"]
-    compiling.compile_ahead(GPU, torch.bfloat16, 64, 64, False)
-    assert begun() == ["merge", "add"]
-    compiling.compile_ahead(GPU, torch.float16, 64, 128, None)
-    assert begun() == ["merge"]
-
-
-def test_a_default_device_changes_nothing(prepared: list[Launch]) -> None:
-    with torch.device("meta"):
-        compiling.compile_ahead(GPU, torch.float16, 64, 64, True)
-    tensors = [a for what in prepared for a in what.arguments if isinstance(a, torch.Tensor)]
-    assert {tensor.device.type for tensor in tensors} == {"cpu"}
-
-
 class Kernel:
     """In the place of a Triton kernel, which is compiled once; that takes until ``go``."""
 
     def __init__(self) -> None:
         self.go, self.begun = threading.Event(), threading.Event()
         self.done: list[str] = []
+        self.fails = False
 
     def warmup(self, *arguments: Any, grid: tuple[int]) -> Any:
         self.begun.set()
         assert self.go.wait(20)
-        assert all(a.device.type == "cpu" for a in arguments if isinstance(a, torch.Tensor))
+        if self.fails:
+            raise RuntimeError("no C compiler")
         self.done.append("compiled")
         return SimpleNamespace(run=None)
 
@@ -140,47 +113,20 @@ class Kernel:
         return lambda *arguments: self.done.append("launched")
 
 
-@pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    made = Kernel()
-    monkeypatch.setattr(launches, "_kernel", lambda name: made)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    return made
-
-
-def test_a_launch_waits_for_the_thread_that_compiles(kernel: Kernel) -> None:
-    """Otherwise Triton would compile the same twice, side by side."""
-    what = merging(torch.float16, 64)
-    ahead.begin("Triton kernels", GPU, lambda: launches.compile_for(what))
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_launch_waits_for_the_thread_that_compiles(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise Triton would compile the same twice, side by side. Failures are the launch's."""
+    kernel = Kernel()
+    kernel.fails = fails
+    monkeypatch.setattr(launches, "_kernel", lambda name: kernel)
+    monkeypatch.setattr(launches, "triton_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    launches.compile_ahead(GPU, torch.float16, 64, 64, None)
     assert kernel.begun.wait(20)
     threading.Timer(0.1, kernel.go.set).start()
-    launches.launch(what)
-    ahead.wait("Triton kernels")
-    assert kernel.done == ["compiled", "launched"]
-    launches.launch(what)
-    launches.launch(what._replace(programs=0))
-    assert kernel.done == ["compiled", "launched", "launched"]
-
-
-def test_what_cannot_be_compiled_ahead_is_left_to_the_launch(
-    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*of: Any, **more: Any) -> None:
-        raise RuntimeError("no C compiler")
-
-    monkeypatch.setattr(kernel, "warmup", fails)
-    ahead.begin("Triton kernels", GPU, lambda: launches.compile_for(merging(torch.float16, 64)))
-    ahead.wait("Triton kernels")
     launches.launch(merging(torch.float16, 64))
-    assert kernel.done == ["launched"]
-
-
-def test_where_no_thread_can_be_started_the_call_goes_on(
-    prepared: list[Launch], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(*of: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(ahead, "begin", refused)
-    compiling.compile_ahead(GPU, torch.float16, 64, 64, True)
-    assert prepared == []
+    launches._warming[-1].join()
+    assert kernel.done == (["launched"] if fails else ["compiled", "launched"])

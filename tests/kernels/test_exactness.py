@@ -13,6 +13,7 @@ from kernel_harness import Case, check_nan_in_a_query, errors, exact, rms_errors
 
 import quorum_attention as qa
 from quorum_attention.kernels import CpuKernel, get_kernel, why_not
+from quorum_attention.kernels.protocol import Call, Saved
 from quorum_attention.kernels.rectangles import _BackwardPiece
 
 CPU_KERNELS = ("cpu", "dense")
@@ -248,21 +249,23 @@ def test_parts_of_a_backward_hold_every_pair_once() -> None:
         keys = rows if causal else keys
         query, key = (torch.arange(n).view(1, 1, n, 1) for n in (rows, keys))
         piece = _BackwardPiece(
-            query, key, key, query, query, query[..., 0], query.clone(), key.clone(), key.clone(),
-            None,
-        )  # fmt: skip
+            Call(query, key, key, causal),
+            Saved(query, query, query[..., 0]),
+            (query.clone(), key.clone(), key.clone()),
+        )
         seen = torch.zeros(rows, keys, dtype=torch.int64)
         before = torch.get_num_threads()
         try:
             torch.set_num_threads(threads)
-            for part, square in kernel._parts(piece, causal):
-                for entry in range(part.query.shape[0]):
-                    mine, others = part.query[entry, 0, :, 0], part.key[entry, 0, :, 0]
-                    assert torch.equal(mine, part.grad_query[entry, 0, :, 0])
-                    into = part.grad_key.expand(part.query.shape[0], -1, -1, -1)
+            for part in kernel._parts(piece):
+                call, n_entries = part.call, part.call.query.shape[0]
+                for entry in range(n_entries):
+                    mine, others = call.query[entry, 0, :, 0], call.key[entry, 0, :, 0]
+                    assert torch.equal(mine, part.grads[0][entry, 0, :, 0])
+                    into = part.grads[1].expand(n_entries, -1, -1, -1)
                     assert torch.equal(others, into[entry, 0, :, 0])
                     pairs = torch.ones(len(mine), len(others), dtype=torch.int64)
-                    seen[mine[:, None], others] += pairs.tril() if square else pairs
+                    seen[mine[:, None], others] += pairs.tril() if call.causal else pairs
         finally:
             torch.set_num_threads(before)
         wanted = torch.ones_like(seen)
@@ -300,9 +303,9 @@ def test_masked_rectangles_are_cut_where_the_operator_needs_it(limit: int, causa
         name = f"limited-{limit}"
         masked_limit = limit
 
-        def rectangle_forward(self, query, key, *more):
-            assert max(query.shape[2], key.shape[2]) <= limit
-            return super().rectangle_forward(query, key, *more)
+        def rectangle_forward(self, call):
+            assert max(call.query.shape[2], call.key.shape[2]) <= limit
+            return super().rectangle_forward(call)
 
     mask = random_mask("additive", (1, 1, 60, 60), dead_rows=True)
     case = Case(60, mask=mask, causal=causal, layout="balanced")

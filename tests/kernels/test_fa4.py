@@ -19,6 +19,7 @@ import quorum_attention as qa
 from quorum_attention import Mask
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels import CallShape, fa4, get_kernel
+from quorum_attention.kernels.protocol import Call
 from quorum_attention.kernels.select import LONG_FLOPS, select_kernel
 
 __all__ = ["stand_in"]
@@ -110,7 +111,8 @@ def test_it_keeps_what_it_compiles_in_a_folder_of_this_users(tmp_path, monkeypat
 @pytest.mark.parametrize("high", [None, 70, 5, 0, -3])
 @pytest.mark.parametrize("lengths", [(7, 7), (5, 40), (40, 5)])
 def test_a_band_is_told_as_a_window(low, high, lengths) -> None:  # type: ignore[no-untyped-def]
-    options = fa4.Fa4Kernel()._options(Band(low, high), *lengths)
+    query, key = (torch.empty(1, 1, length, 8) for length in lengths)
+    options = fa4.Fa4Kernel()._options(Call(query, key, key, Band(low, high)))
     told = kept_pairs(*lengths, False, *options.values())
     apart = torch.arange(lengths[1])[None] - torch.arange(lengths[0])[:, None]
     least = -(1 << 30) if low is None else low

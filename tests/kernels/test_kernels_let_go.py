@@ -116,33 +116,3 @@ def test_a_kernel_of_another_one_s_address_is_tried_anew() -> None:
                 qa.attention(q, q, q, kernel=Sometimes(broken))
         else:
             qa.attention(q, q, q, kernel=Sometimes(broken))
-
-
-def test_a_kernel_that_takes_no_weak_reference_works_all_the_same() -> None:
-    class Slotted:
-        __slots__ = ("inner", "name")
-
-        def __init__(self) -> None:
-            self.name, self.inner = "slotted", DenseKernel()
-
-        def __getattr__(self, name: str):  # type: ignore[no-untyped-def]
-            return getattr(self.inner, name)
-
-        def refusal(self, call):  # type: ignore[no-untyped-def]
-            return self.inner.refusal(call)
-
-        def forward_workspace_bytes(self, call, extent):  # type: ignore[no-untyped-def]
-            return self.inner.forward_workspace_bytes(call, extent)
-
-        def backward_workspace_bytes(self, call, extent):  # type: ignore[no-untyped-def]
-            return self.inner.backward_workspace_bytes(call, extent)
-
-        def forward(self, task, state):  # type: ignore[no-untyped-def]
-            self.inner.forward(task, state)
-
-        def backward(self, task, grads):  # type: ignore[no-untyped-def]
-            self.inner.backward(task, grads)
-
-    leaf = inputs(60).query.requires_grad_()
-    qa.attention(leaf, leaf, leaf, kernel=Slotted(), depth=1).sum().backward()
-    assert leaf.grad is not None

@@ -7,6 +7,7 @@ import torch
 
 from quorum_attention.kernels import odd_rows, tensors
 from quorum_attention.kernels.odd_rows import mend_odd_rows_
+from quorum_attention.kernels.protocol import Call
 
 N = 12
 
@@ -53,7 +54,7 @@ def test_mended(causal: bool, kind: str, block_bytes: int | None, monkeypatch) -
     found_lse[odd & (lse != -torch.inf)] = 0.0
     found_lse[odd & (lse == torch.inf)] = torch.inf
     found_lse[lse == -torch.inf] = 0.0
-    mend_odd_rows_(found_out, found_lse, query, key, causal, 1.0, bias)
+    mend_odd_rows_(found_out, found_lse, Call(query, key, value, causal, 1.0, bias))
     torch.testing.assert_close(found_out, out, equal_nan=True)
     torch.testing.assert_close(found_lse, lse, equal_nan=True)
 
@@ -63,7 +64,7 @@ def test_rows_that_are_right_are_not_asked_about(monkeypatch: pytest.MonkeyPatch
     query, key, value = torch.randn(3, 1, 2, N, 4, dtype=torch.float64)
     out, lse = exact(query, key, value, False, None)
     lse[0, 0, 3] = -torch.inf
-    mend_odd_rows_(out, lse, query, key, False, 1.0, None)
+    mend_odd_rows_(out, lse, Call(query, key, value, False, 1.0, None))
 
 
 def test_mended_where_heads_share_keys() -> None:
@@ -74,6 +75,6 @@ def test_mended_where_heads_share_keys() -> None:
     out, lse = exact(query, *every, True, None)
     found_out = out.nan_to_num(7.0)
     found_lse = lse.nan_to_num(0.0)
-    mend_odd_rows_(found_out, found_lse, query, key, True, 1.0, None)
+    mend_odd_rows_(found_out, found_lse, Call(query, key, value, True, 1.0, None))
     torch.testing.assert_close(found_out, out, equal_nan=True)
     torch.testing.assert_close(found_lse, lse, equal_nan=True)

@@ -28,6 +28,7 @@ from quorum_attention.kernels import (
 )
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.masked.tiles import Tiles
+from quorum_attention.kernels.protocol import Call, Saved
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -115,14 +116,14 @@ def test_memory_is_bounded(kind: str, backward: bool) -> None:
         lse = torch.zeros(batch, heads, n, dtype=work)
         kernel = KERNELS[kind]
         if whole:
-            rest = (False, 1.0, bias, None, *([Dropout(0.5, 1)] if kind == "cpu" else []))
-            run = partial(kernel.whole_forward, query, key, value, *rest)
+            one = Call(query, key, value, bias=bias)
+            if kind == "cpu":
+                one = replace(one, dropout=Dropout(0.5, 1))
+            run = partial(kernel.whole_forward, one)
             if backward:
-                run = partial(
-                    kernel.whole_backward, grad_out, query, key, value, grad_out, lse, *rest
-                )
+                run = partial(kernel.whole_backward, one, Saved(grad_out, grad_out, lse))
         else:
-            task = reference.whole_task(query, key, value, False, 1.0, bias)
+            task = reference.whole_task(Call(query, key, value, bias=bias))
             state = Statistics(torch.zeros(grad_out.shape, dtype=work), lse - torch.inf)
             run = partial(kernel.forward, task, state)
             if backward:

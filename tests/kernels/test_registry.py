@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,18 +51,6 @@ def test_unknown_names_list_the_known_ones() -> None:
     assert get_kernel(get_kernel("cpu")) is get_kernel("cpu")
 
 
-def test_a_dataclass_that_compares_is_told_why_it_is_no_kernel() -> None:
-    """What is remembered of a kernel is found by its hash."""
-
-    @dataclass
-    class Compared(CpuKernel):
-        size: int = 1
-
-    for ask in (get_kernel, register_kernel):
-        with pytest.raises(TypeError, match=r"lacks __hash__ \(a dataclass keeps it with eq=False"):
-            ask(Compared())
-
-
 @pytest.mark.usefixtures("own_registry")
 def test_registering() -> None:
     class Mine(CpuKernel):
@@ -70,8 +58,6 @@ def test_registering() -> None:
 
     register_kernel(Mine())
     assert list(kernels())[-2:] == ["mine", "dense"]
-    with pytest.raises(TypeError, match=r"lacks.*refusal"):
-        register_kernel(object())
     Mine.name = "auto"
     with pytest.raises(ValueError, match="cannot be named"):
         register_kernel(Mine())
@@ -111,7 +97,7 @@ class Broken(CpuKernel):
     def __init__(self, how: str) -> None:
         self.how = how
 
-    def rectangle_forward(self, query, key, value, causal, scale, bias):
+    def rectangle_forward(self, call):
         if self.how == "raises":
             raise RuntimeError("no plan for this shape\nlots of detail")
         if self.how == "exhausted":
@@ -122,7 +108,7 @@ class Broken(CpuKernel):
             raise RuntimeError(
                 "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
             )
-        out, lse = super().rectangle_forward(query, key, value, causal, scale, bias)
+        out, lse = super().rectangle_forward(call)
         if self.how == "nan":
             out[..., 3, :] = torch.nan
         if self.how == "lse":

@@ -16,6 +16,7 @@ import quorum_attention as qa
 from quorum_attention.kernels import CallShape, Extent
 from quorum_attention.kernels.cudnn import CudnnKernel
 from quorum_attention.kernels.efficient import EfficientKernel
+from quorum_attention.kernels.protocol import Call, Saved
 from quorum_attention.kernels.rectangles import RectangleKernel, lift_of
 
 half = torch.float16
@@ -31,18 +32,18 @@ class Rounding(RectangleKernel):
     def refusal(self, call: CallShape) -> str | None:
         return None if call.device_type == "cpu" else "it is of the CPU"
 
-    def rectangle_forward(self, query, key, value, causal, scale, bias):  # type: ignore[no-untyped-def]
-        scores = _scores(query, key, causal, scale)
-        return (scores.softmax(-1) @ value.float()).to(query.dtype), scores.logsumexp(-1)
+    def rectangle_forward(self, call):  # type: ignore[no-untyped-def]
+        scores = _scores(call)
+        out = scores.softmax(-1) @ call.value.float()
+        return out.to(call.query.dtype), scores.logsumexp(-1)
 
-    def rectangle_backward(  # type: ignore[no-untyped-def]
-        self, grad_out, query, key, value, out, lse, causal, scale, bias
-    ):
+    def rectangle_backward(self, call, saved):  # type: ignore[no-untyped-def]
+        query, key, value = call.inputs
         dtype = query.dtype
-        p = (_scores(query, key, causal, scale) - lse.unsqueeze(-1)).exp()
-        given = grad_out.float()
-        delta = (given * out.float()).sum(-1, keepdim=True)
-        ds = (p * (given @ value.float().mT - delta) * scale).to(dtype).float()
+        p = (_scores(call) - saved.lse.unsqueeze(-1)).exp()
+        given = saved.grad_out.float()
+        delta = (given * saved.out.float()).sum(-1, keepdim=True)
+        ds = (p * (given @ value.float().mT - delta) * call.scale).to(dtype).float()
         grads = (ds @ key.float(), ds.mT @ query.float(), p.to(dtype).float().mT @ given)
         return tuple(g.to(dtype) for g in grads)
 
@@ -52,9 +53,9 @@ class Rounding(RectangleKernel):
     backward_workspace_bytes = forward_workspace_bytes
 
 
-def _scores(query: torch.Tensor, key: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:
-    scores = query.float() @ key.float().mT * scale
-    if causal:
+def _scores(call: Call) -> torch.Tensor:
+    scores = call.query.float() @ call.key.float().mT * call.scale
+    if call.causal:
         scores.masked_fill_(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
     return scores
 
@@ -99,12 +100,12 @@ def test_usual_factors_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         assert lift_of(width**-0.5) == 0
     seen: list[float] = []
     monkeypatch.setattr(
-        Rounding, "rectangle_backward", lambda self, *a: seen.append(a[7]) or (a[1], a[2], a[3])
+        Rounding, "rectangle_backward", lambda self, call, _: seen.append(call.scale) or call.inputs
     )
     rows = [torch.ones(1, 1, 2, 16, dtype=dtype) for dtype in (half, torch.bfloat16)]
     for one in rows:
         for scale in (1e-6, 0.01):
-            KERNEL.whole_backward(one, one, one, one, one, one[..., 0], False, scale, None)
+            KERNEL.whole_backward(Call(one, one, one, False, scale), Saved(one, one, one[..., 0]))
     assert seen == [1e-6 * 2**16, 0.01, 1e-6, 0.01]
     assert 2**-4 <= seen[0] < 2**-3
 

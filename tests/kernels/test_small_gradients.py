@@ -9,6 +9,7 @@ import torch
 
 import quorum_attention as qa
 from quorum_attention.execution.routes import whole
+from quorum_attention.kernels.protocol import Call, Saved
 from quorum_attention.kernels.small_gradients import small_gradients
 
 
@@ -58,7 +59,7 @@ def test_against_float64(number: int) -> None:
         bias = torch.randn(shape).masked_fill(torch.rand(shape) < 0.2, -torch.inf)
     out, lse, grads = expected(query, key, value, grad_out, bias, causal, scale)
     lse = lse.float().masked_fill(lse == -torch.inf, 0.0)
-    given = (grad_out, query, key, value, out.float(), lse, bias, causal, scale)
+    given = Call(query, key, value, causal, scale, bias), Saved(grad_out, out.float(), lse)
     for mine, theirs, like in zip(small_gradients(*given), grads, (query, key, value), strict=True):
         assert mine.shape == like.shape
         torch.testing.assert_close(mine.double(), theirs, atol=3e-5, rtol=1e-5)
@@ -75,11 +76,11 @@ def test_rows_of_more_keys_than_these_take_their_delta_from_the_output(scale: fl
     out, lse, grads = expected(query, key, value, grad_out, None, False, scale)
     parts = [
         small_gradients(
-            grad_out, query, key[:, :, part], value[:, :, part], out.float(), lse.float(), None,
-            False, scale,
+            Call(query, key[:, :, part], value[:, :, part], False, scale),
+            Saved(grad_out, out.float(), lse.float()),
         )
         for part in (slice(0, 4), slice(4, 10))
-    ]  # fmt: skip
+    ]
     (dq, dk, dv), (dq_2, dk_2, dv_2) = parts
     for mine, theirs in zip(
         (dq + dq_2, torch.cat([dk, dk_2], 2), torch.cat([dv, dv_2], 2)), grads, strict=True
@@ -95,7 +96,7 @@ def test_a_row_that_another_key_has_broken_is_seen(lse: float, dtype: torch.dtyp
     out, rows, _ = expected(query, key, value, grad_out, None, False, 1.0)
     out, rows = out.to(dtype), rows.to(dtype)
     out[..., 2, :], rows[..., 2] = torch.nan, lse
-    dq, dk, _ = small_gradients(grad_out, query, key, value, out, rows, None, False, 1.0)
+    dq, dk, _ = small_gradients(Call(query, key, value), Saved(grad_out, out, rows))
     assert bool(dq[..., 2, :].isnan().all())
     assert bool(dk.isnan().all())
     assert bool(dq[..., :2, :].isfinite().all())
@@ -108,7 +109,7 @@ def test_a_row_that_has_no_weight_on_these_keys_adds_nothing(dtype: torch.dtype)
     out = torch.randn(1, 1, 4, 8, dtype=dtype)
     for lse in (1e3, 1e5, 3e6, 1e9, 1e18):
         rows = torch.full((1, 1, 4), lse, dtype=dtype)
-        found = small_gradients(grad_out, query, key, value, out, rows, None, False, 1.0)
+        found = small_gradients(Call(query, key, value), Saved(grad_out, out, rows))
         assert all(bool((t == 0).all()) for t in found), lse
 
 
@@ -126,10 +127,8 @@ def test_what_is_not_finite_shows_in_the_gradient_of_the_queries(
         tensor = given[what]
         tensor.view(-1)[int(torch.randint(tensor.numel(), ()))] = number
         out, lse = torch.zeros(2, 4, 6, 8), torch.zeros(2, 4, 6)
-        grads = small_gradients(
-            given["grad_out"], given["query"], given["key"], given["value"], out, lse, None, causal,
-            0.5, own=True,
-        )  # fmt: skip
+        one = Call(given["query"], given["key"], given["value"], causal, 0.5)
+        grads = small_gradients(one, Saved(given["grad_out"], out, lse), own=True)
         finite = [bool(g.isfinite().all()) for g in grads]
         assert not finite[0] or all(finite)
 
@@ -139,7 +138,7 @@ def test_a_row_that_another_key_has_broken_is_nan() -> None:
     query, key, value, grad_out = call(1, 1, 1, 4, 5, 8, 8)
     out, lse, _ = expected(query, key, value, grad_out, None, False, 1.0)
     lse[0, 0, 2] = torch.nan
-    given = (grad_out, query, key, value, out.float(), lse.float(), None, False, 1.0)
+    given = Call(query, key, value), Saved(grad_out, out.float(), lse.float())
     grad_query = small_gradients(*given)[0]
     assert grad_query.isnan().any(-1).nonzero().tolist() == [[0, 0, 2]]
 
@@ -150,9 +149,10 @@ def test_rows_of_these_keys_alone_need_no_log_sum_exp(dtype: torch.dtype, causal
     """Bit for bit what they are where it is looked at."""
     query, key, value, grad_out = (t.to(dtype) for t in call(2, 4, 2, 9, 9, 8, 8))
     out, lse, _ = expected(query, key, value, grad_out, None, causal, 3.0)
-    given = (grad_out, query, key, value, out.to(dtype))
-    looked_at = small_gradients(*given, lse.to(dtype), None, causal, 3.0)
-    own = small_gradients(*given, torch.zeros_like(lse, dtype=dtype), None, causal, 3.0, own=True)
+    given, out = Call(query, key, value, causal, 3.0), out.to(dtype)
+    looked_at = small_gradients(given, Saved(grad_out, out, lse.to(dtype)))
+    zeros = torch.zeros_like(lse, dtype=dtype)
+    own = small_gradients(given, Saved(grad_out, out, zeros), own=True)
     for one, other in zip(looked_at, own, strict=True):
         assert torch.equal(one, other)
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quorum_attention.decomposition.rectangles import Batch, Rectangle
 from quorum_attention.kernels import cudnn
 from quorum_attention.kernels.cudnn import CudnnKernel
+from quorum_attention.kernels.protocol import Call, Saved
 from quorum_attention.kernels.tensors import (
     BLOCK_BYTES,
     bias_for_padding,
@@ -204,12 +205,14 @@ def test_a_padded_rectangle_has_no_nan_of_its_own(
     mask = None
     if bias is not None:
         mask = torch.randn(1, 2, n if bias == "of rows" else 1, m, dtype=torch.float64) - 2000.0
-    out, lse = made_up_cudnn.rectangle_forward(query, key, value, causal, 0.5, mask)
+    out, lse = made_up_cudnn.rectangle_forward(Call(query, key, value, causal, 0.5, mask))
     wanted = _forward(query, key, value, mask, True, 0.0, causal, False, scale=0.5)
     for one, other in zip((out, lse), wanted, strict=False):
         torch.testing.assert_close(one, other)
     given = (grad_out, query, key, value, out, lse)
-    grads = made_up_cudnn.rectangle_backward(*given, causal, 0.5, mask)
+    grads = made_up_cudnn.rectangle_backward(
+        Call(query, key, value, causal, 0.5, mask), Saved(grad_out, out, lse)
+    )
     exact = _backward(*given, 0, 0, mask, causal, scale=0.5)
     assert bool(exact[1].isfinite().all() and exact[2].isfinite().all())
     for one, other in zip(grads, exact, strict=True):
@@ -223,7 +226,7 @@ def test_a_row_of_scores_of_minus_infinity_stays_one(
     query, key, value = torch.randn(3, 1, 2, 5, 8, dtype=torch.float64)
     key[..., 0] = key[..., 0].abs() + 0.1
     query[:, :, 3, 0] = -torch.inf
-    lse = made_up_cudnn.rectangle_forward(query, key, value, causal, 0.5, None)[1]
+    lse = made_up_cudnn.rectangle_forward(Call(query, key, value, causal, 0.5))[1]
     assert bool((lse[:, :, 3] == -torch.inf).all())
     assert bool(lse[:, :, [0, 1, 2, 4]].isfinite().all())
 

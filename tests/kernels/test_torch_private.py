@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from quorum_attention.kernels import get_kernel
 from quorum_attention.kernels.cpu import _groups
 from quorum_attention.kernels.kit.over_pairs import depends_on_batch_head
+from quorum_attention.kernels.protocol import Call, Saved
 from quorum_attention.kernels.torch_private import (
     capturing,
     operator_arguments,
@@ -228,11 +229,12 @@ def test_meta_calls(name: str, masked: bool, head_dim: int, value_dim: int) -> N
     q, k, v = slot(4, 50, head_dim), slot(key_heads, 70, head_dim), slot(key_heads, 70, value_dim)
     do, o = slot(4, 50, value_dim), slot(4, 50, value_dim)
     bias = torch.empty(1, 1, 50, 1, dtype=torch.float16, device="meta") if masked else None
-    out, lse = kernel.rectangle_forward(q, k, v, False, 0.5, bias)
+    call = Call(q, k, v, False, 0.5, bias)
+    out, lse = kernel.rectangle_forward(call)
     assert out.shape == do.shape
     assert lse.shape == q.shape[:3]
     assert lse.dtype == torch.float32
-    grads = kernel.rectangle_backward(do, q, k, v, o, lse, False, 0.5, bias)
+    grads = kernel.rectangle_backward(call, Saved(do, o, lse))
     assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
 
 

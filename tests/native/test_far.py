@@ -17,6 +17,7 @@ from kernel_harness import Case, exact
 from quorum_attention.kernels.native import NativeKernel
 from quorum_attention.kernels.native.options import UNLIMITED
 from quorum_attention.kernels.native.runs import NO_DIAGONAL
+from quorum_attention.kernels.protocol import Call, Saved
 
 tl = pytest.importorskip("triton.language")
 import triton  # noqa: E402
@@ -138,9 +139,10 @@ def test_rows_far_apart(stride: int, odd: int, tmp_path: Path, device: str) -> N
     four = [case.query, case.grad_out, case.key, case.value]
     query, grad_out, key, value = apart(four, stride + odd, device, tmp_path / "flat")
     three = query, key, value
-    out, lse = NativeKernel().whole_forward(*three, False, case.scale, None)
+    call = Call(*three, False, case.scale)
+    out, lse = NativeKernel().whole_forward(call)
     reference = exact(case)
     assert (out.cpu() - reference.out).abs().max() < 2e-3
-    grads = NativeKernel().whole_backward(grad_out, *three, out, lse, False, case.scale, None)
+    grads = NativeKernel().whole_backward(call, Saved(grad_out, out, lse))
     for found, wanted in zip(grads, list(vars(reference).values())[2:], strict=True):
         assert (found.cpu() - wanted).abs().max() < 1e-2

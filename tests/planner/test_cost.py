@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from quorum_attention.execution.routes.together import Together
 from quorum_attention.execution.routes.whole import Whole
 from quorum_attention.execution.schedule import Schedule, schedule_of
 from quorum_attention.execution.workload import GroupSize, Workload
-from quorum_attention.kernels import Traits
+from quorum_attention.kernels import DenseKernel
 from quorum_attention.planner.cost import Cost, _all_shapes, cost, least_seconds
 from quorum_attention.planner.machine import Machine, assumed
 
@@ -37,8 +36,10 @@ def schedule(levels=(7,), route=None, group=None, work=WORK) -> Schedule:  # typ
 
 
 def of(made: Schedule, spec, *, work=WORK, place=PLACE, machine=MACHINE, launch=None) -> Cost:  # type: ignore[no-untyped-def]
-    traits = Traits() if launch is None else Traits(whole_tasks=True, launch_seconds=launch)
-    return cost(made, Case(work, SimpleNamespace(traits=traits), spec, place), machine)
+    kernel = DenseKernel()
+    if launch is not None:
+        kernel.whole_tasks, kernel.launch_seconds = True, launch
+    return cost(made, Case(work, kernel, spec, place), machine)
 
 
 ROUTES = {

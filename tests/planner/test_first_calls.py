@@ -4,7 +4,6 @@ made-up GPU, where building is a wait, and by made-up costs."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from helpers_made_up_gpu import GPU, forget_files, made_up_gpu, new_kernels, pro
 import quorum_attention as qa
 from quorum_attention.execution.placement import Placement
 from quorum_attention.execution.workload import Workload
-from quorum_attention.kernels import ahead, get_kernel
+from quorum_attention.kernels import get_kernel
 from quorum_attention.kernels.native import NativeKernel
 from quorum_attention.kernels.protocol import CallShape
 from quorum_attention.planner import decide, first_calls
@@ -28,14 +27,13 @@ BUILDING, AGAIN = (2.1, 3.3), (0.65, 0.07)  # docs/native.md
 
 
 @pytest.fixture(autouse=True)
-def built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
+def built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """The names of the kernels that were tested, and so built."""
     made_up_gpu(monkeypatch, tmp_path)
     found: list[str] = []
     monkeypatch.setattr(probing, "_tried", lambda kernel, question: found.append(kernel.name))
     in_a_new_process(monkeypatch)
-    yield found
-    assert not ahead.RUNNING
+    return found
 
 
 def in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,7 @@ from quorum_attention.bench.spec import Spec
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels import CallShape, kernels, why_not
 from quorum_attention.kernels.kit import LongNetKernel
-from quorum_attention.kernels.protocol import Operator
-from quorum_attention.kernels.traits import operator
+from quorum_attention.kernels.protocol import Call, InnerKernel, Saved
 
 Tensors = list[torch.Tensor]
 
@@ -67,10 +66,8 @@ class Monolithic(Method):
     def __init__(self, name: str, kernel: str) -> None:
         self.name, self._kernel = name, kernel
 
-    def _operator(self) -> Operator:
-        found = operator(kernels()[self._kernel])
-        assert found is not None
-        return found
+    def _operator(self) -> InnerKernel:
+        return kernels()[self._kernel]
 
     def refusal(self, spec: Spec) -> str | None:
         """The kernel's own refusal, or a failed probe of the operator."""
@@ -88,19 +85,14 @@ class Monolithic(Method):
     def forward(self, spec: Spec, inputs: Tensors) -> Any:
         """See ``Method.forward``."""
         query, key, value, _ = inputs
-        return self._operator().rectangle_forward(
-            query, key, value, spec.is_causal, _scale(spec), None
-        )
+        call = Call(query, key, value, spec.is_causal, _scale(spec))
+        return self._operator().rectangle_forward(call)
 
     def backward(self, spec: Spec, inputs: Tensors, state: Any) -> Tensors:
         """See ``Method.backward``."""
         query, key, value, grad = inputs
-        out, lse = state
-        return list(
-            self._operator().rectangle_backward(
-                grad, query, key, value, out, lse, spec.is_causal, _scale(spec), None
-            )
-        )
+        call = Call(query, key, value, spec.is_causal, _scale(spec))
+        return list(self._operator().rectangle_backward(call, Saved(grad, *state)))
 
 
 class Quorum(Method):

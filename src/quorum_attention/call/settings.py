@@ -25,7 +25,6 @@ from quorum_attention.execution.device.lookup import present
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
-from quorum_attention.kernels.traits import traits_of
 from quorum_attention.sizes import parse_bytes
 
 
@@ -177,8 +176,8 @@ def layer_of(**fields: Any) -> Layer:
 def _check_kernel(kernel: Any) -> None:
     if _is_auto(kernel):
         return
-    traits = traits_of(get_kernel(kernel))
-    if traits.own_attention or traits.probed_as is not None:
+    named = get_kernel(kernel)
+    if named.own_attention or named.probed_as is not None:
         raise ValueError(
             f"kernel must be one of exact attention here, got {get_kernel(kernel).name!r}, which "
             f"computes another: settings say how calls are run, not what they compute. Give it to "

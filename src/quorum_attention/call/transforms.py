@@ -9,7 +9,6 @@ import torch
 from quorum_attention.kernels.protocol import Indices, InnerKernel
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.torch_private import capturing, outside
-from quorum_attention.kernels.traits import by_entry, calls_back, captures
 
 
 def records(*inputs: torch.Tensor) -> bool:
@@ -132,8 +131,10 @@ def refuse_learned(
         NotImplementedError: a function of ``kernel`` reads a tensor that requires a gradient or has
             a tangent, or one of a transformation that is under way.
     """
-    told = None if isinstance(kernel, str) and kernel == "auto" else calls_back(get_kernel(kernel))
-    if told is None or not (told.called_back() and all(t.numel() for t in (query, key, value))):
+    if isinstance(kernel, str) and kernel == "auto":
+        return
+    told = get_kernel(kernel)
+    if not (told.called_back() and all(t.numel() for t in (query, key, value))):
         return
     if capturing(device):  # no copy from the host can be captured
         return
@@ -144,8 +145,7 @@ def refuse_learned(
     made = told.results_of_functions(ends[0], ends[1], ends[2], at)
     found = [result for result in made if isinstance(result, torch.Tensor)]
     functorch, duals = torch._C._functorch, torch.autograd.forward_ad
-    reader = captures(told)
-    read = [] if reader is None else reader.captured()
+    read = told.captured()
     if any(map(functorch.is_functorch_wrapped_tensor, read)) or any(
         map(functorch.is_batchedtensor, found)
     ):
@@ -181,9 +181,9 @@ def refuse_entries(kernel: str | InnerKernel, device: torch.device) -> None:
     Raises:
         NotImplementedError: ``kernel`` depends on it.
     """
-    told = None if isinstance(kernel, str) and kernel == "auto" else by_entry(get_kernel(kernel))
-    if told is None:
+    if isinstance(kernel, str) and kernel == "auto":
         return
+    told = get_kernel(kernel)
     if told.tells_entries_apart(device):
         raise NotImplementedError(
             f"torch.vmap cannot map this call: kernel {told.name!r} has a function of the batch "

@@ -72,7 +72,7 @@ PRECISION = (
 )
 REFERENCE = (
     "not attention: an uncut call is not softmax attention, and the kernel does not say so "
-    "(traits = Traits(own_attention=True))"
+    "(own_attention = True)"
 )
 GRADIENT = "gradient: the backward of an uncut call is not the gradient of its forward"
 GIVEN_LSE = (

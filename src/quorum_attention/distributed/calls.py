@@ -26,7 +26,6 @@ from quorum_attention.execution.report import Report
 from quorum_attention.execution.workload import state_dtype
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
-from quorum_attention.kernels.traits import traits_of
 from quorum_attention.mask import Mask
 from quorum_attention.passes import run_backward, run_forward
 from quorum_attention.repeated.whole import Whole
@@ -42,8 +41,7 @@ def kernel_of_parts(kernel: str | InnerKernel) -> InnerKernel:
         NotImplementedError: it computes another attention, by positions in the whole call.
     """
     found = get_kernel(kernel)
-    traits = traits_of(found)
-    if traits.probed_as is not None or (traits.own_attention and not traits.position_free):
+    if found.probed_as is not None or (found.own_attention and not found.position_free):
         raise NotImplementedError(
             f"kernel {found.name!r} computes another attention, of positions in the whole call; "
             "ranks have parts of it: give attn_mask, or a function that takes no positions"

@@ -31,8 +31,7 @@ from quorum_attention.execution.trimming import pairs_of
 from quorum_attention.execution.workload import Workload, flat_entry
 from quorum_attention.kernels.delta import not_whole
 from quorum_attention.kernels.dropout import dropped, dropped_bytes
-from quorum_attention.kernels.protocol import Pairwise
-from quorum_attention.kernels.traits import pairwise
+from quorum_attention.kernels.protocol import InnerKernel
 
 # Without a budget: tiles that a CPU's cache holds, and that keep a GPU busy.
 _HOST_BYTES, _DEVICE_BYTES = 8 << 20, 256 << 20
@@ -128,7 +127,7 @@ def add_up_mask_gradient(
     """
     assert call.mask is not None
     mask = call.mask.mask
-    knowing = pairwise(call.kernel)
+    knowing = call.kernel if call.kernel.pairwise else None
     walk = _Walk(
         call, given, mask, target.reshape(mask.shape), pairs_of(call.work, call.kernel), knowing
     )
@@ -225,7 +224,7 @@ class _Walk:
     mask: torch.Tensor
     target: torch.Tensor
     pairs: Pairs
-    knowing: Pairwise | None = None
+    knowing: InnerKernel | None = None
 
     def fill(self, index: tuple[int, ...], block: _Block, tile: Tile) -> None:
         """Write one block of the gradient: the sum of all its tiles."""

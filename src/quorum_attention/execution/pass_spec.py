@@ -9,23 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from quorum_attention.execution.rows import Axis
 from quorum_attention.execution.workload import GroupSize, Workload
-from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.kernels.protocol import (
+    Call,
     CallShape,
     Extent,
     Gradients,
     InnerKernel,
+    Saved,
     Statistics,
-    TaskCalls,
     TaskTensors,
-    WholeCalls,
 )
 from quorum_attention.kernels.scaling import Scaling
 
@@ -124,10 +123,10 @@ class PassSpec:
         products: matrix products for each pair of tiles.
         divided: the input that a scaled backward divides by powers of two; None: never scaled.
         accumulate: adds a task's part to states (b, h, n, d), or (b, h, n) for width "one".
-        of_task: a task's part as ``TaskCalls`` returns it; reads the inputs after the first three
-            from its last argument.
-        of_call: the results of a whole call as ``WholeCalls`` returns them. It is given an lse with
-            0 in place of -inf.
+        of_task: a task's part as ``Kernel.task_forward`` returns it; reads the inputs after the
+            first three from its last argument.
+        of_call: the results of a whole call as ``Kernel.whole_forward`` returns them; reads the
+            same from its last argument, the lse with 0 in place of -inf.
         workspace: most bytes that ``accumulate`` allocates.
     """
 
@@ -140,11 +139,8 @@ class PassSpec:
     products: int
     divided: str | None
     accumulate: Callable[[InnerKernel, TaskTensors, Tensors, Sequence[torch.Tensor], Scaling], None]
-    of_task: Callable[[TaskCalls, TaskTensors, Tensors], tuple[torch.Tensor, ...]]
-    of_call: Callable[
-        [WholeCalls, Tensors, bool, float, torch.Tensor | None, torch.dtype, Dropout | None],
-        tuple[torch.Tensor, ...],
-    ]
+    of_task: Callable[[InnerKernel, TaskTensors, Tensors], tuple[torch.Tensor, ...]]
+    of_call: Callable[[InnerKernel, Call, Tensors], tuple[torch.Tensor, ...]]
     workspace: Callable[[InnerKernel, CallShape, Extent], int]
 
 
@@ -177,9 +173,8 @@ def _add_to(
     )
 
 
-def _with(dropout: Dropout | None) -> dict[str, Any]:
-    """The argument of a kernel's whole calls; left out for kernels that may not have it."""
-    return {} if dropout is None else {"dropout": dropout}
+def _saved(given: Tensors) -> Saved:
+    return Saved(given["grad_out"], given["out"], given["lse"])
 
 
 _READ = (
@@ -202,16 +197,7 @@ FORWARD = PassSpec(
     divided=None,
     accumulate=_merge_into,
     of_task=lambda kernel, task, given: kernel.task_forward(task),
-    of_call=lambda kernel, given, causal, scale, bias, dtype, dropout: kernel.whole_forward(
-        given["query"],
-        given["key"],
-        given["value"],
-        causal,
-        scale,
-        bias,
-        dtype,
-        **_with(dropout),
-    ),
+    of_call=lambda kernel, call, given: kernel.whole_forward(call),
     workspace=lambda kernel, call, extent: kernel.forward_workspace_bytes(call, extent),
 )
 
@@ -234,12 +220,7 @@ BACKWARD = PassSpec(
     products=5,
     divided="grad_out",
     accumulate=_add_to,
-    of_task=lambda kernel, task, given: kernel.task_backward(
-        task, given["grad_out"], given["out"], given["lse"]
-    ),
-    of_call=lambda kernel, given, causal, scale, bias, dtype, dropout: kernel.whole_backward(
-        given["grad_out"], given["query"], given["key"], given["value"], given["out"],
-        given["lse"], causal, scale, bias, dtype, **_with(dropout),
-    ),
+    of_task=lambda kernel, task, given: kernel.task_backward(task, _saved(given)),
+    of_call=lambda kernel, call, given: kernel.whole_backward(call, _saved(given)),
     workspace=lambda kernel, call, extent: kernel.backward_workspace_bytes(call, extent),
 )  # fmt: skip

@@ -24,9 +24,8 @@ from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.mask_gradient import Tile, tile_bytes
 from quorum_attention.execution.memory import is_out_of_memory
 from quorum_attention.kernels.merge import empty_, merge_
-from quorum_attention.kernels.protocol import Indices, RowStatistics
+from quorum_attention.kernels.protocol import Indices
 from quorum_attention.kernels.torch_private import capturing
-from quorum_attention.kernels.traits import calls_back, pairwise, row_statistics, sparse
 
 _ROWS = 8
 # Without a budget: keys at a time that a CPU's cache holds, and on a GPU few launches.
@@ -61,8 +60,7 @@ def check_functions_are_the_same(
     Raises:
         RuntimeError: a function has changed since the forward.
     """
-    told = calls_back(call.kernel)
-    if told is None or _unchecked.get() or not (functions := told.called_back()):
+    if _unchecked.get() or not (functions := call.kernel.called_back()):
         return
     if rows_differ(call, out, lse, left, whole=whole):
         names = ", ".join(shown(function) for function in functions)
@@ -84,7 +82,7 @@ def rows_differ(
         return False
     rows, causal = _drawn(call.work.n_queries), call.work.is_causal
     groups = [rows]
-    if causal and row_statistics(call.kernel) is not None:
+    if causal and call.kernel.row_statistics:
         groups = [[row] for row in rows]  # it masks no key for being later
     stops = [min(at[-1] + 1, call.work.n_keys) if causal else call.work.n_keys for at in groups]
     usual = _DEVICE_BYTES if backend_of(call.device).own_memory else _HOST_BYTES
@@ -135,8 +133,8 @@ class _Rows:
         self.query = self.of(call.query)
         work, kernel = call.work, call.kernel
         self.numbers = tuple(range(work.batch))
-        self._alone: RowStatistics | None = row_statistics(kernel)
-        self._known = None if self._alone is not None else pairwise(kernel)
+        self._alone = kernel if kernel.row_statistics else None
+        self._known = kernel if kernel.pairwise and self._alone is None else None
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """These rows of (*batch, heads, n, ...), on the computing device, with one batch
@@ -259,7 +257,7 @@ def _differ(rows: _Rows, out: torch.Tensor, lse: torch.Tensor, whole: bool) -> t
     # Where a number has overflowed, in either, rounding decides.
     known = _is_number(then_lse) & _is_number(found.lse)
     # A function of whole rectangles may compute in any dtype; scores and masks are modified here.
-    own = row_statistics(call.kernel) is not None and sparse(call.kernel) is None
+    own = call.kernel.row_statistics and not call.kernel.sparse
     unit, products = _rounding(call)
     allowed = (2e-2 if own else 1e-3 if unit > 1e-10 else 1e-9) + found.reach * products
     if own:

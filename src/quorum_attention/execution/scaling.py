@@ -44,7 +44,6 @@ from quorum_attention.kernels.scaling import (
     largest_norm,
 )
 from quorum_attention.kernels.tensors import row_blocks
-from quorum_attention.kernels.traits import traits_of
 
 # log2 of the scaled probabilities, 2**shift P, of a row that attends to all keys evenly.
 _LOG2_TYPICAL = -8
@@ -67,14 +66,13 @@ def usual_shift(n_keys: int) -> int:
 def scales(kernel: InnerKernel, work: Workload) -> bool:
     """Whether a backward by ``kernel`` is scaled; some kernels gain nothing, or cannot undo it."""
     # Kernels that have dropout compute it in fp32, or scale by themselves.
-    return work.dtype in traits_of(kernel).scaled_backward and not work.dropout
+    return work.dtype in kernel.scaled_backward and not work.dropout
 
 
 def takes_wide(kernel: InnerKernel, work: Workload) -> bool:
     """Whether a backward by ``kernel`` may be handed an upstream gradient as large as fp16 holds:
     it is divided again for each unit, or meets nothing narrower than fp32, as with dropout."""
-    traits = traits_of(kernel)
-    return traits.wide_products or work.dtype in traits.scaled_backward
+    return kernel.wide_products or work.dtype in kernel.scaled_backward
 
 
 def all_finite(parts: Sequence[torch.Tensor]) -> bool:

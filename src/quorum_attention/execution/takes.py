@@ -9,7 +9,6 @@ from quorum_attention.execution.case import Case
 from quorum_attention.execution.workload import GroupSize, Workload
 from quorum_attention.kernels.delta import carrier_bytes
 from quorum_attention.kernels.protocol import InnerKernel
-from quorum_attention.kernels.traits import traits_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +140,7 @@ def corrected_bytes(work: Workload, kernel: InnerKernel) -> int:
     """Bytes of the delta that a backward computes from probabilities (kernels/delta.py); 0 if its
     kernel is not plain softmax."""
     # Rows with a sink have weights that do not add up to 1.
-    if work.sinks or not traits_of(kernel).plain_softmax:
+    if work.sinks or not kernel.plain_softmax:
         return 0
     return carrier_bytes(
         work.dtype,

@@ -12,7 +12,6 @@ from quorum_attention.execution.shares import count_shared
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.cache import remembered
 from quorum_attention.kernels.protocol import InnerKernel
-from quorum_attention.kernels.traits import sparse
 
 # A kernel works in blocks of so many tokens, so it reads beyond the first and last token of a task.
 # If chunks end within blocks, it may read as far as the mask keeps anything: there is no bound.
@@ -71,10 +70,7 @@ class Trimmed:
 
 def pairs_of(work: Workload, kernel: InnerKernel) -> Pairs:
     """The pairs that a call keeps, by its sizes and the kernel's own mask."""
-    knowing = sparse(kernel)
-    if knowing is None:
-        return Pairs(work.n_queries, work.n_keys, work.is_causal)
-    found = knowing.kept_pairs(work.n_queries, work.n_keys, work.is_causal)
+    found = kernel.kept_pairs(work.n_queries, work.n_keys, work.is_causal)
     if isinstance(found.verdict, MethodType) and found.verdict.__self__ is kernel:
         return replace(found, verdict=_Weakly(found.verdict))
     return found

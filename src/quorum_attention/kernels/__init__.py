@@ -17,16 +17,16 @@ from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, add_, empty_, 
 from quorum_attention.kernels.probe import probe
 from quorum_attention.kernels.protocol import (
     Bias,
+    Call,
     CallShape,
     Extent,
     Gradients,
     InnerKernel,
+    Kernel,
     MaskShape,
-    Sparse,
+    Saved,
     Statistics,
-    TaskCalls,
     TaskTensors,
-    WholeCalls,
 )
 from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.registry import (
@@ -36,11 +36,11 @@ from quorum_attention.kernels.registry import (
     register_kernel,
     why_not,
 )
-from quorum_attention.kernels.traits import Traits, task_calls, traits_of, whole_calls
 
 __all__ = [
     "MERGE_WORKSPACE_BYTES",
     "Bias",
+    "Call",
     "CallShape",
     "CpuKernel",
     "CudnnKernel",
@@ -51,14 +51,12 @@ __all__ = [
     "FlashKernel",
     "Gradients",
     "InnerKernel",
+    "Kernel",
     "MaskShape",
     "RectangleKernel",
-    "Sparse",
+    "Saved",
     "Statistics",
-    "TaskCalls",
     "TaskTensors",
-    "Traits",
-    "WholeCalls",
     "add_",
     "empty_",
     "get_kernel",
@@ -67,9 +65,6 @@ __all__ = [
     "merge_",
     "probe",
     "register_kernel",
-    "task_calls",
-    "traits_of",
-    "whole_calls",
     "why_not",
 ]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from quorum_attention.kernels import reference
-from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.grouped import grouped_backward, grouped_forward
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
 from quorum_attention.kernels.odd_rows import (
@@ -18,13 +18,16 @@ from quorum_attention.kernels.odd_rows import (
     mend_odd_rows_,
 )
 from quorum_attention.kernels.protocol import (
+    Call,
     CallShape,
     Extent,
     Gradients,
+    Saved,
     Statistics,
     TaskTensors,
+    Three,
 )
-from quorum_attention.kernels.rectangles import RectangleKernel, four_dims, signed
+from quorum_attention.kernels.rectangles import RectangleKernel, signed
 from quorum_attention.kernels.tensors import pad_last
 from quorum_attention.kernels.torch_private import operator_reason, outside
 from quorum_attention.kernels.workspace import (
@@ -57,14 +60,10 @@ class CpuKernel(RectangleKernel):
 
     name = "cpu"
     rounds_scale = True
-    traits = replace(
-        RectangleKernel.traits,
-        plain_softmax=True,
-        heads_by_thread=True,
-        small_gradients=True,
-        dropout=True,
-        recorded=True,
-    )
+    plain_softmax = True
+    heads_by_thread = True
+    small_gradients = True
+    dropout = True
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
@@ -82,63 +81,27 @@ class CpuKernel(RectangleKernel):
         """Any call: grouped heads go to the operator as views (``grouped.py``)."""
         return True
 
-    def whole_forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        causal: bool,
-        scale: float,
-        bias: torch.Tensor | None,
-        out_dtype: torch.dtype | None = None,
-        dropout: Dropout | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``RectangleKernel.whole_forward``; takes grouped heads, mends rows that are not
         finite."""
-        if dropout is not None:
-            task = reference.whole_task(query, key, value, causal, scale, bias, dropout)
-            return reference.whole_forward(task, out_dtype)
-        if query.shape[1] != key.shape[1] and not (causal and _groups()):
-            return grouped_forward(
-                lambda q, k, v, mask: self.whole_forward(q, k, v, causal, scale, mask, out_dtype),
-                query, key, value, bias, causal,
-            )  # fmt: skip
-        out, lse = super().whole_forward(query, key, value, causal, scale, bias, out_dtype)
-        mask = None if bias is None else four_dims(bias)
-        mend_odd_rows_(out, lse, query, key, causal, scale, mask)
+        if call.dropout is not None:
+            return reference.whole_forward(call)
+        if call.query.shape[1] != call.key.shape[1] and not (call.causal and _groups()):
+            return grouped_forward(self.whole_forward, call)
+        out, lse = super().whole_forward(call)
+        mend_odd_rows_(out, lse, call)
         return out, lse
 
-    def whole_backward(
-        self,
-        grad_out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        causal: bool,
-        scale: float,
-        bias: torch.Tensor | None,
-        grad_dtype: torch.dtype | None = None,
-        dropout: Dropout | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def whole_backward(self, call: Call, saved: Saved) -> Three:
         """See ``RectangleKernel.whole_backward``; takes grouped heads."""
-        if dropout is not None:
-            task = reference.whole_task(query, key, value, causal, scale, bias, dropout)
-            return reference.whole_backward(task, grad_out, out, lse, grad_dtype)
-        lanes = key.shape[0] * key.shape[1]
-        if query.shape[1] != key.shape[1] and not (
-            causal and sums_groups(query.element_size(), lanes)
+        if call.dropout is not None:
+            return reference.whole_backward(call, saved)
+        lanes = call.key.shape[0] * call.key.shape[1]
+        if call.query.shape[1] != call.key.shape[1] and not (
+            call.causal and sums_groups(call.query.element_size(), lanes)
         ):
-            return grouped_backward(
-                lambda g, q, k, v, o, row, mask: self.whole_backward(
-                    g, q, k, v, o, row, causal, scale, mask, grad_dtype
-                ),
-                grad_out, query, key, value, out, lse, bias, causal,
-            )  # fmt: skip
-        return super().whole_backward(
-            grad_out, query, key, value, out, lse, causal, scale, bias, grad_dtype
-        )
+            return grouped_backward(self.whole_backward, call, saved)
+        return super().whole_backward(call, saved)
 
     def takes_recorded(self, call: CallShape) -> bool:
         """Not gradients in fp16, nor in bf16 with grouped heads: ours round less, in less time
@@ -152,74 +115,33 @@ class CpuKernel(RectangleKernel):
             return same and call.dtype == torch.bfloat16
         return same or _groups()
 
-    def recorded_forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        causal: bool,
-        scale: float,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor | None:
-        """See ``Recorded.recorded_forward``."""
-        if query.dtype is _WIDE:
-            query, scale, _ = signed(query, scale)
+    def recorded_forward(self, call: Call) -> torch.Tensor | None:
+        """See ``Kernel.recorded_forward``."""
+        if call.query.dtype is _WIDE:
+            call, _ = signed(call)
         out: torch.Tensor
-        out, lse = _recorded(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
+        out, lse = _run(call)
         # Of rows without keys too it is 0, NaN or infinite (odd_rows.py). One operator tells, that
         # returns a bool: no NaN equals itself.
         ones = lse / lse
         return out if _equal(ones, ones) else None
 
-    def rectangle_forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        causal: bool,
-        scale: float,
-        bias: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def rectangle_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``RectangleKernel.rectangle_forward``."""
-        width = max(query.shape[-1], value.shape[-1])
-        out, lse = _recorded(
-            pad_last(query, width),
-            pad_last(key, width),
-            pad_last(value, width),
-            0.0,
-            causal,
-            attn_mask=bias,
-            scale=scale,
-        )
-        return (out if width == value.shape[-1] else out[..., : value.shape[-1]]), lse
+        value_dim = call.value.shape[-1]
+        width = max(call.query.shape[-1], value_dim)
+        pad = partial(pad_last, width=width)
+        out, lse = _run(call.mapped(pad, pad))
+        return (out if width == value_dim else out[..., :value_dim]), lse
 
-    def rectangle_backward(
-        self,
-        grad_out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        causal: bool,
-        scale: float,
-        bias: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def rectangle_backward(self, call: Call, saved: Saved) -> Three:
         """See ``RectangleKernel.rectangle_backward``."""
-        head_dim, value_dim = query.shape[-1], value.shape[-1]
-        width = max(head_dim, value_dim)
+        head_dim, value_dim = call.query.shape[-1], call.value.shape[-1]
+        pad = partial(pad_last, width=max(head_dim, value_dim))
         dq, dk, dv = _backward(
-            pad_last(grad_out, width),
-            pad_last(query, width),
-            pad_last(key, width),
-            pad_last(value, width),
-            pad_last(out, width),
-            lse,
-            0.0,
-            causal,
-            attn_mask=bias,
-            scale=scale,
-        )
+            pad(saved.grad_out), *map(pad, call.inputs), pad(saved.out), saved.lse, 0.0,
+            call.causal, attn_mask=call.bias, scale=call.scale,
+        )  # fmt: skip
         if head_dim == value_dim:
             return dq, dk, dv
         return dq[..., :head_dim], dk[..., :head_dim], dv[..., :value_dim]
@@ -307,6 +229,13 @@ class CpuKernel(RectangleKernel):
             inside += (2 * sizes.rows + sizes.key_rows) * width * sizes.item
         adding = _widened(sizes, max(sizes.rows, parts * sizes.key_rows) * width)
         return max(_TRIAL_BYTES, backward_bytes(sizes, gradients, inside, adding))
+
+
+def _run(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    found: tuple[torch.Tensor, torch.Tensor] = _recorded(
+        *call.inputs, 0.0, call.causal, attn_mask=call.bias, scale=call.scale
+    )
+    return found
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import torch
 
 from quorum_attention.decomposition import Rectangle
 from quorum_attention.kernels.bias import BASE_TWO_LOWEST, aligned_bias
-from quorum_attention.kernels.protocol import CallShape, Extent
+from quorum_attention.kernels.protocol import Call, CallShape, Extent, Saved, Three
 from quorum_attention.kernels.rectangles import RectangleKernel, TaskSizes
 from quorum_attention.kernels.tensors import bias_for_padding, in_layout_of, pad_rows, repeat_last
 from quorum_attention.kernels.torch_private import operator_reason, outside
@@ -43,7 +43,7 @@ class CudnnKernel(RectangleKernel):
 
     name = "cudnn"
     narrow_factor = True
-    traits = replace(RectangleKernel.traits, plain_softmax=True)
+    plain_softmax = True
     lowest_score = BASE_TWO_LOWEST
     grouped = True
     row_unit = 128
@@ -64,51 +64,28 @@ class CudnnKernel(RectangleKernel):
             return "this torch has no cuDNN"
         return operator_reason(_FORWARD, *([_BACKWARD] if call.needs_grad else []))
 
-    def rectangle_forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        causal: bool,
-        scale: float,
-        bias: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def rectangle_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``RectangleKernel.rectangle_forward``."""
+        query, key, value, bias = *call.inputs, call.bias
         rows = query.shape[2]
         if min(rows, key.shape[2]) < _SHORTEST:
             least = (_SHORTEST, _SHORTEST)
-            bias = bias_for_padding(bias, query, key.shape[2], least, causal)
+            bias = bias_for_padding(bias, query, key.shape[2], least, call.is_causal)
             query, key = (repeat_last(t, _SHORTEST) for t in (query, key))
             value = pad_rows(value, _SHORTEST)
+        mask = None if bias is None else aligned_bias(bias, key.shape[2])
         results = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            query,
-            key,
-            value,
-            None if bias is None else aligned_bias(bias, key.shape[2]),
-            True,
-            0.0,
-            causal,
-            False,
-            scale=scale,
+            query, key, value, mask, True, 0.0, call.is_causal, False, scale=call.scale
         )
         out, lse = results[:2]
         if not _TEMPLATES:
             _TEMPLATES.append((lse.dim(), results[6].dtype))
         return out[:, :, :rows], lse.reshape(query.shape[:3])[:, :, :rows]
 
-    def rectangle_backward(
-        self,
-        grad_out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        causal: bool,
-        scale: float,
-        bias: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def rectangle_backward(self, call: Call, saved: Saved) -> Three:
         """See ``RectangleKernel.rectangle_backward``."""
+        query, key, value, bias = *call.inputs, call.bias
+        grad_out, out, lse, causal = saved.grad_out, saved.out, saved.lse, call.is_causal
         rows, keys = query.shape[2], key.shape[2]
         least = _backward_least(rows, keys, causal)
         if rows < least[0] or keys < least[1]:
@@ -120,28 +97,14 @@ class CudnnKernel(RectangleKernel):
         lse_dims, seed_dtype = _forward_template(query.device, query.dtype)
         lse = lse.contiguous()
         seed = torch.zeros((), dtype=seed_dtype, device=query.device)
-        gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (
-            torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-                # torch caches cuDNN's plans by the strides of query, key and value alone. A plan
-                # made for other strides of grad_out and out would read the wrong elements.
-                in_layout_of(grad_out, query),
-                query,
-                key,
-                value,
-                in_layout_of(out, query),
-                lse.unsqueeze(-1) if lse_dims == 4 else lse,
-                seed,
-                seed,
-                None if bias is None else aligned_bias(bias, key.shape[2]),
-                None,
-                None,
-                query.shape[2],
-                key.shape[2],
-                0.0,
-                causal,
-                scale=scale,
-            )
-        )
+        mask = None if bias is None else aligned_bias(bias, key.shape[2])
+        # torch caches cuDNN's plans by the strides of query, key and value alone. A plan made for
+        # other strides of grad_out and out would read the wrong elements.
+        gradients: Three = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            in_layout_of(grad_out, query), query, key, value, in_layout_of(out, query),
+            lse.unsqueeze(-1) if lse_dims == 4 else lse, seed, seed, mask, None, None,
+            query.shape[2], key.shape[2], 0.0, causal, scale=call.scale,
+        )  # fmt: skip
         grad_query, grad_key, grad_value = gradients
         return grad_query[:, :, :rows], grad_key[:, :, :keys], grad_value[:, :, :keys]
 

@@ -16,22 +16,24 @@ from quorum_attention.kernels.protocol import (
     CallShape,
     Extent,
     Gradients,
+    Kernel,
     Statistics,
     TaskTensors,
 )
-from quorum_attention.kernels.traits import Traits
 
 _WHOLE_ROWS = reference.Scores(whole_rows=True, tiles=reference.LARGE)
 
 
-class DenseKernel:
+class DenseKernel(Kernel):
     """The reference (kernels/reference.py) over a whole task: any device, any floating dtype.
 
     It computes in fp32 (fp64 for fp64 inputs), so its results are exact up to fp32 rounding.
     """
 
     name = "dense"
-    traits = Traits(plain_softmax=True, dropout=True, wide_products=True)
+    plain_softmax = True
+    dropout = True
+    wide_products = True
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from quorum_attention.kernels.bias import BASE_TWO_LOWEST, aligned_bias
-from quorum_attention.kernels.protocol import CallShape, Extent
+from quorum_attention.kernels.protocol import Call, CallShape, Extent, Saved, Three
 from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.tensors import pad_last, token_major, zero_unit_strides
 from quorum_attention.kernels.torch_private import operator_reason
@@ -31,7 +31,7 @@ class EfficientKernel(RectangleKernel):
 
     name = "efficient"
     narrow_factor = True
-    traits = replace(RectangleKernel.traits, plain_softmax=True)
+    plain_softmax = True
     lowest_score = BASE_TWO_LOWEST
     # Before mid-2026 it returned wrong results, without an error, for masks longer than 65,536.
     masked_limit: int = 32_768
@@ -47,43 +47,17 @@ class EfficientKernel(RectangleKernel):
             return "it takes no head dimension of 0"
         return operator_reason(_FORWARD, *([_BACKWARD] if call.needs_grad else []))
 
-    def rectangle_forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        causal: bool,
-        scale: float,
-        bias: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def rectangle_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``RectangleKernel.rectangle_forward``."""
-        rows = query.shape[2]
         out, lse = torch.ops.aten._scaled_dot_product_efficient_attention(
-            _fit(query),
-            _fit(key),
-            _fit(value),
-            _expanded(bias, query, key),
-            True,
-            0.0,
-            causal,
-            scale=scale,
+            *map(_fit, call.inputs), _expanded(call), True, 0.0, call.is_causal, scale=call.scale
         )[:2]
-        return out[..., : value.shape[-1]], lse[..., :rows]
+        return out[..., : call.value.shape[-1]], lse[..., : call.query.shape[2]]
 
-    def rectangle_backward(
-        self,
-        grad_out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        causal: bool,
-        scale: float,
-        bias: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def rectangle_backward(self, call: Call, saved: Saved) -> Three:
         """See ``RectangleKernel.rectangle_backward``."""
-        head_dim, value_dim = query.shape[-1], value.shape[-1]
+        query, out, lse = call.query, saved.out, saved.lse
+        head_dim, value_dim = query.shape[-1], call.value.shape[-1]
         if not (out.device == lse.device == query.device):
             # The operator does not look, and reads what is no memory of the GPU's.
             raise RuntimeError(f"out and lse must be on {query.device}")
@@ -91,11 +65,9 @@ class EfficientKernel(RectangleKernel):
         padded_lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % _LSE_ROWS), value=torch.inf)
         seed = torch.zeros((), dtype=torch.int64, device=query.device)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            _fit(grad_out),
-            _fit(query),
-            _fit(key),
-            _fit(value),
-            _expanded(bias, query, key),
+            _fit(saved.grad_out),
+            *map(_fit, call.inputs),
+            _expanded(call),
             # It computes delta with a row stride of heads x dimension, whatever the real one is.
             token_major(pad_last(out, _aligned(value_dim, out.element_size()))),
             padded_lse.contiguous(),
@@ -103,8 +75,8 @@ class EfficientKernel(RectangleKernel):
             seed,
             0.0,
             [True, True, True, False],
-            causal,
-            scale=scale,
+            call.is_causal,
+            scale=call.scale,
         )[:3]
         return dq[..., :head_dim], dk[..., :head_dim], dv[..., :value_dim]
 
@@ -163,13 +135,12 @@ def _aligned(width: int, item: int) -> int:
     return round_up(width, 16 // item)
 
 
-def _expanded(
-    bias: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
-) -> torch.Tensor | None:
-    if bias is None:
+def _expanded(call: Call) -> torch.Tensor | None:
+    if call.bias is None:
         return None
-    aligned = zero_unit_strides(aligned_bias(bias, key.shape[2]))
-    return aligned.expand(*query.shape[:3], key.shape[2])
+    n_keys = call.key.shape[2]
+    aligned = zero_unit_strides(aligned_bias(call.bias, n_keys))
+    return aligned.expand(*call.query.shape[:3], n_keys)
 
 
 def _pad_bytes(call: CallShape, sizes: RectangleSizes, backward: bool) -> int:

@@ -20,7 +20,7 @@ import torch
 
 from quorum_attention.cache_files import cache_folder, private_folder
 from quorum_attention.decomposition.bands import Band
-from quorum_attention.kernels.protocol import CallShape, Extent
+from quorum_attention.kernels.protocol import Call, CallShape, Extent, Saved, Three
 from quorum_attention.kernels.rates import by_head_dim
 from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.workspace import (
@@ -79,12 +79,14 @@ class Fa4Kernel(RectangleKernel):
     grouped = True
     bands = True
     row_unit = _TILE
-    traits = replace(RectangleKernel.traits, plain_softmax=True, empty_rows=True, pace=pace)
+    plain_softmax = True
+    empty_rows = True
+    pace = staticmethod(pace)
 
     def __init__(self, softcap: float | None = None) -> None:
         if softcap is not None:
             self.softcap = softcap
-            self.traits = replace(self.traits, plain_softmax=False, probed_as=_PLAIN)
+            self.plain_softmax, self.probed_as = False, _PLAIN
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
@@ -108,59 +110,39 @@ class Fa4Kernel(RectangleKernel):
                 return "its backward takes equal head dimensions where heads are grouped"
         return _missing() or _too_old()
 
-    def rectangle_forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        causal: bool,
-        scale: float,
-        bias: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def rectangle_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``RectangleKernel.rectangle_forward``."""
-        options = self._options(causal, query.shape[2], key.shape[2])
-        with _called(query, key, value, options):
+        options = self._options(call)
+        with _called(call, options):
             out, lse = _functions()[0](
-                query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
-                softmax_scale=scale, return_lse=True, **options,
-            )[:2]  # fmt: skip
+                *_by_token(*call.inputs), softmax_scale=call.scale, return_lse=True, **options
+            )[:2]
         out = out.transpose(1, 2)
         # A row with a score of NaN or +inf has an lse of -inf, as one without keys, whose output is
         # 0. The merge would take it for that, and a backward would make finite gradients of it.
         lse.masked_fill_(torch.isneginf(lse) & out[..., 0].isnan(), torch.nan)
         return out, lse
 
-    def rectangle_backward(
-        self,
-        grad_out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        causal: bool,
-        scale: float,
-        bias: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def rectangle_backward(self, call: Call, saved: Saved) -> Three:
         """See ``RectangleKernel.rectangle_backward``."""
-        options = self._options(causal, query.shape[2], key.shape[2])
+        options = self._options(call)
         options["deterministic"] = torch.are_deterministic_algorithms_enabled()
-        with _called(query, key, value, options, backward=True):
+        with _called(call, options, backward=True):
             gradients = _functions()[1](
-                query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
-                out.transpose(1, 2), grad_out.transpose(1, 2), lse.contiguous(),
-                softmax_scale=scale, **options,
+                *_by_token(*call.inputs, saved.out, saved.grad_out), saved.lse.contiguous(),
+                softmax_scale=call.scale, **options,
             )  # fmt: skip
-        grad_query, grad_key, grad_value = (grad.transpose(1, 2) for grad in gradients[:3])
+        grad_query, grad_key, grad_value = _by_token(*gradients[:3])
         return grad_query, grad_key, grad_value
 
-    def _options(self, kept: bool | Band, n_queries: int, n_keys: int) -> dict[str, Any]:
+    def _options(self, call: Call) -> dict[str, Any]:
         """How its functions are told what is kept of a rectangle, and of the soft cap."""
         cap = {"softcap": self.softcap} if self.softcap else {}
+        kept = call.causal
         if not isinstance(kept, Band):
             return {"causal": kept, **cap}
         # It counts keys from the last query's.
-        apart = n_keys - n_queries
+        apart = call.key.shape[2] - call.query.shape[2]
         return {
             "window_size_left": None if kept.low is None else apart - kept.low,
             "window_size_right": None if kept.high is None else kept.high - apart,
@@ -191,6 +173,11 @@ class Fa4Kernel(RectangleKernel):
             # Copies of an output and of its gradient that do not lie as its loads ask for.
             inside += 2 * sizes.rows * call.value_dim * sizes.item
         return backward_bytes(sizes, gradients, inside)
+
+
+def _by_token(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """(b, h, n, d) as (b, n, h, d), or the other way round."""
+    return [tensor.transpose(1, 2) for tensor in tensors]
 
 
 def _held(*sizes: int) -> int:
@@ -255,15 +242,10 @@ _CALLED: set[tuple[object, ...]] = set()
 
 
 @contextmanager
-def _called(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    options: dict[str, Any],
-    backward: bool = False,
-) -> Iterator[None]:
+def _called(call: Call, options: dict[str, Any], backward: bool = False) -> Iterator[None]:
     """A call, on the device of its tensors. The first of a kind compiles, and then CuTe DSL warns
     of FlashAttention's own code."""
+    query, key, value = call.inputs
     kind = (
         backward, query.device, query.dtype, query.shape[-1], value.shape[-1],
         query.shape[1] // key.shape[1], query.shape[2] <= _TILE, key.shape[2] <= _TILE,

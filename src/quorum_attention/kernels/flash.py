@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
-from quorum_attention.kernels.protocol import CallShape, Extent
+from quorum_attention.kernels.protocol import Call, CallShape, Extent, Saved, Three
 from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.torch_private import flash_implementation, operator_reason
 from quorum_attention.kernels.workspace import (
@@ -26,7 +24,7 @@ class FlashKernel(RectangleKernel):
     """torch's FlashAttention-2: 16-bit inputs, no mask; takes grouped heads directly."""
 
     name = "flash"
-    traits = replace(RectangleKernel.traits, plain_softmax=True)
+    plain_softmax = True
     grouped = True
     row_unit = 128
 
@@ -50,59 +48,26 @@ class FlashKernel(RectangleKernel):
             return f"torch's flash operators have been replaced by {instead}"
         return operator_reason(_FORWARD, *([_BACKWARD] if call.needs_grad else []))
 
-    def rectangle_forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        causal: bool,
-        scale: float,
-        bias: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def rectangle_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``RectangleKernel.rectangle_forward``."""
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention(
-            query, key, value, 0.0, causal, False, scale=scale
+            *call.inputs, 0.0, call.is_causal, False, scale=call.scale
         )[:2]
         # It returns lse +inf for a row whose sum is NaN: with that, a backward would compute 0 for
         # all of its probabilities that are not NaN themselves.
         lse.nan_to_num_(nan=torch.nan, posinf=torch.nan, neginf=-torch.inf)
         return out, lse
 
-    def rectangle_backward(
-        self,
-        grad_out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        causal: bool,
-        scale: float,
-        bias: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def rectangle_backward(self, call: Call, saved: Saved) -> Three:
         """See ``RectangleKernel.rectangle_backward``."""
         # Random state and its offset: read only with dropout.
-        state = torch.zeros(2, dtype=torch.int64, device=query.device).view(torch.uint64)
-        gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (
-            torch.ops.aten._scaled_dot_product_flash_attention_backward(
-                grad_out,
-                query,
-                key,
-                value,
-                out,
-                # The operator reads it as if it were contiguous.
-                lse.contiguous(),
-                None,
-                None,
-                query.shape[2],
-                key.shape[2],
-                0.0,
-                causal,
-                state,
-                state[0],
-                scale=scale,
-            )
-        )
+        state = torch.zeros(2, dtype=torch.int64, device=call.query.device).view(torch.uint64)
+        # The operator reads lse as if it were contiguous.
+        gradients: Three = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            saved.grad_out, *call.inputs, saved.out, saved.lse.contiguous(), None, None,
+            call.query.shape[2], call.key.shape[2], 0.0, call.is_causal, state, state[0],
+            scale=call.scale,
+        )  # fmt: skip
         return gradients
 
     def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:

@@ -9,109 +9,87 @@ j-th query head of every group.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 
 import torch
 
-from quorum_attention.kernels.tensors import jth_of_group
+from quorum_attention.kernels.protocol import Call, Saved, Three
+from quorum_attention.kernels.tensors import Pick, jth_of_group
 
 _FEW_ROWS = 64
 
-Forward = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-Backward = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+Forward = Callable[[Call], tuple[torch.Tensor, torch.Tensor]]
+Backward = Callable[[Call, Saved], Three]
 
 
-def grouped_forward(
-    run: Forward,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None,
-    causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Out (b, h, n, dv) and lse (b, h, n) of query (b, h, n, d) and key (b, hk, m, d), h > hk.
-
-    ``run(query, key, value, bias)`` returns (out, lse) for as many query heads as key heads.
-    """
-    if _folds(bias, causal):
-        out, lse = run(_as_rows(query, key), key, value, bias)
-        return out.reshape(*query.shape[:-1], -1), lse.reshape(query.shape[:-1])
-    if _flattens(query, key, value, bias):
-        shared = query.shape[1] // key.shape[1]
-        out, lse = run(
-            _by_group(query, key),
-            _under(key, shared),
-            _under(value, shared),
-            _bias_by_group(bias, key),
-        )
-        return out.reshape(*query.shape[:-1], -1), lse.reshape(query.shape[:-1])
-    outs, lses = [], []
-    for j in range(query.shape[1] // key.shape[1]):
-        out, lse = run(_jth(query, key, j), key, value, _jth_bias(bias, key, j))
-        outs.append(out)
-        lses.append(lse)
-    return torch.stack(outs, 2).flatten(1, 2), torch.stack(lses, 2).flatten(1, 2)
+def grouped_forward(run: Forward, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """``run`` of a call with fewer key heads than query heads, by calls with as many."""
+    query, key = call.query, call.key
+    if _folds(call):
+        out, lse = run(replace(call, query=_as_rows(query, key)))
+    elif _flattens(call):
+        out, lse = run(_by_group_of(call))
+    else:
+        parts = [run(part) for part, _ in _parts(call)]
+        out, lse = (torch.stack(some, 2).flatten(1, 2) for some in zip(*parts, strict=True))
+    return out.reshape(*query.shape[:-1], -1), lse.reshape(query.shape[:-1])
 
 
-def grouped_backward(
-    run: Backward,
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    bias: torch.Tensor | None,
-    causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of query, key and value, summed over the query heads that share a key head.
-
-    ``run(grad_out, query, key, value, out, lse, bias)`` returns the three gradients for as many
-    query heads as key heads.
-    """
-    if _folds(bias, causal) and _few_rows(query, key):
-        rows = (_as_rows(t, key) for t in (grad_out, query))
-        found = run(*rows, key, value, _as_rows(out, key), _as_rows(lse, key), bias)
+def grouped_backward(run: Backward, call: Call, saved: Saved) -> Three:
+    """The gradients of query, key and value, summed over the query heads that share a key head."""
+    query, key, value = call.inputs
+    if _folds(call) and _few_rows(query, key):
+        rows = saved.mapped(lambda tensor: _as_rows(tensor, key))
+        found = run(replace(call, query=_as_rows(query, key)), rows)
         return found[0].reshape(query.shape), found[1], found[2]
-    if _flattens(query, key, value, bias):
-        shared = query.shape[1] // key.shape[1]
-        found = run(
-            _by_group(grad_out, key),
-            _by_group(query, key),
-            _under(key, shared),
-            _under(value, shared),
-            _by_group(out, key),
-            _by_group(lse, key),
-            _bias_by_group(bias, key),
-        )
-        grad_query, grad_key, grad_value = found
+    if _flattens(call):
+        found = run(_by_group_of(call), saved.mapped(lambda tensor: _by_group(tensor, key)))
         return (
-            grad_query.reshape(query.shape),
-            grad_key.sum(1).view(key.shape),
-            grad_value.sum(1).view(value.shape),
+            found[0].reshape(query.shape),
+            found[1].sum(1).view(key.shape),
+            found[2].sum(1).view(value.shape),
         )
     queries: list[torch.Tensor] = []
-    keys: torch.Tensor | None = None
-    values: torch.Tensor | None = None
-    for j in range(query.shape[1] // key.shape[1]):
-        mine, grad_key, grad_value = run(
-            _jth(grad_out, key, j), _jth(query, key, j), key, value, _jth(out, key, j),
-            _jth(lse, key, j), _jth_bias(bias, key, j),
-        )  # fmt: skip
+    sums: list[torch.Tensor] = []
+    # Summed in fp32, as torch does: 16-bit partial sums would be rounded for every head.
+    wide = torch.promote_types(key.dtype, torch.float32)
+    for part, pick in _parts(call):
+        mine, *others = run(part, saved.mapped(pick))
         queries.append(mine)
-        # Summed in fp32, as torch does: 16-bit partial sums would be rounded for every head.
-        wide = torch.promote_types(key.dtype, torch.float32)
-        keys = grad_key.to(wide) if keys is None else keys.add_(grad_key)
-        values = grad_value.to(wide) if values is None else values.add_(grad_value)
-    assert keys is not None
-    assert values is not None
-    grad_query = torch.stack(queries, 2).flatten(1, 2)
-    return grad_query, keys.to(key.dtype), values.to(value.dtype)
+        if sums:
+            for total, grad in zip(sums, others, strict=True):
+                total.add_(grad)
+        else:
+            sums = [grad.to(wide) for grad in others]
+    grad_key, grad_value = (total.to(key.dtype) for total in sums)
+    return torch.stack(queries, 2).flatten(1, 2), grad_key, grad_value
 
 
-def _folds(bias: torch.Tensor | None, causal: bool) -> bool:
+def _by_group_of(call: Call) -> Call:
+    """Each key head as a batch entry, whose heads are the query heads of its group."""
+    key, shared = call.key, call.query.shape[1] // call.key.shape[1]
+    return call.mapped(
+        lambda tensor: _by_group(tensor, key),
+        lambda tensor: _under(tensor, shared),
+        bias=_bias_by_group(call.bias, key),
+    )
+
+
+def _parts(call: Call) -> Iterator[tuple[Call, Pick]]:
+    """The call of the j-th query head of every group, for each j, and what selects these heads."""
+    key_heads, bias = call.key.shape[1], call.bias
+    for j in range(call.query.shape[1] // key_heads):
+        pick = partial(jth_of_group, key_heads, j)
+        mask = bias if bias is None or bias.shape[1] == 1 else pick(bias)
+        yield replace(call, query=pick(call.query), bias=mask), pick
+
+
+def _folds(call: Call) -> bool:
     """Whether all rows and all heads have the same mask, so that heads can become rows."""
-    return not causal and (bias is None or bias.shape[1:3] == (1, 1))
+    bias = call.bias
+    return not call.causal and (bias is None or bias.shape[1:3] == (1, 1))
 
 
 def _few_rows(query: torch.Tensor, key: torch.Tensor) -> bool:
@@ -126,10 +104,9 @@ def _as_rows(tensor: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(batch, heads, -1, *tensor.shape[3:])
 
 
-def _flattens(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None
-) -> bool:
+def _flattens(call: Call) -> bool:
     """Whether (batch, key heads) can become one dimension without a copy."""
+    query, key, value, bias = *call.inputs, call.bias
     batch, heads = key.shape[:2]
     if batch == 1:
         return True
@@ -152,11 +129,3 @@ def _under(tensor: torch.Tensor, shared: int) -> torch.Tensor:
 
 def _bias_by_group(bias: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor | None:
     return bias if bias is None or bias.shape[1] == 1 else _by_group(bias, key)
-
-
-def _jth(tensor: torch.Tensor, key: torch.Tensor, j: int) -> torch.Tensor:
-    return jth_of_group(key.shape[1], j, tensor)
-
-
-def _jth_bias(bias: torch.Tensor | None, key: torch.Tensor, j: int) -> torch.Tensor | None:
-    return bias if bias is None or bias.shape[1] == 1 else _jth(bias, key, j)

@@ -9,13 +9,14 @@ constant: that is enough for rows to be read and written in words of 16 bytes.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import threading
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
 
-from quorum_attention.kernels import ahead
+from quorum_attention.kernels.torch_private import outside
 
 # Elements of a program's block: enough for full memory bandwidth, few enough for the registers.
 _BLOCK_ELEMENTS = 4096
@@ -28,8 +29,9 @@ _LARGEST_UNIT = 16
 _ROWS = 128
 
 
-# Held while a kernel is compiled by a thread, and by launches meanwhile: none is compiled twice.
+# Held while the thread compiles a kernel, and by launches meanwhile: none is compiled twice.
 _compiling = threading.Lock()
+_warming: list[threading.Thread] = []
 
 
 class Launch(NamedTuple):
@@ -52,9 +54,43 @@ def launch(what: Launch) -> None:
     """Launch it on the current stream of its tensors' device."""
     if not what.programs:
         return
-    # What is launched may be what a thread is compiling.
-    with torch.cuda.device_of(what.arguments[0]), _compiling if ahead.RUNNING else nullcontext():
+    # What is launched may be what the thread is compiling.
+    waits = any(thread.is_alive() for thread in _warming)
+    with torch.cuda.device_of(what.arguments[0]), _compiling if waits else nullcontext():
         _kernel(what.kernel)[(what.programs,)](*what.arguments, *what.constants)
+
+
+def compile_ahead(
+    device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, scaled: bool | None
+) -> None:
+    """Begin to compile what merges and adds on ``device`` in a thread, beside what the caller does.
+
+    What fails is left to the launch, which fails in the same way.
+
+    Args:
+        dtype: of the inputs.
+        head_dim, value_dim: of query and key, and of value.
+        scaled: whether the backward that is to follow is scaled; None: there is none.
+    """
+    if device.type != "cuda" or not torch.cuda.is_available() or not triton_available():
+        return
+    with outside():
+        # In the order in which they are needed.
+        kernels = [merging(dtype, value_dim)]
+        if scaled is not None:
+            kernels.append(adding(dtype, (head_dim, head_dim, value_dim), scaled))
+        if scaled:
+            kernels += finding_norms(dtype, value_dim), dividing(dtype, value_dim)
+
+    def work() -> None:
+        with suppress(Exception), torch.cuda.device(device):
+            for what in kernels:
+                compile_for(what)
+
+    thread = threading.Thread(target=work, name="compiles Triton kernels")
+    with suppress(RuntimeError):  # no more threads: launches compile
+        thread.start()
+        _warming[:] = [*(t for t in _warming if t.is_alive()), thread]
 
 
 def compile_for(what: Launch) -> None:
@@ -62,6 +98,12 @@ def compile_for(what: Launch) -> None:
     with _compiling:
         compiled = _kernel(what.kernel).warmup(*what.arguments, *what.constants, grid=(1,))
         _ = compiled.run  # here Triton loads it, and makes what launches it
+
+
+@functools.cache
+def triton_available() -> bool:
+    """Whether Triton, which is optional, is installed."""
+    return importlib.util.find_spec("triton") is not None
 
 
 @functools.cache

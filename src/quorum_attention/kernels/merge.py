@@ -9,8 +9,6 @@ value with a small weight would then distort the result.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import math
 import threading
 from collections.abc import Iterator
@@ -18,7 +16,7 @@ from contextlib import contextmanager
 
 import torch
 
-from quorum_attention.kernels.launches import launch, to_add, to_merge
+from quorum_attention.kernels.launches import launch, to_add, to_merge, triton_available
 from quorum_attention.kernels.tensors import BLOCK_BYTES, row_blocks
 
 MERGE_WORKSPACE_BYTES = 3 * BLOCK_BYTES
@@ -208,9 +206,3 @@ def _triton_can_merge(out: torch.Tensor, out_i: torch.Tensor, rounded: bool = Fa
 
 def _left_to_torch() -> bool:
     return getattr(_here, "by_torch", False)
-
-
-@functools.cache
-def triton_available() -> bool:
-    """Whether Triton, which is optional, is installed."""
-    return importlib.util.find_spec("triton") is not None

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from quorum_attention.kernels.protocol import Call
 from quorum_attention.kernels.tensors import row_blocks
 
 # Bytes of scores that are looked at together.
@@ -21,11 +22,7 @@ MEND_ROW_BYTES = 48
 def mend_odd_rows_(
     out: torch.Tensor,
     lse: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    causal: bool,
-    scale: float,
-    bias: torch.Tensor | None,
+    call: Call,
 ) -> None:
     """Correct, in place, the rows that have NaN, infinite or no scores.
 
@@ -38,12 +35,12 @@ def mend_odd_rows_(
     Args:
         out: (b, h, lq, dv), as the operator returned it.
         lse: (b, h, lq), as the operator returned it; rows with -inf are right already.
-        query, key, causal, scale: the operator's arguments; query heads may share key heads.
-        bias: (b or 1, h or 1, lq or 1, lk or 1), or None.
+        call: the operator's arguments; query heads may share key heads.
     """
+    query, key, bias = call.query, call.key, call.bias
     batch, heads, n_rows = lse.shape
     if bias is not None:
-        bias = bias.expand(batch, heads, n_rows, key.shape[2])
+        bias = bias[(None,) * (4 - bias.dim())].expand(batch, heads, n_rows, key.shape[2])
     for block in row_blocks(batch, heads, n_rows, lse.element_size()):
         ones = lse[block] / lse[block]
         if not math.isnan(float(ones.sum())):
@@ -58,7 +55,7 @@ def mend_odd_rows_(
             for rows in (odd[entry, head].nonzero().flatten() + block[2].start).split(step):
                 some = query[at][rows].to(lse.dtype)
                 mask = None if bias is None else bias[at]
-                largest = _largest(some, keys, rows, step, causal, scale, mask)
+                largest = _largest(some, keys, rows, step, call.is_causal, call.scale, mask)
                 out[at][rows[largest.isnan() | (largest == torch.inf)]] = torch.nan
                 out[at][rows[largest == -torch.inf]] = 0.0
                 lse[at][rows] = torch.where(largest.isfinite(), lse[at][rows], largest)

@@ -2,30 +2,34 @@
 
 An operator may run and return wrong numbers. So a small rectangle and a small causal square are
 compared with the float64 reference: the forward and, if gradients are needed, the backward. That
-takes half a second in a new process, so what passed is remembered on disk (proven.py).
+takes half a second in a new process, so what passed is remembered in a file of this user's. The
+answer depends on the device, on the versions of everything below and on this package's own code, so
+all of that is in an entry's name. A failure may be the machine's of that moment: it is not kept.
 
-Its tensors are small. Many threads take longer for them than one, most of all where a container
-allows a process fewer cores than it sees (16 ms an operator, seen there). And what merges is not
-what is tested: that is left to torch, because Triton may still be compiling it.
+What merges is not what is tested: that is left to torch, because Triton may still be compiling it.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import math
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
+from quorum_attention.cache_files import load, store
 from quorum_attention.decomposition import Decomposition, Rectangle
 from quorum_attention.errors import is_out_of_memory
 from quorum_attention.kernels.cache import remembered
 from quorum_attention.kernels.dense import DenseKernel
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.merge import by_torch, empty_
-from quorum_attention.kernels.one_thread import one_thread
 from quorum_attention.kernels.protocol import (
     CallShape,
     Gradients,
@@ -33,11 +37,10 @@ from quorum_attention.kernels.protocol import (
     MaskShape,
     Statistics,
     TaskTensors,
+    is_bare,
 )
-from quorum_attention.kernels.proven import is_built, is_proven, note_built, note_proven
 from quorum_attention.kernels.scaling import Scaling
 from quorum_attention.kernels.torch_private import capturing, outside
-from quorum_attention.kernels.traits import traits_of
 
 # Odd, as lengths may be: rows of a mask begin at addresses that vector loads do not take.
 _QUERIES = 249
@@ -103,15 +106,14 @@ def probe(kernel: InnerKernel, call: CallShape, device: torch.device | None = No
 def building_left(kernel: InnerKernel, call: CallShape, device: torch.device) -> float:
     """Seconds that building ``kernel`` would still take before it runs such calls, and their
     backwards if they need any, in this process; 0 where it has been built, or has not to be."""
-    traits = traits_of(kernel)
-    anew, again = traits.building_seconds, traits.rebuilding_seconds
+    anew, again = kernel.building_seconds, kernel.rebuilding_seconds
     if not any(anew) and not any(again):
         return 0.0
     question = _question(call, device)
     with suppress(TypeError):
         if question in _ASKED.get(kernel, ()):
             return 0.0
-    spent = again if is_built(kernel, question, question.device) else anew
+    spent = again if is_built(kernel, question) else anew
     return sum(spent) if call.needs_grad else spent[0]
 
 
@@ -143,15 +145,17 @@ def _answer(kernel: InnerKernel, question: _Question) -> str | None:
         )
     with suppress(TypeError):  # no weak reference
         _ASKED.setdefault(kernel, set()).add(question)
-    if is_proven(kernel, question, question.device):
+    entry = _entry(kernel, question)
+    if entry is not None and entry in _memo():
         return None
-    on_device = question.device.type == "cuda"
-    with outside(), by_torch(), one_thread() if on_device else nullcontext():
+    with outside(), by_torch():
         wrong = _tried_with_memory(kernel, question)
     if wrong is None:
-        note_proven(kernel, question, question.device)
-        if any(traits_of(kernel).building_seconds):
-            note_built(kernel, question, question.device)
+        entries = [] if entry is None else [entry]
+        built = _entry(kernel, question, options=True)
+        if any(kernel.building_seconds) and built is not None:
+            entries.append(_BUILT + built)
+        _note(entries)
     return wrong
 
 
@@ -306,7 +310,7 @@ def _run(
 def _scaling(kernel: InnerKernel, value: torch.Tensor) -> Scaling:
     """A scaling that changes nothing, for a kernel whose backwards are scaled in this dtype: what
     adds up their gradients is then what a call of this dtype takes, and is compiled once."""
-    if value.dtype not in traits_of(kernel).scaled_backward:
+    if value.dtype not in kernel.scaled_backward:
         return Scaling()
     by_head = value.shape[:2]
     return Scaling(
@@ -329,3 +333,70 @@ def _random_mask(
     if mask.rows:
         values[:, :, _QUERIES // 3] = -torch.inf
     return values
+
+
+# --- What earlier processes found out ---------------------------------------------------------
+
+_FILE = "kernels.json"
+# Most entries of the file: the oldest go first.
+_MOST = 400
+# Begins the entries of kernels that were built here: what was compiled is probably still on disk.
+_BUILT = "built: "
+
+
+def read_memo() -> None:
+    """Read what is remembered, and the files that its names depend on."""
+    _sources()
+    _memo()
+
+
+@functools.cache
+def _memo() -> list[str]:
+    return _entries(load(_FILE))
+
+
+def _entries(said: Any) -> list[str]:
+    return [e for e in said if isinstance(e, str)] if isinstance(said, list) else []
+
+
+def is_built(kernel: InnerKernel, question: _Question) -> bool:
+    """Whether a process on this machine has built this kernel of the package, for this test."""
+    return _BUILT + str(_entry(kernel, question, options=True)) in _memo()
+
+
+def _note(entries: list[str]) -> None:
+    """Remember entries. What cannot be written is not remembered."""
+    new = [entry for entry in entries if entry not in _memo()]
+    if not new:
+        return
+    _memo().extend(new)
+    del _memo()[:-_MOST]
+    with suppress(OSError):
+        # Another process may have added to it.
+        store(_FILE, lambda said: list(dict.fromkeys([*_entries(said), *_memo()]))[-_MOST:])
+
+
+def _entry(kernel: InnerKernel, question: _Question, *, options: bool = False) -> str | None:
+    """The name of an entry; None for what is not remembered: users' kernels, other devices, and
+    (unless ``options``) kernels with options, which are more than their names."""
+    module, package = type(kernel).__module__, __name__.rpartition(".")[0]
+    if question.device.type != "cuda" or not module.startswith(package):
+        return None
+    if not options and not is_bare(kernel):
+        return None
+    found = torch.cuda.get_device_properties(question.device)
+    driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: None)()
+    versions = (
+        found.name, found.major, found.minor, torch.__version__, torch.version.cuda,
+        torch.backends.cudnn.version(), driver, _sources(),
+    )  # fmt: skip
+    return f"{type(kernel).__qualname__} | {question} | {versions}"
+
+
+@functools.cache
+def _sources() -> str:
+    """A hash of the code that a test runs."""
+    found = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:16]

@@ -6,17 +6,20 @@ no plan, no device queue and no budget.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from quorum_attention.decomposition import Pairs, Rectangle, Task
+from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.lanes import Lanes
 from quorum_attention.kernels.scaling import Scaling
+from quorum_attention.kernels.tensors import Pick
 
 Bias = Callable[[Rectangle], torch.Tensor | None]
 Timed = Callable[[str], AbstractContextManager[None]]
@@ -47,7 +50,7 @@ class CallShape:
 
     Attributes:
         positive_scale: whether the factor of the scores is above 0.
-        dropout: whether probabilities are dropped; asked only of kernels whose traits say
+        dropout: whether probabilities are dropped; asked only of kernels with
             ``dropout``.
         exact_scale: whether nothing is lost by multiplying with the factor of the scores; False for
             fp32 inputs unless it is a power of two, and for fp16 if it is small.
@@ -169,54 +172,61 @@ class Gradients:
     scaling: Scaling = field(default_factory=Scaling)
 
 
-@runtime_checkable
-class InnerKernel(Protocol):
-    """What computes a task. Register one with ``quorum_attention.register_kernel``.
+Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-    A kernel may declare more about itself in ``traits`` (``kernels.Traits``), and have the methods
-    of the protocols below; its traits then say which.
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of an attention operator.
+
+    Attributes:
+        query, key, value: (b, h, n, d), (b, hk, m, d), (b, hk, m, dv).
+        causal: whether keys after the query are masked. A kernel with ``bands`` also takes a
+            ``Band`` here.
+        scale: factor of the scores.
+        bias: additive mask broadcastable to (b, h, n, m), or None.
+        stored: the dtype that results will be stored in, if it is another than the inputs'; a
+            kernel may return them in it.
+        dropout: which probabilities are dropped, or None; only for kernels with ``dropout``.
     """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    causal: bool | Band = False
+    scale: float = 1.0
+    bias: torch.Tensor | None = None
+    stored: torch.dtype | None = None
+    dropout: Dropout | None = None
 
     @property
-    def name(self) -> str:
-        """Short and unique; users write it as ``kernel=``."""
-        ...
+    def inputs(self) -> Three:
+        """Query, key and value."""
+        return self.query, self.key, self.value
 
-    def __hash__(self) -> int:
-        """Plans are cached by kernel."""
-        ...
+    @property
+    def is_causal(self) -> bool:
+        """Whether ``causal`` is the plain rule, of a kernel without bands."""
+        return self.causal is True
 
-    def refusal(self, call: CallShape) -> str | None:
-        """Why this kernel cannot run such a call, in words for the user; None if it can."""
-        ...
-
-    def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
-        """Upper bound of the device bytes ``forward`` allocates at any one time."""
-        ...
-
-    def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
-        """Upper bound of the device bytes ``backward`` allocates at any one time."""
-        ...
-
-    def forward(self, task: TaskTensors, state: Statistics) -> None:
-        """Merge the task's kept pairs into ``state``, in place."""
-        ...
-
-    def backward(self, task: TaskTensors, grads: Gradients) -> None:
-        """Add the task's gradients into ``grads``, in place."""
-        ...
+    def mapped(self, on_rows: Pick, on_keys: Pick, **changes: Any) -> Call:
+        """The call with other queries, and other keys and values."""
+        query, key, value = on_rows(self.query), on_keys(self.key), on_keys(self.value)
+        return replace(self, query=query, key=key, value=value, **changes)
 
 
-class Captures(InnerKernel, Protocol):
-    """A kernel that reads tensors besides its inputs (slopes, document ids, a function's closure).
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a backward reads besides the inputs, of whole rows: the upstream gradient and the output
+    (b, h, n, dv), and the log-sum-exp (b, h, n)."""
 
-    Autograd saves them with the inputs. So writing to one of them before the backward is an error,
-    as for any saved tensor.
-    """
+    grad_out: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
 
-    def captured(self) -> Sequence[torch.Tensor]:
-        """The tensors besides the inputs that results depend on."""
-        ...
+    def mapped(self, on_rows: Pick) -> Saved:
+        """Other rows of all three."""
+        return Saved(on_rows(self.grad_out), on_rows(self.out), on_rows(self.lse))
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,80 +240,224 @@ class Indices:
     keys: torch.Tensor
 
 
-class CallsBack(InnerKernel, Protocol):
-    """A kernel that calls users' functions, in the forward and again in the backward."""
+class Kernel(ABC):
+    """What computes a task. A kernel is a subclass; register it, or pass it as ``kernel=``.
+
+    Its name, ``refusal``, two bounds of memory, ``forward`` and ``backward`` are its own. All else
+    here says what more it can do, and by default it cannot.
+
+    Attributes:
+        name: short and unique; users write it as ``kernel=``.
+        own_attention: it computes other attention than that of query, key, scale and mask. So it is
+            not compared with the reference first, and gets no rows beyond the sequence's tokens.
+        position_free: that other attention depends on no positions, heads or batch entries, so that
+            parts of a call can be computed as calls of their own.
+        plain_softmax: it computes the softmax of the scores, and its backward uses ``out`` for
+            delta alone; small 16-bit calls then get a more exact delta (kernels/delta.py).
+        small_gradients: where it runs, the gradients of small calls come quicker from materialised
+            scores (kernels/small_gradients.py), and of longer 16-bit ones from its own calls in
+            fp32 (kernels/widened.py); beside ``plain_softmax`` only.
+        whole_tasks: a task is one launch, whatever its rectangles. So nothing is gained by several
+            calls in flight, or by running all tasks of a head group together.
+        several_streams: a task is several calls, spread over ``TaskTensors.lanes`` if there are
+            any. Two calls in flight, or all tasks of a head group together, may be faster.
+        launch_seconds: host seconds to launch a forward, and a backward, of a kernel of whole
+            tasks.
+        building_seconds: what a first forward, and a first backward, of a kind take more in a new
+            process, while this kernel is compiled; 0: it has not to be.
+        rebuilding_seconds: the same where an earlier process has left what it compiled on disk.
+        rates: speeds of its forward and its backward, as shares of the device's best kernel's.
+        pace: ``pace(machine, head_dim, backward)`` is a ``planner.machine.Machine`` with the rates
+            that this kernel reaches on it; None: they are the device's, by ``rates``.
+        scaled_backward: dtypes for which a scaled backward is more exact; it undoes the scaling
+            (kernels/scaling.py). Backwards in other dtypes are not scaled, nor those with dropout.
+        wide_products: its backward may be handed an fp16 upstream gradient of up to 2**15: what it
+            multiplies that by is in fp32, or scaled by the kernel itself, and cannot overflow. A
+            gradient of a wider dtype then keeps more of its small numbers (execution/upstream.py).
+        dropout: it drops probabilities by position, as ``TaskTensors.dropout`` says
+            (kernels/dropout.py). Others are not asked to run a call with dropout.
+        probed_as: the kernel to compare with the reference instead of this one, because this one
+            has options that change the scores; None: this one.
+        any_upstream: upstream gradient and output of its ``backward`` may have any dtype and
+            strides; it copies what an operator cannot read, for one operator call at a time.
+        heads_by_thread: on a CPU each thread computes whole heads of batch entries in the backward
+            of an uncut call, and an equal part of all rows in its forward.
+        empty_rows: its backward takes an lse of -inf, which rows without keys have.
+        whole_calls: it takes monolithic calls on the inputs as they lie (``takes_whole``).
+        operator: ``rectangle_forward`` and ``rectangle_backward`` run a single rectangle; beside
+            ``whole_calls`` only.
+        grouped: its operator takes fewer key/value heads than query heads.
+        task_calls: it takes tasks on the inputs as they lie (``takes_tasks``).
+        sparse: it has a mask of its own and says which pairs that keeps (``kept_pairs``).
+        pairwise: it says how it changes each score (``change_``, ``masked_pairs``), so that the
+            gradient of a mask beside it is computed as beside plain softmax.
+        row_statistics: it computes another attention, and can compute a few rows alone (``rows``).
+    """
+
+    name: str
+    own_attention: bool = False
+    position_free: bool = False
+    plain_softmax: bool = False
+    small_gradients: bool = False
+    whole_tasks: bool = False
+    several_streams: bool = False
+    launch_seconds: tuple[float, float] = (60e-6, 200e-6)  # the native kernel's
+    building_seconds: tuple[float, float] = (0.0, 0.0)
+    rebuilding_seconds: tuple[float, float] = (0.0, 0.0)
+    rates: tuple[float, float] = (1.0, 1.0)
+    pace: Callable[..., Any] | None = None
+    scaled_backward: frozenset[torch.dtype] = frozenset()
+    wide_products: bool = False
+    dropout: bool = False
+    probed_as: Kernel | None = None
+    any_upstream: bool = False
+    heads_by_thread: bool = False
+    empty_rows: bool = False
+    whole_calls: bool = False
+    operator: bool = False
+    grouped: bool = False
+    task_calls: bool = False
+    sparse: bool = False
+    pairwise: bool = False
+    row_statistics: bool = False
+
+    @abstractmethod
+    def refusal(self, call: CallShape) -> str | None:
+        """Why this kernel cannot run such a call, in words for the user; None if it can."""
+
+    @abstractmethod
+    def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+        """Upper bound of the device bytes ``forward`` allocates at any one time."""
+
+    @abstractmethod
+    def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
+        """Upper bound of the device bytes ``backward`` allocates at any one time."""
+
+    @abstractmethod
+    def forward(self, task: TaskTensors, state: Statistics) -> None:
+        """Merge the task's kept pairs into ``state``, in place."""
+
+    @abstractmethod
+    def backward(self, task: TaskTensors, grads: Gradients) -> None:
+        """Add the task's gradients into ``grads``, in place."""
+
+    # --- Monolithic calls, and single rectangles ---------------------------------------------
+
+    def takes_whole(
+        self, query_heads: int, key_heads: int, tokens: int, masked: bool, every: bool
+    ) -> bool:
+        """Whether it takes such a call by ``whole_forward`` and ``whole_backward``.
+
+        Args:
+            query_heads, key_heads: heads of the call.
+            tokens: the larger of the numbers of queries and keys.
+            masked: whether the call has a mask.
+            every: whether it is handed all heads and batch entries, in order; otherwise it is
+                handed some of them, and not told which.
+        """
+        return False
+
+    def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output (b, h, n, dv) and lse (b, h, n); rows without keys: 0 and -inf."""
+        raise NotImplementedError
+
+    def whole_backward(self, call: Call, saved: Saved) -> Three:
+        """Gradients of query, key and value; lse is 0 in rows without keys."""
+        raise NotImplementedError
+
+    def rectangle_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ``RectangleKernel.rectangle_forward``."""
+        raise NotImplementedError
+
+    def rectangle_backward(self, call: Call, saved: Saved) -> Three:
+        """As ``RectangleKernel.rectangle_backward``."""
+        raise NotImplementedError
+
+    def takes_recorded(self, call: CallShape) -> bool:
+        """Whether torch's autograd can record such a call as one of the operator, and its gradient
+        there is ``whole_backward`` if the call needs any."""
+        return False
+
+    def recorded_forward(self, call: Call) -> torch.Tensor | None:
+        """Output (b, h, n, dv) with a gradient of torch's where torch records any.
+
+        None where a row has no key, or a score that is not finite: that takes more than the
+        operator.
+        """
+        return None
+
+    # --- Tasks on the call's own inputs ------------------------------------------------------
+    # ``TaskTensors`` then hold the whole sequence, with the rectangles of one task in positions of
+    # the sequence: the call's own tensors (one head group of them), with any strides but contiguous
+    # rows. Rows between the rectangles must cost next to nothing.
+
+    def takes_tasks(self, dtype: torch.dtype) -> bool:
+        """Whether it takes tasks of inputs of ``dtype`` this way; others go through slots."""
+        return False
+
+    def task_span(self, task: TaskTensors) -> tuple[slice, slice] | None:
+        """The ranges of queries and keys that its results cover; they hold all of its pairs.
+
+        None if the task keeps no pair.
+        """
+        raise NotImplementedError
+
+    def task_forward(self, task: TaskTensors) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output (b, h, queries, dv) and lse (b, h, queries) over the task's keys alone, for the
+        queries of ``task_span``; 0 and -inf in rows without keys."""
+        raise NotImplementedError
+
+    def task_backward(self, task: TaskTensors, saved: Saved) -> Three:
+        """The task's parts of the three gradients, for the queries and keys of ``task_span``.
+
+        ``saved`` has all queries and is of whole rows; lse is -inf in rows without any key.
+        """
+        raise NotImplementedError
+
+    # --- What it reads, calls and keeps ------------------------------------------------------
+
+    def captured(self) -> Sequence[torch.Tensor]:
+        """The tensors besides the inputs that results depend on (slopes, a function's closure).
+
+        Autograd saves them with the inputs. So writing to one of them before the backward is an
+        error, as for any saved tensor.
+        """
+        return ()
 
     def called_back(self) -> Sequence[Callable[..., Any]]:
-        """The functions."""
-        ...
+        """The users' functions that it calls in the forward and again in the backward."""
+        return ()
 
     def results_of_functions(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: Indices
     ) -> Sequence[torch.Tensor]:
         """What the functions return for a few rows (b, h, q, d), (b, hk, k, d), (b, hk, k, dv)."""
-        ...
-
-    def check_functions(self, sizes: tuple[int, int, int, int], device: torch.device) -> None:
-        """Ask functions again whose answers are remembered, on some pairs of a call with so many
-        batch entries, heads, queries and keys.
-
-        Raises:
-            RuntimeError: one answers otherwise than when its answers were remembered.
-        """
-        ...
-
-
-class RowStatistics(InnerKernel, Protocol):
-    """A kernel that computes another attention, and can compute a few of its rows alone."""
+        return ()
 
     def rows(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        at: Indices,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, at: Indices
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output (b, h, q, dv) and log-sum-exp (b, h, q) of some query rows over some keys, none of
         which is masked for being later; arguments as of ``results_of_functions``."""
-        ...
-
-
-class ByEntry(InnerKernel, Protocol):
-    """A kernel that is told which batch entry it computes, and may compute another attention in
-    each."""
+        raise NotImplementedError
 
     def tells_entries_apart(self, device: torch.device) -> bool:
         """Whether results depend on the number of the batch entry, as far as can be told."""
-        ...
-
-
-class Sparse(InnerKernel, Protocol):
-    """A kernel with a mask of its own that says which pairs it keeps.
-
-    Tokens without a kept pair are then not copied (``decomposition/trimming.py``).
-    """
+        return False
 
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
-        """The pairs of a call.
+        """The pairs of a call. Tokens without a kept pair are not copied.
 
         Their ``verdict`` may call a block EMPTY only if no pair of it is kept, in any head of any
         batch entry. Its answers are cached by function as long as the kernel lives: return the same
         function in every call, a method of the kernel or one that does not close over the kernel.
         """
-        ...
-
-
-class Pairwise(InnerKernel, Protocol):
-    """A kernel of the softmax of scores that it changes, which says how: pair by pair.
-
-    The gradient of a mask beside it is then computed as beside plain softmax.
-    """
+        return Pairs(n_queries, n_keys, is_causal)
 
     def change_(self, scores: torch.Tensor) -> torch.Tensor | None:
         """Change scaled scores in place, before the mask is added; returns the derivative of the
         change, or None where it is 1."""
-        ...
+        return None
 
     def masked_pairs(
         self,
@@ -314,163 +468,43 @@ class Pairwise(InnerKernel, Protocol):
     ) -> torch.Tensor:
         """Which pairs of a tile it masks, by numbers of entries and heads and positions (q,), (k,)
         in the whole call: bool, broadcastable to (entries, heads, queries, keys)."""
-        ...
-
-
-class WholeCalls(InnerKernel, Protocol):
-    """A kernel that takes monolithic calls, on the inputs as they are."""
-
-    def takes_whole(
-        self, query_heads: int, key_heads: int, tokens: int, masked: bool, every: bool
-    ) -> bool:
-        """Whether it takes such a call.
-
-        Args:
-            query_heads, key_heads: heads of the call.
-            tokens: the larger of the numbers of queries and keys.
-            masked: whether the call has a mask.
-            every: whether it is handed all heads and batch entries, in order; otherwise it is
-                handed some of them, and not told which.
-        """
-        ...
-
-    def whole_forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        causal: bool,
-        scale: float,
-        bias: torch.Tensor | None,
-        out_dtype: torch.dtype | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output (b, h, n, dv) and lse (b, h, n) of query (b, h, n, d), key (b, hk, m, d) and
-        value (b, hk, m, dv); rows without keys: 0 and -inf.
-
-        A kernel whose traits say ``dropout`` also takes ``dropout``, a ``Dropout`` or None.
-        """
-        ...
-
-    def whole_backward(
-        self,
-        grad_out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        causal: bool,
-        scale: float,
-        bias: torch.Tensor | None,
-        grad_dtype: torch.dtype | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of query, key and value; lse is 0 in rows without keys.
-
-        A kernel whose traits say ``dropout`` also takes ``dropout``, a ``Dropout`` or None.
-        """
-        ...
-
-
-class Recorded(InnerKernel, Protocol):
-    """A kernel whose whole calls torch's autograd can record: its operator has a gradient there."""
-
-    def takes_recorded(self, call: CallShape) -> bool:
-        """Whether such a call is one of the operator, and its gradient there is
-        ``whole_backward`` if the call needs any."""
-        ...
-
-    def recorded_forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        causal: bool,
-        scale: float,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor | None:
-        """Output (b, h, n, dv) with a gradient of torch's where torch records any; arguments as of
-        ``whole_forward``.
-
-        None where a row has no key, or a score that is not finite: that takes more than the
-        operator.
-        """
-        ...
-
-
-class TaskCalls(InnerKernel, Protocol):
-    """A kernel of whole tasks that runs a task as one call on the call's own inputs.
-
-    Its ``TaskTensors`` hold the whole sequence, with the rectangles of one task of a decomposition
-    in positions of the sequence. The tensors are the call's own (one head group of them), with any
-    strides but contiguous rows. Rows between the rectangles must cost next to nothing.
-    """
-
-    def takes_tasks(self, dtype: torch.dtype) -> bool:
-        """Whether it takes tasks of inputs of ``dtype`` this way; others go through slots."""
-        ...
-
-    def task_span(self, task: TaskTensors) -> tuple[slice, slice] | None:
-        """The ranges of queries and keys that its results cover; they hold all of its pairs.
-
-        None if the task keeps no pair.
-        """
-        ...
-
-    def task_forward(self, task: TaskTensors) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output (b, h, queries, dv) and lse (b, h, queries) over the task's keys alone, for the
-        queries of ``task_span``; 0 and -inf in rows without keys."""
-        ...
-
-    def task_backward(
-        self, task: TaskTensors, grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The task's parts of the three gradients, for the queries and keys of ``task_span``.
-
-        ``grad_out``, ``out`` and ``lse`` have all queries and are of whole rows; lse is -inf in
-        rows without any key.
-        """
-        ...
-
-
-class Operator(WholeCalls, Protocol):
-    """A kernel that can call its attention operator for a single rectangle, results as they are."""
-
-    @property
-    def grouped(self) -> bool:
-        """Whether the operator takes fewer key/value heads than query heads."""
-        ...
-
-    def rectangle_forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        causal: bool,
-        scale: float,
-        bias: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As ``RectangleKernel.rectangle_forward``."""
-        ...
-
-    def rectangle_backward(
-        self,
-        grad_out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        causal: bool,
-        scale: float,
-        bias: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As ``RectangleKernel.rectangle_backward``."""
-        ...
-
-
-class Measured(InnerKernel, Protocol):
-    """A kernel with measured rates, which a planner may choose instead of the preferred one."""
+        raise NotImplementedError
 
     def keeps_pace(self, call: CallShape) -> bool:
-        """Whether the rates in its traits have been measured for such calls."""
-        ...
+        """Whether its rates have been measured for such calls, so that a planner may choose it
+        instead of the preferred kernel."""
+        return False
+
+
+InnerKernel = Kernel
+"""The public name."""
+
+
+def refusal(kernel: Kernel, call: CallShape) -> str | None:
+    """Why a kernel cannot run such a call: by its own words, or because of dropout; None if it can.
+
+    Dropout is asked about here, so that a kernel that does not know of it never leaves it out.
+    """
+    reason = kernel.refusal(call)
+    if reason is None and call.dropout and not kernel.dropout:
+        return "it has no dropout by the position of a pair"
+    return reason
+
+
+def is_bare(kernel: Kernel) -> bool:
+    """Whether a kernel is no more than its class: it keeps nothing that its results could depend
+    on, as the native one keeps its options."""
+    return not vars(kernel)
+
+
+def check_mask_gradient(kernel: Kernel) -> None:
+    """Check that the gradient of a mask beside ``kernel`` is that of plain softmax.
+
+    Raises:
+        NotImplementedError: it computes another function of the scores.
+    """
+    if (kernel.own_attention or kernel.probed_as is not None) and not kernel.pairwise:
+        raise NotImplementedError(
+            f"kernel {kernel.name!r} has no gradient of attn_mask: it computes more than the "
+            f"softmax of scores and mask; pass attn_mask.detach(), or take another kernel"
+        )

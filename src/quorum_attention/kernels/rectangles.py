@@ -8,7 +8,7 @@ lse from outside can be used as it is.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -23,14 +23,16 @@ from quorum_attention.kernels.bias import dead_rows
 from quorum_attention.kernels.cache import remembered
 from quorum_attention.kernels.merge import add_, add_all_, merge_
 from quorum_attention.kernels.protocol import (
-    CallShape,
-    Extent,
+    Call,
     Gradients,
+    Kernel,
+    Saved,
     Statistics,
     TaskTensors,
+    Three,
 )
+from quorum_attention.kernels.scaling import Scaling
 from quorum_attention.kernels.tensors import Pick, jth_of_group, key_rows, query_rows, runs_as_batch
-from quorum_attention.kernels.traits import Traits
 from quorum_attention.kernels.workspace import SMALL_FACTOR, round_up
 
 # log2 of about what a factor usually is, and the most that one is multiplied by.
@@ -74,13 +76,13 @@ class TaskSizes:
         )
 
 
-class RectangleKernel(ABC):
+class RectangleKernel(Kernel):
     """Base class: implement the two ``rectangle_`` methods, ``refusal`` and the two bounds.
 
+    If its operator is not ``grouped``, the query heads of a group are run one after the other on
+    views.
+
     Attributes:
-        name: what users write as ``kernel=``.
-        grouped: the operator takes fewer key/value heads than query heads. If it does not, the
-            query heads of a group are run one after the other on views.
         bands: the operator takes windows (``rectangle_forward``).
         masked_limit: most queries or keys of one call with a mask; None for no limit.
         lowest_score: the operator treats this score, and lower ones, as masked.
@@ -91,58 +93,26 @@ class RectangleKernel(ABC):
         narrow_factor: in its backward the operator multiplies the gradients of the scores by the
             factor before it rounds them to 16 bits: fp16 holds no such numbers for small factors,
             so it gets larger ones, with smaller queries and keys (``lift_of``).
-        traits: see ``Traits``.
     """
 
-    name: str
-    grouped: bool = False
+    several_streams = True
+    scaled_backward = frozenset({torch.float16})
+    whole_calls = True
+    any_upstream = True
+    operator = True
     bands: bool = False
     masked_limit: int | None = None
     lowest_score: float = -math.inf
     row_unit: int = 1
     rounds_scale: bool = False
     narrow_factor: bool = False
-    traits: Traits = Traits(
-        several_streams=True,
-        scaled_backward=frozenset({torch.float16}),
-        whole_calls=True,
-        any_upstream=True,
-        operator=True,
-    )
 
     @abstractmethod
-    def refusal(self, call: CallShape) -> str | None:
-        """Why this kernel cannot run such a call, in words for the user; None if it can."""
+    def rectangle_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention over one rectangle: dense rows, a scale above 0 (see ``signed``).
 
-    @abstractmethod
-    def forward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
-        """Upper bound of the device bytes ``forward`` allocates at any one time."""
-
-    @abstractmethod
-    def backward_workspace_bytes(self, call: CallShape, extent: Extent) -> int:
-        """Upper bound of the device bytes ``backward`` allocates at any one time."""
-
-    @abstractmethod
-    def rectangle_forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        causal: bool,
-        scale: float,
-        bias: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention over one rectangle.
-
-        Args:
-            query: (b, h, lq, d); strided, the last dimension contiguous.
-            key: (b, hk, lk, d).
-            value: (b, hk, lk, dv).
-            causal: whether keys after the query are masked; the rectangle is then a square. A
-                kernel with ``bands`` also takes a ``Band`` here: the pairs that are kept, counted
-                from the first query and the first key; rows without a key have out 0 and lse -inf.
-            scale: factor of the scores, above 0 (see ``signed``).
-            bias: additive mask broadcastable to (b, h, lq, lk), or None.
+        A causal rectangle is a square. A kernel with ``bands`` also takes a ``Band``, counted from
+        the first query and the first key; rows without a key then have out 0 and lse -inf.
 
         Returns:
             out (b, h, lq, dv), normalised, in any floating dtype, and its natural-log lse
@@ -150,87 +120,47 @@ class RectangleKernel(ABC):
         """
 
     @abstractmethod
-    def rectangle_backward(
-        self,
-        grad_out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        causal: bool,
-        scale: float,
-        bias: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of one rectangle, given the *global* out and lse of its rows.
-
-        ``lse`` is finite everywhere, ``scale`` above 0. Returns the gradients of query, key and
-        value.
-        """
+    def rectangle_backward(self, call: Call, saved: Saved) -> Three:
+        """Gradients of query, key and value of one rectangle, given the *global* out and lse of its
+        rows; lse is finite everywhere."""
 
     def takes_whole(
         self, query_heads: int, key_heads: int, tokens: int, masked: bool, every: bool
     ) -> bool:
-        """Whether a monolithic call can be handed to the operator as it is (``WholeCalls``)."""
+        """Whether a monolithic call can be handed to the operator as it is."""
         limit = self.masked_limit if masked else None
         heads_fit = self.grouped or query_heads == key_heads
         return heads_fit and (limit is None or tokens <= limit)
 
-    def whole_forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        causal: bool,
-        scale: float,
-        bias: torch.Tensor | None,
-        out_dtype: torch.dtype | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``rectangle_forward`` with rows that have no key mended: out 0, lse -inf.
-
-        ``out_dtype``: the output will be stored in it; a kernel may return it in this dtype.
-        """
-        upright, factor, _ = signed(query, scale, self.rounds_scale)
-        out, lse = self.rectangle_forward(upright, key, value, causal, factor, bias)
-        if bias is not None:
+    def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """``rectangle_forward`` with rows that have no key mended: out 0, lse -inf."""
+        out, lse = self.rectangle_forward(signed(call, self.rounds_scale)[0])
+        if call.bias is not None:
             # Operators differ in what they return for rows without keys (0 with lse 0, NaN).
-            dead = dead_rows(four_dims(bias), query.shape[2], causal is True, self.lowest_score)
+            dead = dead_rows(
+                four_dims(call.bias), call.query.shape[2], call.is_causal, self.lowest_score
+            )
             # Most masks leave no such row. On a GPU, asking would make the host wait.
             if dead.is_cuda or bool(dead.any()):
                 out.masked_fill_(dead.unsqueeze(-1), 0.0)
                 lse.masked_fill_(dead, -torch.inf)
         return out, lse
 
-    def whole_backward(
-        self,
-        grad_out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        causal: bool,
-        scale: float,
-        bias: torch.Tensor | None,
-        grad_dtype: torch.dtype | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``rectangle_backward`` of a whole call; lse is 0 in rows without keys.
-
-        ``grad_dtype``: the gradients will be stored in it; a kernel may return them in this dtype.
-        """
-        upright, factor, share = signed(query, scale, self.rounds_scale)
-        lift = lift_of(factor) if self.narrow_factor and query.dtype == torch.float16 else 0
+    def whole_backward(self, call: Call, saved: Saved) -> Three:
+        """``rectangle_backward`` of a whole call; lse is 0 in rows without keys."""
+        upright, share = signed(call, self.rounds_scale)
+        narrow = self.narrow_factor and call.query.dtype == torch.float16
+        lift = lift_of(upright.scale) if narrow else 0
         if not lift:
-            grad_query, grad_key, grad_value = self.rectangle_backward(
-                grad_out, upright, key, value, out, lse, causal, factor, bias
-            )
+            grad_query, grad_key, grad_value = self.rectangle_backward(upright, saved)
             return grad_query if share == 1 else grad_query.mul_(share), grad_key, grad_value
         by_query, by_key = share * 2.0 ** -(lift // 2), 2.0 ** (lift // 2 - lift)
-        grad_query, grad_key, grad_value = self.rectangle_backward(
-            grad_out, query * by_query, key * by_key, value, out, lse, causal,
-            math.ldexp(factor, lift), bias,
+        lifted = replace(
+            call, query=call.query * by_query, key=call.key * by_key,
+            scale=math.ldexp(upright.scale, lift),
         )  # fmt: skip
-        wide = grad_query.dtype if grad_dtype is None else grad_dtype
+        grad_query, grad_key, grad_value = self.rectangle_backward(lifted, saved)
+        wide = call.stored or grad_query.dtype
         return grad_query.to(wide).mul_(by_query), grad_key.to(wide).mul_(by_key), grad_value
 
     def preferred_sizes(self, sizes: TaskSizes, r: Rectangle, backward: bool) -> tuple[int, int]:
@@ -272,17 +202,8 @@ class RectangleKernel(ABC):
         self, task: TaskTensors, batch: Batch, state: Statistics, number: int
     ) -> None:
         # One call in a function of its own: its mask is freed before the next one is made.
-        given = task.bias(batch.first)
-        bias = None if given is None else four_dims(given)
-        for pick in self._head_views(task):
-            out, lse = self.whole_forward(
-                query_rows(pick(task.query), batch),
-                key_rows(task.key, batch),
-                key_rows(task.value, batch),
-                batch.first.causal,
-                task.scale,
-                None if bias is None else _pick_bias(pick, bias, task.query.shape[1]),
-            )
+        for pick, call in self._of_heads(task, batch):
+            out, lse = self.whole_forward(call)
             rows = (query_rows(pick(state.out), batch), query_rows(pick(state.lse), batch))
             with _merging(task, number):
                 merge_(*rows, out, lse)
@@ -296,25 +217,33 @@ class RectangleKernel(ABC):
         lse: torch.Tensor,
         number: int,
     ) -> None:
+        dtype = task.query.dtype
+        for pick, call in self._of_heads(task, batch):
+            piece = _BackwardPiece(
+                replace(call, stored=grads.grad_query.dtype),
+                Saved(
+                    readable(query_rows(pick(grads.grad_out), batch), dtype),
+                    readable(query_rows(pick(grads.out), batch), dtype),
+                    query_rows(pick(lse), batch),
+                ),
+                (
+                    query_rows(pick(grads.grad_query), batch),
+                    key_rows(grads.grad_key, batch),
+                    key_rows(grads.grad_value, batch),
+                ),
+            )
+            for part in self._parts(piece):
+                self._add_gradients(part, task, grads.scaling, number)
+
+    def _of_heads(self, task: TaskTensors, batch: Batch) -> Iterator[tuple[Pick, Call]]:
+        """A call for the query heads that one call takes, with what selects them."""
         given = task.bias(batch.first)
         bias = None if given is None else four_dims(given)
-        scaling = grads.scaling
-        undo = (2.0**-scaling.shift, scaling.unscale, scaling.overflow)
+        key, value = key_rows(task.key, batch), key_rows(task.value, batch)
         for pick in self._head_views(task):
-            piece = _BackwardPiece(
-                query=query_rows(pick(task.query), batch),
-                key=key_rows(task.key, batch),
-                value=key_rows(task.value, batch),
-                grad_out=readable(query_rows(pick(grads.grad_out), batch), task.query.dtype),
-                out=readable(query_rows(pick(grads.out), batch), task.query.dtype),
-                lse=query_rows(pick(lse), batch),
-                grad_query=query_rows(pick(grads.grad_query), batch),
-                grad_key=key_rows(grads.grad_key, batch),
-                grad_value=key_rows(grads.grad_value, batch),
-                bias=None if bias is None else _pick_bias(pick, bias, task.query.shape[1]),
-            )
-            for part, causal in self._parts(piece, batch.first.causal):
-                self._add_gradients(part, causal, task, undo, number)
+            mask = None if bias is None else _pick_bias(pick, bias, task.query.shape[1])
+            query = query_rows(pick(task.query), batch)
+            yield pick, Call(query, key, value, batch.first.causal, task.scale, mask)
 
     def _calls(self, task: TaskTensors, *, backward: bool) -> Iterator[Batch]:
         """The operator calls of a task, by its rectangles."""
@@ -341,48 +270,45 @@ class RectangleKernel(ABC):
             yield replace(batch, first=every[start], count=min(most, batch.count - start))
 
     def _add_gradients(
-        self, p: _BackwardPiece, causal: bool, task: TaskTensors, undo: _Undo, number: int
+        self, piece: _BackwardPiece, task: TaskTensors, scaling: Scaling, number: int
     ) -> None:
-        grad_query, grad_key, grad_value = self.whole_backward(
-            p.grad_out, p.query, p.key, p.value, p.out, p.lse, causal, task.scale, p.bias,
-            p.grad_query.dtype,
-        )  # fmt: skip
+        found = self.whole_backward(piece.call, piece.saved)
+        undo = (2.0**-scaling.shift, scaling.unscale, scaling.overflow)
         with _merging(task, number):
             # Runs of rows that went in as batch entries each return a part of the key gradients.
-            n_parts = grad_key.shape[0] // p.grad_key.shape[0]
+            n_parts = found[1].shape[0] // piece.grads[1].shape[0]
             if n_parts == 1:
-                targets = (p.grad_query, p.grad_key, p.grad_value)
-                add_all_(targets, (grad_query, grad_key, grad_value), *undo)
+                add_all_(piece.grads, found, *undo)
                 return
-            add_(p.grad_query, grad_query, *undo)
-            for part in grad_key.chunk(n_parts):
-                add_(p.grad_key, part, *undo)
-            for part in grad_value.chunk(n_parts):
-                add_(p.grad_value, part, *undo)
+            add_(piece.grads[0], found[0], *undo)
+            for target, parts in zip(piece.grads[1:], found[1:], strict=True):
+                for part in parts.chunk(n_parts):
+                    add_(target, part, *undo)
 
-    def _parts(self, piece: _BackwardPiece, causal: bool) -> Iterator[tuple[_BackwardPiece, bool]]:
-        """``piece`` in parts, each with whether it is causal."""
-        batch, heads, rows = piece.query.shape[:3]
+    def _parts(self, piece: _BackwardPiece) -> Iterator[_BackwardPiece]:
+        """``piece`` in parts."""
+        call = piece.call
+        batch, heads, rows = call.query.shape[:3]
         n_parts = self.backward_parts(batch * heads)
         even = rows - rows % n_parts
         # With several batch entries the runs are no view; a mask would have to be cut as well.
-        if n_parts == 1 or even == 0 or batch > 1 or piece.bias is not None:
-            yield piece, causal
+        if n_parts == 1 or even == 0 or batch > 1 or call.bias is not None:
+            yield piece
             return
         every = slice(None)
-        if not causal:
-            yield piece.part(slice(0, even), every).stacked(n_parts), False
+        if not call.causal:
+            yield piece.part(slice(0, even), every).stacked(n_parts)
             if even < rows:
-                yield piece.part(slice(even, rows), every), False
+                yield piece.part(slice(even, rows), every)
             return
         # Squares along the diagonal, the rest of it, and what each leaves to its left.
         side = even // n_parts
         edges = [*range(0, even + 1, side), *([rows] if even < rows else ())]
-        yield piece.part(slice(0, even), slice(0, even)).squares(n_parts), True
+        yield piece.part(slice(0, even), slice(0, even), causal=True).squares(n_parts)
         if even < rows:
-            yield piece.part(slice(even, rows), slice(even, rows)), True
+            yield piece.part(slice(even, rows), slice(even, rows), causal=True)
         for start, stop in pairwise(edges[1:]):
-            yield from self._parts(piece.part(slice(start, stop), slice(0, start)), False)
+            yield from self._parts(piece.part(slice(start, stop), slice(0, start)))
 
     def _head_views(self, task: TaskTensors) -> Iterator[Pick]:
         query_heads, key_heads = task.query.shape[1], task.key.shape[1]
@@ -400,32 +326,21 @@ def _merging(task: TaskTensors, number: int) -> Iterator[None]:
         yield
 
 
-_Undo = tuple[float, torch.Tensor | None, torch.Tensor | None]
-"""(alpha, unscale, overflow) of ``add_``: what undoes the scaling of a call's gradients."""
-
-
 @dataclass(slots=True)
 class _BackwardPiece:
     """Views of all that the backward of a rectangle, or a part of it, reads and adds to."""
 
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    grad_out: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
-    grad_query: torch.Tensor
-    grad_key: torch.Tensor
-    grad_value: torch.Tensor
-    bias: torch.Tensor | None
+    call: Call
+    saved: Saved
+    grads: Three
 
-    def part(self, rows: slice, keys: slice) -> _BackwardPiece:
+    def part(self, rows: slice, keys: slice, *, causal: bool = False) -> _BackwardPiece:
         """The piece with only some of its queries and keys (no bias)."""
-        return self._map(
-            lambda tensor: tensor[:, :, rows],
-            lambda tensor: tensor[:, :, keys],
-            lambda tensor: tensor[:, :, keys],
-        )
+
+        def on_keys(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor[:, :, keys]
+
+        return self._map(lambda tensor: tensor[:, :, rows], on_keys, on_keys, causal)
 
     def stacked(self, parts: int) -> _BackwardPiece:
         """The piece with equal runs of rows as batch entries with the same keys (no bias)."""
@@ -433,25 +348,22 @@ class _BackwardPiece:
             partial(runs_as_batch, parts),
             lambda tensor: tensor.expand(parts, -1, -1, -1),
             lambda tensor: tensor,
+            False,
         )
 
     def squares(self, parts: int) -> _BackwardPiece:
         """Equal squares along the diagonal of the piece as batch entries (no bias)."""
         runs = partial(runs_as_batch, parts)
-        return self._map(runs, runs, runs)
+        return self._map(runs, runs, runs, True)
 
-    def _map(self, on_rows: Pick, on_keys: Pick, on_key_gradients: Pick) -> _BackwardPiece:
+    def _map(
+        self, on_rows: Pick, on_keys: Pick, on_key_gradients: Pick, causal: bool
+    ) -> _BackwardPiece:
+        grad_query, grad_key, grad_value = self.grads
         return _BackwardPiece(
-            query=on_rows(self.query),
-            key=on_keys(self.key),
-            value=on_keys(self.value),
-            grad_out=on_rows(self.grad_out),
-            out=on_rows(self.out),
-            lse=on_rows(self.lse),
-            grad_query=on_rows(self.grad_query),
-            grad_key=on_key_gradients(self.grad_key),
-            grad_value=on_key_gradients(self.grad_value),
-            bias=None,
+            self.call.mapped(on_rows, on_keys, causal=causal),
+            self.saved.mapped(on_rows),
+            (on_rows(grad_query), on_key_gradients(grad_key), on_key_gradients(grad_value)),
         )
 
 
@@ -491,10 +403,8 @@ def readable(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return copy.transpose(1, 2).copy_(rows)
 
 
-def signed(
-    query: torch.Tensor, scale: float, rounds_scale: bool = False
-) -> tuple[torch.Tensor, float, float]:
-    """Queries and a factor above 0 that give the same scores as ``query`` and ``scale``.
+def signed(call: Call, rounds_scale: bool = False) -> tuple[Call, float]:
+    """The call with a factor above 0 that gives the same scores.
 
     Operators mask a row with -inf and take its maximum before they multiply by the factor. With a
     factor of 0 or below they return NaN or wrong weights. So the queries are multiplied by the sign
@@ -507,14 +417,17 @@ def signed(
         rounds_scale: as the kernel's.
 
     Returns:
-        (queries, factor, share): the queries are ``query`` itself if ``share`` is 1; the gradient
-        of these queries is to be multiplied by ``share``, the part of ``scale`` that is not factor.
+        (call, share): the gradient of its queries is to be multiplied by ``share``; if that is 1,
+        it is ``call`` itself.
     """
-    dtype = query.dtype
+    dtype = call.query.dtype
     exact = dtype == torch.float64 or (rounds_scale and dtype == torch.float32)
-    share, factor = _split(scale, exact)
+    share, factor = _split(call.scale, exact)
+    if share == 1.0 and factor == call.scale:
+        return call, share
     # 0 times NaN or infinity is NaN, as in the scores.
-    return (query if share == 1.0 else query * share), factor, share
+    query = call.query if share == 1.0 else call.query * share
+    return replace(call, query=query, scale=factor), share
 
 
 def lift_of(factor: float) -> int:

@@ -22,14 +22,17 @@ from functools import partial
 import torch
 
 from quorum_attention.decomposition import Decomposition, Rectangle
-from quorum_attention.kernels.dropout import Dropout, dropped, dropped_bytes
+from quorum_attention.kernels.dropout import dropped, dropped_bytes
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, empty_, merge_
 from quorum_attention.kernels.protocol import (
+    Call,
     CallShape,
     Extent,
     Gradients,
+    Saved,
     Statistics,
     TaskTensors,
+    Three,
 )
 from quorum_attention.kernels.tensors import positions
 from quorum_attention.kernels.workspace import SLACK_BYTES
@@ -361,59 +364,41 @@ def _blocks(task: TaskTensors, dtype: torch.dtype, how: Scores, odd: bool) -> It
                     yield block
 
 
-def whole_task(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    causal: bool,
-    scale: float,
-    bias: torch.Tensor | None,
-    dropout: Dropout | None = None,
-) -> TaskTensors:
-    """A whole call (``WholeCalls``) as one task."""
-    n_queries, n_keys = query.shape[2], key.shape[2]
+def whole_task(call: Call) -> TaskTensors:
+    """A whole call as one task."""
+    n_queries, n_keys = call.query.shape[2], call.key.shape[2]
     return TaskTensors(
         task=Decomposition(max(n_queries, n_keys)).task(()),
-        rectangles=(Rectangle(0, n_queries, 0, n_keys, causal),),
-        query=query,
-        key=key,
-        value=value,
-        scale=scale,
-        is_causal=causal,
-        bias=partial(_part_of, bias),
+        rectangles=(Rectangle(0, n_queries, 0, n_keys, call.is_causal),),
+        query=call.query,
+        key=call.key,
+        value=call.value,
+        scale=call.scale,
+        is_causal=call.is_causal,
+        bias=partial(_part_of, call.bias),
         max_queries=n_queries,
         max_keys=n_keys,
-        entries=tuple(range(query.shape[0])),
-        dropout=dropout,
+        entries=tuple(range(call.query.shape[0])),
+        dropout=call.dropout,
     )
 
 
-def whole_forward(
-    task: TaskTensors, out_dtype: torch.dtype | None, how: Scores = PLAIN
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and lse of a whole call (``WholeCalls``); ``out`` is rounded once."""
-    query, work = task.query, work_dtype(task.query)
-    out = torch.empty((*query.shape[:3], task.value.shape[-1]), dtype=work, device=query.device)
+def whole_forward(call: Call, how: Scores = PLAIN) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and lse of a whole call; ``out`` is rounded once."""
+    query, work = call.query, work_dtype(call.query)
+    out = torch.empty((*query.shape[:3], call.value.shape[-1]), dtype=work, device=query.device)
     state = Statistics(out, torch.empty(query.shape[:3], dtype=work, device=query.device))
     empty_(state.out, state.lse)
-    forward(task, state, how)
-    return state.out.to(out_dtype or query.dtype), state.lse
+    forward(whole_task(call), state, how)
+    return state.out.to(call.stored or query.dtype), state.lse
 
 
-def whole_backward(
-    task: TaskTensors,
-    grad_out: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    grad_dtype: torch.dtype | None,
-    how: Scores = PLAIN,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key and value of a whole call (``WholeCalls``), rounded once."""
-    work = work_dtype(task.query)
-    three = (task.query, task.key, task.value)
-    query, key, value = (torch.zeros(t.shape, dtype=work, device=t.device) for t in three)
-    backward(task, Gradients(grad_out, out, lse, query, key, value), how)
-    dtype = grad_dtype or task.query.dtype
+def whole_backward(call: Call, saved: Saved, how: Scores = PLAIN) -> Three:
+    """Gradients of query, key and value of a whole call, rounded once."""
+    work, dtype = work_dtype(call.query), call.stored or call.query.dtype
+    query, key, value = (torch.zeros(t.shape, dtype=work, device=t.device) for t in call.inputs)
+    given = (saved.grad_out, saved.out, saved.lse)
+    backward(whole_task(call), Gradients(*given, query, key, value), how)
     return query.to(dtype), key.to(dtype), value.to(dtype)
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TypeGuard
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -17,14 +15,11 @@ from quorum_attention.kernels.fa4 import Fa4Kernel
 from quorum_attention.kernels.flash import FlashKernel
 from quorum_attention.kernels.native import NativeKernel
 from quorum_attention.kernels.probe import probe
-from quorum_attention.kernels.protocol import CallShape, InnerKernel
+from quorum_attention.kernels.protocol import CallShape, Kernel, refusal
 from quorum_attention.kernels.torch_private import flash_implementation
-from quorum_attention.kernels.traits import Traits, contradiction, refusal, traits_of
 
-_KERNELS: dict[str, InnerKernel] = {}
+_KERNELS: dict[str, Kernel] = {}
 _registered = 0
-# Kernels whose traits have been checked, with those traits: a check takes as long as a small call.
-_CHECKED: WeakKeyDictionary[InnerKernel, Traits] = WeakKeyDictionary()
 
 # Fastest first (measured on an H200). Kernels registered by users come after these, in the order of
 # registration; the reference comes last.
@@ -32,12 +27,11 @@ _PREFERENCE = ("fa4", "cudnn", "flash", "efficient", "cpu", "native")
 _LAST = "dense"
 
 
-def register_kernel(kernel: InnerKernel) -> None:
+def register_kernel(kernel: Kernel) -> None:
     """Make a kernel known under its name, replacing one of the same name.
 
     Raises:
-        TypeError: it lacks a part of the ``InnerKernel`` protocol, or its traits contradict its
-            methods.
+        TypeError: it is no ``InnerKernel``, or has no hash.
         ValueError: its name is empty or "auto".
 
     Examples:
@@ -51,15 +45,11 @@ def register_kernel(kernel: InnerKernel) -> None:
         >>> q = torch.randn(1, 2, 300, 16)
         >>> out = qa.attention(q, q, q, kernel="mine", depth=1)
     """
-    if isinstance(kernel, type):
-        raise TypeError(f"a kernel is an object, not a class: make a {kernel.__name__} first")
-    if not is_kernel(kernel):
-        raise TypeError(f"{kernel!r} is no inner kernel: it lacks {_lacking(kernel)}")
+    _check(kernel)
     if not isinstance(kernel.name, str):
         raise TypeError(f"a kernel's name must be a str, got {shown(kernel.name)}")
     if not kernel.name or kernel.name == "auto":
         raise ValueError(f"a kernel cannot be named {kernel.name!r}")
-    _check_traits(kernel)
     global _registered
     _registered += 1
     _KERNELS[kernel.name] = kernel
@@ -70,21 +60,29 @@ def registrations() -> tuple[int, ...]:
     return (_registered, hash(flash_implementation()), *map(id, _KERNELS.values()))
 
 
-def is_kernel(thing: object) -> TypeGuard[InnerKernel]:
-    """Whether ``thing`` has all parts of ``InnerKernel`` (a kernel class has them, too)."""
-    return isinstance(thing, InnerKernel)
+def is_kernel(thing: object) -> TypeGuard[Kernel]:
+    """Whether ``thing`` is an ``InnerKernel``, or a class of them."""
+    return issubclass(thing if isinstance(thing, type) else type(thing), Kernel)
 
 
-def _lacking(thing: object) -> str:
-    """What ``InnerKernel`` asks for and ``thing`` does not have."""
-    parts = ("name", "refusal", "forward_workspace_bytes", "backward_workspace_bytes")
-    missing = [part for part in (*parts, "forward", "backward") if not hasattr(thing, part)]
-    if thing.__hash__ is None:
-        missing.append("__hash__ (a dataclass keeps it with eq=False)")
-    return ", ".join(missing)
+def _check(kernel: object) -> None:
+    """Raises TypeError for what is no kernel."""
+    if isinstance(kernel, type):
+        raise TypeError(
+            f"kernel must be a name or an InnerKernel, not the class {kernel.__name__}: make one"
+        )
+    if not isinstance(kernel, Kernel):
+        raise TypeError(
+            f"kernel must be a name or an InnerKernel, not {type(kernel).__name__}: derive it from "
+            "quorum_attention.InnerKernel, or pass a function to from_lse_function"
+        )
+    if type(kernel).__hash__ is None:
+        raise TypeError(
+            f"kernel {kernel.name!r} lacks __hash__ (a dataclass keeps it with eq=False)"
+        )
 
 
-def kernels() -> dict[str, InnerKernel]:
+def kernels() -> dict[str, Kernel]:
     """Every registered kernel by name, the preferred ones first (a copy).
 
     Examples:
@@ -94,59 +92,34 @@ def kernels() -> dict[str, InnerKernel]:
     return {kernel.name: kernel for kernel in _in_order()}
 
 
-def get_kernel(kernel: str | InnerKernel) -> InnerKernel:
+def get_kernel(kernel: str | Kernel) -> Kernel:
     """The kernel of that name, or the kernel given.
 
     Raises:
         ValueError: no kernel has that name.
-        TypeError: neither a name nor a kernel, or one whose traits contradict its methods.
+        TypeError: neither a name nor a kernel.
     """
     if isinstance(kernel, str):
         if kernel not in _KERNELS:
             known = ", ".join(kernels())
             raise ValueError(f"no kernel is named {kernel!r}; there are: {known}")
         return _KERNELS[kernel]
-    if _is_checked(kernel):
-        return kernel
-    if is_kernel(kernel) and not isinstance(kernel, type):
-        _check_traits(kernel)
-        return kernel
-    if isinstance(kernel, type):
-        raise TypeError(f"kernel must be a name or an InnerKernel, not the class {kernel.__name__}")
-    raise TypeError(
-        f"kernel must be a name or an InnerKernel, not {type(kernel).__name__}, which lacks "
-        f"{_lacking(kernel)}"
-    )
+    _check(kernel)
+    return kernel
 
 
-def why_not(kernel: InnerKernel, call: CallShape, device: torch.device | None = None) -> str | None:
+def why_not(kernel: Kernel, call: CallShape, device: torch.device | None = None) -> str | None:
     """Why a kernel cannot run the call: its own refusal or a failed test on ``device``; or None."""
-    reason, traits = refusal(kernel, call), traits_of(kernel)
+    reason = refusal(kernel, call)
     # The reference cannot be tested against itself, nor a kernel that computes other attention
     # (check_kernel is for those).
-    if reason is not None or kernel.name == _LAST or traits.own_attention:
+    if reason is not None or kernel.name == _LAST or kernel.own_attention:
         return reason
     # A kernel whose options change the scores is tested without them.
-    return probe(traits.probed_as or kernel, call, device)
+    return probe(kernel.probed_as or kernel, call, device)
 
 
-def _is_checked(kernel: InnerKernel) -> bool:
-    """Whether ``kernel`` has been checked before, and still has the same traits."""
-    try:
-        return _CHECKED.get(kernel) is traits_of(kernel)
-    except TypeError:  # it takes no weak reference: checked every time
-        return False
-
-
-def _check_traits(kernel: InnerKernel) -> None:
-    reason = contradiction(kernel)
-    if reason is not None:
-        raise TypeError(f"kernel {kernel.name!r} contradicts itself: {reason}")
-    with suppress(TypeError):
-        _CHECKED[kernel] = traits_of(kernel)
-
-
-def _in_order() -> list[InnerKernel]:
+def _in_order() -> list[Kernel]:
     def rank(name: str) -> int:
         if name in _PREFERENCE:
             return _PREFERENCE.index(name)

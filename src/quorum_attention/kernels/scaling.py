@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quorum_attention.kernels.launches import launch, to_divide, to_norm
-from quorum_attention.kernels.merge import triton_available
+from quorum_attention.kernels.launches import launch, to_divide, to_norm, triton_available
 from quorum_attention.kernels.tensors import row_blocks
 
 # |dS| may be up to 2**15; fp16's largest number, 65,504, is a little below 2**16.

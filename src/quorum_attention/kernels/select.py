@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from quorum_attention.kernels.protocol import CallShape, InnerKernel
+from quorum_attention.kernels.protocol import CallShape, InnerKernel, refusal
 from quorum_attention.kernels.registry import get_kernel, kernels, why_not
-from quorum_attention.kernels.traits import measured, refusal
 
 LONG_FLOPS = 1e12
 """Operations of a forward from which on "auto" takes FlashAttention-4: 2 ms of an H200."""
@@ -81,11 +80,10 @@ def rivals(
     """
     if device.type != "cuda" or not _is_hopper(device):
         return ()
-    others = [measured(kernel) for kernel in kernels().values() if kernel is not preferred]
     return tuple(
         kernel
-        for kernel in others
-        if kernel is not None and kernel.keeps_pace(call) and refusal(kernel, call) is None
+        for kernel in kernels().values()
+        if kernel is not preferred and kernel.keeps_pace(call) and refusal(kernel, call) is None
     )
 
 

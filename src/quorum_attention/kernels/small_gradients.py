@@ -11,38 +11,24 @@ from __future__ import annotations
 import torch
 
 from quorum_attention.kernels.delta import not_whole
+from quorum_attention.kernels.protocol import Call, Saved, Three
 
 
-def small_gradients(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    bias: torch.Tensor | None,
-    causal: bool,
-    scale: float,
-    columns: int = 0,
-    *,
-    own: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def small_gradients(call: Call, saved: Saved, columns: int = 0, *, own: bool = False) -> Three:
     """The gradients of query, key and value, in the dtype of ``lse``; of keys and values summed
     over the query heads that share them.
 
     Where a score is not finite, gradients of other rows can be NaN too: 0 times NaN is NaN.
 
     Args:
-        grad_out, out: (b, h, nq, dv).
-        query, key, value: (b, h, nq, d), (b, hk, nk, d), (b, hk, nk, dv).
-        lse: (b, h, nq), fp32 or fp64, 0 in rows without keys.
-        bias: additive, broadcastable to (b, h, nq, nk), or None.
-        causal: query i sees keys j <= i.
+        saved: lse is fp32 or fp64, 0 in rows without keys.
         columns: how many of the last columns of ``out`` are none of the output's, but take
             something from delta (the value has 0 there).
         own: ``lse`` is that of these keys and of no others; it is not read then. Rows without a
             key are NaN.
     """
+    query, key, value, scale, bias = *call.inputs, call.scale, call.bias
+    grad_out, out, lse = saved.grad_out, saved.out, saved.lse
     batch, key_heads, n_keys, _ = key.shape
     pairs = (*query.shape[:3], n_keys)
     # Query heads that share a key head are further rows of it.
@@ -53,7 +39,7 @@ def small_gradients(
     scores = torch.bmm(q, k.mT).mul_(scale)
     if bias is not None:
         scores.view(pairs).add_(bias)
-    if causal:
+    if call.causal:
         above = torch.ones(pairs[2:], dtype=torch.bool, device=scores.device).triu_(1)
         scores.view(pairs).masked_fill_(above, -torch.inf)
     p = scores.softmax(dim=-1)

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 
 from quorum_attention.kernels.cpu import sums_groups
+from quorum_attention.kernels.protocol import Call, Saved, Three
 
 WIDENED_BYTES = 4 << 20
 """Most bytes in fp32 that are held at any one time."""
 
-Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Run = Callable[..., Three]
+Run = Callable[[Call, Saved], Three]
+_At = tuple[slice, slice]
 
 
 def quicker_widened(dtype: torch.dtype, *, grouped: bool) -> bool:
@@ -75,52 +76,49 @@ def _together(one: int, every: int, key_heads: int) -> int:
     return most if most >= every else min(most, key_heads)
 
 
-def widened_gradients(
-    run: Run,
-    heads: int,
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    bias: torch.Tensor | None,
-) -> Three:
+def widened_gradients(run: Run, heads: int, call: Call, saved: Saved) -> Three:
     """The gradients of query, key and value, in their dtype.
 
     Args:
-        run: (grad_out, query, key, value, out, lse, bias) to the three gradients, in fp32.
+        run: the operator's backward, in fp32.
         heads: ``heads_at_a_time``.
-        grad_out, out: (b, h, nq, dv).
-        query, key, value: (b, h, nq, d), (b, hk, nk, d), (b, hk, nk, dv).
-        lse: (b, h, nq), fp32.
-        bias: broadcastable to (b, h, nq, nk), or None.
+        call, saved: in 16 bits; lse in fp32.
     """
-    batch, key_heads = key.shape[:2]
-    shared = query.shape[1] // key_heads
+    batch, key_heads = call.key.shape[:2]
+    shared = call.query.shape[1] // key_heads
+    every = slice(None)
     if heads >= batch * key_heads:
-        made = run(*(t.float() for t in (grad_out, query, key, value, out)), lse, _float(bias))
-        return made[0].to(query.dtype), made[1].to(key.dtype), made[2].to(value.dtype)
-    found = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-    if bias is not None:
-        bias = bias.expand(batch, query.shape[1], *bias.shape[-2:])
+        made = run(*_widened(call, saved, (every, every), (every, every)))
+        return (
+            made[0].to(call.query.dtype),
+            made[1].to(call.key.dtype),
+            made[2].to(call.value.dtype),
+        )
+    query, key, value = map(torch.empty_like, call.inputs)
     for entry in range(batch):
         for first in range(0, key_heads, heads):
             some = slice(entry, entry + 1), slice(first, first + heads)
             rows = slice(entry, entry + 1), slice(shared * first, shared * (first + heads))
-            made = run(
-                grad_out[rows].float(), query[rows].float(), key[some].float(),
-                value[some].float(), out[rows].float(), lse[rows],
-                None if bias is None else bias[rows].float(),
-            )  # fmt: skip
-            for whole, at, part in zip(found, (rows, some, some), made, strict=True):
+            made = run(*_widened(call, saved, rows, some))
+            for whole, at, part in zip((query, key, value), (rows, some, some), made, strict=True):
                 whole[at].copy_(part)
             del made, part
-    return found
+    return query, key, value
 
 
-def _float(bias: torch.Tensor | None) -> torch.Tensor | None:
-    return None if bias is None else bias.float()
+def _widened(call: Call, saved: Saved, rows: _At, keys: _At) -> tuple[Call, Saved]:
+    """Some batch entries and heads of a call in fp32."""
+    bias = call.bias
+    if bias is not None:
+        # What broadcasts does so in parts too.
+        at = (rows[0] if bias.shape[0] > 1 else slice(None),
+              rows[1] if bias.shape[1] > 1 else slice(None))  # fmt: skip
+        bias = bias[at].float()
+    return (
+        call.mapped(lambda tensor: tensor[rows].float(), lambda tensor: tensor[keys].float(),
+                    bias=bias),
+        saved.mapped(lambda tensor: tensor[rows].float()),
+    )  # fmt: skip
 
 
 @functools.cache

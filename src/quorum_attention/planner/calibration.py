@@ -28,11 +28,10 @@ from quorum_attention.execution.device.backend import Backend
 from quorum_attention.execution.device.lookup import backend_of, best_device, present
 from quorum_attention.execution.workload import DTYPE_NAMES, ELEMENT_BYTES
 from quorum_attention.kernels.merge import add_, merge_
-from quorum_attention.kernels.protocol import CallShape, Operator
+from quorum_attention.kernels.protocol import Call, CallShape, InnerKernel, Saved
 from quorum_attention.kernels.rates import by_head_dim
 from quorum_attention.kernels.select import select_kernel
 from quorum_attention.kernels.torch_private import outside
-from quorum_attention.kernels.traits import operator
 from quorum_attention.planner.machine import Machine
 from quorum_attention.writing import check_target
 
@@ -368,15 +367,14 @@ class _Bench:
                 found[_rate(head_dim, which)] = rate
         return {**found, "causal": self.causal(), **self.copies(), **self.calls(number)}
 
-    def kernel(self, head_dim: int) -> Operator:
+    def kernel(self, head_dim: int) -> InnerKernel:
         call = CallShape(self.device.type, self.dtype, 1, 1, head_dim, head_dim, True, True)
         chosen = select_kernel("auto", call, self.device)
-        found = operator(chosen)
-        if found is None:
+        if not chosen.operator:
             raise NotImplementedError(
                 f"only kernels that work on rectangles can be calibrated, not {chosen.name!r}"
             )
-        return found
+        return chosen
 
     def random(self, rows: int, head_dim: int) -> torch.Tensor:
         shape, generator = (1, 1, rows, head_dim), self._generator
@@ -407,19 +405,14 @@ class _Bench:
         query, grad = self.random(rows, head_dim), self.random(rows, head_dim)
         key, value = self.random(other, head_dim), self.random(other, head_dim)
         spent = self.seconds(
-            lambda: kernel.rectangle_forward(query, key, value, False, scale, None), 0.3, warm
+            lambda: kernel.rectangle_forward(Call(query, key, value, False, scale)), 0.3, warm
         )
         # A backward is parallel over keys, so here the keys are the long side.
         query, key = key, query
         grad, value = value, grad
-        out, lse = kernel.rectangle_forward(query, key, value, False, scale, None)
-        backward = self.seconds(
-            lambda: kernel.rectangle_backward(
-                grad, query, key, value, out, lse, False, scale, None
-            ),
-            0.3,
-            warm,
-        )
+        call = Call(query, key, value, False, scale)
+        saved = Saved(grad, *kernel.rectangle_forward(call))
+        backward = self.seconds(lambda: kernel.rectangle_backward(call, saved), 0.3, warm)
         return flops / spent, 2.5 * flops / backward
 
     def causal(self) -> float:
@@ -427,9 +420,8 @@ class _Bench:
         rows = self.causal_rows
         kernel, scale = self.kernel(64), 0.125
         query, key, value = (self.random(rows, 64) for _ in range(3))
-        spent = self.seconds(
-            lambda: kernel.rectangle_forward(query, key, value, True, scale, None), 0.2
-        )
+        call = Call(query, key, value, True, scale)
+        spent = self.seconds(lambda: kernel.rectangle_forward(call), 0.2)
         return 2.0 * 64 * rows * rows / spent
 
     def copies(self) -> dict[str, float]:
@@ -452,18 +444,17 @@ class _Bench:
         query, key, value, grad = (self.random(128, 64) for _ in range(4))
         state = torch.zeros(1, 1, 128, 64, dtype=torch.float32, device=self.device)
         lse_state = torch.zeros(1, 1, 128, dtype=torch.float32, device=self.device)
-        out, lse = kernel.rectangle_forward(query, key, value, False, 0.125, None)
+        call = Call(query, key, value, False, 0.125)
+        saved = Saved(grad, *kernel.rectangle_forward(call))
 
         def forward() -> None:
             for _ in range(count):
-                part, part_lse = kernel.rectangle_forward(query, key, value, False, 0.125, None)
+                part, part_lse = kernel.rectangle_forward(call)
                 merge_(state, lse_state, part, part_lse)
 
         def backward() -> None:
             for _ in range(count):
-                for part in kernel.rectangle_backward(
-                    grad, query, key, value, out, lse, False, 0.125, None
-                ):
+                for part in kernel.rectangle_backward(call, saved):
                     add_(state, part)
 
         # The factors are for slicing, scaling and streams around a call.
@@ -476,7 +467,7 @@ class _Bench:
         for tensor in fresh:
             self._wait()
             started = time.perf_counter()
-            kernel.rectangle_forward(tensor, tensor, tensor, False, 0.125, None)
+            kernel.rectangle_forward(Call(tensor, tensor, tensor, False, 0.125))
             self._wait()
             times.append(time.perf_counter() - started)
         return {**found, "plan_seconds": statistics.median(times)}

@@ -16,7 +16,7 @@ from quorum_attention.execution.case import Case
 from quorum_attention.execution.pass_spec import PassSpec
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.workload import Workload, count_groups
-from quorum_attention.kernels.traits import Traits, traits_of
+from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.planner.machine import Machine
 
 # A copy within a device takes the host as long as so many others: those are issued in batches.
@@ -231,7 +231,7 @@ def _device_seconds(
     lanes: int,
     machine: Machine,
     spec: PassSpec,
-    traits: Traits,
+    kernel: InnerKernel,
     *,
     streams: int,
     uncut: bool,
@@ -247,7 +247,7 @@ def _device_seconds(
             inner = r.n_queries if spec.backward else r.n_keys
             bytes_of_row = (work.head_dim + work.value_dim) * work.element_bytes
             share *= machine.cached_share(inner * bytes_of_row)
-        if uncut and traits.heads_by_thread:
+        if uncut and kernel.heads_by_thread:
             share *= machine.busy_share(lanes, causal=r.causal, backward=spec.backward)
         flops = _flops_of_pair(work, spec) * r.pairs * call.count * lanes
         seconds += times * (flops / (_rate(machine, spec) * share) + machine.call_device_seconds)
@@ -313,7 +313,7 @@ def preparation_seconds(schedule: Schedule, case: Case, machine: Machine, found:
 
 def cost(schedule: Schedule, case: Case, machine: Machine) -> Cost:
     """The predicted cost of a pass run by ``schedule``."""
-    work, spec, traits = case.work, case.spec, traits_of(case.kernel)
+    work, spec, kernel = case.work, case.spec, case.kernel
     group, load = schedule.group, schedule.route.load(schedule, case)
     lanes = group.batch * group.kv_heads * work.queries_per_key_head
     together = schedule.limits if group.batch == 1 else None
@@ -329,12 +329,12 @@ def cost(schedule: Schedule, case: Case, machine: Machine) -> Cost:
     call_seconds = machine.backward_call_seconds if spec.backward else machine.call_seconds
     call_seconds += _STREAM_SECONDS * (schedule.streams > 1)
     merged = 0.0
-    if traits.whole_tasks:
+    if kernel.whole_tasks:
         on_device = _launch_seconds(sample, work, lanes, machine, spec)
-        calls, preparation = traits.launch_seconds[spec.backward] * load.units, 0.0
+        calls, preparation = kernel.launch_seconds[spec.backward] * load.units, 0.0
     else:
         on_device = _device_seconds(
-            sample.calls, work, lanes, machine, spec, traits,
+            sample.calls, work, lanes, machine, spec, kernel,
             streams=schedule.streams, uncut=load.uncut,
         )  # fmt: skip
         calls = call_seconds * sample.n_calls / sample.tasks * load.units

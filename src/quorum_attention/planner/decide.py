@@ -24,12 +24,11 @@ from quorum_attention.execution.pass_spec import spec_of
 from quorum_attention.execution.placement import Placement
 from quorum_attention.execution.routes.whole import Whole
 from quorum_attention.execution.workload import Workload
-from quorum_attention.kernels import proven
-from quorum_attention.kernels.compiling import compile_ahead
-from quorum_attention.kernels.protocol import CallShape, InnerKernel, Recorded
+from quorum_attention.kernels.launches import compile_ahead
+from quorum_attention.kernels.probe import read_memo
+from quorum_attention.kernels.protocol import CallShape, InnerKernel
 from quorum_attention.kernels.registry import kernels, why_not
 from quorum_attention.kernels.select import rivals, select_kernel, unrounded_kernel
-from quorum_attention.kernels.traits import recorded
 from quorum_attention.planner import known, policy
 from quorum_attention.planner.calibration import machine_of
 from quorum_attention.planner.cost import forward_flops
@@ -109,7 +108,7 @@ def decide(asked: Asked, *, runs: bool = True) -> Decision:
     return _by_plan(asked, runs=runs) if whole is None else Decision(whole)
 
 
-def decide_recorded(asked: Asked) -> Recorded | None:
+def decide_recorded(asked: Asked) -> InnerKernel | None:
     """The kernel that runs a forward and, if there will be one, its backward whole, by an operator
     that torch's autograd can record; or None.
 
@@ -127,8 +126,7 @@ def decide_recorded(asked: Asked) -> Recorded | None:
     backward = replace(forward, place=replace(asked.place, copied=1), backward=True)
     if needs_grad and _small_kernel(backward) is not kernel:
         return None
-    able = recorded(kernel)
-    return able if able is not None and able.takes_recorded(asked.call_shape) else None
+    return kernel if kernel.takes_recorded(asked.call_shape) else None
 
 
 def decide_again(asked: Asked, failed: Decision) -> Decision:
@@ -271,7 +269,7 @@ def _prepare(asked: Asked) -> None:
     if backend.remembers and backend.is_here():
         # Threads that import hold the interpreter's lock, 5 ms at a time, and reading a file
         # gives it away: a hundred small files would take half a second beside them.
-        proven.read()
+        read_memo()
         known.read()
     backend.prepare(options.device)
     compile_ahead(*kind)

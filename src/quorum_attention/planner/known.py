@@ -26,7 +26,7 @@ from quorum_attention.execution.routes.passing import Passing
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.schedule import Route, Schedule
 from quorum_attention.execution.workload import GroupSize
-from quorum_attention.kernels.traits import is_bare
+from quorum_attention.kernels.protocol import is_bare
 from quorum_attention.planner.machine import Machine
 
 _FILE = "plans.json"

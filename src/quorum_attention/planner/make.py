@@ -34,7 +34,6 @@ from quorum_attention.kernels.masked import Sizes, kernel_for_mask
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.select import select_kernel
-from quorum_attention.kernels.traits import sparse
 from quorum_attention.mask import Mask
 from quorum_attention.planner import policy
 from quorum_attention.planner.calibration import machine_of
@@ -136,10 +135,9 @@ def plan(
     )  # fmt: skip
     place = _place(where, inputs, results_given, dtype, backward)
     chosen, found = decide_untried(work, wish, kernel, place, where, backward=backward)
-    knowing = sparse(chosen)
     pairs = None
-    if knowing is not None:
-        pairs = knowing.kept_pairs(work.n_queries, work.n_keys, work.is_causal)
+    if chosen.sparse:
+        pairs = chosen.kept_pairs(work.n_queries, work.n_keys, work.is_causal)
     kept = _words(attn_mask, given.is_causal)
     return Plan(work, found, place, chosen.name, bytes_given, backward, pairs, kept)
 

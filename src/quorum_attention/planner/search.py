@@ -25,7 +25,6 @@ from quorum_attention.execution.trimming import Tally, pairs_of, tally
 from quorum_attention.execution.workload import GroupSize, Workload, group_sizes
 from quorum_attention.kernels.cache import remembered
 from quorum_attention.kernels.protocol import InnerKernel
-from quorum_attention.kernels.traits import traits_of
 from quorum_attention.planner import known, passing, policy
 from quorum_attention.planner.cost import Cost, cost, least_seconds, preparation_seconds
 from quorum_attention.planner.footprint import Footprint, footprint_of
@@ -145,10 +144,10 @@ def _paced(
     Costs count all pairs of a call: a kernel whose own mask leaves out some of them reaches a
     higher rate of counted pairs.
     """
-    traits, share = traits_of(kernel), kept_share(pairs)
-    forward, back = traits.rates
-    if traits.pace is not None:
-        machine = traits.pace(machine, work.head_dim, backward)
+    share = kept_share(pairs)
+    forward, back = kernel.rates
+    if kernel.pace is not None:
+        machine = kernel.pace(machine, work.head_dim, backward)
     return replace(
         machine,
         flops=machine.flops * forward / share,
@@ -479,7 +478,7 @@ def _choice(wish: Wish, case: Case) -> Choice:
     n_caps = (2, 1) if backend.overlaps else (1,)
     homes: tuple[Home, ...] = ("device", "host") if backend.own_memory else ("host",)
     streams = (1, 2) if wish.streams is None else (wish.streams,)
-    if backend.most_streams == 1 or not traits_of(case.kernel).several_streams:
+    if backend.most_streams == 1 or not case.kernel.several_streams:
         streams = (1,)
     return Choice(
         n_caps if wish.n_cap is None else (wish.n_cap,),
@@ -497,7 +496,7 @@ def _cuts_over_inputs(
     work, kernel, place = case.work, case.kernel, case.place
     asked_for_slots = wish.n_cap is not None or wish.over_inputs is False
     asked_for_slots |= wish.accumulator == "host" and place.backend.own_memory
-    gains = traits_of(kernel).several_streams or takes_tasks(kernel, work)
+    gains = kernel.several_streams or takes_tasks(kernel, work)
     if asked_for_slots or not gains:
         return []
     most = policy.MOST_OVER_INPUTS if place.backend.overlaps else policy.MOST_PIECES

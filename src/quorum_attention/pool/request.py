@@ -15,7 +15,6 @@ from quorum_attention.counts import shown
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.kernels.masked.resolve import Sizes, resolve
 from quorum_attention.kernels.registry import get_kernel
-from quorum_attention.kernels.traits import traits_of
 from quorum_attention.mask import Mask
 from quorum_attention.pool.call import Asked, PoolCall
 from quorum_attention.pool.masked import sendable
@@ -103,8 +102,8 @@ def _check(written: Written) -> None:
             "processes do not have the object"
         )
     if kernel != "auto":
-        traits = traits_of(get_kernel(kernel))
-        if traits.own_attention or traits.probed_as is not None:
+        named = get_kernel(kernel)
+        if named.own_attention or named.probed_as is not None:
             raise NotImplementedError(
                 f"kernel {kernel!r} computes another attention, of positions in the whole call; "
                 "several devices have parts of it: name one device"

@@ -10,7 +10,7 @@ from quorum_attention.autograd import named_derivative
 from quorum_attention.call.request import Request, Tensors
 from quorum_attention.execution.masks import MaskView
 from quorum_attention.execution.memory import is_out_of_memory
-from quorum_attention.kernels.protocol import Recorded
+from quorum_attention.kernels.protocol import Call, InnerKernel
 from quorum_attention.passes import recording_kernel
 from quorum_attention.repeated.likeness import is_transformed
 
@@ -18,7 +18,7 @@ from quorum_attention.repeated.likeness import is_transformed
 class Small(NamedTuple):
     """How a small call is run: the operator's kernel, and the factor of the scores."""
 
-    kernel: Recorded
+    kernel: InnerKernel
     is_causal: bool
     scale: float
 
@@ -34,7 +34,7 @@ class Small(NamedTuple):
         try:
             bias = None if mask is None else MaskView(mask, 1).whole(query.dtype, query.device)
             found = self.kernel.recorded_forward(
-                query, key, value, self.is_causal, self.scale, bias
+                Call(query, key, value, self.is_causal, self.scale, bias)
             )
         except Exception as error:
             if not is_out_of_memory(error):

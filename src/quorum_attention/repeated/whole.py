@@ -32,10 +32,9 @@ from quorum_attention.execution.routes.whole import (
 )
 from quorum_attention.execution.scaling import all_finite, scales
 from quorum_attention.execution.takes import corrected_bytes
-from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.protocol import Call, InnerKernel, Saved
 from quorum_attention.kernels.registry import get_kernel, kernels, registrations
 from quorum_attention.kernels.torch_private import uncompiled
-from quorum_attention.kernels.traits import traits_of, whole_calls
 from quorum_attention.passes import (
     as_own,
     decide_backward,
@@ -105,12 +104,11 @@ class Whole:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse)."""
         request = self.request
-        calls = whole_calls(get_kernel(self.kernel))
-        assert calls is not None, "another kernel of that name would be another call"
-        out, lse = calls.whole_forward(
+        call = Call(
             query, key, value, request.work.is_causal, request.scale, self._bias(mask),
             request.out_dtype,
         )  # fmt: skip
+        out, lse = get_kernel(self.kernel).whole_forward(call)
         return as_own(out), lse
 
     def _bias(self, mask: torch.Tensor | None) -> torch.Tensor | None:
@@ -148,7 +146,7 @@ class Whole:
                 if lse.dtype != work.dtype:
                     return tuple([g.to(work.dtype) for g in made])
                 return tuple([as_own(g) for g in made])
-            if not traits_of(kernel).empty_rows:
+            if not kernel.empty_rows:
                 lse = without_empty_rows(lse)
             if way.materialised:
                 made = materialised(work, scale, grad_out, three, out, lse, bias)
@@ -156,12 +154,10 @@ class Whole:
             if way.widened:
                 made = widened(work, kernel, scale, grad_out, three, out, lse, bias)
                 return None if made is None else tuple([as_own(g) for g in made])
-            calls = whole_calls(kernel)
-            assert calls is not None
-            found = calls.whole_backward(
-                operand(grad_out, work.dtype), *three, operand(out, work.dtype), lse,
-                work.is_causal, scale, bias, work.dtype,
-            )  # fmt: skip
+            found = kernel.whole_backward(
+                Call(*three, work.is_causal, scale, bias, work.dtype),
+                Saved(operand(grad_out, work.dtype), operand(out, work.dtype), lse),
+            )
             return found if not way.scaled or all_finite(found) else None
         except Exception as error:
             if not is_out_of_memory(error):
@@ -254,7 +250,7 @@ def whole(tensors: Tensors, request: Request) -> Whole | None:
     if kernels().get(kernel.name) is kernel:
         return Whole(request, kernel.name)
     # One of ours under a mask: a call that names a kernel of its own is not remembered.
-    return Whole(request, kernel) if traits_of(kernel).empty_rows else None
+    return Whole(request, kernel) if kernel.empty_rows else None
 
 
 def _is_one_call(decision: Decision, request: Request) -> bool:

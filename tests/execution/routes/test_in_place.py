@@ -19,7 +19,7 @@ from quorum_attention.execution.routes.in_place import rectangles_in_place
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.shares import count_shared, shares
 from quorum_attention.execution.workload import Workload
-from quorum_attention.kernels import Gradients, Statistics, TaskTensors, Traits, task_calls
+from quorum_attention.kernels import Gradients, Statistics, TaskTensors
 from quorum_attention.kernels.kit import document, from_score_mod, sliding_window
 from quorum_attention.kernels.kit.masks import BlockMask
 
@@ -44,7 +44,7 @@ MASKS = {
 class InPlace(WatchedKernel):
     """Attention under a mask, task by task on inputs as they lie; fails when told to."""
 
-    traits = Traits(own_attention=True, whole_tasks=True, sparse=True, task_calls=True)
+    own_attention = whole_tasks = sparse = task_calls = True
 
     def __init__(self, mask: BlockMask | None, fail_at: set[int] | None = None) -> None:
         super().__init__(fail_at)
@@ -93,11 +93,12 @@ class InPlace(WatchedKernel):
         rows = self._known(task)[0]
         return state.out[:, :, rows].to(task.query.dtype), state.lse[:, :, rows]
 
-    def task_backward(self, task, grad_out, out, lse):  # type: ignore[no-untyped-def]
+    def task_backward(self, task, saved):  # type: ignore[no-untyped-def]
         self.in_place += 1
         sums = [torch.zeros(t.shape, dtype=self._wide(task)) for t in
                 (task.query, task.key, task.value)]  # fmt: skip
-        self._watch(task, lambda: self.inner.backward(task, Gradients(grad_out, out, lse, *sums)))
+        given = Gradients(saved.grad_out, saved.out, saved.lse, *sums)
+        self._watch(task, lambda: self.inner.backward(task, given))
         rows, columns = self._known(task)
         axes = (rows, columns, columns)
         return tuple(s[:, :, a].to(task.query.dtype) for s, a in zip(sums, axes, strict=True))
@@ -309,7 +310,7 @@ def test_a_plan_serves_other_kernels() -> None:
     for mine, theirs in zip(run(given, other, True, plan), right, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-10)
     plain = from_score_mod(None, None, compiled=False)
-    assert task_calls(plain) is None
+    assert not plain.task_calls
     reports = qa.Report(), qa.Report()
     for mine, theirs in zip(run(given, plain, True, plan, reports), right, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-10)
@@ -345,8 +346,8 @@ class Forgetful(InPlace):
     def task_forward(self, task: TaskTensors) -> tuple[torch.Tensor, torch.Tensor]:
         return self._watched(super().task_forward(task))
 
-    def task_backward(self, task, grad_out, out, lse):  # type: ignore[no-untyped-def]
-        return self._watched(super().task_backward(task, grad_out, out, lse))
+    def task_backward(self, task, saved):  # type: ignore[no-untyped-def]
+        return self._watched(super().task_backward(task, saved))
 
     def task_begins(self) -> None:
         assert not any(part() is not None for part in self.parts)

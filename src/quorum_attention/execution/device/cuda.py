@@ -17,7 +17,6 @@ from quorum_attention.execution.device.kept import Kept, Locker
 from quorum_attention.execution.device.mover import Mover
 from quorum_attention.execution.device.page_locks import PageLocks
 from quorum_attention.execution.device.rates import h200_rates
-from quorum_attention.kernels import ahead
 from quorum_attention.kernels.lanes import Lanes
 from quorum_attention.kernels.workspace import UNSPLIT_BYTES
 
@@ -77,7 +76,7 @@ class Cuda(Backend):
         """Import the bindings that copies by address are made with."""
         if not self._prepared and self.is_here():
             self._prepared = True
-            ahead.begin("copies", device, cuda_runtime)
+            threading.Thread(target=cuda_runtime, name="imports CUDA's bindings").start()
 
     def current(self, device: torch.device) -> AbstractContextManager[Any]:
         """A context in which ``device`` is current: kernels run there, wherever tensors are."""

@@ -1,6 +1,6 @@
 """The route ``in_place``: one task after the other, on inputs that are on the computing device.
 
-It needs a kernel that computes a task in one launch (``TaskCalls``). The kernel reads the task's
+It needs a kernel that computes a task in one launch (``task_calls``). The kernel reads the task's
 part of the inputs where it lies, and returns new tensors. Rows that only this task has are copied
 from them straight to the results. Rows that several tasks have are merged in a state first. So
 there are no slots and no copies of inputs, and under a sparse mask hardly any rows are merged.
@@ -30,16 +30,14 @@ from quorum_attention.execution.takes import Bytes, Load, final_bytes, moved_byt
 from quorum_attention.execution.tools import Tools
 from quorum_attention.execution.trimming import Tally
 from quorum_attention.execution.workload import Group, Workload, count_groups
-from quorum_attention.kernels.protocol import InnerKernel, TaskCalls, TaskTensors
+from quorum_attention.kernels.protocol import InnerKernel, TaskTensors
 from quorum_attention.kernels.sinks import join_sinks_
 from quorum_attention.kernels.tensors import copy_on_device
-from quorum_attention.kernels.traits import task_calls
 
 
 def takes_tasks(kernel: InnerKernel, work: Workload) -> bool:
     """Whether ``kernel`` can compute tasks of such a call in place. Scaled ones it cannot."""
-    calls = task_calls(kernel)
-    return calls is not None and calls.takes_tasks(work.dtype) and not scales(kernel, work)
+    return kernel.takes_tasks(work.dtype) and not scales(kernel, work)
 
 
 @lru_cache(maxsize=64)
@@ -142,9 +140,7 @@ class _Group:
     def __init__(self, job: Job, group: Group, tasks: list[TaskTensors], tools: Tools) -> None:
         work, states = job.call.work, job.spec.states
         self.spec, self.clock = job.spec, tools.clock
-        kernel = task_calls(job.call.kernel)
-        assert kernel is not None
-        self.kernel = kernel
+        self.kernel = job.call.kernel
         lengths = {"query": work.n_queries, "key": work.n_keys}
         by_axis = {
             axis: shares(spans, lengths[axis]) for axis, spans in _spans(self.kernel, tasks).items()
@@ -196,7 +192,9 @@ class _Group:
                 result[:, :, here] = fill.squeeze(-1) if isinstance(fill, torch.Tensor) else fill
 
 
-def _spans(kernel: TaskCalls, tasks: list[TaskTensors]) -> dict[Axis, list[tuple[int, int] | None]]:
+def _spans(
+    kernel: InnerKernel, tasks: list[TaskTensors]
+) -> dict[Axis, list[tuple[int, int] | None]]:
     """For every task the [start, stop) of its queries and of its keys; None if it keeps no pair."""
     found = [kernel.task_span(task) for task in tasks]
     return {

@@ -39,7 +39,6 @@ from quorum_attention.execution.takes import (
 )
 from quorum_attention.execution.tools import Tools
 from quorum_attention.execution.workload import GroupSize, Workload, count_groups
-from quorum_attention.kernels.traits import traits_of
 
 # At least the bytes of each small tensor that a scaled backward makes.
 _SMALL_BYTES = 512
@@ -114,9 +113,9 @@ class Passing(Route):
     def runs(self, schedule: Schedule, case: Case) -> bool:
         """Whether the kernel takes rectangles one by one, wherever they are, and nothing else
         depends on where they are."""
-        work, traits = case.work, traits_of(case.kernel)
-        anywhere = traits.operator and traits.several_streams and not traits.own_attention
-        plain = work.mask is None and not work.dropout and not traits.sparse
+        work, kernel = case.work, case.kernel
+        anywhere = kernel.operator and kernel.several_streams and not kernel.own_attention
+        plain = work.mask is None and not work.dropout and not kernel.sparse
         sides = self.stays == ("key" if case.spec.backward else "query")
         return anywhere and plain and sides and min(work.n_queries, work.n_keys) > 0
 

@@ -42,7 +42,6 @@ from quorum_attention.execution.trimming import Tally
 from quorum_attention.execution.workload import GroupSize, Workload, count_groups
 from quorum_attention.kernels.protocol import TaskTensors
 from quorum_attention.kernels.scaling import Scaling
-from quorum_attention.kernels.traits import traits_of
 from quorum_attention.quorums import quorum_size
 
 
@@ -275,7 +274,7 @@ def _gathered(job: Job, schedule: Schedule, unit: Unit, tools: Tools) -> TaskTen
     call, work, task = job.call, job.call.work, unit.visit.task
     # A kernel with its own attention may call a user's function with positions, so it must not get
     # the padding beyond the last token.
-    filled = is_filled(task, work) and not traits_of(call.kernel).own_attention
+    filled = is_filled(task, work) and not call.kernel.own_attention
     rectangles = task.rectangles(
         work.is_causal,
         None if filled else work.n_queries,

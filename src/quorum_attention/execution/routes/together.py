@@ -32,7 +32,6 @@ from quorum_attention.execution.workload import Group, GroupSize, Workload, coun
 from quorum_attention.kernels.protocol import TaskTensors
 from quorum_attention.kernels.scaling import Scaling
 from quorum_attention.kernels.tensors import copy_on_device
-from quorum_attention.kernels.traits import traits_of
 
 # At least the bytes of each small tensor that a scaled backward makes for a head group.
 _SMALL_BYTES = 512
@@ -87,7 +86,7 @@ class Together(OverInputs):
 
     def rows_copied(self, schedule: Schedule, case: Case) -> int | None:
         """The rows of a rectangle, if rectangles are small and the kernel copies by itself."""
-        small = self.pieces != "halves" and traits_of(case.kernel).any_upstream
+        small = self.pieces != "halves" and case.kernel.any_upstream
         return schedule.max_queries if small else None
 
     def load(self, schedule: Schedule, case: Case) -> Load:

@@ -32,11 +32,10 @@ from quorum_attention.execution.takes import (
 )
 from quorum_attention.execution.tools import Tools
 from quorum_attention.execution.workload import Group, GroupSize, Workload, count_groups, groups
-from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.protocol import Call, InnerKernel, Saved
 from quorum_attention.kernels.sinks import join_sinks_
 from quorum_attention.kernels.small_gradients import small_gradients, small_gradients_bytes
 from quorum_attention.kernels.torch_private import capturing
-from quorum_attention.kernels.traits import traits_of, whole_calls
 from quorum_attention.kernels.widened import (
     WIDENED_BYTES,
     heads_at_a_time,
@@ -86,9 +85,8 @@ class Whole(Route):
             return False
         # With several batch dimensions a tensor may have no view (b, heads, n, d).
         every = schedule.is_all(work) and len(work.batch_shape) <= 1
-        calls, masked = whole_calls(case.kernel), work.mask is not None
-        if calls is None or not calls.takes_whole(
-            work.heads, work.kv_heads, work.n_tokens, masked, every
+        if not case.kernel.takes_whole(
+            work.heads, work.kv_heads, work.n_tokens, work.mask is not None, every
         ):
             return False
         # One rectangle has to hold all queries and keys. With more keys than queries a causal one
@@ -232,7 +230,7 @@ def at_once(job: Job) -> tuple[torch.Tensor, ...] | None:
 
 def materialises(work: Workload, kernel: InnerKernel) -> bool:
     """Whether ``at_once`` takes the gradients of such a call from materialised scores."""
-    if not traits_of(kernel).small_gradients or work.dropout or work.sinks:
+    if not kernel.small_gradients or work.dropout or work.sinks:
         return False
     # In float64 as large as calls of 16 bits may be.
     narrow = replace(work, dtype=torch.float16) if work.dtype == torch.float64 else work
@@ -272,10 +270,10 @@ def materialised(
         lse: 0 in rows without keys.
         own: there is no bias, and ``lse`` is of these keys and of no others.
     """
-    grad_out, query, key, value, out, lse = [_four(t, work) for t in (grad_out, *three, out, lse)]
-    parts = small_gradients(
-        grad_out, query, key, value, out, lse, bias, work.is_causal, scale, work.columns, own=own
-    )
+    query, key, value = [_four(t, work) for t in three]
+    call = Call(query, key, value, work.is_causal, scale, bias)
+    saved = Saved(*[_four(t, work) for t in (grad_out, out, lse)])
+    parts = small_gradients(call, saved, work.columns, own=own)
     if own:
         # Rows are softmax of all scores, so what is not finite of the inputs makes dS NaN or
         # infinite, or a key times it; and either shows in dQ.
@@ -285,7 +283,7 @@ def materialised(
 
 def widens(work: Workload, kernel: InnerKernel) -> bool:
     """Whether ``at_once`` takes the gradients of such a call from the operator in fp32."""
-    if not traits_of(kernel).small_gradients or work.dropout or materialises(work, kernel):
+    if not kernel.small_gradients or work.dropout or materialises(work, kernel):
         return False
     grouped = work.heads != work.kv_heads
     return quicker_widened(work.dtype, grouped=grouped) and _heads_at_a_time(work) > 0
@@ -308,26 +306,10 @@ def widened(
         lse: 0 in rows without keys.
         bias: (b|1, heads|1, rows|1, columns|1), or None.
     """
-    calls = whole_calls(kernel)
-    assert calls is not None, "it has been asked whether it takes such calls"
-
-    def run(
-        grad_out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        mask: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return calls.whole_backward(
-            grad_out, query, key, value, out, lse, work.is_causal, scale, mask
-        )
-
-    grad_out, query, key, value, out, lse = (_four(t, work) for t in (grad_out, *three, out, lse))
-    parts = widened_gradients(
-        run, _heads_at_a_time(work), grad_out, query, key, value, out, lse, bias
-    )
+    query, key, value = (_four(t, work) for t in three)
+    call = Call(query, key, value, work.is_causal, scale, bias)
+    saved = Saved(*(_four(t, work) for t in (grad_out, out, lse)))
+    parts = widened_gradients(kernel.whole_backward, _heads_at_a_time(work), call, saved)
     return parts if work.dtype != torch.float16 or all_finite(parts) else None
 
 
@@ -357,16 +339,15 @@ def _of_call(
         tensor = lse if name == "lse" and lse is not None else job.tensors[name]
         part = _four(tensor, work) if group is None else group_part(tensor, group, item.axis)
         given[name] = operand(part, work.dtype) if item.copied else part
-    kernel = whole_calls(call.kernel)
-    assert kernel is not None
     dropout = call.dropout if group is None else job.dropout(group)
-    if job.spec.backward or call.sinks is None:
-        parts = job.spec.of_call(
-            kernel, given, causal, call.scale, bias, job.results.dtype, dropout
-        )
-    else:
+    joins = not job.spec.backward and call.sinks is not None
+    one = Call(
+        given["query"], given["key"], given["value"], causal, call.scale, bias,
         # Unrounded where the kernel can, because the sinks come after.
-        parts = job.spec.of_call(kernel, given, causal, call.scale, bias, work.state_dtype, dropout)
+        work.state_dtype if joins else job.results.dtype, dropout,
+    )  # fmt: skip
+    parts = job.spec.of_call(call.kernel, one, given)
+    if joins and call.sinks is not None:
         sinks = call.sinks if group is None else call.sinks[group.query_heads]
         join_sinks_(parts[0], parts[1], sinks)
     if job.scaled and not capturing(call.device) and not all_finite(parts):

@@ -28,7 +28,7 @@ from quorum_attention.kernels.kit.block_table import (
 )
 from quorum_attention.kernels.kit.flex_compiled import compiled_flex
 from quorum_attention.kernels.kit.flex_exchange import UnfitError, agree, exchanged_gradients
-from quorum_attention.kernels.kit.flex_launch import Launch, Three, has_diagonal, launch
+from quorum_attention.kernels.kit.flex_launch import Launch, has_diagonal, launch
 from quorum_attention.kernels.kit.function import gradients_by_autograd
 from quorum_attention.kernels.kit.functions import codes
 from quorum_attention.kernels.kit.laid_out import always_in_words
@@ -37,14 +37,16 @@ from quorum_attention.kernels.kit.materialised import ScoreMod
 from quorum_attention.kernels.kit.score_mod import ScoreModKernel
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, add_, merge_
 from quorum_attention.kernels.protocol import (
+    Call,
     CallShape,
     Extent,
     Gradients,
+    Saved,
     Statistics,
     TaskTensors,
+    Three,
 )
 from quorum_attention.kernels.tensors import dense
-from quorum_attention.kernels.traits import Traits
 from quorum_attention.kernels.workspace import UNSPLIT_BYTES
 
 # Host memory for cached lists, and the number of compiled calls and of spans that are cached.
@@ -68,19 +70,11 @@ def _host_bytes(lists: BlockLists | None) -> int:
 class FlexKernel(ScoreModKernel):
     """See ``from_score_mod``: compiled ``flex_attention``, except for float64."""
 
-    traits = Traits(
-        own_attention=True,
-        whole_tasks=True,
-        launch_seconds=(0.7e-3, 2.3e-3),  # most of it torch.compile's
-        rates=(0.84, 0.69),  # H200, causal, D = 64
-        captures=True,
-        calls_back=True,
-        row_statistics=True,
-        by_entry=True,
-        sparse=True,
-        whole_calls=True,
-        task_calls=True,
-    )
+    whole_tasks = True
+    launch_seconds = (0.7e-3, 2.3e-3)  # most of it torch.compile's
+    rates = (0.84, 0.69)  # H200, causal, D = 64
+    whole_calls = True
+    task_calls = True
 
     def __init__(self, score_mod: ScoreMod | None, mask_mod: MaskMod | None, name: str) -> None:
         super().__init__(score_mod, mask_mod, name)
@@ -174,7 +168,8 @@ class FlexKernel(ScoreModKernel):
         made = self._launch(task)
         if made is None:
             return
-        found = self._gradients(made, *map(made.of_rows, (grads.grad_out, grads.out, grads.lse)))
+        saved = Saved(grads.grad_out, grads.out, grads.lse)
+        found = self._gradients(made, saved.mapped(made.of_rows))
         targets = (
             made.of_rows(grads.grad_query),
             made.of_columns(grads.grad_key),
@@ -185,11 +180,11 @@ class FlexKernel(ScoreModKernel):
                 add_(target, part)
 
     def takes_tasks(self, dtype: torch.dtype) -> bool:
-        """See ``TaskCalls``: all dtypes that are compiled."""
+        """See ``Kernel``: all dtypes that are compiled."""
         return dtype != torch.float64
 
     def task_span(self, task: TaskTensors) -> tuple[slice, slice] | None:
-        """See ``TaskCalls``; a span begins and ends at whole blocks, or at the task's end."""
+        """See ``Kernel``; a span begins and ends at whole blocks, or at the task's end."""
 
         def make() -> tuple[slice, slice] | None:
             lists = self._listed(task)
@@ -202,18 +197,16 @@ class FlexKernel(ScoreModKernel):
         return span
 
     def task_forward(self, task: TaskTensors) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``TaskCalls``; ``out`` in the query's dtype."""
+        """See ``Kernel``; ``out`` in the query's dtype."""
         return self._run_forward(_known(self._launch(task)))
 
-    def task_backward(
-        self, task: TaskTensors, grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-    ) -> Three:
-        """See ``TaskCalls``; gradients in the query's dtype."""
+    def task_backward(self, task: TaskTensors, saved: Saved) -> Three:
+        """See ``Kernel``; gradients in the query's dtype."""
         made = _known(self._launch(task))
         # If heads are far apart in memory, a part of the backward is ten times as slow as copies.
         query, key, value = map(dense, made.inputs)
-        given = (dense(made.of_rows(t)) for t in (grad_out, out, lse))
-        return self._gradients(replace(made, inputs=(query, key, value)), *given)
+        given = saved.mapped(lambda tensor: dense(made.of_rows(tensor)))
+        return self._gradients(replace(made, inputs=(query, key, value)), given)
 
     def takes_whole(
         self, query_heads: int, key_heads: int, tokens: int, masked: bool, every: bool
@@ -221,18 +214,9 @@ class FlexKernel(ScoreModKernel):
         """All heads and entries are needed, because the modifications are given their numbers."""
         return every and not masked
 
-    def whole_forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        causal: bool,
-        scale: float,
-        bias: torch.Tensor | None,
-        out_dtype: torch.dtype | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``WholeCalls``; ``out`` in the query's dtype."""
-        task = _everything_of(query, key, value, causal, scale)
+    def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``Kernel``; ``out`` in the query's dtype."""
+        query, value, task = call.query, call.value, _everything_of(call)
         exact = query.dtype == torch.float64
         made = None if exact else self._launch(task)
         if made is not None and made.of_rows(query).shape == query.shape:
@@ -247,40 +231,26 @@ class FlexKernel(ScoreModKernel):
             made.of_rows(found.lse).copy_(part_lse)
         return found.out, found.lse
 
-    def whole_backward(
-        self,
-        grad_out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        causal: bool,
-        scale: float,
-        bias: torch.Tensor | None,
-        grad_dtype: torch.dtype | None = None,
-    ) -> Three:
-        """See ``WholeCalls``; gradients in the query's dtype."""
-        task = _everything_of(query, key, value, causal, scale)
+    def whole_backward(self, call: Call, saved: Saved) -> Three:
+        """See ``Kernel``; gradients in the query's dtype."""
+        (query, key, value), task = call.inputs, _everything_of(call)
         if query.dtype == torch.float64:
             sums = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-            super().backward(task, Gradients(grad_out, out, lse, *sums))
+            super().backward(task, Gradients(saved.grad_out, saved.out, saved.lse, *sums))
             return sums
         made = self._launch(task)
         if made is None:
             return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        found = self._gradients(made, *map(made.of_rows, (grad_out, out, lse)))
+        found = self._gradients(made, saved.mapped(made.of_rows))
         return (
             _in_place(found[0], made.of_rows, query),
             _in_place(found[1], made.of_columns, key),
             _in_place(found[2], made.of_columns, value),
         )
 
-    def _gradients(
-        self, made: Launch, grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-    ) -> Three:
+    def _gradients(self, made: Launch, saved: Saved) -> Three:
         attend, block_mask = self._attend(made, needs_grad=True), made.block_mask()
-        kind, rows = self._kind(made, needs_grad=True), (grad_out, out, lse)
+        kind, rows = self._kind(made, needs_grad=True), (saved.grad_out, saved.out, saved.lse)
         if self._takes_others.get(kind, False):
             return exchanged_gradients(attend, made.inputs, block_mask, *rows)
 
@@ -387,14 +357,12 @@ def _copied_bytes(call: CallShape, extent: Extent) -> int:
     return extent.batch * extent.n_tokens * (by_query + by_key) * call.dtype.itemsize
 
 
-def _everything_of(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
-) -> TaskTensors:
+def _everything_of(call: Call) -> TaskTensors:
     """A monolithic call as a task."""
-    n, m = query.shape[2], key.shape[2]
+    (n, m), causal = (call.query.shape[2], call.key.shape[2]), call.is_causal
     return TaskTensors(
         Decomposition(max(n, m), ()).task(()), (Rectangle(0, n, 0, m, causal),),
-        query, key, value, scale, causal, _no_bias, entries=tuple(range(query.shape[0])),
+        *call.inputs, call.scale, causal, _no_bias, entries=tuple(range(call.query.shape[0])),
     )  # fmt: skip
 
 

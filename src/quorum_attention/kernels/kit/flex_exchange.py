@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from quorum_attention.kernels.kit.flex_launch import Three
+from quorum_attention.kernels.protocol import Three
 
 _LOG2_E = log2(e)
 # Accepted difference, a share of the norm: far above rounding, far below that of a wrong exchange.

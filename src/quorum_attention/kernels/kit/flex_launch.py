@@ -14,11 +14,9 @@ from quorum_attention.kernels.kit.block_table import BLOCK
 from quorum_attention.kernels.kit.laid_out import laid_out, layout
 from quorum_attention.kernels.kit.masks import BlockMask, MaskMod
 from quorum_attention.kernels.kit.materialised import ScoreMod
-from quorum_attention.kernels.protocol import TaskTensors
+from quorum_attention.kernels.protocol import TaskTensors, Three
 from quorum_attention.kernels.tensors import positions
 from quorum_attention.kernels.torch_private import outside
-
-Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def has_diagonal(task: TaskTensors) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,15 +29,15 @@ from quorum_attention.kernels.protocol import (
     Extent,
     Gradients,
     Indices,
+    Kernel,
     Statistics,
     TaskTensors,
+    Three,
 )
 from quorum_attention.kernels.tensors import Pick, jth_of_group, positions, row_blocks
-from quorum_attention.kernels.traits import Traits
 
 LseFunction = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 BackwardFunction = Callable[..., "Three"]
-Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 WorkspaceBound = Callable[[CallShape, Extent], int]
 
 _OPTIONAL = ("query_positions", "key_positions", "head_indices", "batch_indices")
@@ -71,12 +71,11 @@ class Piece:
         return self.rows(task.query), self.columns(task.key), self.columns(task.value)
 
 
-class FunctionKernel:
+class FunctionKernel(Kernel):
     """See ``from_lse_function``."""
 
-    traits = Traits(
-        own_attention=True, captures=True, calls_back=True, row_statistics=True, by_entry=True
-    )
+    own_attention = True
+    row_statistics = True
 
     def __init__(
         self,
@@ -97,30 +96,26 @@ class FunctionKernel:
         self._wants = _parameters(function, "function")
         self._backward_wants = () if backward is None else _parameters(backward, "backward")
         if not (self._wants or self._backward_wants):
-            self.traits = replace(self.traits, position_free=True)
+            self.position_free = True
 
     def captured(self) -> list[torch.Tensor]:
-        """See ``Captures``: the tensors in the functions' closures. (By name a library's function
-        may reach whatever that keeps.)"""
-        return tensors([self.function, self.explicit_backward], named=False)
+        """See ``Kernel``."""
+        return tensors([self.function, self.explicit_backward])
 
     def called_back(self) -> tuple[Callable[..., Any], ...]:
-        """See ``CallsBack``."""
+        """See ``Kernel``."""
         return (self.function,)
 
     def results_of_functions(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: Indices
     ) -> Sequence[torch.Tensor]:
-        """See ``CallsBack``."""
+        """See ``Kernel``."""
         return self.rows(query, key, value, 1.0, at)
-
-    def check_functions(self, sizes: tuple[int, int, int, int], device: torch.device) -> None:
-        """See ``CallsBack``: none of the function's answers is remembered."""
 
     def rows(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, at: Indices
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``RowStatistics``."""
+        """See ``Kernel``."""
         parts = []
         for pick, chosen in self._picks(query, key):
             named = {"query_positions": at.queries, "key_positions": at.keys,
@@ -132,7 +127,7 @@ class FunctionKernel:
         return out, lse
 
     def tells_entries_apart(self, device: torch.device) -> bool:
-        """See ``ByEntry``."""
+        """See ``Kernel``."""
         return "batch_indices" in (*self._wants, *self._backward_wants)
 
     def refusal(self, call: CallShape) -> str | None:
@@ -244,7 +239,7 @@ def gradients_by_autograd(
     grad_out: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Three:
     """Gradients of query, key and value by autograd through another forward of a part.
 
     Args:

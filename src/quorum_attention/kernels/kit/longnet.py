@@ -20,15 +20,15 @@ from quorum_attention.counts import shown, switch, whole_number
 from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Pairs, Ranges, Rows, Verdict
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.kernels.protocol import (
+    Call,
     CallShape,
     Extent,
     Gradients,
-    InnerKernel,
-    Operator,
+    Kernel,
+    Saved,
     Statistics,
     TaskTensors,
 )
-from quorum_attention.kernels.traits import Traits, operator
 
 Index = tuple[slice, slice, slice]
 """Batch entries, heads and rows of a task's tensor."""
@@ -41,13 +41,13 @@ class DilatedSetting(NamedTuple):
     dilation: int
 
 
-class LongNetKernel:
+class LongNetKernel(Kernel):
     """Dilated attention, causal or not, forward and backward.
 
     Args:
         settings: (segment, dilation) pairs; a segment is a positive multiple of its dilation.
-        inner: the kernel that runs the strided rectangles: a ``RectangleKernel``, or another whose
-            traits say ``operator``; None for the first that can.
+        inner: the kernel that runs the strided rectangles: a ``RectangleKernel``, or another with
+            ``operator``; None for the first that can.
         full_precision: whether 16-bit tokens are converted to fp32 for the inner kernel. Then no
             partial result is rounded to 16 bits: slower, and more exact.
 
@@ -62,18 +62,19 @@ class LongNetKernel:
     """
 
     name = "longnet"
-    traits = Traits(own_attention=True, sparse=True)
+    own_attention = True
+    sparse = True
 
     def __init__(
         self,
         settings: Sequence[tuple[int, int]],
-        inner: InnerKernel | None = None,
+        inner: Kernel | None = None,
         *,
         full_precision: bool = False,
     ) -> None:
         self.settings = _checked(settings)
-        self._inner = None if inner is None else operator(inner)
-        if inner is not None and self._inner is None:
+        self._inner = inner
+        if inner is not None and not getattr(inner, "operator", False):
             raise TypeError(f"inner must be a RectangleKernel or None, not {type(inner).__name__}")
         self.full_precision = switch(full_precision, "full_precision")
 
@@ -124,9 +125,7 @@ class LongNetKernel:
         """Merge the task's kept pairs into ``state``, in place."""
         inner = self._operator_of(task)
         for rows, columns, causal in self._calls(task):
-            three = (task.query[rows], task.key[columns], task.value[columns])
-            q, k, v = map(self._wide, three)
-            out, lse = inner.whole_forward(q, k, v, causal, task.scale, None)
+            out, lse = inner.whole_forward(self._call(task, rows, columns, causal))
             with task.timed("merge"):
                 merge_(state.out[rows], state.lse[rows], out, lse)
 
@@ -135,15 +134,18 @@ class LongNetKernel:
         inner = self._operator_of(task)
         finite = grads.lse.masked_fill(grads.lse == -torch.inf, 0.0)
         for rows, columns, causal in self._calls(task):
-            five = (grads.grad_out[rows], task.query[rows], task.key[columns], task.value[columns],
-                    grads.out[rows])  # fmt: skip
-            grad_out, q, k, v, out = map(self._wide, five)
-            lse = finite[rows].contiguous()
-            dq, dk, dv = inner.whole_backward(grad_out, q, k, v, out, lse, causal, task.scale, None)
+            grad_out, out = (self._wide(t[rows]) for t in (grads.grad_out, grads.out))
+            saved = Saved(grad_out, out, finite[rows].contiguous())
+            call = self._call(task, rows, columns, causal)
+            dq, dk, dv = inner.whole_backward(call, saved)
             with task.timed("merge"):
                 add_(grads.grad_query[rows], dq)
                 add_(grads.grad_key[columns], dk)
                 add_(grads.grad_value[columns], dv)
+
+    def _call(self, task: TaskTensors, rows: Index, columns: Index, causal: bool) -> Call:
+        call = Call(task.query, task.key, task.value, causal, task.scale)
+        return call.mapped(lambda t: self._wide(t[rows]), lambda t: self._wide(t[columns]))
 
     def _calls(self, task: TaskTensors) -> Iterator[tuple[Index, Index, bool]]:
         """The task as plain or causal calls: (index of queries, index of keys, causal)."""
@@ -163,7 +165,7 @@ class LongNetKernel:
                                 lanes = (slice(None), slice(first, heads, dilation))
                                 yield (*lanes, chosen), (*lanes, keys), causal
 
-    def _operator_of(self, task: TaskTensors) -> Operator:
+    def _operator_of(self, task: TaskTensors) -> Kernel:
         query, value = task.query, task.value
         call = CallShape(
             query.device.type, query.dtype, query.shape[1], query.shape[1], query.shape[3],
@@ -173,14 +175,13 @@ class LongNetKernel:
         assert inner is not None, "refused before"
         return inner
 
-    def _operator(self, call: CallShape) -> Operator | None:
+    def _operator(self, call: CallShape) -> Kernel | None:
         """The kernel that runs the rectangles of such calls; None if none can."""
         from quorum_attention.kernels.registry import kernels
 
         call = self._widened(call)
-        every = [operator(kernel) for kernel in kernels().values()]
-        candidates = every if self._inner is None else [self._inner]
-        return next((k for k in candidates if k is not None and k.refusal(call) is None), None)
+        candidates = kernels().values() if self._inner is None else [self._inner]
+        return next((k for k in candidates if k.operator and k.refusal(call) is None), None)
 
     def _widens(self, dtype: torch.dtype) -> bool:
         return self.full_precision and dtype.itemsize < 4

@@ -1,26 +1,23 @@
-"""Some hundred pairs of a mask function, asked again where its answers have been remembered.
+"""Some hundred pairs of a mask function, asked again in a worker, which imports it by its name.
 
-A table of blocks is made once and used in later calls; a worker imports a function by its name. In
-both cases the function may say something else by now. Asking for a few of its pairs again costs as
-much as one small operator. A change that touches none of these pairs is not seen.
+There it may read something else. Asking for a few of its pairs again costs as much as one small
+operator. A difference that touches none of these pairs is not seen.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from quorum_attention.counts import shown
-from quorum_attention.kernels.cache import Cache
-from quorum_attention.kernels.kit.functions import versions
 from quorum_attention.kernels.kit.masks import BlockMask, MaskMod
 from quorum_attention.kernels.kit.over_pairs import boolean, indexing
 from quorum_attention.kernels.protocol import Indices
-from quorum_attention.kernels.torch_private import capturing, outside
+from quorum_attention.kernels.torch_private import outside
 
 # Queries that are drawn, and keys for each of them: half near the query, half anywhere.
 _QUERIES, _KEYS = 16, 32
@@ -61,33 +58,6 @@ class Sample:
                 "must stay what it is as long as its Mask or kernel lives: make a new one, and "
                 "give values as defaults (lambda b, h, q, k, n=n: ...)"
             )
-
-
-class Watched:
-    """Functions whose answers a kernel remembers; those of block masks of ours are their own."""
-
-    def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
-        self._functions = tuple(f for f in functions if not isinstance(f, BlockMask))
-        self._samples: Cache[tuple[Sample, ...]] = Cache(8, lambda samples: 1)
-
-    def check(self, sizes: _Sizes, device: torch.device) -> None:
-        """Remember a sample of each function, or ask it again; by what it is seen to read.
-
-        Raises:
-            RuntimeError: a function has changed.
-        """
-        if not self._functions or capturing(device):  # a capture cannot wait for the answers
-            return
-        made: list[Sample] = []
-
-        def draw() -> tuple[Sample, ...]:
-            made.extend(Sample.draw(function, sizes, device) for function in self._functions)
-            return tuple(made)
-
-        key: Hashable = (sizes, device, versions(*self._functions))
-        for sample, function in zip(self._samples.get(key, draw), self._functions, strict=True):
-            if not made:
-                sample.check(function, device, "when its table of blocks was made")
 
 
 def results_at(functions: Sequence[Callable[..., Any]], at: Indices) -> list[torch.Tensor]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +28,7 @@ from quorum_attention.kernels.kit.functions import tensors, versions
 from quorum_attention.kernels.kit.masks import BlockMask, MaskMod, kept_pairs
 from quorum_attention.kernels.kit.materialised import ScoreMod, materialised
 from quorum_attention.kernels.kit.over_pairs import depends_on_batch_head
-from quorum_attention.kernels.kit.sample import Watched, results_at
+from quorum_attention.kernels.kit.sample import results_at
 from quorum_attention.kernels.protocol import CallShape, Extent, Indices, TaskTensors
 
 # Rectangles whose parts are cached.
@@ -47,11 +46,10 @@ class ScoreModKernel(FunctionKernel):
         run: number of rectangles run so far; parts of a rectangle count one by one.
     """
 
-    traits = replace(FunctionKernel.traits, sparse=True)
+    sparse = True
 
     def __init__(self, score_mod: ScoreMod | None, mask_mod: MaskMod | None, name: str) -> None:
         self.score_mod, self.mask_mod = score_mod, mask_mod
-        self._watched = Watched([] if mask_mod is None else [mask_mod])
         self.pruned = self.run = 0
         self._parts: Cache[tuple[Rectangle, ...]] = Cache(_CACHED_RECTANGLES, lambda found: 1)
         self._apart: Cache[tuple[bool, bool]] = Cache(64, lambda answer: 1)
@@ -64,29 +62,25 @@ class ScoreModKernel(FunctionKernel):
         return type(self)(score_mod, mask_mod, self.name)
 
     def captured(self) -> list[torch.Tensor]:
-        """See ``Captures``."""
+        """See ``Kernel``."""
         return tensors(self.called_back())
 
     def called_back(self) -> tuple[Callable[..., Any], ...]:
-        """See ``CallsBack``."""
+        """See ``Kernel``."""
         return tuple(f for f in (self.score_mod, self.mask_mod) if f is not None)
 
     def results_of_functions(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: Indices
     ) -> Sequence[torch.Tensor]:
-        """See ``CallsBack``."""
+        """See ``Kernel``."""
         found = [] if self.mask_mod is None else results_at([self.mask_mod], at)
         if self.score_mod is not None:
             score = torch.zeros((), device=at.queries.device)
             found += results_at([partial(self.score_mod, score)], at)
         return found
 
-    def check_functions(self, sizes: tuple[int, int, int, int], device: torch.device) -> None:
-        """See ``CallsBack``."""
-        self._watched.check(sizes, device)
-
     def tells_entries_apart(self, device: torch.device) -> bool:
-        """See ``ByEntry``."""
+        """See ``Kernel``."""
         mask, score_mod = self.mask_mod, self.score_mod
         return (mask is not None and depends_on_batch_head(mask, device)[0]) or (
             score_mod is not None and depends_on_batch_head(score_mod, device, scored=True)[0]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 from quorum_attention.decomposition import Ranges, Rectangle, Task
 from quorum_attention.decomposition.bands import Band, Kind
@@ -23,7 +22,7 @@ _JOINED = 8192
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class PartCall:
     """One call of the operator, in local positions.
 
     Attributes:
@@ -37,9 +36,9 @@ class Call:
     band: Band | None = None
 
     @property
-    def causal(self) -> bool:
+    def causal(self) -> bool | Band:
         """Whether it is causal; or its band (``RectangleKernel.rectangle_forward``)."""
-        return self.kind in ("lower", "upper") if self.band is None else cast(bool, self.band)
+        return self.kind in ("lower", "upper") if self.band is None else self.band
 
 
 def calls_of(
@@ -50,7 +49,7 @@ def calls_of(
     *,
     single: bool,
     bands: bool = False,
-) -> Iterator[Call]:
+) -> Iterator[PartCall]:
     """The operator calls of a task under a geometry.
 
     Args:
@@ -72,18 +71,18 @@ def calls_of(
                 )  # fmt: skip
                 if part.kind == "band":
                     moved = geometry.band.moved(part.query_start - part.key_start)
-                    yield Call(Batch(made), "band", moved)
+                    yield PartCall(Batch(made), "band", moved)
                 elif part.kind == "ragged":
-                    yield Call(Batch(made), "ragged")
+                    yield PartCall(Batch(made), "ragged")
                 else:
                     alike[part.kind].append(made)
     for kind, found in alike.items():
         if single:
-            yield from (Call(Batch(r), kind) for r in found)
+            yield from (PartCall(Batch(r), kind) for r in found)
             continue
         for batch in _batches(found):
             for part_of_batch in _bounded(batch, limits):
-                yield Call(part_of_batch, kind)
+                yield PartCall(part_of_batch, kind)
 
 
 def limits_of(
@@ -134,4 +133,4 @@ def _bounded(batch: Batch, limits: tuple[int, int]) -> Iterator[Batch]:
         yield replace(batch, first=every[start], count=min(most, batch.count - start))
 
 
-__all__ = ["Call", "calls_of", "limits_of"]
+__all__ = ["PartCall", "calls_of", "limits_of"]

@@ -14,7 +14,6 @@ from quorum_attention.kernels.protocol import CallShape, InnerKernel
 from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.registry import get_kernel, why_not
 from quorum_attention.kernels.select import select_kernel
-from quorum_attention.kernels.traits import operator, traits_of
 from quorum_attention.mask import Mask
 
 # Runs anything, in torch's operators (tiles.py).
@@ -94,7 +93,7 @@ def _base(
     if wanted in (_DENSE, _TILES) or wanted is dense:
         return dense
     kernel = select_kernel(wanted, call, device, tried=tried)
-    if operator(kernel) is None or traits_of(kernel).probed_as is not None:
+    if not kernel.operator or kernel.probed_as is not None:
         raise NotImplementedError(
             f"kernel {kernel.name!r} cannot run a call under a Mask: only kernels of plain "
             "attention that can be called by rectangles do (native without options of its own, "
@@ -112,7 +111,7 @@ def _base(
 def _selected(call: CallShape, device: torch.device, *, tried: bool) -> InnerKernel:
     """The preferred kernel, if it can be called by rectangles; otherwise ``dense``."""
     kernel = select_kernel("auto", call, device, tried=tried)
-    plain = operator(kernel) is not None and traits_of(kernel).probed_as is None
+    plain = kernel.operator and kernel.probed_as is None
     return kernel if plain else get_kernel(_DENSE)
 
 

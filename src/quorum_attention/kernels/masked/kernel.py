@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -20,32 +21,33 @@ from quorum_attention.decomposition import (
     Rectangle,
     Verdict,
 )
-from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.kit.functions import tensors
-from quorum_attention.kernels.kit.sample import Watched, results_at
+from quorum_attention.kernels.kit.sample import results_at
 from quorum_attention.kernels.masked.geometry import Geometry
 from quorum_attention.kernels.masked.native import NativeUnderMask
 from quorum_attention.kernels.masked.native_tried import NativeTried
 from quorum_attention.kernels.masked.parts import ByParts
 from quorum_attention.kernels.native.kernel import NativeKernel
 from quorum_attention.kernels.protocol import (
+    Call,
     CallShape,
     Extent,
     Gradients,
     Indices,
-    InnerKernel,
+    Kernel,
+    Saved,
     Statistics,
     TaskTensors,
+    Three,
 )
 from quorum_attention.kernels.rectangles import four_dims
-from quorum_attention.kernels.reference import whole_task
-from quorum_attention.kernels.traits import Traits, traits_of
+from quorum_attention.kernels.reference import whole_task, work_dtype
 from quorum_attention.kernels.workspace import UNSPLIT_BYTES
 
 _BY_ENTRY = ("grad_out", "out", "grad_query", "grad_key", "grad_value")
 
 
-class MaskedKernel:
+class MaskedKernel(Kernel):
     """Attention under a mask's geometry; made by ``masked_kernel``.
 
     Args:
@@ -57,20 +59,24 @@ class MaskedKernel:
         softcap: of scores; ``base`` has it if it is an operator other than ``Tiles``.
     """
 
+    own_attention = True
+    sparse = True
+    pairwise = True
+    whole_calls = True
+
     def __init__(
         self,
         geometries: tuple[Geometry, ...],
         batch: int,
         n_queries: int,
         n_keys: int,
-        base: InnerKernel,
+        base: Kernel,
         functions: Sequence[Callable[..., torch.Tensor]],
         softcap: float | None,
     ) -> None:
         self.geometries, self.base = geometries, base
         self.batch, self.n_queries, self.n_keys = batch, n_queries, n_keys
         self._functions = tuple(functions)
-        self._watched = Watched(functions)
         self._distinct = tuple(dict.fromkeys(geometries))
         self._parts = ByParts(self._distinct, base, softcap)
         by_operator = self._parts.by_operator
@@ -84,28 +90,17 @@ class MaskedKernel:
                     self._tried[g] = NativeTried(g, base, self._functions)
                 else:
                     self._native[g] = NativeUnderMask(g, base)
-        own = traits_of(base)
         kept = sum(g.count(n_queries, n_keys) for g in geometries) / len(geometries)
         self._share = kept / max(1, n_queries * n_keys)
         self._verdict = _Verdict(self._distinct)
-        self.traits = Traits(
-            own_attention=True,
-            whole_tasks=self._launched,
-            # A task is several calls, though they take no turns on streams.
-            several_streams=not self._launched,
-            rates=own.rates if by_operator else (0.3, 0.3),
-            pace=own.pace if by_operator else None,
-            launch_seconds=own.launch_seconds,
-            scaled_backward=own.scaled_backward if by_operator else frozenset(),
-            wide_products=own.wide_products or not by_operator,
-            captures=True,
-            calls_back=True,
-            sparse=True,
-            pairwise=True,
-            dropout=own.dropout,
-            whole_calls=True,
-            empty_rows=own.empty_rows,
-        )
+        self.whole_tasks = self._launched
+        # A task is several calls, though they take no turns on streams.
+        self.several_streams = not self._launched
+        self.rates, self.pace = (base.rates, base.pace) if by_operator else ((0.3, 0.3), None)
+        self.launch_seconds = base.launch_seconds
+        self.scaled_backward = base.scaled_backward if by_operator else frozenset()
+        self.wide_products = base.wide_products or not by_operator
+        self.dropout, self.empty_rows = base.dropout, base.empty_rows
 
     @property
     def _uniform(self) -> bool:
@@ -125,26 +120,21 @@ class MaskedKernel:
         return self.base.refusal(replace(call, is_causal=True)) if self._parts.by_operator else None
 
     def captured(self) -> Sequence[torch.Tensor]:
-        """See ``Captures``."""
+        """See ``Kernel``."""
         return tensors(self._functions)
 
     def called_back(self) -> Sequence[Callable[..., Any]]:
-        """See ``CallsBack``."""
+        """See ``Kernel``."""
         return self._functions
 
     def results_of_functions(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: Indices
     ) -> Sequence[torch.Tensor]:
-        """See ``CallsBack``."""
+        """See ``Kernel``."""
         return results_at(self._functions, at)
 
-    def check_functions(self, sizes: tuple[int, int, int, int], device: torch.device) -> None:
-        """See ``CallsBack``: where blocks are tried, they are remembered."""
-        if self._tried:
-            self._watched.check(sizes, device)
-
     def kept_pairs(self, n_queries: int, n_keys: int, is_causal: bool) -> Pairs:
-        """See ``Sparse``."""
+        """See ``Kernel``."""
         every = n_queries * n_keys
         if is_causal:
             corner = min(n_queries, n_keys)
@@ -153,7 +143,7 @@ class MaskedKernel:
         return Pairs(n_queries, n_keys, is_causal, self._verdict, min(1.0, share))
 
     def change_(self, scores: torch.Tensor) -> torch.Tensor | None:
-        """See ``Pairwise``: the soft cap."""
+        """See ``Kernel``: the soft cap."""
         return self._parts.tiles.cap_(scores)
 
     def masked_pairs(
@@ -163,7 +153,7 @@ class MaskedKernel:
         queries: torch.Tensor,
         keys: torch.Tensor,
     ) -> torch.Tensor:
-        """See ``Pairwise``."""
+        """See ``Kernel``."""
         entries, found, device = self._own(entries), [], queries.device
         for at, geometry in self._by_geometry(entries):
             place = Indices(
@@ -269,99 +259,57 @@ class MaskedKernel:
         found = self._native.get(geometry)
         return self._tried[geometry] if found is None else found
 
-    def whole_forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        causal: bool,
-        scale: float,
-        bias: torch.Tensor | None,
-        out_dtype: torch.dtype | None = None,
-        dropout: Dropout | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``WholeCalls``; ``out`` is rounded once, to ``out_dtype``."""
+    def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``Kernel``; ``out`` is rounded once, to ``call.stored``."""
         if self._native and self._uniform:
-            return self._native[self._distinct[0]].whole_forward(
-                query, key, value, causal, scale, bias, out_dtype, dropout
-            )
+            return self._native[self._distinct[0]].whole_forward(call)
+        query = call.query
         if self._native and not self._tried:
             parts = [
-                native.whole_forward(
-                    query[at], key[at], value[at], causal, scale, _rows_of_entries(bias, at),
-                    out_dtype, dropout and dropout.at(0, at.start),
-                )
+                native.whole_forward(_call_of_entries(call, at))
                 for at, native in self._native_calls(query)
-            ]  # fmt: skip
+            ]
             out, lse = (_together(pieces) for pieces in zip(*parts, strict=True))
             return out, lse
-        whole, band = self._parts.bands, self._one_band(query, key, bias, dropout)
-        if whole is not None and band is not None:
-            return whole.whole_forward(query, key, value, band, scale, None, out_dtype)
-        work = torch.float64 if query.dtype == torch.float64 else torch.float32
-        out = torch.zeros((*query.shape[:3], value.shape[-1]), dtype=work, device=query.device)
-        lse = torch.full(query.shape[:3], -torch.inf, dtype=work, device=query.device)
-        task = whole_task(query, key, value, False, scale, bias, dropout)
-        self.forward(task, Statistics(out, lse))
-        return out.to(out_dtype or query.dtype), lse
+        whole, banded = self._parts.bands, self._banded(call)
+        if whole is not None and banded is not None:
+            return whole.whole_forward(banded)
+        work = work_dtype(query)
+        shape = (*query.shape[:3], call.value.shape[-1])
+        out = torch.zeros(shape, dtype=work, device=query.device)
+        lse = torch.full(shape[:3], -torch.inf, dtype=work, device=query.device)
+        self.forward(whole_task(replace(call, causal=False)), Statistics(out, lse))
+        return out.to(call.stored or query.dtype), lse
 
-    def whole_backward(
-        self,
-        grad_out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        causal: bool,
-        scale: float,
-        bias: torch.Tensor | None,
-        grad_dtype: torch.dtype | None = None,
-        dropout: Dropout | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See ``WholeCalls``; gradients are rounded once, to ``grad_dtype``."""
+    def whole_backward(self, call: Call, saved: Saved) -> Three:
+        """See ``Kernel``; gradients are rounded once, to ``call.stored``."""
         if self._native and self._uniform:
-            return self._native[self._distinct[0]].whole_backward(
-                grad_out, query, key, value, out, lse, causal, scale, bias, grad_dtype, dropout
-            )
+            return self._native[self._distinct[0]].whole_backward(call, saved)
         if self._native and not self._tried:
             parts = [
-                native.whole_backward(
-                    grad_out[at], query[at], key[at], value[at], out[at], lse[at], causal, scale,
-                    _rows_of_entries(bias, at), grad_dtype, dropout and dropout.at(0, at.start),
-                )
-                for at, native in self._native_calls(query)
-            ]  # fmt: skip
+                native.whole_backward(_call_of_entries(call, at), saved.mapped(itemgetter(at)))
+                for at, native in self._native_calls(call.query)
+            ]
             dq, dk, dv = (_together(pieces) for pieces in zip(*parts, strict=True))
             return dq, dk, dv
-        whole, band = self._parts.bands, self._one_band(query, key, bias, dropout)
-        if whole is not None and band is not None:
-            return whole.whole_backward(
-                grad_out, query, key, value, out, lse, band, scale, None, grad_dtype
-            )
-        work = torch.float64 if query.dtype == torch.float64 else torch.float32
-        dq, dk, dv = (
-            torch.zeros(t.shape, dtype=work, device=t.device) for t in (query, key, value)
-        )
-        task = whole_task(query, key, value, False, scale, bias, dropout)
-        self.backward(task, Gradients(grad_out, out, lse, dq, dk, dv))
-        found = [total.to(grad_dtype or query.dtype) for total in (dq, dk, dv)]
-        return found[0], found[1], found[2]
+        whole, banded = self._parts.bands, self._banded(call)
+        if whole is not None and banded is not None:
+            return whole.whole_backward(banded, saved)
+        work, dtype = work_dtype(call.query), call.stored or call.query.dtype
+        dq, dk, dv = (torch.zeros(t.shape, dtype=work, device=t.device) for t in call.inputs)
+        task = whole_task(replace(call, causal=False))
+        self.backward(task, Gradients(saved.grad_out, saved.out, saved.lse, dq, dk, dv))
+        return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
-    def _one_band(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        bias: torch.Tensor | None,
-        dropout: Dropout | None,
-    ) -> Any:
-        """The band that a whole call is; None where it is more than that."""
-        if not self._uniform or bias is not None or dropout is not None:
+    def _banded(self, call: Call) -> Call | None:
+        """A whole call as one with a band; None where it is more than that."""
+        if not self._uniform or call.bias is not None or call.dropout is not None:
             return None
-        (one,), (n_queries, n_keys) = self._distinct, (query.shape[2], key.shape[2])
-        if one.rules or one.blocks is not None or 0 in (*query.shape[:2], n_queries, n_keys):
+        (one,) = self._distinct
+        empty = 0 in (*call.query.shape[:3], call.key.shape[2])
+        if one.rules or one.blocks is not None or empty:
             return None
-        return one.band
+        return replace(call, causal=one.band)
 
     def _native_calls(self, query: torch.Tensor) -> Iterator[tuple[slice, NativeUnderMask]]:
         for entries, geometry in self._by_geometry(tuple(range(query.shape[0]))):
@@ -419,6 +367,17 @@ def _entries_of(task: TaskTensors, entries: slice) -> TaskTensors:
         bias=bias,
         entries=task.entries[entries],
         dropout=task.dropout and task.dropout.at(0, entries.start),
+    )
+
+
+def _call_of_entries(call: Call, entries: slice) -> Call:
+    """A whole call with some of its batch entries."""
+    some = itemgetter(entries)
+    return call.mapped(
+        some,
+        some,
+        bias=_rows_of_entries(call.bias, entries),
+        dropout=call.dropout and call.dropout.at(0, entries.start),
     )
 
 

@@ -16,25 +16,25 @@ from quorum_attention.decomposition import FULL, Ranges, Rectangle
 from quorum_attention.decomposition.rectangles import Batch
 from quorum_attention.kernels import reference
 from quorum_attention.kernels.cache import Cache
-from quorum_attention.kernels.masked.calls import Call, calls_of, limits_of
+from quorum_attention.kernels.masked.calls import PartCall, calls_of, limits_of
 from quorum_attention.kernels.masked.geometry import TESTED, Geometry
 from quorum_attention.kernels.masked.tiles import Tiles
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, add_all_, merge_
 from quorum_attention.kernels.native.kernel import NativeKernel
 from quorum_attention.kernels.protocol import (
+    Call,
     CallShape,
     Extent,
     Gradients,
     Indices,
-    InnerKernel,
+    Kernel,
     MaskShape,
-    Operator,
+    Saved,
     Statistics,
     TaskTensors,
 )
 from quorum_attention.kernels.rectangles import RectangleKernel, four_dims
 from quorum_attention.kernels.tensors import Pick, jth_of_group, key_rows, positions, query_rows
-from quorum_attention.kernels.traits import operator
 
 # Tasks whose parts are remembered.
 _MOST_TASKS = 512
@@ -50,19 +50,16 @@ class ByParts:
         softcap: of scores; ``base`` has it if it is an operator.
     """
 
-    def __init__(
-        self, geometries: Sequence[Geometry], base: InnerKernel, softcap: float | None
-    ) -> None:
-        called = operator(base)
+    def __init__(self, geometries: Sequence[Geometry], base: Kernel, softcap: float | None) -> None:
         self.base, self.tiles = base, Tiles(softcap)
-        self.by_operator = called is not None
+        self.by_operator = base.operator
         self.bands: RectangleKernel | None = None
         if isinstance(base, RectangleKernel) and base.bands:
             self.bands = base
-        self._operator: Operator | Tiles = self.tiles if called is None else called
+        self._operator: Kernel | Tiles = base if base.operator else self.tiles
         self._geometries = tuple(geometries)
         self._ragged = any(g.rules or not g.band.keeps_all for g in self._geometries)
-        self._calls_of: Cache[tuple[Call, ...]] = Cache(_MOST_TASKS, lambda calls: 1)
+        self._calls_of: Cache[tuple[PartCall, ...]] = Cache(_MOST_TASKS, lambda calls: 1)
 
     def forward_bytes(self, call: CallShape, extent: Extent) -> int:
         """Upper bound of the device bytes ``forward`` allocates at any one time."""
@@ -156,20 +153,13 @@ class ByParts:
             self._forward_call(task, call, geometry, out, lse)
 
     def _forward_call(
-        self, task: TaskTensors, call: Call, geometry: Geometry, out: torch.Tensor,
+        self, task: TaskTensors, call: PartCall, geometry: Geometry, out: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:  # fmt: skip
         at, turned = call.batch, call.kind == "upper"
         used, bias = self._with_mask(task, call, geometry)
         for pick in _head_views(used, task, bias is not None):
-            part, part_lse = used.whole_forward(
-                _rows(pick(task.query), at, turned),
-                _keys(task.key, at, turned),
-                _keys(task.value, at, turned),
-                call.causal,
-                task.scale,
-                None if bias is None else _of_heads(pick, bias, task.query.shape[1]),
-            )
+            part, part_lse = used.whole_forward(_operator_call(task, call, pick, bias))
             if turned:
                 part, part_lse = part.flip(2), part_lse.flip(2)
             with task.timed("merge"):
@@ -188,23 +178,15 @@ class ByParts:
             self._backward_call(task, call, geometry, grads)
 
     def _backward_call(
-        self, task: TaskTensors, call: Call, geometry: Geometry, grads: Gradients
+        self, task: TaskTensors, call: PartCall, geometry: Geometry, grads: Gradients
     ) -> None:
         at, turned = call.batch, call.kind == "upper"
         scaling = grads.scaling
         used, bias = self._with_mask(task, call, geometry)
         for pick in _head_views(used, task, bias is not None):
-            found = used.whole_backward(
-                _rows(pick(grads.grad_out), at, turned),
-                _rows(pick(task.query), at, turned),
-                _keys(task.key, at, turned),
-                _keys(task.value, at, turned),
-                _rows(pick(grads.out), at, turned),
-                _rows(pick(grads.lse), at, turned),
-                call.causal,
-                task.scale,
-                None if bias is None else _of_heads(pick, bias, task.query.shape[1]),
-            )
+            given = (grads.grad_out, grads.out, grads.lse)
+            saved = Saved(*(_rows(pick(tensor), at, turned) for tensor in given))
+            found = used.whole_backward(_operator_call(task, call, pick, bias), saved)
             if turned:
                 found = (found[0].flip(2), found[1].flip(2), found[2].flip(2))
             targets = (
@@ -217,7 +199,7 @@ class ByParts:
                 add_all_(targets, found, alpha, scaling.unscale, scaling.overflow)
             del found
 
-    def _calls(self, task: TaskTensors, geometry: Geometry) -> tuple[Call, ...]:
+    def _calls(self, task: TaskTensors, geometry: Geometry) -> tuple[PartCall, ...]:
         """The operator calls of a task; remembered, because each head group has the same."""
         if 0 in task.query.shape[:2]:
             return ()
@@ -229,15 +211,15 @@ class ByParts:
         limits = limits_of((geometry,), (task.max_queries, task.max_keys), bands=bands)
         key = (task.task, rectangles, geometry, task.is_causal, single, limits, bands)
 
-        def make() -> tuple[Call, ...]:
+        def make() -> tuple[PartCall, ...]:
             calls = calls_of(task.task, rectangles, geometry, limits, single=single, bands=bands)
             return tuple(calls)
 
         return self._calls_of.get(key, make)
 
     def _with_mask(
-        self, task: TaskTensors, call: Call, geometry: Geometry
-    ) -> tuple[Operator | Tiles, torch.Tensor | None]:
+        self, task: TaskTensors, call: PartCall, geometry: Geometry
+    ) -> tuple[Kernel | Tiles, torch.Tensor | None]:
         """What runs a call, and the mask it is given: the call's own, and that of ragged parts."""
         r = call.batch.first
         bias = None if call.batch.count > 1 else task.bias(r)
@@ -245,7 +227,7 @@ class ByParts:
             bias = four_dims(bias)
             if call.kind == "upper":
                 bias = bias.flip(2, 3)
-        used: Operator | Tiles = self._operator
+        used: Kernel | Tiles = self._operator
         if call.kind == "ragged":
             tested = self._tested(task, call, geometry)
             bias = tested if bias is None else bias + tested
@@ -294,7 +276,7 @@ class ByParts:
             )
         )  # fmt: skip
 
-    def _tested(self, task: TaskTensors, call: Call, geometry: Geometry) -> torch.Tensor:
+    def _tested(self, task: TaskTensors, call: PartCall, geometry: Geometry) -> torch.Tensor:
         """The mask of a ragged part, additive, (b|1, h|1, queries, keys)."""
         heads = slice(task.first_head, task.first_head + task.query.shape[1])
         return self._additive(task, geometry, _indices(task, call.batch.first, task.entries, heads))
@@ -331,7 +313,7 @@ def _keys(tensor: torch.Tensor, at: Batch, turned: bool) -> torch.Tensor:
     return rows.flip(2) if turned else rows
 
 
-def _head_views(used: Operator | Tiles, task: TaskTensors, masked: bool) -> Iterator[Pick]:
+def _head_views(used: Kernel | Tiles, task: TaskTensors, masked: bool) -> Iterator[Pick]:
     """The query heads of one call each: all of them, if the operator takes grouped heads."""
     heads, key_heads = task.query.shape[1], task.key.shape[1]
     tokens = max(task.query.shape[2], task.key.shape[2])
@@ -344,6 +326,21 @@ def _head_views(used: Operator | Tiles, task: TaskTensors, masked: bool) -> Iter
         return
     for j in range(heads // key_heads):
         yield partial(jth_of_group, key_heads, j)
+
+
+def _operator_call(
+    task: TaskTensors, call: PartCall, pick: Pick, bias: torch.Tensor | None
+) -> Call:
+    """What the operator is called with for some query heads."""
+    at, turned = call.batch, call.kind == "upper"
+    return Call(
+        _rows(pick(task.query), at, turned),
+        _keys(task.key, at, turned),
+        _keys(task.value, at, turned),
+        call.causal,
+        task.scale,
+        None if bias is None else _of_heads(pick, bias, task.query.shape[1]),
+    )
 
 
 def _of_heads(pick: Pick, bias: torch.Tensor, heads: int) -> torch.Tensor:

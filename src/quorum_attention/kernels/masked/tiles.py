@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from quorum_attention.kernels import reference
-from quorum_attention.kernels.protocol import CallShape, Extent
+from quorum_attention.kernels.protocol import Call, CallShape, Extent, Saved, Three
 
 
 class Tiles:
@@ -30,37 +30,15 @@ class Tiles:
         if softcap is not None:
             self.scores = reference.Scores(change=self._change, matrices=1)
 
-    def whole_forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        causal: bool,
-        scale: float,
-        bias: torch.Tensor | None,
-        out_dtype: torch.dtype | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``WholeCalls``; ``out`` in fp32 (fp64 for fp64 inputs)."""
-        task = reference.whole_task(query, key, value, causal, scale, bias)
-        return reference.whole_forward(task, reference.work_dtype(query), self.scores)
+    def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``Kernel``; ``out`` in fp32 (fp64 for fp64 inputs)."""
+        wide = replace(call, stored=reference.work_dtype(call.query))
+        return reference.whole_forward(wide, self.scores)
 
-    def whole_backward(
-        self,
-        grad_out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        causal: bool,
-        scale: float,
-        bias: torch.Tensor | None,
-        grad_dtype: torch.dtype | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See ``WholeCalls``; gradients in fp32 (fp64 for fp64 inputs)."""
-        task = reference.whole_task(query, key, value, causal, scale, bias)
-        work = reference.work_dtype(query)
-        return reference.whole_backward(task, grad_out, out, lse, work, self.scores)
+    def whole_backward(self, call: Call, saved: Saved) -> Three:
+        """See ``Kernel``; gradients in fp32 (fp64 for fp64 inputs)."""
+        wide = replace(call, stored=reference.work_dtype(call.query))
+        return reference.whole_backward(wide, saved, self.scores)
 
     def cap_(self, scores: torch.Tensor) -> torch.Tensor | None:
         """Cap scaled scores in place; returns the derivative of the cap, None without one."""

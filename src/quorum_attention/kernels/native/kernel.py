@@ -15,7 +15,7 @@ from quorum_attention.counts import switch
 from quorum_attention.decomposition import Pairs, Rectangle, Task
 from quorum_attention.decomposition.bands import window_verdict
 from quorum_attention.kernels.dropout import Dropout
-from quorum_attention.kernels.merge import triton_available
+from quorum_attention.kernels.launches import triton_available
 from quorum_attention.kernels.native.config import Config, Half, config
 from quorum_attention.kernels.native.launch import (
     Extras,
@@ -35,14 +35,17 @@ from quorum_attention.kernels.native.runs import (
     within_window,
 )
 from quorum_attention.kernels.protocol import (
+    Call,
     CallShape,
     Extent,
     Gradients,
+    Kernel,
+    Saved,
     Statistics,
     TaskTensors,
+    Three,
 )
 from quorum_attention.kernels.torch_private import outside
-from quorum_attention.kernels.traits import Traits
 from quorum_attention.kernels.workspace import SLACK_BYTES, UNSPLIT_BYTES
 
 Axis = Literal["query", "key"]
@@ -72,7 +75,7 @@ class HostTable(NamedTuple):
     aligned: bool
 
 
-class NativeKernel:
+class NativeKernel(Kernel):
     """Triton attention of whole tasks, for many shapes and masks that other kernels refuse.
 
     It reads and writes fp32 statistics, so partial results are not rounded in between; gradients
@@ -95,21 +98,18 @@ class NativeKernel:
     """
 
     name = "native"
-    grouped: bool = True
-    traits = Traits(
-        plain_softmax=True,
-        wide_products=True,
-        dropout=True,
-        whole_tasks=True,
-        rates=(0.95, 0.78),  # H200, against cuDNN
-        building_seconds=(2.1, 3.3),  # H200's host, without Triton's cache; with it:
-        rebuilding_seconds=(0.65, 0.07),  # docs/native.md
-        sparse=True,
-        whole_calls=True,
-        operator=True,
-        measured=True,
-        empty_rows=True,
-    )
+    grouped = True
+    plain_softmax = True
+    wide_products = True
+    dropout = True
+    whole_tasks = True
+    rates = (0.95, 0.78)  # H200, against cuDNN
+    building_seconds = (2.1, 3.3)  # H200's host, without Triton's cache; with it:
+    rebuilding_seconds = (0.65, 0.07)  # docs/native.md
+    sparse = True
+    whole_calls = True
+    operator = True
+    empty_rows = True
 
     def __init__(
         self,
@@ -125,8 +125,7 @@ class NativeKernel:
         self._verdict = window_verdict(*sides) if self.options.windowed else None
         self._slopes: dict[torch.device, torch.Tensor] = {}
         if not self.options.plain:
-            plain = _plain(self.allow_tf32)
-            self.traits = replace(self.traits, plain_softmax=False, probed_as=plain)
+            self.plain_softmax, self.probed_as = False, _plain(self.allow_tf32)
 
     def refusal(self, call: CallShape) -> str | None:
         """Why this kernel cannot run such a call, in words for the user; None if it can."""
@@ -147,7 +146,7 @@ class NativeKernel:
         return None if triton_available() else "it needs Triton, which is not installed"
 
     def keeps_pace(self, call: CallShape) -> bool:
-        """See ``Measured``: plain attention in 16 bits with 64 or 128 columns."""
+        """Plain attention in 16 bits with 64 or 128 columns."""
         dims = {call.head_dim, call.value_dim}
         plain = self.options.plain and not self.allow_tf32 and call.mask is None
         plain = plain and not call.dropout
@@ -221,73 +220,55 @@ class NativeKernel:
             )
             del extras
 
-    def whole_forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        causal: bool,
-        scale: float,
-        bias: torch.Tensor | None,
-        out_dtype: torch.dtype | None = None,
-        dropout: Dropout | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``WholeCalls``; ``out`` is in ``out_dtype``, rounded once."""
-        shape = (*query.shape[:3], value.shape[-1])
-        out = torch.empty(shape, dtype=out_dtype or query.dtype, device=query.device)
+    def whole_forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``Kernel``; ``out`` is in ``call.stored``, rounded once."""
+        query = call.query
+        shape = (*query.shape[:3], call.value.shape[-1])
+        out = torch.empty(shape, dtype=call.stored or query.dtype, device=query.device)
         lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-        drops = dropout is not None
-        config = _config("forward", query, value, dropout=drops)
-        whole = (Rectangle(0, query.shape[2], 0, key.shape[2], causal),)
+        config = _config("forward", query, call.value, dropout=call.dropout is not None)
         launch_forward(
-            Operands(query, key, value, scale),
+            Operands(*call.inputs, call.scale),
             out,
             lse,
-            runs_of(
-                self, whole, None, query.shape[2], config.block_m, "query", query.device, drops
-            ),
+            self._whole_runs(call, config.block_m, "query"),
             config,
-            self._extras(query.device, bias, whole[0], slice(None), dropout),
+            self._whole_extras(call),
             resume=False,
         )
         return out, lse
 
-    def whole_backward(
-        self,
-        grad_out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        causal: bool,
-        scale: float,
-        bias: torch.Tensor | None,
-        grad_dtype: torch.dtype | None = None,
-        dropout: Dropout | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See ``WholeCalls``; gradients are in ``grad_dtype``, rounded once."""
+    def whole_backward(self, call: Call, saved: Saved) -> Three:
+        """See ``Kernel``; gradients are in ``call.stored``, rounded once."""
         grads = tuple(
-            torch.empty(t.shape, dtype=grad_dtype or t.dtype, device=t.device)
-            for t in (query, key, value)
+            torch.empty(t.shape, dtype=call.stored or t.dtype, device=t.device) for t in call.inputs
         )
-        drops = dropout is not None
-        by_query = _config("query", query, value, dropout=drops)
-        by_key = _config("key", query, value, dropout=drops)
-        whole = (Rectangle(0, query.shape[2], 0, key.shape[2], causal),)
-        device = query.device
+        drops = call.dropout is not None
+        by_query = _config("query", call.query, call.value, dropout=drops)
+        by_key = _config("key", call.query, call.value, dropout=drops)
         launch_backward(
-            Operands(query, key, value, scale),
-            (grad_out, out, lse),
+            Operands(*call.inputs, call.scale),
+            (saved.grad_out, saved.out, saved.lse),
             grads,
-            runs_of(self, whole, None, query.shape[2], by_query.block_m, "query", device, drops),
-            runs_of(self, whole, None, key.shape[2], by_key.block_n, "key", device, drops),
+            self._whole_runs(call, by_query.block_m, "query"),
+            self._whole_runs(call, by_key.block_n, "key"),
             by_query,
             by_key,
-            self._extras(device, bias, whole[0], slice(None), dropout),
+            self._whole_extras(call),
             add=False,
         )
         return grads[0], grads[1], grads[2]
+
+    def _whole_runs(self, call: Call, block: int, axis: Axis) -> Runs:
+        whole = (Rectangle(0, call.query.shape[2], 0, call.key.shape[2], call.is_causal),)
+        n_rows = (call.query if axis == "query" else call.key).shape[2]
+        shifts = call.dropout is not None
+        return runs_of(self, whole, None, n_rows, block, axis, call.query.device, shifts)
+
+    def _whole_extras(self, call: Call) -> Extras:
+        return self._extras(
+            call.query.device, call.bias, Rectangle(0, 0, 0, 0), slice(None), call.dropout
+        )
 
     # Rows without keys need no correction, so a rectangle is a whole call.
     rectangle_forward = whole_forward
