@@ -11,12 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quorum_attention.execution.device.lookup import BACKENDS
 from quorum_attention.kernels import proven, registry
 from quorum_attention.kernels.cudnn import CudnnKernel
 from quorum_attention.kernels.flash import FlashKernel
 from quorum_attention.kernels.native import NativeKernel
-from quorum_attention.planner import decide, known
+from quorum_attention.planner import known
 
 GPU = torch.device("cuda", 0)
 probing = sys.modules["quorum_attention.kernels.probe"]
@@ -38,9 +37,6 @@ def made_up_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
-    monkeypatch.setattr(BACKENDS["cuda"], "prepare", lambda device: None)
-    monkeypatch.setattr(decide, "_PREPARED", set())
-    monkeypatch.setattr(decide, "compile_ahead", lambda *of: None)
     monkeypatch.setattr(probing, "one_thread", nullcontext)
     new_kernels(monkeypatch)
     forget_files(monkeypatch)

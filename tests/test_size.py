@@ -28,7 +28,7 @@ BUDGETS = {
     "kernels": (10217, 79),
     "on_disk": (1271, 11),
     "pictures": (702, 11),
-    "planner": (2272, 16),
+    "planner": (2174, 16),
     "pool": (3224, 31),
     "progress": (239, 6),
     "quorums": (148, 3),

@@ -24,16 +24,13 @@ from quorum_attention.execution.pass_spec import spec_of
 from quorum_attention.execution.placement import Placement
 from quorum_attention.execution.routes.whole import Whole
 from quorum_attention.execution.workload import Workload
-from quorum_attention.kernels import proven
-from quorum_attention.kernels.compiling import compile_ahead
 from quorum_attention.kernels.protocol import CallShape, InnerKernel, Recorded
 from quorum_attention.kernels.registry import kernels, why_not
 from quorum_attention.kernels.select import rivals, select_kernel, unrounded_kernel
 from quorum_attention.kernels.traits import recorded
-from quorum_attention.planner import known, policy
+from quorum_attention.planner import policy
 from quorum_attention.planner.calibration import machine_of
 from quorum_attention.planner.cost import forward_flops
-from quorum_attention.planner.first_calls import not_yet
 from quorum_attention.planner.machine import Machine
 from quorum_attention.planner.options import Options
 from quorum_attention.planner.plan import Plan
@@ -95,18 +92,15 @@ class Decision:
     last: bool = False
 
 
-def decide(asked: Asked, *, runs: bool = True) -> Decision:
+def decide(asked: Asked) -> Decision:
     """How to run a pass.
-
-    Args:
-        runs: whether it is going to be run so; otherwise it is only asked.
 
     Raises:
         BudgetError: nothing fits; names the smallest budget that would do.
         NotImplementedError: no kernel, or not the one asked for, can run the call.
     """
     whole = _whole(asked)
-    return _by_plan(asked, runs=runs) if whole is None else Decision(whole)
+    return _by_plan(asked) if whole is None else Decision(whole)
 
 
 def decide_recorded(asked: Asked) -> Recorded | None:
@@ -148,9 +142,8 @@ def decide_both(forward: Asked, backward: Asked, *, beside: int = 0) -> Decision
     if beside and backward.options.budget_bytes is not None:
         left = max(0, backward.options.budget_bytes - beside)
         backward = replace(backward, options=replace(backward.options, budget_bytes=left))
-    _prepare(forward)
     # The backward is decided again when its turn comes.
-    found, _ = both_passes(lambda back: decide((forward, backward)[back], runs=not back), beside)
+    found, _ = both_passes(lambda back: decide((forward, backward)[back]), beside)
     return found
 
 
@@ -234,10 +227,9 @@ def _small_kernel(asked: Asked) -> InnerKernel | None:
 # --- With a plan ------------------------------------------------------------------------------
 
 
-def _by_plan(asked: Asked, *, runs: bool = True) -> Decision:
+def _by_plan(asked: Asked) -> Decision:
     """A decision with a plan: the monolithic call where it is short, otherwise by a search."""
     work, options, place, backward = asked.work, asked.options, asked.place, asked.backward
-    _prepare(asked)
     preferred = _preferred(asked)
     if options.free:
         # A short call is not worth asking how much memory is free.
@@ -249,46 +241,11 @@ def _by_plan(asked: Asked, *, runs: bool = True) -> Decision:
     # Where the result's dtype already decides on a kernel, no others are compared.
     free = unrounded_kernel(options.kernel, call_shape, device, asked.result) == "auto"
     others = rivals(preferred, call_shape, device) if free else ()
-    return _planned(asked, preferred, others, runs=runs)
+    return _planned(asked, preferred, others)
 
 
-# Kinds of calls for which it has been begun: there are few.
-_PREPARED: set[tuple[torch.device, torch.dtype, int, int, bool | None]] = set()
-
-
-def _prepare(asked: Asked) -> None:
-    """Begin what a first call of a kind waits for, beside planning it."""
-    work, options, place = asked.work, asked.options, asked.place
-    if place.in_place and options.budget_bytes is None:
-        return
-    # It will probably be cut.
-    scaled = work.dtype == torch.float16 if asked.needs_grad else None
-    kind = options.device, work.dtype, work.head_dim, work.value_dim, scaled
-    if kind in _PREPARED:
-        return
-    _PREPARED.add(kind)
-    backend = backend_of(options.device)
-    if backend.remembers and backend.is_here():
-        # Threads that import hold the interpreter's lock, 5 ms at a time, and reading a file
-        # gives it away: a hundred small files would take half a second beside them.
-        proven.read()
-        known.read()
-    backend.prepare(options.device)
-    compile_ahead(*kind)
-
-
-def _planned(
-    asked: Asked,
-    preferred: InnerKernel,
-    others: Iterable[InnerKernel] = (),
-    *,
-    runs: bool = True,
-) -> Decision:
-    """A decision by the plan given, or by a search within the budget.
-
-    Args:
-        runs: whether the pass is going to be run so.
-    """
+def _planned(asked: Asked, preferred: InnerKernel, others: Iterable[InnerKernel] = ()) -> Decision:
+    """A decision by the plan given, or by a search within the budget."""
     work, options, place, backward = asked.work, asked.options, asked.place, asked.backward
     machine = machine_of(options.device, work.dtype, work.head_dim)
     given = options.plan
@@ -300,17 +257,9 @@ def _planned(
         _check_budget(plan, options.budget_bytes)
         return Decision(preferred, plan, last=True)
 
-    def wait(kernel: InnerKernel, best: Candidate, found: Candidate) -> str | None:
-        instead = preferred.name, work, place, backward, options.budget_bytes, options.depth
-        slower = prepared(best, Case(work, preferred, spec_of(backward), place), machine).cost
-        return not_yet(
-            kernel, asked.call_shape, options.device, instead, slower, found.cost, counts=runs
-        )
-
     kernel, found = quickest(
         work, _wish(options), preferred, others, place, machine, backward=backward,
         believed=lambda kernel: why_not(kernel, asked.call_shape, options.device) is None,
-        not_yet=wait,
     )  # fmt: skip
     found = prepared(found, Case(work, kernel, spec_of(backward), place), machine)
     made = Plan(work, found, place, kernel.name, options.budget_bytes, backward)
@@ -334,7 +283,6 @@ def quickest(
     *,
     backward: bool,
     believed: Callable[[InnerKernel], bool],
-    not_yet: Callable[[InnerKernel, Candidate, Candidate], str | None] = lambda *of: None,
 ) -> tuple[InnerKernel, Candidate]:
     """A kernel and its schedule: ``preferred``, unless one of ``others`` is predicted to be clearly
     faster, or only that one fits.
@@ -342,7 +290,6 @@ def quickest(
     Args:
         others: other kernels that take the call.
         believed: whether a kernel works here. Asked last, because it may build the kernel.
-        not_yet: why a kernel should not be built yet, of it, the best candidate so far and its own.
 
     Raises:
         BudgetError: none fits; names the smallest budget that would do.
@@ -370,13 +317,8 @@ def quickest(
             if best is None and believed(kernel):
                 failure = min(failure or error, error, key=_named_bytes).with_traceback(None)
             continue
-        if best is not None:
-            if not _is_faster(found, *best, preferred):
-                continue
-            why = not_yet(kernel, best[1], found)
-            if why is not None:
-                best = best[0], replace(best[1], why="; ".join(filter(None, (best[1].why, why))))
-                continue
+        if best is not None and not _is_faster(found, *best, preferred):
+            continue
         if believed(kernel):
             best = kernel, found
     if best is not None:
