@@ -24,10 +24,9 @@ from quorum_attention.execution.pass_spec import spec_of
 from quorum_attention.execution.placement import Placement
 from quorum_attention.execution.routes.whole import Whole
 from quorum_attention.execution.workload import Workload
-from quorum_attention.kernels.protocol import CallShape, InnerKernel, Recorded
-from quorum_attention.kernels.registry import kernels, why_not
+from quorum_attention.kernels.protocol import CallShape, InnerKernel
+from quorum_attention.kernels.registry import why_not
 from quorum_attention.kernels.select import rivals, select_kernel, unrounded_kernel
-from quorum_attention.kernels.traits import recorded
 from quorum_attention.planner import policy
 from quorum_attention.planner.calibration import machine_of
 from quorum_attention.planner.cost import forward_flops
@@ -101,28 +100,6 @@ def decide(asked: Asked) -> Decision:
     """
     whole = _whole(asked)
     return _by_plan(asked) if whole is None else Decision(whole)
-
-
-def decide_recorded(asked: Asked) -> Recorded | None:
-    """The kernel that runs a forward and, if there will be one, its backward whole, by an operator
-    that torch's autograd can record; or None.
-
-    Args:
-        asked: about the forward.
-    """
-    work, options, needs_grad = asked.work, asked.options, asked.needs_grad
-    if not options.free or options.watched:
-        return None
-    forward = replace(asked, result=work.dtype, backward=False)
-    kernel = _small_kernel(forward)
-    if kernel is None or kernels().get(kernel.name) is not kernel:
-        return None
-    # The gradient that will arrive is taken for one that has to be copied.
-    backward = replace(forward, place=replace(asked.place, copied=1), backward=True)
-    if needs_grad and _small_kernel(backward) is not kernel:
-        return None
-    able = recorded(kernel)
-    return able if able is not None and able.takes_recorded(asked.call_shape) else None
 
 
 def decide_again(asked: Asked, failed: Decision) -> Decision:
