@@ -13,13 +13,13 @@ from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.call.settings import filled
 from quorum_attention.call.validation import as_tensor
 from quorum_attention.counts import switch
+from quorum_attention.direct import find_cached, output
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.torch_private import is_traced, refuse_traces, uncompiled
 from quorum_attention.mask import Mask
 from quorum_attention.passes import beside_casts, run_backward
 from quorum_attention.planner.plan import Plan
-from quorum_attention.repeated import output, repeat
 from quorum_attention.traced import as_operator
 
 _AUTO = "auto"
@@ -125,7 +125,7 @@ def attention(
         >>> torch.allclose(out, expected, atol=1e-4)
         True
     """
-    name = tried = None
+    name = None
     if torch.compiler.is_dynamo_compiling():
         traced = True
     else:
@@ -136,9 +136,9 @@ def attention(
             and out is None and out_dtype is None and dropout_seed is None
             and type(dropout_p) is float and dropout_p == 0.0
         ):  # fmt: skip
-            found, name, tried = repeat(query, key, value, attn_mask, is_causal, scale, enable_gqa)
-            if found is not None:
-                return found
+            cached, name = find_cached(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+            if cached is not None:
+                return cached
         traced = name is None and is_traced(query, key, value)
     written = Written(budget, plan, depth, kernel, accumulator, devices, progress, report)
     call = (
@@ -148,7 +148,7 @@ def attention(
     if traced:
         return _traced(call, written)[0]
     made = request_of if devices is None else _request_of
-    return output(*made("attention", *call, filled(written)), out, name, call[:3], tried)
+    return output(*made("attention", *call, filled(written)), out, name, call[:3])
 
 
 def attention_with_lse(

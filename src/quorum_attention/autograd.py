@@ -7,7 +7,6 @@ all of them.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from inspect import Parameter, Signature
 from typing import Any
@@ -19,7 +18,7 @@ from quorum_attention.call.request import Request, Tensors
 from quorum_attention.call.transforms import records, refuse_batched
 from quorum_attention.call.validation import as_tensor
 from quorum_attention.kernels.registry import get_kernel
-from quorum_attention.kernels.torch_private import outside, uncompiled
+from quorum_attention.kernels.torch_private import uncompiled
 from quorum_attention.passes import beside_casts, run_backward, run_forward
 from quorum_attention.planner.options import Options
 
@@ -32,8 +31,6 @@ FORWARD_MODE = (
     "dual tensors) are not supported; "
     "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) has them where it fits in memory"
 )
-# By a name of this file, as in ``repeated/likeness.py``: it is asked after every small backward.
-_records = torch.is_grad_enabled
 
 
 def _without_defaults(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -245,51 +242,18 @@ class _First(Quick):
 def _in_words(
     grads: tuple[torch.Tensor | None, ...], upstream: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor | None, ...] | None:
-    """Replaces the gradients of an operator of torch's, whose second derivative says nothing."""
-    if not _records():
+    """Replaces the gradients of an operator of torch's where autograd records them."""
+    if not torch.is_grad_enabled():
         return None
     made = iter(_First.apply(*(g for g in grads if g is not None)))
     return tuple(None if grad is None else next(made) for grad in grads)
 
 
-def _once_recorded(upstream: object) -> None:
-    """Before a backward: has its gradients replaced where autograd is to record them."""
-    if _records():
-        node = _node()
-        # Once, however often a graph is gone back through.
-        if node.metadata.setdefault(_in_words, None) is None:
-            node.metadata[_in_words] = node.register_hook(_in_words)
-
-
-# Before a backward there is one tensor to hand to Python; after it there would be four.
-_node: Callable[[], Any] = torch._C._current_autograd_node
-
-
-def _hooked() -> torch.Tensor | None:
-    """A tensor with the hook, from which nodes take it over: a registration would make a dictionary
-    and a handle for each call. None if this torch's nodes cannot."""
-    node = torch.empty((), device="cpu").requires_grad_().view(()).grad_fn
-    if not hasattr(node, "_register_hook_dict"):
-        return None
-    tensor = torch.empty((), device="cpu")
-    tensor._backward_hooks = OrderedDict({0: _once_recorded})
-    return tensor
-
-
-with outside(), torch.enable_grad():
-    _HOOKED = _hooked()
-
-
 def named_derivative(found: torch.Tensor) -> torch.Tensor:
-    """``found``, the first output of an operator of torch's; a second derivative of it meets a
-    clear error."""
-    node = found.grad_fn
-    if node is None:
-        return found
-    if _HOOKED is not None:
-        node._register_hook_dict(_HOOKED)
-    else:
-        node.register_prehook(_once_recorded)
+    """``found``, the output of an operator of torch's; a second derivative of it meets a clear
+    error."""
+    if found.grad_fn is not None:
+        found.grad_fn.register_hook(_in_words)
     return found
 
 

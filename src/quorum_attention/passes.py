@@ -48,15 +48,12 @@ from quorum_attention.planner.decide import (
     decide,
     decide_again,
     decide_both,
-    decide_recorded,
 )
 from quorum_attention.planner.log import is_cut, tell_of_cut
 from quorum_attention.planner.plan import Plan
 from quorum_attention.sizes import format_bytes, format_least
 
 _Result = TypeVar("_Result")
-# Most bytes of an additive copy of a boolean mask that a graph of torch's is to keep.
-_MOST_BIAS = 1 << 20
 _JobOf = Callable[[Call, PassReport | None, Progress | None], Job]
 
 
@@ -102,30 +99,6 @@ def decide_forward(tensors: Tensors, request: Request) -> tuple[Asked, Decision]
         held = _mask_gradient_bytes(tensors, request) if request.mask_grad else 0
         return asked, decide_both(asked, after, beside=held)
     return asked, decide(asked)
-
-
-def recording_kernel(tensors: Tensors, request: Request) -> InnerKernel | None:
-    """The kernel that runs a small call by an operator that torch's autograd records, if it
-    records, with all that the backward needs; None where that is not the whole of it."""
-    mask, work = tensors.mask, request.work
-    other = (
-        request.dropout is not None or work.sinks or request.mask_grad or request.out is not None
-        or request.out_dtype != work.dtype or request.sums or len(work.batch_shape) != 1
-        or request.runner is not None
-        # Not asked about in vain: gradients of fp16 are ours, and so are all on a GPU.
-        or (request.records and work.dtype == torch.float16)
-        or backend_of(request.options.device).own_memory
-    )  # fmt: skip
-    if other or is_trivial(tensors):
-        return None
-    if mask is not None and mask.dtype == torch.bool and 4 * mask.numel() > _MOST_BIAS:
-        return None
-    place = forward_place(tensors, request)
-    asked = Asked(work, request.options, place, work.dtype, request.records, False)
-    kernel = decide_recorded(asked) if place.in_place else None
-    if kernel is not None and request.records and materialises(work, kernel):
-        return None
-    return kernel
 
 
 def run_backward(tensors: Tensors, request: Request, given: Given) -> tuple[torch.Tensor, ...]:

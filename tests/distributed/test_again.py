@@ -71,7 +71,7 @@ def test_what_is_known_is_not_decided_again(monkeypatch: pytest.MonkeyPatch) -> 
 
     for name in ("request_of", "whole"):
         monkeypatch.setattr(again, name, never)
-    monkeypatch.setattr("quorum_attention.repeated.whole.decide_backward", never)
+    monkeypatch.setattr("quorum_attention.direct.decide_backward", never)
     assert all(torch.equal(a, b) for a, b in zip(made(inputs), first, strict=True))
 
 

@@ -27,12 +27,11 @@ from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.launches import compile_ahead
 from quorum_attention.kernels.probe import read_memo
 from quorum_attention.kernels.protocol import CallShape, InnerKernel
-from quorum_attention.kernels.registry import kernels, why_not
+from quorum_attention.kernels.registry import why_not
 from quorum_attention.kernels.select import rivals, select_kernel, unrounded_kernel
-from quorum_attention.planner import known, policy
+from quorum_attention.planner import policy
 from quorum_attention.planner.calibration import machine_of
 from quorum_attention.planner.cost import forward_flops
-from quorum_attention.planner.first_calls import not_yet
 from quorum_attention.planner.machine import Machine
 from quorum_attention.planner.options import Options
 from quorum_attention.planner.plan import Plan
@@ -94,39 +93,15 @@ class Decision:
     last: bool = False
 
 
-def decide(asked: Asked, *, runs: bool = True) -> Decision:
+def decide(asked: Asked) -> Decision:
     """How to run a pass.
-
-    Args:
-        runs: whether it is going to be run so; otherwise it is only asked.
 
     Raises:
         BudgetError: nothing fits; names the smallest budget that would do.
         NotImplementedError: no kernel, or not the one asked for, can run the call.
     """
     whole = _whole(asked)
-    return _by_plan(asked, runs=runs) if whole is None else Decision(whole)
-
-
-def decide_recorded(asked: Asked) -> InnerKernel | None:
-    """The kernel that runs a forward and, if there will be one, its backward whole, by an operator
-    that torch's autograd can record; or None.
-
-    Args:
-        asked: about the forward.
-    """
-    work, options, needs_grad = asked.work, asked.options, asked.needs_grad
-    if not options.free or options.watched:
-        return None
-    forward = replace(asked, result=work.dtype, backward=False)
-    kernel = _small_kernel(forward)
-    if kernel is None or kernels().get(kernel.name) is not kernel:
-        return None
-    # The gradient that will arrive is taken for one that has to be copied.
-    backward = replace(forward, place=replace(asked.place, copied=1), backward=True)
-    if needs_grad and _small_kernel(backward) is not kernel:
-        return None
-    return kernel if kernel.takes_recorded(asked.call_shape) else None
+    return _by_plan(asked) if whole is None else Decision(whole)
 
 
 def decide_again(asked: Asked, failed: Decision) -> Decision:
@@ -148,7 +123,7 @@ def decide_both(forward: Asked, backward: Asked, *, beside: int = 0) -> Decision
         backward = replace(backward, options=replace(backward.options, budget_bytes=left))
     _prepare(forward)
     # The backward is decided again when its turn comes.
-    found, _ = both_passes(lambda back: decide((forward, backward)[back], runs=not back), beside)
+    found, _ = both_passes(lambda back: decide((forward, backward)[back]), beside)
     return found
 
 
@@ -232,7 +207,7 @@ def _small_kernel(asked: Asked) -> InnerKernel | None:
 # --- With a plan ------------------------------------------------------------------------------
 
 
-def _by_plan(asked: Asked, *, runs: bool = True) -> Decision:
+def _by_plan(asked: Asked) -> Decision:
     """A decision with a plan: the monolithic call where it is short, otherwise by a search."""
     work, options, place, backward = asked.work, asked.options, asked.place, asked.backward
     _prepare(asked)
@@ -247,7 +222,7 @@ def _by_plan(asked: Asked, *, runs: bool = True) -> Decision:
     # Where the result's dtype already decides on a kernel, no others are compared.
     free = unrounded_kernel(options.kernel, call_shape, device, asked.result) == "auto"
     others = rivals(preferred, call_shape, device) if free else ()
-    return _planned(asked, preferred, others, runs=runs)
+    return _planned(asked, preferred, others)
 
 
 # Kinds of calls for which it has been begun: there are few.
@@ -270,23 +245,12 @@ def _prepare(asked: Asked) -> None:
         # Threads that import hold the interpreter's lock, 5 ms at a time, and reading a file
         # gives it away: a hundred small files would take half a second beside them.
         read_memo()
-        known.read()
     backend.prepare(options.device)
     compile_ahead(*kind)
 
 
-def _planned(
-    asked: Asked,
-    preferred: InnerKernel,
-    others: Iterable[InnerKernel] = (),
-    *,
-    runs: bool = True,
-) -> Decision:
-    """A decision by the plan given, or by a search within the budget.
-
-    Args:
-        runs: whether the pass is going to be run so.
-    """
+def _planned(asked: Asked, preferred: InnerKernel, others: Iterable[InnerKernel] = ()) -> Decision:
+    """A decision by the plan given, or by a search within the budget."""
     work, options, place, backward = asked.work, asked.options, asked.place, asked.backward
     machine = machine_of(options.device, work.dtype, work.head_dim)
     given = options.plan
@@ -298,17 +262,9 @@ def _planned(
         _check_budget(plan, options.budget_bytes)
         return Decision(preferred, plan, last=True)
 
-    def wait(kernel: InnerKernel, best: Candidate, found: Candidate) -> str | None:
-        instead = preferred.name, work, place, backward, options.budget_bytes, options.depth
-        slower = prepared(best, Case(work, preferred, spec_of(backward), place), machine).cost
-        return not_yet(
-            kernel, asked.call_shape, options.device, instead, slower, found.cost, counts=runs
-        )
-
     kernel, found = quickest(
         work, _wish(options), preferred, others, place, machine, backward=backward,
         believed=lambda kernel: why_not(kernel, asked.call_shape, options.device) is None,
-        not_yet=wait,
     )  # fmt: skip
     found = prepared(found, Case(work, kernel, spec_of(backward), place), machine)
     made = Plan(work, found, place, kernel.name, options.budget_bytes, backward)
@@ -332,7 +288,6 @@ def quickest(
     *,
     backward: bool,
     believed: Callable[[InnerKernel], bool],
-    not_yet: Callable[[InnerKernel, Candidate, Candidate], str | None] = lambda *of: None,
 ) -> tuple[InnerKernel, Candidate]:
     """A kernel and its schedule: ``preferred``, unless one of ``others`` is predicted to be clearly
     faster, or only that one fits.
@@ -340,7 +295,6 @@ def quickest(
     Args:
         others: other kernels that take the call.
         believed: whether a kernel works here. Asked last, because it may build the kernel.
-        not_yet: why a kernel should not be built yet, of it, the best candidate so far and its own.
 
     Raises:
         BudgetError: none fits; names the smallest budget that would do.
@@ -368,13 +322,8 @@ def quickest(
             if best is None and believed(kernel):
                 failure = min(failure or error, error, key=_named_bytes).with_traceback(None)
             continue
-        if best is not None:
-            if not _is_faster(found, *best, preferred):
-                continue
-            why = not_yet(kernel, best[1], found)
-            if why is not None:
-                best = best[0], replace(best[1], why="; ".join(filter(None, (best[1].why, why))))
-                continue
+        if best is not None and not _is_faster(found, *best, preferred):
+            continue
         if believed(kernel):
             best = kernel, found
     if best is not None:

@@ -86,12 +86,6 @@ def note(name: str, schedule: Schedule, why: str) -> None:
         store(_FILE, lambda said: dict(list({**_entries(said), **_known()}.items())[-_MOST:]))
 
 
-def read() -> None:
-    """Read what is remembered, and what its names depend on."""
-    _code()
-    _known()
-
-
 @functools.cache
 def _known() -> dict[str, Any]:
     return _entries(load(_FILE))

@@ -12,10 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quorum_attention as qa
+from quorum_attention import direct
+from quorum_attention.direct import _described, cache_key
 from quorum_attention.kernels import registry
 from quorum_attention.kernels.cpu import CpuKernel
-from quorum_attention.repeated import likeness
-from quorum_attention.repeated.likeness import _described, like
 
 
 def inputs(heads: int = 4, kv_heads: int = 4, n_queries: int = 8, n_keys: int = 8) -> list[Any]:
@@ -25,7 +25,7 @@ def inputs(heads: int = 4, kv_heads: int = 4, n_queries: int = 8, n_keys: int = 
 
 def name(tensors: list[Any], **changes: Any) -> Any:
     call = {"attn_mask": None, "is_causal": False, "scale": None, "enable_gqa": False, **changes}
-    return like(*tensors, *call.values())
+    return cache_key(*tensors, *call.values())
 
 
 def test_equal_calls_have_one_name() -> None:
@@ -142,7 +142,7 @@ def test_a_transformation_gives_what_it_maps_no_name_on_a_gpu_either(
     """There the memory of tensors is looked at, and those of a transformation have none."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(
-        likeness, "_on_a_cpu", lambda q, k, v, *others: likeness._on_a_gpu(q, k, v, None)
+        direct, "_on_a_cpu", lambda q, k, v, *others: direct._on_a_gpu(q, k, v, None)
     )
     q, k, v = inputs()
     assert name([q, k, v]) is not None
@@ -226,6 +226,6 @@ def test_rows_of_16_bits_that_overlap_have_no_name(which: int) -> None:
     """Torch's matrix products may refuse them, so such a call is not what one like it was."""
     for dtype, named in ((torch.float32, True), (torch.bfloat16, False), (torch.float16, False)):
         three = [torch.randn(1, 2, 6, 4).to(dtype) for _ in range(3)]
-        assert like(*three, None, False, None, False) is not None
+        assert cache_key(*three, None, False, None, False) is not None
         three[which] = torch.randn(1, 2, 16).to(dtype).as_strided((1, 2, 6, 4), (32, 16, 2, 1))
-        assert (like(*three, None, False, None, False) is not None) == named
+        assert (cache_key(*three, None, False, None, False) is not None) == named

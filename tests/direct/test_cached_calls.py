@@ -11,15 +11,14 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import quorum_attention as qa
-from quorum_attention import api, autograd, passes
+from quorum_attention import api, autograd, direct, passes
 from quorum_attention.kernels import registry
 from quorum_attention.kernels.cpu import CpuKernel
-from quorum_attention.repeated import calls, whole
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_remembered() -> None:
-    calls.forget_all()
+    direct.forget_all()
 
 
 def inputs(n_keys: int = 24, kv_heads: int = 2, *, learned: bool = True) -> list[torch.Tensor]:
@@ -155,7 +154,7 @@ def test_inputs_that_are_broadcast_are_not_remembered() -> None:
     for _ in range(2):
         out = qa.attention(q, k, v)  # one key head, as torch broadcasts
         torch.testing.assert_close(out, exact(q, k, v).float(), rtol=1e-5, atol=1e-5)
-    assert not calls._KNOWN
+    assert not direct._CACHE
 
 
 def test_where_memory_runs_out_the_call_is_made_as_any_other(
@@ -163,7 +162,7 @@ def test_where_memory_runs_out_the_call_is_made_as_any_other(
 ) -> None:
     tensors = inputs(learned=False)
     want = qa.attention(*tensors, enable_gqa=True)
-    assert len(calls._KNOWN) == 1
+    assert len(direct._CACHE) == 1
     failures = []
 
     def fails(*args: Any) -> Any:
@@ -173,7 +172,7 @@ def test_where_memory_runs_out_the_call_is_made_as_any_other(
     monkeypatch.setattr(CpuKernel, "recorded_forward", fails)
     torch.testing.assert_close(qa.attention(*tensors, enable_gqa=True), want)
     assert failures
-    assert not calls._KNOWN
+    assert not direct._CACHE
 
 
 @pytest.mark.parametrize("own_memory", [False, True], ids=["host", "own memory"])
@@ -183,12 +182,12 @@ def test_a_whole_call_that_runs_out_of_memory_is_not_remembered(
 ) -> None:
     """It is decided without asking how much is free: again and again, as long as it fails."""
     backend = SimpleNamespace(own_memory=own_memory)
-    monkeypatch.setattr(calls, "backend_of", lambda device: backend)
+    monkeypatch.setattr(direct, "backend_of", lambda device: backend)
     leaves = [torch.randn(1, 2, 300, 16).half().requires_grad_() for _ in range(3)]
     want = exact(*leaves).half()
     if before:
         qa.attention(*leaves, enable_gqa=True)
-        assert [type(one) for one in calls._KNOWN.values()] == [whole.Whole]
+        assert [type(one) for one in direct._CACHE.values()] == [direct.DirectCall]
     forward, failures = CpuKernel.whole_forward, []
 
     def scarce_forward(self: CpuKernel, query: Any, key: Any, *args: Any, **named: Any) -> Any:
@@ -203,10 +202,10 @@ def test_a_whole_call_that_runs_out_of_memory_is_not_remembered(
             out = qa.attention(*leaves, enable_gqa=True)
             torch.testing.assert_close(out, want, rtol=1e-2, atol=1e-3)
             assert failures
-            assert not calls._KNOWN
+            assert not direct._CACHE
             failures.clear()
     torch.testing.assert_close(qa.attention(*leaves, enable_gqa=True), want, rtol=1e-2, atol=1e-3)
-    assert [type(one) for one in calls._KNOWN.values()] == [whole.Whole]
+    assert [type(one) for one in direct._CACHE.values()] == [direct.DirectCall]
 
 
 def test_bad_arguments_are_refused_after_a_good_call_too() -> None:
@@ -221,11 +220,11 @@ def test_bad_arguments_are_refused_after_a_good_call_too() -> None:
 
 
 def test_no_more_than_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "_MOST", 3)
+    monkeypatch.setattr(direct, "_MOST", 3)
     for n in range(1, 9):
         q = torch.randn(1, 2, n, 8)
         torch.testing.assert_close(qa.attention(q, q, q), exact(q, q, q).float())
-        assert len(calls._KNOWN) <= 3
+        assert len(direct._CACHE) <= 3
 
 
 def test_a_call_that_is_one_kernel_call_is_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,8 +235,8 @@ def test_a_call_that_is_one_kernel_call_is_decided_once(monkeypatch: pytest.Monk
         decided.append(True)
         return passes.decide_forward(*args)
 
-    monkeypatch.setattr(calls, "backend_of", lambda device: SimpleNamespace(own_memory=True))
-    monkeypatch.setattr(whole, "decide_forward", counted)
+    monkeypatch.setattr(direct, "backend_of", lambda device: SimpleNamespace(own_memory=True))
+    monkeypatch.setattr(direct, "decide_forward", counted)
     monkeypatch.setattr(autograd, "run_forward", refused)
     for learned in (False, True):
         leaves = inputs(33, learned=learned)

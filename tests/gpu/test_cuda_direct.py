@@ -10,7 +10,7 @@ import torch
 from helpers_masks import exact, off
 
 import quorum_attention as qa
-from quorum_attention.repeated import calls
+from quorum_attention import direct
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -26,7 +26,7 @@ MASKS = (
 
 @pytest.fixture(autouse=True)
 def _nothing_is_remembered() -> None:
-    calls.forget_all()
+    direct.forget_all()
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -76,10 +76,10 @@ def test_a_long_window_is_remembered_and_a_second_derivative_is_refused() -> Non
     q.requires_grad_()
     mask = qa.Mask(causal=True, window=512)
     first = qa.attention(q, k, v, mask)
-    assert [type(known) for known in calls._KNOWN.values()] == [calls.Whole]
+    assert [type(known) for known in direct._CACHE.values()] == [direct.DirectCall]
     second = qa.attention(q, k, v, mask)
     assert torch.equal(first, second)
-    assert type(second.grad_fn).__name__ == "_WholeBackward"
+    assert type(second.grad_fn).__name__ == "_DirectBackward"
     (grad,) = torch.autograd.grad(second.float().square().sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="second derivatives"):
         torch.autograd.grad(grad.float().sum(), q)
@@ -97,7 +97,7 @@ def test_where_memory_has_run_out_since_the_call_is_planned_anew() -> None:
     try:
         with pytest.raises((qa.BudgetError, qa.OutOfMemoryError)):
             qa.attention(q, k, v, is_causal=True)
-        assert calls.Whole not in map(type, calls._KNOWN.values())
+        assert direct.DirectCall not in map(type, direct._CACHE.values())
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     for _ in range(2):

@@ -7,18 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import quorum_attention as qa
-from quorum_attention import api, passes
+from quorum_attention import api, direct, passes
 from quorum_attention.call.options import Written
 from quorum_attention.call.request import Request, Tensors, request_of
-from quorum_attention.execution.device.cpu import Cpu
+from quorum_attention.direct import DirectCall, _Gradients, direct_call
 from quorum_attention.kernels.cpu import CpuKernel
-from quorum_attention.repeated import calls
-from quorum_attention.repeated import whole as whole_module
-from quorum_attention.repeated.small import Small
-from quorum_attention.repeated.whole import Whole, whole
 
 OPTIONS: dict[str, Any] = {"enable_gqa": True, "kernel": "cpu"}
 
@@ -37,13 +32,14 @@ def checked(
     )  # fmt: skip
 
 
-def known(three: tuple[torch.Tensor, ...], **named: Any) -> Whole:
-    found = whole(*checked(three, **named))
+def known(three: tuple[torch.Tensor, ...], **named: Any) -> DirectCall:
+    found = direct_call(*checked(three, **named))
     assert found is not None
+    found.recorded = None
     return found
 
 
-def made(call: Whole, three: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def made(call: DirectCall, three: tuple[torch.Tensor, ...]) -> torch.Tensor:
     found = call.output(*three)
     assert found is not None
     return found
@@ -66,24 +62,7 @@ def test_it_is_what_a_planned_call_is(is_causal: bool) -> None:
             strict=True,
         ):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-    assert [way is not None for way in call.at_backward.values()] == [True]
-
-
-def test_gradients_that_are_looked_at_afterwards_come_as_usual(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As on a GPU, where looking would make the host wait."""
-    three = inputs(dtype=torch.float16)
-    call = known(three)
-    out, want = made(call, three), qa.attention(*three, **OPTIONS)
-    grad_out = torch.randn(1, 4, 40, 16).half()
-    with monkeypatch.context() as patched:
-        patched.setattr(Cpu, "own_memory", True)
-        assert call._way(grad_out, three, out, torch.zeros(1, 4, 40)) is None
-    grads = torch.autograd.grad(out, three, grad_out)
-    assert list(call.at_backward.values()) == [None]
-    for one, other in zip(grads, torch.autograd.grad(want, three, grad_out), strict=True):
-        assert torch.equal(one, other)
+    assert list(call.gradients.values()) == [_Gradients.KERNEL]
 
 
 def both_ways(
@@ -94,7 +73,7 @@ def both_ways(
     for written in ({}, {}, {"out_dtype": three[0].dtype}):
         out = qa.attention(*three, **options, **written, enable_gqa=True)
         results.append((out.detach(), *torch.autograd.grad(out, three, grad_out)))
-    assert any(type(one) is Whole for one in calls._KNOWN.values())
+    assert any(type(one) is DirectCall for one in direct._CACHE.values())
     yield from zip(results[1], results[2], strict=True)
 
 
@@ -111,7 +90,7 @@ def test_gradients_of_ours_on_a_cpu_are_bit_for_bit_those_of_a_planned_call(
 ) -> None:
     """From materialised scores and from the operator in fp32; too large in fp16, too small, and
     odd."""
-    calls.forget_all()
+    direct.forget_all()
     three, grad_out = inputs(n, dtype), torch.randn(1, 4, n, 16, dtype=dtype)
     if upstream == upstream:
         grad_out = (upstream * grad_out.double()).to(dtype)
@@ -122,25 +101,22 @@ def test_gradients_of_ours_on_a_cpu_are_bit_for_bit_those_of_a_planned_call(
             assert one.dtype == dtype
             assert one.stride() == other.stride()
             torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
-    calls.forget_all()
+    direct.forget_all()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="calls would go to the GPU")
 @pytest.mark.parametrize(
-    ("dtype", "n", "kind"),
-    [(torch.bfloat16, 12, Whole), (torch.bfloat16, 90, Whole), (torch.float16, 12, Whole),
-     (torch.float16, 90, Whole), (torch.float64, 12, Whole), (torch.float64, 90, Small),
-     (torch.float32, 12, Small)],
+    ("dtype", "n"),
+    [(torch.bfloat16, 12), (torch.bfloat16, 90), (torch.float16, 12), (torch.float16, 90),
+     (torch.float64, 12), (torch.float64, 90), (torch.float32, 12)],
 )  # fmt: skip
-def test_calls_under_a_mask_are_remembered_without_it(
-    dtype: torch.dtype, n: int, kind: type
-) -> None:
+def test_calls_under_a_mask_are_remembered_without_it(dtype: torch.dtype, n: int) -> None:
     """Each is of its own mask, boolean or additive, of one dimension or four; also with rows that
     see no key, and where the upstream gradient is not finite."""
-    calls.forget_all()
+    direct.forget_all()
     for shape in ((n, n), (1, 4, 1, n)):
         for boolean in (True, False):
-            names = len(calls._KNOWN)
+            names = len(direct._CACHE)
             for time in range(3):
                 mask = torch.rand(shape) < 0.6
                 mask[..., 0] |= time > 1
@@ -155,14 +131,14 @@ def test_calls_under_a_mask_are_remembered_without_it(
                 bound = {"rtol": 2e-2, "atol": 3e-2} if dtype.itemsize == 2 else {}
                 for one, other in zip(*results, strict=True):
                     torch.testing.assert_close(one, other, equal_nan=True, **bound)
-            assert len(calls._KNOWN) <= names + 1
-    assert kind in {type(one) for one in calls._KNOWN.values()}
-    calls.forget_all()
+            assert len(direct._CACHE) <= names + 1
+    assert any(type(one) is DirectCall for one in direct._CACHE.values())
+    direct.forget_all()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="calls would go to the GPU")
 def test_a_mask_that_is_changed_before_the_backward_is_noticed() -> None:
-    calls.forget_all()
+    direct.forget_all()
     mask = torch.zeros(40, 40, dtype=torch.float16)
     for _ in range(2):
         three = inputs(dtype=torch.float16)
@@ -170,31 +146,7 @@ def test_a_mask_that_is_changed_before_the_backward_is_noticed() -> None:
         mask.add_(1.0)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.sum().backward()
-    calls.forget_all()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="calls would go to the GPU")
-@pytest.mark.parametrize(("dtype", "most"), [(torch.float64, 27), (torch.bfloat16, 34)], ids=str)
-def test_a_small_backward_is_few_operators(dtype: torch.dtype, most: int) -> None:
-    """Each takes a microsecond and more; views count too."""
-
-    class Counted(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
-            Counted.count += 1
-            return func(*args, **(kwargs or {}))
-
-    calls.forget_all()
-    for _ in range(2):
-        three = tuple(torch.randn(1, 4, 16, 16, dtype=dtype).requires_grad_() for _ in range(3))
-        out = qa.attention(*three)
-        grad_out = torch.randn_like(out)
-        torch.autograd.grad(out, three, grad_out, retain_graph=True)
-    with Counted():
-        torch.autograd.grad(out, three, grad_out)
-    calls.forget_all()
-    assert 10 < Counted.count <= most
+    direct.forget_all()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="calls would go to the GPU")
@@ -202,7 +154,7 @@ def test_training_in_16_bits_on_a_cpu_is_decided_once(monkeypatch: pytest.Monkey
     def refused(*args: Any) -> Any:
         raise AssertionError("a call like one before was decided again")
 
-    calls.forget_all()
+    direct.forget_all()
     grad_out = torch.randn(1, 4, 40, 16).bfloat16()
     for time in range(3):
         three = inputs(dtype=torch.bfloat16)
@@ -210,19 +162,19 @@ def test_training_in_16_bits_on_a_cpu_is_decided_once(monkeypatch: pytest.Monkey
         torch.autograd.grad(out, three, grad_out)
         if not time:
             monkeypatch.setattr(api, "request_of", refused)
-            monkeypatch.setattr(whole_module, "decide_backward", refused)
+            monkeypatch.setattr(direct, "decide_backward", refused)
             monkeypatch.setattr(passes, "decide_backward", refused)
     # Of another length it is another call.
     other = [t[:, :, :39].detach().requires_grad_() for t in three[1:]]
     with pytest.raises(AssertionError, match="decided again"):
         qa.attention(three[0], *other, enable_gqa=True)
-    calls.forget_all()
+    direct.forget_all()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="calls would go to the GPU")
 def test_threads_may_become_more(one_thread: None) -> None:
     """How many heads are computed together, and whether in fp32, depends on how many there are."""
-    calls.forget_all()
+    direct.forget_all()
     for threads in (1, 8, 1, 8):
         torch.set_num_threads(threads)
         for heads, key_heads, n, dtype in ((8, 2, 256, torch.bfloat16), (8, 8, 400, torch.float16)):
@@ -233,20 +185,20 @@ def test_threads_may_become_more(one_thread: None) -> None:
             out = qa.attention(query, key, value, enable_gqa=True)
             out.backward(torch.ones_like(out))
             assert bool(key.grad.isfinite().all())
-    calls.forget_all()
+    direct.forget_all()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="calls would go to the GPU")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_gradients_in_batches_are_refused_in_words(dtype: torch.dtype) -> None:
-    calls.forget_all()
+    direct.forget_all()
     three = inputs(12, dtype)
     for _ in range(2):
         out = qa.attention(*three, enable_gqa=True)
     many = torch.randn(3, *out.shape).to(dtype)
     with pytest.raises(NotImplementedError, match="is_grads_batched"):
         torch.autograd.grad(out, three, many, is_grads_batched=True)
-    calls.forget_all()
+    direct.forget_all()
 
 
 def test_it_saves_what_a_planned_call_saves() -> None:
@@ -299,7 +251,7 @@ def test_where_memory_runs_out_the_backward_comes_as_usual(
     three = inputs()
     call = known(three)
     torch.autograd.grad(made(call, three).sum(), three)
-    assert call.at_backward
+    assert call.gradients
     out = made(call, three)
     want = torch.autograd.grad(qa.attention(*three, **OPTIONS).sum(), three)
     own, failures = CpuKernel.whole_backward, []
@@ -314,9 +266,9 @@ def test_where_memory_runs_out_the_backward_comes_as_usual(
     for one, other in zip(torch.autograd.grad(out.sum(), three), want, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     assert failures
-    assert not call.at_backward, "the next one is decided anew, by what is free then"
+    assert not call.gradients, "the next one is decided anew, by what is free then"
     torch.autograd.grad(made(call, three).sum(), three)
-    assert call.at_backward
+    assert call.gradients
 
 
 def test_where_memory_runs_out_in_the_forward_there_is_no_output(
@@ -333,7 +285,7 @@ def test_where_memory_runs_out_in_the_forward_there_is_no_output(
 
 
 def test_calls_that_are_cut_and_users_kernels_are_not_remembered() -> None:
-    assert whole(*checked(inputs(300), depth=1)) is None
-    assert whole(*checked(inputs(), kernel=CpuKernel())) is None
-    assert whole(*checked(inputs(), mask=qa.Mask(window=3))) is None
-    assert whole(*checked(inputs(0))) is None
+    assert direct_call(*checked(inputs(300), depth=1)) is None
+    assert direct_call(*checked(inputs(), kernel=CpuKernel())) is None
+    assert direct_call(*checked(inputs(), mask=qa.Mask(window=3))) is None
+    assert direct_call(*checked(inputs(0))) is None
