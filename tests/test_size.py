@@ -25,7 +25,7 @@ BUDGETS = {
     "execution": (6259, 60),
     "farm": (1672, 12),
     "integrations": (1631, 18),
-    "kernels": (9462, 75),
+    "kernels": (9341, 55),
     "on_disk": (1271, 11),
     "pictures": (702, 11),
     "planner": (2272, 16),

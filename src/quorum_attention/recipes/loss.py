@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.nn.functional import pad
 
 from quorum_attention.execution.device.lookup import on_host
-from quorum_attention.kernels.first_derivative import first_derivative
+from quorum_attention.kernels.torch_private import first_derivative
 from quorum_attention.recipes.modes import evaluated
 from quorum_attention.recipes.replaced import forward_is_its_own, put_forward
 from quorum_attention.recipes.summary import NO_LIGER, Ingredient, left_out

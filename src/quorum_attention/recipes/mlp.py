@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from quorum_attention.kernels.first_derivative import first_derivative
-from quorum_attention.kernels.torch_private import uncompiled
+from quorum_attention.kernels.torch_private import first_derivative, uncompiled
 from quorum_attention.recipes.modes import evaluated
 from quorum_attention.recipes.repeat import Repeat
 from quorum_attention.recipes.replaced import forward_is_its_own, put_forward
