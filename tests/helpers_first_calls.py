@@ -262,5 +262,5 @@ def main(mode: str, kernel: str, device: str, dtype: str, tokens: int, width: in
     check(x, out, leaf.grad)
     told = facts()
     # Read from disk, not found out.
-    told.pop("quorum_attention.kernels.proven._known", None)
+    told.pop("quorum_attention.kernels.probe._memo", None)
     print(sorted((name, str(fact)) for name, fact in told.items()))

@@ -26,7 +26,7 @@ BUDGETS = {
     "kernels": (10216, 79),
     "on_disk": (1271, 11),
     "pictures": (702, 11),
-    "planner": (2168, 16),
+    "planner": (2167, 16),
     "pool": (3224, 31),
     "progress": (239, 6),
     "quorums": (148, 3),

@@ -35,12 +35,12 @@ from quorum_attention.execution.takes import corrected_bytes
 from quorum_attention.execution.tools import Progress
 from quorum_attention.execution.upstream import Upstream, upstream_of
 from quorum_attention.execution.workload import GroupSize, groups
-from quorum_attention.kernels.delta import exact_carrier
+from quorum_attention.kernels.bias import sinks_gradient
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.protocol import InnerKernel, check_mask_gradient
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.select import without_dropout
-from quorum_attention.kernels.sinks import sinks_gradient
+from quorum_attention.kernels.small_gradients import exact_carrier
 from quorum_attention.kernels.torch_private import without_autocast
 from quorum_attention.planner.decide import (
     Asked,
@@ -468,7 +468,7 @@ def as_own(made: torch.Tensor) -> torch.Tensor:
 
 def _carrier(call: Call, tensors: Tensors, given: Given, grad_out: torch.Tensor) -> torch.Tensor:
     """What delta is computed from: the output, or an exact substitute where rounding of the output
-    would dominate dS (kernels/delta.py).
+    would dominate dS (kernels/small_gradients.py).
 
     Args:
         grad_out: the upstream gradient as kernels get it.

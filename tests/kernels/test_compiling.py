@@ -26,7 +26,7 @@ def slot(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def compiled_for(what: Launch) -> tuple[object, ...]:
     """What Triton compiles for, but for the alignment of tensors."""
     kinds = tuple(a.dtype if isinstance(a, torch.Tensor) else type(a) for a in what.arguments)
-    # The only number that is specialised (scaling_triton.py), the last but one.
+    # The only number that is specialised (merge_triton.py), the last but one.
     rows = what.arguments[-2] % 16 if what.kernel in ("norm", "divide") else None
     return what.kernel, what.constants, kinds, rows
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from quorum_attention.kernels.first_derivative import first_derivative
+from quorum_attention.kernels.torch_private import first_derivative
 
 
 class _Cube(torch.autograd.Function):

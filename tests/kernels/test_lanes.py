@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from quorum_attention.kernels.lanes import Lanes
+from quorum_attention.kernels.protocol import Lanes
 
 log: list[str] = []
 

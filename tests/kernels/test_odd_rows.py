@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quorum_attention.kernels import odd_rows, tensors
-from quorum_attention.kernels.odd_rows import mend_odd_rows_
+from quorum_attention.kernels import cpu, tensors
+from quorum_attention.kernels.cpu import mend_odd_rows_
 from quorum_attention.kernels.protocol import Call
 
 N = 12
@@ -60,7 +60,7 @@ def test_mended(causal: bool, kind: str, block_bytes: int | None, monkeypatch) -
 
 
 def test_rows_that_are_right_are_not_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(odd_rows, "_largest", lambda *_: pytest.fail("nothing to mend"))
+    monkeypatch.setattr(cpu, "_largest", lambda *_: pytest.fail("nothing to mend"))
     query, key, value = torch.randn(3, 1, 2, N, 4, dtype=torch.float64)
     out, lse = exact(query, key, value, False, None)
     lse[0, 0, 3] = -torch.inf

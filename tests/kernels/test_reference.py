@@ -26,8 +26,8 @@ from quorum_attention.kernels import (
     TaskTensors,
     reference,
 )
+from quorum_attention.kernels.dense import Tiles
 from quorum_attention.kernels.dropout import Dropout
-from quorum_attention.kernels.masked.tiles import Tiles
 from quorum_attention.kernels.protocol import Call, Saved
 
 pytestmark = pytest.mark.usefixtures("one_thread")

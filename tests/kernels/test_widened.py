@@ -12,9 +12,9 @@ from helpers_memory import usage
 
 import quorum_attention as qa
 from quorum_attention.execution.routes import whole
-from quorum_attention.kernels import cpu, get_kernel, widened
+from quorum_attention.kernels import cpu, get_kernel, small_gradients
 from quorum_attention.kernels.cpu import CpuKernel
-from quorum_attention.kernels.widened import (
+from quorum_attention.kernels.small_gradients import (
     WIDENED_BYTES,
     heads_at_a_time,
     quicker_widened,
@@ -30,7 +30,7 @@ pytestmark = [
 @pytest.fixture
 def widening(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Key heads at a time of each call that is widened; on processors that multiply fp16 too."""
-    monkeypatch.setattr(widened, "_multiplies_fp16", lambda: False)
+    monkeypatch.setattr(small_gradients, "_multiplies_fp16", lambda: False)
     seen: list[int] = []
 
     def watched(run: Any, heads: int, *given: Any) -> Any:
@@ -57,7 +57,7 @@ def test_against_float64(number: int, widening: list[int], monkeypatch) -> None:
     if draw.random() < 0.4:
         shape = [draw.choice([1, m]) for m in (*given.query.shape[:2], n, n)]
         call["mask"] = torch.randn(shape).masked_fill(torch.rand(shape) < 0.2, -torch.inf).to(dtype)
-    monkeypatch.setattr(widened, "WIDENED_BYTES", draw.choice([1 << 19, 1 << 20, 1 << 30]))
+    monkeypatch.setattr(small_gradients, "WIDENED_BYTES", draw.choice([1 << 19, 1 << 20, 1 << 30]))
     wanted = exact(given, gradients=True, **call).grads
     leaves = [t.requires_grad_() for t in given.three]
     out = qa.attention(
@@ -71,7 +71,7 @@ def test_against_float64(number: int, widening: list[int], monkeypatch) -> None:
         apart = (mine.double() - reference).norm() / reference.norm()
         # One rounding of each number, and those of the output in delta.
         assert float(apart) < 0.6 * torch.finfo(dtype).eps
-    assert widening or widened.WIDENED_BYTES == 1 << 19
+    assert widening or small_gradients.WIDENED_BYTES == 1 << 19
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -161,7 +161,7 @@ def test_where_the_operator_sums_over_query_heads_more_heads_go_together(
 
 
 def test_which_dtypes_are_widened(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(widened, "_multiplies_fp16", lambda: False)
+    monkeypatch.setattr(small_gradients, "_multiplies_fp16", lambda: False)
     asked = [
         (dtype, grouped)
         for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -169,6 +169,6 @@ def test_which_dtypes_are_widened(monkeypatch: pytest.MonkeyPatch) -> None:
         if quicker_widened(dtype, grouped=grouped)
     ]
     assert asked == [(torch.float16, False), (torch.float16, True), (torch.bfloat16, True)]
-    monkeypatch.setattr(widened, "_multiplies_fp16", lambda: True)
+    monkeypatch.setattr(small_gradients, "_multiplies_fp16", lambda: True)
     assert not quicker_widened(torch.float16, grouped=True)
     assert isinstance(get_kernel("cpu"), CpuKernel)

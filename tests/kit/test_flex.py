@@ -28,15 +28,15 @@ from quorum_attention.kernels.kit import (
     block_table,
     document,
     flex,
-    flex_compiled,
+    flex_launch,
     prefix_lm,
     sliding_window,
 )
-from quorum_attention.kernels.kit.block_masks import block_lists
 from quorum_attention.kernels.kit.block_table import (
     PAIR_BYTES,
     BlockEvaluator,
     TaskPairs,
+    block_lists,
     evaluated_bytes,
     listed_blocks,
 )
@@ -406,25 +406,22 @@ def test_lists_are_cached_within_a_limit() -> None:
 @pytest.mark.parametrize("eager_kernel", [True, False])
 def test_a_mask_may_change_between_calls(eager_kernel: bool) -> None:
     """Neither what it emptied nor what it filled is remembered; nor the ids of a document."""
-    state = {"w": 400}
     edge = torch.tensor(400)
     ids = torch.arange(N) // 200
 
     def by_number(b, h, q, k):  # type: ignore[no-untyped-def]
-        return (q - k).abs() <= state["w"]
+        return (q - k).abs() <= 300
 
     def by_tensor(b, h, q, k):  # type: ignore[no-untyped-def]
         return (q - k).abs() <= edge
 
     tensors = random(N)
-    for mask in (by_number, by_tensor):
-        kernel = kernel_of(None, mask) if eager_kernel else ScoreModKernel(None, mask, "flex")
-        for width in (400, 3, 300):
-            state["w"] = width
-            edge.fill_(width)
-            out = run(kernel, tensors, False, levels=(3,), tile=16)[0]
-            expected, _ = reference(*(t.double() for t in tensors[:3]), (None, mask, False))
-            torch.testing.assert_close(out.double(), expected, atol=3e-6, rtol=1e-5)
+    kernel = kernel_of(None, by_tensor) if eager_kernel else ScoreModKernel(None, by_tensor, "flex")
+    for width in (400, 3, 300):
+        edge.fill_(width)
+        out = run(kernel, tensors, False, levels=(3,), tile=16)[0]
+        expected, _ = reference(*(t.double() for t in tensors[:3]), (None, by_tensor, False))
+        torch.testing.assert_close(out.double(), expected, atol=3e-6, rtol=1e-5)
     kernel = kernel_of(None, None)
     for mask in (sliding_window(400), sliding_window(3), by_number):
         kernel.mask_mod = mask
@@ -495,7 +492,7 @@ def test_beyond_torchs_limit_of_compilations_it_begins_anew(monkeypatch) -> None
         return compiled
 
     monkeypatch.setattr(torch, "compile", compile_)
-    call = flex_compiled.compiled_flex(in_blocks=True)
+    call = flex_launch.compiled_flex(in_blocks=True)
     assert [call() for _ in range(5)] == [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1)]
 
 

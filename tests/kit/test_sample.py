@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from quorum_attention.kernels.kit.sample import Sample
+from quorum_attention.kernels.kit.functions import Sample
 
 SIZES = (2, 3, 1000, 700)
 HERE = torch.device("cpu")

@@ -15,7 +15,7 @@ import torch
 from kernel_harness import Case, exact
 
 from quorum_attention.kernels.native import NativeKernel
-from quorum_attention.kernels.native.options import UNLIMITED
+from quorum_attention.kernels.native.config import UNLIMITED
 from quorum_attention.kernels.native.runs import NO_DIAGONAL
 from quorum_attention.kernels.protocol import Call, Saved
 

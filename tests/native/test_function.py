@@ -119,7 +119,7 @@ def test_group_bits(kind: str, is_causal: bool, device: str) -> None:
 
 def test_masked_tiles_are_in_no_run(device: str) -> None:
     """Clear ones are walked without a question, masked ones not at all."""
-    from quorum_attention.kernels.native.bits import runs_of_bits
+    from quorum_attention.kernels.native.runs import runs_of_bits
 
     own = torch.zeros(512, dtype=torch.int64)
     own[128:256] = 4

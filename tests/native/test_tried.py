@@ -17,8 +17,7 @@ from quorum_attention import Mask
 from quorum_attention.decomposition import EMPTY, FULL, PARTIAL, Decomposition, Rectangle
 from quorum_attention.kernels.kit.block_table import BlockEvaluator, TaskPairs
 from quorum_attention.kernels.masked import native_tried
-from quorum_attention.kernels.masked.launches import launches
-from quorum_attention.kernels.masked.native_tried import Room, codes_of, words_of
+from quorum_attention.kernels.masked.native_tried import Room, codes_of, launches, words_of
 from quorum_attention.kernels.masked.resolve import Sizes, resolve
 from quorum_attention.kernels.protocol import TaskTensors
 

@@ -14,7 +14,7 @@ from quorum_attention.cli import main
 from quorum_attention.execution.device.backend import TrialSizes
 from quorum_attention.execution.device.cpu import Cpu
 from quorum_attention.execution.device.lookup import BACKENDS
-from quorum_attention.kernels.rates import by_head_dim
+from quorum_attention.kernels.fa4 import by_head_dim
 from quorum_attention.planner import calibration
 from quorum_attention.planner.calibration import cache_file, calibrate, device_key, machine_of
 from quorum_attention.planner.machine import assumed

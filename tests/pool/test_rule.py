@@ -13,7 +13,7 @@ import torch
 
 import quorum_attention as qa
 from quorum_attention import Mask
-from quorum_attention.kernels.kit.sample import Sample
+from quorum_attention.kernels.kit.functions import Sample
 from quorum_attention.mask import Keeps
 from quorum_attention.pool import Pool
 from quorum_attention.pool.rule import Missing, Rule, check_rules, with_rules

@@ -37,9 +37,8 @@ from quorum_attention.distributed.ways import choose, hides_more, local_first
 from quorum_attention.distributed.whole_heads import ByHeads, Exchanged, Turn, turns_of
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.kernels.dropout import LARGEST_SEED
-from quorum_attention.kernels.first_derivative import first_derivative
 from quorum_attention.kernels.protocol import InnerKernel
-from quorum_attention.kernels.torch_private import uncompiled
+from quorum_attention.kernels.torch_private import first_derivative, uncompiled
 from quorum_attention.mask import Mask
 from quorum_attention.repeated import like
 
@@ -47,7 +46,7 @@ from quorum_attention.repeated import like
 _KEPT_SHARE = 1.25
 _AUTO = "auto"
 # 16-bit calls of so few pairs are computed in fp32: on one device they get an exact delta
-# (kernels/delta.py), which needs whole rows.
+# (kernels/small_gradients.py), which needs whole rows.
 _WIDENED_PAIRS = 1 << 16
 # Dtypes whose partial results may be rounded as the kernel rounds them. (In fp32 computing takes so
 # long that little is to be hidden.)

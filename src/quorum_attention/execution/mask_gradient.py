@@ -29,9 +29,9 @@ from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.memory import first_line, is_out_of_memory
 from quorum_attention.execution.trimming import pairs_of
 from quorum_attention.execution.workload import Workload, flat_entry
-from quorum_attention.kernels.delta import not_whole
 from quorum_attention.kernels.dropout import dropped, dropped_bytes
 from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.small_gradients import not_whole
 
 # Without a budget: tiles that a CPU's cache holds, and that keep a GPU busy.
 _HOST_BYTES, _DEVICE_BYTES = 8 << 20, 256 << 20
@@ -398,7 +398,7 @@ def _shifted(part: slice, whole: slice, times: int = 1) -> slice:
 
 def _exact_delta(p: torch.Tensor, dp: torch.Tensor, rows: _Rows) -> torch.Tensor:
     """The delta of whole rows, from probabilities that are made to add up to 1, in place: without
-    the rounding of the output (to 16 bits), and of a large lse (in float64; kernels/delta.py).
+    the rounding of the output (to 16 bits), and of a large lse (in float64).
 
     The usual delta for rows whose lse is of more keys than these, or which have none.
     """

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from quorum_attention.decomposition.pieces import Pieces
 from quorum_attention.execution.case import Case
 from quorum_attention.execution.workload import GroupSize, Workload
-from quorum_attention.kernels.delta import carrier_bytes
 from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.small_gradients import carrier_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def copied_bytes(case: Case, group: GroupSize, most_rows: int | None = None) -> 
 
 
 def corrected_bytes(work: Workload, kernel: InnerKernel) -> int:
-    """Bytes of the delta that a backward computes from probabilities (kernels/delta.py); 0 if its
+    """Bytes of the delta that a backward computes from probabilities; 0 if its
     kernel is not plain softmax."""
     # Rows with a sink have weights that do not add up to 1.
     if work.sinks or not kernel.plain_softmax:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quorum_attention.execution.device.clock import Clock
-from quorum_attention.kernels.lanes import Lanes
+from quorum_attention.kernels.protocol import Lanes
 
 Progress = Callable[[int, int, str], None]
 

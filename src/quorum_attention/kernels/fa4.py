@@ -21,7 +21,6 @@ import torch
 from quorum_attention.cache_files import cache_folder, private_folder
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.protocol import Call, CallShape, Extent, Saved, Three
-from quorum_attention.kernels.rates import by_head_dim
 from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.workspace import (
     UNSPLIT_BYTES,
@@ -33,6 +32,25 @@ from quorum_attention.kernels.workspace import (
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+# Rates of kernels, by head dimension.
+
+
+def by_head_dim(table: Mapping[int, tuple[float, float]], head_dim: int) -> tuple[float, float]:
+    """The (forward, backward) rates of ``table`` for ``head_dim``, interpolated linearly between
+    its entries; beyond them, those of the nearest entry."""
+    known = sorted(table)
+    for low, high in pairwise(known):
+        if low <= head_dim <= high:
+            part = (head_dim - low) / (high - low)
+            (a, b), (c, d) = table[low], table[high]
+            return a + part * (c - a), b + part * (d - b)
+    return table[known[0] if head_dim < known[0] else known[-1]]
+
 
 _PACKAGE = "flash-attn-4"
 _SWITCH = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
@@ -260,6 +278,3 @@ def _called(call: Call, options: dict[str, Any], backward: bool = False) -> Iter
             warnings.simplefilter("ignore", UserWarning)
             yield
         _CALLED.add(kind)
-
-
-__all__ = ["Fa4Kernel", "version"]

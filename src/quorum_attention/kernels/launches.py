@@ -109,13 +109,9 @@ def triton_available() -> bool:
 @functools.cache
 def _kernel(name: str) -> Any:
     # To import Triton takes 0.4 s.
-    if name in ("merge", "add"):
-        from quorum_attention.kernels import merge_triton
+    from quorum_attention.kernels import merge_triton
 
-        return merge_triton._merge_kernel if name == "merge" else merge_triton._add_kernel
-    from quorum_attention.kernels import scaling_triton
-
-    return scaling_triton._norm_kernel if name == "norm" else scaling_triton._divide_kernel
+    return getattr(merge_triton, f"_{name}_kernel")
 
 
 def to_merge(

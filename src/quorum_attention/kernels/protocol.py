@@ -7,8 +7,8 @@ no plan, no device queue and no budget.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,9 +17,53 @@ import torch
 from quorum_attention.decomposition import Pairs, Rectangle, Task
 from quorum_attention.decomposition.bands import Band
 from quorum_attention.kernels.dropout import Dropout
-from quorum_attention.kernels.lanes import Lanes
 from quorum_attention.kernels.scaling import Scaling
 from quorum_attention.kernels.tensors import Pick
+
+# Runs several operator calls of a task at once; their merges still follow each other.
+#
+# An attention kernel works in waves, each with as many tiles as there are multiprocessors. In the
+# last wave part of the device is idle until the slowest tile is done. A second call on another
+# stream uses that time (docs/kernels.md).
+
+
+class Lanes:
+    """Streams of one device, used in turn; created once for a pass."""
+
+    def __init__(self, device: torch.device, count: int) -> None:
+        self._streams = [torch.cuda.Stream(device) for _ in range(count)]
+        self._merged = [torch.cuda.Event() for _ in range(count)]
+        self._last: torch.cuda.Event | None = None
+
+    @contextmanager
+    def task(self) -> Iterator[None]:
+        """Around a task: its calls wait for the current stream, which then waits for them."""
+        main = torch.cuda.current_stream()
+        for stream in self._streams:
+            stream.wait_stream(main)
+        self._last = None
+        try:
+            yield
+        finally:
+            for stream in self._streams:
+                main.wait_stream(stream)
+
+    @contextmanager
+    def call(self, number: int) -> Iterator[None]:
+        """Around the ``number``-th call of a task: runs it on its stream."""
+        with torch.cuda.stream(self._streams[number % len(self._streams)]):
+            yield
+
+    @contextmanager
+    def merge(self, number: int) -> Iterator[None]:
+        """Around the merge of a call: it waits for the merge of the call before."""
+        stream = self._streams[number % len(self._streams)]
+        if self._last is not None:
+            stream.wait_event(self._last)
+        yield
+        self._last = self._merged[number % len(self._streams)]
+        self._last.record(stream)
+
 
 Bias = Callable[[Rectangle], torch.Tensor | None]
 Timed = Callable[[str], AbstractContextManager[None]]
@@ -253,10 +297,10 @@ class Kernel(ABC):
         position_free: that other attention depends on no positions, heads or batch entries, so that
             parts of a call can be computed as calls of their own.
         plain_softmax: it computes the softmax of the scores, and its backward uses ``out`` for
-            delta alone; small 16-bit calls then get a more exact delta (kernels/delta.py).
+            delta alone; small 16-bit calls then get a more exact delta.
         small_gradients: where it runs, the gradients of small calls come quicker from materialised
             scores (kernels/small_gradients.py), and of longer 16-bit ones from its own calls in
-            fp32 (kernels/widened.py); beside ``plain_softmax`` only.
+            fp32 (kernels/small_gradients.py); beside ``plain_softmax`` only.
         whole_tasks: a task is one launch, whatever its rectangles. So nothing is gained by several
             calls in flight, or by running all tasks of a head group together.
         several_streams: a task is several calls, spread over ``TaskTensors.lanes`` if there are

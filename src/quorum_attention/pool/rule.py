@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from quorum_attention.counts import shown
-from quorum_attention.kernels.kit.sample import Sample
+from quorum_attention.kernels.kit.functions import Sample
 from quorum_attention.mask import Keeps, Mask
 
 

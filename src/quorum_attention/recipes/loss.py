@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.nn.functional import pad
 
 from quorum_attention.execution.device.lookup import on_host
-from quorum_attention.kernels.first_derivative import first_derivative
+from quorum_attention.kernels.torch_private import first_derivative
 from quorum_attention.recipes.patching import eval_mode, has_own_forward, patch_forward
 from quorum_attention.recipes.summary import NO_LIGER, Change, left_out
 

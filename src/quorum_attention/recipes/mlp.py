@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from quorum_attention.kernels.first_derivative import first_derivative
-from quorum_attention.kernels.torch_private import uncompiled
+from quorum_attention.kernels.torch_private import first_derivative, uncompiled
 from quorum_attention.recipes.patching import eval_mode, has_own_forward, patch_forward
 from quorum_attention.recipes.repeat import Repeat
 from quorum_attention.recipes.summary import Change, left_out

@@ -15,7 +15,7 @@ from quorum_attention.execution.device.clock import Clock, HostClock
 from quorum_attention.execution.device.kept import Kept
 from quorum_attention.execution.device.mover import Mover
 from quorum_attention.execution.device.page_locks import PageLocks
-from quorum_attention.kernels.lanes import Lanes
+from quorum_attention.kernels.protocol import Lanes
 
 ROUNDING_BYTES = 512
 """Allocators round sizes up to multiples of this."""

@@ -17,7 +17,7 @@ from quorum_attention.execution.device.kept import Kept, Locker
 from quorum_attention.execution.device.mover import Mover
 from quorum_attention.execution.device.page_locks import PageLocks
 from quorum_attention.execution.device.rates import h200_rates
-from quorum_attention.kernels.lanes import Lanes
+from quorum_attention.kernels.protocol import Lanes
 from quorum_attention.kernels.workspace import UNSPLIT_BYTES
 
 # Rows of queries that a multiprocessor works on at a time.

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from quorum_attention.kernels.rates import by_head_dim
+from quorum_attention.kernels.fa4 import by_head_dim
 
 # FLOP/s of cuDNN on an H200, forward and backward, by head dimension.
 _H200 = {

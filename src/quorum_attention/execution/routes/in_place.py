@@ -30,8 +30,8 @@ from quorum_attention.execution.takes import Bytes, Load, final_bytes, moved_byt
 from quorum_attention.execution.tools import Tools
 from quorum_attention.execution.trimming import Tally
 from quorum_attention.execution.workload import Group, Workload, count_groups
+from quorum_attention.kernels.bias import join_sinks_
 from quorum_attention.kernels.protocol import InnerKernel, TaskTensors
-from quorum_attention.kernels.sinks import join_sinks_
 from quorum_attention.kernels.tensors import copy_on_device
 
 

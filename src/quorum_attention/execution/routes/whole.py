@@ -32,16 +32,17 @@ from quorum_attention.execution.takes import (
 )
 from quorum_attention.execution.tools import Tools
 from quorum_attention.execution.workload import Group, GroupSize, Workload, count_groups, groups
+from quorum_attention.kernels.bias import join_sinks_
 from quorum_attention.kernels.protocol import Call, InnerKernel, Saved
-from quorum_attention.kernels.sinks import join_sinks_
-from quorum_attention.kernels.small_gradients import small_gradients, small_gradients_bytes
-from quorum_attention.kernels.torch_private import capturing
-from quorum_attention.kernels.widened import (
+from quorum_attention.kernels.small_gradients import (
     WIDENED_BYTES,
     heads_at_a_time,
     quicker_widened,
+    small_gradients,
+    small_gradients_bytes,
     widened_gradients,
 )
+from quorum_attention.kernels.torch_private import capturing
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +240,7 @@ def materialises(work: Workload, kernel: InnerKernel) -> bool:
 
 def _exactly(work: Workload, kernel: InnerKernel) -> bool:
     """Whether a plan's backward of 16 bits takes its gradients from materialised scores: without a
-    plan it would, and a carrier of few columns holds less of delta (kernels/delta.py). Not if
+    plan it would, and a carrier of few columns holds less of delta. Not if
     columns take from delta: what the carrier has of them is in others."""
     return work.dtype.itemsize == 2 and not work.columns and materialises(work, kernel)
 

@@ -1,8 +1,8 @@
 """FlexAttention, compiled: one call for a whole task.
 
-The score modification and the mask get global positions. Block lists (``block_masks.py``) say which
+The score modification and the mask get global positions. Block lists (``block_table.py``) say which
 blocks of the task are run. Both passes get only the range of queries and keys from the first to the
-last listed block. The backward takes the whole row's results (``flex_exchange.py``); where torch's
+last listed block. The backward takes the whole row's results (``flex_launch.py``); where torch's
 FlexAttention does not, it runs the call's forward again.
 """
 
@@ -19,21 +19,28 @@ import torch
 from quorum_attention.counts import shown, switch
 from quorum_attention.decomposition import Decomposition, Rectangle
 from quorum_attention.kernels.cache import Cache
-from quorum_attention.kernels.kit.block_masks import BlockLists, block_lists
 from quorum_attention.kernels.kit.block_table import (
     BLOCK,
+    BlockLists,
     TaskPairs,
+    block_lists,
     evaluated_bytes,
     listed_blocks,
 )
-from quorum_attention.kernels.kit.flex_compiled import compiled_flex
-from quorum_attention.kernels.kit.flex_exchange import UnfitError, agree, exchanged_gradients
-from quorum_attention.kernels.kit.flex_launch import Launch, has_diagonal, launch
+from quorum_attention.kernels.kit.flex_launch import (
+    Launch,
+    UnfitError,
+    agree,
+    always_in_words,
+    compiled_flex,
+    exchanged_gradients,
+    has_diagonal,
+    launch,
+)
 from quorum_attention.kernels.kit.function import gradients_by_autograd
 from quorum_attention.kernels.kit.functions import codes
-from quorum_attention.kernels.kit.laid_out import always_in_words
 from quorum_attention.kernels.kit.masks import BlockMask, MaskMod
-from quorum_attention.kernels.kit.materialised import ScoreMod
+from quorum_attention.kernels.kit.over_pairs import ScoreMod
 from quorum_attention.kernels.kit.score_mod import ScoreModKernel
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES, add_, merge_
 from quorum_attention.kernels.protocol import (

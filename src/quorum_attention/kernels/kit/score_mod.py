@@ -24,11 +24,9 @@ from quorum_attention.kernels.kit.block_table import (
     listed_blocks,
 )
 from quorum_attention.kernels.kit.function import FunctionKernel, quadratic_workspace
-from quorum_attention.kernels.kit.functions import tensors, versions
+from quorum_attention.kernels.kit.functions import results_at, tensors, versions
 from quorum_attention.kernels.kit.masks import BlockMask, MaskMod, kept_pairs
-from quorum_attention.kernels.kit.materialised import ScoreMod, materialised
-from quorum_attention.kernels.kit.over_pairs import depends_on_batch_head
-from quorum_attention.kernels.kit.sample import results_at
+from quorum_attention.kernels.kit.over_pairs import ScoreMod, depends_on_batch_head, materialised
 from quorum_attention.kernels.protocol import CallShape, Extent, Indices, TaskTensors
 
 # Rectangles whose parts are cached.
@@ -115,7 +113,8 @@ class ScoreModKernel(FunctionKernel):
     @property
     def _seen(self) -> Hashable:
         """What is another where the mask is seen to keep other pairs."""
-        return versions(self.mask_mod) if self._opaque else self.mask_mod
+        mask = self.mask_mod
+        return (id(mask), versions(mask)) if self._opaque else mask
 
     def _live(self, task: TaskTensors, r: Rectangle, seen: Hashable) -> tuple[Rectangle, ...]:
         if self.mask_mod is None:
@@ -147,7 +146,7 @@ class ScoreModKernel(FunctionKernel):
         mask = self.mask_mod
         if mask is None or not self._opaque:
             return False, False
-        key = (device, versions(mask))
+        key = (device, self._seen)
         return self._apart.get(key, lambda: depends_on_batch_head(mask, device))
 
     def _attention(

@@ -16,7 +16,7 @@ from quorum_attention.kernels.registry import get_kernel, why_not
 from quorum_attention.kernels.select import select_kernel
 from quorum_attention.mask import Mask
 
-# Runs anything, in torch's operators (tiles.py).
+# Runs anything, in torch's operators (dense.py).
 _DENSE, _TILES = "dense", "tiles"
 
 

@@ -21,11 +21,9 @@ from quorum_attention.decomposition import (
     Rectangle,
     Verdict,
 )
-from quorum_attention.kernels.kit.functions import tensors
-from quorum_attention.kernels.kit.sample import results_at
+from quorum_attention.kernels.kit.functions import results_at, tensors
 from quorum_attention.kernels.masked.geometry import Geometry
-from quorum_attention.kernels.masked.native import NativeUnderMask
-from quorum_attention.kernels.masked.native_tried import NativeTried
+from quorum_attention.kernels.masked.native_tried import NativeTried, NativeUnderMask
 from quorum_attention.kernels.masked.parts import ByParts
 from quorum_attention.kernels.native.kernel import NativeKernel
 from quorum_attention.kernels.protocol import (

@@ -9,8 +9,6 @@ import torch
 
 from quorum_attention.counts import real_number, switch
 from quorum_attention.decomposition import Rectangle
-from quorum_attention.kernels.first_derivative import first_derivative
-from quorum_attention.kernels.native.bits import runs_of_bits
 from quorum_attention.kernels.native.config import Config, Half, config
 from quorum_attention.kernels.native.kernel import NativeKernel, runs_of
 from quorum_attention.kernels.native.launch import (
@@ -19,9 +17,9 @@ from quorum_attention.kernels.native.launch import (
     launch_backward,
     launch_forward,
 )
-from quorum_attention.kernels.native.runs import Runs
+from quorum_attention.kernels.native.runs import Runs, runs_of_bits
 from quorum_attention.kernels.protocol import CallShape
-from quorum_attention.kernels.torch_private import refuse_traces, uncompiled
+from quorum_attention.kernels.torch_private import first_derivative, refuse_traces, uncompiled
 
 _SUMMARY = 64
 

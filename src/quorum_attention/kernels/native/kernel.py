@@ -16,7 +16,7 @@ from quorum_attention.decomposition import Pairs, Rectangle, Task
 from quorum_attention.decomposition.bands import window_verdict
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.launches import triton_available
-from quorum_attention.kernels.native.config import Config, Half, config
+from quorum_attention.kernels.native.config import Config, Half, ScoreOptions, config
 from quorum_attention.kernels.native.launch import (
     Extras,
     Operands,
@@ -24,7 +24,6 @@ from quorum_attention.kernels.native.launch import (
     launch_backward,
     launch_forward,
 )
-from quorum_attention.kernels.native.options import ScoreOptions
 from quorum_attention.kernels.native.runs import (
     Piece,
     Runs,

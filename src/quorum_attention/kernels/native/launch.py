@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from quorum_attention.kernels.dropout import Dropout
-from quorum_attention.kernels.native.config import Config, padded
-from quorum_attention.kernels.native.options import ScoreOptions
+from quorum_attention.kernels.native.config import Config, ScoreOptions, padded
 from quorum_attention.kernels.native.runs import Runs
 
 # In fp16, P is computed times 2**lift. A forward's largest P is 1: 2**8 P does not overflow, and P
