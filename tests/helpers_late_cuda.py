@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_fake_device import FakeDevice, FakeEvent, FakeStream
 
 from quorum_attention.execution.device import cuda_mover, page_locks, staging
 from quorum_attention.execution.device.clock import Clock, NoClock
 from quorum_attention.execution.device.cuda_mover import CudaMover, by_address
-from quorum_attention.execution.device.fake import FakeDevice, FakeEvent, FakeStream
 from quorum_attention.execution.device.mover import Mover
 from quorum_attention.execution.device.page_locks import PageLocks
 
