@@ -29,7 +29,7 @@ from quorum_attention.execution.memory import first_line, is_out_of_memory, name
 from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.routes.whole import at_once, materialises
 from quorum_attention.execution.run_pass import run_pass
-from quorum_attention.execution.sampled_rows import check_functions_are_the_same, rows_differ
+from quorum_attention.execution.sampled_rows import rows_differ
 from quorum_attention.execution.scaling import takes_wide
 from quorum_attention.execution.takes import corrected_bytes
 from quorum_attention.execution.tools import Progress
@@ -142,13 +142,7 @@ def recording_kernel(tensors: Tensors, request: Request) -> Recorded | None:
 def run_backward(tensors: Tensors, request: Request, given: Given) -> tuple[torch.Tensor, ...]:
     """The gradients of query, key and value, and of the mask and the sinks if wanted, planned and
     run; those given are filled.
-
-    Raises:
-        RuntimeError: a function of the user's has changed since the forward.
     """
-    if request.options.kernel != "auto" and not is_trivial(tensors):
-        kernel = get_kernel(request.options.kernel)
-        check_backward(tensors, request, given, kernel)
     return _run_whole_backward(tensors, request, given)
 
 
@@ -162,20 +156,6 @@ def _beside_a_pass(device: torch.device) -> Iterator[None]:
         named_out_of_memory(pinned=False),
     ):
         yield
-
-
-def check_backward(tensors: Tensors, request: Request, given: Given, kernel: InnerKernel) -> None:
-    """Check that ``kernel`` computes the forward's attention, if it calls functions of the user's.
-
-    Raises:
-        RuntimeError: it does not.
-    """
-    device = request.options.device
-    with _beside_a_pass(device):
-        check_functions_are_the_same(
-            _call(tensors, request, kernel), given.out, given.lse, request.options.budget_bytes,
-            whole=not given.partial,
-        )  # fmt: skip
 
 
 def check_forward(tensors: Tensors, request: Request, given: Given) -> None:
