@@ -97,6 +97,11 @@ class SlotLayout:
         count = self.group.batch * self.heads(field.axis) * field.rows
         return field.offset, field.offset + count * field.row_bytes
 
+    def slots(self, arena: torch.Tensor, count: int) -> dict[int, torch.Tensor]:
+        """The first ``count`` slots of an arena (uint8), by number."""
+        size = self.slot_bytes
+        return {number: arena[number * size : (number + 1) * size] for number in range(count)}
+
     def keeps(self, name: str) -> bool:
         """Whether rows of the input ``name`` survive when *other* rows are finished.
 
@@ -178,6 +183,7 @@ def slot_layout(
     result_dtype: torch.dtype,
     *,
     scaled: bool = False,
+    axis: Axis | None = None,
 ) -> SlotLayout:
     """The slot of a task: inputs, states, and finished rows if the results have another dtype.
 
@@ -187,40 +193,19 @@ def slot_layout(
     Args:
         rows: most queries and keys of a task (``Schedule.task_rows``).
         scaled: whether to add the fields of a scaled backward (execution/scaling.py).
+        axis: leave out what is not of this side, queries or keys; None: have both.
     """
     built = _Builder(group, work.queries_per_key_head, rows)
+    states = [state for state in spec.states if axis in (None, state.axis)]
     for item in spec.inputs:
+        if axis not in (None, item.axis):
+            continue
         built.add(item.name, item.axis, item.columns(work), item.dtype(work))
-    for state in spec.states:
+    for state in states:
         built.add(f"state_{state.name}", state.axis, state.columns(work), work.state_dtype)
     if scaled:
         built.add_fixed("unscale", 1, torch.float32)
         built.add_fixed("overflow", 1, torch.int32)
-    if result_dtype != work.state_dtype:
-        for state in spec.states:
-            if state.over is not None:
-                built.finish(f"final_{state.name}", state.columns(work), result_dtype, state.over)
-    return built.layout()
-
-
-@lru_cache(maxsize=64)
-def axis_layout(
-    spec: PassSpec,
-    work: Workload,
-    group: GroupSize,
-    axis: Axis,
-    rows: int,
-    result_dtype: torch.dtype,
-) -> SlotLayout:
-    """The layout of the inputs and states of ``rows`` queries or keys alone, with finished rows as
-    in ``slot_layout``."""
-    built = _Builder(group, work.queries_per_key_head, (rows, rows))
-    for item in spec.inputs:
-        if item.axis == axis:
-            built.add(item.name, axis, item.columns(work), item.dtype(work))
-    states = [state for state in spec.states if state.axis == axis]
-    for state in states:
-        built.add(f"state_{state.name}", axis, state.columns(work), work.state_dtype)
     if result_dtype != work.state_dtype:
         for state in states:
             if state.over is not None:

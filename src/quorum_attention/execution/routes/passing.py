@@ -20,15 +20,15 @@ from quorum_attention.decomposition import Decomposition
 from quorum_attention.decomposition.pieces import Passage
 from quorum_attention.execution.case import Case
 from quorum_attention.execution.control.machine import HERE, Machine
-from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.device.mover import Mover
+from quorum_attention.execution.device.residency import Residency
 from quorum_attention.execution.job import Job
 from quorum_attention.execution.pass_spec import InputSpec, StateSpec
-from quorum_attention.execution.routes.passing_groups import Passes, Tensors
+from quorum_attention.execution.routes.passing_groups import StreamRunner
 from quorum_attention.execution.routes.slots import Slots
-from quorum_attention.execution.rows import Axis, GroupBuffer
+from quorum_attention.execution.rows import Axis
 from quorum_attention.execution.schedule import Route, Schedule
-from quorum_attention.execution.slots import SlotLayout, axis_layout
+from quorum_attention.execution.slot_rows import arena_and_mover, moved_tensors
+from quorum_attention.execution.slots import SlotLayout, slot_layout
 from quorum_attention.execution.takes import (
     Bytes,
     Load,
@@ -130,7 +130,8 @@ class Passing(Route):
         """The memory of a chunk or of a block."""
         work = case.work
         most = min(self.rows(axis), work.n_queries if axis == "query" else work.n_keys)
-        return axis_layout(case.spec, work, schedule.group, axis, most, case.place.result_dtype)
+        dtype, group = case.place.result_dtype, schedule.group
+        return slot_layout(case.spec, work, group, (most, most), dtype, axis=axis)
 
     def takes(self, schedule: Schedule, case: Case) -> Bytes:
         """The chunk, the blocks, the workspace of a rectangle, and what the budget counts of
@@ -187,43 +188,21 @@ class Passing(Route):
 
     def run(self, job: Job, schedule: Schedule, machine: Machine, tools: Tools) -> Iterator[int]:
         """Compute the head groups that are left, one after the other."""
-        call, spec, report = job.call, job.spec, job.report
-        backend = backend_of(call.device)
-        given = {id(result) for result in job.results.tensors.values()}
-        results = job.results.make()
+        home = Residency.of_home("host", job.call.device)
+        waiting = (self.passes_by,) if self.passage(job.call.work).n_chunks > 1 else ()
         every = len(machine.groups_left)
-        tensors = Tensors.of(job, schedule, self)
-        read = [rows.tensor for rows in tensors.inputs.values()]
-        homes = [home.tensor for home in tensors.homes.values() if isinstance(home, GroupBuffer)]
-        as_they_are = [
-            tensor
-            for tensor, item in zip(read, spec.inputs, strict=True)
-            if tensor.dtype == item.dtype(call.work)
-        ]
-        made = [result for result in results if id(result) not in given]
-        there = [result for result in results if id(result) in given]
-        moved = [*read, *results, *homes]
-        with backend.page_locks(moved, made, as_they_are, there, read) as locks:
-            chunk, block = (
-                self.layout(schedule, job.case, a) for a in (self.stays, self.passes_by)
-            )
-            n_bytes = chunk.slot_bytes + self.n_cap * block.slot_bytes
-            mover: Mover | None = None
-            try:
-                arena = backend.allocate(n_bytes, call.device)
-                # The last slot is the chunk's.
-                mover = backend.mover(call.device, self.n_cap + 1, locks, tools.clock)
-                one = Passes(job, schedule, self, tools, mover, arena, tensors)
-                for done, group in enumerate(machine.whole_groups(HERE), start=1):
-                    units = one.compute(group, machine)
-                    job.tell(done, every)
-                    yield units
-            finally:
-                if mover is not None:
-                    mover.finish(wait=True)
-                    if report is not None:
-                        report.loaded_bytes += mover.loaded_bytes
-                        report.stored_bytes += mover.stored_bytes
+        chunk, block = (self.layout(schedule, job.case, a) for a in (self.stays, self.passes_by))
+        n_bytes = chunk.slot_bytes + self.n_cap * block.slot_bytes
+        with (
+            moved_tensors(job, schedule.group, home, waiting) as (inputs, states, locks),
+            # The last slot is the chunk's.
+            arena_and_mover(job, n_bytes, self.n_cap + 1, locks, tools.clock) as (arena, mover),
+        ):
+            one = StreamRunner(job, schedule, self, tools, mover, arena, (inputs, states))
+            for done, group in enumerate(machine.whole_groups(HERE), start=1):
+                units = one.compute(group, machine)
+                job.tell(done, every)
+                yield units
 
 
 def _bytes_of(items: tuple[InputSpec, ...], axis: Axis, work: Workload) -> int:

@@ -3,22 +3,22 @@ blocks that pass by them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from quorum_attention.decomposition import Decomposition, Rows
+from quorum_attention.decomposition.intervals import Interval
+from quorum_attention.decomposition.tasks import Span, Task
 from quorum_attention.execution.control.machine import Machine
+from quorum_attention.execution.control.visits import Visit
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.mover import Mover
-from quorum_attention.execution.device.residency import Residency
 from quorum_attention.execution.job import Job
-from quorum_attention.execution.pass_spec import StateSpec
-from quorum_attention.execution.routes.slots import accumulator, with_columns
-from quorum_attention.execution.rows import Axis, GroupBuffer, RowTensor, group_part
+from quorum_attention.execution.rows import Axis, group_part
 from quorum_attention.execution.scaling import Computed, Steps, asking
 from quorum_attention.execution.schedule import Schedule
+from quorum_attention.execution.slot_rows import Input, SlotRows, State, Unit, accumulate
 from quorum_attention.execution.tools import Tools
 from quorum_attention.execution.workload import Group
 from quorum_attention.kernels.scaling import Scaling, value_norms
@@ -32,49 +32,7 @@ class OverflowedError(torch.OutOfMemoryError):
     rows that leaves. It is recovered from as if memory had run out."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tensors:
-    """What a pass reads and writes, by name.
-
-    Attributes:
-        inputs: what it reads.
-        final: where finished rows go.
-        homes: where the rows of states that pass by wait between chunks.
-    """
-
-    inputs: dict[str, RowTensor]
-    final: dict[str, RowTensor]
-    homes: dict[str, RowTensor | GroupBuffer]
-
-    @classmethod
-    def of(cls, job: Job, schedule: Schedule, route: Passing) -> Tensors:
-        """Those of a job whose results are made."""
-        call, spec = job.call, job.spec
-        inputs = {
-            item.name: RowTensor(with_columns(job.tensors[item.name], item), item.axis)
-            for item in spec.inputs
-        }
-        final = {
-            state.name: RowTensor(with_columns(result, state), state.axis)
-            for state, result in zip(spec.states, job.results.make(), strict=True)
-        }
-        homes: dict[str, RowTensor | GroupBuffer] = {}
-        several = route.passage(call.work).n_chunks > 1
-        for state in spec.states:
-            if state.axis == route.stays or not several:
-                continue
-            homes[state.name] = (
-                final[state.name]
-                if job.results.dtype_of(state) == call.work.state_dtype
-                else GroupBuffer(
-                    accumulator(job, schedule, state, Residency.of_home("host", call.device)),
-                    state.axis,
-                )
-            )
-        return cls(inputs, final, homes)
-
-
-class Passes:
+class StreamRunner:
     """The head groups of one pass, one after the other.
 
     Args:
@@ -89,22 +47,18 @@ class Passes:
         tools: Tools,
         mover: Mover,
         arena: torch.Tensor,
-        tensors: Tensors,
+        tensors: tuple[tuple[Input, ...], tuple[State, ...]],
     ) -> None:
         self.job, self.schedule, self.route = job, schedule, route
-        self.tools, self.mover, self.tensors = tools, mover, tensors
+        self.tools, self.mover = tools, mover
         self.work, self.spec = job.call.work, job.spec
         self.passage = route.passage(self.work)
         self.whole = Decomposition(self.work.n_tokens).task(())
         self.chunk_slot = route.n_cap
-        self.layouts = {
-            a: route.layout(schedule, job.case, a) for a in (route.stays, route.passes_by)
-        }
-        size = self.layouts[route.passes_by].slot_bytes
-        self.slots = [arena[i * size : (i + 1) * size] for i in range(route.n_cap)]
-        self.slots.append(arena[route.n_cap * size :])
-        self._views: dict[tuple[int, int, int], dict[str, torch.Tensor]] = {}
-        self._blocks: dict[int, list[torch.Tensor]] = {}
+        block = route.layout(schedule, job.case, route.passes_by)
+        chunk = arena[route.n_cap * block.slot_bytes :]
+        self.staying = self._side(route.stays, {self.chunk_slot: chunk}, tensors)
+        self.blocks = self._side(route.passes_by, block.slots(arena, route.n_cap), tensors)
         self.heads = 0
         self.group: Group | None = None
         # How often the unit in each slot has been computed: the number of the unit.
@@ -121,12 +75,28 @@ class Passes:
             pins = backend_of(device).pins
             self.flags = torch.zeros(shape, dtype=torch.int32, pin_memory=pins, device="cpu")
 
+    def _side(
+        self,
+        axis: Axis,
+        slots: dict[int, torch.Tensor],
+        tensors: tuple[tuple[Input, ...], tuple[State, ...]],
+    ) -> SlotRows:
+        """What moves the rows of queries or of keys."""
+        return SlotRows(
+            self.work,
+            self.route.layout(self.schedule, self.job.case, axis),
+            tuple(item for item in tensors[0] if item.rows.axis == axis),
+            tuple(state for state in tensors[1] if state.axis == axis),
+            slots,
+            self.mover,
+            factor=self.job.factor if self.job.is_divided else None,
+        )
+
     # --- A head group -------------------------------------------------------------------------
 
     def compute(self, group: Group, machine: Machine) -> int:
         """Compute a head group and store its results; returns how many units that took."""
         self.group, self.heads = group, group.kv_stop - group.kv_start
-        self._blocks.clear()
         self.last_unit.clear()
         self.steps = Steps(self.work.n_keys)
         units = 0
@@ -139,8 +109,8 @@ class Passes:
             if not self.job.scaled or not self._spoiled() or not self._lower(machine):
                 break
             self.job.repeated(1)
-        every = [*self.tensors.inputs.values(), *self.tensors.final.values()]
-        self.mover.left(block for rows in every for block in self._blocks_of(rows))
+        for side in (self.staying, self.blocks):
+            side.leave(group)
         return units
 
     def _spoiled(self) -> bool:
@@ -158,13 +128,14 @@ class Passes:
         """
         self.mover.finish(wait=True)
         assert self.group is not None
-        group, tensors, final = self.group, self.job.tensors, self.tensors.final
+        group, tensors = self.group, self.job.tensors
+        results = dict(zip(("query", "key", "value"), self.job.results.make(), strict=True))
 
         def part(name: str, axis: Axis) -> torch.Tensor:
             return group_part(tensors[name], group, axis)
 
         def gradient(name: str, axis: Axis) -> torch.Tensor:
-            return group_part(final[name].tensor, group, axis)
+            return group_part(results[name], group, axis)
 
         found = Computed(
             part("query", "query"), part("out", "query"), part("grad_out", "query"),
@@ -180,75 +151,61 @@ class Passes:
 
     def _chunk(self, number: int) -> int:
         """Hold a chunk, let the blocks pass by, and store what is finished of it."""
-        start, stop = self.passage.chunk(number)
-        slot, axis, mover = self.chunk_slot, self.route.stays, self.mover
-        staying = self._fields(slot, axis, stop - start)
-        rows = (Rows(start, stop, 0),)
-        with mover.input_stage(slot):
-            self._load_inputs(staying, axis, rows)
-        with mover.state_stage(slot, slot):
-            pass
-        states = [state for state in self.spec.states if state.axis == axis]
-        with mover.compute_stage(slot), self.tools.clock.timed("gather"):
-            for state in states:
-                self._fill(staying, state)
+        slot, rows, mover, clock = self.chunk_slot, self.staying, self.mover, self.tools.clock
+        unit = self._unit(rows, slot, self.passage.chunk(number), is_first=True, is_last=True)
+        rows.load_inputs(unit)
+        rows.load_states(unit, slot)
+        with mover.compute_stage(slot), clock.timed("gather"):
+            rows.fill(unit)
             if self.job.scaled:
-                self.norms = value_norms(staying["value"])
+                self.norms = value_norms(unit.fields["value"])
         blocks = self.passage.blocks(number)
         for block in blocks:
-            self._unit(number, block, staying)
-        with mover.compute_stage(slot), self.tools.clock.timed("scatter"):
-            for state in states:
-                self._finish(staying, state)
-        with mover.store_stage(slot):
-            for state in states:
-                self._store(staying, state, self.tensors.final[state.name], rows)
+            self._block(number, block, unit.fields)
+        with mover.compute_stage(slot), clock.timed("scatter"):
+            rows.finish(unit)
+        rows.store(unit)
         return len(blocks)
 
-    def _unit(self, chunk: int, block: int, staying: dict[str, torch.Tensor]) -> None:
+    def _block(self, chunk: int, block: int, staying: dict[str, torch.Tensor]) -> None:
         """Let one block pass by the chunk."""
-        route, mover, clock = self.route, self.mover, self.tools.clock
-        number, slot = self.number, self.number % route.n_cap
+        n_cap, rows, clock = self.route.n_cap, self.blocks, self.tools.clock
+        number, slot = self.number, self.number % n_cap
         self.number += 1
-        axis = route.passes_by
-        start, stop = self.passage.block(block)
-        rows = (Rows(start, stop, 0),)
-        fields = self._fields(slot, axis, stop - start)
-        states = [state for state in self.spec.states if state.axis == axis]
-        is_first = chunk == 0
-        is_last = bool(states) and chunk == self.passage.last_chunk(block)
-        with mover.input_stage(slot):
-            self._load_inputs(fields, axis, rows)
+        is_last = chunk == self.passage.last_chunk(block)
+        place = self.passage.block(block)
+        unit = self._unit(rows, slot, place, is_first=chunk == 0, is_last=is_last)
+        rows.load_inputs(unit)
         # Stores follow each other: all that are older than this slot's last one are over with it.
         before = self.last_unit.get(block, -1)
-        after = before % route.n_cap if before > number - route.n_cap else slot
-        with mover.state_stage(slot, after):
-            if not is_first:
-                for state in states:
-                    home = self._blocks_of(self.tensors.homes[state.name])
-                    for entry, there in enumerate(home):
-                        mover.load(fields[f"state_{state.name}"][entry], there, rows)
+        rows.load_states(unit, before % n_cap if before > number - n_cap else slot)
         self.last_unit[block] = number
-        with mover.compute_stage(slot):
+        with self.mover.compute_stage(slot):
             with clock.timed("gather"):
-                if is_first:
-                    for state in states:
-                        self._fill(fields, state)
-                told = self._scaled(slot, fields, staying)
+                rows.fill(unit)
+                told = self._scaled(slot, unit.fields, staying)
             with clock.timed("compute"):
-                self._accumulate(chunk, block, {**staying, **fields}, told)
+                self._accumulate(chunk, block, {**staying, **unit.fields}, told)
             with clock.timed("scatter"):
-                if is_last:
-                    for state in states:
-                        self._finish(fields, state)
-        with mover.store_stage(slot):
-            for state in states:
-                if is_last:
-                    self._store(fields, state, self.tensors.final[state.name], rows)
-                else:
-                    home = self._blocks_of(self.tensors.homes[state.name])
-                    for entry, there in enumerate(home):
-                        mover.store(there, fields[f"state_{state.name}"][entry], rows)
+                rows.finish(unit)
+        rows.store(unit)
+
+    def _unit(
+        self, side: SlotRows, slot: int, place: Interval, *, is_first: bool, is_last: bool
+    ) -> Unit:
+        """Neighbouring rows of one side in a slot; their states begin, and end, with this unit or
+        wait between units."""
+        assert self.group is not None
+        rows, none = (Rows(*place, 0),), ()
+        visit = Visit(
+            Task((), (Span(*place, 0),)),
+            fresh=rows if is_first else none,
+            carried=(),
+            loaded=none if is_first else rows,
+            finished=rows if is_last else none,
+            stored=none if is_last else rows,
+        )
+        return Unit(self.group, visit, slot, side.fields(slot, self.group, visit))
 
     def _scaled(
         self, slot: int, fields: dict[str, torch.Tensor], staying: dict[str, torch.Tensor]
@@ -265,71 +222,9 @@ class Passes:
         self, chunk: int, block: int, fields: dict[str, torch.Tensor], told: Scaling
     ) -> None:
         """Add the pairs of a chunk and a block."""
-        job, spec = self.job, self.spec
         assert self.group is not None
-        given = {item.name: fields[item.name] for item in spec.inputs[3:]}
-        if "lse" in given:
-            given["lse"] = given["lse"].squeeze(-1)
-        states = [
-            state.squeeze(-1) if one.width == "one" else state
-            for one in spec.states
-            for state in (fields[f"state_{one.name}"],)
-        ]
         three = (fields["query"], fields["key"], fields["value"])
         rectangles = self.passage.rectangles(chunk, block)
         limits = self.schedule.limits
-        task = job.task(limits, self.group, self.tools, self.whole, rectangles, three)
-        spec.accumulate(job.call.kernel, task, given, states, told)
-
-    # --- Rows ---------------------------------------------------------------------------------
-
-    def _fields(self, slot: int, axis: Axis, rows: int) -> dict[str, torch.Tensor]:
-        key = (slot, rows, self.heads)
-        if key not in self._views:
-            layout = self.layouts[axis]
-            self._views[key] = {
-                name: layout.carve(self.slots[slot], name, 1, self.heads, rows)
-                for name in layout.fields
-            }
-        return self._views[key]
-
-    def _blocks_of(self, rows: RowTensor | GroupBuffer) -> list[torch.Tensor]:
-        assert self.group is not None
-        key = id(rows)
-        if key not in self._blocks:
-            self._blocks[key] = rows.blocks(self.group)
-        return self._blocks[key]
-
-    def _load_inputs(
-        self, fields: dict[str, torch.Tensor], axis: Axis, rows: tuple[Rows, ...]
-    ) -> None:
-        for item in self.spec.inputs:
-            if item.axis == axis:
-                for entry, there in enumerate(self._blocks_of(self.tensors.inputs[item.name])):
-                    self.mover.load(fields[item.name][entry], there, rows)
-
-    def _fill(self, fields: dict[str, torch.Tensor], state: StateSpec) -> None:
-        assert self.group is not None
-        fields[f"state_{state.name}"][:] = self.job.fill(state, self.group)
-
-    def _finish(self, fields: dict[str, torch.Tensor], state: StateSpec) -> None:
-        """Write the rows of a state in their final form."""
-        assert self.group is not None
-        current = fields[f"state_{state.name}"]
-        final = fields.get(f"final_{state.name}", current)
-        factor = self.job.factor(self.group, state.axis) if self.job.is_divided else None
-        if factor is not None:
-            torch.mul(current, factor, out=final)
-        elif final is not current:
-            final.copy_(current)
-
-    def _store(
-        self,
-        fields: dict[str, torch.Tensor],
-        state: StateSpec,
-        target: RowTensor,
-        rows: tuple[Rows, ...],
-    ) -> None:
-        finished = fields.get(f"final_{state.name}", fields[f"state_{state.name}"])
-        for entry, there in enumerate(self._blocks_of(target)):
-            self.mover.store(there, finished[entry], rows)
+        task = self.job.task(limits, self.group, self.tools, self.whole, rectangles, three)
+        accumulate(self.job, task, fields, told)
