@@ -12,22 +12,20 @@ import numpy as np
 
 from quorum_attention.decomposition import Decomposition, Task
 from quorum_attention.execution.control.events import (
+    Continue,
+    Deepen,
     DeviceJoined,
     DeviceLost,
     Event,
+    GiveUp,
     Headroom,
+    Launch,
     OutOfMemory,
     Overflow,
-    UnitDone,
-)
-from quorum_attention.execution.control.instructions import (
-    Continue,
-    Deepen,
-    GiveUp,
-    Launch,
     PlanAnew,
     Repeat,
     Requeue,
+    UnitDone,
 )
 from quorum_attention.execution.control.machine import Instead, Limits, Machine
 

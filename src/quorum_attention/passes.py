@@ -15,25 +15,28 @@ from quorum_attention.call.lse_columns import column_bytes, with_columns, withou
 from quorum_attention.call.places import backward_place, forward_place, place_after
 from quorum_attention.call.request import Request, Tensors
 from quorum_attention.errors import BudgetError
-from quorum_attention.execution.call import Call
-from quorum_attention.execution.control.events import NeedsPlan
-from quorum_attention.execution.control.instructions import PlanAnew
+from quorum_attention.execution.call import Call, MaskView
+from quorum_attention.execution.case import corrected_bytes
+from quorum_attention.execution.control.events import NeedsPlan, PlanAnew
 from quorum_attention.execution.control.machine import HERE, without_a_plan
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.residency import Residency
-from quorum_attention.execution.job import Job, backward_job, forward_job
+from quorum_attention.execution.job import (
+    Job,
+    Progress,
+    Upstream,
+    backward_job,
+    forward_job,
+    upstream_of,
+)
 from quorum_attention.execution.mask_gradient import Upstream as MaskUpstream
 from quorum_attention.execution.mask_gradient import add_up_mask_gradient
-from quorum_attention.execution.masks import MaskView
 from quorum_attention.execution.memory import first_line, is_out_of_memory, named_out_of_memory
 from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.routes.whole import at_once, materialises
 from quorum_attention.execution.run_pass import run_pass
 from quorum_attention.execution.sampled_rows import rows_differ
 from quorum_attention.execution.scaling import takes_wide
-from quorum_attention.execution.takes import corrected_bytes
-from quorum_attention.execution.tools import Progress
-from quorum_attention.execution.upstream import Upstream, upstream_of
 from quorum_attention.execution.workload import GroupSize, groups
 from quorum_attention.kernels.delta import exact_carrier
 from quorum_attention.kernels.dropout import Dropout

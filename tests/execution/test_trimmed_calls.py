@@ -15,10 +15,10 @@ import quorum_attention as qa
 from quorum_attention.decomposition import EMPTY, PARTIAL, Decomposition, Pairs
 from quorum_attention.decomposition.tasks import tokens_of
 from quorum_attention.execution import runner
-from quorum_attention.execution.cutting import Cutting
 from quorum_attention.execution.device.cpu import Cpu
 from quorum_attention.execution.pass_spec import FORWARD
-from quorum_attention.execution.slots import slot_layout
+from quorum_attention.execution.schedule import Cutting
+from quorum_attention.execution.slot_rows import slot_layout
 from quorum_attention.execution.trimming import pairs_of, trimmed_tasks
 from quorum_attention.kernels import Gradients, Statistics, TaskTensors, Traits
 from quorum_attention.kernels.kit import document, from_score_mod, prefix_lm, sliding_window

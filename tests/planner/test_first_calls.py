@@ -14,7 +14,7 @@ import torch
 from helpers_made_up_gpu import GPU, forget_files, made_up_gpu, new_kernels, probing
 
 import quorum_attention as qa
-from quorum_attention.execution.placement import Placement
+from quorum_attention.execution.case import Placement
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels import ahead, get_kernel
 from quorum_attention.kernels.native import NativeKernel

@@ -15,21 +15,18 @@ from dataclasses import dataclass
 import torch
 
 from quorum_attention.errors import OutOfMemoryError
-from quorum_attention.execution.control.events import Headroom, OutOfMemory, UnitDone
-from quorum_attention.execution.control.instructions import GiveUp
+from quorum_attention.execution.control.events import GiveUp, Headroom, OutOfMemory, UnitDone
 from quorum_attention.execution.control.machine import HERE, Machine
 from quorum_attention.execution.control.visits import Visit
 from quorum_attention.execution.device.clock import Clock, NoClock
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.mover import Mover
 from quorum_attention.execution.device.page_locks import PageLocks
-from quorum_attention.execution.job import Job
+from quorum_attention.execution.job import Job, Tools
 from quorum_attention.execution.memory import first_line, is_out_of_memory
 from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.schedule import Schedule
-from quorum_attention.execution.slot_rows import SlotRows, Unit, arena_and_mover
-from quorum_attention.execution.slots import SlotLayout
-from quorum_attention.execution.tools import Tools
+from quorum_attention.execution.slot_rows import SlotLayout, SlotRows, Unit, arena_and_mover
 from quorum_attention.execution.workload import Group
 
 

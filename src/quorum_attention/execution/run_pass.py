@@ -6,16 +6,13 @@ import time
 
 import torch
 
-from quorum_attention.execution.control.events import OutOfMemory
-from quorum_attention.execution.control.instructions import GiveUp, PlanAnew
+from quorum_attention.execution.control.events import GiveUp, OutOfMemory, PlanAnew
 from quorum_attention.execution.control.machine import HERE, Instead, Limits, Machine
-from quorum_attention.execution.cutting import Cutting
 from quorum_attention.execution.device.clock import NoClock
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.job import Job, ProgressStoppedError
+from quorum_attention.execution.job import Job, ProgressStoppedError, Tools
 from quorum_attention.execution.memory import first_line, is_out_of_memory
-from quorum_attention.execution.schedule import Schedule
-from quorum_attention.execution.tools import Tools
+from quorum_attention.execution.schedule import Cutting, Schedule
 
 
 def run_pass(

@@ -31,8 +31,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quorum_attention.execution.control.events import Overflow, Path
-from quorum_attention.execution.control.instructions import Repeat
+from quorum_attention.execution.control.events import Overflow, Path, Repeat
 from quorum_attention.execution.control.machine import HERE, Machine
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.workload import Group, Workload

@@ -8,7 +8,7 @@ import torch
 
 from quorum_attention.autograd import named_derivative
 from quorum_attention.call.request import Request, Tensors
-from quorum_attention.execution.masks import MaskView
+from quorum_attention.execution.call import MaskView
 from quorum_attention.execution.memory import is_out_of_memory
 from quorum_attention.kernels.protocol import Recorded
 from quorum_attention.passes import recording_kernel

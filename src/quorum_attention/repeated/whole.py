@@ -18,9 +18,9 @@ from quorum_attention.autograd import Quick, gradients
 from quorum_attention.call.gradients import Given
 from quorum_attention.call.request import Request, Tensors
 from quorum_attention.call.transforms import refuse_batched
-from quorum_attention.execution.call import operand
+from quorum_attention.execution.call import MaskView, operand
+from quorum_attention.execution.case import corrected_bytes
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.masks import MaskView
 from quorum_attention.execution.memory import is_out_of_memory
 from quorum_attention.execution.routes.whole import Whole as WholeRoute
 from quorum_attention.execution.routes.whole import (
@@ -31,7 +31,6 @@ from quorum_attention.execution.routes.whole import (
     without_empty_rows,
 )
 from quorum_attention.execution.scaling import all_finite, scales
-from quorum_attention.execution.takes import corrected_bytes
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel, kernels, registrations
 from quorum_attention.kernels.torch_private import uncompiled

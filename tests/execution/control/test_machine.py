@@ -11,28 +11,31 @@ from hypothesis import strategies as st
 
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.execution.control.events import (
-    DeviceJoined,
-    DeviceLost,
-    Event,
-    Headroom,
-    NeedsPlan,
-    OutOfMemory,
-    Overflow,
-    UnitDone,
-)
-from quorum_attention.execution.control.instructions import (
     Coarsen,
     Continue,
     Deepen,
+    DeviceJoined,
+    DeviceLost,
+    Event,
     FallBack,
     GiveUp,
+    Headroom,
     LowerCap,
+    NeedsPlan,
+    OutOfMemory,
+    Overflow,
     PlanAnew,
     Repeat,
     Requeue,
+    UnitDone,
 )
-from quorum_attention.execution.control.machine import Instead, Limits, Machine, without_a_plan
-from quorum_attention.execution.control.queue import _Replay
+from quorum_attention.execution.control.machine import (
+    Instead,
+    Limits,
+    Machine,
+    _Replay,
+    without_a_plan,
+)
 
 OOM, ROOM = OutOfMemory(0), Headroom(0)
 

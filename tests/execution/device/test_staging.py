@@ -15,9 +15,8 @@ from helpers_late_cuda import LateCuda, LateEvent, LateStream, stand_in
 from helpers_plans import passing
 
 import quorum_attention as qa
-from quorum_attention.execution.device import staging
-from quorum_attention.execution.device.cuda_mover import _Copies
-from quorum_attention.execution.device.staging import Staging
+from quorum_attention.execution.device import cuda_mover as staging
+from quorum_attention.execution.device.cuda_mover import Staging, _Copies
 from quorum_attention.files import create_tensors, open_tensors
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -13,27 +13,9 @@ from typing import Any
 import torch
 
 from quorum_attention.decomposition import Decomposition
-from quorum_attention.execution.case import Case
-from quorum_attention.execution.control.machine import Machine
-from quorum_attention.execution.device.mover import Mover
-from quorum_attention.execution.device.residency import Home, Residency
-from quorum_attention.execution.engine import SlotPass, run
-from quorum_attention.execution.job import Job
-from quorum_attention.execution.padding import is_filled, task_rows
-from quorum_attention.execution.routes.choice import Choice
-from quorum_attention.execution.scaling import BackwardScaling
-from quorum_attention.execution.schedule import Route, Schedule
-from quorum_attention.execution.slot_rows import (
-    Input,
-    SlotRows,
-    State,
-    Unit,
-    accumulate,
-    moved_tensors,
-)
-from quorum_attention.execution.slots import aligned, slot_layout
-from quorum_attention.execution.takes import (
+from quorum_attention.execution.case import (
     Bytes,
+    Case,
     Load,
     bytes_before,
     final_bytes,
@@ -41,8 +23,24 @@ from quorum_attention.execution.takes import (
     result_bytes,
     state_bytes,
 )
-from quorum_attention.execution.tools import Tools
-from quorum_attention.execution.trimming import Tally
+from quorum_attention.execution.control.machine import Machine
+from quorum_attention.execution.device.mover import Mover
+from quorum_attention.execution.device.residency import Home, Residency
+from quorum_attention.execution.engine import SlotPass, run
+from quorum_attention.execution.job import Job, Tools
+from quorum_attention.execution.scaling import BackwardScaling
+from quorum_attention.execution.schedule import Choice, Route, Schedule
+from quorum_attention.execution.slot_rows import (
+    Input,
+    SlotRows,
+    State,
+    Unit,
+    accumulate,
+    aligned,
+    moved_tensors,
+    slot_layout,
+)
+from quorum_attention.execution.trimming import Tally, is_filled, task_rows
 from quorum_attention.execution.workload import GroupSize, Workload, count_groups
 from quorum_attention.kernels.protocol import TaskTensors
 from quorum_attention.kernels.scaling import Scaling
