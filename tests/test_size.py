@@ -22,7 +22,7 @@ BUDGETS = {
     "cli": (2239, 19),
     "decomposition": (1028, 10),
     "distributed": (3122, 21),
-    "execution": (5826, 36),
+    "execution": (5827, 36),
     "farm": (1672, 12),
     "integrations": (1631, 18),
     "kernels": (10217, 79),

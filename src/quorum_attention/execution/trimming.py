@@ -23,7 +23,7 @@ from weakref import WeakMethod
 
 from quorum_attention.decomposition import Decomposition, Pairs, Ranges, Task, Verdict
 from quorum_attention.decomposition.trimming import trimmed
-from quorum_attention.execution.shares import count_shared
+from quorum_attention.execution.row_owners import count_shared
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.cache import remembered
 from quorum_attention.kernels.protocol import InnerKernel

@@ -30,7 +30,7 @@ from quorum_attention.execution.control.events import (
     UnitDone,
 )
 from quorum_attention.execution.control.machine import (
-    Instead,
+    Fallback,
     Limits,
     Machine,
     _Replay,
@@ -257,7 +257,7 @@ def test_whole_groups_that_are_too_large_are_cut() -> None:
     """Groups that are done stay done; the others begin with all tasks of the depth."""
     cuts = Cuts(Decomposition(60, (7,), "balanced"))
     made = Machine(
-        "abc", lambda: Instead(cuts, Limits(1, 2), 1, "whole: out of memory", "depth 0 -> 1"),
+        "abc", lambda: Fallback(cuts, Limits(1, 2), 1, "whole: out of memory", "depth 0 -> 1"),
         Limits(0, 0), {0: 1},
     )  # fmt: skip
     made.start(0)
@@ -282,7 +282,7 @@ def test_pinned_whole_groups_are_not_cut() -> None:
 def test_a_device_at_work_on_a_whole_group_finishes_it_and_then_starts_anew() -> None:
     cuts = Cuts(Decomposition(60, (7,), "balanced"))
     made = Machine(
-        "abc", lambda: Instead(cuts, Limits(1, 2), 1, "whole: out of memory", "depth 0 -> 1"),
+        "abc", lambda: Fallback(cuts, Limits(1, 2), 1, "whole: out of memory", "depth 0 -> 1"),
         Limits(0, 0), {0: 1, 1: 1},
     )  # fmt: skip
     for device in (0, 1):

@@ -111,7 +111,7 @@ class GroupTasks:
         self.completed[path] = self.left.pop(path)
         self.steps.pop(path, None)
 
-    def land(self) -> None:
+    def requeue_in_flight(self) -> None:
         """Forget the units in flight: they have to run again."""
         self.in_flight.clear()
         self.steps.clear()
@@ -249,7 +249,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Instead:
+class Fallback:
     """How to continue through slots when memory runs out for whole head groups.
 
     Attributes:
@@ -318,7 +318,7 @@ class Machine:
     def __init__(
         self,
         groups: Iterable[Group],
-        cuts: Cuts | Callable[[], Instead],
+        cuts: Cuts | Callable[[], Fallback],
         limits: Limits,
         n_caps: Mapping[int, int],
     ) -> None:
@@ -472,7 +472,7 @@ class Machine:
                 return self._leave(event.device, f"out of memory in {where}: {reason}")
             return self._give_up(where, reason)
         for found in here.groups.values():
-            found.land()
+            found.requeue_in_flight()
         order: Instruction
         if here.n_cap > 1:
             here.n_cap -= 1
@@ -501,7 +501,7 @@ class Machine:
             self._note(event.device, f"out of memory ({event.said}): its head groups are cut")
         groups = list(here.groups.values())
         for one in groups:
-            one.land()
+            one.requeue_in_flight()
         here.groups.clear()
         self.queue.give_back(groups)
         return FallBack()
@@ -553,7 +553,7 @@ class Machine:
         groups = list(self.devices.pop(device).groups.values())
         units = tuple((found.group, path) for found in groups for path in found.in_flight)
         for found in groups:
-            found.land()
+            found.requeue_in_flight()
         self.queue.give_back(groups)
         if not self.devices and not self.finished:
             return self._give_up(where, f"{why}, and there is no other device")
@@ -577,7 +577,7 @@ def without_a_plan(every: Group) -> Machine:
     return Machine((every,), _cannot_be_cut, Limits(0, 0, guessed=True), {HERE: 1})
 
 
-def _cannot_be_cut() -> Instead:
+def _cannot_be_cut() -> Fallback:
     raise AssertionError("it is planned anew instead")
 
 

@@ -84,7 +84,7 @@ class _Buffer:
         """Of its next free byte."""
         return self.memory.data_ptr() + self.used
 
-    def owe(self, target: int, count: int) -> None:
+    def defer_write(self, target: int, count: int) -> None:
         """Note that ``count`` bytes from the next free byte on have to be written to ``target``."""
         if not self.writes:
             self.low, self.high = target, target + count
@@ -115,7 +115,7 @@ class Staging:
         # needed.
         self._ups, self._downs = ([self._made()] for _ in range(2))
         self._touched: list[list[_Buffer]] = []
-        self._hands = _Hands()
+        self._copy_threads = _CopyThreads()
 
     def up(self, near: int, far: int, n_bytes: int, stream: Any) -> None:
         """Copy pageable memory from address ``far`` on to address ``near`` of the device, within a
@@ -123,7 +123,7 @@ class Staging:
         while n_bytes > 0:
             buffer = self._room(self._ups, stream)
             count = min(n_bytes, BUFFER_BYTES - buffer.used)
-            self._hands.copy(buffer.address, far, count)
+            self._copy_threads.copy(buffer.address, far, count)
             self._copies.add(near, buffer.address, count)
             _use(buffer, count)
             near, far, n_bytes = near + count, far + count, n_bytes - count
@@ -135,7 +135,7 @@ class Staging:
             buffer = self._room(self._downs, stream)
             count = min(n_bytes, BUFFER_BYTES - buffer.used)
             self._copies.add(buffer.address, near, count)
-            buffer.owe(far, count)
+            buffer.defer_write(far, count)
             _use(buffer, count)
             near, far, n_bytes = near + count, far + count, n_bytes - count
 
@@ -198,7 +198,7 @@ class Staging:
         if buffer.issued:
             buffer.event.synchronize()
             for source, target, count in buffer.writes[: buffer.issued]:
-                self._hands.copy(target, source, count)
+                self._copy_threads.copy(target, source, count)
             del buffer.writes[: buffer.issued]
             buffer.issued = 0
 
@@ -222,7 +222,7 @@ def _use(buffer: _Buffer, count: int) -> None:
     buffer.used += -(-count // _ALIGNMENT) * _ALIGNMENT
 
 
-class _Hands:
+class _CopyThreads:
     """A few threads that copy bytes from one address to another, the caller's among them.
 
     torch's own threads would do it as fast, but all of them wake up for each copy, and keep the

@@ -40,9 +40,9 @@ from quorum_attention.execution.case import (
 from quorum_attention.execution.control.machine import HERE, Machine
 from quorum_attention.execution.job import Job, Tools
 from quorum_attention.execution.routes.slots import Slots
+from quorum_attention.execution.row_owners import HeldRows, row_owners
 from quorum_attention.execution.scaling import Ask, Computed, Steps, asking, scales
 from quorum_attention.execution.schedule import Choice, Route, Schedule
-from quorum_attention.execution.shares import HeldRows, shares
 from quorum_attention.execution.trimming import Tally
 from quorum_attention.execution.workload import (
     Axis,
@@ -381,7 +381,8 @@ class _Group:
         self.kernel = kernel
         lengths = {"query": work.n_queries, "key": work.n_keys}
         by_axis = {
-            axis: shares(spans, lengths[axis]) for axis, spans in _spans(self.kernel, tasks).items()
+            axis: row_owners(spans, lengths[axis])
+            for axis, spans in _spans(self.kernel, tasks).items()
         }
         self.held = [by_axis[state.axis] for state in states]
         self.results = [
