@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quorum_attention.execution.row_owners import count_shared
+from quorum_attention.execution.row_owners import count_shared, row_owners
 
 N = 40
 

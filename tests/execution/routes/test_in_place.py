@@ -17,7 +17,7 @@ from quorum_attention.decomposition import EMPTY, PARTIAL, Decomposition
 from quorum_attention.execution.routes import in_place as routes
 from quorum_attention.execution.routes.in_place import rectangles_in_place
 from quorum_attention.execution.routes.slots import Slots
-from quorum_attention.execution.row_owners import count_shared
+from quorum_attention.execution.row_owners import count_shared, row_owners
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels import Gradients, Statistics, TaskTensors, Traits, task_calls
 from quorum_attention.kernels.kit import document, from_score_mod, sliding_window
