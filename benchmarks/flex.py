@@ -27,7 +27,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition
-from quorum_attention.execution.masks import no_bias
+from quorum_attention.execution.call import no_bias
 from quorum_attention.kernels import TaskTensors
 from quorum_attention.kernels.kit import from_score_mod, sliding_window
 from quorum_attention.writing import write_text

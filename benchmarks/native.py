@@ -26,7 +26,7 @@ from rich.console import Console
 
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition, Task
-from quorum_attention.execution.masks import no_bias
+from quorum_attention.execution.call import no_bias
 from quorum_attention.kernels import Gradients, Statistics, TaskTensors, kernels
 from quorum_attention.kernels.protocol import Call, Saved
 from quorum_attention.writing import write_text

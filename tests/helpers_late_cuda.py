@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_fake_device import FakeDevice, FakeEvent, FakeStream
 
-from quorum_attention.execution.device import cuda_mover, page_locks, staging
+from quorum_attention.execution.device import cuda_mover, page_locks
 from quorum_attention.execution.device.clock import Clock, NoClock
 from quorum_attention.execution.device.cuda_mover import CudaMover, by_address
-from quorum_attention.execution.device.fake import FakeDevice, FakeEvent, FakeStream
 from quorum_attention.execution.device.mover import Mover
 from quorum_attention.execution.device.page_locks import PageLocks
 
@@ -159,9 +159,9 @@ def stand_in(
 
     monkeypatch.setattr(cuda_mover, "cuda_runtime", lambda: driver)
     monkeypatch.setattr(cuda_mover, "_locked_memory", memory)
-    monkeypatch.setattr(staging, "BUFFER_BYTES", buffer_bytes)
-    monkeypatch.setattr(staging, "WORTH_BUFFERS_BYTES", 1)
-    monkeypatch.setattr(staging, "_LEAST_SHARE", 200)
+    monkeypatch.setattr(cuda_mover, "BUFFER_BYTES", buffer_bytes)
+    monkeypatch.setattr(cuda_mover, "WORTH_BUFFERS_BYTES", 1)
+    monkeypatch.setattr(cuda_mover, "_LEAST_SHARE", 200)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     for name in ("WORTH_LOCKING_BYTES", "PIECE_BYTES"):
         monkeypatch.setattr(page_locks, name, piece_bytes)

@@ -12,24 +12,22 @@ import numpy as np
 
 from quorum_attention.decomposition import Decomposition, Task
 from quorum_attention.execution.control.events import (
+    Continue,
+    Deepen,
     DeviceJoined,
     DeviceLost,
     Event,
+    GiveUp,
     Headroom,
+    Launch,
     OutOfMemory,
     Overflow,
-    UnitDone,
-)
-from quorum_attention.execution.control.instructions import (
-    Continue,
-    Deepen,
-    GiveUp,
-    Launch,
     PlanAnew,
     Repeat,
     Requeue,
+    UnitDone,
 )
-from quorum_attention.execution.control.machine import Instead, Limits, Machine
+from quorum_attention.execution.control.machine import Fallback, Limits, Machine
 
 DEEPEN_BY = 7
 
@@ -150,7 +148,7 @@ class History:
         limits = Limits(depth, deepest)
         caps = {i: draw.randint(1, 4) for i in self.devices}
         whole = draw.random() < 0.3
-        instead = Instead(self.cuts, limits, draw.randint(1, 2), "too large", "cut")
+        instead = Fallback(self.cuts, limits, draw.randint(1, 2), "too large", "cut")
         cuts = (lambda: instead) if whole else self.cuts
         first = replace(limits, guessed=whole and len(self.groups) == 1 and draw.random() < 0.5)
         self.machine = Machine(self.groups, cuts, first, caps)

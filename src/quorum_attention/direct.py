@@ -22,9 +22,9 @@ from quorum_attention.call.places import place_after
 from quorum_attention.call.request import Request, Tensors
 from quorum_attention.call.settings import current
 from quorum_attention.call.transforms import refuse_batched
-from quorum_attention.execution.call import operand, results_are_dense, rows_overlap
+from quorum_attention.execution.call import MaskView, operand, results_are_dense, rows_overlap
+from quorum_attention.execution.case import corrected_bytes
 from quorum_attention.execution.device.lookup import BACKENDS, GPU, backend_of, best_device
-from quorum_attention.execution.masks import MaskView
 from quorum_attention.execution.memory import is_out_of_memory
 from quorum_attention.execution.routes.whole import (
     Whole,
@@ -34,7 +34,6 @@ from quorum_attention.execution.routes.whole import (
     without_empty_rows,
 )
 from quorum_attention.execution.scaling import scales
-from quorum_attention.execution.takes import corrected_bytes
 from quorum_attention.kernels.protocol import Call, InnerKernel, Saved
 from quorum_attention.kernels.registry import get_kernel, kernels, registrations
 from quorum_attention.kernels.torch_private import uncompiled

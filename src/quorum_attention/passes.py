@@ -15,25 +15,28 @@ from quorum_attention.call.lse_columns import column_bytes, with_columns, withou
 from quorum_attention.call.places import backward_place, forward_place, place_after
 from quorum_attention.call.request import Request, Tensors
 from quorum_attention.errors import BudgetError
-from quorum_attention.execution.call import Call
-from quorum_attention.execution.control.events import NeedsPlan
-from quorum_attention.execution.control.instructions import PlanAnew
+from quorum_attention.execution.call import Call, MaskView
+from quorum_attention.execution.case import corrected_bytes
+from quorum_attention.execution.control.events import NeedsPlan, PlanAnew
 from quorum_attention.execution.control.machine import HERE, without_a_plan
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.device.residency import Residency
-from quorum_attention.execution.job import Job, backward_job, forward_job
+from quorum_attention.execution.job import (
+    Job,
+    Progress,
+    Upstream,
+    backward_job,
+    forward_job,
+    upstream_of,
+)
 from quorum_attention.execution.mask_gradient import Upstream as MaskUpstream
 from quorum_attention.execution.mask_gradient import add_up_mask_gradient
-from quorum_attention.execution.masks import MaskView
 from quorum_attention.execution.memory import first_line, is_out_of_memory, named_out_of_memory
 from quorum_attention.execution.report import PassReport
 from quorum_attention.execution.routes.whole import at_once, materialises
 from quorum_attention.execution.run_pass import run_pass
-from quorum_attention.execution.sampled_rows import check_functions_are_the_same, rows_differ
+from quorum_attention.execution.sampled_rows import rows_differ
 from quorum_attention.execution.scaling import takes_wide
-from quorum_attention.execution.takes import corrected_bytes
-from quorum_attention.execution.tools import Progress
-from quorum_attention.execution.upstream import Upstream, upstream_of
 from quorum_attention.execution.workload import GroupSize, groups
 from quorum_attention.kernels.bias import sinks_gradient
 from quorum_attention.kernels.dropout import Dropout
@@ -104,13 +107,7 @@ def decide_forward(tensors: Tensors, request: Request) -> tuple[Asked, Decision]
 def run_backward(tensors: Tensors, request: Request, given: Given) -> tuple[torch.Tensor, ...]:
     """The gradients of query, key and value, and of the mask and the sinks if wanted, planned and
     run; those given are filled.
-
-    Raises:
-        RuntimeError: a function of the user's has changed since the forward.
     """
-    if request.options.kernel != "auto" and not is_trivial(tensors):
-        kernel = get_kernel(request.options.kernel)
-        check_backward(tensors, request, given, kernel)
     return _run_whole_backward(tensors, request, given)
 
 
@@ -124,20 +121,6 @@ def _beside_a_pass(device: torch.device) -> Iterator[None]:
         named_out_of_memory(pinned=False),
     ):
         yield
-
-
-def check_backward(tensors: Tensors, request: Request, given: Given, kernel: InnerKernel) -> None:
-    """Check that ``kernel`` computes the forward's attention, if it calls functions of the user's.
-
-    Raises:
-        RuntimeError: it does not.
-    """
-    device = request.options.device
-    with _beside_a_pass(device):
-        check_functions_are_the_same(
-            _call(tensors, request, kernel), given.out, given.lse, request.options.budget_bytes,
-            whole=not given.partial,
-        )  # fmt: skip
 
 
 def check_forward(tensors: Tensors, request: Request, given: Given) -> None:

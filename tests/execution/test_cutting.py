@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition, Task
-from quorum_attention.execution.cutting import Cutting
 from quorum_attention.execution.routes.slots import Slots
-from quorum_attention.execution.schedule import schedule_of
+from quorum_attention.execution.schedule import Cutting, schedule_of
 from quorum_attention.execution.workload import GroupSize, Workload
 from quorum_attention.kernels import DenseKernel
 from quorum_attention.kernels.kit import from_score_mod, sliding_window

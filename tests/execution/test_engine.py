@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers_attention import TOLERANCE, assert_close, exact, inputs
+from helpers_fake_device import FakeDevice, FakeMover
 from helpers_plans import unpinned
 
 import quorum_attention as qa
-from quorum_attention.execution.device.fake import FakeDevice, FakeMover
 from quorum_attention.execution.engine import StoringError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

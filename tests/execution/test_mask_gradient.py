@@ -11,7 +11,7 @@ from helpers_memory import FailingAllocations, usage
 
 import quorum_attention as qa
 from quorum_attention.execution import mask_gradient as module
-from quorum_attention.execution.call import Call
+from quorum_attention.execution.call import Call, MaskView, mask_shape
 from quorum_attention.execution.mask_gradient import (
     Tile,
     Upstream,
@@ -19,7 +19,6 @@ from quorum_attention.execution.mask_gradient import (
     fitting,
     tile_bytes,
 )
-from quorum_attention.execution.masks import MaskView, mask_shape
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels import DenseKernel
 from quorum_attention.kernels.registry import get_kernel

@@ -12,7 +12,7 @@ from helpers_memory import usage
 
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition, Rectangle
-from quorum_attention.execution.masks import MaskView, mask_shape
+from quorum_attention.execution.call import MaskView, mask_shape
 from quorum_attention.execution.workload import GroupSize, Workload, groups
 from quorum_attention.kernels.bias import BASE_TWO_LOWEST, dead_rows
 

@@ -13,7 +13,7 @@ from helpers_plans import unpinned
 
 import quorum_attention as qa
 from quorum_attention.decomposition import Task
-from quorum_attention.execution.padding import filled, is_filled
+from quorum_attention.execution.trimming import filled, is_filled
 
 
 def plan(n: int, backward: bool = False, **others) -> qa.Plan:

@@ -7,7 +7,7 @@ import torch
 
 from quorum_attention.execution.job import Results
 from quorum_attention.execution.pass_spec import BACKWARD, FORWARD, PassSpec, spec_of
-from quorum_attention.execution.slots import slot_layout
+from quorum_attention.execution.slot_rows import slot_layout
 from quorum_attention.execution.workload import GroupSize, Workload
 
 HERE = torch.device("cpu")

@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quorum_attention.execution.rows import GroupBuffer, RowTensor, group_part
-from quorum_attention.execution.workload import GroupSize, Workload, groups
+from quorum_attention.execution.workload import (
+    GroupBuffer,
+    GroupSize,
+    RowTensor,
+    Workload,
+    group_part,
+    groups,
+)
 
 HEADS = {"query": 4, "key": 2}
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from quorum_attention.decomposition import Decomposition
-from quorum_attention.execution.routes.in_place import InPlace
+from quorum_attention.execution.routes.in_place import InPlace, Together
 from quorum_attention.execution.routes.slots import Slots
-from quorum_attention.execution.routes.together import Together
 from quorum_attention.execution.routes.whole import Whole
 from quorum_attention.execution.schedule import Route, Schedule, schedule_of
 from quorum_attention.execution.workload import GroupSize, Workload

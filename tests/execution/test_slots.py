@@ -8,10 +8,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import quorum_attention as qa
-from quorum_attention.execution.cutting import Cutting
-from quorum_attention.execution.padding import is_filled
 from quorum_attention.execution.pass_spec import BACKWARD, FORWARD, spec_of
-from quorum_attention.execution.slots import (
+from quorum_attention.execution.schedule import Cutting
+from quorum_attention.execution.slot_rows import (
     ALIGNMENT,
     Field,
     LayoutError,
@@ -19,6 +18,7 @@ from quorum_attention.execution.slots import (
     aligned,
     slot_layout,
 )
+from quorum_attention.execution.trimming import is_filled
 from quorum_attention.execution.workload import GroupSize, Workload
 from quorum_attention.kernels import DenseKernel
 from quorum_attention.kernels.kit import from_score_mod, sliding_window

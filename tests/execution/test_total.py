@@ -12,7 +12,7 @@ import torch
 from helpers_kernels import WatchedKernel
 
 import quorum_attention as qa
-from quorum_attention.execution.total import Total
+from quorum_attention.execution.report import Total
 
 
 def test_nothing_yet() -> None:

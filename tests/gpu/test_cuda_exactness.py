@@ -33,7 +33,7 @@ def skip_unless(kernel: str, given: Inputs, **call) -> None:  # type: ignore[no-
     if mask is not None:
         from dataclasses import replace
 
-        from quorum_attention.execution.masks import mask_shape
+        from quorum_attention.execution.call import mask_shape
 
         shape = replace(shape, mask=mask_shape(mask, q.dim() - 3))
     reason = why_not(get_kernel(kernel), shape)

@@ -8,7 +8,7 @@ from helpers_score_mods import cases, reference
 
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition
-from quorum_attention.execution.masks import no_bias
+from quorum_attention.execution.call import no_bias
 from quorum_attention.execution.routes.in_place import InPlace
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.kernels import CallShape, Extent, Gradients, Statistics, TaskTensors

@@ -12,7 +12,7 @@ from helpers_masks import few_at_a_time
 
 import quorum_attention as qa
 from quorum_attention import Mask
-from quorum_attention.execution.masks import MaskView
+from quorum_attention.execution.call import MaskView
 from quorum_attention.kernels.masked import native_tried
 
 

@@ -17,9 +17,9 @@ from helpers_score_mods import cases, local_global, reference
 
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition, Rectangle, Span, Task
-from quorum_attention.execution.masks import no_bias
+from quorum_attention.execution.call import no_bias
 from quorum_attention.execution.routes.in_place import rectangles_in_place
-from quorum_attention.execution.shares import count_shared
+from quorum_attention.execution.row_owners import count_shared
 from quorum_attention.execution.trimming import pairs_of, tally
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels import CallShape, Extent, TaskTensors

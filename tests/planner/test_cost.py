@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition
-from quorum_attention.execution.case import Case
+from quorum_attention.execution.case import Case, Placement
 from quorum_attention.execution.pass_spec import BACKWARD, FORWARD
-from quorum_attention.execution.placement import Placement
+from quorum_attention.execution.routes.in_place import Together
 from quorum_attention.execution.routes.slots import Slots
-from quorum_attention.execution.routes.together import Together
 from quorum_attention.execution.routes.whole import Whole
 from quorum_attention.execution.schedule import Schedule, schedule_of
 from quorum_attention.execution.workload import GroupSize, Workload

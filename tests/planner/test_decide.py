@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import quorum_attention as qa
-from quorum_attention.execution.placement import Placement
+from quorum_attention.execution.case import Placement
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels import CallShape, get_kernel
 from quorum_attention.kernels.select import rivals

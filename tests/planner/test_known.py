@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from quorum_attention.execution.case import Case
+from quorum_attention.execution.case import Case, Placement
 from quorum_attention.execution.device.lookup import BACKENDS
 from quorum_attention.execution.pass_spec import spec_of
-from quorum_attention.execution.placement import Placement
 from quorum_attention.execution.trimming import pairs_of
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels import get_kernel

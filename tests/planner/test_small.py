@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quorum_attention.execution.placement import Placement
+from quorum_attention.execution.case import Placement
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels import get_kernel
 from quorum_attention.planner import policy

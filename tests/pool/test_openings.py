@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quorum_attention.execution.device.kept import Locker
-from quorum_attention.execution.device.page_locks import addresses
+from quorum_attention.execution.device.page_locks import Locker, addresses
 from quorum_attention.pool import openings as pool_openings
 from quorum_attention.pool.openings import Openings
 from quorum_attention.pool.shared import InFile, Shared, room

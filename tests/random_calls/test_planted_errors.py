@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,6 @@ import torch
 import quorum_attention as qa
 from quorum_attention import passes
 from quorum_attention.execution import mask_gradient
-from quorum_attention.execution.sampled_rows import without_check_of_rows
 from quorum_attention.kernels import rectangles
 from quorum_attention.kernels.kit import from_lse_function
 from random_calls import call, kernels
@@ -25,14 +24,7 @@ from random_calls.run import Verdict, check, simplest
 from random_calls.tensors import make
 from random_calls.yardstick import Yardstick
 
-pytestmark = pytest.mark.usefixtures("one_thread", "errors_are_left_to_the_calls")
-
-
-@pytest.fixture
-def errors_are_left_to_the_calls() -> Iterator[None]:
-    """A backward that computes rows again would find most of them first."""
-    with without_check_of_rows():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def attention(

@@ -7,8 +7,8 @@ from dataclasses import replace
 from quorum_attention.call.gradients import Given
 from quorum_attention.call.request import Request, Tensors
 from quorum_attention.execution.call import is_operand, lie_well
-from quorum_attention.execution.placement import Placement
-from quorum_attention.execution.upstream import divided_bytes
+from quorum_attention.execution.case import Placement
+from quorum_attention.execution.job import divided_bytes
 
 
 def forward_place(tensors: Tensors, request: Request) -> Placement:

@@ -31,7 +31,7 @@ from quorum_attention.call.validation import (
     sizes_of,
 )
 from quorum_attention.counts import real_number, switch
-from quorum_attention.execution.masks import mask_shape
+from quorum_attention.execution.call import mask_shape
 from quorum_attention.execution.report import Report
 from quorum_attention.execution.workload import Workload, scale_is_exact
 from quorum_attention.kernels.dropout import Dropout

@@ -20,7 +20,6 @@ from quorum_attention.counts import real_number, shown, switch, whole_number
 from quorum_attention.execution.device.lookup import present
 from quorum_attention.execution.memory import first_line, is_out_of_memory
 from quorum_attention.execution.report import Report
-from quorum_attention.execution.sampled_rows import without_check_of_rows
 from quorum_attention.kernels import InnerKernel, get_kernel
 from quorum_attention.planner import plan
 from quorum_attention.quorums import quorum_size
@@ -319,10 +318,9 @@ class _Check:
         out, lse = attention_with_lse(query, key, value, plan=plans[0], report=report, **options)
         found = {"out": out, "lse": lse}
         if sizes.backward:
-            with without_check_of_rows():  # its errors are named below
-                grads = attention_backward(
-                    grad, query, key, value, out, lse, report=report, plan=plans[1], **options
-                )  # fmt: skip
+            grads = attention_backward(
+                grad, query, key, value, out, lse, report=report, plan=plans[1], **options
+            )
             found |= dict(zip(_NAMES[2:], grads, strict=True))
         _wait(sizes.device)
         passes = [p for p in (report.forward, report.backward) if p is not None]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from quorum_attention.decomposition import Span, Task
-from quorum_attention.execution.masks import no_bias
+from quorum_attention.execution.call import no_bias
 from quorum_attention.kernels import CallShape, Gradients, InnerKernel, Statistics, TaskTensors
 from quorum_attention.kernels import empty_ as make_empty
 

@@ -28,8 +28,8 @@ from quorum_attention.distributed.calls import Calls
 from quorum_attention.distributed.exchange import Delivery, Parcel
 from quorum_attention.distributed.peers import alive, begun
 from quorum_attention.distributed.watch import Watch, sends_nothing
+from quorum_attention.execution.device.cuda import TwoStreams
 from quorum_attention.execution.device.lookup import on_host
-from quorum_attention.execution.device.two_streams import TwoStreams
 from quorum_attention.execution.workload import state_dtype
 from quorum_attention.kernels.merge import merge_
 from quorum_attention.repeated.whole import Whole

@@ -20,7 +20,7 @@ from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.distributed.calls import Calls, Learned
 from quorum_attention.distributed.swap import Part, Swap, ToRows, opened
 from quorum_attention.distributed.watch import Watch
-from quorum_attention.execution.device.two_streams import TwoStreams
+from quorum_attention.execution.device.cuda import TwoStreams
 from quorum_attention.kernels.torch_private import first_derivative
 from quorum_attention.repeated.whole import Whole
 

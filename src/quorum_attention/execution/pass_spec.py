@@ -13,8 +13,7 @@ from typing import Literal
 
 import torch
 
-from quorum_attention.execution.rows import Axis
-from quorum_attention.execution.workload import GroupSize, Workload
+from quorum_attention.execution.workload import Axis, GroupSize, Workload
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.kernels.protocol import (
     Call,
@@ -81,7 +80,7 @@ class InputSpec(RowSpec):
             Routes without slots then copy it, one head group at a time.
         of_state: whether it has the state's dtype, not the inputs'.
         of_scores: whether probabilities are made of it. Rows that fill up a chunk repeat the
-            last one; those of other inputs are 0 (execution/padding.py).
+            last one; those of other inputs are 0 (execution/trimming.py).
     """
 
     copied: bool = False

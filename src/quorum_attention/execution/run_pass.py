@@ -6,16 +6,13 @@ import time
 
 import torch
 
-from quorum_attention.execution.control.events import OutOfMemory
-from quorum_attention.execution.control.instructions import GiveUp, PlanAnew
-from quorum_attention.execution.control.machine import HERE, Instead, Limits, Machine
-from quorum_attention.execution.cutting import Cutting
+from quorum_attention.execution.control.events import GiveUp, OutOfMemory, PlanAnew
+from quorum_attention.execution.control.machine import HERE, Fallback, Limits, Machine
 from quorum_attention.execution.device.clock import NoClock
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.job import Job, ProgressStoppedError
+from quorum_attention.execution.job import Job, ProgressStoppedError, Tools
 from quorum_attention.execution.memory import first_line, is_out_of_memory
-from quorum_attention.execution.schedule import Schedule
-from quorum_attention.execution.tools import Tools
+from quorum_attention.execution.schedule import Cutting, Schedule
 
 
 def run_pass(
@@ -64,10 +61,10 @@ def _machine(job: Job, schedule: Schedule, guessed: bool) -> Machine:
         depth = schedule.decomposition.depth
         return cutting, Limits(depth, cutting.deepest, schedule.pinned)
 
-    def instead() -> Instead:
+    def instead() -> Fallback:
         found = schedule.route.fallback(schedule, work)
         assert found is not None, "whole groups can be cut"
-        return Instead(*cut(found), found.n_cap, *schedule.route.recovery)
+        return Fallback(*cut(found), found.n_cap, *schedule.route.recovery)
 
     groups, n_caps = schedule.route.groups(job, schedule), {HERE: schedule.n_cap}
     if schedule.route.whole_groups:

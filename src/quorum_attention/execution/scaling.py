@@ -27,14 +27,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
 
 import torch
 
-from quorum_attention.execution.control.events import Overflow, Path
-from quorum_attention.execution.control.instructions import Repeat
+from quorum_attention.execution.control.events import Overflow, Path, Repeat
 from quorum_attention.execution.control.machine import HERE, Machine
 from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.engine import Unit
 from quorum_attention.execution.workload import Group, Workload
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.scaling import (
@@ -44,6 +43,9 @@ from quorum_attention.kernels.scaling import (
     largest_norm,
 )
 from quorum_attention.kernels.tensors import row_blocks
+
+if TYPE_CHECKING:
+    from quorum_attention.execution.slot_rows import Unit
 
 # log2 of the scaled probabilities, 2**shift P, of a row that attends to all keys evenly.
 _LOG2_TYPICAL = -8

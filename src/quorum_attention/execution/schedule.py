@@ -4,21 +4,43 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
-from quorum_attention.decomposition import Decomposition
-from quorum_attention.execution.case import Case
+from quorum_attention.decomposition import Decomposition, Task
+from quorum_attention.decomposition.pieces import Pieces
+from quorum_attention.decomposition.tasks import tokens_of
+from quorum_attention.decomposition.trimming import restricted, trimmed
+from quorum_attention.execution.case import Bytes, Case, Load
 from quorum_attention.execution.control.machine import Machine
 from quorum_attention.execution.device.residency import Home
-from quorum_attention.execution.job import Job
-from quorum_attention.execution.takes import Bytes, Load
-from quorum_attention.execution.tools import Tools
-from quorum_attention.execution.trimming import Tally
+from quorum_attention.execution.job import Job, Tools
+from quorum_attention.execution.trimming import Tally, filled, pairs_of, trimmed_tasks, written
 from quorum_attention.execution.workload import Group, GroupSize, Workload, groups
-from quorum_attention.kernels.protocol import Extent
+from quorum_attention.kernels.protocol import Extent, InnerKernel
 from quorum_attention.quorums import quorum_size
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Values to try for the fields of routes; a search tries the first ones first.
+
+    Attributes:
+        n_caps: numbers of slots.
+        homes: where the travelling state may live.
+        streams: numbers of kernel calls in flight at once.
+        trimmed: sizes of the trimmed tasks; None: they are not trimmed.
+        pieces: layouts of the rectangles of all tasks together.
+    """
+
+    n_caps: tuple[int, ...]
+    homes: tuple[Home, ...]
+    streams: tuple[int, ...]
+    trimmed: Tally | None = None
+    pieces: tuple[Pieces, ...] = ("halves",)
+
 
 # Chunks of each level that a recovery adds.
 DEEPEN_BY = 7
@@ -261,3 +283,75 @@ def schedule_of(
         else:
             keys = max(1, -(-keys // 2 // unit) * unit if keys > unit else keys // 2)
     return Schedule(shape, group, route, queries, keys, pinned)
+
+
+class Cutting:
+    """The tasks of one pass of a call, at the depth it was planned for and deeper."""
+
+    def __init__(
+        self, planned: Schedule, work: Workload, kernel: InnerKernel, *, backward: bool
+    ) -> None:
+        self.planned, self.work, self.kernel, self.backward = planned, work, kernel, backward
+        self.pairs = pairs_of(work, kernel)
+        self._tasks: dict[int, list[Task]] = {}
+        self._schedules: dict[int, Schedule] = {}
+
+    @property
+    def deepest(self) -> int:
+        """The depth at which tasks are about as small as a tile; deeper ones are no smaller."""
+        return _deepest(self.planned.decomposition)
+
+    def tasks(self, depth: int) -> list[Task]:
+        """All tasks of ``depth``, in order."""
+        if depth not in self._tasks:
+            deepens = depth > self.planned.decomposition.depth
+            schedule = self.schedule(depth - 1).deeper(self.work) if deepens else self.planned
+            shape = schedule.decomposition
+            if self.pairs.every_token_meets:
+                self._tasks[depth] = filled(list(shape.tasks()), shape, self.work)
+                schedule = schedule.changed(trimmed=None)
+            else:
+                found = trimmed_tasks(shape, self.pairs, self.kernel, self.backward)
+                self._tasks[depth] = list(found.tasks)
+                schedule = schedule.changed(trimmed=found.tally())
+            self._schedules[depth] = schedule
+        return self._tasks[depth]
+
+    def schedule(self, depth: int) -> Schedule:
+        """A schedule whose slots hold every task of ``depth`` that has been asked for."""
+        self.tasks(depth)
+        return self._schedules[depth]
+
+    def further(self, tasks: Sequence[Task], depth: int) -> list[Task]:
+        """The tasks of ``depth`` that ``tasks``, of one level less, are cut into, in order."""
+        schedule = self.schedule(depth)
+        shape = schedule.decomposition
+        found: list[Task] = []
+        for task in tasks:
+            children = [shape.task((*task.path, i)) for i in range(DEEPEN_BY)]
+            if not self.pairs.every_token_meets:
+                # Tokens that were trimmed from a task stay out of its children: other tasks hold
+                # the state of their rows, or have finished it.
+                within = tokens_of(task)
+                children = [restricted(child, within) for child in children]
+                end = written(self.pairs, self.backward)
+                children = trimmed(children, self.pairs, shape.tile, end)
+            found += children
+        less = schedule.trimmed
+        if less is not None:
+            largest = max((task.n_tokens for task in found), default=less.largest)
+            less = replace(less, largest=max(less.largest, largest))
+            self._schedules[depth] = schedule.changed(trimmed=less)
+        return found
+
+
+@lru_cache(maxsize=256)
+def _deepest(shape: Decomposition) -> int:
+    smallest = shape.tile if shape.layout == "aligned" else 1
+    deeper = shape
+    while deeper.max_task_tokens > 2 * smallest and deeper.depth < shape.depth + 8:
+        finer = deeper.deeper(DEEPEN_BY)
+        if finer.max_task_tokens >= deeper.max_task_tokens:
+            break
+        deeper = finer
+    return deeper.depth

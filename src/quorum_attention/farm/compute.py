@@ -18,7 +18,6 @@ from quorum_attention.decomposition import EMPTY, Ranges
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.execution.device.lookup import backend_of, on_host
 from quorum_attention.execution.report import Report
-from quorum_attention.execution.sampled_rows import without_check_of_rows
 from quorum_attention.farm.data import (
     Back,
     Piece,
@@ -173,10 +172,9 @@ class _Work:
                 made: Any = tuple(
                     torch.empty(t.shape, dtype=state, device=self._place) for t in three
                 )
-                with without_check_of_rows():  # they have other keys than these
-                    attention_backward(
-                        upstream, *three, out, lse, grads=made, **self._options(**options)
-                    )
+                attention_backward(
+                    upstream, *three, out, lse, grads=made, **self._options(**options)
+                )
                 targets = query_grads[-1], key_grad[:, :, keys], value_grad[:, :, keys]
                 for target, part in zip(targets, made, strict=True):
                     add_(target, part)

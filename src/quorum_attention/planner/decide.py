@@ -18,10 +18,9 @@ from typing import TypeVar
 import torch
 
 from quorum_attention.errors import BudgetError
-from quorum_attention.execution.case import Case
+from quorum_attention.execution.case import Case, Placement
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.pass_spec import spec_of
-from quorum_attention.execution.placement import Placement
 from quorum_attention.execution.routes.whole import Whole
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels.launches import compile_ahead

@@ -12,6 +12,8 @@ import torch
 
 from quorum_attention.counts import chance, one_of, shown, switch, whole_number
 from quorum_attention.errors import BudgetError
+from quorum_attention.execution.call import mask_shape
+from quorum_attention.execution.case import Placement
 from quorum_attention.execution.device.lookup import (
     backend_of,
     best_device,
@@ -19,8 +21,6 @@ from quorum_attention.execution.device.lookup import (
     on_host,
     present,
 )
-from quorum_attention.execution.masks import mask_shape
-from quorum_attention.execution.placement import Placement
 from quorum_attention.execution.trimming import pairs_of
 from quorum_attention.execution.workload import (
     DTYPE_NAMES,

@@ -8,9 +8,8 @@ from dataclasses import replace
 from quorum_attention.execution.case import Case
 from quorum_attention.execution.routes.passing import Passing
 from quorum_attention.execution.routes.slots import Slots
-from quorum_attention.execution.rows import Axis
 from quorum_attention.execution.schedule import Schedule, schedule_of
-from quorum_attention.execution.workload import GroupSize, count_groups, group_sizes
+from quorum_attention.execution.workload import Axis, GroupSize, count_groups, group_sizes
 from quorum_attention.planner import policy
 from quorum_attention.planner.footprint import footprint_of
 from quorum_attention.planner.machine import Machine

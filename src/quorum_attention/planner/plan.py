@@ -8,7 +8,7 @@ from os import PathLike
 
 from quorum_attention.decomposition import Census, Decomposition, Pairs, Task, census
 from quorum_attention.decomposition.trimming import trimmed
-from quorum_attention.execution.placement import Placement
+from quorum_attention.execution.case import Placement
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.trimming import written
 from quorum_attention.execution.workload import Workload, count_groups

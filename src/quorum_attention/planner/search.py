@@ -11,16 +11,13 @@ from itertools import pairwise, product
 from quorum_attention.decomposition import Decomposition, Pairs
 from quorum_attention.decomposition.pairs import kept_share
 from quorum_attention.errors import BudgetError
-from quorum_attention.execution.case import Case
+from quorum_attention.execution.case import Case, Placement
 from quorum_attention.execution.device.residency import Home
 from quorum_attention.execution.pass_spec import spec_of
-from quorum_attention.execution.placement import Placement
-from quorum_attention.execution.routes.choice import Choice
-from quorum_attention.execution.routes.in_place import InPlace, takes_tasks
+from quorum_attention.execution.routes.in_place import InPlace, Together, takes_tasks
 from quorum_attention.execution.routes.slots import Slots
-from quorum_attention.execution.routes.together import Together
 from quorum_attention.execution.routes.whole import Whole
-from quorum_attention.execution.schedule import Route, Schedule, schedule_of
+from quorum_attention.execution.schedule import Choice, Route, Schedule, schedule_of
 from quorum_attention.execution.trimming import Tally, pairs_of, tally
 from quorum_attention.execution.workload import GroupSize, Workload, group_sizes
 from quorum_attention.kernels.cache import remembered

@@ -10,10 +10,9 @@ from dataclasses import replace
 
 import torch
 
-from quorum_attention.execution.case import Case
+from quorum_attention.execution.case import Case, Placement
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.pass_spec import spec_of
-from quorum_attention.execution.placement import Placement
 from quorum_attention.execution.trimming import pairs_of
 from quorum_attention.execution.workload import GroupSize, Workload
 from quorum_attention.kernels.cache import remembered

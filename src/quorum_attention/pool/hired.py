@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from quorum_attention.execution.device.handed import Handed
+from quorum_attention.execution.device.cuda import Handed
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.pool.messages import Begin, Compute, End, Ended
 from quorum_attention.pool.shared import Handle, Shared

@@ -25,11 +25,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from quorum_attention.execution.device.kept import Locker
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.execution.device.page_locks import (
     PAGE_BYTES,
     WORTH_LOCKING_BYTES,
+    Locker,
     addresses,
 )
 from quorum_attention.pool.shared import FileId, Handle, InFile, file_id, opened

@@ -2,7 +2,8 @@
 
 Its pages are made then, and workers have it mapped and page-locked: to do that anew takes them a
 tenth of the time of a long call. Kept are as many bytes as on one device twice
-(execution/device/kept.py), until calls have had no use for them for a while or pools are closed.
+(execution/device/page_locks.py), until calls have had no use for them for a while or pools are
+closed.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
-from quorum_attention.execution.device.kept import Kept, Locker
 from quorum_attention.execution.device.lookup import on_host
-from quorum_attention.execution.device.page_locks import WORTH_LOCKING_BYTES
+from quorum_attention.execution.device.page_locks import WORTH_LOCKING_BYTES, Kept, Locker
 from quorum_attention.pool.shared import made_for, room
 
 _MOST_BYTES = 8 << 30

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 from quorum_attention.errors import OutOfMemoryError
-from quorum_attention.execution.control.events import DeviceJoined, DeviceLost, UnitDone
-from quorum_attention.execution.control.instructions import GiveUp
+from quorum_attention.execution.control.events import DeviceJoined, DeviceLost, GiveUp, UnitDone
 from quorum_attention.execution.control.machine import Limits, Machine
 from quorum_attention.pool.dispatch import Dispatcher, Order
 from quorum_attention.pool.messages import Begun, Compute, Done, End, Failed

@@ -15,7 +15,7 @@ import torch
 import torch.multiprocessing
 
 from quorum_attention.call.mapped import Mappings
-from quorum_attention.execution.device.handed import Handed
+from quorum_attention.execution.device.cuda import Handed
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.execution.device.page_locks import ask_for_huge_pages
 

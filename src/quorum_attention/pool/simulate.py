@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NoReturn
 
-from quorum_attention.execution.control.events import DeviceLost, UnitDone
-from quorum_attention.execution.control.instructions import GiveUp
+from quorum_attention.execution.control.events import DeviceLost, GiveUp, UnitDone
 from quorum_attention.execution.control.machine import Limits, Machine
 from quorum_attention.execution.report import Report
 from quorum_attention.pool.dispatch import Dispatcher, Order

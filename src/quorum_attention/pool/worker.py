@@ -19,7 +19,7 @@ from quorum_attention.call.gradients import given_of
 from quorum_attention.call.options import Written
 from quorum_attention.call.request import Request, Tensors, request_of
 from quorum_attention.errors import BudgetError, is_out_of_memory
-from quorum_attention.execution.device.handed import Handed
+from quorum_attention.execution.device.cuda import Handed
 from quorum_attention.execution.device.lookup import backend_of, on_host
 from quorum_attention.execution.device.page_locks import is_locked
 from quorum_attention.execution.report import Report

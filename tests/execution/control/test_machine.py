@@ -11,28 +11,31 @@ from hypothesis import strategies as st
 
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.execution.control.events import (
-    DeviceJoined,
-    DeviceLost,
-    Event,
-    Headroom,
-    NeedsPlan,
-    OutOfMemory,
-    Overflow,
-    UnitDone,
-)
-from quorum_attention.execution.control.instructions import (
     Coarsen,
     Continue,
     Deepen,
+    DeviceJoined,
+    DeviceLost,
+    Event,
     FallBack,
     GiveUp,
+    Headroom,
     LowerCap,
+    NeedsPlan,
+    OutOfMemory,
+    Overflow,
     PlanAnew,
     Repeat,
     Requeue,
+    UnitDone,
 )
-from quorum_attention.execution.control.machine import Instead, Limits, Machine, without_a_plan
-from quorum_attention.execution.control.queue import _Replay
+from quorum_attention.execution.control.machine import (
+    Fallback,
+    Limits,
+    Machine,
+    _Replay,
+    without_a_plan,
+)
 
 OOM, ROOM = OutOfMemory(0), Headroom(0)
 
@@ -254,7 +257,7 @@ def test_whole_groups_that_are_too_large_are_cut() -> None:
     """Groups that are done stay done; the others begin with all tasks of the depth."""
     cuts = Cuts(Decomposition(60, (7,), "balanced"))
     made = Machine(
-        "abc", lambda: Instead(cuts, Limits(1, 2), 1, "whole: out of memory", "depth 0 -> 1"),
+        "abc", lambda: Fallback(cuts, Limits(1, 2), 1, "whole: out of memory", "depth 0 -> 1"),
         Limits(0, 0), {0: 1},
     )  # fmt: skip
     made.start(0)
@@ -279,7 +282,7 @@ def test_pinned_whole_groups_are_not_cut() -> None:
 def test_a_device_at_work_on_a_whole_group_finishes_it_and_then_starts_anew() -> None:
     cuts = Cuts(Decomposition(60, (7,), "balanced"))
     made = Machine(
-        "abc", lambda: Instead(cuts, Limits(1, 2), 1, "whole: out of memory", "depth 0 -> 1"),
+        "abc", lambda: Fallback(cuts, Limits(1, 2), 1, "whole: out of memory", "depth 0 -> 1"),
         Limits(0, 0), {0: 1, 1: 1},
     )  # fmt: skip
     for device in (0, 1):

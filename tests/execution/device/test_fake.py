@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers_attention import TOLERANCE, assert_close, exact, inputs
+from helpers_fake_device import FakeDevice, FakeEvent, FakeMover, FakeStream
 from helpers_plans import unpinned
 
 import quorum_attention as qa
-from quorum_attention.execution.device.fake import FakeDevice, FakeEvent, FakeMover, FakeStream
 from quorum_attention.execution.device.lookup import BACKENDS
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -13,9 +13,8 @@ import torch
 
 from quorum_attention.errors import OutOfMemoryError
 from quorum_attention.execution.device.cuda import Cuda
-from quorum_attention.execution.device.kept import Kept, Locker
 from quorum_attention.execution.device.lookup import BACKENDS
-from quorum_attention.execution.device.page_locks import WORTH_LOCKING_BYTES
+from quorum_attention.execution.device.page_locks import WORTH_LOCKING_BYTES, Kept, Locker
 from quorum_attention.execution.device.residency import Residency
 
 MIB = 1 << 20

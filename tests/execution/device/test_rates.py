@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quorum_attention.execution.device.rates import by_head_dim, cpu_rates, h200_rates
+from quorum_attention.execution.device.backend import by_head_dim, cpu_rates, h200_rates
 
 
 @settings(max_examples=60, deadline=None)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers_fake_device import FakeDevice
 
 import quorum_attention as qa
-from quorum_attention.execution.device.fake import FakeDevice
 from quorum_attention.execution.device.residency import Residency
 
 HOST, GPU = torch.device("cpu"), torch.device("cuda", 0)

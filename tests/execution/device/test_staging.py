@@ -15,9 +15,8 @@ from helpers_late_cuda import LateCuda, LateEvent, LateStream, stand_in
 from helpers_plans import passing
 
 import quorum_attention as qa
-from quorum_attention.execution.device import staging
-from quorum_attention.execution.device.cuda_mover import _Copies
-from quorum_attention.execution.device.staging import Staging
+from quorum_attention.execution.device import cuda_mover as staging
+from quorum_attention.execution.device.cuda_mover import Staging, _Copies
 from quorum_attention.files import create_tensors, open_tensors
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -76,7 +75,7 @@ def test_bytes_are_copied_by_as_many_threads_as_there_are(threads, started, monk
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(staging, "_LEAST_SHARE", 10)
     monkeypatch.setattr(threading.Thread, "start", refusing)
-    hands = staging._Hands()
+    hands = staging._CopyThreads()
     for n in (1, 9, 10, 11, 39, 40, 41, 1000):
         source, target = torch.randint(1, 255, (n,), dtype=torch.uint8), torch.zeros(n + 2).byte()
         hands.copy(target.data_ptr() + 1, source.data_ptr(), n)

@@ -17,7 +17,7 @@ from quorum_attention.decomposition import EMPTY, PARTIAL, Decomposition
 from quorum_attention.execution.routes import in_place as routes
 from quorum_attention.execution.routes.in_place import rectangles_in_place
 from quorum_attention.execution.routes.slots import Slots
-from quorum_attention.execution.shares import count_shared, shares
+from quorum_attention.execution.row_owners import count_shared, row_owners
 from quorum_attention.execution.workload import Workload
 from quorum_attention.kernels import Gradients, Statistics, TaskTensors
 from quorum_attention.kernels.kit import document, from_score_mod, sliding_window
@@ -139,7 +139,7 @@ def test_every_row_is_somebodys(data, n: int) -> None:  # type: ignore[no-untype
     edge = st.integers(0, n)
     span = st.none() | st.tuples(edge, edge).filter(lambda e: e[0] < e[1])
     spans = data.draw(st.lists(span, max_size=5))
-    found = shares(spans, n)
+    found = row_owners(spans, n)
     holders = [[] for _ in range(n)]
     for index, one in enumerate(spans):
         for row in range(*(one or (0, 0))):
@@ -384,5 +384,5 @@ def test_shared_rows_alone_have_a_state() -> None:
     assert tally is not None
     assert plan_of_window is not None
     owners = [(i * 2432, min(n, (i + 1) * 2432 + 500)) for i in range(7)]
-    assert tally.shared >= shares([o for o in owners if o[0] < o[1]], n).n_shared
+    assert tally.shared >= row_owners([o for o in owners if o[0] < o[1]], n).n_shared
     assert tally.widest >= max(stop - start for start, stop in owners)

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers_attention import GRADIENT_TOLERANCE, Inputs, assert_close, exact, inputs
+from helpers_fake_device import FakeDevice, FakeEvent, FakeMover, FakeStream
 from helpers_plans import passing
 
 import quorum_attention as qa
-from quorum_attention.execution.device.fake import FakeDevice, FakeEvent, FakeMover, FakeStream
 from quorum_attention.execution.routes.passing import Passing
 from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.kernels.cpu import CpuKernel

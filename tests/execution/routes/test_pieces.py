@@ -13,7 +13,7 @@ from helpers_plans import unpinned
 
 import quorum_attention as qa
 from quorum_attention.decomposition.pieces import Pieces
-from quorum_attention.execution.routes.together import Together
+from quorum_attention.execution.routes.in_place import Together
 from quorum_attention.execution.schedule import schedule_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")

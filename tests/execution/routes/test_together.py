@@ -10,8 +10,8 @@ from helpers_plans import unpinned
 
 import quorum_attention as qa
 from quorum_attention.decomposition import Decomposition
+from quorum_attention.execution.routes.in_place import Together
 from quorum_attention.execution.routes.slots import Slots
-from quorum_attention.execution.routes.together import Together
 
 
 def pair(n: int, over_inputs: bool | None, backward: bool = False, **sizes) -> qa.Plan:

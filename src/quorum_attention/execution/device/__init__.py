@@ -1,4 +1,4 @@
-"""Devices, and where tensors lie: one interface, with backends for CUDA, the CPU and a fake.
+"""Devices, and where tensors lie: one interface, with backends for CUDA and the CPU.
 
 Only this folder knows what kinds of devices there are.
 """

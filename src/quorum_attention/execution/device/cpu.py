@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from quorum_attention.execution.device.backend import Backend, TrialSizes
-from quorum_attention.execution.device.rates import cpu_rates
+from quorum_attention.execution.device.backend import Backend, TrialSizes, cpu_rates
 
 
 class Cpu(Backend):

@@ -1,22 +1,29 @@
-"""CUDA devices as computing devices."""
+"""CUDA devices as computing devices.
+
+Two streams of a GPU, so that a turn's kernel begins while that of the turn before still ends.
+
+Memory belongs to the stream on which it was allocated, and may be given out again as soon as
+nobody holds it. So what is used on another stream is recorded for that one, and what is being sent
+is held until the streams have met.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 
-from quorum_attention.execution.device.backend import Backend, TrialSizes
+from quorum_attention.execution.device.backend import Backend, TrialSizes, h200_rates
 from quorum_attention.execution.device.clock import Clock, HostClock
 from quorum_attention.execution.device.cuda_mover import CudaMover, by_address, cuda_runtime
-from quorum_attention.execution.device.kept import Kept, Locker
 from quorum_attention.execution.device.mover import Mover
-from quorum_attention.execution.device.page_locks import PageLocks
-from quorum_attention.execution.device.rates import h200_rates
+from quorum_attention.execution.device.page_locks import Kept, Locker, PageLocks
 from quorum_attention.kernels.protocol import Lanes
 from quorum_attention.kernels.workspace import UNSPLIT_BYTES
 
@@ -231,3 +238,111 @@ class CudaClock(HostClock):
     def _read(self) -> None:
         stage, first, last = self._pending.popleft()
         self.add(stage, first.elapsed_time(last) * 1e-3)
+
+
+class TwoStreams:
+    """Turns are computed on the current stream and on one beside it, alternately.
+
+    Made when everything that turns read has been enqueued on the current stream.
+
+    Args:
+        device: of the call.
+        two: whether there are two; else everything is on the current stream, or on no GPU.
+    """
+
+    def __init__(self, device: torch.device, two: bool) -> None:
+        self._main: Any = None
+        self._held: list[Any] = []
+        if two and device.type == "cuda":
+            self._main, self._side = torch.cuda.current_stream(device), _beside(device)
+            self._side.wait_stream(self._main)
+
+    def turn(self, number: int) -> AbstractContextManager[Any]:
+        """Within it, turn ``number`` is computed."""
+        if self._main is None or number % 2 == 0:
+            return nullcontext()
+        stream: AbstractContextManager[Any] = torch.cuda.stream(self._side)
+        return stream
+
+    def reads(self, number: int, *tensors: torch.Tensor | None) -> None:
+        """Turn ``number`` reads what may be of the other stream; held until ``meet``."""
+        if self._main is None:
+            return
+        for tensor in tensors:
+            if tensor is not None:
+                tensor.record_stream(self._side if number % 2 else self._main)
+                self._held.append(tensor)
+
+    def leaves(self, *tensors: torch.Tensor) -> None:
+        """A turn has made what the current stream will read."""
+        if self._main is not None:
+            for tensor in tensors:
+                tensor.record_stream(self._main)
+
+    def catch_up(self, number: int) -> None:
+        """Turn ``number`` goes on when all turns before it are done."""
+        if self._main is not None:
+            ahead, behind = (self._side, self._main) if number % 2 else (self._main, self._side)
+            ahead.wait_stream(behind)
+
+    def meet(self) -> None:
+        """The current stream goes on when all turns are done."""
+        if self._main is not None:
+            self._main.wait_stream(self._side)
+        self._held.clear()
+
+
+@lru_cache(maxsize=64)
+def _beside(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """A tensor in the memory of a CUDA device, for one other process.
+
+    torch's own way of sending such a tensor never learns that the other process was killed, and
+    then keeps its memory; this one can be told (``release``).
+
+    Attributes:
+        storage: what torch says of the memory: device, handle, size, offset, reference counter,
+            event.
+        offset, shape, strides: in elements.
+        dtype: of the tensor.
+    """
+
+    storage: tuple[Any, ...]
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Handed:
+        """For one other process, which has to open it or be ``release``d from it.
+
+        Raises:
+            RuntimeError: the allocator's memory cannot be handed over.
+        """
+        try:
+            storage = tensor.untyped_storage()._share_cuda_()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"a tensor on {tensor.device} could not be handed over to another process "
+                f"({error}): memory of expandable segments (PYTORCH_CUDA_ALLOC_CONF), of graphs, "
+                "or of yet another process cannot; give tensors in host memory"
+            ) from error
+        shape, strides = tuple(tensor.shape), tensor.stride()
+        return cls(tuple(storage), int(tensor.storage_offset()), shape, strides, tensor.dtype)
+
+    def open(self) -> torch.Tensor:
+        """The tensor, in the process that received it."""
+        torch.cuda.init()
+        storage = torch.UntypedStorage._new_shared_cuda(*self.storage)
+        made = torch.empty(0, dtype=self.dtype, device=storage.device)
+        made.set_(storage, self.offset, self.shape, self.strides)
+        return made
+
+    def release(self) -> None:
+        """Count it as given back: the process that has it is gone."""
+        torch.UntypedStorage._release_ipc_counter_cuda(*self.storage[4:6])

@@ -8,9 +8,9 @@ one another.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -91,3 +91,129 @@ class Mover:
 def local_part(slot: torch.Tensor, piece: Rows) -> torch.Tensor:
     """The rows of ``piece`` in a slot's field (heads, n, width)."""
     return slot[:, piece.local : piece.local + piece.stop - piece.start]
+
+
+class Event(Protocol):
+    """A point in a stream's work, as torch.cuda.Event."""
+
+    def record(self, stream: Any) -> None:
+        """Set the point: after all work that ``stream`` was given so far."""
+        ...
+
+    def synchronize(self) -> None:
+        """Hold the host until the point is reached; do nothing if none was recorded."""
+        ...
+
+
+class Stream(Protocol):
+    """Does the work it is given in order, as torch.cuda.Stream."""
+
+    def wait_event(self, event: Any) -> None:
+        """Let later work wait for the event's point; do nothing if none was recorded."""
+        ...
+
+    def wait_stream(self, stream: Any) -> None:
+        """Let later work wait for all work that ``stream`` was given so far."""
+        ...
+
+    def synchronize(self) -> None:
+        """Hold the host until all its work is done."""
+        ...
+
+
+class StreamMover(Mover):
+    """Keeps the stages of units in order on three streams; subclasses say how rows are copied.
+
+    Attributes:
+        up, compute, down: the streams of loads, of compute (the caller's stream), and of stores.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        n_slots: int,
+        streams: tuple[Stream, Stream, Stream],
+        event: Callable[[], Event],
+    ) -> None:
+        super().__init__(clock)
+        self.up, self.compute, self.down = streams
+        # Work given before this call may still write the inputs or use the arena's memory.
+        self.up.wait_stream(self.compute)
+        self.down.wait_stream(self.compute)
+        self._ready, self._computed, self._stored, self._handed_on = (
+            [event() for _ in range(n_slots)] for _ in range(4)
+        )
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """A context in which what is launched goes to ``stream``."""
+        raise NotImplementedError
+
+    def issue(self, stream: Any, *, given_up: bool) -> None:
+        """Give ``stream`` the copies that its stage noted; with ``given_up`` forget them."""
+
+    def input_stage(self, slot: int) -> AbstractContextManager[Any]:
+        """See ``Mover.input_stage``; what the next unit carries over has been read by then too."""
+        after = [self._stored[slot], self._handed_on[slot]]
+        return _Stage(self, self.up, after, None, self._clock.timed("h2d"))
+
+    def state_stage(self, slot: int, after_store_of: int) -> AbstractContextManager[Any]:
+        """See ``Mover.state_stage``."""
+        after = [self._stored[after_store_of]]
+        return _Stage(self, self.up, after, self._ready[slot], self._clock.timed("h2d"))
+
+    def carried_from(self, slot: int) -> None:
+        """See ``Mover.carried_from``."""
+        self._handed_on[slot].record(self.compute)
+
+    def compute_stage(self, slot: int) -> AbstractContextManager[Any]:
+        """See ``Mover.compute_stage``."""
+        return _Stage(self, self.compute, [self._ready[slot]], self._computed[slot], None)
+
+    def wait_computed(self, slot: int) -> None:
+        """See ``Mover.wait_computed``."""
+        self._computed[slot].synchronize()
+
+    def store_stage(self, slot: int) -> AbstractContextManager[Any]:
+        """See ``Mover.store_stage``."""
+        after, timed = [self._computed[slot]], self._clock.timed("d2h")
+        return _Stage(self, self.down, after, self._stored[slot], timed)
+
+    def finish(self, *, wait: bool) -> None:
+        """Let the compute stream wait for the others; with ``wait`` hold the host for it."""
+        self.compute.wait_stream(self.up)
+        self.compute.wait_stream(self.down)
+        if wait:
+            self.compute.synchronize()
+
+
+class _Stage:
+    """A context that runs on ``stream`` after some events, and records ``done`` at its end."""
+
+    def __init__(
+        self,
+        mover: StreamMover,
+        stream: Stream,
+        after: list[Event],
+        done: Event | None,
+        timed: AbstractContextManager[None] | None,
+    ) -> None:
+        self.mover, self.stream, self.after, self.done = mover, stream, after, done
+        self.context = mover.on(stream)
+        self.timed = timed
+
+    def __enter__(self) -> None:
+        for event in self.after:
+            self.stream.wait_event(event)
+        self.context.__enter__()
+        if self.timed is not None:
+            self.timed.__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        try:
+            self.mover.issue(self.stream, given_up=exc[0] is not None)
+        finally:
+            if self.timed is not None:
+                self.timed.__exit__(*exc)
+            self.context.__exit__(*exc)
+        if self.done is not None:
+            self.done.record(self.stream)

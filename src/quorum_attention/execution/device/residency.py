@@ -72,7 +72,7 @@ class Residency:
     ) -> torch.Tensor:
         """An uninitialised tensor here for a result that is computed on ``compute``.
 
-        If it can be page-locked it lies in memory that was kept (device/kept.py), or begins at a
+        If it can be page-locked it lies in memory that was kept (``Kept``), or begins at a
         page, so that it can be locked head by head (device/page_locks.py); a large one begins at a
         huge page, which the system is asked for.
 

@@ -7,29 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 
 from quorum_attention.decomposition import Decomposition
-from quorum_attention.execution.case import Case
-from quorum_attention.execution.control.machine import Machine
-from quorum_attention.execution.device.lookup import backend_of
-from quorum_attention.execution.device.residency import Home, Residency
-from quorum_attention.execution.engine import Input, SlotPass, State, Unit
-from quorum_attention.execution.job import Job
-from quorum_attention.execution.padding import is_filled, task_rows
-from quorum_attention.execution.pass_spec import RowSpec, StateSpec
-from quorum_attention.execution.routes.choice import Choice
-from quorum_attention.execution.rows import GroupBuffer, RowTensor
-from quorum_attention.execution.runner import run
-from quorum_attention.execution.scaling import BackwardScaling
-from quorum_attention.execution.schedule import Route, Schedule
-from quorum_attention.execution.slots import aligned, slot_layout
-from quorum_attention.execution.takes import (
+from quorum_attention.execution.case import (
     Bytes,
+    Case,
     Load,
     bytes_before,
     final_bytes,
@@ -37,8 +23,24 @@ from quorum_attention.execution.takes import (
     result_bytes,
     state_bytes,
 )
-from quorum_attention.execution.tools import Tools
-from quorum_attention.execution.trimming import Tally
+from quorum_attention.execution.control.machine import Machine
+from quorum_attention.execution.device.mover import Mover
+from quorum_attention.execution.device.residency import Home, Residency
+from quorum_attention.execution.engine import SlotPass, run
+from quorum_attention.execution.job import Job, Tools
+from quorum_attention.execution.scaling import BackwardScaling
+from quorum_attention.execution.schedule import Choice, Route, Schedule
+from quorum_attention.execution.slot_rows import (
+    Input,
+    SlotRows,
+    State,
+    Unit,
+    accumulate,
+    aligned,
+    moved_tensors,
+    slot_layout,
+)
+from quorum_attention.execution.trimming import Tally, is_filled, task_rows
 from quorum_attention.execution.workload import GroupSize, Workload, count_groups
 from quorum_attention.kernels.protocol import TaskTensors
 from quorum_attention.kernels.scaling import Scaling
@@ -160,53 +162,23 @@ class Slots(Route):
 
     def run(self, job: Job, schedule: Schedule, machine: Machine, tools: Tools) -> Iterator[int]:
         """Compute all that the machine has left. Yields nothing: the runner counts the units."""
-        call, spec = job.call, job.spec
+        call = job.call
         home = Residency.of_home(self.accumulator, call.device)
-        given = {id(result) for result in job.results.tensors.values()}
-        results = job.results.make(home.device)
-        final = [
-            RowTensor(with_columns(result, state), state.axis)
-            for state, result in zip(spec.states, results, strict=True)
-        ]
-        homes = [
-            rows
-            if job.results.dtype_of(state) == call.work.state_dtype
-            else GroupBuffer(accumulator(job, schedule, state, home), state.axis)
-            for state, rows in zip(spec.states, final, strict=True)
-        ]
-        inputs = tuple(
-            Input(
-                item.name,
-                RowTensor(with_columns(job.tensors[item.name], item), item.axis),
-                item.of_scores,
-            )
-            for item in spec.inputs
-        )
         scalings: list[BackwardScaling] = []
+        moved = moved_tensors(job, schedule.group, home, made_at=home.device)
+        with moved as (inputs, states, locks):
 
-        def make_pass(schedule: Schedule, tools: Tools) -> SlotPass:
-            scaling = None
-            if job.scaled:
-                scaling = BackwardScaling(call.work, call.device, machine)
-                scalings.append(scaling)
-            return _make_pass(job, schedule, tools, inputs, homes, final, scaling)
+            def make_pass(schedule: Schedule, tools: Tools) -> SlotPass:
+                scaling = None
+                if job.scaled:
+                    scaling = BackwardScaling(call.work, call.device, machine)
+                    scalings.append(scaling)
+                return _make_pass(job, schedule, tools, inputs, states, scaling)
 
-        read = [item.rows.tensor for item in inputs]
-        as_they_are = [
-            tensor
-            for tensor, item in zip(read, spec.inputs, strict=True)
-            if tensor.dtype == item.dtype(call.work)
-        ]
-        moved = [*read, *results]
-        moved.extend(rows.tensor for rows in homes if isinstance(rows, GroupBuffer))
-        made = [result for result in results if id(result) not in given]
-        there = [result for result in results if id(result) in given]
-        backend = backend_of(call.device)
-        try:
-            with backend.page_locks(moved, made, as_they_are, there, read) as locks:
+            try:
                 run(job, machine, make_pass, locks, tools)
-        finally:
-            job.repeated(sum(scaling.repeated for scaling in scalings))
+            finally:
+                job.repeated(sum(scaling.repeated for scaling in scalings))
         return iter(())
 
 
@@ -215,58 +187,31 @@ def _make_pass(
     schedule: Schedule,
     tools: Tools,
     inputs: tuple[Input, ...],
-    homes: list[RowTensor | GroupBuffer],
-    final: list[RowTensor],
+    states: tuple[State, ...],
     scaling: BackwardScaling | None,
 ) -> SlotPass:
-    """The pass of ``job``, for the engine.
-
-    Args:
-        homes: for each state, where it waits between visits.
-        final: for each state, the result that it ends in.
-        scaling: of a scaled backward, else None.
-    """
+    """The pass of ``job``, for the engine; ``scaling``: of a scaled backward, else None."""
     spec, work, results = job.spec, job.call.work, job.results
     rows = schedule.task_rows(work)
     layout = slot_layout(spec, work, schedule.group, rows, results.dtype, scaled=job.scaled)
-    fields = [(f"state_{state.name}", state.width == "one") for state in spec.states]
+    divided = spec.divided if job.scaled else None
+    passed_on = frozenset(
+        item.name for item in spec.inputs if item.name != divided and layout.keeps(item.name)
+    )
+    factor = job.factor if job.is_divided else None
+
+    def rows_of(slots: dict[int, torch.Tensor], mover: Mover) -> SlotRows:
+        return SlotRows(work, layout, inputs, states, slots, mover, passed_on, factor)
 
     def compute(unit: Unit) -> None:
-        given = {item.name: unit.fields[item.name] for item in spec.inputs[3:]}
-        if "lse" in given:
-            given["lse"] = given["lse"].squeeze(-1)
-        states = [unit.fields[n].squeeze(-1) if one else unit.fields[n] for n, one in fields]
         told = Scaling() if scaling is None else scaling.scaling(unit)
-        task = _gathered(job, schedule, unit, tools)
-        spec.accumulate(job.call.kernel, task, given, states, told)
+        accumulate(job, _gathered(job, schedule, unit, tools), unit.fields, told)
         if scaling is not None:
             scaling.computed(unit)
 
-    states = tuple(
-        State(
-            f"state_{state.name}",
-            partial(job.fill, state),
-            home,
-            rows_of_result,
-            f"final_{state.name}" if f"final_{state.name}" in layout.fields else None,
-        )
-        for state, home, rows_of_result in zip(spec.states, homes, final, strict=True)
-    )
-    divided = spec.divided if job.scaled else None
-    return SlotPass(
-        work,
-        layout,
-        inputs,
-        states,
-        compute,
-        prepare=None if scaling is None else scaling.prepare,
-        spoiled=None if scaling is None else scaling.spoiled,
-        repeats=None if scaling is None else scaling.repeats,
-        factor=job.factor if job.is_divided else None,
-        passed_on=frozenset(
-            item.name for item in spec.inputs if item.name != divided and layout.keeps(item.name)
-        ),
-    )
+    if scaling is None:
+        return SlotPass(layout, rows_of, compute)
+    return SlotPass(layout, rows_of, compute, scaling.prepare, scaling.spoiled, scaling.repeats)
 
 
 def _gathered(job: Job, schedule: Schedule, unit: Unit, tools: Tools) -> TaskTensors:
@@ -284,18 +229,3 @@ def _gathered(job: Job, schedule: Schedule, unit: Unit, tools: Tools) -> TaskTen
     )
     three = (unit.fields["query"], unit.fields["key"], unit.fields["value"])
     return job.task(schedule.limits, unit.group, tools, task, rectangles, three)
-
-
-def with_columns(tensor: torch.Tensor, rows: RowSpec) -> torch.Tensor:
-    """``tensor`` as (*batch, heads, rows, width); the width is 1 for one number a row."""
-    return tensor.unsqueeze(-1) if rows.width == "one" else tensor
-
-
-def accumulator(job: Job, schedule: Schedule, state: StateSpec, home: Residency) -> torch.Tensor:
-    """Memory in which the state of one head group waits between visits: (entries, heads, n, width)
-    in the state dtype."""
-    work, group = job.call.work, schedule.group
-    shape = (
-        group.batch, state.heads(work, group.kv_heads), state.rows(work), state.columns(work),
-    )  # fmt: skip
-    return home.travelling(shape, work.state_dtype, job.call.device)

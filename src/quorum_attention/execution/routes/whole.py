@@ -11,18 +11,9 @@ import torch
 
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.execution.call import flat_batch, operand
-from quorum_attention.execution.case import Case
-from quorum_attention.execution.control.machine import HERE, Machine
-from quorum_attention.execution.device.residency import Home
-from quorum_attention.execution.job import Job
-from quorum_attention.execution.routes.over_inputs import all_rectangles
-from quorum_attention.execution.routes.slots import Slots
-from quorum_attention.execution.routes.together import compute_group, scaled_bytes
-from quorum_attention.execution.rows import group_part
-from quorum_attention.execution.scaling import all_finite, asking
-from quorum_attention.execution.schedule import Route, Schedule
-from quorum_attention.execution.takes import (
+from quorum_attention.execution.case import (
     Bytes,
+    Case,
     Load,
     bytes_before,
     copied_bytes,
@@ -30,8 +21,21 @@ from quorum_attention.execution.takes import (
     final_bytes,
     result_bytes,
 )
-from quorum_attention.execution.tools import Tools
-from quorum_attention.execution.workload import Group, GroupSize, Workload, count_groups, groups
+from quorum_attention.execution.control.machine import HERE, Machine
+from quorum_attention.execution.device.residency import Home
+from quorum_attention.execution.job import Job, Tools
+from quorum_attention.execution.routes.in_place import all_rectangles, compute_group, scaled_bytes
+from quorum_attention.execution.routes.slots import Slots
+from quorum_attention.execution.scaling import all_finite, asking
+from quorum_attention.execution.schedule import Route, Schedule
+from quorum_attention.execution.workload import (
+    Group,
+    GroupSize,
+    Workload,
+    count_groups,
+    group_part,
+    groups,
+)
 from quorum_attention.kernels.bias import join_sinks_
 from quorum_attention.kernels.protocol import Call, InnerKernel, Saved
 from quorum_attention.kernels.small_gradients import (

@@ -70,13 +70,13 @@ def count_shared(spans: Sequence[tuple[int, int]]) -> int:
     return counted(covered(spans, least=2))
 
 
-def shares(spans: Sequence[tuple[int, int] | None], n: int) -> Shares:
-    """The shares of tasks that each hold the rows [start, stop) of ``n`` rows, or none (None)."""
-    return _shares(tuple(spans), n)
+def row_owners(spans: Sequence[tuple[int, int] | None], n: int) -> Shares:
+    """The rows of tasks that each hold the rows [start, stop) of ``n`` rows, or none (None)."""
+    return _row_owners(tuple(spans), n)
 
 
 @lru_cache(maxsize=64)
-def _shares(spans: tuple[tuple[int, int] | None, ...], n: int) -> Shares:
+def _row_owners(spans: tuple[tuple[int, int] | None, ...], n: int) -> Shares:
     cells = Cells([0, n, *(edge for span in spans if span is not None for edge in span)])
     holders: list[list[tuple[int, int]]] = [[] for _ in range(len(cells))]
     for index, span in enumerate(spans):

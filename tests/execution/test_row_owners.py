@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quorum_attention.execution.shares import count_shared, shares
+from quorum_attention.execution.row_owners import count_shared, row_owners
 
 N = 40
 
@@ -22,7 +22,7 @@ def spans(draw) -> list[tuple[int, int] | None]:  # type: ignore[no-untyped-def]
 
 @given(spans())
 def test_every_row_of_every_task_is_in_one_piece_that_says_who_else_has_it(held) -> None:
-    found = shares(held, N)
+    found = row_owners(held, N)
     having = [
         [index for index, one in enumerate(held) if one is not None and one[0] <= row < one[1]]
         for row in range(N)

@@ -17,9 +17,8 @@ from quorum_attention.decomposition import Rows
 from quorum_attention.execution.device.clock import Clock, HostClock
 from quorum_attention.execution.device.cpu import Cpu
 from quorum_attention.execution.device.lookup import BACKENDS
-from quorum_attention.execution.device.mover import Mover, local_part
+from quorum_attention.execution.device.mover import Mover, StreamMover, local_part
 from quorum_attention.execution.device.page_locks import PageLocks
-from quorum_attention.execution.device.stream_mover import StreamMover
 
 
 class FakeStream:

@@ -1,0 +1,566 @@
+"""Rows of units in slots: loaded, filled, carried, finished and stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from itertools import pairwise
+
+import torch
+
+from quorum_attention.decomposition import Rows
+from quorum_attention.execution.control.visits import Visit
+from quorum_attention.execution.device.clock import Clock
+from quorum_attention.execution.device.lookup import backend_of
+from quorum_attention.execution.device.mover import Mover
+from quorum_attention.execution.device.page_locks import PageLocks
+from quorum_attention.execution.device.residency import Residency
+from quorum_attention.execution.job import Job
+from quorum_attention.execution.pass_spec import PassSpec, RowSpec, StateSpec
+from quorum_attention.execution.trimming import is_filled
+from quorum_attention.execution.workload import (
+    Axis,
+    Group,
+    GroupBuffer,
+    GroupSize,
+    RowTensor,
+    Workload,
+)
+from quorum_attention.kernels.protocol import TaskTensors
+from quorum_attention.kernels.scaling import Scaling
+from quorum_attention.kernels.tensors import copy_on_device
+
+ALIGNMENT = 256
+
+
+class LayoutError(RuntimeError):
+    """Fields of a slot would overlap: an error in this library, never in the caller's code."""
+
+
+def aligned(n_bytes: int) -> int:
+    """``n_bytes`` rounded up to the alignment of a slot's fields."""
+    return -(-n_bytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One tensor of a slot: (entries, heads, rows, width) of ``dtype``.
+
+    Attributes:
+        offset: in bytes from the slot's start.
+        rows: most rows of each head.
+        fixed: whether it has ``rows`` rows for every task.
+        over: the input whose memory it uses: a finished result overwrites rows of that input, which
+            must not be read any more. None: it has memory of its own.
+    """
+
+    name: str
+    axis: Axis
+    width: int
+    dtype: torch.dtype
+    offset: int
+    rows: int
+    fixed: bool = False
+    over: str | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of one head."""
+        return self.width * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLayout:
+    """The layout of a slot.
+
+    Attributes:
+        fields: by name.
+        slot_bytes: bytes of one slot.
+        group: the largest head group a slot holds.
+        shared: query heads that share a key/value head.
+
+    Raises:
+        LayoutError: a field reaches out of the slot, or overlaps another that it is not ``over``.
+    """
+
+    fields: dict[str, Field]
+    slot_bytes: int
+    group: GroupSize
+    shared: int
+
+    def __post_init__(self) -> None:
+        placed = sorted((self.byte_range(name), name) for name in self.fields)
+        for (start, stop), name in placed:
+            if start % ALIGNMENT or not 0 <= start <= stop <= self.slot_bytes:
+                raise LayoutError(f"field {name!r} lies at {start} to {stop} of {self.slot_bytes}")
+        # A finished result uses the memory of its input, so it is checked below instead.
+        apart = [item for item in placed if self.fields[item[1]].over is None]
+        for ((_, stop), name), ((start, _), other) in pairwise(apart):
+            if stop > start:
+                raise LayoutError(f"fields {name!r} and {other!r} overlap")
+        for one in self.fields.values():
+            if one.over is None:
+                continue
+            (start, stop), (low, high) = self.byte_range(one.name), self.byte_range(one.over)
+            if start != low or stop > -(-high // ALIGNMENT) * ALIGNMENT:
+                raise LayoutError(f"field {one.name!r} does not fit over {one.over!r}")
+
+    def heads(self, axis: Axis) -> int:
+        """Heads of the largest group, of queries or of keys."""
+        return self.group.kv_heads * (self.shared if axis == "query" else 1)
+
+    def byte_range(self, name: str) -> tuple[int, int]:
+        """The bytes [start, stop) of a slot that the field ``name`` may use."""
+        field = self.fields[name]
+        count = self.group.batch * self.heads(field.axis) * field.rows
+        return field.offset, field.offset + count * field.row_bytes
+
+    def slots(self, arena: torch.Tensor, count: int) -> dict[int, torch.Tensor]:
+        """The first ``count`` slots of an arena (uint8), by number."""
+        size = self.slot_bytes
+        return {number: arena[number * size : (number + 1) * size] for number in range(count)}
+
+    def keeps(self, name: str) -> bool:
+        """Whether rows of the input ``name`` survive when *other* rows are finished.
+
+        They do, unless a finished result with rows of another size is written over the input.
+        """
+        field = self.fields[name]
+        return all(
+            other.row_bytes == field.row_bytes
+            for other in self.fields.values()
+            if other.over == name
+        )
+
+    def carve(
+        self, slot: torch.Tensor, name: str, entries: int, kv_heads: int, rows: int
+    ) -> torch.Tensor:
+        """The field ``name`` of a slot (uint8) as a dense (entries, heads, rows, width).
+
+        It is dense for the given sizes, so that a kernel always gets contiguous rows.
+
+        Raises:
+            LayoutError: the field is too small for the given sizes.
+        """
+        field = self.fields[name]
+        heads = kv_heads * (self.shared if field.axis == "query" else 1)
+        rows = field.rows if field.fixed else rows
+        room = (self.group.batch, self.group.kv_heads, field.rows)
+        if any(asked > there for asked, there in zip((entries, kv_heads, rows), room, strict=True)):
+            raise LayoutError(
+                f"field {name!r} has room for {room} (entries, key/value heads, rows), and is "
+                f"carved for {(entries, kv_heads, rows)}"
+            )
+        count = entries * heads * rows * field.width
+        n_bytes = count * field.dtype.itemsize
+        flat = slot[field.offset : field.offset + n_bytes].view(field.dtype)
+        return flat.view(entries, heads, rows, field.width)
+
+
+class _Builder:
+    def __init__(self, group: GroupSize, shared: int, rows: tuple[int, int]) -> None:
+        self.group, self.shared = group, shared
+        self.rows = {"query": rows[0], "key": rows[1]}
+        self.fields: dict[str, Field] = {}
+        self.end = 0
+
+    def size(self, axis: Axis, width: int, dtype: torch.dtype) -> int:
+        heads = self.group.kv_heads * (self.shared if axis == "query" else 1)
+        return aligned(self.group.batch * heads * self.rows[axis] * width * dtype.itemsize)
+
+    def add(self, name: str, axis: Axis, width: int, dtype: torch.dtype) -> None:
+        self.fields[name] = Field(name, axis, width, dtype, self.end, self.rows[axis])
+        self.end += self.size(axis, width, dtype)
+
+    def add_fixed(self, name: str, rows: int, dtype: torch.dtype) -> None:
+        """A field with ``rows`` elements for each entry and key/value head, for every task."""
+        self.fields[name] = Field(name, "key", 1, dtype, self.end, rows, fixed=True)
+        self.end += aligned(self.group.batch * self.group.kv_heads * rows * dtype.itemsize)
+
+    def finish(self, name: str, width: int, dtype: torch.dtype, over: str) -> None:
+        """A finished result: over an input, or in memory of its own if it does not fit there."""
+        under = self.fields[over]
+        if self.size(under.axis, width, dtype) <= self.size(under.axis, under.width, under.dtype):
+            self.fields[name] = Field(
+                name, under.axis, width, dtype, under.offset, under.rows, over=over
+            )
+        else:
+            self.add(name, under.axis, width, dtype)
+
+    def layout(self) -> SlotLayout:
+        return SlotLayout(self.fields, self.end, self.group, self.shared)
+
+
+# The planner's search asks for the same layout with every number of slots.
+@lru_cache(maxsize=64)
+def slot_layout(
+    spec: PassSpec,
+    work: Workload,
+    group: GroupSize,
+    rows: tuple[int, int],
+    result_dtype: torch.dtype,
+    *,
+    scaled: bool = False,
+    axis: Axis | None = None,
+) -> SlotLayout:
+    """The slot of a task: inputs, states, and finished rows if the results have another dtype.
+
+    Finished rows overwrite an input that is no longer needed. To run a task again, its inputs have
+    to be loaded again.
+
+    Args:
+        rows: most queries and keys of a task (``Schedule.task_rows``).
+        scaled: whether to add the fields of a scaled backward (execution/scaling.py).
+        axis: leave out what is not of this side, queries or keys; None: have both.
+    """
+    built = _Builder(group, work.queries_per_key_head, rows)
+    states = [state for state in spec.states if axis in (None, state.axis)]
+    for item in spec.inputs:
+        if axis not in (None, item.axis):
+            continue
+        built.add(item.name, item.axis, item.columns(work), item.dtype(work))
+    for state in states:
+        built.add(f"state_{state.name}", state.axis, state.columns(work), work.state_dtype)
+    if scaled:
+        built.add_fixed("unscale", 1, torch.float32)
+        built.add_fixed("overflow", 1, torch.int32)
+    if result_dtype != work.state_dtype:
+        for state in states:
+            if state.over is not None:
+                built.finish(f"final_{state.name}", state.columns(work), result_dtype, state.over)
+    return built.layout()
+
+
+# Most lists of views that are remembered: enough for a few head groups.
+_MOST_BLOCKS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A tensor of which every task reads its rows.
+
+    Attributes:
+        field: its field in the slot.
+        rows: where they are read.
+        of_scores: as that of its ``InputSpec``.
+    """
+
+    field: str
+    rows: RowTensor
+    of_scores: bool
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A tensor that accumulates row by row over the tasks.
+
+    Attributes:
+        field: its field in the slot.
+        final_field: the field for finished rows in the result's dtype; slots have none if that is
+            the state's dtype.
+        fill: the value of a group's rows before their first visit, or (h, 1, 1), one for each head.
+        home: where rows are stored between visits.
+        final: where finished rows are stored; the home itself if the result has the state's dtype.
+    """
+
+    field: str
+    final_field: str
+    fill: Callable[[Group], float | torch.Tensor]
+    home: RowTensor | GroupBuffer
+    final: RowTensor
+
+    @property
+    def axis(self) -> Axis:
+        """Whether the rows are those of queries or of keys."""
+        return self.final.axis
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One visit of one head group, in one slot.
+
+    Attributes:
+        fields: the slot's tensors by name, (entries, heads, rows, width).
+        previous: the slot that its carried rows are copied from, and that slot's fields; None if it
+            carries none.
+    """
+
+    group: Group
+    visit: Visit
+    slot: int
+    fields: dict[str, torch.Tensor]
+    previous: tuple[int, dict[str, torch.Tensor]] | None = None
+
+    def from_home(self) -> Unit:
+        """The same unit with its carried rows loaded instead, to run it again."""
+        carried = tuple(piece.rows for piece in self.visit.carried)
+        visit = replace(self.visit, loaded=(*self.visit.loaded, *carried), carried=())
+        return replace(self, visit=visit, previous=None)
+
+
+@dataclass(slots=True)
+class SlotRows:
+    """Moves the rows of units between their slots and the tensors outside.
+
+    Attributes:
+        work: the call's sizes.
+        layout: of the slots.
+        inputs: the tensors that are read.
+        states: the tensors that accumulate.
+        slots: their memory, uint8, by number.
+        passed_on: inputs whose shared rows may be copied from the previous slot.
+        factor: the factor of a group's finished rows, of queries or of keys: (entries, heads, 1, 1)
+            in the state's dtype; None is 1.
+    """
+
+    work: Workload
+    layout: SlotLayout
+    inputs: tuple[Input, ...]
+    states: tuple[State, ...]
+    slots: Mapping[int, torch.Tensor]
+    mover: Mover
+    passed_on: frozenset[str] = frozenset()
+    factor: Callable[[Group, Axis], torch.Tensor | None] | None = None
+
+    # By slot, entries, heads, queries and keys.
+    _views: dict[tuple[int, ...], dict[str, torch.Tensor]] = field(default_factory=dict)
+    # By identity of the row tensor: these are held here, so no id is used twice.
+    _blocks: dict[tuple[int, Group], list[torch.Tensor]] = field(default_factory=dict)
+
+    def fields(self, slot: int, group: Group, visit: Visit) -> dict[str, torch.Tensor]:
+        """The tensors of a unit in its slot, by name."""
+        queries = keys = visit.task.n_tokens
+        if not is_filled(visit.task, self.work):
+            queries = visit.task.count_below(self.work.n_queries)
+            keys = visit.task.count_below(self.work.n_keys)
+        heads = group.kv_stop - group.kv_start
+        key = (slot, len(group.entries), heads, queries, keys)
+        if key not in self._views:
+            rows = {"query": queries, "key": keys}
+            self._views[key] = {
+                name: self.layout.carve(
+                    self.slots[slot], name, len(group.entries), heads, rows[one.axis]
+                )
+                for name, one in self.layout.fields.items()
+            }
+        return self._views[key]
+
+    def load_inputs(self, unit: Unit) -> None:
+        """Load the rows of all inputs."""
+        runs = unit.visit.task.runs
+        # Carried rows of some inputs are copied from the previous slot instead.
+        new = runs if unit.previous is None else (*unit.visit.fresh, *unit.visit.loaded)
+        with self.mover.input_stage(unit.slot):
+            for item in self.inputs:
+                passed_on = item.field in self.passed_on
+                pieces = self._clipped(new if passed_on else runs, item.rows.axis)
+                for entry, block in enumerate(self._blocks_of(item.rows, unit.group)):
+                    self.mover.load(unit.fields[item.field][entry], block, pieces)
+
+    def load_states(self, unit: Unit, after: int) -> None:
+        """Load the rows of states that wait at home, after the last store of slot ``after``."""
+        with self.mover.state_stage(unit.slot, after):
+            for state in self.states:
+                pieces = self._clipped(unit.visit.loaded, state.axis)
+                for entry, block in enumerate(self._blocks_of(state.home, unit.group)):
+                    self.mover.load(unit.fields[state.field][entry], block, pieces)
+
+    def fill(self, unit: Unit) -> None:
+        """Write what fresh rows of states begin with."""
+        for state in self.states:
+            for piece in self._clipped(unit.visit.fresh, state.axis):
+                n = piece.stop - piece.start
+                fill = state.fill(unit.group)
+                unit.fields[state.field][:, :, piece.local : piece.local + n] = fill
+
+    def fill_up(self, unit: Unit) -> None:
+        """Write the rows beyond the end of the sequence, if the task has such (trimming.py)."""
+        if not is_filled(unit.visit.task, self.work):
+            return
+        end = unit.visit.task.count_below(self.work.n_tokens)
+        for item in self.inputs:
+            rows = unit.fields[item.field]
+            rows[:, :, end:] = rows[:, :, end - 1 : end] if item.of_scores else 0
+        for state in self.states:
+            unit.fields[state.field][:, :, end:] = state.fill(unit.group)
+
+    def carry(self, unit: Unit) -> None:
+        """Copy carried rows from the previous unit's slot."""
+        if unit.previous is None:
+            return
+        slot, previous = unit.previous
+        fields = [(state.field, state.axis) for state in self.states]
+        fields += [
+            (item.field, item.rows.axis) for item in self.inputs if item.field in self.passed_on
+        ]
+        for name, axis in fields:
+            limit = self._limit(axis)
+            for carried in unit.visit.carried:
+                piece = carried.rows.within(0, limit)
+                if piece is None:
+                    continue
+                n = piece.stop - piece.start
+                there = carried.previous_local
+                copy_on_device(
+                    unit.fields[name][:, :, piece.local : piece.local + n],
+                    previous[name][:, :, there : there + n],
+                )
+        self.mover.carried_from(slot)
+
+    def finish(self, unit: Unit, *, over_inputs: bool = False) -> None:
+        """Write finished rows in their final form; ``over_inputs``: only those with a final field
+        (rows that are final in place have been multiplied already)."""
+        for state in self.states:
+            factor = None
+            if self.factor is not None:
+                factor = self.factor(unit.group, state.axis)
+            current = unit.fields[state.field]
+            final = unit.fields.get(state.final_field, current)
+            if final is current and (factor is None or over_inputs):
+                continue
+            for piece in self._clipped(unit.visit.finished, state.axis):
+                local = slice(piece.local, piece.local + piece.stop - piece.start)
+                if factor is None:
+                    final[:, :, local] = current[:, :, local]
+                else:
+                    torch.mul(current[:, :, local], factor, out=final[:, :, local])
+
+    def store(self, unit: Unit) -> None:
+        """Store rows that wait at home, and finished ones."""
+        with self.mover.store_stage(unit.slot):
+            for state in self.states:
+                current = unit.fields[state.field]
+                self._put(unit, state.axis, unit.visit.stored, current, state.home)
+                finished = unit.fields.get(state.final_field, current)
+                self._put(unit, state.axis, unit.visit.finished, finished, state.final)
+
+    def leave(self, group: Group) -> None:
+        """Tell the mover that all units of a head group are stored."""
+        rows = [item.rows for item in self.inputs] + [state.final for state in self.states]
+        self.mover.left(block for each in rows for block in self._blocks_of(each, group))
+
+    def _put(
+        self,
+        unit: Unit,
+        axis: Axis,
+        rows: Iterable[Rows],
+        source: torch.Tensor,
+        target: RowTensor | GroupBuffer,
+    ) -> None:
+        pieces = self._clipped(rows, axis)
+        for entry, block in enumerate(self._blocks_of(target, unit.group)):
+            self.mover.store(block, source[entry], pieces)
+
+    def _blocks_of(self, rows: RowTensor | GroupBuffer, group: Group) -> list[torch.Tensor]:
+        key = (id(rows), group)
+        if key not in self._blocks:
+            if len(self._blocks) > _MOST_BLOCKS:
+                self._blocks.clear()
+            self._blocks[key] = rows.blocks(group)
+        return self._blocks[key]
+
+    def _limit(self, axis: Axis) -> int:
+        return self.work.n_queries if axis == "query" else self.work.n_keys
+
+    def _clipped(self, rows: Iterable[Rows], axis: Axis) -> list[Rows]:
+        limit = self._limit(axis)
+        return [part for piece in rows if (part := piece.within(0, limit)) is not None]
+
+
+def accumulate(
+    job: Job, task: TaskTensors, fields: Mapping[str, torch.Tensor], scaling: Scaling
+) -> None:
+    """Add a task's part to the states in the slots that ``fields`` are of."""
+
+    def tensor(name: str, spec: RowSpec) -> torch.Tensor:
+        return fields[name].squeeze(-1) if spec.width == "one" else fields[name]
+
+    given = {item.name: tensor(item.name, item) for item in job.spec.inputs[3:]}
+    states = [tensor(f"state_{state.name}", state) for state in job.spec.states]
+    job.spec.accumulate(job.call.kernel, task, given, states, scaling)
+
+
+@contextmanager
+def moved_tensors(
+    job: Job,
+    group: GroupSize,
+    home: Residency,
+    waiting: Collection[Axis] = ("query", "key"),
+    made_at: torch.device | None = None,
+) -> Iterator[tuple[tuple[Input, ...], tuple[State, ...], PageLocks]]:
+    """The inputs and states of a pass through slots, page-locked where that is worth it.
+
+    Args:
+        group: the largest head group.
+        home: where states wait between tasks.
+        waiting: whose states wait: those of queries, of keys, or of both.
+        made_at: where results that are their own state are made; None: where the inputs are.
+    """
+    call, spec = job.call, job.spec
+    given = {id(result) for result in job.results.tensors.values()}
+    results = job.results.make(made_at)
+    inputs = tuple(
+        Input(i.name, RowTensor(_with_columns(job.tensors[i.name], i), i.axis), i.of_scores)
+        for i in spec.inputs
+    )
+    states = []
+    for state, result in zip(spec.states, results, strict=True):
+        final = RowTensor(_with_columns(result, state), state.axis)
+        own = job.results.dtype_of(state) == call.work.state_dtype
+        waits = not own and state.axis in waiting
+        at = GroupBuffer(_accumulator(job, group, state, home), state.axis) if waits else final
+        fill = partial(job.fill, state)
+        states.append(State(f"state_{state.name}", f"final_{state.name}", fill, at, final))
+    read = [item.rows.tensor for item in inputs]
+    as_they_are = [
+        tensor
+        for tensor, item in zip(read, spec.inputs, strict=True)
+        if tensor.dtype == item.dtype(call.work)
+    ]
+    homes = [state.home.tensor for state in states if isinstance(state.home, GroupBuffer)]
+    made = [result for result in results if id(result) not in given]
+    there = [result for result in results if id(result) in given]
+    moved = [*read, *results, *homes]
+    backend = backend_of(call.device)
+    with backend.page_locks(moved, made, as_they_are, there, read) as locks:
+        yield inputs, tuple(states), locks
+
+
+@contextmanager
+def arena_and_mover(
+    job: Job, n_bytes: int, n_slots: int, locks: PageLocks, clock: Clock
+) -> Iterator[tuple[torch.Tensor, Mover]]:
+    """Memory for slots, and what moves rows into them and out of them.
+
+    At the end, also after a failure, no copy is in flight any more, and the results of units that
+    were reported done have arrived.
+    """
+    backend, device = backend_of(job.call.device), job.call.device
+    mover: Mover | None = None
+    try:
+        arena = backend.allocate(n_bytes, device)
+        mover = backend.mover(device, n_slots, locks, clock)
+        yield arena, mover
+    finally:
+        if mover is not None:
+            mover.finish(wait=True)
+            if job.report is not None:
+                job.report.loaded_bytes += mover.loaded_bytes
+                job.report.stored_bytes += mover.stored_bytes
+
+
+def _with_columns(tensor: torch.Tensor, rows: RowSpec) -> torch.Tensor:
+    """``tensor`` as (*batch, heads, rows, width); the width is 1 for one number a row."""
+    return tensor.unsqueeze(-1) if rows.width == "one" else tensor
+
+
+def _accumulator(job: Job, group: GroupSize, state: StateSpec, home: Residency) -> torch.Tensor:
+    """Memory in which the state of one head group waits between visits: (entries, heads, n, width)
+    in the state dtype."""
+    work = job.call.work
+    shape = (
+        group.batch, state.heads(work, group.kv_heads), state.rows(work), state.columns(work),
+    )  # fmt: skip
+    return home.travelling(shape, work.state_dtype, job.call.device)
