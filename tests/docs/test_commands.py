@@ -16,8 +16,7 @@ import torch
 from helpers_docs import ROOT, Command, blocks, commands, normal
 from helpers_kernels import taken_as_tried
 
-from quorum_attention.bench.settings import Settings
-from quorum_attention.bench.spec import OK, OUT_OF_MEMORY, UNSUPPORTED
+from quorum_attention.bench.child import OK, OUT_OF_MEMORY, UNSUPPORTED
 from quorum_attention.cli import main, parser, recover
 from quorum_attention.cli.bench import EXPERIMENTS
 from quorum_attention.execution.device.backend import TrialSizes
@@ -117,11 +116,8 @@ def test_commands_that_have_tests_of_their_own_are_few() -> None:
     assert set(table) == every, "the table of commands has them all"
 
 
-def test_bench_runs(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bench_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All experiments, in processes of their own; what the other commands ask for is there then."""
-    monkeypatch.setattr(Settings, "wrapped_lengths", lambda settings: [256])
     given = [filled(text) for text in OURS if text.startswith("quorum-attention bench")]
     first, *others = sorted(given, key=len)
     assert first == ["bench"], "all experiments"
@@ -138,7 +134,7 @@ def test_bench_runs(
     for more in others:
         assert main([*more, *SHORT["bench"]]) == 0
         said = capsys.readouterr()
-        assert f"{len(found)} measurements: none of them is made again" in said.err
+        assert f"{len(found)} measurements, which are used" in said.err
         assert {"cost": "Cost, forward+backward", "wrapped": "Kernels recovered"}[
             more[-1]
         ] in said.out
