@@ -72,5 +72,6 @@ def normal(text: str) -> str:
     text = re.sub(r"[0-9]+(,[0-9]{3})*([.][0-9]+)?(e[-+]?[0-9]+)?", "#", text)
     text = re.sub(r"# (us|ms|s|min|h|days?|years?)\b( # (s|min|h|days?)\b)?", "# s", text)
     text = re.sub(r"\blevels (none|#( x #)*)", "levels #", text)
+    text = re.sub(r"\b(unit|head)s?\b", r"\1", text)
     text = re.sub(r"# (B|KiB|MiB|GiB|TiB)\b", "# B", text)
     return " ".join(text.split())

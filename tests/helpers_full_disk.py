@@ -103,25 +103,15 @@ def _journal(folder: Path, turn: int) -> None:
 
 
 def _results(folder: Path, turn: int) -> None:
+    from quorum_attention.bench.cases import Settings
+    from quorum_attention.bench.child import Answer, Spec
     from quorum_attention.bench.results import Results
-    from quorum_attention.bench.settings import Settings
-    from quorum_attention.bench.spec import Answer
 
     settings = Settings(
         "cpu", 2, 2, 16, "float32", ("sdpa", "quorum"), 64, 128, 100, 48 << 20, 1, 1, 10.0
     )
     results = Results(folder, settings, {"device": "a machine"})
-    if turn == 1:
-        results.begin("a command", ["cost"])
-    results.add("cost", settings.spec("sdpa", 64 * turn), Answer(forward_seconds=[0.5]))
-
-
-def _report(folder: Path, turn: int) -> None:
-    from quorum_attention.bench import report
-    from quorum_attention.bench.settings import Section
-
-    section = Section("x", "X", f"turn {turn} " * 100, [], [], lambda axes: axes.plot([0, turn]))
-    report.write(folder, [section], {}, [])
+    results.add("cost", Spec("sdpa", 64 * turn), Answer(forward_seconds=[0.5]))
 
 
 def _calibration(folder: Path, turn: int) -> None:
@@ -171,7 +161,6 @@ WRITERS = {
     "picture": Writer(_picture("png"), "2", "plan.png"),
     "drawing": Writer(_picture("svg"), "2", "plan.svg"),
     "results of bench": Writer(_results, "OSError", "results.json"),
-    "report of bench": Writer(_report, "OSError", "x.png"),
     "calibration": Writer(_calibration, "OSError", "calibration.json"),
     "known schedules": Writer(_known, "", "", _UNSAID),
     "tests that were passed": Writer(_proven, "", "", _UNSAID),

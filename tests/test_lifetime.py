@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 import quorum_attention
-from quorum_attention.cli import recover
+from quorum_attention.bench import child
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux ends them")
 SOURCE = str(Path(quorum_attention.__file__).parents[1])
 # The beginning of a child of ``recover``, which tells its number, and then works for long.
 WORK = (
-    recover._CHILD.partition("from quorum_attention.cli.child")[0]
+    child.CODE.partition("from quorum_attention.bench.child")[0]
     + """
 import os, time
 
@@ -29,7 +29,7 @@ time.sleep(600)
 PARENT = f"""
 import os, subprocess, sys
 
-subprocess.run([sys.executable, "-c", {WORK!r}, "spec", sys.argv[1] or str(os.getpid())])
+subprocess.run([sys.executable, "-c", {WORK!r}, sys.argv[1] or str(os.getpid())])
 """
 
 

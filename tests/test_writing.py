@@ -17,8 +17,6 @@ from matplotlib.figure import Figure
 
 import quorum_attention as qa
 from quorum_attention import writing
-from quorum_attention.bench import report as bench_report
-from quorum_attention.bench.settings import Section
 from quorum_attention.execution.report import PassReport
 from quorum_attention.pictures import check_drawable
 from quorum_attention.writing import check_target, folder_of_now, replacing, write_text
@@ -185,16 +183,7 @@ def drawn_report(path: Path) -> None:
     qa.Report(forward=part).draw(path)
 
 
-def drawn_section(path: Path) -> None:
-    section = Section("x", "X", "text", [], [], lambda axes: axes.plot([1, 2]))
-    path.rename(path.parent / "x.png")
-    try:
-        bench_report.write(path.parent, [section], {}, [])
-    finally:
-        (path.parent / "x.png").rename(path)
-
-
-@pytest.mark.parametrize("draw", [drawn_plan, drawn_report, drawn_section])
+@pytest.mark.parametrize("draw", [drawn_plan, drawn_report])
 def test_half_a_picture_replaces_none(
     tmp_path: Path, draw: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,20 +1,22 @@
-"""The benchmark itself: right figures, recorded failures, whole tables."""
+"""The benchmark itself: right figures, recorded failures, whole tables, nothing measured twice."""
 
 from __future__ import annotations
 
+import errno
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from quorum_attention.bench import accuracy, boundary, census, cost, recovery, stages, wrapped
-from quorum_attention.bench.exact import exact, relative
-from quorum_attention.bench.itself import KERNELS, RESULTS, differences
-from quorum_attention.bench.methods import METHODS
-from quorum_attention.bench.report import table, write
-from quorum_attention.bench.search import longest
-from quorum_attention.bench.settings import Section, Settings, short
-from quorum_attention.bench.spec import OUT_OF_MEMORY, Answer, Spec
+from quorum_attention.bench import child, results
+from quorum_attention.bench.cases import EXPERIMENTS, Section, Settings, longest, short
+from quorum_attention.bench.child import FAILED, OK, OUT_OF_MEMORY, UNSUPPORTED, Answer, Spec
+from quorum_attention.bench.methods import ITSELF, RESULTS, Call, differences, exact
+from quorum_attention.bench.results import NAME, Results, alone_in, set_aside, table, write_report
+
+ABOUT = {"device": "a machine", "torch": "2.0", "date": "today"}
 
 
 def settings(**others) -> Settings:
@@ -27,175 +29,209 @@ def settings(**others) -> Settings:
     return Settings(**{**fields, **others})
 
 
-class Pretended:
-    """Answers from a rule instead of from a child process."""
-
-    def __init__(self, rule) -> None:
-        self.rule, self.records, self.asked = rule, [], []
-
-    def measure(self, spec: Spec, experiment: str) -> Answer:
-        self.asked.append(spec)
-        return self.rule(spec)
+SPEC = settings().spec("sdpa", 64)
+ANSWER = Answer(first_seconds=[1.0], forward_seconds=[0.5], differences={"out": [(1.0, 0.5)]})
 
 
 def fast(seconds: float = 0.1) -> Answer:
     return Answer(forward_seconds=[seconds], backward_seconds=[seconds], peak_bytes=1 << 20)
 
 
-def test_wrapped_kernels() -> None:
-    """The appendix: preserved to rounding, recovered where the kernel as it is ends."""
+class Pretended:
+    """Answers from a rule instead of from a child process."""
 
-    def rule(spec: Spec) -> Answer:
-        if spec.itself:
-            return Answer(differences={name: [(1e-3, 1e-5), (2e-3, 3e-5)] for name in RESULTS})
-        if not spec.method.startswith("recovered") and spec.tokens > 2048:
-            return Answer(status=OUT_OF_MEMORY)
-        answer = fast(0.2)
-        answer.report = {"forward": {"seconds": 4.0, "recovery_seconds": 1.0}, "backward": None}
-        return answer
+    def __init__(self, rule) -> None:
+        self.rule, self.asked = rule, []
 
-    preserved, *recovered = wrapped.run(
-        settings(accuracy_tokens=100, draws=1, max_tokens=4096), Pretended(rule)
-    )
-    assert [row[:2] for row in preserved.rows][:2] == [["dense", "float32"], ["dense", "bfloat16"]]
-    assert len(preserved.rows) == 6
-    assert all(cells == ["2.0e-03, 2.0e-05"] * 4 for _, _, *cells in preserved.rows)
-    for section in recovered:
-        assert [row[0] for row in section.rows] == ["1K", "2K", "4K"]
-        assert section.rows[0][2].startswith("0.")
-        assert "(1x), adaptation 25%" in section.rows[0][2]
-        assert section.rows[2][1] == "oom"
-        assert "(-x), adaptation 25%" in section.rows[2][2]
+    def __call__(self, experiment: str, spec: Spec) -> Answer:
+        self.asked.append(spec)
+        return self.rule(spec)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("kernel", list(KERNELS))
-def test_a_kernel_recovered_is_itself(kernel: str, dtype: str) -> None:
-    found = differences(settings().spec(kernel, 200, dtype=dtype, draws=1, itself=True))
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_float64_reference(causal: bool) -> None:
+    torch.manual_seed(0)
+    q, grad = (torch.randn(1, 4, 70, 8, dtype=torch.float64) for _ in range(2))
+    k, v = (torch.randn(1, 2, 70, 8, dtype=torch.float64) for _ in range(2))
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    scores = leaves[0] @ leaves[1].repeat_interleave(2, 1).mT / 8**0.5
+    if causal:
+        scores = scores.masked_fill(torch.ones(70, 70).triu(1).bool(), -torch.inf)
+    out = scores.softmax(-1) @ leaves[2].repeat_interleave(2, 1)
+    wanted = [out, *torch.autograd.grad(out, leaves, grad)]
+    found = exact(Call(torch.device("cpu"), causal, None, [q, k, v], grad, {}))
+    for mine, right in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, right.detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kernel", list(ITSELF))
+def test_a_kernel_recovered_is_itself(kernel: str, dtype: torch.dtype) -> None:
+    *inputs, grad = (torch.randn(1, 2, 200, 16).to(dtype) for _ in range(4))
+    found = differences(kernel, [Call(torch.device("cpu"), True, None, inputs, grad, {})])
     assert set(found) == set(RESULTS)
     for name, apart in found.items():
         assert len(apart) == 2, "one for every depth"
         for largest, average in apart:
-            assert 0 <= average <= largest < (1e-5 if dtype == "float32" else 4e-2), name
+            assert 0 <= average <= largest < (1e-5 if dtype == torch.float32 else 4e-2), name
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_referee(causal: bool) -> None:
-    torch.manual_seed(0)
-    q, grad = (torch.randn(1, 4, 70, 8, dtype=torch.float64) for _ in range(2))
-    k, v = (torch.randn(1, 2, 70, 8, dtype=torch.float64) for _ in range(2))
-    found = exact(q, k, v, grad, is_causal=causal, scale=0.3)
-    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    out = torch.nn.functional.scaled_dot_product_attention(
-        *leaves, is_causal=causal, scale=0.3, enable_gqa=True
-    )
-    wanted = [out, *torch.autograd.grad(out, leaves, grad)]
-    for name, right in zip(("out", "grad_query", "grad_key", "grad_value"), wanted, strict=True):
-        assert relative(found[name], right.detach()) < 1e-12, name
+def test_a_measurement_in_this_process() -> None:
+    spec = settings().spec("quorum-depth-1", 300, backward=True, repeats=2)
+    found = child.measure(spec)
+    assert found.status == OK, found.reason
+    assert len(found.first_seconds) == len(found.forward_seconds) == 2
+    assert len(found.backward_seconds) == 2
+    assert found.report["backward"]["levels"] == (7,)
+    for dtype, low, high in (("float32", 1e-8, 2e-6), ("float16", 1e-4, 2e-3)):
+        found = child.measure(replace(spec, dtype=dtype, draws=2))
+        assert set(found.errors) == set(RESULTS)
+        assert all(len(e) == 2 and all(low < x < high for x in e) for e in found.errors.values())
+    for method, why in (("cudnn", "NVIDIA"), ("stream-cqsa", ""), ("flex", "CUDA")):
+        found = child.measure(replace(spec, method=method))
+        assert found.status == UNSUPPORTED
+        assert why in found.reason
 
 
-def test_a_sweep_stops_where_a_method_ends() -> None:
+def test_whatever_a_process_does_is_an_answer() -> None:
+    found = child.run_child(replace(SPEC, tokens=65_536, limit_bytes=1 << 20))
+    assert found.status == OUT_OF_MEMORY, found.reason
+    assert found.stage == "forward"
+    found = child.run_child(SPEC, timeout=0.01)
+    assert (found.status, found.reason) == (FAILED, "not done after 0.01 s")
+    found = child.run_child(replace(SPEC, draws="no number"))
+    assert found.status == FAILED
+    assert "TypeError" in found.reason
+
+
+def test_a_sweep_ends_with_a_method() -> None:
+    """At its first failure, or before it takes too long."""
+
     def rule(spec: Spec) -> Answer:
         if spec.method == "sdpa" and spec.tokens > 4096:
             return Answer(OUT_OF_MEMORY)
         return fast()
 
-    pretended = Pretended(rule)
-    forward, both = cost.run(settings(), pretended)
+    forward, both = EXPERIMENTS["cost"](settings(), Pretended(rule))
     assert [row[0] for row in forward.rows] == ["1K", "2K", "4K", "8K", "16K"]
     assert [row[1].split()[0] if row[1] else "" for row in both.rows][2:] == ["0.2", "oom", ""]
-    assert forward.rows[2][2].startswith("0.1 (1x")
-    assert forward.rows[4][2].startswith("0.1 (-x")  # nothing to compare with any more
+    assert forward.rows[2][2].startswith("0.2 (1x")
+    assert forward.rows[4][2].startswith("0.2 (-x")  # nothing to compare with any more
+    pretended = Pretended(lambda spec: fast(spec.tokens / 2048))
+    EXPERIMENTS["cost"](settings(method_seconds=20.0), pretended)
+    lengths = [s.tokens for s in pretended.asked if not s.backward and s.method == "sdpa"]
+    assert lengths == [1024, 2048, 4096]
 
 
-def test_a_sweep_stops_before_it_takes_too_long() -> None:
-    pretended = Pretended(lambda spec: fast(spec.tokens / 1024))
-    cost.run(settings(method_seconds=20.0), pretended)
-    forward = [s.tokens for s in pretended.asked if not s.backward and s.method == "sdpa"]
-    assert forward == [1024, 2048, 4096]
-
-
-@pytest.mark.parametrize(("limit", "found"), [(100, 0), (5000, 4096 + 512 * 0), (7000, 6144),
-                                              (7900, 7168), (1 << 20, 16384)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("limit", "found"), [(100, 0), (5000, 4096), (7000, 6144), (7900, 7168), (1 << 20, 16384)]
+)
 def test_the_longest_call_is_searched_for(limit: int, found: int) -> None:
     pretended = Pretended(lambda s: fast() if s.tokens <= limit else Answer(OUT_OF_MEMORY))
-    chosen = longest(settings(), pretended, "sdpa", backward=False, experiment="boundary")
-    assert chosen == found
-    assert all(spec.budget_bytes == 1 << 24 for spec in pretended.asked)
+    assert longest(settings(), pretended, "boundary", "sdpa", backward=False) == found
+    assert all(spec.limit_bytes == 1 << 24 for spec in pretended.asked)
 
 
-def test_the_other_experiments_make_whole_tables() -> None:
+@pytest.mark.parametrize("quick", [False, True])
+def test_experiments_make_whole_tables(quick: bool) -> None:
     report = {
         name: {
-            "seconds": 1.0, "overlap": 0.5, "recoveries": ["once"],
+            "seconds": 4.0, "recovery_seconds": 1.0, "overlap": 0.5, "recoveries": ["once"],
             "stages": dict.fromkeys(("gather", "h2d", "compute", "merge", "d2h", "scatter"), 0.1),
         }
         for name in ("forward", "backward")
     }  # fmt: skip
 
     def rule(spec: Spec) -> Answer:
-        if spec.method == "sdpa" and spec.tokens > 2048:
+        if spec.method in ("sdpa", "dense") and spec.tokens > 2048 and not spec.itself:
             return Answer(OUT_OF_MEMORY)
         found = fast()
-        found.report = report
-        found.errors = {n: [1e-4] * 2 for n in ("out", "grad_query", "grad_key", "grad_value")}
+        found.report, found.errors = report, {name: [1e-4] * 2 for name in RESULTS}
+        found.differences = {name: [(1e-3, 1e-5), (2e-3, 3e-5)] for name in RESULTS}
         return found
 
     pretended = Pretended(rule)
-    for experiment in (accuracy, recovery, stages, boundary):
-        for section in experiment.run(settings(), pretended):
+    chosen = settings(quick=quick, max_tokens=4096 if quick else 16384)
+    found = {name: run(chosen, pretended) for name, run in EXPERIMENTS.items()}
+    for sections in found.values():
+        for section in sections:
             assert section.rows
-            assert all(len(row) == len(section.columns) for row in section.rows), section.name
-    (rows,) = (section.rows for section in recovery.run(settings(), pretended))
-    assert [row[1] for row in rows][1:] == ["oom", "oom", "oom"]
-    assert "recovered 2x" in rows[1][2]
-
-
-def test_the_census_is_the_papers() -> None:
-    (section,) = census.run(settings(), Pretended(lambda spec: fast()))
-    assert section.rows[0] == ["64K", "1", "22.01 / 77.17 / 0.82", "22.44 / 77.56 / 0.00"]
-    assert section.rows[1][2] == "38.77 / 58.93 / 2.30"
-
-
-def test_a_report_has_tables_figures_and_raw_figures(tmp_path: Path) -> None:
-    def draw(axes) -> None:
-        axes.plot([1, 2], [3, 4])
-
-    section = Section("x", "A title", "Words.", ["a", "b"], [["1", "2|3"]], draw)
-    run = {"started": "at noon", "command": "a command", "experiments": []}
-    files = write(tmp_path, [section], {"device": "d"}, [run])
-    text = files[0].read_text()
-    assert "| 1 | 2\\|3 |" in text
-    assert "![A title](x.png)" in text
-    assert "`a command` (started at noon)" in text
-    assert files[1].stat().st_size > 1000
-    assert table([], []) == []
-
-
-def test_names_and_lengths() -> None:
-    assert all(name == method.name for name, method in METHODS.items())
+            assert all(len(row) == len(section.columns) for row in section.rows), section.title
+    assert found["recovery"][0].rows[1][1:] == ["oom", "0.2 s, 1.00 MiB, recovered 2x"]
+    assert found["wrapped"][0].rows[0][2:] == ["2.0e-03, 2.0e-05"] * 4
+    assert "adaptation 25%" in found["wrapped"][1].rows[0][2]
+    census = found["census"][0].rows
+    assert census[0] == ["64K", "1", "22.01 / 77.17 / 0.82", "22.44 / 77.56 / 0.00"]
+    assert census[1][2] == "38.77 / 58.93 / 2.30"
+    if quick:  # a measurement costs a process more than anything else
+        assert len(set(pretended.asked)) <= 30
     assert [short(n) for n in (1000, 1024, 3 << 19, 1 << 20)] == ["1000", "1K", "1536K", "1M"]
 
 
-def test_quick_is_few_measurements_of_every_experiment() -> None:
-    """Counted, because what a measurement costs more than anything else is its process."""
-    chosen = settings(
-        quick=True, methods=("flash", "cudnn", "quorum"), dtype="float16", device="cuda",
-        min_tokens=32_768, max_tokens=65_536,
-    )  # fmt: skip
+def test_what_is_measured_is_on_the_disk_and_not_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = iter([Answer(FAILED, "a crash"), ANSWER])
+    monkeypatch.setattr(results, "run_child", lambda spec, timeout: next(made))
+    said: list[str] = []
+    how = {"timeout": 1.0, "show": said.append, "done": said.append}
+    assert Results(tmp_path, settings(), ABOUT).measure("cost", SPEC, **how).status == FAILED
+    # What failed is measured again; what did not is taken from the file.
+    for _ in range(2):
+        again = Results(tmp_path, settings(), {**ABOUT, "date": "tomorrow"})
+        assert again.measure("cost", SPEC, **how).first_seconds == [1.0]
+    (record,) = json.loads((tmp_path / NAME).read_text())["measurements"]
+    assert record["experiment"] == "cost"
+    assert record["answer"]["forward_seconds"] == [0.5]
+    assert said[1].endswith("failed: a crash")
+    with pytest.raises(KeyError):
+        again.kept("cost", replace(SPEC, tokens=65))
 
-    def rule(spec: Spec) -> Answer:
-        if spec.itself:
-            return Answer(differences={name: [(1e-3, 1e-5)] for name in RESULTS})
-        if spec.budget_bytes and spec.method != "quorum" and spec.tokens > 32_768:
-            return Answer(OUT_OF_MEMORY)
-        return fast()
 
-    pretended = Pretended(rule)
-    for experiment in (accuracy, cost, recovery, stages, census, boundary, wrapped):
-        sections = experiment.run(chosen, pretended)
-        assert all(section.rows for section in sections)
-        assert all(len(row) == len(s.columns) for s in sections for row in s.rows)
-    different = set(pretended.asked)
-    assert 20 <= len(different) <= 30
-    assert {spec.dtype for spec in different} == {"float16"}
+@pytest.mark.parametrize("other", [{"torch": "2.1"}, {"device": "another"}])
+def test_what_was_measured_elsewhere_is_refused(tmp_path: Path, other: dict[str, str]) -> None:
+    Results(tmp_path, settings(), ABOUT).add("cost", SPEC, ANSWER)
+    with pytest.raises(ValueError, match=f"measured with {next(iter(other))} .*--fresh"):
+        Results(tmp_path, settings(), {**ABOUT, **other})
+    with pytest.raises(ValueError, match="measured with heads 2, and here it is 3"):
+        Results(tmp_path, settings(heads=3), ABOUT)
+    set_aside(tmp_path)
+    assert not Results(tmp_path, settings(), ABOUT).records
+    assert (tmp_path / "earlier-1" / NAME).exists()
+    (tmp_path / NAME).write_text("{}")
+    with pytest.raises(ValueError, match="no file of this version's bench"):
+        Results(tmp_path, settings(), ABOUT)
+
+
+def test_one_command_at_a_time(tmp_path: Path) -> None:
+    with alone_in(tmp_path), pytest.raises(ValueError, match="another run"), alone_in(tmp_path):
+        pass
+    with alone_in(tmp_path):
+        pass
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Results(tmp_path, settings(), ABOUT)
+    kept.add("cost", SPEC, ANSWER)
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(results, "write_text", full)
+    with pytest.raises(OSError, match="it still has"):
+        kept.add("cost", replace(SPEC, tokens=65), ANSWER)
+    assert len(kept.records) == 1
+    assert len(json.loads((tmp_path / NAME).read_text())["measurements"]) == 1
+
+
+def test_a_report_has_tables_and_figures(tmp_path: Path) -> None:
+    kept = Results(tmp_path, settings(), ABOUT)
+    kept.commands.append("a command")
+    section = Section("Cost, forward", "Words.", ["a"], [["2|3"]], {"x": [(64, 1.0), (128, 2.0)]})
+    files = write_report(tmp_path, [section], kept)
+    text = files[0].read_text()
+    assert "| 2\\|3 |" in text
+    assert "`a command`" in text
+    assert f"![Cost, forward]({files[1].name})" in text
+    assert files[1].stat().st_size > 1000
+    assert table(Section("", "", [], [])) == []

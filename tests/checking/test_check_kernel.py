@@ -89,7 +89,7 @@ def test_heads_and_entries_are_cut(is_causal: bool) -> None:
     together = [c for c in found.cases if c.levels and c.heads_per_group is None and not c.sizes]
     assert together
     assert all(c.verdict != "not exact" for c in together)
-    assert "1 head(s) at a time" in str(found)
+    assert "heads 1 at a time" in str(found)
 
 
 def test_a_whole_check_takes_seconds() -> None:

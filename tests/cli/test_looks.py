@@ -93,12 +93,10 @@ def arguments_of(command: str) -> list[str]:
     return {"run": ["in", "out"], "recover": []}.get(command, ["--tokens", "5"])
 
 
-def test_units_levels_and_n_cap_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+def test_units_levels_and_n_cap_are_explained() -> None:
     for name, command in parsers():
         if name in ("plan", "estimate", "recover", "run"):
             assert all(f"{word}:" in command.format_help() for word in ("levels", "unit", "n_cap"))
-    assert main(["plan", *PLAN]) == 0
-    assert "n_cap: most units on the device" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["plan", "estimate"])
@@ -107,8 +105,6 @@ def test_causality_is_printed(
     command: str, causal: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [command, *PLAN, *(["--causal"] if causal else [])]
-    assert main(arguments) == 0
-    assert f"planned {'causal' if causal else 'not causal'} (" in capsys.readouterr().out
     assert main([*arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["is_causal"] is causal
 
@@ -122,7 +118,7 @@ def test_run_says_which_keys_it_takes_and_takes_them(
     safetensors.torch.save_file(tensors, files[0])
     command = ["run", *files, "--device", "cpu", *([asked] if asked else [])]
     causal = asked == "--causal"
-    said = "causal (--no-causal for all keys)" if causal else "not causal (see --causal)"
+    said = "causal" if causal else "not causal"
     assert main(command) == 0
     assert f", float32, {said}, " in capsys.readouterr().out
     assert main([*command, "--json"]) == 0

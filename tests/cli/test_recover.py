@@ -7,7 +7,7 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,7 +15,8 @@ import pytest
 import torch
 from helpers_processes import run_python
 
-from quorum_attention.cli import child, main, recover
+from quorum_attention.bench import child, methods
+from quorum_attention.cli import main, recover
 from quorum_attention.files import create_tensors, open_tensors
 from quorum_attention.limits import PeakMemory, data_bytes, ran_out
 
@@ -33,21 +34,16 @@ def pictures_go_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def spec_for(folder: Path, method: str, limit_bytes: int | None, tokens: int = 600) -> child.Spec:
     shape = ((1, 2, tokens, 32), torch.float32)
     names = {"query": shape, "key": shape, "value": shape}
-    for tensor in create_tensors(str(folder / "inputs"), names).values():
+    files = tuple(str(folder / name) for name in ("inputs", "gradient", "results"))
+    for tensor in create_tensors(files[0], names).values():
         tensor.normal_()
-    create_tensors(str(folder / "gradient"), {"grad_out": shape})["grad_out"].normal_()
+    create_tensors(files[1], {"grad_out": shape})["grad_out"].normal_()
     results = dict.fromkeys(("out", "grad_query", "grad_key", "grad_value"), shape)
-    create_tensors(str(folder / "results"), {**results, "lse": (shape[0][:-1], shape[1])})
+    create_tensors(files[2], {**results, "lse": (shape[0][:-1], shape[1])})
     return child.Spec(
-        method, str(folder / "inputs"), str(folder / "gradient"), str(folder / "results"), "cpu",
-        True, limit_bytes, 64 << 20, str(folder / "answer"), progress=False,
+        method, backward=True, device="cpu", limit_bytes=limit_bytes, budget_bytes=64 << 20,
+        repeats=1, files=files,
     )  # fmt: skip
-
-
-def answered(folder: Path, spec: child.Spec) -> child.Answer:
-    (folder / "spec").write_text(json.dumps(asdict(spec)))
-    child.main(str(folder / "spec"))
-    return child.Answer(**json.loads((folder / "answer").read_text()))
 
 
 def test_plan_budget_limit_and_peak_agree_and_both_calls_are_shown(
@@ -75,17 +71,19 @@ def _plan_budget_limit_and_peak_agree(found: dict[str, Any]) -> None:
     assert max(planned) <= found["budget_bytes"] - PROCESS
     assert ours["peak_bytes"] <= max(planned) + PROCESS
     # Four results of 4 MiB, and no more than tiles beside them: nothing of the process's own.
-    assert 16 << 20 <= free["peak_bytes"] <= 26 << 20
+    assert 16 << 20 <= free["peak_bytes"] <= 28 << 20
 
 
 def _both_calls_are_shown(said: str) -> None:
-    for heading in ("forward: first", "forward: second", "backward: first", "backward: second"):
-        (line,) = (line for line in said.splitlines() if heading in line)
+    failed, came_back, *price = said.splitlines()[1:]
+    # torch has room for its output, and none for the gradients.
+    assert failed.startswith("torch within 10.00 MiB: failed in its backward: ")
+    assert came_back.endswith("Matches float64 on sampled rows: yes.")
+    for heading in ("forward, first", "forward, second", "backward, first", "backward, second"):
+        (line,) = (line for line in price if f"{heading} call" in line)
         cells = [cell.strip() for cell in line.strip("│").split("│")]
-        # torch has room for its output, and none for the gradients.
-        assert (cells[1] == "-") == (heading != "forward: first")
-        assert all(re.fullmatch(r"[0-9.]+ (us|ms|s)", cell) for cell in cells[2:]), line
-    assert "torch, in its backward: " in said
+        assert all(re.fullmatch(r"[0-9.]+ (us|ms|s)", cell) for cell in cells[1:]), line
+    assert max(map(len, (line for line in price if line.startswith("│")))) <= 62
 
 
 def test_the_smallest_budget_that_is_named_works(
@@ -99,32 +97,28 @@ def test_the_smallest_budget_that_is_named_works(
     smallest = re.search(r"smallest that works is ([0-9.]+MiB)", said)
     assert smallest is not None, said
     assert main(["recover", *SIZES, "--budget", smallest[1]]) == 0
-    said = capsys.readouterr().out
-    assert "│ ok " in said
-    assert "2.00 MiB are left to the process" in " ".join(said.split())
+    assert "sampled rows: yes." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("method", ["sdpa", "quorum"])
 def test_nothing_is_imported_under_the_limit(tmp_path: Path, method: str) -> None:
     """What a first call imports is 30 MiB of the process's, and none of the call's."""
-    spec = spec_for(tmp_path, method, None)
-    (tmp_path / "spec").write_text(json.dumps(asdict(spec)))
-    done = run_python(_IMPORTS, tmp_path / "spec")
+    done = run_python(_IMPORTS, json.dumps(asdict(spec_for(tmp_path, method, 1 << 30))))
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines()[-1] == "[]"
 
 
 _IMPORTS = """
 import json, sys
-from pathlib import Path
-import torch
-from quorum_attention.cli import child
-spec = child.Spec(**json.loads(Path(sys.argv[1]).read_text()))
-call = child._opened(spec, torch.device("cpu"))
-child._warm_up(spec, call)
-before = set(sys.modules)
-child._make_calls(child._METHODS[spec.method](call), call, child.Answer(), None)
-print(sorted(set(sys.modules) - before))
+from quorum_attention.bench import child
+calls, before = child._calls, []
+def watched(spec, *rest):
+    before.append(set(sys.modules))
+    calls(spec, *rest)
+child._calls = watched
+child.measure(child.Spec(**json.loads(sys.argv[1])))
+assert len(before) == 2
+print(sorted(set(sys.modules) - before[1]))
 """
 
 
@@ -152,35 +146,31 @@ def test_whatever_a_limited_process_raises_is_a_verdict(
 ) -> None:
     assert ran_out(error) == is_the_limit
 
-    class Fails(child._Sdpa):
-        def forward(self, progress: object) -> None:
-            if self._inputs[0].shape[-2] > child.WARM_TOKENS:
+    class Fails(methods.Method):
+        def forward(self, call: methods.Call) -> Any:
+            if call.inputs[0].shape[-2] > child.WARM_TOKENS:
                 raise error
-            super().forward(None)
+            return super().forward(call)
 
-    monkeypatch.setitem(child._METHODS, "sdpa", Fails)
-    answer = answered(tmp_path, spec_for(tmp_path, "sdpa", 1 << 30))
-    assert answer.result == ("out of memory" if is_the_limit else "failed")
-    assert type(error).__name__ in answer.error
+    monkeypatch.setitem(methods.METHODS, "sdpa", Fails())
+    answer = child.measure(spec_for(tmp_path, "sdpa", 1 << 30))
+    assert answer.status == ("out of memory" if is_the_limit else "failed")
+    assert type(error).__name__ in answer.reason
     assert answer.stage == "forward", "it failed inside the call"
 
 
-class Recorded(child._Sdpa):
+class Recorded(methods.Method):
     """Says what is done, in order, and where a limit begins."""
 
     done: ClassVar[list[str]] = []
 
-    def __init__(self, call: child._Call) -> None:
-        self.done.append("inputs placed")
-        super().__init__(call)
-
-    def forward(self, progress: object) -> None:
+    def forward(self, call: methods.Call) -> Any:
         self.done.append("forward")
-        super().forward(None)
+        return super().forward(call)
 
-    def backward(self, progress: object) -> None:
+    def backward(self, call: methods.Call, state: Any) -> list[torch.Tensor]:
         self.done.append("backward")
-        super().backward(None)
+        return super().backward(call, state)
 
 
 def test_what_torch_reads_is_in_place_before_the_limit(
@@ -188,31 +178,35 @@ def test_what_torch_reads_is_in_place_before_the_limit(
 ) -> None:
     """So that it fails, where it fails, inside the attention call; and times are of the call."""
     monkeypatch.setattr(Recorded, "done", [])
-    monkeypatch.setitem(child._METHODS, "sdpa", Recorded)
+    monkeypatch.setitem(methods.METHODS, "sdpa", Recorded())
 
     class Limited(PeakMemory):
         def limit(self, extra_bytes: int) -> None:
             Recorded.done.append("limit")
 
+    opened = child._opened
     monkeypatch.setattr(child, "PeakMemory", Limited)
-    answer = answered(tmp_path, spec_for(tmp_path, "sdpa", 1 << 30))
+    monkeypatch.setattr(
+        child, "_opened", lambda *given: Recorded.done.append("opened") or opened(*given)
+    )
+    answer = child.measure(spec_for(tmp_path, "sdpa", 1 << 30))
     twice = ["forward", "backward"] * 2
-    assert Recorded.done == ["inputs placed", *twice, "inputs placed", "limit", *twice]
-    assert len(answer.forward_seconds) == len(answer.backward_seconds) == 2
+    assert Recorded.done == ["opened", *twice, "opened", "limit", *twice]
+    assert len(answer.first_seconds) == 2
+    assert len(answer.forward_seconds) == len(answer.backward_seconds) == 1
 
 
 @pytest.mark.parametrize("method", ["sdpa", "quorum"])
 def test_a_second_call_is_as_right_as_the_first_and_takes_no_more(
     tmp_path: Path, method: str
 ) -> None:
-    answer = answered(tmp_path, spec := spec_for(tmp_path, method, None))
-    assert answer.result == "ok", answer.error
-    assert len(answer.forward_seconds) == len(answer.backward_seconds) == 2
-    assert min(answer.forward_seconds + answer.backward_seconds) > 0
-    inputs, results = open_tensors(spec.inputs), open_tensors(spec.results)
+    answer = child.measure(spec := spec_for(tmp_path, method, None))
+    assert answer.status == "ok", answer.reason
+    assert min(answer.first_seconds + answer.forward_seconds + answer.backward_seconds) > 0
+    inputs, gradient, results = (open_tensors(file) for file in spec.files)
     leaves = [inputs[name].double().requires_grad_() for name in ("query", "key", "value")]
     out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
-    grads = torch.autograd.grad(out, leaves, open_tensors(str(spec.gradient))["grad_out"].double())
+    grads = torch.autograd.grad(out, leaves, gradient["grad_out"].double())
     for name, right in zip(
         ("out", "grad_query", "grad_key", "grad_value"), (out, *grads), strict=True
     ):
@@ -222,22 +216,19 @@ def test_a_second_call_is_as_right_as_the_first_and_takes_no_more(
 def test_who_waited_long_for_the_first_call_gets_no_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(child, "PATIENCE_SECONDS", 0.0)
-    answer = answered(tmp_path, spec_for(tmp_path, "quorum", None))
-    assert answer.result == "ok"
-    assert len(answer.forward_seconds) == len(answer.backward_seconds) == 1
-    monkeypatch.setattr(recover, "_child", lambda spec, path: answer)
+    answer = child.measure(replace(spec_for(tmp_path, "quorum", None), patience=0.0))
+    assert answer.status == "ok"
+    assert len(answer.first_seconds) == 2
+    assert not answer.forward_seconds
+    monkeypatch.setattr(recover, "run_child", lambda spec: answer)
     assert main(["recover", *SIZES, "--budget", "10MiB"]) == 1  # its results are of another call
-    said = capsys.readouterr().out
-    assert "no second one where the first took more than" in said
-    assert re.search(r"│ backward: second +│ - ", said)
+    assert re.search(r"│ backward, second call +│ +- ", capsys.readouterr().out)
 
 
 def test_a_process_that_dies_is_a_verdict_too(tmp_path: Path) -> None:
-    spec = spec_for(tmp_path, "no such method", 1 << 30)
-    answer = recover._child(spec, tmp_path / "spec")
-    assert answer.result == "failed"
-    assert "ended with status 1" in answer.error
+    answer = child.run_child(replace(spec_for(tmp_path, "sdpa", 1 << 30), files=("a", "b", "c"),
+                                     device="no device"))  # fmt: skip
+    assert answer.status == "failed"
 
 
 def test_the_peak_is_counted_from_where_the_limit_is() -> None:
@@ -271,8 +262,8 @@ print(json.dumps([peak.peak_bytes, limit]))
 def test_brackets_are_printed_as_they_are(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer = child.Answer(result="failed", error="an [error] said :smile:")
-    monkeypatch.setattr(recover, "_child", lambda spec, path: answer)
+    answer = child.Answer(status="failed", reason="an [error] said :smile:")
+    monkeypatch.setattr(recover, "run_child", lambda spec: answer)
     monkeypatch.setattr(recover, "_draw", lambda *_: None)
     sizes = ["--tokens", "256", "--heads", "1", "--device", "cpu", "--budget", "64MiB"]
     assert main(["recover", *sizes, "--forward-only"]) == 1

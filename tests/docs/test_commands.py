@@ -16,8 +16,7 @@ import torch
 from helpers_docs import ROOT, Command, blocks, commands, normal
 from helpers_kernels import taken_as_tried
 
-from quorum_attention.bench.settings import Settings
-from quorum_attention.bench.spec import OK, OUT_OF_MEMORY, UNSUPPORTED
+from quorum_attention.bench.child import OK, OUT_OF_MEMORY, UNSUPPORTED
 from quorum_attention.cli import main, parser, recover
 from quorum_attention.cli.bench import EXPERIMENTS
 from quorum_attention.execution.device.backend import TrialSizes
@@ -119,11 +118,8 @@ def test_commands_that_have_tests_of_their_own_are_few() -> None:
     assert set(table) == every, "the table of commands has them all"
 
 
-def test_bench_runs(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bench_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All experiments, in processes of their own; what the other commands ask for is there then."""
-    monkeypatch.setattr(Settings, "wrapped_lengths", lambda settings: [256])
     given = [filled(text) for text in OURS if text.startswith("quorum-attention bench")]
     first, *others = sorted(given, key=len)
     assert first == ["bench"], "all experiments"
@@ -140,7 +136,7 @@ def test_bench_runs(
     for more in others:
         assert main([*more, *SHORT["bench"]]) == 0
         said = capsys.readouterr()
-        assert f"{len(found)} measurements: none of them is made again" in said.err
+        assert f"{len(found)} measurements, which are used" in said.err
         assert {"cost": "Cost, forward+backward", "wrapped": "Kernels recovered"}[
             more[-1]
         ] in said.out
@@ -219,7 +215,7 @@ def test_make_demo_is_what_the_first_page_shows(capsys: pytest.CaptureFixture[st
     # As there, torch runs out of memory in its forward, and heads are all that is cut.
     small = ["--tokens", "1024", "--heads", "64", "--budget", "12MiB", "--device", "cpu"]
     assert main([*shlex.split(demo[1]), *small]) == 0
-    printed = capsys.readouterr().out.replace("every row's", "sampled rows'")
+    printed = capsys.readouterr().out
     assert normal(printed) == normal(output)
     assert Path("quorum-attention-out/recover.png").exists()
 

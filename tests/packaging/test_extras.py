@@ -120,7 +120,7 @@ def test_bench_without_its_rivals(without: Any) -> None:
     without("stream_cqsa")
     from quorum_attention.bench import methods
 
-    rival = methods.StreamCQSA("stream-cqsa")
+    rival = methods.StreamCQSA()
     assert HINT.findall(str(rival.refusal(None))) == ["rivals"]  # type: ignore[arg-type]
 
 

@@ -3,153 +3,174 @@
 from __future__ import annotations
 
 import importlib.util
-from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from quorum_attention.api import attention_backward, attention_with_lse
-from quorum_attention.bench.spec import Spec
-from quorum_attention.execution.report import Report
-from quorum_attention.kernels import CallShape, kernels, why_not
+from quorum_attention.kernels import CallShape, get_kernel, kernels, why_not
 from quorum_attention.kernels.kit import LongNetKernel
-from quorum_attention.kernels.protocol import Call, InnerKernel, Saved
+from quorum_attention.kernels.protocol import Call as KernelCall
+from quorum_attention.kernels.protocol import Saved
+from quorum_attention.planner import plan
 
-Tensors = list[torch.Tensor]
+if TYPE_CHECKING:
+    from quorum_attention.bench.child import Spec
+    from quorum_attention.execution.report import Report
+
+RESULTS = ("out", "grad_query", "grad_key", "grad_value")
+INPUTS_TIMES = 0.05  # the paper's, where a kernel is compared with itself
 
 
-class Method(ABC):
-    """One way to compute a call.
+@dataclass
+class Call:
+    """The tensors of a call.
 
     Attributes:
-        name: its name in tables.
-        on_device: whether inputs are on the device, or else in (page-locked) host memory.
-        begins_small: whether a tiny call is made first. What only a first call takes (threads, the
-            probe of a kernel) is then not counted against a budget.
+        inputs, grad: query, key, value; the upstream gradient, None without a backward.
+        results: where our method writes; by name, empty where it makes them.
     """
 
-    name: str
-    on_device: bool = True
-    begins_small: bool = True
+    device: torch.device
+    is_causal: bool
+    budget_bytes: int | None
+    inputs: list[torch.Tensor]
+    grad: torch.Tensor | None
+    results: dict[str, torch.Tensor]
+    report: Report | None = None
+    progress: Callable[[int, int, str], None] | None = None
+
+    def show(self, progress: Any, prefix: str, report: Report | None) -> None:
+        """Where our method shows its progress, and what report it fills."""
+        self.report = report
+        shown = progress and (lambda done, total, label: progress(done, total, prefix + label))
+        self.progress = shown
+
+    def small(self, tokens: int, on_device: bool) -> Call:
+        """A call of the same kind on the first few tokens, in memory."""
+
+        def cut(tensor: torch.Tensor, dim: int = -2) -> torch.Tensor:
+            first = tensor.narrow(dim, 0, min(tokens, tensor.shape[dim])).clone()
+            return first.to(self.device) if on_device else first
+
+        results = {n: cut(t, -1 if n == "lse" else -2) for n, t in self.results.items()}
+        grad = None if self.grad is None else cut(self.grad)
+        inputs = [cut(t) for t in self.inputs]
+        return Call(self.device, self.is_causal, self.budget_bytes, inputs, grad, results)
+
+
+class Method:
+    """One way to compute a call; this one is torch's function, with its gradient by autograd.
+
+    Attributes:
+        on_device: whether inputs are on the device, or else in (page-locked) host memory.
+        begins_small: whether a small call is made first: what only a first call takes (threads, the
+            probe of a kernel) is then not counted against a limit.
+        writes: whether it writes into results that are given, and fills a report.
+    """
+
+    on_device, begins_small, writes = True, True, False
 
     def refusal(self, spec: Spec) -> str | None:
         """Why the call cannot be measured here; None if it can."""
         return None
 
-    @abstractmethod
-    def forward(self, spec: Spec, inputs: Tensors) -> Any:
-        """Run the forward on [query, key, value, grad_out].
+    def attend(self, call: Call, inputs: list[torch.Tensor]) -> torch.Tensor:
+        """The output, recorded by autograd."""
+        query, key, value = inputs
+        return scaled_dot_product_attention(
+            query, key, value, is_causal=call.is_causal,
+            enable_gqa=query.shape[-3] != key.shape[-3],
+        )  # fmt: skip
 
-        Returns what ``backward`` needs; its first element is the output.
-        """
+    def forward(self, call: Call) -> Any:
+        """What ``backward`` needs; its first element is the output."""
+        leaves = [t.detach().requires_grad_(call.grad is not None) for t in call.inputs]
+        with torch.set_grad_enabled(call.grad is not None):
+            return self.attend(call, leaves), leaves
 
-    @abstractmethod
-    def backward(self, spec: Spec, inputs: Tensors, state: Any) -> Tensors:
-        """[grad_query, grad_key, grad_value]."""
-
-    def report(self) -> dict[str, Any]:
-        """The method's own report of its last run."""
-        return {}
-
-    def forget(self) -> None:
-        """Free what is cached for the sizes so far."""
-        return
-
-
-def _scale(spec: Spec) -> float:
-    return float(spec.head_dim**-0.5)
+    def backward(self, call: Call, state: Any) -> list[torch.Tensor]:
+        """The gradients of query, key and value."""
+        assert call.grad is not None
+        out, leaves = state
+        grad = call.grad.to(device=out.device, dtype=out.dtype)
+        return list(torch.autograd.grad(out, leaves, grad))
 
 
 class Monolithic(Method):
     """One of torch's attention operators, called as it is."""
 
-    def __init__(self, name: str, kernel: str) -> None:
-        self.name, self._kernel = name, kernel
-
-    def _operator(self) -> InnerKernel:
-        return kernels()[self._kernel]
+    def __init__(self, kernel: str) -> None:
+        self._kernel = kernel
 
     def refusal(self, spec: Spec) -> str | None:
         """The kernel's own refusal, or a failed probe of the operator."""
         if self._kernel not in kernels():
             return "this torch does not have it"
-        dtype = getattr(torch, spec.dtype)
         call = CallShape(
-            spec.device, dtype, spec.heads, spec.kv_heads, spec.head_dim, spec.head_dim,
-            spec.is_causal, spec.backward,
+            spec.device, getattr(torch, spec.dtype), spec.heads, spec.kv_heads, spec.head_dim,
+            spec.head_dim, spec.is_causal, spec.backward,
         )  # fmt: skip
-        if spec.heads != spec.kv_heads and not self._operator().grouped:
+        kernel: Any = kernels()[self._kernel]
+        if spec.heads != spec.kv_heads and not kernel.grouped:
             return "it takes no grouped heads"
-        return why_not(self._operator(), call, torch.device(spec.device))
+        return why_not(kernel, call, torch.device(spec.device))
 
-    def forward(self, spec: Spec, inputs: Tensors) -> Any:
-        """See ``Method.forward``."""
-        query, key, value, _ = inputs
-        call = Call(query, key, value, spec.is_causal, _scale(spec))
-        return self._operator().rectangle_forward(call)
+    def forward(self, call: Call) -> Any:
+        """See ``Method``."""
+        kernel: Any = kernels()[self._kernel]
+        return kernel.rectangle_forward(_whole(call))
 
-    def backward(self, spec: Spec, inputs: Tensors, state: Any) -> Tensors:
-        """See ``Method.backward``."""
-        query, key, value, grad = inputs
-        call = Call(query, key, value, spec.is_causal, _scale(spec))
-        return list(self._operator().rectangle_backward(call, Saved(grad, *state)))
+    def backward(self, call: Call, state: Any) -> list[torch.Tensor]:
+        """See ``Method``."""
+        kernel: Any = kernels()[self._kernel]
+        assert call.grad is not None
+        found = kernel.rectangle_backward(_whole(call), Saved(call.grad, *state[:2]))
+        return list(found[:3])
+
+
+def _whole(call: Call) -> KernelCall:
+    query, key, value = call.inputs
+    return KernelCall(query, key, value, call.is_causal, query.shape[-1] ** -0.5)
 
 
 class Quorum(Method):
     """Ours."""
 
-    def __init__(self, name: str, *, on_device: bool, **options: Any) -> None:
-        self.name, self.on_device, self._options = name, on_device, options
-        self._report = Report()
-        self._results: Tensors | None = None
+    writes = True
 
-    def _arguments(self, spec: Spec) -> dict[str, Any]:
-        budget = spec.budget_bytes
-        if budget is not None:
-            # The limit also counts memory that the allocator holds but cannot use.
-            budget = budget * (9 if spec.device == "cuda" else 6) // 10
+    def __init__(self, on_device: bool = False, **options: Any) -> None:
+        self.on_device, self._options = on_device, options
+
+    def _arguments(self, call: Call) -> dict[str, Any]:
         return {
-            "is_causal": spec.is_causal, "enable_gqa": True, "devices": spec.device,
-            "report": self._report, "budget": budget, **self._options,
+            "is_causal": call.is_causal, "enable_gqa": True, "devices": call.device,
+            "report": call.report, "progress": call.progress, "budget": call.budget_bytes,
+            **self._options,
         }  # fmt: skip
 
-    def forward(self, spec: Spec, inputs: Tensors) -> Any:
-        """See ``Method.forward``."""
-        self._report = Report()
-        out = None
-        if spec.device == "cuda" and not self.on_device:
-            # Results go to page-locked memory, as in a program that streams.
-            if self._results is None:
-                like = (inputs[0], *inputs[:3])
-                self._results = [torch.empty_like(t, pin_memory=True) for t in like]
-            out = self._results[0]
-        query, key, value, _ = inputs
-        return attention_with_lse(query, key, value, out=out, **self._arguments(spec))
+    def forward(self, call: Call) -> Any:
+        """See ``Method``."""
+        query, key, value = call.inputs
+        out = call.results.get("out")
+        return attention_with_lse(query, key, value, out=out, **self._arguments(call))
 
-    def backward(self, spec: Spec, inputs: Tensors, state: Any) -> Tensors:
-        """See ``Method.backward``."""
-        query, key, value, grad = inputs
-        grads = None if self._results is None else tuple(self._results[1:])
-        return list(
-            attention_backward(
-                grad, query, key, value, *state, grads=grads,  # type: ignore[arg-type]
-                **self._arguments(spec),
-            )
-        )  # fmt: skip
-
-    def report(self) -> dict[str, Any]:
-        """The report of the last run."""
-        return self._report.to_dict()
-
-    def forget(self) -> None:
-        """Free the results' memory."""
-        self._results = None
+    def backward(self, call: Call, state: Any) -> list[torch.Tensor]:
+        """See ``Method``."""
+        assert call.grad is not None
+        query, key, value = call.inputs
+        grads: Any = tuple(call.results[n] for n in RESULTS[1:]) if call.results else None
+        given = self._arguments(call)
+        return list(attention_backward(call.grad, query, key, value, *state, grads=grads, **given))
 
 
 class Flex(Method):
     """torch's FlexAttention, compiled, with a causal block mask."""
 
-    name = "flex"
     begins_small = False  # it compiles for each shape
 
     def __init__(self) -> None:
@@ -157,106 +178,140 @@ class Flex(Method):
 
     def refusal(self, spec: Spec) -> str | None:
         """It is measured on CUDA only; elsewhere it has no backward."""
-        if spec.device != "cuda":
+        if spec.device == "cpu":
             return "measured on CUDA only"
-        if importlib.util.find_spec("torch.nn.attention.flex_attention") is None:
-            return "this torch does not have it"
-        return None
+        found = importlib.util.find_spec("torch.nn.attention.flex_attention")
+        return None if found else "this torch does not have it"
 
-    def forward(self, spec: Spec, inputs: Tensors) -> Any:
-        """See ``Method.forward``."""
+    def attend(self, call: Call, inputs: list[torch.Tensor]) -> torch.Tensor:
+        """See ``Method``."""
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        if self._compiled is None:
-            self._compiled = torch.compile(flex_attention, dynamic=False)
-        mask = None
-        if spec.is_causal:
-            mask = create_block_mask(
-                lambda b, h, q, k: q >= k, None, None, spec.tokens, spec.tokens, spec.device
-            )
-        query, key, value = (t.detach().requires_grad_(spec.backward) for t in inputs[:3])
-        with torch.set_grad_enabled(spec.backward):
-            out = self._compiled(
-                query, key, value, block_mask=mask, enable_gqa=spec.heads != spec.kv_heads
-            )
-        return out, (query, key, value)
-
-    def backward(self, spec: Spec, inputs: Tensors, state: Any) -> Tensors:
-        """See ``Method.backward``."""
-        out, leaves = state
-        return list(torch.autograd.grad(out, leaves, inputs[3]))
+        self._compiled = self._compiled or torch.compile(flex_attention, dynamic=False)
+        query, key, value = inputs
+        n, mask = query.shape[-2], None
+        if call.is_causal:
+            mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, n, n, str(call.device))
+        grouped = query.shape[-3] != key.shape[-3]
+        out: torch.Tensor = self._compiled(query, key, value, block_mask=mask, enable_gqa=grouped)
+        return out
 
 
 class StreamCQSA(Method):
     """The authors' package, version 2.2.3 (the extra ``rivals``), streaming from host memory."""
 
-    on_device = False
-    begins_small = False
+    on_device, begins_small = False, False
 
-    def __init__(self, name: str, **overrides: Any) -> None:
-        self.name, self._overrides = name, overrides
+    def __init__(self, **options: Any) -> None:
+        self._options = options
 
     def refusal(self, spec: Spec) -> str | None:
         """It is optional, and takes equal heads in 16 bits on CUDA only."""
         if importlib.util.find_spec("stream_cqsa") is None:
             return 'not installed (pip install "quorum-attention[rivals]")'
-        if spec.device != "cuda":
+        if spec.device == "cpu":
             return "measured on CUDA only"
         if spec.heads != spec.kv_heads or spec.dtype not in ("float16", "bfloat16"):
             return "it takes equal heads in 16 bits"
         return None
 
-    def forward(self, spec: Spec, inputs: Tensors) -> Any:
-        """See ``Method.forward``."""
+    def attend(self, call: Call, inputs: list[torch.Tensor]) -> torch.Tensor:
+        """See ``Method``."""
         import stream_cqsa
 
-        query, key, value = (t.detach().requires_grad_(spec.backward) for t in inputs[:3])
-        with torch.set_grad_enabled(spec.backward):
-            out = stream_cqsa.attention(
-                query, key, value, is_causal=spec.is_causal, verbose=False, **self._overrides
-            )
-        return out, (query, key, value)
-
-    def backward(self, spec: Spec, inputs: Tensors, state: Any) -> Tensors:
-        """See ``Method.backward``."""
-        out, leaves = state
-        grad = inputs[3].to(device=out.device, dtype=out.dtype)
-        return list(torch.autograd.grad(out, leaves, grad))
+        out: torch.Tensor = stream_cqsa.attention(
+            *inputs, is_causal=call.is_causal, verbose=False, **self._options
+        )
+        return out
 
 
-_EVERY: tuple[Method, ...] = (
-    Monolithic("sdpa", "cpu"),
-    Monolithic("flash", "flash"),
-    Monolithic("cudnn", "cudnn"),
-    Monolithic("efficient", "efficient"),
-    Flex(),
-    Quorum("quorum", on_device=False),
-    Quorum("quorum-device", on_device=True),
-    Quorum("quorum-depth-1", on_device=False, depth=1, accumulator="device"),
-    Quorum("quorum-depth-2", on_device=False, depth=2, accumulator="device"),
-    StreamCQSA("stream-cqsa"),
-    StreamCQSA("stream-cqsa-host", itr=1, stream_from_host=True, accumulate_on_gpu=False),
-)
 _LONGNET = LongNetKernel([(2048, 1), (4096, 2), (8192, 4)])
+COMPARED: dict[str, Method] = {
+    "sdpa": Method(),
+    "flash": Monolithic("flash"),
+    "cudnn": Monolithic("cudnn"),
+    "efficient": Monolithic("efficient"),
+    "flex": Flex(),
+    "quorum": Quorum(),
+    "quorum-device": Quorum(on_device=True),
+    "quorum-depth-1": Quorum(depth=1, accumulator="device"),
+    "quorum-depth-2": Quorum(depth=2, accumulator="device"),
+    "stream-cqsa": StreamCQSA(),
+    "stream-cqsa-host": StreamCQSA(itr=1, stream_from_host=True, accumulate_on_gpu=False),
+}
 # The paper's appendix: kernels as they are (one task, not cut), and recovered.
-WRAPPED: tuple[Method, ...] = (
-    Quorum("dense", on_device=True, kernel="dense", depth=0),
-    Quorum("recovered-dense", on_device=True, kernel="dense"),
-    Quorum("longnet", on_device=True, kernel=_LONGNET, depth=0),
-    Quorum("recovered-longnet", on_device=True, kernel=_LONGNET),
-)
-METHODS = {method.name: method for method in (*_EVERY, *WRAPPED)}
+WRAPPED: dict[str, Method] = {
+    "dense": Quorum(on_device=True, kernel="dense", depth=0),
+    "recovered-dense": Quorum(on_device=True, kernel="dense"),
+    "longnet": Quorum(on_device=True, kernel=_LONGNET, depth=0),
+    "recovered-longnet": Quorum(on_device=True, kernel=_LONGNET),
+}
+METHODS = {**COMPARED, **WRAPPED}
+ITSELF: dict[str, Any] = {
+    "dense": "dense",
+    "LongNet": LongNetKernel([(512, 1), (1024, 2), (2048, 4)], full_precision=True),
+}
 
 
-def usual(device: str, quick: bool = False) -> list[str]:
+def default_methods(device: str, quick: bool = False) -> list[str]:
     """The methods worth comparing on a device, the reference first."""
     if quick:
         return ["sdpa", "quorum"] if device == "cpu" else ["flash", "cudnn", "quorum"]
     if device == "cpu":
         return ["sdpa", "quorum", "quorum-depth-1", "quorum-depth-2"]
-    return [method.name for method in _EVERY if method.name != "sdpa"]
+    return [name for name in COMPARED if name != "sdpa"]
 
 
 def reference(device: str) -> str:
     """What ratios are taken against: FlashAttention-2, as in the paper."""
     return "sdpa" if device == "cpu" else "flash"
+
+
+def exact(call: Call) -> list[torch.Tensor]:
+    """Output and gradients in float64, head by head, on the call's device."""
+    query, key, value = leaves = [
+        t.detach().to(call.device).double().requires_grad_() for t in call.inputs
+    ]
+    shared = query.shape[1] // key.shape[1]
+    outs = []
+    with sdpa_kernel(SDPBackend.MATH):
+        for head in range(query.shape[1]):
+            q, k, v = query[:, head], key[:, head // shared], value[:, head // shared]
+            out = scaled_dot_product_attention(q, k, v, is_causal=call.is_causal)
+            if call.grad is not None:
+                out.backward(call.grad[:, head].to(out))
+            outs.append(out.detach())
+    grads = [t.grad for t in leaves if t.grad is not None]
+    return [torch.stack(outs, 1), *grads]
+
+
+def differences(kernel: str, calls: Iterable[Call]) -> dict[str, list[tuple[float, float]]]:
+    """By result, the largest and the mean absolute difference between a kernel and itself recovered
+    at depths 1 and 2, for every call."""
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in RESULTS}
+    for call in calls:
+        inputs = [(t.float() * INPUTS_TIMES).to(t.dtype) for t in call.inputs]
+        whole = _planned(kernel, call, inputs, ())
+        for levels in ((7,), (7, 7)):
+            cut = _planned(kernel, call, inputs, levels)
+            for name, mine, wanted in zip(RESULTS, cut, whole, strict=True):
+                apart = (mine.double() - wanted.double()).abs()
+                found[name].append((float(apart.max()), float(apart.mean())))
+    return found
+
+
+def _planned(
+    kernel: str, call: Call, inputs: list[torch.Tensor], levels: tuple[int, ...]
+) -> list[torch.Tensor]:
+    assert call.grad is not None
+    query, key, value = inputs
+    _, heads, n, head_dim = query.shape
+    sizes: dict[str, Any] = {
+        "heads": heads, "head_dim": head_dim, "dtype": query.dtype, "is_causal": True,
+        "levels": levels, "kernel": get_kernel(ITSELF[kernel]), "inputs": "device",
+        "device": call.device,
+    }  # fmt: skip
+    how: Any = {"is_causal": True, "kernel": ITSELF[kernel], "devices": call.device}
+    out, lse = attention_with_lse(query, key, value, plan=plan(n, **sizes), **how)
+    both = plan(n, backward=True, **sizes)
+    return [out, *attention_backward(call.grad, query, key, value, out, lse, plan=both, **how)]

@@ -46,15 +46,15 @@ class CaseResult:
         return name, found[name]
 
     def __str__(self) -> str:
-        name = " x ".join(map(str, self.levels)) or "tokens uncut"
-        name = f"levels {name}, {self.layout}" if self.levels else name
+        levels = " x ".join(map(str, self.levels))
+        name = f"levels {levels}, {self.layout}" if levels else "tokens uncut"
         if self.heads_per_group is not None:
-            name += f", {self.heads_per_group} head(s) at a time"
+            name += f", heads {self.heads_per_group} at a time"
         kind = "causal" if self.is_causal else "plain"
         return f"{name}, {kind}" + (f", {self.sizes}" if self.sizes else "")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class CheckResult:
     """What ``check_kernel`` found.
 
@@ -107,9 +107,7 @@ class CheckResult:
         lines += dict.fromkeys(f"{b.cause.partition(':')[0]}: {b.where}" for b in self.broken)
         wrong = [case for case in self.cases if case.verdict == "not exact"]
         if wrong:
-            lines.append(
-                f"{len(wrong)} of {len(self.cases)} ways to cut differ; the worst of each:"
-            )
+            lines.append(f"{len(wrong)} of {len(self.cases)} cuts differ; the worst of each:")
         # Only the worst of each kind of cut is shown.
         shown: dict[tuple[bool, bool, str], CaseResult] = {}
         for case in wrong:
@@ -131,9 +129,12 @@ class CheckResult:
             ]
             if mine and seconds:
                 kind = "causal" if causal else "plain"
-                lines.append(f"time, {kind}: {min(mine) / seconds:.2f} x the uncut call at depth 1")
+                times = min(mine) / seconds
+                lines.append(f"cut once, a {kind} call took {times:.2f} times as long")
         whole, cut = self.peak_bytes
         if whole is not None and cut is not None:
             lines.append(f"memory: {format_bytes(whole)} uncut, {format_bytes(cut)} cut")
         lines += [f"not tried: {reason}" for reason in self.skipped]
         return "\n".join(lines)
+
+    __repr__ = __str__

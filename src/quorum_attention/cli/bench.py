@@ -6,7 +6,7 @@ import argparse
 import shlex
 import sys
 from contextlib import suppress
-from importlib import import_module
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,22 +81,21 @@ def add_to(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from quorum_attention.bench.about import about
-    from quorum_attention.bench.results import Results, alone_in, set_aside
+    from quorum_attention.bench.results import Results, about, alone_in, set_aside
 
     settings = _settings(options)
     folder = Path(options.output)
     with alone_in(folder):
-        earlier = set_aside(folder) if options.fresh else None
-        if earlier is not None:
-            warn(f"what was in {folder} is in {earlier} now")
+        if options.fresh:
+            set_aside(folder)
         results = Results(folder, settings, about(settings.device))
         if results.records:
             warn(
-                f"{results.path} has {len(results.records)} measurements: none of them is made "
-                f"again, but those that failed (--fresh sets all aside and begins anew)"
+                f"{results.path} has {len(results.records)} measurements, which are used; only "
+                f"failed ones are repeated (--fresh sets all aside and begins anew)"
             )
-        results.begin(shlex.join(["quorum-attention", *sys.argv[1:]]), options.only)
+        results.commands.append(shlex.join(["quorum-attention", *sys.argv[1:]]))
+        results.write(results.records)
         try:
             files = _measured(options, settings, results)
         except KeyboardInterrupt:
@@ -112,63 +111,47 @@ def _run(options: argparse.Namespace) -> int:
 
 def _measured(options: argparse.Namespace, settings: Any, results: Any) -> list[Path]:
     """Carry out the experiments; the report has what is finished after each. Returns the files."""
-    from quorum_attention.bench import report
-    from quorum_attention.bench.processes import Processes
-    from quorum_attention.bench.runner import NotKeptError, Runner
+    from quorum_attention.bench.cases import EXPERIMENTS as RUN
+    from quorum_attention.bench.results import write_report
     from quorum_attention.progress import status_line
 
     if not options.json:
         say(", ".join(f"{name} {value}" for name, value in results.about.items()))
     # What other commands measured here stays in the report, where it is complete.
-    named = {name for run in results.runs for name in run["experiments"]}
     sections: dict[str, list[Any]] = {}
-    for name in EXPERIMENTS:
-        if name in named:
-            with suppress(NotKeptError):
-                sections[name] = _experiment(name).run(settings, Runner(results))
+    for name in {record["experiment"] for record in results.records}:
+        with suppress(KeyError):
+            sections[name] = RUN[name](settings, results.kept)
     files: list[Path] = []
-    with Processes(options.timeout) as processes:
-        for name in options.only:
-            # A status line has the terminal for itself: tables come after it.
-            with status_line(name) as told:
-                runner = Runner(results, processes, told)
-                sections[name] = _experiment(name).run(settings, runner)
-            # Before the report: they are not lost where it cannot be written.
-            if not options.json:
-                _show(sections[name])
-            ordered = [s for known in EXPERIMENTS for s in sections.get(known, ())]
-            files = report.write(results.path.parent, ordered, results.about, results.runs)
-    return [*files[:1], results.path, *files[1:]]
-
-
-def _experiment(name: str) -> Any:
-    return import_module(f"quorum_attention.bench.{name}")
-
-
-def _show(sections: list[Any]) -> None:
-    for section in sections:
-        say(f"\n{section.title}\n{section.text}")
-        if section.columns:
+    for name in options.only:
+        # A status line has the terminal for itself: tables come after it.
+        with status_line(name) as show:
+            measure = partial(results.measure, timeout=options.timeout, show=show, done=show.done)
+            sections[name] = RUN[name](settings, measure)
+        for section in () if options.json else sections[name]:
+            say(f"\n{section.title}\n{section.text}")
             show_table(section.columns, section.rows)
-    sys.stdout.flush()
+        ordered = [s for known in EXPERIMENTS for s in sections.get(known, ())]
+        files = write_report(results.path.parent, ordered, results)
+    return [results.path, *files]
 
 
 def _settings(options: argparse.Namespace) -> Any:
-    from quorum_attention.bench.methods import METHODS, reference, usual
-    from quorum_attention.bench.settings import Settings
+    from quorum_attention.bench.cases import Settings
+    from quorum_attention.bench.methods import METHODS, default_methods, reference
 
     device = shared.default_device(options.device).type
     on_cpu, quick = device == "cpu", options.quick
-    methods = usual(device, quick) if options.methods is None else options.methods.split(",")
+    methods = (
+        default_methods(device, quick) if options.methods is None else options.methods.split(",")
+    )
     unknown = [name for name in methods if name not in METHODS]
     if unknown:
         raise ValueError(f"--methods must be some of {', '.join(METHODS)}, got {unknown[0]!r}")
     if reference(device) not in methods:
         methods.insert(0, reference(device))
     heads = options.heads or (2 if on_cpu else 8)
-    kv_heads = options.kv_heads or heads
-    if heads % kv_heads:
-        raise ValueError(f"--heads must be a multiple of --kv-heads, got {heads} and {kv_heads}")
+    kv_heads = shared.kv_heads(heads, options.kv_heads)
     usual_max = (4_096 if quick else 16_384) if on_cpu else (65_536 if quick else 1 << 20)
     usual_min = (2_048 if quick else 1_024) if on_cpu else (32_768 if quick else 8_192)
     # Few tokens fit in much: a small limit is one that something reaches.
@@ -178,13 +161,13 @@ def _settings(options: argparse.Namespace) -> Any:
         raise ValueError(
             f"--min-tokens must be at most --max-tokens, got {options.min_tokens} and {max_tokens}"
         )
-    dtype = str(options.dtype).removeprefix("torch.") if options.dtype else None
+    dtype = str(options.dtype or shared.default_dtype(device)).removeprefix("torch.")
     return Settings(
         device=device,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=options.head_dim,
-        dtype=dtype or ("float32" if on_cpu else "float16"),
+        dtype=dtype,
         methods=tuple(methods),
         min_tokens=min(options.min_tokens or usual_min, max_tokens),
         max_tokens=max_tokens,

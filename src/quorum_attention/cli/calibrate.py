@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-import torch
-
 from quorum_attention.cli import options as shared
 from quorum_attention.cli.output import print_json, say, show_table, warn
 from quorum_attention.planner.calibration import Calibration, calibrate
@@ -37,9 +35,8 @@ def _run(options: argparse.Namespace) -> int:
     from quorum_attention.progress import status_line
 
     device = shared.default_device(options.device)
-    usual = torch.float16 if device.type == "cuda" else torch.float32
     with status_line("measuring") as show:
-        found = calibrate(device, options.dtype or usual, show)
+        found = calibrate(device, options.dtype or shared.default_dtype(device.type), show)
     if options.json:
         print_json(
             {

@@ -106,7 +106,7 @@ def _show(options: argparse.Namespace, shape: ModelShape, found: StepMemory) -> 
         f"{'' if shape.exact else ' (counted as of a Llama)'}: a training step of {options.batch} "
         f"x {options.tokens:,} tokens"
     )
-    switched = "all switched on" if options.memory is None else "as needed"
+    switched = "all switched on" if options.memory is None else "with these on"
     rows = [
         [p.name, _WHEN[p.when], format_bytes(p.plain), format_bytes(p.bytes),
          p.switch if p.switch in found.on and p.switch else ""]
@@ -119,8 +119,8 @@ def _show(options: argparse.Namespace, shape: ModelShape, found: StepMemory) -> 
     if found.host_bytes:
         say(f"in host memory: {format_bytes(found.host_bytes)}")
     say(
-        "Tensors of a step; the framework's own memory comes on top. "
-        "docs/long-context.md says how each is switched on"
+        "Tensors of a step, and attention's budget, which holds what the call returns; the "
+        "framework's own memory comes on top. docs/long-context.md says how to switch each on."
     )
 
 

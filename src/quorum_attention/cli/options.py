@@ -119,9 +119,20 @@ def add_flag(
     )
 
 
-def causality(is_causal: bool) -> str:
-    """What a command prints of it."""
-    return "causal (--no-causal for all keys)" if is_causal else "not causal (see --causal)"
+def default_dtype(device: str) -> torch.dtype:
+    """What commands compute in on a device: float16; float32 on a CPU."""
+    return torch.float32 if device == "cpu" else torch.float16
+
+
+def kv_heads(heads: int, named: int | None) -> int:
+    """How many key/value heads there are.
+
+    Raises:
+        ValueError: the heads do not divide into them.
+    """
+    if named is not None and heads % named:
+        raise ValueError(f"--heads must be a multiple of --kv-heads, got {heads} and {named}")
+    return named or heads
 
 
 def add_sizes(
@@ -129,7 +140,7 @@ def add_sizes(
     *,
     tokens_required: bool,
     usual_tokens: str = "",
-    usual_dtype: str = "float16",
+    usual_dtype: str = "float16; float32 on a CPU",
     causal: bool = True,
 ) -> None:
     """The sizes of a call; ``causal``: and whether it is causal."""

@@ -9,8 +9,8 @@ import torch
 
 from quorum_attention.cli import cluster, masks, model
 from quorum_attention.cli import options as shared
-from quorum_attention.cli.help import GLOSSARY
 from quorum_attention.cli.output import print_json, say
+from quorum_attention.execution.device.lookup import best_device
 from quorum_attention.pictures import check_drawable
 from quorum_attention.planner import Plan, estimate, plan
 from quorum_attention.sizes import format_bytes
@@ -64,12 +64,13 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 def _sizes(options: argparse.Namespace) -> dict[str, Any]:
     mask, is_causal, _ = masks.mask_of(options)
+    device = torch.device(options.device or best_device()).type
     return {
         "heads": options.heads or 8,
         "kv_heads": options.kv_heads,
         "head_dim": options.head_dim,
         "batch": options.batch,
-        "dtype": options.dtype or torch.float16,
+        "dtype": options.dtype or shared.default_dtype(device),
         "is_causal": is_causal,
         "attn_mask": mask,
         "budget": options.budget,
@@ -132,12 +133,7 @@ def _plan(options: argparse.Namespace) -> int:
         say(f"tiles of 128 x 128: {shares} % masked / clear / mixed")
     if options.draw is not None:
         say(f"picture: {options.draw}")
-    _explain(options)
     return 0
-
-
-def _explain(options: argparse.Namespace) -> None:
-    say(f"planned {shared.causality(options.causal)}; {GLOSSARY}")
 
 
 def _estimate(options: argparse.Namespace) -> int:
@@ -162,5 +158,4 @@ def _estimate(options: argparse.Namespace) -> int:
     if found.budget_bytes is not None:
         say(f"budget: {format_bytes(found.budget_bytes)}")
     say(found.describe())
-    _explain(options)
     return 0

@@ -1,18 +1,14 @@
 """``recover``: an attention call that runs out of memory comes back, exact.
 
-The monolithic call runs under a real memory limit and fails; the same inputs go through
-quorum attention under the same limit; output and gradients are checked against float64. Each method
-that works is called twice, because a first call prepares what later ones find prepared.
+torch's call runs under an enforced memory limit and fails; the same inputs go through Quorum
+Attention under the same limit; output and gradients are checked against float64. Each method that
+works is called twice, because a first call prepares what later ones find prepared.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import signal
-import subprocess
-import sys
+import math
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,22 +16,15 @@ from typing import Any
 
 import torch
 
+from quorum_attention.bench.child import OK, Answer, Spec, run_child
 from quorum_attention.cli import options as shared
-from quorum_attention.cli.child import (
-    FAILED,
-    OK,
-    PATIENCE_SECONDS,
-    WARM_TOKENS,
-    Answer,
-    Spec,
-)
 from quorum_attention.cli.output import print_json, say, show_table
 from quorum_attention.decomposition import Decomposition
 from quorum_attention.errors import BudgetError
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.files import create_tensors, open_tensors
 from quorum_attention.on_disk.inputs import read_qkv
-from quorum_attention.pictures import check_drawable
+from quorum_attention.pictures import check_drawable, draw_recovery
 from quorum_attention.planner import Plan, plan
 from quorum_attention.planner.decide import both_passes
 from quorum_attention.sizes import format_bytes, format_least, format_seconds
@@ -45,15 +34,8 @@ from quorum_attention.writing import folder_of_now
 # What a Python process allocates beside the call's tensors while it runs, on the CPU.
 _PROCESS_BYTES = 2 << 20
 _BLOCK_TOKENS = 1 << 16
-_CHILD = """
-import sys
-from quorum_attention.lifetime import end_with
-
-end_with(int(sys.argv[2]))
-from quorum_attention.cli.child import main
-
-main(sys.argv[1])
-"""
+# There is no second call after so long a first one, nor torch's call without a limit.
+PATIENCE_SECONDS = 45.0
 _ACCEPTED = {
     torch.float16: 5e-3,
     torch.bfloat16: 4e-2,
@@ -74,7 +56,6 @@ def add_to(commands: Any) -> None:
         parser,
         tokens_required=False,
         usual_tokens="262,144; 16,384 on a CPU",
-        usual_dtype="float16; float32 on a CPU",
     )
     shared.add_budget(
         parser, "the memory limit for both methods, e.g. 64MiB (default: too little for torch)"
@@ -96,18 +77,40 @@ def add_to(commands: Any) -> None:
 
 @dataclass(frozen=True)
 class _Setting:
-    """The call that is made, and where its files are."""
+    """The call that is made, and the files of its inputs and of its upstream gradient."""
 
     folder: Path
     inputs: str
     device: torch.device
     budget_bytes: int
     is_causal: bool
-    backward: bool
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
     grad_out: torch.Tensor | None
+
+    @property
+    def process_bytes(self) -> int:
+        """What the process gets of the limit: on a GPU only torch's allocator is limited."""
+        return _PROCESS_BYTES if self.device.type == "cpu" else 0
+
+    def plan(self, *, backward: bool, **how: Any) -> Plan:
+        """A plan of the call."""
+        *batch, heads, tokens, width = self.query.shape
+        return plan(
+            tokens,
+            n_keys=self.key.shape[-2],
+            heads=heads,
+            kv_heads=self.key.shape[-3],
+            head_dim=width,
+            value_dim=self.value.shape[-1],
+            batch=max(1, torch.Size(batch).numel()),
+            dtype=self.query.dtype,
+            is_causal=self.is_causal,
+            device=self.device,
+            backward=backward,
+            **how,
+        )
 
 
 @dataclass
@@ -119,11 +122,6 @@ class _Outcome:
     results: str
     errors: Sampled | None = None
 
-    @property
-    def ran(self) -> bool:
-        """Whether it returned a result."""
-        return self.answer.result == OK
-
 
 def _run(options: argparse.Namespace) -> int:
     Path(options.draw).parent.mkdir(parents=True, exist_ok=True)
@@ -132,18 +130,19 @@ def _run(options: argparse.Namespace) -> int:
     with folder_of_now("quorum-attention-recover-") as folder:
         setting = _setting(options, folder)
         _refuse_too_small(setting)
-        quiet = options.json
-        budget = format_bytes(setting.budget_bytes)
-        if not quiet:
+        if not options.json:
             say(_headline(setting))
-        limited = _measure(setting, f"torch SDPA within {budget}", "sdpa", True, quiet)
-        ours = _measure(setting, f"Quorum Attention within {budget}", "quorum", True, quiet)
-        outcomes = [limited, ours]
+        outcomes = [
+            _measure(setting, "torch", "sdpa", True, options.json),
+            _measure(setting, "Quorum Attention", "quorum", True, options.json),
+        ]
         if _affordable(setting):
-            outcomes.append(_measure(setting, "torch SDPA, no limit", "sdpa", False, quiet))
-        if ours.ran:
+            outcomes.append(_measure(setting, "torch, no limit", "sdpa", False, options.json))
+        ours = outcomes[1]
+        if ours.answer.ok:
             _check(setting, outcomes)
-        recovered = _is_recovered(setting, ours)
+        accepted = _ACCEPTED[setting.query.dtype]
+        recovered = ours.errors is not None and ours.errors.worst() < accepted
         picture = _draw(setting, outcomes, options.draw)
         if options.json:
             print_json(_as_json(setting, outcomes, recovered, picture))
@@ -153,23 +152,21 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _refuse_too_small(setting: _Setting) -> None:
-    """A budget that one of the passes cannot work in is refused before anything is run.
+    """Refuse a budget that one of the passes cannot work in, before anything is run.
 
     Raises:
-        ValueError: it is; names the smallest that works for both.
+        ValueError: names the smallest budget that works for both.
     """
-    process = _process_bytes(setting.device)
-    passes = both_passes if setting.backward else lambda of: of(False)
+    process = setting.process_bytes
+
+    def planned(backward: bool) -> Plan:
+        return setting.plan(
+            backward=backward, budget=max(0, setting.budget_bytes - process), results_given=True,
+            inputs="host" if setting.device.type == "cuda" else "device",
+        )  # fmt: skip
+
     try:
-        passes(
-            lambda backward: _planned(
-                setting,
-                backward=backward,
-                budget=max(0, setting.budget_bytes - process),
-                inputs="host" if setting.device.type == "cuda" else "device",
-                results_given=True,
-            )
-        )
+        planned(False) if setting.grad_out is None else both_passes(planned)
     except BudgetError as error:
         smallest = error.smallest_bytes or 0
         parts = f" ({format_bytes(smallest)} for it, {format_bytes(process)} for its process)"
@@ -177,11 +174,6 @@ def _refuse_too_small(setting: _Setting) -> None:
             f"--budget {format_bytes(setting.budget_bytes)} is too small for this call; the "
             f"smallest that works is {format_least(smallest + process)}{parts if process else ''}"
         ) from None
-
-
-def _process_bytes(device: torch.device) -> int:
-    """What of a limit is left to the process: on a GPU only torch's allocator is limited."""
-    return _PROCESS_BYTES if device.type == "cpu" else 0
 
 
 def _setting(options: argparse.Namespace, folder: Path) -> _Setting:
@@ -197,33 +189,28 @@ def _setting(options: argparse.Namespace, folder: Path) -> _Setting:
         _random_inputs(options, device, inputs)
     query, key, value = read_qkv(inputs)
     grad_out = None
+    # The output and one log-sum-exp a row are what torch's forward needs at least.
+    result = query.numel() // query.shape[-1] * value.shape[-1] * query.element_size()
     if not options.forward_only:
         shape = (*query.shape[:-1], value.shape[-1])
-        path = str(folder / "gradient.safetensors")
+        path = folder / "gradient.safetensors"
         grad_out = create_tensors(path, {"grad_out": (shape, query.dtype)})["grad_out"]
         _fill(grad_out, torch.Generator().manual_seed(options.seed + 1))
     budget = options.budget
     if budget is None:
-        budget = _default_budget(query, value, device)
-    return _Setting(
-        folder, inputs, device, budget, options.causal, not options.forward_only, query, key,
-        value, grad_out,
-    )  # fmt: skip
+        least, share = (24 << 20, 0.75) if device.type == "cpu" else (64 << 20, 1.0)
+        budget = max(least, int(share * result))
+    return _Setting(folder, inputs, device, budget, options.causal, query, key, value, grad_out)
 
 
 def _random_inputs(options: argparse.Namespace, device: torch.device, path: str) -> None:
     large = device.type == "cuda"
     tokens = options.tokens or (262_144 if large else 16_384)
     heads = options.heads or 8
-    dtype = options.dtype or (torch.float16 if large else torch.float32)
-    kv_heads = options.kv_heads or heads
-    if heads % kv_heads:
-        raise ValueError(f"--heads must be a multiple of --kv-heads, got {heads} and {kv_heads}")
-    shapes = {
-        "query": ((1, heads, tokens, options.head_dim), dtype),
-        "key": ((1, kv_heads, tokens, options.head_dim), dtype),
-        "value": ((1, kv_heads, tokens, options.head_dim), dtype),
-    }
+    dtype = options.dtype or shared.default_dtype(device.type)
+    kv_heads = shared.kv_heads(heads, options.kv_heads)
+    counts = {"query": heads, "key": kv_heads, "value": kv_heads}
+    shapes = {name: ((1, n, tokens, options.head_dim), dtype) for name, n in counts.items()}
     generator = torch.Generator().manual_seed(options.seed)
     for tensor in create_tensors(path, shapes).values():
         _fill(tensor, generator)
@@ -233,16 +220,8 @@ def _fill(tensor: torch.Tensor, generator: torch.Generator) -> None:
     """Standard normal numbers, a block of tokens at a time."""
     flat = tensor.view(-1, *tensor.shape[-2:])
     for head in flat:
-        for start in range(0, head.shape[0], _BLOCK_TOKENS):
-            block = head[start : start + _BLOCK_TOKENS]
+        for block in head.split(_BLOCK_TOKENS):
             block.copy_(torch.randn(block.shape, generator=generator, device="cpu"))
-
-
-def _default_budget(query: torch.Tensor, value: torch.Tensor, device: torch.device) -> int:
-    """Less than the monolithic call's output alone on a CPU, than that and its log-sum-exp on a
-    GPU."""
-    result = query.numel() // query.shape[-1] * value.shape[-1] * query.element_size()
-    return max(24 << 20, int(0.75 * result)) if device.type == "cpu" else max(64 << 20, result)
 
 
 def _headline(setting: _Setting) -> str:
@@ -253,55 +232,37 @@ def _headline(setting: _Setting) -> str:
     return (
         f"{tokens:,} tokens, {many}{heads} heads{kv} of {width}, {dtype}, "
         f"{'causal' if setting.is_causal else 'not causal'}, "
-        f"{'forward and backward' if setting.backward else 'forward'}, on {setting.device}; "
-        f"each method in a process that may take {format_bytes(setting.budget_bytes)} "
-        f"beyond its start"
-    )
-
-
-def _counted(setting: _Setting) -> str:
-    """What the limit and the peaks count."""
-    if setting.device.type != "cpu":
-        return (
-            "Limit and peaks count what torch's allocator hands out beyond the inputs: torch has "
-            "them on the device beforehand, Quorum Attention reads them from the host."
-        )
-    return (
-        f"Limit and peaks count all that the process allocates beyond its start (inputs and "
-        f"results are in files): of {format_bytes(setting.budget_bytes)}, "
-        f"{format_bytes(_PROCESS_BYTES)} are left to the process, "
-        f"{format_bytes(setting.budget_bytes - _PROCESS_BYTES)} are the budget of the attention."
+        f"{'forward' if setting.grad_out is None else 'forward and backward'}, on "
+        f"{setting.device}; memory limit {format_bytes(setting.budget_bytes)}"
     )
 
 
 def _measure(setting: _Setting, label: str, method: str, limited: bool, quiet: bool) -> _Outcome:
-    """Run a method in a child process and check what it returned."""
-    name = f"{method}-{'limited' if limited else 'free'}"
-    results = str(setting.folder / f"{name}.safetensors")
+    """Run a method in a process of its own."""
+    results = str(setting.folder / f"{method}-{'limited' if limited else 'free'}.safetensors")
     rows = tuple(setting.query.shape[:-1])
     state = torch.float64 if setting.query.dtype == torch.float64 else torch.float32
     wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "out": ((*rows, setting.value.shape[-1]), setting.query.dtype),
         "lse": (rows, state),
     }
-    if setting.backward:
-        for what in ("query", "key", "value"):
-            tensor: torch.Tensor = getattr(setting, what)
-            wanted[f"grad_{what}"] = (tuple(tensor.shape), tensor.dtype)
+    for name in () if setting.grad_out is None else ("query", "key", "value"):
+        tensor: torch.Tensor = getattr(setting, name)
+        wanted[f"grad_{name}"] = (tuple(tensor.shape), tensor.dtype)
     create_tensors(results, wanted)
     spec = Spec(
         method=method,
-        inputs=setting.inputs,
-        gradient=str(setting.folder / "gradient.safetensors") if setting.backward else None,
-        results=results,
+        backward=setting.grad_out is not None,
+        files=(setting.inputs, str(setting.folder / "gradient.safetensors"), results),
         device=str(setting.device),
         is_causal=setting.is_causal,
         limit_bytes=setting.budget_bytes if limited else None,
-        budget_bytes=max(0, setting.budget_bytes - _process_bytes(setting.device)),
-        answer=str(setting.folder / f"{name}.json"),
+        budget_bytes=max(0, setting.budget_bytes - setting.process_bytes),
+        repeats=1,
+        patience=PATIENCE_SECONDS,
         progress=not quiet,
     )
-    return _Outcome(label, _child(spec, setting.folder / f"{name}-spec.json"), results)
+    return _Outcome(label, run_child(spec), results)
 
 
 def _check(setting: _Setting, outcomes: list[_Outcome]) -> None:
@@ -311,119 +272,53 @@ def _check(setting: _Setting, outcomes: list[_Outcome]) -> None:
     problem = Problem(setting.query, setting.key, setting.value, setting.is_causal, scale)
     expected = expect(problem, setting.grad_out, ours["out"], ours["lse"])
     for outcome in outcomes:
-        if not outcome.ran:
+        if not outcome.answer.ok:
             continue
         found = open_tensors(outcome.results)
         grads = None
-        if setting.backward:
+        if setting.grad_out is not None:
             grads = (found["grad_query"], found["grad_key"], found["grad_value"])
         # torch's call returns no log-sum-exp.
         lse = found["lse"] if outcome is outcomes[1] else None
         outcome.errors = compare(expected, found["out"], lse, grads)
 
 
-def _child(spec: Spec, path: Path) -> Answer:
-    path.write_text(json.dumps(asdict(spec)))
-    # glibc keeps freed memory unless told to map large blocks on their own.
-    environment = {
-        **os.environ,
-        "MALLOC_ARENA_MAX": "1",
-        "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
-        "MALLOC_TRIM_THRESHOLD_": str(1 << 20),
-        # On a busy machine, threads that spin while they wait take the cores from each other.
-        "OMP_WAIT_POLICY": "PASSIVE",
-    }
-    command = [sys.executable, "-c", _CHILD, str(path), str(os.getpid())]
-    # A Ctrl-C reaches the child as well; run() waits for it and kills it if it does not go.
-    finished = subprocess.run(command, env=environment, stderr=None, check=False)
-    answer = Path(spec.answer)
-    if finished.returncode == 0 and answer.exists():
-        return Answer(**json.loads(answer.read_text()))
-    if finished.returncode in (-signal.SIGINT, 130):
-        raise KeyboardInterrupt
-    how = f"status {finished.returncode}"
-    if finished.returncode < 0:
-        how = f"signal {-finished.returncode}"
-    return Answer(result=FAILED, error=f"its process ended with {how} and no answer")
-
-
-def _monolithic(setting: _Setting, *, backward: bool) -> Plan:
-    return _planned(setting, backward=backward, levels=(), inputs="device")
-
-
-def _planned(setting: _Setting, *, backward: bool, **how: Any) -> Plan:
-    *batch, heads, tokens, width = setting.query.shape
-    return plan(
-        tokens,
-        n_keys=setting.key.shape[-2],
-        heads=heads,
-        kv_heads=setting.key.shape[-3],
-        head_dim=width,
-        value_dim=setting.value.shape[-1],
-        batch=max(1, torch.Size(batch).numel()),
-        dtype=setting.query.dtype,
-        is_causal=setting.is_causal,
-        device=setting.device,
-        backward=backward,
-        **how,
-    )
-
-
-def _needed_bytes(setting: _Setting) -> int:
-    """What the monolithic call takes beyond its inputs: results and workspace."""
-    forward: int = _monolithic(setting, backward=False).peak_bytes
-    if not setting.backward:
-        return forward
-    rows = setting.query.numel() // setting.query.shape[-1]
-    result = rows * setting.value.shape[-1] * setting.query.element_size()
-    backward: int = _monolithic(setting, backward=True).peak_bytes
-    return max(forward, backward + result)
+def _needed(setting: _Setting) -> tuple[int, float]:
+    """Bytes beyond its inputs (results and workspace), and seconds, that torch's call takes."""
+    passes = (False,) if setting.grad_out is None else (False, True)
+    plans = [setting.plan(backward=backward, levels=(), inputs="device") for backward in passes]
+    out = 0 if setting.grad_out is None else setting.grad_out.nbytes
+    peaks = (plans[0].peak_bytes, plans[-1].peak_bytes + out)
+    return max(peaks), sum(made.predicted_seconds for made in plans)
 
 
 def _affordable(setting: _Setting) -> bool:
-    """Whether the unlimited monolithic call, which is only for comparison, fits in memory and ends
+    """Whether torch's call without a limit, which is only for comparison, fits in memory and ends
     soon."""
-    seconds = _monolithic(setting, backward=False).predicted_seconds
-    if setting.backward:
-        seconds += _monolithic(setting, backward=True).predicted_seconds
-    needed = _needed_bytes(setting)
+    needed, seconds = _needed(setting)
     if setting.device.type == "cuda":
         inputs = (setting.query, setting.key, setting.value, setting.grad_out)
-        needed += sum(t.numel() * t.element_size() for t in inputs if t is not None)
+        needed += sum(t.nbytes for t in inputs if t is not None)
     fits = 2 * needed < backend_of(setting.device).free_bytes(setting.device)
     return bool(fits and seconds < PATIENCE_SECONDS)
 
 
-def _is_recovered(setting: _Setting, ours: _Outcome) -> bool:
-    return ours.errors is not None and ours.errors.worst() < _ACCEPTED[setting.query.dtype]
-
-
 def _draw(setting: _Setting, outcomes: list[_Outcome], path: str) -> str | None:
+    limited, ours, *free = outcomes
+    needed = _needed(setting)[0]
+    if limited.answer.ok or (free and free[0].answer.ok):
+        needed = (limited if limited.answer.ok else free[0]).answer.peak_bytes or 0
+    verb = "took" if limited.answer.ok else "needs"
+    bars = [
+        (f"{limited.label} {verb}", needed, limited.answer.status, limited.answer.ok),
+        (f"{ours.label} took", ours.answer.peak_bytes or 0, ours.answer.status, ours.answer.ok),
+    ]
+    report = ours.answer.report.get("backward") or ours.answer.report.get("forward") or {}
+    tokens = max(setting.query.shape[-2], setting.key.shape[-2])
     try:
-        from quorum_attention.pictures import draw_recovery
-
-        limited, ours, *free = outcomes
-        needed = free[0].answer.peak_bytes if free and free[0].ran else _needed_bytes(setting)
-        bars = [
-            (
-                limited.label,
-                limited.answer.peak_bytes if limited.ran else needed,
-                f"what it {'took' if limited.ran else 'needs'}; here: {limited.answer.result}",
-                limited.ran,
-            ),
-            (
-                ours.label,
-                ours.answer.peak_bytes,
-                f"what it took; here: {ours.answer.result}",
-                ours.ran,
-            ),
-        ]
-        report = ours.answer.report.get("backward") or ours.answer.report.get("forward") or {}
-        tokens = max(setting.query.shape[-2], setting.key.shape[-2])
-        shape = Decomposition(tokens, tuple(report.get("levels", ())))
         draw_recovery(
             path,
-            decomposition=shape,
+            decomposition=Decomposition(tokens, tuple(report.get("levels", ()))),
             is_causal=setting.is_causal,
             budget_bytes=setting.budget_bytes,
             bars=bars,
@@ -436,18 +331,27 @@ def _draw(setting: _Setting, outcomes: list[_Outcome], path: str) -> str | None:
 def _as_json(
     setting: _Setting, outcomes: list[_Outcome], recovered: bool, picture: str | None
 ) -> dict[str, Any]:
+    methods = []
+    for outcome in outcomes:
+        answer = outcome.answer
+        methods.append(
+            {
+                "method": outcome.label,
+                "result": answer.status,
+                "stage": answer.stage,
+                "error": answer.reason,
+                "forward_seconds": answer.first_seconds[:1] + answer.forward_seconds,
+                "backward_seconds": answer.first_seconds[1:] + answer.backward_seconds,
+                "peak_bytes": answer.peak_bytes,
+                "report": answer.report,
+                "errors": asdict(outcome.errors) if outcome.errors else None,
+            }
+        )
     return {
         "call": _headline(setting),
         "budget_bytes": setting.budget_bytes,
         "recovered": recovered,
-        "methods": [
-            {
-                "method": outcome.label,
-                **asdict(outcome.answer),
-                "errors": asdict(outcome.errors) if outcome.errors else None,
-            }
-            for outcome in outcomes
-        ],
+        "methods": methods,
         "picture": picture,
     }
 
@@ -455,74 +359,61 @@ def _as_json(
 def _print(
     setting: _Setting, outcomes: list[_Outcome], recovered: bool, picture: str | None
 ) -> None:
-    limited, ours = outcomes[:2]
-    show_table(
-        ["method", "result", *_figures(setting, ours)],
-        [
-            [outcome.label, outcome.answer.result, *_figures(setting, outcome).values()]
-            for outcome in outcomes
-        ],
-        left=["result"],
-        red=[number for number, outcome in enumerate(outcomes) if not outcome.ran],
-    )
-    if limited.ran:
+    """What failed, what came back, and the price."""
+    limited, ours = (outcome.answer for outcome in outcomes[:2])
+    within = f"within {format_bytes(setting.budget_bytes)}"
+    if limited.ok:
         say(
-            f"The budget was enough for the monolithic call: nothing to recover. "
-            f"It took {format_bytes(limited.answer.peak_bytes)}; try a smaller --budget.",
+            f"torch {within}: worked, with {format_bytes(limited.peak_bytes or 0)}. There was "
+            f"nothing to recover; try a smaller --budget."
         )
     else:
-        say(f"torch, in its {limited.answer.stage}: {limited.answer.error}")
-    if not ours.ran:
-        where = f", in its {ours.answer.stage}" if ours.answer.stage else ""
-        say(f"Quorum Attention{where}: {ours.answer.error}")
-    say(_timed(outcomes))
-    say(_counted(setting))
-    for name, part in ours.answer.report.items():
+        say(f"torch {within}: failed in its {limited.stage}: {limited.reason}")
+    if ours.ok:
+        peak = format_bytes(ours.peak_bytes or 0)
+        right = f"Matches float64 on sampled rows: {'yes' if recovered else 'NO'}."
+        say(f"Quorum Attention {within}: worked, with {peak}. {right}")
+    else:
+        stage = f" in its {ours.stage}" if ours.stage else ""
+        say(f"Quorum Attention {within}: failed{stage}: {ours.reason}")
+    labels, cells = [], []
+    for outcome in outcomes:
+        if outcome.answer.ok:
+            labels.append(outcome.label)
+            cells.append(_figures(setting, outcome))
+    if labels:
+        rows = [list(row) for row in zip(*cells, strict=True)]
+        show_table(["", *labels], [[name, *(cell for _, cell in row)] for row in rows
+                                   for name in [row[0][0]]])  # fmt: skip
+    for name, part in ours.report.items():
         if part:
             levels = " x ".join(map(str, part["levels"])) or "none"
+            units, heads = part["units"], part["heads_per_group"]
             say(
-                f"{name}: levels {levels}, {part['units']} units of {part['heads_per_group']} "
-                f"head(s), kernel {part['kernel']}, planned peak "
-                f"{format_bytes(part['planned_peak_bytes'])} of "
-                f"{format_bytes(part['budget_bytes'])}",
+                f"{name}: levels {levels}, {units} {'unit' if units == 1 else 'units'} of {heads} "
+                f"{'head' if heads == 1 else 'heads'}, kernel {part['kernel']}"
             )
-    if ours.errors is not None:
-        how = "every row's" if ours.errors.lse_is_exact else "sampled rows'"
-        say(
-            f"Errors are relative to float64 on sampled rows (log-sum-exp in float64: {how}): "
-            f"{'right' if recovered else 'WRONG'}.",
-        )
     drawn = picture or 'none; pip install "quorum-attention[draw]"'
     say(f"picture: {drawn}")
 
 
-def _timed(outcomes: list[_Outcome]) -> str:
-    """What the times are of."""
-    said = (
-        f"Times are of a first and a second call in one process, after small ones of {WARM_TOKENS} "
-        f"tokens"
-    )
-    if any(len(outcome.answer.forward_seconds) == 1 for outcome in outcomes if outcome.ran):
-        said += f" (no second one where the first took more than {PATIENCE_SECONDS:.0f} s)"
-    return f"{said}."
-
-
-def _figures(setting: _Setting, outcome: _Outcome) -> dict[str, str]:
-    """By heading, what a table shows of a method besides its name and result."""
+def _figures(setting: _Setting, outcome: _Outcome) -> list[tuple[str, str]]:
+    """What a table shows of a method that worked: headings and cells."""
     answer, errors = outcome.answer, outcome.errors
-    cells = {}
-    passes = {"forward": answer.forward_seconds}
-    if setting.backward:
-        passes["backward"] = answer.backward_seconds
-    for name, seconds in passes.items():
-        for place, ordinal in enumerate(("first", "second")):
-            there = place < len(seconds)
-            cells[f"{name}: {ordinal}"] = format_seconds(seconds[place]) if there else "-"
-    cells["peak memory"] = format_bytes(answer.peak_bytes) if outcome.ran else "-"
-    results = {"out": "out"}
-    if setting.backward:
-        results |= {"dQ": "grad_query", "dK": "grad_key", "dV": "grad_value"}
-    for short, name in results.items():
+    seconds = {"forward": answer.first_seconds[:1] + answer.forward_seconds}
+    names = {"out": "out"}
+    if setting.grad_out is not None:
+        seconds["backward"] = answer.first_seconds[1:] + answer.backward_seconds
+        names |= {"dQ": "grad_query", "dK": "grad_key", "dV": "grad_value"}
+    cells = [("memory", format_bytes(answer.peak_bytes or 0))]
+    for name, times in seconds.items():
+        for ordinal, spent in zip(("first", "second"), [*times, math.nan], strict=False):
+            shown = "-" if math.isnan(spent) else format_seconds(spent)
+            cells.append((f"{name}, {ordinal} call", shown))
+    for short, name in names.items():
         error = None if errors is None else getattr(errors, name)
-        cells[f"error: {short}"] = "-" if error is None else f"{error:.1e}"
+        cells.append((f"error of {short}", "-" if error is None else f"{error:.1e}"))
     return cells
+
+
+__all__ = ["OK", "add_to"]

@@ -27,7 +27,6 @@ import quorum_attention
 from quorum_attention.call.options import Written
 from quorum_attention.cli import farm, masks
 from quorum_attention.cli import options as shared
-from quorum_attention.cli.help import GLOSSARY
 from quorum_attention.cli.output import print_json, say, warn
 from quorum_attention.execution.report import Report
 from quorum_attention.files import metadata_of, open_tensors
@@ -186,7 +185,6 @@ def _tell(
         say(str(report))
         if report.total.forwards + report.total.backwards > 1:
             say(f"that was the last of {outcome.parts} parts; all of this run: {report.total}")
-        say(GLOSSARY)
         say(f"wrote {options.output}")
     # A call without queries or keys is no pass, and leaves nothing to draw.
     if options.draw is not None and (report.forward or report.backward) is not None:
@@ -300,6 +298,6 @@ def _headline(options: argparse.Namespace, call: FileCall, device: torch.device 
     dtype = str(given["query"].dtype).removeprefix("torch.")
     return (
         f"{'backward: ' if call.backward else ''}queries {size(given['query'])}, keys "
-        f"{size(given['key'])}, {dtype}, {shared.causality(options.causal)}, "
+        f"{size(given['key'])}, {dtype}, {'causal' if options.causal else 'not causal'}, "
         f"{masks.words(options, call.mask)}, on {device}"
     )
