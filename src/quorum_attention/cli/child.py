@@ -22,8 +22,8 @@ from quorum_attention.api import attention_backward, attention_with_lse
 from quorum_attention.execution.memory import first_line, is_out_of_memory
 from quorum_attention.execution.report import Report
 from quorum_attention.files import open_tensors
+from quorum_attention.files.inputs import read_qkv
 from quorum_attention.limits import PeakMemory, ran_out, warm_up
-from quorum_attention.on_disk.inputs import read_qkv
 from quorum_attention.progress import progress_bar
 
 # What a child answers.
