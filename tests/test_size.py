@@ -24,7 +24,7 @@ BUDGETS = {
     "distributed": (3122, 21),
     "execution": (6259, 60),
     "farm": (1672, 12),
-    "files": (1022, 9),
+    "files": (1023, 9),
     "integrations": (1631, 18),
     "kernels": (10217, 79),
     "pictures": (702, 11),

@@ -148,14 +148,14 @@ def full(*_: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-# Each part: its results, progress.json, the folder's names; then the header, progress.json.
+# After the folder is made. Each part: results, progress.json, names; then header, progress.json.
 @pytest.mark.parametrize("calls", [0, 1, 4, 10, 3 * HEADS, 3 * HEADS + 1])
 def test_a_disk_that_fills_up_keeps_what_is_done_and_is_named(
     calls: int, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["run", "qkv", "out", *EACH]
     with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", after(calls, full, os.fsync))
+        patched.setattr(os, "fsync", after(1 + calls, full, os.fsync))
         assert main(command) == 2
     said = capsys.readouterr().err
     assert "No space left on device" in said

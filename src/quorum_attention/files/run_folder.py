@@ -247,6 +247,7 @@ def _locked(path: Path, name: str) -> Iterator[None]:
     while True:
         with suppress(FileExistsError):
             path.mkdir(0o700)
+            sync_directory(path.parent)
         try:
             _check_own(path)
             lock = open(path / LOCK, "a+b")  # noqa: SIM115 - closed below
